@@ -31,8 +31,8 @@ from benchmarks.report import BY_HAND, OURS, Cost, Report
 from benchmarks.start import BARE, FIRST_UPDATE, TRAIN, to_mark
 from data.loading.loader import Loader
 from data.orders import Shuffled
+from data.samplers import UpdateSampler
 from data.sources import ImageTensors
-from data.updates import UpdateSampler
 from models.small_cnn import SmallCNN
 from trainer.callback import Callback
 from trainer.strategies.ddp import DDP, Processes

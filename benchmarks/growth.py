@@ -30,8 +30,8 @@ from benchmarks import report
 from benchmarks.report import Report
 from callbacks.tensorboard import TensorBoard
 from callbacks.trackers.recorder import MetricsLog
-from data.orders import LowMemory, Shuffled
-from data.updates import Order, UpdateSampler
+from data.orders import LowMemory, Order, Shuffled
+from data.samplers import UpdateSampler
 from trainer.callback import Callback
 from trainer.options import TrainerOptions
 from trainer.task import Task

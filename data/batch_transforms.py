@@ -9,7 +9,7 @@ Draws are new in each epoch, unless a transform says `lasting = True`.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
@@ -20,7 +20,7 @@ from torchvision.transforms.v2 import functional as F
 
 from data.errors import DataError
 from data.keys import Draws
-from data.transforms import Constants
+from data.transforms import constants
 
 Values = tuple[Tensor, ...]
 
@@ -35,34 +35,38 @@ class RandomHorizontalFlip:
     p: float = 0.5
     masks: bool = False
     axis: ClassVar[int] = -1
+    in_place = False  # set for images that nobody else holds: on a CPU they are changed
 
     def draw(self, draws: Draws, height: int, width: int) -> Values:
         """Decide for each image."""
         return (draws.uniform() < self.p,)
 
     def __call__(self, images: Tensor, flip: Tensor) -> Tensor:
-        turned, which = images.flip(self.axis), flip.view(-1, *[1] * (images.ndim - 1))
-        if images.element_size() > 1 or images.shape[-1] % 8 or not images.is_contiguous():
-            return torch.where(which, turned, images)
-        # `where` takes as long for an element of 1 byte as of 8.
-        chosen = torch.where(which, turned.view(torch.int64), images.view(torch.int64))
-        return chosen.view(images.dtype)
+        return self._turned(images, flip, self.in_place)
 
     def on_masks(self, masks: Tensor, flip: Tensor) -> Tensor:
         """Mirror targets."""
-        return self(masks, flip)
+        return self._turned(masks, flip, False)
+
+    def _turned(self, images: Tensor, flip: Tensor, in_place: bool) -> Tensor:
+        if not _of_numpy(images):  # nor does the host know which, on a device
+            chosen = flip.view(-1, *[1] * (images.ndim - 1))
+            return torch.where(chosen, images.flip(self.axis), images)
+        result, rows = images if in_place else images.clone(), flip.nonzero().squeeze(1)
+        # numpy copies whole images; torch copies their elements, which takes several times as long.
+        result.numpy()[rows.numpy()] = images.index_select(0, rows).flip(self.axis).numpy()
+        return result
 
 
+@dataclass(eq=False, repr=False)
 class AlternatingFlip(RandomHorizontalFlip):
     """Mirror a random half of the images in even epochs and the other half in odd ones.
 
     So each image is seen both ways in any two epochs (Jordan 2024).
     """
 
+    p: float = field(default=0.5, init=False)
     lasting = True
-
-    def __init__(self, masks: bool = False) -> None:
-        super().__init__(0.5, masks)
 
     def draw(self, draws: Draws, height: int, width: int) -> Values:
         """Decide for each image, once and for all, and turn it over in odd epochs."""
@@ -96,10 +100,8 @@ class RandomCrop:
             for side, wanted in zip((height, width), _pair(self.size), strict=True)
         ]
         if min(free) < 1:
-            raise DataError(
-                f"a crop of {_pair(self.size)} does not fit into images of {height} x {width} "
-                f"with padding {self.padding}"
-            )
+            images = f"images of {height} x {width} with padding {self.padding}"
+            raise DataError(f"a crop of {_pair(self.size)} does not fit into {images}")
         return tuple(draws.integers(room) for room in free)
 
     def __call__(self, images: Tensor, top: Tensor, left: Tensor) -> Tensor:
@@ -129,44 +131,39 @@ class RandomCrop:
         return every.index_select(0, starts.view(-1)).view(samples, channels, tall, wide)
 
 
+@dataclass(eq=False, repr=False)
 class RandomErasing:
     """Overwrite a random box of each image by `value` with probability p (Zhong et al. 2017).
 
     value: a number, or one for each channel, on the scale of the images at this point.
     """
 
-    in_place = False  # set for images that nobody else holds: on a CPU they are changed
-
-    def __init__(
-        self,
-        p: float = 0.5,
-        scale: Sequence[float] = (0.02, 0.33),
-        ratio: Sequence[float] = (0.3, 3.3),
-        value: float | Sequence[float] = 0.0,
-    ) -> None:
-        self.p = p
-        self.scale = scale
-        self.ratio = ratio
-        self.value = Constants([value] if isinstance(value, int | float) else value, (-1, 1, 1))
+    p: float = 0.5
+    scale: Sequence[float] = (0.02, 0.33)
+    ratio: Sequence[float] = (0.3, 3.3)
+    value: float | Sequence[float] = 0.0
+    in_place = False  # as that of flips
 
     def draw(self, draws: Draws, height: int, width: int) -> Values:
         """Draw boxes (top, left, height, width); height 0 where nothing is erased."""
         rows = np.zeros((4, len(draws)), np.int64)
-        erased = draws.ahead(2 * _TRIES) < self.p  # most are not: no boxes are drawn for them
-        draws = draws.of(erased)
+        # The number after those of the boxes, which most images need not draw.
+        erased = (Draws(draws.keys, drawn=2 * _TRIES).uniform() < self.p).numpy()
+        draws = Draws(draws.keys[erased])
         tall, wide = _boxes(draws, height * width, self.scale, self.ratio)
         tall, wide, found = _first((tall < height) & (wide < width), tall, wide)
-        draws.uniform()  # which was looked at ahead
+        draws.drawn += 1
         free = np.maximum(height - tall + 1, 1), np.maximum(width - wide + 1, 1)
         top, left = (draws.integers(torch.from_numpy(room)).numpy() for room in free)
-        rows[:, erased.numpy()] = top, left, tall * found, wide
+        rows[:, erased] = top, left, tall * found, wide
         return tuple(torch.from_numpy(rows))
 
     def __call__(
         self, images: Tensor, top: Tensor, left: Tensor, tall: Tensor, wide: Tensor
     ) -> Tensor:
-        value = self.value.beside(images, images.dtype)
-        if images.device.type == "cpu" and images.dtype in (torch.uint8, torch.float32):
+        values = (self.value,) if isinstance(self.value, int | float) else tuple(self.value)
+        value = constants(values, images.device, images.dtype)
+        if _of_numpy(images):
             result = images if self.in_place else images.clone()
             boxes = zip(*(side.tolist() for side in (top, left, tall, wide)), strict=True)
             written = value.numpy()
@@ -174,13 +171,12 @@ class RandomErasing:
                 if h:
                     image[:, i : i + h, j : j + w] = written
             return result
-        rows, columns = (  # slices by tensors would wait for a device
-            _within(first, length, side)
-            for first, length, side in zip(
-                (top, left), (tall, wide), images.shape[-2:], strict=True
-            )
-        )
-        return torch.where((rows[:, :, None] & columns[:, None])[:, None], value, images)
+        inside = []  # slices by tensors would wait for a device
+        for first, length, side in zip((top, left), (tall, wide), images.shape[-2:], strict=True):
+            positions = torch.arange(side, device=images.device)
+            inside.append((positions >= first[:, None]) & (positions < (first + length)[:, None]))
+        box = inside[0][:, :, None] & inside[1][:, None]
+        return torch.where(box[:, None], value, images)
 
 
 @dataclass(eq=False, repr=False)
@@ -195,20 +191,19 @@ class RandomResizedCrop:
         """Draw boxes (top, left, height, width); the middle where ten do not fit."""
         wides, talls = _boxes(draws, height * width, self.scale, self.ratio)
         fits = (wides > 0) & (wides <= width) & (talls > 0) & (talls <= height)
-        drawn_tall, drawn_wide, found = _first(fits, talls, wides)
-        middle_tall, middle_wide = height, width
+        *drawn, found = _first(fits, talls, wides)
+        middle = [height, width]
         if width / height < min(self.ratio):
-            middle_tall = round(width / min(self.ratio))
+            middle[0] = round(width / min(self.ratio))
         elif width / height > max(self.ratio):
-            middle_wide = round(height * max(self.ratio))
-        tall = torch.from_numpy(np.where(found, drawn_tall, middle_tall))
-        wide = torch.from_numpy(np.where(found, drawn_wide, middle_wide))
-        some = torch.from_numpy(found)
-        top = draws.integers((height - tall + 1).clamp(min=1))
-        left = draws.integers((width - wide + 1).clamp(min=1))
-        top = torch.where(some, top, (height - middle_tall) // 2)
-        left = torch.where(some, left, (width - middle_wide) // 2)
-        return top, left, tall, wide
+            middle[1] = round(height * max(self.ratio))
+        some, corner, box = torch.from_numpy(found), [], []
+        for whole, side, half in zip((height, width), drawn, middle, strict=True):
+            length = torch.from_numpy(np.where(found, side, half))
+            first = draws.integers((whole - length + 1).clamp(min=1))
+            corner.append(torch.where(some, first, (whole - half) // 2))
+            box.append(length)
+        return *corner, *box
 
     def __call__(
         self, images: Tensor, top: Tensor, left: Tensor, tall: Tensor, wide: Tensor
@@ -295,13 +290,12 @@ def _at_factor_0(images: Tensor, turn: Tensor, whole: bool) -> Tensor:
     return torch.where(turn == 0, 0.0, torch.where(turn == 1, mean, grey))
 
 
+def _of_numpy(images: Tensor) -> bool:
+    return images.device.type == "cpu" and images.dtype != torch.bfloat16
+
+
 def _pair(size: int | Sequence[int]) -> tuple[int, int]:
     return (size, size) if isinstance(size, int) else (size[0], size[-1])
-
-
-def _within(first: Tensor, length: Tensor, side: int) -> Tensor:
-    positions = torch.arange(side, device=first.device)
-    return (positions >= first[:, None]) & (positions < (first + length)[:, None])
 
 
 def _boxes(draws: Draws, area: int, scale: Sequence[float], ratio: Sequence[float]) -> Any:

@@ -5,6 +5,7 @@ import io
 import os
 import stat
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -43,10 +44,12 @@ def decode_image(data: bytes, path: Path | str, channels: int = 3) -> Tensor:
         raise UnreadableError(f"cannot decode {path}: the file is empty")
     width, height, components = _frame(data)
     _check_size(width, height, path)
-    # Pillow decodes CMYK (also Adobe's inverted form) and the grey of colour files.
-    image = _by_torchvision(data, channels) if components in (1, channels) else None
-    if image is not None:
-        return image
+    # Pillow decodes CMYK (also Adobe's inverted form) and the grey of colour files; and it decodes
+    # what torchvision cannot, or raises.
+    if components in (1, channels) and (decode := _torchvision_decoder()) is not None:
+        with suppress(RuntimeError):
+            # Channels: 1 = grey, 3 = RGB, as in torchvision.io.ImageReadMode; upright by EXIF.
+            return decode(torch.frombuffer(bytearray(data), dtype=torch.uint8), channels, True)
     try:
         with _opened(data) as opened:
             _check_size(*opened.size, path)
@@ -199,9 +202,8 @@ def _frame(data: bytes) -> tuple[int, int, int]:
 
 def _check_size(width: int, height: int, path: Path | str) -> None:
     if width * height > MAX_PIXELS:
-        raise UnreadableError(
-            f"refused to decode {path}: {width} x {height} pixels are more than {MAX_PIXELS}"
-        )
+        size = f"{width} x {height} pixels are more than {MAX_PIXELS}"
+        raise UnreadableError(f"refused to decode {path}: {size}")
 
 
 @cache
@@ -211,24 +213,11 @@ def _torchvision_decoder() -> Callable[[Tensor, int, bool], Tensor] | None:
     Not the function around it, which warns at each call that it is deprecated (0.29). None if
     there is no such operator: Pillow gives the same pixels.
     """
-    try:
+    with suppress(ImportError, AttributeError, RuntimeError):
         importlib.import_module("torchvision.io")  # registers it
         operator: Callable[[Tensor, int, bool], Tensor] = torch.ops.image.decode_jpeg.default
-    except (ImportError, AttributeError, RuntimeError):
-        return None
-    return operator
-
-
-def _by_torchvision(data: bytes, channels: int) -> Tensor | None:
-    """Return the image, or None if the decoder fails: Pillow then decodes it or raises."""
-    decode = _torchvision_decoder()
-    if decode is None:
-        return None
-    try:
-        # Channels: 1 = grey, 3 = RGB, as in torchvision.io.ImageReadMode; upright by EXIF.
-        return decode(torch.frombuffer(bytearray(data), dtype=torch.uint8), channels, True)
-    except RuntimeError:
-        return None
+        return operator
+    return None
 
 
 def _planes(image: Image.Image) -> Tensor:

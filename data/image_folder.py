@@ -1,20 +1,30 @@
-"""Image files: in folders named by their class (root/train/<class>/*), or given by name."""
+"""Image files: in folders named by their class (root/train/<class>/*), or given by name; cached."""
 
+import contextlib
 import glob
+import hashlib
 import logging
+import math
+import mmap
 import os
+import tempfile
 import unicodedata
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, Literal
 
 import numpy as np
+import numpy.typing as npt
+import PIL
 import torch
+import torchvision
 from torch import Tensor
 
 from data.decode import Channels, open_image, read_image
-from data.errors import DataError
-from data.sources import resized
+from data.errors import DataError, UnreadableError
+from data.sources import locked, resized
 from data.splits import Split, is_cut, rows_of_train
 from data.transforms import Transform, acts_on_batches
 
@@ -24,12 +34,66 @@ EXTENSIONS = frozenset(
 )
 _KNOWN = ", ".join(sorted(EXTENSIONS))
 _ANY_SIZE = (256, 256)  # of pictures that the transforms bring to one size
+_LAYOUT = 1  # version of a cache: the pixels of all images, then each image's height and width
+_PART = 256  # images between two checks whether to stop
 
 
-class ImageFolder:
-    """Image files (paths relative to `folder`) and their classes, decoded when asked for."""
+class Pictures:
+    """Picture files, decoded when asked for: samples are images, or with `targets` (image, class).
+
+    `size`: height and width that pictures are resized to before the transforms; None: none.
+    """
 
     transforms_in_batches = True
+
+    def __init__(
+        self,
+        names: npt.ArrayLike,
+        channels: Channels = 3,
+        size: Sequence[int] | None = None,
+        transform: Transform | None = None,
+        targets: Tensor | None = None,
+    ) -> None:
+        # One byte string instead of many objects: forked workers then share its memory.
+        self.names = np.array([*map(os.fsencode, names)], np.bytes_)  # type: ignore[arg-type]
+        self.targets = targets
+        self.channels = channels
+        self.size = size
+        self.transform = transform
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def path(self, index: int) -> str:
+        """Return the file of a sample."""
+        return os.fsdecode(self.names[index])
+
+    def input_form(self) -> dict[str, Any]:
+        """Return what a picture must be brought to before the transforms: any size will do."""
+        return {"kind": "picture", "channels": self.channels, "size": None}
+
+    def decoded(self, index: int) -> Any:
+        """Return a picture as uint8 (C, H, W), or what the first transform takes for it."""
+        return read_image(self.path(index), self.channels)
+
+    def __getitem__(self, index: int) -> Any:
+        image = self.brought_to_form(self.decoded(index))
+        return image if self.targets is None else (image, int(self.targets[index]))
+
+    def stand_in(self) -> Any:
+        """Return a black sample, for a batch of which no file can be read."""
+        black = torch.zeros(self.channels, *(self.size or _ANY_SIZE), dtype=torch.uint8)
+        image = self.brought_to_form(black)
+        return image if self.targets is None else (image, 0)
+
+    def brought_to_form(self, image: Any) -> Any:
+        """Return a uint8 image (C, H, W), resized and transformed."""
+        image = image if self.size is None else resized(image[None], self.size)[0]
+        return image if self.transform is None else self.transform(image)
+
+
+class ImageFolder(Pictures):
+    """Image files (paths relative to `folder`) and their classes."""
 
     def __init__(
         self,
@@ -40,18 +104,12 @@ class ImageFolder:
         channels: Channels = 3,
         transform: Transform | None = None,
     ) -> None:
+        labels = torch.tensor(targets, dtype=torch.int64)
+        super().__init__(paths, channels, None, transform, labels)
         self._prefix = str(folder)
-        # One byte string instead of many objects: forked workers then share its memory.
-        self.names = np.array([os.fsencode(path) for path in paths], dtype=np.bytes_)
-        self.targets = torch.tensor(targets, dtype=torch.int64)
         self.classes = classes
-        self.channels = channels
-        self.transform = transform
-        self.cache: Any = None  # a `data.loading.cache.ImageCache`
+        self.cache: ImageCache | None = None
         self.scaled = False  # whether large JPEG files go to the first transform undecoded
-
-    def __len__(self) -> int:
-        return len(self.names)
 
     def fill_cache(self, interrupted: Callable[[], bool]) -> None:
         """Decode all images into the cache, if there is one; called before the first batch."""
@@ -60,63 +118,179 @@ class ImageFolder:
 
     def path(self, index: int) -> str:
         """Return the file of a sample."""
-        return os.path.join(self._prefix, os.fsdecode(self.names[index]))
+        return os.path.join(self._prefix, super().path(index))
 
-    def input_form(self) -> dict[str, Any]:
-        """Return what a picture must be brought to before the transforms: any size will do."""
-        return {"kind": "picture", "channels": self.channels, "size": None}
+    def decoded(self, index: int) -> Any:
+        """Return the image of the cache; else of its file, or a large JPEG file as it is."""
+        images = None if self.cache is None else self.cache.batch([index])
+        if images is not None:
+            return images[0]
+        by_part = self.scaled and getattr(self.transform, "takes_files", False)
+        return (open_image if by_part else read_image)(self.path(index), self.channels)
 
-    def __getitem__(self, index: int) -> Any:
-        image = None if self.cache is None else self.cache.image(index)
-        if image is None:
-            by_part = self.scaled and getattr(self.transform, "takes_files", False)
-            image = (open_image if by_part else read_image)(self.path(index), self.channels)
-        image = image if self.transform is None else self.transform(image)
-        return image, int(self.targets[index])
-
-    def tensors(self) -> tuple[Tensor, Tensor] | None:
+    def tensors(self) -> tuple[Tensor, Tensor | None] | None:
         """Return all samples as one batch, before the transforms, if the cache holds them so."""
-        images = None if self.cache is None else self.cache.whole()
+        images = None if self.cache is None else self.cache.batch(None)
         return None if images is None else (images, self.targets)
 
     def batch(self, indices: Sequence[int]) -> Any:
         """Return a whole batch from the cache; None where images have to be seen one by one."""
-        if self.cache is None or not acts_on_batches(self.transform):
+        if self.cache is None or self.targets is None or not acts_on_batches(self.transform):
             return None
         if (images := self.cache.batch(indices)) is None:
             return None
-        images = images if self.transform is None else self.transform(images)
-        return images, self.targets.index_select(0, torch.from_numpy(np.array(indices)))
+        rows = torch.from_numpy(np.array(indices))
+        return self.brought_to_form(images), self.targets.index_select(0, rows)
 
 
-class Pictures(ImageFolder):
-    """Picture files without labels, as a trained network expects them: samples are images.
+def memory_file() -> IO[bytes]:
+    """Return a file without a name, which goes with its last user; in memory, on Linux."""
+    if hasattr(os, "memfd_create"):  # not limited by /dev/shm
+        return open(os.memfd_create("regimen"), "w+b")
+    return tempfile.TemporaryFile()
 
-    `size`: height and width that pictures are resized to before the transforms; None: none.
+
+@dataclass(eq=False)
+class ImageCache:
+    """Keep the decoded images (uint8) of a folder; filled once, by the main process.
+
+    kind: "ram" is memory of this process, "disk" a file of `folder`; workers share either with it.
+    "device" is "ram", from which a device gets its copy.
+    The file is named by a digest of the names, sizes and times of the image files. The processes
+    of a machine share it; one of them fills it while the others wait.
+    most_bytes: limit of the cache, and of all files in `folder`, whose oldest are removed.
+
+    Images that cannot be decoded are not cached: reading them fails as without a cache.
     """
 
-    def __init__(
-        self,
-        paths: Sequence[str],
-        channels: Channels = 3,
-        size: Sequence[int] | None = None,
-        transform: Transform | None = None,
-    ) -> None:
-        super().__init__("", paths, [], [], channels, transform)
-        self.size = size
+    kind: Literal["ram", "disk", "device"]
+    folder: Path
+    most_bytes: int
+    _tried: bool = False
+    _place: tuple[str, int, int] | None = None  # where workers find it: path, samples, channels
+    _pixels: Tensor | None = None
+    _file: IO[bytes] | None = None
 
-    def __getitem__(self, index: int) -> Any:
-        return self.brought_to_form(read_image(self.path(index), self.channels))
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_pixels": None, "_file": None}
 
-    def stand_in(self) -> Any:
-        """Return a black sample, for a batch of which no file can be read."""
-        side = self.size or _ANY_SIZE
-        return self.brought_to_form(torch.zeros(self.channels, *side, dtype=torch.uint8))
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if self._place is not None:
+            self._map(*self._place)
 
-    def brought_to_form(self, image: Tensor) -> Any:
-        """Return a uint8 image (C, H, W), resized and transformed."""
-        image = resized(image[None], self.size)[0]
-        return image if self.transform is None else self.transform(image)
+    def fill(self, files: Pictures, interrupted: Callable[[], bool]) -> None:
+        """Decode all images, once; if interrupted, the next call starts again."""
+        if self._tried:
+            return
+        self._tried, place = True, ""
+        try:
+            if self.kind == "disk":
+                place = f" to data.cache_dir={self.folder}"
+                self._in_folder(files, interrupted)
+            else:
+                self._file = memory_file()
+                self._write(files, self._file, interrupted)
+                path = f"/proc/{os.getpid()}/fd/{self._file.fileno()}"
+                self._map(path, len(files), files.channels)
+        except InterruptedError:
+            self._tried = False
+        except OSError as error:
+            logger.warning(
+                "warning: data.cache=%s: the decoded images cannot be written%s (%s): they are "
+                "decoded each time; raise data.cache_bytes, or set data.cache=none",
+                *(self.kind, place, error.strerror or error),
+            )
+
+    def batch(self, indices: Sequence[int] | None) -> Tensor | None:
+        """Return images (n, C, H, W), or all; None if sizes differ or one is not cached."""
+        if self._pixels is None:
+            return None
+        rows = slice(None) if indices is None else np.asarray(indices)
+        sizes, offsets = self._sizes[rows], self._offsets[rows]
+        if not sizes[0].all() or (sizes != sizes[0]).any():
+            return None
+        shape = (self._channels, *sizes[0].tolist())
+        if indices is None:
+            return self._pixels.view(-1, *shape)
+        length = math.prod(shape)
+        every = self._pixels.as_strided((len(self._pixels) - length + 1, length), (1, 1))
+        return every.index_select(0, torch.from_numpy(offsets)).view(-1, *shape)
+
+    def _in_folder(self, files: Pictures, interrupted: Callable[[], bool]) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.folder / f"{_identity(files)}.images"
+        part = path.with_suffix(".part")
+        with locked(path.with_suffix(".lock"), interrupted):
+            if path.exists() and self._map(str(path), len(files), files.channels):
+                os.utime(path)
+                return
+            try:
+                with part.open("wb") as file:
+                    self._write(files, file, interrupted)
+                    os.fsync(file.fileno())
+                kept = sorted(self.folder.glob("*.images"), key=lambda file: file.stat().st_mtime)
+                while kept and sum(f.stat().st_size for f in (part, *kept)) > self.most_bytes:
+                    kept.pop(0).unlink(missing_ok=True)  # processes that have it open keep it
+                part.replace(path)
+            finally:
+                part.unlink(missing_ok=True)
+            self._map(str(path), len(files), files.channels)
+
+    def _write(self, files: Pictures, file: IO[bytes], interrupted: Callable[[], bool]) -> None:
+        """Write all images, decoded by threads without the GIL, and their sizes."""
+        logger.info("data.cache=%s: decoding %d images once", self.kind, len(files))
+
+        def decoded(index: int) -> Tensor | None:
+            with contextlib.suppress(UnreadableError):
+                return read_image(files.path(index), files.channels)
+            return None
+
+        sizes = np.zeros((len(files), 2), np.int64)
+        left = self.most_bytes - sizes.nbytes
+        with ThreadPoolExecutor() as pool:
+            for first in range(0, len(files), _PART):
+                if interrupted():
+                    raise InterruptedError
+                part = range(first, min(first + _PART, len(files)))
+                for index, image in zip(part, pool.map(decoded, part), strict=True):
+                    if image is None:
+                        continue
+                    sizes[index] = image.shape[-2:]
+                    left -= image.numel()
+                    if left < 0:
+                        raise OSError(f"they take more than data.cache_bytes={self.most_bytes}")
+                    file.write(image.contiguous().numpy().data)
+        file.write(sizes.data)
+        file.flush()
+
+    def _map(self, path: str, samples: int, channels: int) -> bool:
+        """Map a file into memory; return False if its length is wrong."""
+        with open(path, "rb") as file:
+            pixels = os.fstat(file.fileno()).st_size - samples * 16
+            if pixels <= 0:
+                return False
+            # Private pages that are never written: all processes share those of the file.
+            content = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), np.uint8)
+        self._sizes = np.frombuffer(content[pixels:].tobytes(), np.int64).reshape(samples, 2)
+        lengths = self._sizes.prod(1) * channels
+        if lengths.sum() != pixels:
+            return False
+        self._channels, self._offsets = channels, np.cumsum(lengths) - lengths
+        self._pixels, self._place = torch.from_numpy(content[:pixels]), (path, samples, channels)
+        return True
+
+
+def _identity(files: Pictures) -> str:
+    """Return a digest of the files' names, sizes and times, and of the decoders' versions."""
+    versions = f"{_LAYOUT} {files.channels} {PIL.__version__} {torchvision.__version__}"
+    digest = hashlib.sha256(versions.encode())
+    for path in map(files.path, range(len(files))):
+        told = "absent"
+        with contextlib.suppress(OSError):
+            told = f"{os.stat(path).st_size} {os.stat(path).st_mtime_ns}"
+        digest.update(os.fsencode(path) + f"\0{told}\0".encode())
+    return digest.hexdigest()[:32]
 
 
 def find_pictures(source: str, lines: Iterable[str] = ()) -> list[str]:
@@ -133,11 +307,10 @@ def find_pictures(source: str, lines: Iterable[str] = ()) -> list[str]:
         found = [path]
     else:
         found = sorted(filter(os.path.isfile, glob.glob(path, recursive=True)))
-    if not found and source == "-":
-        raise DataError("source=-: no file name came on standard input")
     if not found:
-        way_out = "give a folder, a file or a glob"
-        raise DataError(f"source={source} names no picture ({_KNOWN}): {way_out}")
+        why = f"names no picture ({_KNOWN}): give a folder, a file or a glob"
+        why = "no file name came on standard input" if source == "-" else why
+        raise DataError(f"source={source}: {why}")
     return found
 
 
@@ -163,45 +336,32 @@ def image_folder(
         raise DataError(f"data.root={root} is no folder: set data.root=DIR with DIR/train/<class>/")
     if not (tree / "train").is_dir():
         found = ", ".join(_folders_of(tree)[:5]) or "none"
-        raise DataError(
-            f"data.root={root} has no folder 'train' (folders: {found}): "
-            "put the images into data.root/train/<class>/"
-        )
-    classes = _class_folders(tree / "train")
+        way_out = "put the images into data.root/train/<class>/"
+        raise DataError(f"data.root={root} has no folder 'train' (folders: {found}): {way_out}")
+    classes = _folders_of(tree / "train")
+    if not classes:
+        raise DataError(f"data.root: {tree}/train has no class folders: expected <class>/*.jpg")
+    seen: dict[str, str] = {}
+    for name in classes:
+        if (earlier := seen.setdefault(unicodedata.normalize("NFC", name), name)) != name:
+            both = f"{earlier!r} and {name!r}, look the same (Unicode forms): merge them"
+            raise DataError(f"data.root: two folders of {tree}/train, {both}")
     cuts = is_cut(split, (tree / "val").is_dir(), val_fraction, folds)
     folder = tree / ("train" if cuts else split)
     if not folder.is_dir():
         logger.warning("data.root=%s has no folder %r: the run goes without it", tree, split)
         return None
     here = _folders_of(folder)
-    missing, extra = sorted(set(classes) - set(here)), sorted(set(here) - set(classes))
-    if missing or extra:
-        told = [f"lacks {', '.join(missing[:5])}"] if missing else []
-        told += [f"has {', '.join(extra[:5])} that train lacks"] if extra else []
-        raise DataError(
-            f"data.root: the class folders of {folder} and train differ: {split} "
-            f"{' and '.join(told)}; both must have the same, or class numbers would shift"
-        )
+    if here != classes:
+        told = [f"lacks {name}" for name in classes if name not in here]
+        told += [f"has {name} that train lacks" for name in here if name not in classes]
+        differ = f"the class folders of {folder} and train differ: {split} {', '.join(told[:5])}"
+        raise DataError(f"data.root: {differ}; with other classes their numbers would shift")
     paths, targets = _scan(folder, classes)
     if cuts:
         rows = rows_of_train(split, targets, val_fraction, split_seed, fold, folds)
         paths, targets = [paths[row] for row in rows], [targets[row] for row in rows]
     return ImageFolder(folder, paths, targets, classes, channels, transform)
-
-
-def _class_folders(train: Path) -> list[str]:
-    classes = _folders_of(train)
-    if not classes:
-        raise DataError(f"data.root: {train} has no class folders: expected {train}/<class>/*.jpg")
-    seen: dict[str, str] = {}
-    for name in classes:
-        earlier = seen.setdefault(unicodedata.normalize("NFC", name), name)
-        if earlier != name:
-            raise DataError(
-                f"data.root: two folders of {train} have names that look the same, "
-                f"{earlier!r} and {name!r} (Unicode forms): merge them"
-            )
-    return classes
 
 
 def _scan(folder: Path, classes: list[str]) -> tuple[list[str], list[int]]:
@@ -212,10 +372,8 @@ def _scan(folder: Path, classes: list[str]) -> tuple[list[str], list[int]]:
     for label, name in enumerate(classes):
         found = _files_below(folder, name, ignored)
         if not found:
-            raise DataError(
-                f"data.root: the class folder {folder / name} holds no images ({_KNOWN}): "
-                "fill or remove it"
-            )
+            empty = f"the class folder {folder / name} holds no images ({_KNOWN})"
+            raise DataError(f"data.root: {empty}: fill or remove it")
         paths += found
         targets += [label] * len(found)
     if ignored:

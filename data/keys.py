@@ -4,6 +4,7 @@ import math
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -11,13 +12,12 @@ import torch
 from torch import Tensor
 
 Words = npt.NDArray[np.uint64]
+Indices = npt.NDArray[np.int64]
 
 _MASK = (1 << 64) - 1
 _GAMMA, _C1, _C2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
-_AHEAD = 4  # numbers of each sample computed at once, which takes as long as one
 _ROUNDS = 8
-_BLOCK = 4096  # positions computed at a time: numpy takes about as long for a batch's
 _HALF = np.uint64(32)
 
 # Each kind of draw has its own domain, so that equal numbers in two domains are unrelated.
@@ -71,36 +71,21 @@ def keys(values: npt.ArrayLike, *parts: int) -> Words:
     return counted(words, 0, 1).reshape(words.shape)
 
 
+@dataclass(eq=False, repr=False)
 class Draws:
     """Draw for n samples: the k-th number of a sample is a function of its key and k alone.
 
     The generator is splitmix64 (Steele et al. 2014), a counter-based one: the numbers of a batch
     are computed as one array, and a sample's do not depend on its batch. `epoch` is that of the
-    batch, for draws that do not depend on it otherwise.
+    batch, for draws that do not depend on it otherwise; `drawn`: numbers that are passed over.
     """
 
-    def __init__(self, keys: Words, epoch: int = 0) -> None:
-        self.epoch = epoch
-        self._keys = keys
-        self._ready: Words = np.empty((0, len(keys)), np.uint64)  # (numbers, n), not used yet
-        self._drawn = 0
-
-    @classmethod
-    def seeded(cls, samples: int, seed: int) -> "Draws":
-        """Return the draws of samples 0, 1, ... for a seed, for tests and interactive use."""
-        return cls(keys(np.arange(samples), seed))
+    keys: Words
+    epoch: int = 0
+    drawn: int = 0
 
     def __len__(self) -> int:
-        return len(self._keys)
-
-    def of(self, which: Tensor) -> "Draws":
-        """Return the draws of those samples that `which` (n,) says, from their first number on."""
-        return Draws(self._keys[which.numpy()], self.epoch)
-
-    def ahead(self, number: int) -> Tensor:
-        """Return what `uniform` gives as number `number` of each sample, without drawing it."""
-        words = counted(self._keys, number, 1)[0]
-        return torch.from_numpy((words >> np.uint64(40)).astype(np.float32) * np.float32(2**-24))
+        return len(self.keys)
 
     def uniform(self, low: float = 0.0, high: float = 1.0, each: int | None = None) -> Tensor:
         """Return float32 numbers (n,), or (n, each), in [low, high).
@@ -126,13 +111,8 @@ class Draws:
 
     def _words(self, numbers: int) -> Words:
         """Return the next numbers of each sample (numbers, n)."""
-        missing = numbers - len(self._ready)
-        if missing > 0:
-            more = counted(self._keys, self._drawn, max(missing, _AHEAD))
-            self._drawn += len(more)
-            self._ready = np.concatenate([self._ready, more]) if len(self._ready) else more
-        given, self._ready = self._ready[:numbers], self._ready[numbers:]
-        return given
+        self.drawn += numbers
+        return counted(self.keys, self.drawn - numbers, numbers)
 
 
 class Permutation:
@@ -147,25 +127,13 @@ class Permutation:
         rows = math.isqrt(max(samples - 1, 0)) + 1
         self._rows, self._columns = np.uint64(rows), np.uint64(-(-samples // rows))
         self._keys = [np.uint64(key(*identity, number)) for number in range(_ROUNDS)]
-        self._begin = 0
-        self._block = np.empty(0, dtype=np.int64)  # the samples from position `_begin` on
 
     def __len__(self) -> int:
         return self.samples
 
-    def __getitem__(self, part: slice, /) -> npt.NDArray[np.int64]:
-        """Return the samples at positions `part`; those that follow are computed with them."""
-        start, stop, step = part.indices(self.samples)
-        if step != 1 or stop - start > _BLOCK:
-            return self(np.arange(start, stop, step, dtype=np.uint64))
-        if not self._begin <= start <= stop <= self._begin + len(self._block):
-            end = min(start + _BLOCK, self.samples)
-            self._begin, self._block = start, self(np.arange(start, end, dtype=np.uint64))
-        return self._block[start - self._begin : stop - self._begin]
-
-    def __call__(self, positions: Words) -> npt.NDArray[np.int64]:
-        """Return the samples at any positions."""
-        found = self._mapped(positions)
+    def __getitem__(self, part: slice, /) -> Indices:
+        """Return the samples at positions `part`."""
+        found = self._mapped(np.arange(*part.indices(self.samples), dtype=np.uint64))
         outside = np.flatnonzero(found >= self.samples)
         while len(outside):
             found[outside] = self._mapped(found[outside])
@@ -191,15 +159,13 @@ def random_state(seed: int, *parts: int) -> np.random.RandomState:
 @contextmanager
 def preserved_rng() -> Iterator[None]:
     """Restore torch's CPU, python's and numpy's global generators at the end."""
-    torch_state = torch.get_rng_state()
-    python_state = random.getstate()
-    numpy_state = np.random.get_state()
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()
     try:
         yield
     finally:
-        torch.set_rng_state(torch_state)
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
+        torch.set_rng_state(states[0])
+        random.setstate(states[1])
+        np.random.set_state(states[2])
 
 
 def seed_rng(key: int) -> None:

@@ -1,5 +1,6 @@
 """Noise beside each image, for generators."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 from data.transforms import Transform
 
 
+@dataclass(eq=False)
 class WithNoise:
     """Pair each image of a labelled data set with noise [latent_dim] from a normal distribution.
 
@@ -17,10 +19,9 @@ class WithNoise:
 
     transforms_in_batches = True
 
-    def __init__(self, dataset: Any, latent_dim: int, transform: Transform | None = None) -> None:
-        self.dataset = dataset
-        self.latent_dim = latent_dim
-        self.transform = transform
+    dataset: Any
+    latent_dim: int
+    transform: Transform | None = None
 
     def __len__(self) -> int:
         return len(self.dataset)

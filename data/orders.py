@@ -2,15 +2,24 @@
 
 from collections.abc import Sequence, Sized
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from data.errors import DataError
-from data.keys import ORDER, Permutation, random_state
+from data.keys import ORDER, Indices, Permutation, random_state
 from data.splits import cut
-from data.updates import Indices, Order
+
+
+class Order(Protocol):
+    """The order of an epoch's samples, as a pure function of its own seed and the epoch."""
+
+    def __len__(self) -> int:
+        """Return the number of samples in an epoch."""
+
+    def __call__(self, epoch: int) -> Any:
+        """Return the sample indices of an epoch: an int64 array, or what computes its slices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,19 +52,19 @@ class Shuffled:
         return shuffled.astype(np.int64, copy=False)
 
 
+@dataclass(frozen=True, slots=True)
 class LowMemory:
     """All samples in a new random order each epoch, which takes no memory, for sets of any size."""
 
-    def __init__(self, dataset: Sized, seed: int) -> None:
-        self.samples = len(dataset)
-        self.seed = seed
+    dataset: Sized
+    seed: int
 
     def __len__(self) -> int:
-        return self.samples
+        return len(self.dataset)
 
     def __call__(self, epoch: int) -> Permutation:
         """Return the epoch's permutation, to be sliced."""
-        return Permutation(self.samples, self.seed, ORDER, epoch)
+        return Permutation(len(self), self.seed, ORDER, epoch)
 
 
 class FirstOf:
@@ -89,20 +98,16 @@ class Weighted:
     ) -> None:
         self.seed = seed
         self.weights = np.asarray(weights, dtype=np.float64)
-        if self.weights.shape != (len(dataset),):
-            raise DataError(
-                f"loader.sampler.weights: {len(weights)} weights for {len(dataset)} samples"
-            )
-        allowed = np.isfinite(self.weights).all() and self.weights.min() >= 0
-        if not allowed or self.weights.sum() <= 0:
-            raise DataError("loader.sampler.weights: they must be finite, none negative, not all 0")
         self.num_samples = len(dataset) if num_samples is None else num_samples
         self.replacement = replacement
-        if not replacement and self.num_samples > np.count_nonzero(self.weights):
-            raise DataError(
-                f"loader.sampler.num_samples={self.num_samples} without replacement: only "
-                f"{np.count_nonzero(self.weights)} samples have a weight above 0"
-            )
+        key, samples, some = "loader.sampler.weights", len(dataset), np.count_nonzero(self.weights)
+        if self.weights.shape != (samples,):
+            raise DataError(f"{key}: {len(weights)} weights for {samples} samples")
+        if not np.isfinite(self.weights).all() or self.weights.min() < 0 or not some:
+            raise DataError(f"{key}: they must be finite, none negative, not all 0")
+        if not replacement and self.num_samples > some:
+            asked = f"loader.sampler.num_samples={self.num_samples} without replacement"
+            raise DataError(f"{asked}: only {some} samples have a weight above 0")
 
     def __len__(self) -> int:
         return self.num_samples
@@ -130,8 +135,9 @@ class ClassBalanced(Weighted):
     def __init__(
         self, dataset: Any, seed: int, power: float = 1.0, num_samples: int | None = None
     ) -> None:
-        targets = targets_of(dataset)
-        _, class_of, counts = np.unique(targets, return_inverse=True, return_counts=True)
+        _, class_of, counts = np.unique(
+            classes_of(dataset), return_inverse=True, return_counts=True
+        )
         weights = (counts.astype(np.float64) ** -power)[class_of]
         super().__init__(dataset, seed, weights.tolist(), num_samples)
 
@@ -140,7 +146,7 @@ class Subset:
     """Some of the samples, in a new random order each epoch (or as listed).
 
     indices: which; or size: how many (an int) or what share (a float), stratified where the data
-    set has targets, the same for every `seed` and chosen by `subset_seed`.
+    set has classes, the same for every `seed` and chosen by `subset_seed`.
     """
 
     def __init__(
@@ -154,18 +160,25 @@ class Subset:
     ) -> None:
         if (indices is None) == (size is None):
             raise DataError("loader.sampler: a subset takes either indices or size")
-        if size is not None:
-            self.indices = _part(dataset, size, subset_seed)
-        else:
-            self.indices = np.asarray(indices, dtype=np.int64)
-            low, high = (min(self.indices, default=0), max(self.indices, default=0))
-            if low < 0 or high >= len(dataset):
-                raise DataError(
-                    f"loader.sampler.indices go from {low} to {high}, "
-                    f"but the {len(dataset)} samples count from 0"
-                )
         self.seed = seed
         self.shuffle = shuffle
+        samples = len(dataset)
+        if size is None:
+            self.indices = np.asarray(indices, dtype=np.int64)
+            low, high = (min(self.indices, default=0), max(self.indices, default=0))
+            if low < 0 or high >= samples:
+                ends = f"loader.sampler.indices go from {low} to {high}"
+                raise DataError(f"{ends}, but the {samples} samples count from 0")
+            return
+        wanted = size if isinstance(size, int) else round(size * samples)
+        if not 0 < wanted <= samples:
+            raise DataError(f"loader.sampler.size={size} of {samples} samples is none or too many")
+        # `cut` leaves at least one sample of each class: for most samples, cut the others off.
+        labels = np.zeros(samples) if (found := labels_of(dataset)) is None else found
+        self.indices = cut(labels, samples - wanted, subset_seed)[0]
+        if len(self.indices) > wanted:
+            shuffled = random_state(subset_seed, ORDER).permutation(len(self.indices))
+            self.indices = np.sort(self.indices[shuffled[:wanted]])
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -174,30 +187,21 @@ class Subset:
         """Return the subset's samples."""
         if not self.shuffle:
             return self.indices
-        return self.indices[random_state(self.seed, ORDER, epoch).permutation(len(self.indices))]
+        return self.indices[random_state(self.seed, ORDER, epoch).permutation(len(self))]
 
 
-def targets_of(dataset: Any) -> npt.NDArray[Any]:
-    """Return the class of every sample, from the data set's `targets`."""
-    targets = getattr(dataset, "targets", None)
-    if targets is None:
+def classes_of(dataset: Any) -> npt.NDArray[Any]:
+    """Return the class of every sample, from the data set's `targets`. Raises DataError."""
+    if (classes := labels_of(dataset)) is None:
         raise DataError(
             f"loader.sampler: {type(dataset).__name__} has no `targets` to count classes by; "
             "give it that attribute, or use data.orders.Weighted with weights of your own"
         )
-    return np.asarray(targets)
+    return classes
 
 
-def _part(dataset: Any, size: int | float, seed: int) -> Indices:
-    samples = len(dataset)
-    wanted = size if isinstance(size, int) else round(size * samples)
-    if not 0 < wanted <= samples:
-        raise DataError(f"loader.sampler.size={size} of {samples} samples is none or too many")
-    # `cut` leaves at least one sample of each class: for most of the samples, cut the others off.
+def labels_of(dataset: Any) -> npt.NDArray[Any] | None:
+    """Return the class of every sample; None of those that have none, or measurements."""
     targets = getattr(dataset, "targets", None)
-    if targets is None or np.ndim(targets) != 1:
-        targets = np.zeros(samples, dtype=np.int64)
-    chosen = cut(targets, samples - wanted, seed)[0]
-    if len(chosen) == wanted:
-        return chosen
-    return np.sort(chosen[random_state(seed, ORDER).permutation(len(chosen))[:wanted]])
+    found = None if targets is None else np.asarray(targets)
+    return None if found is None or found.ndim != 1 or found.dtype.kind == "f" else found

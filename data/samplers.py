@@ -1,21 +1,107 @@
-"""The order that a configuration names, and users' samplers as functions of (seed, epoch)."""
+"""The samples of each update: chosen by an order or a sampler, split over ranks and devices."""
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch.utils.data import DistributedSampler
 
+from data.batch import Piece
 from data.errors import DataError
-from data.keys import ORDER, key, preserved_rng, random_state, seed_rng
-from data.orders import LowMemory, Sequential, Shuffled, targets_of
+from data.keys import ORDER, Indices, key, preserved_rng, random_state, seed_rng
+from data.orders import LowMemory, Order, Sequential, Shuffled, classes_of
 from data.streams import Stream
-from data.updates import Indices, Order, OrderedUpdates, Updates
 
 # From this size on an order is computed by position: in memory it would take 0.8 GB.
 HUGE = 100_000_000
+
+
+class Updates(Protocol):
+    """The samples of each update: of `loader.batch_sampler`, or an order split by size."""
+
+    def __len__(self) -> int:
+        """Return the number of updates in an epoch."""
+
+    def samples(self, epoch: int, update: int) -> Indices:
+        """Return the sample indices of one update over all ranks and micro-batches."""
+
+
+class OrderedUpdates:
+    """Cut an order into updates of `batch_size` samples; the last may be short."""
+
+    def __init__(self, order: Order, batch_size: int, drop_last: bool = False) -> None:
+        if len(order) == 0:
+            raise DataError("the data set has no samples: see data.root and the split's settings")
+        if drop_last and len(order) < batch_size:
+            few = f"{len(order)} samples are fewer than loader.batch_size={batch_size}"
+            raise DataError(f"loader.drop_last leaves no update: {few}; lower it or drop none")
+        self.order = order
+        self.batch_size = batch_size
+        self._last = len(order) // batch_size * batch_size if drop_last else len(order)
+        self._epoch: int | None = None
+        self._view: Any = None
+
+    def __len__(self) -> int:
+        return -(-self._last // self.batch_size)
+
+    def samples(self, epoch: int, update: int) -> Indices:
+        """Return the sample indices of one update; the epoch's order is computed once."""
+        if self._epoch != epoch:
+            self._epoch, self._view = epoch, self.order(epoch)
+        first = update * self.batch_size
+        part: Indices = self._view[first : min(first + self.batch_size, self._last)]
+        return part
+
+
+@dataclass(eq=False)
+class UpdateSampler:
+    """Yield each rank's micro-batches of any updates, without replaying earlier ones.
+
+    The n samples of an update are split, as by `numpy.array_split`, into
+    `gradient_accumulation_steps * world_size` pieces; piece (m, r) is number m * world_size + r.
+    Micro-batches whose rank-0 piece is empty are left out, so all ranks have the same number.
+    """
+
+    updates: Any  # Updates, or an Order that is cut into them
+    _: KW_ONLY
+    batch_size: int | None
+    drop_last: bool = False
+    gradient_accumulation_steps: int = 1
+    rank: int = 0
+    world_size: int = 1
+
+    def __post_init__(self) -> None:
+        if callable(self.updates):
+            if self.batch_size is None:
+                raise DataError("loader.batch_size is needed unless loader.batch_sampler is set")
+            self.updates = OrderedUpdates(self.updates, self.batch_size, self.drop_last)
+
+    def __len__(self) -> int:
+        return len(self.updates)
+
+    def pieces(self, epoch: int, update: int) -> list[Piece]:
+        """Return this rank's micro-batches of an update, in execution order."""
+        indices = self.updates.samples(epoch, update).tolist()
+        total = len(indices)
+        parts = self.gradient_accumulation_steps * self.world_size
+        size, extra = divmod(total, parts)
+        micro_batches = -(-min(total, parts) // self.world_size)
+        pieces = []
+        for m in range(micro_batches):
+            number = m * self.world_size + self.rank
+            first = number * size + min(number, extra)
+            own = tuple(indices[first : first + size + (number < extra)])
+            some, start = (own, first) if own else ((indices[0],), 0)
+            place = (start, total, m, micro_batches, epoch, update)
+            pieces.append(Piece(some, len(own), *place))
+        return pieces
+
+    def walk(self, epoch: int, start: int, stop: int) -> Iterator[Piece]:
+        """Yield this rank's pieces of updates `start` to `stop` of an epoch."""
+        for update in range(start, stop):
+            yield from self.pieces(epoch, update)
 
 
 def default_order(dataset: Any, seed: int, shuffle: bool = True) -> Order:
@@ -32,18 +118,16 @@ def as_order(sampler: Any, seed: int) -> Order:
     seeded by (seed, epoch), and it is read once. A sampler with random state elsewhere cannot be
     repeated and is refused.
     """
-    if callable(sampler) and hasattr(sampler, "__len__"):
-        order: Order = sampler
-        return order
-    return SamplerOrder(sampler, seed)
+    own = callable(sampler) and hasattr(sampler, "__len__")
+    order: Order = sampler if own else SamplerOrder(sampler, seed)
+    return order
 
 
 def as_updates(batch_sampler: Any, seed: int) -> Updates:
     """Return updates: `batch_sampler` itself if it makes them, else the batches it yields."""
-    if hasattr(batch_sampler, "samples"):
-        updates: Updates = batch_sampler
-        return updates
-    return GivenBatches(batch_sampler, seed)
+    own = hasattr(batch_sampler, "samples")
+    updates: Updates = batch_sampler if own else GivenBatches(batch_sampler, seed)
+    return updates
 
 
 def own_samples(updates: Updates) -> Indices | None:
@@ -61,19 +145,21 @@ class _Sampler:
     key = "loader.sampler"
 
     def __init__(self, sampler: Iterable[Any], seed: int) -> None:
-        self.sampler = sampler
-        self.seed = seed
-        if any(isinstance(p, DistributedSampler) and p.num_replicas > 1 for p in _nested(sampler)):
+        self._sampler, self._seed = sampler, seed
+        self._nested = [sampler]
+        while (inner := getattr(self._nested[-1], "sampler", None)) is not None:
+            self._nested.append(inner)
+        if any(isinstance(p, DistributedSampler) and p.num_replicas > 1 for p in self._nested):
             raise DataError(
-                "loader.sampler: DistributedSampler is not needed, an update's samples are shared "
+                f"{self.key}: DistributedSampler is not needed, an update's samples are shared "
                 "out over the devices anyway; use a sampler of all samples"
             )
         self._epoch, self._items = 0, self._read(0)
         self._read(1)
         if self._read(0) != self._items:
             raise DataError(
-                f"loader.sampler: {type(sampler).__name__} gives another order when the same epoch "
-                "is read again, so a resume could not be exact: draw from torch's, random's or "
+                f"{self.key}: {type(sampler).__name__} gives another order when the same epoch is "
+                "read again, so a resume could not be exact: draw from torch's, random's or "
                 "numpy's global functions, from an attribute `generator`, or by `set_epoch`"
             )
 
@@ -84,19 +170,25 @@ class _Sampler:
         if epoch != self._epoch:
             items = self._read(epoch)
             if len(items) != len(self):
-                raise DataError(
-                    f"{self.key} gives {len(items)} in epoch {epoch}, but {len(self)} in epoch "
-                    f"{self._epoch}: the number must not change, for the schedule and a resume "
-                    "count on it"
-                )
+                counts = f"{len(items)} in epoch {epoch}, but {len(self)} in epoch {self._epoch}"
+                why = "the number must not change, for the schedule and a resume count on it"
+                raise DataError(f"{self.key} gives {counts}: {why}")
             self._epoch, self._items = epoch, items
         return self._items
 
     def _read(self, epoch: int) -> list[Any]:
-        with _keyed(self.sampler, self.seed, epoch):
+        """Seed the sampler, and those within it, for an epoch, and read it."""
+        epoch_key = key(self._seed, ORDER, epoch)
+        with preserved_rng():
+            seed_rng(epoch_key)
+            for part in self._nested:
+                if callable(tell := getattr(part, "set_epoch", None)):
+                    tell(epoch)
+                if isinstance(generator := getattr(part, "generator", None), torch.Generator):
+                    generator.manual_seed(epoch_key)
             return [
                 item if isinstance(item, int) else np.asarray(item).astype(np.int64).tolist()
-                for item in self.sampler
+                for item in self._sampler
             ]
 
 
@@ -130,12 +222,11 @@ class PerClass:
     """
 
     def __init__(self, dataset: Any, seed: int, classes: int, samples_per_class: int) -> None:
-        targets = targets_of(dataset)
+        targets = classes_of(dataset)
         self.members = [np.flatnonzero(targets == label) for label in np.unique(targets)]
         if classes > len(self.members):
-            raise DataError(
-                f"loader.batch_sampler.classes={classes}: there are only {len(self.members)}"
-            )
+            few = f"there are only {len(self.members)}"
+            raise DataError(f"loader.batch_sampler.classes={classes}: {few}")
         self.seed = seed
         self.classes = classes
         self.samples_per_class = samples_per_class
@@ -147,30 +238,9 @@ class PerClass:
     def samples(self, epoch: int, update: int) -> Indices:
         """Draw classes without replacement, and samples of each; again if it has too few."""
         state = random_state(self.seed, ORDER, epoch, update)
-        chosen = state.permutation(len(self.members))[: self.classes]
         drawn = []
-        for label in chosen:
+        for label in state.permutation(len(self.members))[: self.classes]:
             members = self.members[label]
             few = len(members) < self.samples_per_class
             drawn.append(state.choice(members, self.samples_per_class, replace=few))
         return np.concatenate(drawn).astype(np.int64)
-
-
-@contextmanager
-def _keyed(sampler: Any, seed: int, epoch: int) -> Iterator[None]:
-    """Seed a sampler, and those within it, for an epoch; restore the global generators after."""
-    epoch_key = key(seed, ORDER, epoch)
-    with preserved_rng():
-        seed_rng(epoch_key)
-        for part in _nested(sampler):
-            if callable(tell := getattr(part, "set_epoch", None)):
-                tell(epoch)
-            if isinstance(generator := getattr(part, "generator", None), torch.Generator):
-                generator.manual_seed(epoch_key)
-        yield
-
-
-def _nested(sampler: Any) -> Iterator[Any]:
-    while sampler is not None:
-        yield sampler
-        sampler = getattr(sampler, "sampler", None)

@@ -1,13 +1,12 @@
 """Several digits in one image, for segmentation and for several labels an image."""
 
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-from torch import Tensor
 
 from data.errors import DataError
 from data.keys import SPLIT, random_state
-from data.sources import Digits, form_of
+from data.sources import Digits, TensorSamples
 from data.splits import Split
 from data.transforms import Transform
 
@@ -15,7 +14,7 @@ UNSURE = 255  # in a mask: pixels at the edge of a stroke, which are ignored
 _SURE, _FAINT = 96, 32  # of 255: from here on ink; below this background
 
 
-class DigitScenes:
+class DigitScenes(TensorSamples):
     """Scenes of 1 to `most` of scikit-learn's digits, without overlap, in one of the four quarters.
 
     Scene i shows digit i of the split, and others of the same split; all is drawn once, from
@@ -24,8 +23,6 @@ class DigitScenes:
     target: "mask" gives [size, size] numbers, 0 for paper, 1 + digit for ink and 255 for pixels
     that are neither; "present" gives [10] floats, 1 for each digit that is shown.
     """
-
-    transforms_in_batches = True
 
     def __init__(
         self,
@@ -42,8 +39,7 @@ class DigitScenes:
             raise DataError(f"scenes of {image_size} pixels and {most} digits: even, and 1 to 4")
         half = image_size // 2
         digits = Digits(split, half, split_seed, fold=fold, folds=folds)
-        self.transform = transform
-        self.images = torch.zeros(len(digits), 1, image_size, image_size, dtype=torch.uint8)
+        images = torch.zeros(len(digits), 1, image_size, image_size, dtype=torch.uint8)
         masks = torch.zeros(len(digits), image_size, image_size, dtype=torch.long)
         present = torch.zeros(len(digits), 10)
         draws = random_state(split_seed, SPLIT, 1, len(digits))
@@ -53,25 +49,10 @@ class DigitScenes:
             for place, digit in zip(places, shown, strict=True):
                 top, left = half * (place // 2), half * (place % 2)
                 window = i, slice(top, top + half), slice(left, left + half)
-                ink, label = digits.images[digit, 0], int(digits.targets[digit])
-                self.images[:, 0][window] = ink
+                ink, label = digits.inputs[digit, 0], digits[digit][1]
+                images[:, 0][window] = ink
                 masks[window] = torch.where(ink >= _SURE, label + 1, 0)
                 masks[window][(ink >= _FAINT) & (ink < _SURE)] = UNSURE
                 present[i, label] = 1.0
-        self.target = masks if target == "mask" else present
+        super().__init__(images, masks if target == "mask" else present, transform)
         self.classes = ["paper", *digits.classes] if target == "mask" else digits.classes
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def input_form(self) -> dict[str, Any]:
-        """Return what a picture must be brought to before the transforms."""
-        return form_of(self.images)
-
-    def tensors(self) -> tuple[Tensor, Tensor]:
-        """Return all samples as one batch, before the transforms."""
-        return self.images, self.target
-
-    def __getitem__(self, index: int) -> tuple[Any, Tensor]:
-        image = self.images[index]
-        return image if self.transform is None else self.transform(image), self.target[index]

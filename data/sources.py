@@ -2,8 +2,10 @@
 
 import fcntl
 import hashlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -19,13 +21,55 @@ from data.splits import Split, cut, train_and_val
 from data.transforms import Transform, acts_on_batches
 
 
-class ImageTensors:
-    """A data set of images (n, C, H, W) and class numbers (n,) in memory.
+@dataclass(eq=False, repr=False)
+class TensorSamples:
+    """Samples in memory, a row each of inputs and targets; inputs alone where these are None.
 
-    Whole batches are taken at once, unless the transform has to see each image by itself.
+    Whole batches are taken at once, unless the transform has to see each sample by itself.
     """
 
     transforms_in_batches = True
+
+    inputs: Tensor
+    targets: Tensor | None
+    transform: Transform | None = None
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, index: int) -> Any:
+        inputs = self.inputs[index]
+        inputs = inputs if self.transform is None else self.transform(inputs)
+        if self.targets is None:
+            return inputs
+        number = self.targets.ndim == 1 and not self.targets.is_floating_point()
+        return inputs, int(self.targets[index]) if number else self.targets[index]
+
+    def input_form(self) -> dict[str, Any]:
+        """Return the form that the transforms expect of a picture."""
+        shape = list(self.inputs.shape[1:])
+        if self.inputs.dtype != torch.uint8 or len(shape) != 3 or shape[0] not in (1, 3):
+            return {"kind": "array"}
+        return {"kind": "picture", "channels": shape[0], "size": shape[1:]}
+
+    def tensors(self) -> Any:
+        """Return all samples as one batch, before the transforms."""
+        return self.inputs if self.targets is None else (self.inputs, self.targets)
+
+    def batch(self, indices: Sequence[int]) -> Any:
+        """Return a whole batch at once, or None if the transform takes single samples."""
+        if not acts_on_batches(self.transform):
+            return None
+        rows = torch.from_numpy(np.array(indices))  # a quarter of the time of torch.tensor
+        inputs = self.inputs.index_select(0, rows)  # of bytes, many times as fast as inputs[rows]
+        inputs = inputs if self.transform is None else self.transform(inputs)
+        return inputs if self.targets is None else (inputs, self.targets.index_select(0, rows))
+
+
+class ImageTensors(TensorSamples):
+    """Images (n, C, H, W) and class numbers (n,) in memory."""
+
+    targets: Tensor
 
     def __init__(
         self,
@@ -34,45 +78,8 @@ class ImageTensors:
         classes: Sequence[str],
         transform: Transform | None = None,
     ) -> None:
-        self.images = images
-        self.targets = targets
+        super().__init__(images, targets, transform)
         self.classes = list(classes)
-        self.transform = transform
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def __getitem__(self, index: int) -> tuple[Any, int]:
-        image = self.images[index]
-        if self.transform is not None:
-            image = self.transform(image)
-        return image, int(self.targets[index])
-
-    def input_form(self) -> dict[str, Any]:
-        """Return the form that the transforms expect of a picture."""
-        return form_of(self.images)
-
-    def tensors(self) -> tuple[Tensor, Tensor]:
-        """Return all samples as one batch, before the transforms."""
-        return self.images, self.targets
-
-    def batch(self, indices: Sequence[int]) -> tuple[Any, Tensor] | None:
-        """Return a whole batch at once, or None if the transform takes single images."""
-        if not acts_on_batches(self.transform):
-            return None
-        rows = torch.from_numpy(np.array(indices))  # a quarter of the time of torch.tensor
-        images = self.images.index_select(0, rows)  # of bytes, many times as fast as images[rows]
-        if self.transform is not None:
-            images = self.transform(images)
-        return images, self.targets.index_select(0, rows)
-
-
-def form_of(images: Tensor) -> dict[str, Any]:
-    """Return the form that the transforms expect of images (n, C, H, W)."""
-    channels, height, width = images.shape[1:]
-    if images.dtype != torch.uint8 or channels not in (1, 3):
-        return {"kind": "array"}
-    return {"kind": "picture", "channels": channels, "size": [height, width]}
 
 
 def resized(images: Tensor, size: int | Sequence[int] | None) -> Tensor:
@@ -168,8 +175,7 @@ class _Downloaded(ImageTensors):
             size = len(targets) // 10 if val_size is None else val_size
             train, val = train_and_val(targets.numpy(), size, split_seed, fold, folds)
             if split == "val" and len(val) == 0:
-                message = "val_size=0 leaves no validation images: raise it or set data.val=null"
-                raise DataError(message)
+                raise DataError("val_size=0 leaves no images: raise it or set data.val=null")
             rows = torch.from_numpy(train if split == "train" else val)
             images, targets = images[rows], targets[rows]
         images = images.permute(0, 3, 1, 2).contiguous() if images.ndim == 4 else images[:, None]
@@ -199,34 +205,32 @@ def _torchvision(name: str, root: Path, train: bool, download: bool) -> Any:
     """Return a data set of torchvision's; raises DataError where it cannot be had."""
     from torchvision import datasets
 
-    with _locked(root) if download else nullcontext():
+    with ExitStack() as stack:
+        if download:  # by one process of a machine at a time; the others find the files there
+            with suppress(OSError):  # nothing can be downloaded into such a folder
+                root.mkdir(parents=True, exist_ok=True)
+                stack.enter_context(locked(root / ".lock"))
         try:
             return getattr(datasets, name)(str(root), train=train, download=download)
         except Exception as error:
-            way_out = (
-                "check the network, or put torchvision's files there by hand"
-                if download
-                else "set download=true or point data.root to the files"
-            )
-            raise DataError(
-                f"{name} is not usable in data.root={root} ({reason(error)}): {way_out}"
-            ) from error
+            way_out = "set download=true or point data.root to the files"
+            way_out = "check the network, or put the files there by hand" if download else way_out
+            why = f"{name} is not usable in data.root={root} ({reason(error)})"
+            raise DataError(f"{why}: {way_out}") from error
 
 
 @contextmanager
-def _locked(root: Path) -> Iterator[None]:
-    """Let one process of a machine download at a time; the others find the files there.
-
-    A folder that cannot be written needs no lock: nothing can be downloaded into it.
-    """
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        lock = (root / ".lock").open("w")
-    except OSError:
-        yield
-        return
-    with lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+def locked(path: Path, interrupted: Callable[[], bool] = lambda: False) -> Iterator[None]:
+    """Hold a lock file; waiting processes poll it. Raises InterruptedError, and other OSErrors."""
+    with path.open("w") as lock:
+        while True:
+            if interrupted():
+                raise InterruptedError
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(0.1)
         yield
 
 
@@ -240,9 +244,9 @@ def fingerprint(dataset: Any) -> str:
     if callable(own):
         return str(own())
     digest = hashlib.sha256(f"{type(dataset).__name__} {len(dataset)}".encode())
-    for name in ("classes", "targets", "images", "names"):
-        value = getattr(dataset, name, None)
-        if value is not None:
+    known = getattr(dataset, "__dict__", {})
+    for name in ("classes", "targets", "inputs", "images", "names"):
+        if (value := known.get(name)) is not None:
             array = value.cpu().numpy() if isinstance(value, Tensor) else np.asarray(value)
             plain = f"{array.dtype} {array.shape}".encode() + np.ascontiguousarray(array).tobytes()
             content = repr(list(value)).encode() if array.dtype == object else plain

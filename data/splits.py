@@ -9,35 +9,27 @@ import numpy as np
 import numpy.typing as npt
 
 from data.errors import DataError
-from data.keys import SPLIT, random_state
-from data.updates import Indices
+from data.keys import SPLIT, Indices, random_state
 
 Split = Literal["train", "val", "test"]
 
 
-def stratified_counts(class_sizes: npt.NDArray[np.int64], wanted: int) -> npt.NDArray[np.int64]:
-    """Distribute `wanted` samples over classes in proportion to their sizes.
+def cut(targets: npt.ArrayLike, wanted: int, seed: int) -> tuple[Indices, Indices]:
+    """Return (rest, part): sorted indices, `wanted` of them in the part, stratified by target.
 
     By largest remainders; each class keeps at least one sample outside the part.
     """
-    share = class_sizes * (wanted / max(int(class_sizes.sum()), 1))
-    whole = np.floor(share).astype(np.int64)
-    counts: npt.NDArray[np.int64] = np.minimum(whole, np.maximum(class_sizes - 1, 0))
-    # A second pass only where classes of one sample leave their share to the others.
-    while (missing := wanted - counts.sum()) > 0 and (counts < class_sizes - 1).any():
-        order = np.argsort(counts - share, kind="stable")
-        with_room = order[counts[order] < class_sizes[order] - 1]
-        counts[with_room[:missing]] += 1
-    return counts
-
-
-def cut(targets: npt.ArrayLike, wanted: int, seed: int) -> tuple[Indices, Indices]:
-    """Return (rest, part): sorted indices, `wanted` of them in the part, stratified by target."""
     labels = np.asarray(targets)
-    classes, class_of, sizes = np.unique(labels, return_inverse=True, return_counts=True)
-    counts = stratified_counts(sizes.astype(np.int64), wanted)
+    _, class_of, sizes = np.unique(labels, return_inverse=True, return_counts=True)
+    share = sizes * (wanted / max(len(labels), 1))
+    counts = np.minimum(np.floor(share).astype(np.int64), np.maximum(sizes - 1, 0))
+    # A second pass only where classes of one sample leave their share to the others.
+    while (missing := wanted - counts.sum()) > 0 and (counts < sizes - 1).any():
+        order = np.argsort(counts - share, kind="stable")
+        with_room = order[counts[order] < sizes[order] - 1]
+        counts[with_room[:missing]] += 1
     part = np.zeros(len(labels), dtype=bool)
-    for label in range(len(classes)):
+    for label in range(len(sizes)):
         members = np.flatnonzero(class_of == label)
         chosen = random_state(seed, SPLIT, label).permutation(len(members))[: counts[label]]
         part[members[chosen]] = True
@@ -114,13 +106,10 @@ def rows_of_train(
 ) -> Indices:
     """Return the rows of train that `split`, train or val, takes where it `is_cut`."""
     wanted = max(1, round(val_fraction * len(np.asarray(targets))))
-    rest, part = train_and_val(targets, wanted, seed, fold, folds)
-    rows = rest if split == "train" else part
+    rows = train_and_val(targets, wanted, seed, fold, folds)[split == "val"]
     if not len(rows):
-        raise DataError(
-            f"train has too few samples to cut a val split of val_fraction={val_fraction}: "
-            "add one, or set data.val=null and data.val_fraction=0"
-        )
+        few = f"train has too few samples to cut a val split of val_fraction={val_fraction}"
+        raise DataError(f"{few}: add one, or set data.val=null and data.val_fraction=0")
     return rows
 
 
@@ -150,8 +139,6 @@ def class_names(found: set[str], num_classes: int | None, samples: int, source: 
     highest, most = max(map(int, found)), num_classes or samples
     if highest >= most:
         bound = "data.num_classes" if num_classes else "the number of samples of train"
-        raise DataError(
-            f"{source}: class number {highest} is not below {bound}, {most}: "
-            "mend the labels or set data.num_classes"
-        )
+        why = f"class number {highest} is not below {bound}, {most}"
+        raise DataError(f"{source}: {why}: mend the labels or set data.num_classes")
     return [str(number) for number in range(highest + 1)]

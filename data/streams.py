@@ -1,6 +1,7 @@
 """Data that can only be read in order: samples are numbered by their position."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from torch.utils.data import IterableDataset
@@ -10,6 +11,7 @@ from data.keys import key, seed_rng
 from data.transforms import Transform
 
 
+@dataclass(eq=False)
 class Stream:
     """Read a source in order, once an epoch; sample number i is the i-th that it yields.
 
@@ -23,24 +25,20 @@ class Stream:
     or ranks (inside it, `get_worker_info()` is None).
     """
 
-    def __init__(
-        self, source: Iterable[Any], length: int | None = None, transform: Transform | None = None
-    ) -> None:
-        self.source = source
-        self.transform = transform
-        if length is None and not hasattr(source, "__len__"):
-            raise DataError(
-                f"{type(source).__name__} has no length, which the schedule needs: wrap it in "
-                "{_target_: data.streams.Stream, source: ..., length: samples of an epoch}"
-            )
-        self.length: int = len(source) if length is None else length  # type: ignore[arg-type]
+    source: Any
+    length: int | None = None
+    transform: Transform | None = None
+
+    def __post_init__(self) -> None:
+        if self.length is None and not hasattr(self.source, "__len__"):
+            way_out = "{_target_: data.streams.Stream, source: ..., length: samples of an epoch}"
+            what = f"{type(self.source).__name__} has no length, which the schedule needs"
+            raise DataError(f"{what}: wrap it in {way_out}")
         self._iterator: Iterator[Any] | None = None
-        self._position = 0
-        self._epoch = 0
-        self._key = 0
+        self._position, self._epoch, self._key = 0, 0, 0
 
     def __len__(self) -> int:
-        return self.length
+        return len(self.source) if self.length is None else self.length
 
     def __getstate__(self) -> dict[str, Any]:
         # Iterators cannot be pickled: each worker starts its own.
@@ -58,9 +56,8 @@ class Stream:
         sample = item if load is None else load(item)
         if self.transform is None:
             return sample
-        if isinstance(sample, tuple):
-            return (self.transform(sample[0]), *sample[1:])
-        return self.transform(sample)
+        several = isinstance(sample, tuple)
+        return (self.transform(sample[0]), *sample[1:]) if several else self.transform(sample)
 
     def _read(self, position: int) -> Any:
         if self._iterator is None or position < self._position:
@@ -73,10 +70,9 @@ class Stream:
                 item = next(self._iterator)
             except StopIteration:
                 self._iterator = None
-                raise DataError(
-                    f"the stream ended after {self._position} of {self.length} samples: "
-                    f"set its length to {self._position} or less"
-                ) from None
+                early = f"the stream ended after {self._position} of {len(self)} samples"
+                way_out = f"set its length to {self._position} or less"
+                raise DataError(f"{early}: {way_out}") from None
             self._position += 1
             if self._position > position:
                 return item

@@ -2,13 +2,13 @@
 
 import numpy as np
 import torch
-from torch import Tensor
 
+from data.sources import TensorSamples
 from data.splits import Split, unlabelled_parts
 from data.transforms import Transform
 
 
-class Diabetes:
+class Diabetes(TensorSamples):
     """scikit-learn's 442 diabetes patients: 10 measurements, and the disease a year later.
 
     In the package: no download. Features and value are standardised with the training set's mean
@@ -29,17 +29,5 @@ class Diabetes:
         features, values = (torch.from_numpy(c).float() for c in load_diabetes(return_X_y=True))
         parts = unlabelled_parts(len(values), 66, 2, split_seed, fold, folds)
         rows, train = np.sort(parts[split]), parts["train"]
-        self.features = ((features - features[train].mean(0)) / features[train].std(0))[rows]
-        self.values = ((values - values[train].mean(0)) / values[train].std(0))[rows]
-        self.transform = transform
-
-    def __len__(self) -> int:
-        return len(self.values)
-
-    def tensors(self) -> tuple[Tensor, Tensor]:
-        """Return all samples as one batch, before the transforms."""
-        return self.features, self.values
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        features = self.features[index]
-        return features if self.transform is None else self.transform(features), self.values[index]
+        scaled = [(part - part[train].mean(0)) / part[train].std(0) for part in (features, values)]
+        super().__init__(scaled[0][rows], scaled[1][rows], transform)

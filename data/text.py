@@ -4,6 +4,7 @@ import ast
 import functools
 import sysconfig
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,7 @@ class StandardLibraryText:
         return tokens, window[1:]
 
 
+@dataclass(eq=False)
 class Prompts:
     """Texts to continue: samples are `(tokens, length, index)`, tokens [context] with zeros behind.
 
@@ -82,49 +84,39 @@ class Prompts:
     Raises UnreadableError for a text with characters that are not in the vocabulary.
     """
 
-    def __init__(
-        self,
-        names: Sequence[str],
-        texts: Sequence[str],
-        vocabulary: Sequence[str],
-        context: int,
-        transform: Transform | None = None,
-        encoding: str = "characters",
-    ) -> None:
-        self.texts = list(texts)
-        self._names = list(names)
-        self._bytes, self._size = encoding == "bytes", len(vocabulary)
-        self._numbers = {character: number for number, character in enumerate(vocabulary)}
-        self._context = context
-        self._transform = transform
+    names: Sequence[str]
+    texts: Sequence[str]
+    vocabulary: Sequence[str]
+    context: int
+    transform: Transform | None = None
+    encoding: str = "characters"
 
     def __len__(self) -> int:
         return len(self.texts)
 
     def path(self, index: int) -> str:
         """Return the name of a text: its file and line."""
-        return self._names[index]
+        return self.names[index]
 
     def stand_in(self) -> tuple[Tensor, int, int]:
         """Return a sample, for a batch of which no text can be continued."""
-        return self._sample([0] * self._context, 0)[0], 1, 0
+        return self._sample([0] * self.context, 0)[0], 1, 0
 
     def __getitem__(self, index: int) -> tuple[Tensor, int, int]:
-        text = self.texts[index]
-        known = {character: self._encoded(character) for character in text}
-        unknown = "".join(c for c, numbers in known.items() if max(numbers) >= self._size)
+        text, size, known = self.texts[index], len(self.vocabulary), {}
+        numbers = {character: number for number, character in enumerate(self.vocabulary)}
+        for c in text:
+            known[c] = list(c.encode()) if self.encoding == "bytes" else [numbers.get(c, size)]
+        unknown = "".join(c for c, tokens in known.items() if max(tokens) >= size)
         if unknown or not text:
             what = f"{unknown[:20]!r} is not in its vocabulary" if unknown else "it is empty"
             raise UnreadableError(f"{self.path(index)}: the run cannot continue it: {what}")
-        return self._sample([number for character in text for number in known[character]], index)
-
-    def _encoded(self, character: str) -> Sequence[int]:
-        return character.encode() if self._bytes else [self._numbers.get(character, self._size)]
+        return self._sample([token for character in text for token in known[character]], index)
 
     def _sample(self, numbers: list[int], index: int) -> tuple[Tensor, int, int]:
-        tokens = torch.tensor(numbers[-self._context :])
-        tokens = tokens if self._transform is None else self._transform(tokens)
-        padded = tokens.new_zeros(self._context)
+        tokens = torch.tensor(numbers[-self.context :])
+        tokens = tokens if self.transform is None else self.transform(tokens)
+        padded = tokens.new_zeros(self.context)
         padded[: len(tokens)] = tokens
         return padded, len(tokens), index
 
@@ -139,10 +131,8 @@ def find_prompts(source: str, lines: Iterable[str] = ()) -> tuple[list[str], lis
             lines = Path(source).expanduser().read_text(encoding="utf-8").split("\n")
         except (OSError, UnicodeDecodeError) as error:
             why = getattr(error, "strerror", None) or reason(error)
-            raise DataError(
-                f"source={source}: cannot read it ({why}): give a text file with one prompt a "
-                "line, or - for standard input"
-            ) from error
+            way_out = "give a text file with one prompt a line, or - for standard input"
+            raise DataError(f"source={source}: cannot read it ({why}): {way_out}") from error
     found = [(f"{source}:{n}", line) for n, line in enumerate(lines, start=1) if line.strip()]
     if not found:
         raise DataError(f"source={source} holds no prompt: one a line")

@@ -1,6 +1,8 @@
 """Per-sample transforms: a named, ordered pipeline, and the few steps torchvision lacks."""
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -32,23 +34,15 @@ def acts_on_batches(transform: Any) -> bool:
     return known and kind.__name__ in _PER_PIXEL
 
 
-class Constants:
-    """Constants for images, as a tensor that broadcasts with them, on their device."""
-
-    def __init__(self, values: Sequence[float], shape: Sequence[int]) -> None:
-        self._values = list(values)
-        self._shape = tuple(shape)
-        self._tensors: dict[tuple[torch.device, torch.dtype], Tensor] = {}
-
-    def beside(self, images: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return the constants on the device of `images`; only the first call copies them."""
-        place = (images.device, dtype)
-        if place not in self._tensors:
-            values = torch.tensor(self._values, dtype=dtype).view(self._shape)
-            self._tensors[place] = values.to(images.device)
-        return self._tensors[place]
+@functools.cache
+def constants(
+    values: tuple[float, ...], device: torch.device, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Return a value of each channel beside images (C, H, W); only the first call copies them."""
+    return torch.tensor(values, dtype=dtype).view(-1, 1, 1).to(device)
 
 
+@dataclass(eq=False)
 class Pipeline:
     """Apply named steps in order; null steps are dropped; errors name the step.
 
@@ -57,11 +51,11 @@ class Pipeline:
     deferred: further steps that the loader applies to whole batches.
     """
 
-    def __init__(
-        self, steps: Mapping[str, Callable[[Any], Any] | None], key: str = "transforms"
-    ) -> None:
-        self.key = key
-        self.steps = {name: step for name, step in steps.items() if step is not None}
+    steps: dict[str, Any]
+    key: str = "transforms"
+
+    def __post_init__(self) -> None:
+        self.steps = {name: step for name, step in self.steps.items() if step is not None}
         self.deferred: dict[str, Any] = {}
 
     @property
@@ -80,21 +74,17 @@ class Pipeline:
             try:
                 if isinstance(sample, Image.Image) and type(step).__module__.startswith("data."):
                     sample = as_tensor(sample)
-                sample = on_single(step, sample) if hasattr(step, "draw") else step(sample)
+                if hasattr(step, "draw"):  # its draws are those of the sample's generator
+                    own = Draws(torch.randint(2**62, (1,)).numpy().astype(np.uint64))
+                    rows = step.draw(own, *sample.shape[-2:])
+                    sample = step(sample[None], *rows)[0]
+                else:
+                    sample = step(sample)
             except (DataError, MemoryError):
                 raise
             except Exception as error:
                 raise DataError(f"{self.key}.{name} failed: {reason(error)}") from error
         return as_tensor(sample) if isinstance(sample, Image.Image) else sample
-
-    def __repr__(self) -> str:
-        return f"Pipeline({self.steps!r})"
-
-
-def on_single(step: Any, image: Tensor) -> Any:
-    """Apply a transform of batches to one image; its draws are those of the sample's generator."""
-    own = torch.randint(2**62, (1,)).numpy().astype(np.uint64)
-    return step(image[None], *step.draw(Draws(own), *image.shape[-2:]))[0]
 
 
 class ToFloat:
@@ -113,22 +103,25 @@ class Standardize:
 
     acts_on_batches = True
 
-    def __init__(self, mean: list[float], std: list[float]) -> None:
+    def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
         if len(mean) != len(std) or min(std) <= 0:
             raise DataError(f"mean {mean} and std {std} must be as long, std positive")
-        self.mean = Constants(mean, (-1, 1, 1))
-        self.std = Constants(std, (-1, 1, 1))
-        self._white = Constants([255.0], ())
+        self.mean, self.std = tuple(mean), tuple(std)
         self._below_zero = torch.empty(0)  # -mean, for each pixel of images of the last size
 
+    def beside(self, image: Tensor) -> tuple[Tensor, Tensor]:
+        """Return mean and standard deviation on the device of an image."""
+        return constants(self.mean, image.device), constants(self.std, image.device)
+
     def __call__(self, image: Tensor) -> Tensor:
-        return (image - self.mean.beside(image)).div_(self.std.beside(image))
+        mean, std = self.beside(image)
+        return (image - mean).div_(std)
 
     def after(self, to_float: ToFloat) -> Callable[[Tensor], Tensor]:
         """Return `ToFloat` and this step as one, bit-equal, with half the memory traffic."""
 
         def both(image: Tensor) -> Tensor:
-            mean, std = self.mean.beside(image), self.std.beside(image)
+            mean, std = self.beside(image)
             fits = image.shape[-3] == len(mean)
             if not fits or image.dtype != torch.uint8 or image.device.type != "cpu":
                 values = to_float(image)
@@ -139,8 +132,8 @@ class Standardize:
             if self._below_zero.shape != shape:
                 self._below_zero = (-mean).expand(shape).contiguous()
             out = torch.empty(image.shape).copy_(image)
-            torch.addcdiv(self._below_zero, out, self._white.beside(image), out=out)
-            return out.div_(std)
+            white = constants((255.0,), image.device)
+            return torch.addcdiv(self._below_zero, out, white, out=out).div_(std)
 
         return both
 
@@ -159,17 +152,17 @@ class ProgressiveResize:
 
     def of_epoch(self, epoch: int) -> Callable[[Tensor], Tensor]:
         """Return the resizing of an epoch, for images (..., C, H, W)."""
-        size = self.sizes[min(epoch, len(self.sizes) - 1)]
-        return lambda images: _square(images, size)
+        size = [self.sizes[min(epoch, len(self.sizes) - 1)]] * 2
 
+        def resized(images: Tensor) -> Tensor:
+            if list(images.shape[-2:]) == size:
+                return images
+            as_floats = images.dtype == torch.uint8 and not images.is_cpu  # has no such kernel
+            values = images.float() if as_floats else images
+            values = interpolate(values, size, mode="bilinear", antialias=True)
+            return values.round_().to(images.dtype) if as_floats else values
 
-def _square(images: Tensor, size: int) -> Tensor:
-    if images.shape[-2:] == (size, size):
-        return images
-    as_floats = images.dtype == torch.uint8 and images.device.type != "cpu"  # has no such kernel
-    values = images.float() if as_floats else images
-    resized = interpolate(values, [size, size], mode="bilinear", antialias=True)
-    return resized.round_().to(images.dtype) if as_floats else resized
+        return resized
 
 
 class StackViews:

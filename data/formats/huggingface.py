@@ -40,8 +40,13 @@ class ArrowRows:
             table = table.cast_column(columns["input"], undecoded)
         self.table, self._columns = table, columns
         self._numbers = {name: number for number, name in enumerate(classes or ())}
-        self._tokenizer = None if tokenizer is None else _tokenizer_of(tokenizer)
-        self._length = length
+        self._tokenizer, self._length = None, length
+        if tokenizer is not None:
+            auto = import_package("transformers", "transformers").AutoTokenizer
+            try:
+                self._tokenizer = auto.from_pretrained(tokenizer, trust_remote_code=False)
+            except (OSError, ValueError) as error:
+                raise DataError(f"data.tokenizer={tokenizer}: {shortened(error)}") from error
         if classes is not None:
             self.classes = classes
             self.targets = torch.tensor([self._class(value) for value in table[columns["target"]]])
@@ -82,8 +87,8 @@ class ArrowRows:
             return self._tensor(value, index)
         if self._tokenizer is None:
             return value
-        options = {"truncation": True, "padding": "max_length", "max_length": self._length}
-        found = self._tokenizer(value, **options)
+        padded = {"padding": "max_length", "max_length": self._length}
+        found = self._tokenizer(value, truncation=True, **padded)
         return {name: torch.tensor(values) for name, values in found.items()}
 
     def _class(self, value: Any) -> int:
@@ -176,11 +181,3 @@ def check_columns(path: str, table: Any, columns: Mapping[str, str]) -> None:
         if column not in table.column_names:
             known = ", ".join(map(repr, table.column_names))
             raise DataError(f"data.columns.{key}: {path} has no column {column!r}; it has {known}")
-
-
-def _tokenizer_of(name: str) -> Any:
-    transformers = import_package("transformers", "transformers")
-    try:
-        return transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise DataError(f"data.tokenizer={name}: {shortened(error)}") from error

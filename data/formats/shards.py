@@ -16,10 +16,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from fsspec.core import url_to_fs
+from torch import Tensor
 
 from data.decode import Channels, decode_image
 from data.errors import DataError, reason
-from data.image_folder import EXTENSIONS
+from data.image_folder import EXTENSIONS, Pictures
 from data.splits import Split, class_names, is_cut, rows_of_train
 from data.transforms import Transform
 
@@ -31,13 +32,11 @@ _PARTS = {"offsets": np.int64, "sizes": np.int64, "names": np.bytes_, "labels": 
 ShardIndex = dict[str, npt.NDArray[Any]]
 
 
-class TarShards:
+class TarShards(Pictures):
     """Images and classes in tar files, read by position: only the samples that are asked for.
 
     root: a folder, or any URL that fsspec opens. paths: the shards, as the index counts them.
     """
-
-    transforms_in_batches = True
 
     def __init__(
         self,
@@ -48,35 +47,23 @@ class TarShards:
         channels: Channels = 3,
         transform: Transform | None = None,
     ) -> None:
-        self._root, self._paths, self._index = root, paths, index
-        self.names = index["names"]
+        super().__init__(index["names"], channels, None, transform)
+        self._root, self._paths, self._index, self.classes = root, paths, index, classes
+        self._files: dict[int, int] = {}  # descriptors of this process, by shard
         numbers = {name.encode(): number for number, name in enumerate(classes)}
         for row, label in enumerate(index["labels"]):
             if label not in numbers:
                 found = f"{self.path(row)}: class {label.decode()!r}"
                 raise DataError(f"{found} is not among those of train")
         self.targets = torch.tensor([numbers[label] for label in index["labels"]])
-        self.classes = classes
-        self.channels = channels
-        self.transform = transform
-        self._files: dict[int, int] = {}  # descriptors of this process, by shard
-
-    def __len__(self) -> int:
-        return len(self.names)
 
     def path(self, index: int) -> str:
         """Return the shard of a sample and its name there."""
-        shard = self._paths[int(self._index["shards"][index])]
-        return f"{shard}:{os.fsdecode(self.names[index])}"
+        return f"{self._paths[int(self._index['shards'][index])]}:{super().path(index)}"
 
-    def input_form(self) -> dict[str, Any]:
-        """Return the form of pictures before the transforms: any size."""
-        return {"kind": "picture", "channels": self.channels, "size": None}
-
-    def __getitem__(self, index: int) -> tuple[Any, int]:
-        image = decode_image(self._content(index), self.path(index), self.channels)
-        image = image if self.transform is None else self.transform(image)
-        return image, int(self.targets[index])
+    def decoded(self, index: int) -> Tensor:
+        """Return a picture as uint8 (C, H, W). Raises DataError."""
+        return decode_image(self._content(index), self.path(index), self.channels)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_files": {}}  # a worker opens the shards itself
@@ -175,8 +162,17 @@ def _shard_index(root: str, path: str, label: str, place: Path | None, keep: boo
         except (OSError, ValueError, KeyError, BadZipFile) as error:
             logger.warning("%s is damaged and made again: %s", kept, reason(error))
     logger.info("indexing %s", path)
-    with files.open(path, "rb") as file:
-        index = _scan(path, file, label)
+    try:  # the headers and labels are read once, from the beginning to the end
+        with files.open(path, "rb") as file, tarfile.open(fileobj=file, mode="r:") as archive:
+            members = (member for member in archive if member.isfile())
+            samples = groupby(members, key=lambda member: _split_name(member)[0])
+            rows = [_sample(path, archive, name, inside, label) for name, inside in samples]
+    except tarfile.TarError as error:
+        raise DataError(f"{path}: not an uncompressed tar file, or cut off: {error}") from error
+    if not rows:
+        raise DataError(f"{path}: the shard holds no samples")
+    columns = zip(_PARTS.items(), zip(*rows, strict=True), strict=True)
+    index: ShardIndex = {name: np.array(values, dtype=kind) for (name, kind), values in columns}
     if kept is None or not keep:
         return index
     try:  # what cannot be written is made again by the next run
@@ -189,21 +185,6 @@ def _shard_index(root: str, path: str, label: str, place: Path | None, keep: boo
     return index
 
 
-def _scan(path: str, file: Any, label: str) -> ShardIndex:
-    """Read the headers and labels of a shard, once, from its beginning to its end."""
-    try:
-        with tarfile.open(fileobj=file, mode="r:") as archive:
-            members = (member for member in archive if member.isfile())
-            samples = groupby(members, key=lambda member: _split_name(member)[0])
-            found = [_sample(path, archive, name, files, label) for name, files in samples]
-    except tarfile.TarError as error:
-        raise DataError(f"{path}: not an uncompressed tar file, or cut off: {error}") from error
-    if not found:
-        raise DataError(f"{path}: the shard holds no samples")
-    columns = zip(_PARTS.items(), zip(*found, strict=True), strict=True)
-    return {name: np.array(values, dtype=kind) for (name, kind), values in columns}
-
-
 def _split_name(member: tarfile.TarInfo) -> tuple[str, str]:
     """Return the name of a member's sample, and its ending: all from the first dot on."""
     folder, base = os.path.split(member.name)
@@ -212,15 +193,11 @@ def _split_name(member: tarfile.TarInfo) -> tuple[str, str]:
 
 
 def _sample(
-    path: str,
-    archive: tarfile.TarFile,
-    name: str,
-    members: Iterable[tarfile.TarInfo],
-    label: str,
-) -> tuple[int, int, bytes, bytes]:
+    path: str, archive: tarfile.TarFile, name: str, members: Iterable[tarfile.TarInfo], label: str
+) -> tuple[Any, ...]:
     """Return the entries of a sample in the index, in the order of `_PARTS`."""
     suffix, _, field = label.partition(".")
-    image: tuple[int, int, bytes] | None = None
+    image: tuple[Any, ...] = ()
     value = None
     for member in members:
         ending = _split_name(member)[1]
@@ -235,7 +212,7 @@ def _sample(
                 raise DataError(f"{place}: no label in it: {reason(error)}") from error
             if not value:
                 raise DataError(f"{path}:{member.name}: the label is empty")
-    if image is None or value is None:
-        lacks = "image" if image is None else f".{suffix}"
+    if not image or value is None:
+        lacks = f".{suffix}" if image else "image"
         raise DataError(f"{path}: sample {name!r} has no {lacks}")
     return (*image, value.encode())

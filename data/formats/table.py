@@ -5,6 +5,7 @@ import functools
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -15,6 +16,8 @@ import torch
 from torch import Tensor
 
 from data.errors import DataError
+from data.keys import Indices
+from data.sources import TensorSamples
 from data.splits import Split, cut, file_of, in_order, train_and_val
 from data.transforms import Transform
 
@@ -24,7 +27,6 @@ _MOST_CATEGORIES = 1000
 
 Missing = Literal["error", "mean"]
 Numbers = npt.NDArray[np.float64]
-RowNumbers = npt.NDArray[np.int64]
 # How a column becomes inputs, as plain values, which checkpoints and `inference.json` keep: its
 # `name`; `categories`, one input for each; or None, and the `mean` and `std` of numbers.
 Feature = Mapping[str, Any]
@@ -56,16 +58,15 @@ class Columns:
         """Return a column as numbers, NaN where a value is missing. Raises DataError."""
         found = np.empty(len(self))
         for row, cell in enumerate(self.column(name, key)):
-            if cell is None and missing == "error":
-                place = self.place(row, name)
-                raise DataError(f"{place}: no value; data.missing=mean fills it in")
-            value = math.nan if cell is None else _number(cell)
-            if value is None or math.isinf(value):
-                raise DataError(
-                    f"{self.place(row, name)}: {cell!r} is not a finite number; name the column in "
-                    "data.categorical if it holds categories"
-                )
-            found[row] = value
+            why = "no value; data.missing=mean fills it in" if missing == "error" else ""
+            found[row] = math.nan
+            if cell is not None:
+                why = f"{cell!r} is not a finite number; are they categories (data.categorical)?"
+                with suppress(ValueError):
+                    found[row] = float(cell)
+                    why = why if math.isinf(found[row]) else ""
+            if why:
+                raise DataError(f"{self.place(row, name)}: {why}")
         return found
 
     def encoded(self, feature: Feature, missing: Missing) -> Numbers:
@@ -81,10 +82,8 @@ class Columns:
             return np.nan_to_num(scaled)[:, None]
         cells = self.column(name, "data.features")
         if missing == "error" and None in cells:
-            place = self.place(cells.index(None), name)
-            raise DataError(
-                f"{place}: no value; data.missing=mean takes it as none of the categories"
-            )
+            why = "no value; data.missing=mean takes it as none of the categories"
+            raise DataError(f"{self.place(cells.index(None), name)}: {why}")
         known = np.array(categories, dtype=object)
         found: Numbers = np.equal(np.array(cells, dtype=object)[:, None], known).astype(np.float64)
         return found
@@ -94,29 +93,31 @@ def read_columns(path: str | Path) -> Columns:
     """Read a whole file; the splits of a run share one reading. Raises DataError."""
     path = Path(path).expanduser()
     try:
-        stat = path.stat()
+        return _read(path, path.stat().st_mtime_ns)
     except OSError as error:
         raise DataError(f"data.path: cannot read {path}: {error.strerror}") from error
-    return _read(path, stat.st_mtime_ns, stat.st_size)
 
 
 @functools.lru_cache(maxsize=3)  # train, val and test
-def _read(path: Path, modified: int, size: int) -> Columns:
+def _read(path: Path, modified: int) -> Columns:
     if path.suffix not in _SUFFIXES:
         raise DataError(f"data.path: {path} is none of {', '.join(_SUFFIXES)}")
     try:
         names, rows, first = (_parquet if path.suffix == ".parquet" else _csv)(path)
     except (OSError, ValueError, NotImplementedError, csv.Error) as error:  # Arrow's are such
         raise DataError(f"{path}: cannot be read as {path.suffix[1:]}: {error}") from error
+    why = ""
     if twice := {name for name in names if names.count(name) > 1}:
-        raise DataError(f"{path}: two columns are named {min(twice)!r}")
-    if not names or "" in names:
-        raise DataError(f"{path}: the first row must name every column")
-    if not rows:
-        raise DataError(f"{path}: the table has no rows")
+        why = f"two columns are named {min(twice)!r}"
+    elif not names or "" in names:
+        why = "the first row must name every column"
+    elif not rows:
+        why = "the table has no rows"
     for number, row in enumerate(rows, first):
         if len(row) != len(names):
-            raise DataError(f"{path}: row {number} has {len(row)} cells, the header {len(names)}")
+            why = why or f"row {number} has {len(row)} cells, the header {len(names)}"
+    if why:
+        raise DataError(f"{path}: {why}")
     return Columns(path, dict(zip(names, map(list, zip(*rows, strict=True)), strict=True)), first)
 
 
@@ -143,14 +144,7 @@ def _text(value: Any) -> str | None:
     return None if missing else str(int(value) if isinstance(value, bool) else value)
 
 
-def _number(text: str) -> float | None:
-    try:
-        return float(text)
-    except ValueError:
-        return None
-
-
-class Table:
+class Table(TensorSamples):
     """Rows of a table: samples are float32 [features], or with targets (those, target).
 
     A target is a float32 value, or a class number where there are `classes`. `target_scale`: (mean,
@@ -163,7 +157,7 @@ class Table:
         features: Sequence[Feature],
         missing: Missing = "error",
         transform: Transform | None = None,
-        rows: RowNumbers | None = None,
+        rows: Indices | None = None,
         targets: Tensor | None = None,
         classes: list[str] | None = None,
         target_scale: Sequence[float] | None = None,
@@ -173,15 +167,10 @@ class Table:
         self.missing = missing
         self.rows = np.arange(len(columns)) if rows is None else rows
         inputs = np.concatenate([columns.encoded(f, missing) for f in features], axis=1)
-        self.inputs = torch.from_numpy(inputs.astype(np.float32)[self.rows])
-        self.transform = transform
-        self.answers = None if targets is None else targets[torch.from_numpy(self.rows)]
+        targets = None if targets is None else targets[torch.from_numpy(self.rows)]
+        super().__init__(torch.from_numpy(inputs.astype(np.float32)[self.rows]), targets, transform)
         self.target_scale = target_scale and (float(target_scale[0]), float(target_scale[1]))
-        if classes is not None:
-            self.classes, self.targets = classes, self.answers
-
-    def __len__(self) -> int:
-        return len(self.inputs)
+        self.classes = classes
 
     def path(self, index: int) -> str:
         """Return the file and the row of a sample."""
@@ -191,24 +180,15 @@ class Table:
         """Return the encoding of the columns, with the training statistics, as plain values."""
         return {"kind": "table", "features": self.features, "missing": self.missing}
 
-    def __getitem__(self, index: int) -> Any:
-        inputs = self.inputs[index]
-        inputs = inputs if self.transform is None else self.transform(inputs)
-        if self.answers is None:
-            return inputs
-        target = self.answers[index]
-        return inputs, target if target.is_floating_point() else int(target)
-
     def statistics(self) -> dict[str, Any]:
         """Return how the columns are encoded, by the training rows: what a checkpoint keeps."""
         scale = None if self.target_scale is None else list(self.target_scale)
-        classes = getattr(self, "classes", None)
-        return {"features": self.features, "classes": classes, "target_scale": scale}
+        return {"features": self.features, "classes": self.classes, "target_scale": scale}
 
     def fingerprint(self) -> str:
         """Return a digest of the encoded rows and their targets."""
         digest = hashlib.sha256(repr(self.features).encode())
-        for values in (self.inputs, self.answers):
+        for values in (self.inputs, self.targets):
             digest.update(b"" if values is None else values.numpy().tobytes())
         return digest.hexdigest()[:16]
 
@@ -262,10 +242,18 @@ def table(
     kept, val = train_and_val(labels[rest], val_size, split_seed, fold, folds)
     if not len(kept):
         raise DataError(f"{train.path}: {len(train)} rows are too few for three splits")
-    encoding = known.get("features") or _fitted(train, rest[kept], names, categorical)
-    _check_width(train, encoding, channels)
+    for name in categorical or ():
+        train.column(name, "data.categorical")
+    fitted = known.get("features")
+    fitted = fitted or [_fitted(train, rest[kept], name, categorical) for name in names]
+    widths = [f"{f['name']} {len(f['categories'] or 'x')}" for f in fitted]
+    width = sum(len(feature["categories"] or "x") for feature in fitted)
+    if channels is not None and channels != width:
+        shown = f"give {width} inputs ({', '.join(widths)[:500]}): set data.channels={width}"
+        raise DataError(f"data.channels={channels}, but the columns of {train.path} {shown}")
     if standardize_target and classes is None:
-        scale = known.get("target_scale") or _scale(train, target, rest[kept])
+        values = train.numbers(target, "error", "data.target")[rest[kept]]
+        scale = known.get("target_scale") or (float(values.mean()), float(values.std()) or 1.0)
     columns, rows = train, {"train": rest[kept], "val": rest[val], "test": test}[split]
     if (own := {"val": val_file, "test": test_file}.get(split)) is not None:
         columns = read_columns(own)
@@ -273,32 +261,26 @@ def table(
     if not len(rows):
         return None
     targets = _targets(columns, target, classes, scale)
-    return Table(columns, encoding, missing, transform, rows, targets, classes, scale)
+    return Table(columns, fitted, missing, transform, rows, targets, classes, scale)
 
 
-def _fitted(
-    train: Columns, rows: RowNumbers, names: Sequence[str], categorical: Sequence[str] | None
-) -> list[Feature]:
-    """Return how columns become inputs, with the statistics of the training rows.
+def _fitted(train: Columns, rows: Indices, name: str, categorical: Sequence[str] | None) -> Feature:
+    """Return how a column becomes inputs, with the statistics of the training rows.
 
     categorical: the columns with categories; None: those whose first value is not a number.
     """
-    for name in categorical or ():
-        train.column(name, "data.categorical")
-    return [_feature(train, rows, name, categorical) for name in names]
-
-
-def _feature(
-    train: Columns, rows: RowNumbers, name: str, categorical: Sequence[str] | None
-) -> Feature:
     cells = train.column(name, "data.features")
-    first = next((cell for cell in cells if cell is not None), "")
-    if _number(first) is None if categorical is None else name in categorical:
+    if categorical is None:
+        try:
+            float(next((cell for cell in cells if cell is not None), ""))
+        except ValueError:
+            categorical = [name]
+    if name in (categorical or ()):
         categories = in_order({cell for row in rows if (cell := cells[row]) is not None})
-        if len(categories) > _MOST_CATEGORIES:
+        if (many := len(categories)) > _MOST_CATEGORIES:
+            most = f"{many} categories, more than {_MOST_CATEGORIES}"
             raise DataError(
-                f"{train.path}: column {name!r} has {len(categories)} categories, more than "
-                f"{_MOST_CATEGORIES}: leave it out of data.features"
+                f"{train.path}: column {name!r} has {most}: leave it out of data.features"
             )
         return {"name": name, "categories": categories, "mean": 0.0, "std": 1.0}
     values = train.numbers(name, "mean", "data.features")[rows]
@@ -307,22 +289,6 @@ def _feature(
         raise DataError(f"{train.path}: column {name!r} has no value in the training rows")
     mean, std = float(known.mean()), float(known.std()) or 1.0
     return {"name": name, "categories": None, "mean": mean, "std": std}
-
-
-def _check_width(train: Columns, features: Sequence[Feature], channels: int | None) -> None:
-    widths = {f["name"]: 1 if f["categories"] is None else len(f["categories"]) for f in features}
-    width = sum(widths.values())
-    if channels is not None and channels != width:
-        shown = ", ".join(f"{name} {inputs}" for name, inputs in [*widths.items()][:12])
-        raise DataError(
-            f"data.channels={channels}, but the columns of {train.path} give {width} inputs "
-            f"({shown}{', ...' if len(features) > 12 else ''}): set data.channels={width}"
-        )
-
-
-def _scale(train: Columns, target: str, rows: RowNumbers) -> tuple[float, float]:
-    values = train.numbers(target, "error", "data.target")[rows]
-    return float(values.mean()), float(values.std()) or 1.0
 
 
 def _targets(

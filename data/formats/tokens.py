@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,9 +18,10 @@ from data.transforms import Transform, acts_on_batches
 
 _SUFFIXES = (".bin", ".npy", ".txt")
 Part = tuple[int, int]  # tokens of a file: the first, and the one after the last
-_HASHED = 1 << 20  # bytes at either end of the file that the fingerprint reads
+_HASHED = 1 << 19  # tokens at either end of the file that the fingerprint reads
 
 
+@dataclass(eq=False)
 class TokenBlocks:
     """Blocks of `context` tokens of a file, and the token that follows at each place.
 
@@ -31,35 +33,29 @@ class TokenBlocks:
     parts: those of the file that are used; None: all of it. No block reaches from one into another.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        context: int,
-        num_classes: int | None = None,
-        dtype: Literal["uint16", "uint32"] = "uint16",
-        shift: bool = False,
-        seed: int = 0,
-        parts: Sequence[Part] | None = None,
-        transform: Transform | None = None,
-    ) -> None:
-        self.path = path
-        self._dtype = dtype
-        self._file: npt.NDArray[Any] | None = None
-        self._parts = [(0, len(self._tokens()))] if parts is None else list(parts)
-        self.context = context
-        text = path.suffix == ".txt"
-        if num_classes is None and not text:
-            raise DataError(f"data.num_classes is null: set it to the vocabulary's size of {path}")
-        self.num_classes = 256 if num_classes is None else num_classes
-        self.shift = shift
-        self._seed = seed
-        self._offset = 0
-        self.transform = transform
+    path: Path
+    context: int
+    num_classes: int | None = None
+    dtype: Literal["uint16", "uint32"] = "uint16"
+    shift: bool = False
+    seed: int = 0
+    parts: Sequence[Part] | None = None
+    transform: Transform | None = None
+
+    def __post_init__(self) -> None:
+        self._file, self._offset = _mapped(self.path, self.dtype), 0
+        self._parts = [(0, len(self._file))] if self.parts is None else list(self.parts)
+        text = self.path.suffix == ".txt"
+        if self.num_classes is None and not text:
+            how = f"set it to the vocabulary's size of {self.path}"
+            raise DataError(f"data.num_classes is null: {how}")
+        self.num_classes = self._most = 256 if self.num_classes is None else self.num_classes
         if text:
-            self.classes = [repr(bytes([n]))[2:-1] for n in range(min(256, self.num_classes))]
+            self.classes = [repr(bytes([n]))[2:-1] for n in range(min(256, self._most))]
         if len(self) < 1:
             held = sum(stop - start for start, stop in self._parts)
-            raise DataError(f"{path}: {held} tokens are too few for data.context={context}")
+            few = f"{held} tokens are too few for data.context={self.context}"
+            raise DataError(f"{self.path}: {few}")
 
     def __len__(self) -> int:
         return sum(map(self._blocks, self._parts))
@@ -85,7 +81,7 @@ class TokenBlocks:
     def set_epoch(self, epoch: int) -> None:
         """Choose where the blocks of an epoch begin."""
         if self.shift:
-            self._offset = key(self._seed, SPLIT, 4, epoch) % self.context
+            self._offset = key(self.seed, SPLIT, 4, epoch) % self.context
 
     def __getitem__(self, index: int) -> tuple[Any, Tensor]:
         window = self._windows([index])[0]
@@ -102,34 +98,28 @@ class TokenBlocks:
 
     def fingerprint(self) -> str:
         """Return a digest of the file's size and ends, and of the blocks' position in it."""
-        size = self.path.stat().st_size
-        digest = hashlib.sha256(f"{size} {self._parts} {self.context}".encode())
-        with open(self.path, "rb") as file:
-            digest.update(file.read(_HASHED))
-            file.seek(max(0, size - _HASHED))
-            digest.update(file.read(_HASHED))
+        tokens = self._file
+        digest = hashlib.sha256(f"{len(tokens)} {self._parts} {self.context}".encode())
+        for end in (tokens[:_HASHED], tokens[-_HASHED:]):
+            digest.update(end.tobytes())
         return digest.hexdigest()[:16]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_file": None}  # a worker maps the file itself
+        return {**vars(self), "_file": None}
 
-    def _tokens(self) -> npt.NDArray[Any]:
-        if self._file is None:
-            self._file = _mapped(self.path, self._dtype)
-        return self._file
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _file=_mapped(state["path"], state["dtype"]))
 
     def _windows(self, indices: Sequence[int]) -> Tensor:
         """Return the blocks [n, context + 1], each with the token after its last."""
-        tokens = self._tokens()
         firsts = [self._first(index) for index in indices]
-        windows = np.stack([tokens[first : first + self.context + 1] for first in firsts])
-        always_below = self.path.suffix == ".txt" and self.num_classes >= 256
-        if not always_below and int(windows.max()) >= self.num_classes:
-            row, place = np.argwhere(windows >= self.num_classes)[0]
-            raise DataError(
-                f"{self.path}: token {firsts[row] + place} is {windows[row, place]}, but "
-                f"data.num_classes is {self.num_classes} (and data.dtype {self._dtype})"
-            )
+        windows = np.stack([self._file[first : first + self.context + 1] for first in firsts])
+        always_below = self.path.suffix == ".txt" and self._most >= 256
+        if not always_below and int(windows.max()) >= self._most:
+            row, place = np.argwhere(windows >= self._most)[0]
+            token = f"token {firsts[row] + place} is {windows[row, place]}"
+            most = f"data.num_classes is {self.num_classes} (and data.dtype {self.dtype})"
+            raise DataError(f"{self.path}: {token}, but {most}")
         return torch.from_numpy(windows.astype(np.int64))
 
 

@@ -7,32 +7,45 @@ trailing steps for batches the loader applies. Which these are depends on the co
 import copy
 import functools
 import zlib
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from data.batch import Piece, rebuild, sent
-from data.batch_transforms import RandomErasing
+from data.batch_transforms import RandomCrop
 from data.errors import DataError, reason
-from data.keys import (
-    LASTING,
-    MICRO_BATCH,
-    SAMPLE,
-    Draws,
-    key,
-    keys,
-    preserved_rng,
-    seed_rng,
-)
-from data.loading.fetch import Ragged
+from data.keys import LASTING, MICRO_BATCH, SAMPLE, Draws, key, keys, preserved_rng, seed_rng
+from data.loading.fetch import collate
 from data.transforms import Pipeline, Standardize, ToFloat, acts_on_batches
 
 _MIXES = frozenset({"MixUp", "CutMix"})
 _CHOICES = frozenset({"RandomChoice", "RandomApply", "Compose"})
-Step = Callable[[Any, Any, Piece], tuple[Any, Any]]
+
+
+class Ragged(NamedTuple):
+    """Images of different sizes, which a batched step will crop or resize to one size."""
+
+    images: list[Tensor]
+
+    def __str__(self) -> str:
+        """List some of the sizes."""
+        sizes = sorted({tuple(image.shape[-2:]) for image in self.images})
+        return ", ".join(f"{height} x {width}" for height, width in sizes[:3])
+
+
+def collate_ragged(samples: Sequence[Any]) -> Any:
+    """Collate, but leave inputs (the samples' first part) of different sizes as they are."""
+    first = samples[0]
+    inputs = [sample[0] for sample in samples] if isinstance(first, tuple) else list(samples)
+    if len({image.shape for image in inputs if isinstance(image, Tensor)}) < 2:
+        return collate(samples)
+    if not isinstance(first, tuple):
+        return Ragged(inputs)
+    return rebuild(first, [Ragged(inputs), *collate([sample[1:] for sample in samples])])
 
 
 def batch_form(step: Any) -> Any:
@@ -86,13 +99,25 @@ class DeviceTransforms:
     ) -> None:
         named = {**(deferred or {}), **{f"device.{name}": step for name, step in steps.items()}}
         present = {name: step for name, step in named.items() if step is not None}
-        self.steps = {name: _step(name, step, seed) for name, step in _fused(present).items()}
+        for name, step in present.items():
+            foreign = type(step).__module__.startswith("torchvision.")
+            if foreign and not (mixes_samples(step) or acts_on_batches(step)):
+                raise DataError(
+                    f"transforms.{name}: {type(step).__name__} would draw once for a whole batch: "
+                    "use its form in data.batch_transforms, or move it to transforms.train"
+                )
+        self.steps = {name: _Step(name, step, seed) for name, step in _fused(present).items()}
 
     def __bool__(self) -> bool:
         return bool(self.steps)
 
     def __call__(self, batch: Any, piece: Piece) -> Any:
-        inputs, targets = _taken(batch)
+        several = isinstance(batch, list | tuple) and not isinstance(batch, Ragged)
+        parts = [*batch.values()] if isinstance(batch, Mapping) else [batch]
+        parts = list(batch) if several else parts
+        if not parts or not isinstance(parts[0], Tensor | Ragged):
+            raise DataError("transforms: a batch must begin with a tensor of inputs")
+        inputs, targets = parts[0], parts[1] if len(parts) > 1 else None
         for name, step in self.steps.items():
             try:
                 inputs, targets = step(inputs, targets, piece)
@@ -103,42 +128,30 @@ class DeviceTransforms:
                     raise
                 raise DataError(f"transforms.{name} failed: {reason(error)}") from error
         if isinstance(inputs, Ragged):
-            raise DataError(
-                "samples cannot be put into a batch, their images differ in size "
-                f"({inputs.sizes()}): see transforms, which may crop or resize them to one"
-            )
-        return _put(batch, inputs, targets)
+            differ = f"their images differ in size ({inputs})"
+            way_out = "see transforms, which may crop or resize them to one"
+            raise DataError(f"samples cannot be put into a batch, {differ}: {way_out}")
+        parts[:2] = [inputs, targets][: len(parts)]
+        if isinstance(batch, Mapping):
+            return dict(zip(batch, parts, strict=True))
+        return rebuild(batch, parts) if several else inputs
 
 
 def _fused(steps: Mapping[str, Any]) -> dict[str, Any]:
-    """Standardize what is converted to floats in one step, and erase boxes of the result itself."""
+    """Standardize what is converted to floats in one step; change what is new in its memory."""
     result: dict[str, Any] = {}
     before: Any = None
     for name, step in steps.items():
         last = next(reversed(result), "")
         if type(step) is Standardize and type(before) is ToFloat:
             result[name] = step.after(result.pop(last))
-        elif type(step) is RandomErasing and type(before) is Standardize:
+        elif hasattr(step, "in_place") and type(before) in (RandomCrop, Standardize):
             result[name] = copy.copy(step)
             result[name].in_place = True
         else:
             result[name] = step
         before = step
     return result
-
-
-def _step(name: str, step: Any, seed: int) -> Step:
-    if hasattr(step, "draw"):
-        return functools.partial(_draw, _Ahead(step, zlib.crc32(name.encode()), seed))
-    if mixes_samples(step):
-        number = zlib.crc32(name.removeprefix("device.").encode())
-        return functools.partial(_mix, step, number, seed)
-    if type(step).__module__.startswith("torchvision.") and not acts_on_batches(step):
-        raise DataError(
-            f"transforms.{name}: {type(step).__name__} would draw once for a whole batch: "
-            "use its form in data.batch_transforms, or move it to transforms.train"
-        )
-    return functools.partial(_apply, step)
 
 
 def mixes_samples(step: Any) -> bool:
@@ -161,95 +174,59 @@ def _places(indices: Sequence[int]) -> Tensor:
     return torch.from_numpy(np.asarray(indices, np.int64))
 
 
-class _Ahead:
-    """A step's draws: of a set that is not too large those of an epoch together, in one pass.
+@dataclass(eq=False)
+class _Step:
+    """A step by its name, keyed: a function of inputs, targets and their piece.
 
-    A sample's draws depend on seed, epoch and its number alone, so that it is all the same.
+    The draws of a set that is not too large are those of an epoch together, in one pass. A sample's
+    depend on seed, epoch and its number alone, so that it is all the same.
     """
 
-    def __init__(self, transform: Any, name: int, seed: int) -> None:
-        self.transform, self._name, self._seed = transform, np.uint64(name), seed
-        self._form: tuple[Any, ...] = ()  # epoch and size that the table is of
-        self._table: list[Tensor] = []
+    name: str
+    transform: Any
+    seed: int
+    _form: tuple[Any, ...] = ()  # epoch and size that the table is of
+    _table: list[Tensor] = field(default_factory=list)
 
-    def drawn(self, indices: Sequence[int], epoch: int, size: Sequence[int]) -> Sequence[Tensor]:
-        """Draw for samples of one size in an epoch."""
-        lasting = getattr(self.transform, "lasting", False)
-        parts = (self._seed, LASTING) if lasting else (self._seed, SAMPLE, epoch)
-        found: Sequence[Tensor] = self.transform.draw(
-            Draws(_keys(indices, *parts) ^ self._name, epoch), *size
-        )
-        return found
-
-    def rows(self, indices: Sequence[int], epoch: int, size: Sequence[int]) -> Sequence[Tensor]:
-        """Return the draws of a batch, from those of the epoch where these are kept."""
-        if (last := max(indices, default=_MOST_AHEAD)) >= _MOST_AHEAD:
-            return self.drawn(indices, epoch, size)
-        if self._form != (epoch, *size) or last >= len(self._table[0]):
-            self._table = list(self.drawn(range(1 << last.bit_length()), epoch, size))
-            self._form = (epoch, *size)
-        these = _places(indices)
-        return [row[these] for row in self._table]
-
-
-def _draw(ahead: _Ahead, inputs: Any, targets: Any, piece: Piece) -> tuple[Any, Any]:
-    transform, epoch = ahead.transform, piece.epoch
-    masks = getattr(transform, "masks", False)
-
-    if not isinstance(inputs, Ragged):
-        drawn = ahead.rows(piece.indices, epoch, inputs.shape[-2:])
-        rows = [sent(row, inputs.device) for row in drawn]
+    def __call__(self, inputs: Any, targets: Any, piece: Piece) -> tuple[Any, Any]:
+        transform, masks = self.transform, getattr(self.transform, "masks", False)
+        if mixes_samples(transform):
+            place = (piece.epoch, piece.update, piece.micro_batch, piece.start)
+            number = zlib.crc32(self.name.removeprefix("device.").encode())
+            with preserved_rng():
+                seed_rng(key(self.seed, MICRO_BATCH, *place, number))
+                inputs, targets = transform(inputs, targets)
+            return inputs, targets
+        if isinstance(inputs, Ragged):  # one by one; perhaps they have one size then
+            if masks:
+                raise DataError(f"images differ in size ({inputs}), and have masks")
+            single = zip(piece.indices, inputs.images, strict=True)
+            results = [self(x[None], None, replace(piece, indices=(i,)))[0] for i, x in single]
+            if len({result.shape for result in results}) == 1:
+                return torch.cat(results), targets
+            return Ragged([result[0] for result in results]), targets
+        if not hasattr(transform, "draw"):
+            each_epoch = hasattr(transform, "of_epoch")
+            return (transform.of_epoch(piece.epoch) if each_epoch else transform)(inputs), targets
+        rows = [sent(row, inputs.device) for row in self._rows(piece, inputs.shape[-2:])]
         if masks:
             targets = transform.on_masks(targets, *rows)
         return transform(inputs, *rows), targets
-    if masks:
-        raise DataError(f"images differ in size ({inputs.sizes()}), and have masks")
-    results = []
-    for index, image in zip(piece.indices, inputs.images, strict=True):
-        drawn = ahead.drawn((index,), epoch, image.shape[-2:])
-        results.append(transform(image[None], *(sent(row, image.device) for row in drawn)))
-    return _joined(results), targets
 
+    def _rows(self, piece: Piece, size: Sequence[int]) -> Sequence[Tensor]:
+        """Return the draws of a batch, from those of the epoch where these are kept."""
+        last = max(piece.indices, default=_MOST_AHEAD)
+        if last >= _MOST_AHEAD or len(piece.indices) == 1:
+            return self._drawn(piece.indices, piece.epoch, size)
+        if self._form != (piece.epoch, *size) or last >= len(self._table[0]):
+            self._table = list(self._drawn(range(1 << last.bit_length()), piece.epoch, size))
+            self._form = (piece.epoch, *size)
+        these = _places(piece.indices)
+        return [row.index_select(0, these) for row in self._table]
 
-def _mix(
-    transform: Any, name: int, seed: int, inputs: Any, targets: Any, piece: Piece
-) -> tuple[Any, Any]:
-    place = (piece.epoch, piece.update, piece.micro_batch, piece.start)
-    with preserved_rng():
-        seed_rng(key(seed, MICRO_BATCH, *place, name))
-        mixed_inputs, mixed_targets = transform(inputs, targets)
-    return mixed_inputs, mixed_targets
-
-
-def _apply(transform: Any, inputs: Any, targets: Any, piece: Piece) -> tuple[Any, Any]:
-    function = transform.of_epoch(piece.epoch) if hasattr(transform, "of_epoch") else transform
-    if isinstance(inputs, Ragged):
-        return _joined([function(image[None]) for image in inputs.images]), targets
-    return function(inputs), targets
-
-
-def _joined(batches: list[Tensor]) -> Tensor | Ragged:
-    """Concatenate batches of one image, if they have one size."""
-    if len({batch.shape for batch in batches}) == 1:
-        return torch.cat(batches)
-    return Ragged([batch[0] for batch in batches])
-
-
-def _taken(batch: Any) -> tuple[Any, Any]:
-    if isinstance(batch, Ragged):
-        return batch, None
-    if isinstance(batch, Mapping):
-        parts = list(batch.values())
-    else:
-        parts = list(batch) if isinstance(batch, list | tuple) else [batch]
-    if not parts or not isinstance(parts[0], Tensor | Ragged):
-        raise DataError("transforms: a batch must begin with a tensor of inputs")
-    return parts[0], parts[1] if len(parts) > 1 else None
-
-
-def _put(batch: Any, inputs: Any, targets: Any) -> Any:
-    if isinstance(batch, Mapping):
-        return dict(batch) | dict(zip(batch, (inputs, targets), strict=False))
-    if isinstance(batch, list | tuple) and not isinstance(batch, Ragged):
-        return rebuild(batch, [inputs, targets, *batch[2:]][: len(batch)])
-    return inputs
+    def _drawn(self, indices: Sequence[int], epoch: int, size: Sequence[int]) -> Sequence[Tensor]:
+        lasting = getattr(self.transform, "lasting", False)
+        parts = (self.seed, LASTING) if lasting else (self.seed, SAMPLE, epoch)
+        own = _keys(indices, *parts) ^ np.uint64(zlib.crc32(self.name.encode()))
+        found: Sequence[Tensor] = self.transform.draw(Draws(own, epoch), *size)
+        return found

@@ -1,33 +1,54 @@
-"""Fetch one micro-batch, in the main process or in a worker: keyed, collated, errors as values."""
+"""Fetch micro-batches: each sample keyed, collated, errors as values; here or in worker processes.
 
+Not torch's DataLoader: it receives a batch without a timeout, so that a worker that is stopped
+holds the run for ever, and it sends one through /dev/shm, of which containers have 64 MB. Here a
+batch is written to a file in memory, whose descriptor is sent: the main process waits for a few
+bytes, with a timeout, and maps the file. Tensors are not copied again.
+"""
+
+import contextlib
 import errno
+import io
+import itertools
+import mmap
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from multiprocessing.process import BaseProcess
+from multiprocessing.util import Finalize
+from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
 from data.batch import Piece, rebuild
 from data.errors import DataError, UnreadableError, WorkerError, is_fault, reason
-from data.keys import REPLACEMENT, SAMPLE, key, preserved_rng, seed_rng
-from data.updates import Indices
+from data.image_folder import memory_file
+from data.keys import LOADER, REPLACEMENT, SAMPLE, Indices, key, preserved_rng, seed_rng
 
 Collate = Callable[[Sequence[Any]], Any]
 REPLACEMENTS = 16  # attempts to replace a broken sample
 
+# The parent decides when a run ends; a worker that died of a signal to the whole process group
+# would take the emergency checkpoint with it.
+PARENTS_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
-class Ragged(NamedTuple):
-    """Images of different sizes, which a batched step will crop or resize to one size."""
+_LOOK = 1.0  # seconds between two looks whether to go on waiting
+_MOMENT = 2.0  # seconds that workers have, all together, to leave by themselves
+_ALIGNED = 64  # bytes at a multiple of which each tensor begins
 
-    images: list[Tensor]
-
-    def sizes(self, most: int = 3) -> str:
-        """List some of the sizes."""
-        sizes = sorted({tuple(image.shape[-2:]) for image in self.images})
-        listed = [f"{height} x {width}" for height, width in sizes[:most]]
-        return ", ".join([*listed, "..."] if len(sizes) > most else listed)
+HINT = (
+    "if memory ran out, lower loader.num_workers, loader.prefetch_factor or loader.batch_size; "
+    "loader.num_workers=0 shows where the code fails"
+)
 
 
 def collate(samples: Sequence[Any]) -> Any:
@@ -44,17 +65,6 @@ def collate(samples: Sequence[Any]) -> Any:
     if isinstance(first, list | tuple):
         return rebuild(first, [collate(column) for column in zip(*samples, strict=True)])
     return default_collate(list(samples))
-
-
-def collate_ragged(samples: Sequence[Any]) -> Any:
-    """Collate, but leave inputs (the samples' first part) of different sizes as they are."""
-    first = samples[0]
-    inputs = [sample[0] for sample in samples] if isinstance(first, tuple) else list(samples)
-    if len({image.shape for image in inputs if isinstance(image, Tensor)}) < 2:
-        return collate(samples)
-    if not isinstance(first, tuple):
-        return Ragged(inputs)
-    return rebuild(first, [Ragged(inputs), *collate([sample[1:] for sample in samples])])
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +121,19 @@ class Fetcher:
         except BaseException as error:
             if isinstance(error, BrokenOff) or not is_fault(error):
                 raise
-            return Fetched(None, piece, failure=memory_error(error) or _failure(error, piece))
+            failure: Exception | None = memory_error(error)
+            if failure is None:
+                text = str(error)
+                if not isinstance(error, DataError):
+                    shown = ", ".join(map(str, piece.indices[:6]))
+                    shown += ", ..." if len(piece.indices) > 6 else ""
+                    text = (
+                        f"samples {shown} cannot be put into a batch (do their shapes and types "
+                        f"agree? see transforms, loader.collate_fn): {reason(error)}"
+                    )
+                failure = DataError(text)
+                failure.add_note(traceback.format_exc())
+            return Fetched(None, piece, failure=failure)
 
     def name(self, index: int) -> str:
         """Name a sample by its index and, where there is one, its file."""
@@ -152,21 +174,19 @@ class Fetcher:
 
     def _kept(self, piece: Piece, skipped: list[Skipped]) -> tuple[list[Any], Piece]:
         """Load the samples that can be loaded; an empty piece gets a sample and `count` 0."""
-        samples, kept = [], []
+        found = {}
         for index in piece.indices:
             try:
-                samples.append(self._load(index, piece.epoch, index))
+                found[index] = self._load(index, piece.epoch, index)
             except DataError as error:
                 skipped.append(Skipped(index, path_of(self.dataset, index), str(error)))
-            else:
-                kept.append(index)
-        if not kept:  # of files without labels all may be broken
+        if not found:  # of files without labels all may be broken
             own, first = getattr(self.dataset, "stand_in", None), piece.indices[0]
             stand_in = own() if callable(own) else self._replaced(first, piece.epoch, skipped)
             return [stand_in], replace(piece, indices=piece.indices[:1], count=0)
-        if len(kept) < len(piece.indices):
-            piece = replace(piece, indices=tuple(kept), count=len(kept) if piece.count else 0)
-        return samples, piece
+        if len(found) < len(piece.indices):
+            piece = replace(piece, indices=tuple(found), count=len(found) if piece.count else 0)
+        return [*found.values()], piece
 
     def _load(self, index: int, epoch: int, keyed_by: int) -> Any:
         if self.interrupted():
@@ -185,21 +205,6 @@ class Fetcher:
             named = path is not None and path in text
             where = f"sample {index}" if named else self.name(index)
             raise DataError(f"{where}: {text}") from error
-
-
-def _failure(error: BaseException, piece: Piece) -> DataError:
-    """Return a DataError for an exception, with the traceback as a note."""
-    text = str(error)
-    if not isinstance(error, DataError):
-        shown = ", ".join(str(index) for index in piece.indices[:6])
-        many = f", ... ({len(piece.indices)} in all)" if len(piece.indices) > 6 else ""
-        text = (
-            f"samples {shown}{many} cannot be put into a batch (do their shapes and types agree? "
-            f"see transforms, loader.collate_fn): {reason(error)}"
-        )
-    failure = DataError(text)
-    failure.add_note(traceback.format_exc())
-    return failure
 
 
 def offers(kind: type, method: str, *other_ways: str) -> bool:
@@ -224,3 +229,217 @@ def memory_error(error: BaseException) -> WorkerError | None:
     if full or isinstance(error, MemoryError) or "can't allocate memory" in str(error):
         return WorkerError(f"out of memory: {reason(error)}")
     return None
+
+
+@dataclass(eq=False)
+class Workers:
+    """So many processes, which take the pieces of an epoch in turn.
+
+    ahead: pieces that each has before its batch is needed.
+    timeout: seconds to wait for a batch; 0 = without end.
+    """
+
+    fetcher: Fetcher
+    number: int
+    ahead: int
+    timeout: float
+    init: Callable[[int], object] | None
+    context: str | None
+
+    def __post_init__(self) -> None:
+        self.ahead = min(self.ahead, 64)  # no more messages than a channel holds
+        self.processes: list[BaseProcess] = []
+        self._channels: list[socket.socket] = []
+        start = multiprocessing.get_context(self.context)
+        self._watch = start.RawArray("q", [-1] * self.number)
+        # Before multiprocessing waits for its daemons, which would ignore its SIGTERM.
+        self._end = Finalize(self, _end, (self._channels, self.processes), exitpriority=1)
+        # No signal hits a worker before it ignores them.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, PARENTS_SIGNALS)
+        try:
+            for worker in range(self.number):
+                ours, theirs = socket.socketpair()
+                self._channels.append(ours)
+                arguments = (theirs, self.fetcher, worker, self._watch, self.init)
+                process = start.Process(target=_work, args=arguments, daemon=True)  # type: ignore[attr-defined]
+                with theirs:
+                    process.start()
+                self.processes.append(process)
+        except Exception as error:
+            self.close(patient=False)
+            failure = memory_error(error)
+            if isinstance(error, TypeError | AttributeError | pickle.PicklingError):
+                why = f"the data set cannot be sent to worker processes ({reason(error)})"
+                keys = "loader.num_workers=0 or loader.multiprocessing_context=fork"
+                raise DataError(f"{why}: make it picklable, or set {keys}") from error
+            if isinstance(error, OSError):
+                said = f"the loader's workers cannot be started; {HINT}: {reason(error)}"
+                failure = WorkerError(said)
+            raise failure or error from error
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+    def load(
+        self, pieces: Iterable[Piece], interrupted: Callable[[], bool]
+    ) -> Iterator[Fetched | None]:
+        """Yield what is fetched of pieces, in their order; None, the last, if interrupted.
+
+        Raises WorkerError if a worker is lost, or hangs.
+        """
+        waiting: deque[int] = deque()
+        turns = itertools.cycle(range(len(self.processes)))
+        for worker, piece in zip(turns, pieces, strict=False):
+            try:
+                _send(self._channels[worker], piece)
+            except ConnectionError as error:
+                raise self._lost(worker) from error
+            waiting.append(worker)
+            if len(waiting) > self.ahead * len(self.processes):
+                yield self._next(waiting.popleft(), interrupted)
+        while waiting:
+            yield self._next(waiting.popleft(), interrupted)
+
+    def close(self, patient: bool = True) -> None:
+        """End the workers; those that stay (or all, if not `patient`) are killed."""
+        if not patient:
+            for process in self.processes:
+                process.kill()
+        self._end()
+
+    def _next(self, worker: int, interrupted: Callable[[], bool]) -> Fetched | None:
+        channel, look = self._channels[worker], min(_LOOK, self.timeout or _LOOK)
+        channel.settimeout(look)
+        # Looks are counted: the time in which this process was stopped itself is not.
+        for looks in itertools.count(1):
+            try:
+                fetched = _receive(channel)
+                break
+            except TimeoutError:
+                if interrupted():
+                    return None
+                if not self.processes[worker].is_alive():
+                    raise self._lost(worker) from None
+                if self.timeout and looks * look >= self.timeout:
+                    late = f"gave no batch for {self.timeout:g} s (loader.timeout)"
+                    at = f"{self._sample(worker)}; raise loader.timeout if it is only slow"
+                    raise WorkerError(f"loader worker {worker} {late} at {at}") from None
+            except (EOFError, ConnectionError) as error:
+                raise self._lost(worker) from error
+        if isinstance(fetched, Exception):
+            raise WorkerError(f"the loader's workers failed: {reason(fetched)}; {HINT}")
+        return fetched  # type: ignore[no-any-return]
+
+    def _lost(self, worker: int) -> WorkerError:
+        """Return an error that says how a worker ended, and on which sample."""
+        process = self.processes[worker]
+        process.join(_MOMENT)
+        code = process.exitcode or 0
+        end = (
+            f"was killed by {signal.Signals(-code).name}"
+            if code < 0
+            else f"left with exit code {code}"
+        )
+        who = f"loader worker {worker} (pid {process.pid})"
+        return WorkerError(f"{who} {end} at {self._sample(worker)}; {HINT}")
+
+    def _sample(self, worker: int) -> str:
+        index = self._watch[worker]
+        return "no sample yet" if index < 0 else self.fetcher.name(index)
+
+
+def _end(channels: Sequence[socket.socket], processes: Sequence[BaseProcess]) -> None:
+    for channel in channels:
+        with channel, contextlib.suppress(OSError):  # it may be gone
+            _send(channel, None)
+    deadline = time.monotonic() + _MOMENT
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+    for process in processes:
+        process.kill()
+    for process in processes:
+        process.join()
+
+
+def _work(channel: socket.socket, fetcher: Fetcher, worker: int, watch: Any, init: Any) -> None:
+    """Fetch pieces until there is None, or the parent is gone."""
+    for number in PARENTS_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, PARENTS_SIGNALS)
+    torch.set_num_threads(1)
+    seed_rng(key(fetcher.seed, LOADER, worker))
+    fetcher.watch, fetcher.slot = watch, worker
+    parent = os.getppid()
+    channel.settimeout(5.0)
+    try:
+        if init is not None:
+            init(worker)
+    except Exception as error:
+        _send(channel, WorkerError(reason(error)))
+        return
+    while os.getppid() == parent:
+        try:
+            piece = _receive(channel)
+        except TimeoutError:
+            continue
+        except (EOFError, ConnectionError):
+            return
+        if piece is None:
+            return
+        fetched = fetcher(piece)
+        try:
+            _send(channel, fetched)
+        except ConnectionError:
+            return
+        except Exception as error:
+            text = f"a batch cannot be sent from a worker process ({reason(error)}): let samples"
+            way_out = "hold tensors and plain values only, or set loader.num_workers=0"
+            failure = memory_error(error) or DataError(f"{text} {way_out}")
+            _send(channel, Fetched(None, fetched.piece, failure=failure))
+
+
+class _Pickler(pickle.Pickler):
+    """Leave the numbers of plain tensors out, however deep in a batch: they are written as is."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if type(value) is not Tensor or value.device.type != "cpu" or not value.numel():
+            return NotImplemented
+        if value.layout is not torch.strided or value.is_quantized or value.requires_grad:
+            return NotImplemented
+        numbers: Any = value.resolve_conj().resolve_neg().reshape(-1).view(torch.uint8).numpy()
+        return _tensor, (pickle.PickleBuffer(numbers), value.dtype, value.shape)
+
+
+def _tensor(numbers: Any, dtype: torch.dtype, shape: torch.Size) -> Tensor:
+    return torch.frombuffer(numbers, dtype=torch.uint8).view(dtype).view(shape)
+
+
+def _send(channel: socket.socket, value: Any) -> None:
+    """Write a value to a file in memory, and send that."""
+    buffers: list[pickle.PickleBuffer] = []
+    pickled = io.BytesIO()
+    _Pickler(pickled, 5, buffer_callback=buffers.append).dump(value)
+    parts = [pickled.getbuffer(), *(buffer.raw() for buffer in buffers)]
+    lengths = pickle.dumps([len(part) for part in parts])
+    with memory_file() as file:
+        file.write(lengths)
+        for part in parts:
+            file.write(bytes(-file.tell() % _ALIGNED))
+            file.write(part)
+        file.flush()
+        socket.send_fds(channel, [len(lengths).to_bytes(8)], [file.fileno()])
+
+
+def _receive(channel: socket.socket) -> Any:
+    """Return what was sent; its tensors lie in the file's memory. Raises EOFError at the end."""
+    message, files, *_ = socket.recv_fds(channel, 8, 1)
+    if not message:
+        raise EOFError
+    with open(files[0], "r+b") as file:
+        content = memoryview(mmap.mmap(file.fileno(), 0))
+    first = int.from_bytes(message)
+    parts, position = [], first
+    for length in pickle.loads(content[:first]):
+        position += -position % _ALIGNED
+        parts.append(content[position : position + length])
+        position += length
+    return pickle.loads(parts[0], buffers=parts[1:])

@@ -1,26 +1,108 @@
 """The micro-batches of a data set on their device, from any position in an epoch."""
 
 import functools
+import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from data.batch import MicroBatch, Piece, map_leaves, map_tensors, to_device
+from data.batch import (
+    MicroBatch,
+    Piece,
+    least_of,
+    map_leaves,
+    map_tensors,
+    note_least,
+    sent,
+    to_device,
+)
 from data.errors import DataError
-from data.loading.cache import Kept
 from data.loading.device_transforms import DeviceTransforms
-from data.loading.fetch import BrokenOff, Collate, Fetched, Fetcher, Skipped, collate, never
-from data.loading.workers import Workers
-from data.samplers import own_samples
+from data.loading.fetch import (
+    BrokenOff,
+    Collate,
+    Fetched,
+    Fetcher,
+    Skipped,
+    Workers,
+    collate,
+    never,
+    offers,
+)
+from data.samplers import UpdateSampler, own_samples
 from data.streams import Stream, as_dataset
-from data.updates import UpdateSampler
 
 logger = logging.getLogger(__name__)
+CPU = torch.device("cpu")
 
 
+def can_be_kept(kind: type) -> bool:
+    """Return whether a data set has `tensors()`, and no subclass another way to a sample."""
+    return offers(kind, "tensors", "__getitem__", "batch")
+
+
+def bytes_of(samples: Any) -> int:
+    """Return the bytes of all tensors of a nested batch."""
+    sizes: list[int] = []
+    map_leaves(lambda leaf: sizes.append(leaf.nbytes if isinstance(leaf, Tensor) else 0), samples)
+    return sum(sizes)
+
+
+@dataclass(eq=False)
+class Kept:
+    """All samples of a data set on a device: what travels to it are the numbers of samples.
+
+    `dataset.tensors()` returns all samples as one batch, before any transform: tensors with a row
+    for each sample; None if they cannot be one.
+    most_bytes: a larger data set stays in host memory, with a warning.
+    """
+
+    dataset: Any
+    device: torch.device
+    most_bytes: int
+    ready: bool = False  # whether the data set is on the device
+    _tried: bool = False
+    _samples: Any = None
+
+    def fill(self) -> None:
+        """Copy the data set to the device, once."""
+        if self._tried:
+            return
+        self._tried = True
+        samples, why = self.dataset.tensors(), None
+        size = bytes_of(samples)
+        if samples is None:
+            name = type(self.dataset).__name__
+            why = f"{name} holds images of several sizes, or that cannot be decoded"
+        elif size > self.most_bytes:
+            asked = f"data.cache_bytes={self.most_bytes}"
+            why = f"{len(self.dataset)} samples take {size} bytes, more than {asked}"
+        if why is not None:
+            logger.warning("warning: data.cache=device: %s: they stay in host memory", why)
+            return
+        self._samples = to_device(samples, self.device, non_blocking=False)
+        self.ready = True
+        logger.info("data.cache=device: %d bytes on %s", size, self.device)
+
+    def batch(self, indices: Sequence[int]) -> Any:
+        """Return samples as a batch on the device, without waiting for it."""
+        rows = sent(torch.from_numpy(np.array(indices)), self.device)
+
+        def gathered(tensor: Tensor) -> Tensor:
+            found = tensor.index_select(0, rows)
+            if (least := least_of(tensor)) is not None and found.device.type != "cpu":
+                note_least(found, least)  # it is not more than this
+            return found
+
+        return map_tensors(gathered, self._samples)
+
+
+@dataclass(eq=False)
 class Loader:
     """Load the micro-batches of one rank onto `device`, and apply `transforms` there.
 
@@ -36,57 +118,38 @@ class Loader:
     during the computation of the one before it; otherwise when it is needed.
     """
 
-    def __init__(
-        self,
-        dataset: Any,
-        sampler: UpdateSampler,
-        *,
-        seed: int,
-        num_workers: int = 0,
-        collate_fn: Collate | None = None,
-        pin_memory: bool = False,
-        prefetch_factor: int | None = None,
-        persistent_workers: bool = False,
-        timeout: float = 0.0,
-        worker_init_fn: Callable[[int], object] | None = None,
-        multiprocessing_context: str | None = None,
-        on_error: Literal["raise", "replace", "drop"] = "raise",
-        max_skipped: int = 0,
-        kept: Kept | None = None,
-        device: torch.device | None = None,
-        transforms: DeviceTransforms | None = None,
-        non_blocking: bool = True,
-        prefetch: bool = True,
-    ) -> None:
-        dataset = as_dataset(dataset)
-        if isinstance(dataset, Stream) and on_error != "raise":
-            raise DataError(
-                "data.on_error=skip cannot be kept for a stream, whose samples come once and in "
-                "order: leave broken ones out in the stream itself, and set data.on_error=raise"
+    dataset: Any
+    sampler: UpdateSampler
+    _: KW_ONLY
+    seed: int
+    num_workers: int = 0
+    collate_fn: Collate | None = None
+    pin_memory: bool = False
+    prefetch_factor: int | None = None
+    persistent_workers: bool = False
+    timeout: float = 0.0
+    worker_init_fn: Callable[[int], object] | None = None
+    multiprocessing_context: str | None = None
+    on_error: Literal["raise", "replace", "drop"] = "raise"
+    max_skipped: int = 0
+    kept: Kept | None = None
+    device: torch.device = CPU
+    transforms: DeviceTransforms | None = None
+    non_blocking: bool = True
+    prefetch: bool = True
+
+    def __post_init__(self) -> None:
+        self.dataset = as_dataset(self.dataset)
+        if isinstance(self.dataset, Stream) and self.on_error != "raise":
+            why = (
+                "cannot be kept for a stream, whose samples come once: leave broken ones out in it"
             )
-        self.dataset = dataset
-        self.sampler = sampler
-        self.num_workers = num_workers
-        self.persistent_workers = persistent_workers
-        self.max_skipped = max_skipped
-        self.kept = kept
-        self.device = device or torch.device("cpu")
-        self.transforms = transforms
+            raise DataError(f"data.on_error=skip {why}, and set data.on_error=raise")
         self.skipped: list[Skipped] = []
-        replacements = own_samples(sampler.updates) if on_error == "replace" else None
-        self._fetcher = Fetcher(dataset, collate_fn or collate, seed, on_error, replacements)
-        self._start = functools.partial(
-            Workers,
-            self._fetcher,
-            num_workers,
-            ahead=2 if prefetch_factor is None else prefetch_factor,
-            timeout=timeout,
-            init=worker_init_fn,
-            context=multiprocessing_context,
-        )
-        self._pins = pin_memory and torch.accelerator.is_available()
-        self._non_blocking = non_blocking
-        self._ahead = prefetch and self.device.type == "cuda"
+        others = own_samples(self.sampler.updates) if self.on_error == "replace" else None
+        put_together = self.collate_fn or collate
+        self._fetcher = Fetcher(self.dataset, put_together, self.seed, self.on_error, others)
+        self._pins = self.pin_memory and torch.accelerator.is_available()
         self._workers: Workers | None = None
         self._busy = False  # an epoch was begun and has not ended
         self._interrupted: Callable[[], bool] = never
@@ -113,8 +176,8 @@ class Loader:
             source = self._from_workers(pieces)
         else:
             source = self._fetched_here(pieces)
-        if self._ahead:
-            yield from one_ahead(source, side_stream(self.device), self._moved)
+        if self.prefetch and self.device.type == "cuda":
+            yield from one_ahead(source, self._moved, self.device)
         else:
             yield from map(self._moved, source)
 
@@ -142,7 +205,14 @@ class Loader:
             return
 
     def _from_workers(self, pieces: Iterator[Piece]) -> Iterator[MicroBatch]:
-        self._workers = workers = self._workers or self._start()
+        self._workers = workers = self._workers or Workers(
+            self._fetcher,
+            self.num_workers,
+            2 if self.prefetch_factor is None else self.prefetch_factor,
+            self.timeout,
+            self.worker_init_fn,
+            self.multiprocessing_context,
+        )
         self._busy, ended = True, False
         try:
             for fetched in workers.load(pieces, self._interrupted):
@@ -164,12 +234,10 @@ class Loader:
             if all(entry.index != known.index for known in self.skipped):
                 self.skipped.append(entry)
                 logger.warning("data.on_error=skip: left out %s", entry.reason)
-        if len(self.skipped) > self.max_skipped:
+        if (many := len(self.skipped)) > self.max_skipped:
             listed = "; ".join(entry.reason for entry in self.skipped[:3])
-            raise DataError(
-                f"{len(self.skipped)} samples could not be loaded, more than "
-                f"data.max_skipped={self.max_skipped}: {listed}"
-            )
+            most = f"more than data.max_skipped={self.max_skipped}"
+            raise DataError(f"{many} samples could not be loaded, {most}: {listed}")
         batch = map_leaves(_pinned, fetched.batch) if self._pins else fetched.batch
         return MicroBatch(batch, fetched.piece)
 
@@ -177,7 +245,7 @@ class Loader:
         if self.kept is not None and self.kept.ready:
             batch = self.kept.batch(micro.piece.indices)
         else:
-            batch = to_device(micro.batch, self.device, non_blocking=self._non_blocking)
+            batch = to_device(micro.batch, self.device, non_blocking=self.non_blocking)
         if self.transforms:
             batch = self.transforms(batch, micro.piece)
         return MicroBatch(batch, micro.piece)
@@ -196,52 +264,32 @@ def _pinned(leaf: Any) -> Any:
     return leaf.pin_memory() if hasattr(leaf, "pin_memory") else leaf
 
 
-class SideStream:
-    """A CUDA stream for copies and transforms in parallel with the computation."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-    def launch(self, move: Callable[[MicroBatch], MicroBatch], micro: MicroBatch) -> Any:
-        """Start moving; the ticket keeps the pinned source alive."""
-        with torch.cuda.stream(self.stream):
-            return move(micro), micro, self.stream.record_event()
-
-    def collect(self, ticket: Any) -> MicroBatch:
-        """Let the current stream wait for the copy, and record its use of the tensors."""
-        moved: MicroBatch
-        moved, _, done = ticket
-        current = torch.cuda.current_stream(self.device)
-        current.wait_event(done)
-
-        def lent(tensor: Tensor) -> Tensor:
-            if tensor.is_cuda:
-                tensor.record_stream(current)
-            return tensor
-
-        map_tensors(lent, moved.batch)
-        return moved
-
-
-@functools.cache
-def side_stream(device: torch.device) -> SideStream:
-    """Return the side stream of a device, one for all loaders and epochs.
-
-    torch caches memory for each stream: with a new stream, that of the old would stay allocated.
-    """
-    return SideStream(device)
+# One for all loaders and epochs: torch caches memory for each stream, and that of an old one would
+# stay allocated.
+_side_stream = functools.cache(torch.cuda.Stream)
 
 
 def one_ahead(
-    source: Iterator[MicroBatch], stream: Any, move: Callable[[MicroBatch], MicroBatch]
+    source: Iterator[MicroBatch], move: Callable[[MicroBatch], MicroBatch], device: torch.device
 ) -> Iterator[MicroBatch]:
-    """Launch each micro-batch before the previous one is yielded."""
-    waiting: Any = None
-    for micro in source:
-        launched = stream.launch(move, micro)
+    """Move each micro-batch on a side stream, before the previous one is yielded."""
+    stream, waiting = _side_stream(device), None
+    for micro in itertools.chain(source, [None]):
+        launched = None
+        if micro is not None:
+            with torch.cuda.stream(stream):
+                # The pinned source is kept alive until the copy is done.
+                launched = move(micro), micro, stream.record_event()
         if waiting is not None:
-            yield stream.collect(waiting)
+            moved, _, done = waiting
+            current = torch.cuda.current_stream(device)
+            current.wait_event(done)
+            map_tensors(functools.partial(_used_on, current), moved.batch)
+            yield moved
         waiting = launched
-    if waiting is not None:
-        yield stream.collect(waiting)
+
+
+def _used_on(stream: Any, tensor: Tensor) -> Tensor:
+    if tensor.is_cuda:
+        tensor.record_stream(stream)
+    return tensor

@@ -67,7 +67,7 @@ def _scene(digits: Digits, index: int, size: int, seed: int) -> Sample:
         place = image[:, top : top + side, left : left + side]
         if place.any():  # there is a digit already
             continue
-        ink = interpolate(digits.images[number][None].float(), (side, side), mode="bilinear")[0]
+        ink = interpolate(digits.inputs[number][None].float(), (side, side), mode="bilinear")[0]
         place.copy_(ink.expand(3, -1, -1))
         boxes.append([left, top, left + side, top + side])
         labels.append(int(digits.targets[number]))

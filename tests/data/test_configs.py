@@ -1,149 +1,86 @@
-"""The shipped data and transforms groups: what composes with what, and what it builds."""
+"""The shipped data and transforms groups: what chooses what, and what they build."""
 
 import inspect
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
-from hydra.utils import get_object, instantiate
+from hydra.utils import get_object
 from omegaconf import OmegaConf
-from torchvision.transforms import v2
 
-from data.loading.device_transforms import DeviceTransforms
+from conf.check import parse
 from data.loading.loader import Loader
-from data.orders import Sequential
-from data.samplers import as_order, as_updates
-from data.sources import Digits, ImageTensors
-from data.transforms import Pipeline
-from data.updates import UpdateSampler
+from data.samplers import UpdateSampler, as_order, as_updates
+from data.sources import Digits
+from scripts.composition.compose import compose
+from trainer.assembly.data import build_data
+from trainer.assembly.experiment import eval_loader, train_loader
+from trainer.targets.instantiate import instantiate
 
 CONF = Path(__file__).parents[2] / "conf"
-# The order is the point: `data` after `transforms`, so that a data set may choose its own.
-ROOT = """
-defaults:
-  - transforms: none
-  - data: digits
-  - _self_
-  - optional experiment: null
-"""
-EXPERIMENT = """# @package _global_
-defaults:
-  - override /data: cifar10
-  - override /transforms: basic
-"""
+ALONE: Any = SimpleNamespace(
+    group=SimpleNamespace(rank=0, world_size=1), device=torch.device("cpu")
+)
 
 
-@pytest.fixture
-def composed(tmp_path: Path) -> Any:
-    """A function from overrides to the composed config, under a root with these two groups."""
-    (tmp_path / "experiment").mkdir()
-    (tmp_path / "root.yaml").write_text(ROOT)
-    (tmp_path / "experiment" / "plain.yaml").write_text(EXPERIMENT)
-    for group in ("data", "transforms"):
-        (tmp_path / group).symlink_to(CONF / group)
-
-    def run(*overrides: str) -> Any:
-        with initialize_config_dir(str(tmp_path), version_base="1.3"):
-            config = compose("root", list(overrides))
-        return OmegaConf.to_container(config, resolve=True)
-
-    return run
+def _loaders(*words: str) -> tuple[Loader, Loader]:
+    config = parse(compose([*words, "loader.num_workers=0"]).config)
+    data = build_data(config)
+    return train_loader(config, data, ALONE), eval_loader(config, data.sets["test"], ALONE)
 
 
-def _names(group: str) -> list[str]:
-    return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+def _all(loader: Loader) -> torch.Tensor:
+    return torch.cat([micro.batch[0] for micro in loader.epoch(0)])
 
 
 @pytest.mark.parametrize(
-    ("overrides", "first"),
+    ("words", "first"),
     [
-        pytest.param([], "affine", id="default"),
-        pytest.param(["data=cifar10"], "crop", id="data"),
-        pytest.param(["data=cifar10", "transforms=basic"], "to_float", id="both"),
-        pytest.param(["experiment=plain"], "to_float", id="experiment"),
-        pytest.param(["experiment=plain", "transforms=crop_flip"], "crop", id="command-line-wins"),
+        ([], "affine"),
+        (["data=cifar10"], "crop"),
+        (["transforms=basic", "data=cifar10"], "to_float"),
+        (["experiment=resnet18_cifar10", "transforms=basic"], "to_float"),
     ],
 )
-def test_a_data_set_chooses_transforms_that_others_override(
-    composed: Any, overrides: list[str], first: str
-) -> None:
-    assert next(iter(composed(*overrides)["transforms"]["train"])) == first
-
-
-@pytest.mark.parametrize("transforms", _names("transforms"))
-@pytest.mark.parametrize("data", _names("data"))
-def test_every_pair_composes(composed: Any, data: str, transforms: str) -> None:
-    given = {
-        "huggingface": ["data.path=d"],
-        "huggingface_stream": ["data.path=d", "data.train_length=9", "data.val_length=9"],
-        "table": ["data.path=t.csv", "data.target=y", "data.channels=1"],
-    }
-    words = [f"data={data}", f"transforms={transforms}", "data.root=/pictures"]
-    config = composed(*words, *given.get(data, []))
-    assert set(config["transforms"]) >= {"train", "eval", "device"}
-    assert set(config["data"]) >= {"num_classes", "train", "val", "test", "predict", "on_error"}
-
-
-def test_digits_as_configured(composed: Any) -> None:
-    config = composed("data.image_size=8")
-    steps = {name: instantiate(node) for name, node in config["transforms"]["eval"].items()}
-    train = instantiate(config["data"]["train"], transform=Pipeline(steps))
-    assert isinstance(train, ImageTensors)
-    batch = train.batch(range(len(train)))
-    assert batch is not None
-    assert abs(float(batch[0].mean())) < 0.02
-    assert abs(float(batch[0].std()) - 1) < 0.2
+def test_a_data_set_chooses_transforms_that_others_override(words: list[str], first: str) -> None:
+    assert next(iter(parse(compose(words).config).transforms.train)) == first
 
 
 @pytest.mark.parametrize("size", [8, 40])
-def test_folder_of_any_sizes_as_configured(
-    composed: Any, picture_tree: Path, write_image: Any, size: int
+def test_a_folder_of_any_sizes_and_digits_as_configured(
+    picture_tree: Path, write_image: Any, size: int
 ) -> None:
     write_image(picture_tree / "train" / "cat" / "tiny.png", size=(1, 1))
-    write_image(picture_tree / "train" / "cat" / "wide.png", size=(90, 7))
-    config = composed("data=image_folder", f"data.root={picture_tree}", f"data.image_size={size}")
-    for stage in ("train", "eval"):
-        nodes = config["transforms"][stage]
-        pipeline = Pipeline({name: instantiate(node) for name, node in nodes.items()})
-        data = instantiate(config["data"]["train"], transform=pipeline)
-        assert {tuple(data[i][0].shape) for i in range(len(data))} == {(3, size, size)}
+    write_image(picture_tree / "test" / "cat" / "wide.png", size=(90, 7))
+    words = ("data=image_folder", f"data.root={picture_tree}", f"data.image_size={size}")
+    assert all(_all(loader).shape[1:] == (3, size, size) for loader in _loaders(*words))
+    digits = _all(_loaders("data=digits", f"data.image_size={size}")[1])
+    assert abs(float(digits.mean())) < 0.1
+    assert abs(float(digits.std()) - 1) < 0.2
 
 
-def _build(nodes: dict[str, Any]) -> dict[str, Any]:
-    return {name: instantiate(node) if node else None for name, node in nodes.items()}
-
-
-@pytest.mark.parametrize("transforms", _names("transforms"))
-def test_transforms_run_as_configured(composed: Any, picture_tree: Path, transforms: str) -> None:
-    config = composed(
-        "data=image_folder",
-        f"data.root={picture_tree}",
-        "data.num_classes=2",
-        f"transforms={transforms}",
-        "data.image_size=12",
-    )
-    nodes = config["transforms"]
-    # The trees of these tests hold pictures of 12 x 10: what does not resize, pads.
-    resize = {"first": v2.Resize([12, 12])}
-    for stage in ("train", "eval"):
-        pipeline = Pipeline(resize | _build(nodes[stage]))
-        data = instantiate(config["data"]["train"], transform=pipeline)
-        sampler = UpdateSampler(Sequential(len(data)), batch_size=4)
-        device_nodes = nodes["device"] if stage == "train" else {}
-        device = DeviceTransforms(_build(device_nodes), seed=0)
-        loader = Loader(data, sampler, seed=0, transforms=device)
+@pytest.mark.parametrize("transforms", sorted(p.stem for p in (CONF / "transforms").glob("*")))
+def test_transforms_run_as_configured(
+    picture_tree: Path, write_image: Any, transforms: str
+) -> None:
+    for path in picture_tree.rglob("*.jpg"):
+        write_image(path, size=(12, 12))
+    words = ["data=image_folder", f"data.root={picture_tree}", "data.image_size=12"]
+    words += ["data.num_classes=2", f"transforms={transforms}", "loader.batch_size=4"]
+    for loader in _loaders(*words):
         inputs, targets = next(loader.epoch(0)).batch
+        mixes = any("mix" in name for name in loader.transforms.steps)  # type: ignore[union-attr]
         assert len(inputs) == len(targets) == 4
         assert inputs.shape[-3] == 3
         assert transforms == "none" or inputs.dtype == torch.float32
-        assert targets.shape == ((4, 2) if "mix" in device_nodes else (4,))
+        assert targets.shape == ((4, 2) if mixes else (4,))
 
 
 @pytest.mark.parametrize("path", sorted((CONF / "loader").glob("*/*.yaml")), ids=lambda p: p.stem)
 def test_samplers_run_as_configured(path: Path) -> None:
-    node = OmegaConf.to_container(OmegaConf.load(path))
+    node: Any = OmegaConf.to_container(OmegaConf.load(path))
     digits = Digits("val", image_size=8)
     given = {"dataset": digits, "data_source": digits, "seed": 3}
     taken = inspect.signature(get_object(node["_target_"])).parameters
@@ -156,11 +93,7 @@ def test_samplers_run_as_configured(path: Path) -> None:
     assert max(indices) < len(digits)
 
 
-def test_the_stream_holds_the_digits(composed: Any) -> None:
-    config = composed("data=digits_stream", "transforms=basic")
-    steps = _build(config["transforms"]["train"])
-    stream = instantiate(config["data"]["train"], transform=Pipeline(steps))
-    digits = instantiate(composed()["data"]["train"], transform=Pipeline(steps))
-    sampler = UpdateSampler(Sequential(len(stream)), batch_size=500)
-    streamed = torch.cat([micro.batch[0] for micro in Loader(stream, sampler, seed=0).epoch(0)])
-    assert torch.equal(streamed, digits.batch(range(1257))[0])
+def test_the_stream_holds_the_digits() -> None:
+    words = ("transforms=basic", "loader.shuffle=false")
+    streamed, digits = (_loaders(f"data={name}", *words)[0] for name in ("digits_stream", "digits"))
+    assert torch.equal(_all(streamed), _all(digits))

@@ -43,6 +43,7 @@ def test_ten_crops_are_averaged() -> None:
     )
     averaged = average_views(model, torch.stack([views, views]))
     assert torch.allclose(averaged, by_hand.mean(0).expand(2, 5), atol=1e-5)
+    assert torch.equal(average_views(model, views), model(views))  # single images
 
 
 def test_mirrored_views() -> None:
@@ -50,12 +51,6 @@ def test_mirrored_views() -> None:
     views = Mirrored()(image)
     assert torch.equal(views, torch.stack([image, image.flip(-1)]))
     assert Mirrored()(views).shape == (4, 3, 8, 8)
-
-
-def test_single_views_pass_through() -> None:
-    images = torch.rand(4, 3, 8, 8)
-    model = _model()
-    assert torch.equal(average_views(model, images), model(images))
 
 
 def test_shifted_views_are_reflected_at_the_edge() -> None:
@@ -94,23 +89,21 @@ def test_a_samples_numbers_do_not_depend_on_the_others() -> None:
 
 
 def test_some_samples_numbers_and_later_ones_are_those_that_all_draw() -> None:
-    draws, which = Draws.seeded(50, 3), torch.arange(50) % 3 == 0
-    later = draws.ahead(12)
+    draws, which = Draws(keys(range(50), 3)), torch.arange(50) % 3 == 0
+    later = Draws(draws.keys, drawn=12).uniform()
     first, twelve = draws.uniform(), draws.uniform(each=11)
     assert torch.equal(draws.uniform(), later)
-    some = draws.of(which)
+    some = Draws(draws.keys[which.numpy()])
     assert torch.equal(some.uniform(), first[which])
     assert torch.equal(some.uniform(each=11), twelve[which])
 
 
 @pytest.mark.parametrize("which", range(3))
 def test_numbers_are_uniform(which: int) -> None:
-    draws = Draws.seeded(N, which)
+    draws = Draws(keys(range(N), which))
     first, second = draws.uniform(), draws.uniform(-2, 3)
-    assert first.min() >= 0
-    assert first.max() < 1
-    assert second.min() >= -2
-    assert second.max() <= 3
+    assert 0 <= first.min() < first.max() < 1
+    assert -2 <= second.min() < second.max() <= 3
     assert kstest(first.double(), "uniform").pvalue > 1e-3
     assert kstest((second.double() + 2) / 5, "uniform").pvalue > 1e-3
     for sides in (2, 9, 37):
@@ -125,7 +118,7 @@ def test_numbers_are_uniform(which: int) -> None:
 
 def test_each_sample_has_its_own_bound() -> None:
     bounds = torch.arange(1, 1001).repeat(20)
-    drawn = Draws.seeded(len(bounds), 5).integers(bounds)
+    drawn = Draws(keys(range(len(bounds)), 5)).integers(bounds)
     assert (drawn < bounds).all()
     assert drawn.min() == 0
     assert kstest(((drawn + 0.5) / bounds)[bounds > 500].double(), "uniform").pvalue > 1e-3
@@ -133,7 +126,7 @@ def test_each_sample_has_its_own_bound() -> None:
 
 def test_numbers_are_unrelated() -> None:
     """Between neighbours in a sample, samples, epochs and names: a 10 x 10 table of pairs."""
-    draws = Draws.seeded(N, 1)
+    draws = Draws(keys(range(N), 1))
     first, second = draws.uniform(), draws.uniform()
     epochs = [Draws(keys(range(N), 1, 2, epoch)).uniform() for epoch in (0, 1)]
     names = [Draws(keys(range(N), 1) ^ np.uint64(name)).uniform() for name in (6, 7)]

@@ -17,13 +17,12 @@ from torch.utils._pytree import tree_leaves
 
 from conf.check import parse
 from data.batch import Piece, to_device
-from data.loading.cache import Kept
 from data.loading.device_transforms import DeviceTransforms
-from data.loading.loader import Loader
+from data.loading.loader import Kept, Loader
 from data.orders import Shuffled
+from data.samplers import UpdateSampler
 from data.sources import ImageTensors
 from data.transforms import Standardize, ToFloat
-from data.updates import UpdateSampler
 from models.gan import GAN as Networks  # noqa: N811
 from scripts.cli.arguments import parse_arguments
 from scripts.composition.compose import compose

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from data.loading.loader import Loader
 from data.orders import Sequential, Shuffled
-from data.updates import UpdateSampler
+from data.samplers import UpdateSampler
 from trainer.callback import Callback
 from trainer.distributed import Group
 from trainer.options import TrainerOptions

@@ -10,16 +10,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from conf.errors import ConfigError, Problem, raise_problems
 from conf.interpolation import mapped
 from conf.schema import Config
 from data.decode import quick_form
-from data.image_folder import ImageFolder
-from data.loading.cache import ImageCache, Kept, bytes_of, can_be_kept
+from data.image_folder import ImageCache, ImageFolder
 from data.loading.device_transforms import batch_form, check_per_sample, defer
+from data.loading.loader import Kept, bytes_of, can_be_kept
+from data.orders import labels_of
 from data.sources import fingerprint
 from data.streams import as_dataset
 from data.transforms import Pipeline
@@ -151,10 +151,9 @@ def _num_classes(config: Config, sets: dict[str, Any]) -> int | None:
         first = next((dataset for dataset in sets.values() if dataset is not None), None)
         return len(getattr(first, "classes", None) or ()) or None
     for split, dataset in sets.items():
-        targets = np.asarray(getattr(dataset, "targets", ()))
-        if targets.ndim != 1 or not len(targets):
+        if (labels := labels_of(dataset)) is None or not len(labels):
             continue
-        low, high = int(targets.min()), int(targets.max())
+        low, high = int(labels.min()), int(labels.max())
         if low < 0 or high >= declared:
             message = f"is {declared}, but the labels of data.{split} go from {low} to {high}"
             hint = f"set data.num_classes={high + 1}" if low >= 0 else "labels count from 0"

@@ -13,12 +13,10 @@ from conf.check import parse
 from conf.errors import ConfigError, Problem
 from conf.fields import declared
 from conf.schema import Config, EvalLoaderConfig
-from data.loading.device_transforms import DeviceTransforms
-from data.loading.fetch import collate_ragged
+from data.loading.device_transforms import DeviceTransforms, collate_ragged
 from data.loading.loader import Loader
-from data.orders import FirstOf, Sequential
-from data.samplers import as_order, as_updates, default_order
-from data.updates import Order, Updates, UpdateSampler
+from data.orders import FirstOf, Order, Sequential
+from data.samplers import Updates, UpdateSampler, as_order, as_updates, default_order
 from trainer.assembly.check import check_targets
 from trainer.assembly.data import (
     Data,

@@ -87,7 +87,7 @@ def build_network(
         names.pop()
         mean, std = torch.zeros(1), torch.ones(1)
         if isinstance(step, Standardize):
-            mean, std = (value.beside(mean).clone() for value in (step.mean, step.std))
+            mean, std = (constant.clone() for constant in step.beside(mean))
         inside.insert(0, Normalize(mean, std))
         if isinstance(step, ToFloat):
             return Network(model, task, nn.Sequential(*inside)), names

@@ -7,7 +7,7 @@ import pytest
 
 from data.errors import DataError
 from data.orders import Sequential
-from data.updates import UpdateSampler
+from data.samplers import UpdateSampler
 from scripts.composition.compose import compose
 from scripts.runs.plan import (
     batch_split,

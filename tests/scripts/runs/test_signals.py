@@ -14,7 +14,7 @@ from torch import nn
 
 from data.loading.loader import Loader
 from data.orders import Sequential
-from data.updates import UpdateSampler
+from data.samplers import UpdateSampler
 from scripts.cli.signals import stop_signals
 from trainer.distributed import Group
 from trainer.errors import stopping_signals
@@ -144,7 +144,7 @@ class Slow(Drawing):
 
 @pytest.mark.parametrize("persistent", [False, True])
 def test_a_wait_for_a_slow_worker_ends_with_a_signal(monkeypatch, persistent):
-    monkeypatch.setattr("data.loading.workers._LOOK", 0.05)
+    monkeypatch.setattr("data.loading.fetch._LOOK", 0.05)
     trainer = listener()
     loader = loader_of(Slow(16), num_workers=2, persistent_workers=persistent)
     stream = trainer.waiting.attend(loader).epoch(0)

@@ -108,15 +108,15 @@ def test_train_and_val_are_shared_out_and_test_stays(data: str, pool: int) -> No
 
 
 def test_folds_hold_every_sample_once_and_follow_the_seed_of_the_split() -> None:
-    order = torch.cat([Diabetes("val", fold=k, folds=FOLDS).values for k in range(FOLDS)])
-    assert len(order) == len(torch.cat([Diabetes("val").values, Diabetes("train").values]))
-    tests = [Diabetes("test", fold=k, folds=FOLDS).values.numpy() for k in range(FOLDS)]
+    order = torch.cat([Diabetes("val", fold=k, folds=FOLDS).targets for k in range(FOLDS)])
+    assert len(order) == len(torch.cat([Diabetes("val").targets, Diabetes("train").targets]))
+    tests = [Diabetes("test", fold=k, folds=FOLDS).targets.numpy() for k in range(FOLDS)]
     ranks = [np.argsort(np.argsort(values)) for values in tests]
     assert all(np.array_equal(ranks[0], other) for other in ranks)
     val = Digits("val", 8, fold=1, folds=5)
     assert val.targets.bincount().min() >= 29  # stratified
     other = Digits("val", 8, split_seed=1, fold=1, folds=5)
-    assert not torch.equal(val.images, other.images)
+    assert not torch.equal(val.inputs, other.inputs)
 
 
 def test_the_folds_of_a_folder_are_cut_from_train(tmp_path: Path) -> None:
