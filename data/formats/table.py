@@ -246,11 +246,7 @@ def table(
         train.column(name, "data.categorical")
     fitted = known.get("features")
     fitted = fitted or [_fitted(train, rest[kept], name, categorical) for name in names]
-    widths = [f"{f['name']} {len(f['categories'] or 'x')}" for f in fitted]
-    width = sum(len(feature["categories"] or "x") for feature in fitted)
-    if channels is not None and channels != width:
-        shown = f"give {width} inputs ({', '.join(widths)[:500]}): set data.channels={width}"
-        raise DataError(f"data.channels={channels}, but the columns of {train.path} {shown}")
+    _check_width(train, fitted, channels)
     if standardize_target and classes is None:
         values = train.numbers(target, "error", "data.target")[rest[kept]]
         scale = known.get("target_scale") or (float(values.mean()), float(values.std()) or 1.0)
@@ -289,6 +285,15 @@ def _fitted(train: Columns, rows: Indices, name: str, categorical: Sequence[str]
         raise DataError(f"{train.path}: column {name!r} has no value in the training rows")
     mean, std = float(known.mean()), float(known.std()) or 1.0
     return {"name": name, "categories": None, "mean": mean, "std": std}
+
+
+def _check_width(train: Columns, features: Sequence[Feature], channels: int | None) -> None:
+    widths = {feature["name"]: len(feature["categories"] or "x") for feature in features}
+    width = sum(widths.values())
+    if channels is not None and channels != width:
+        shown = ", ".join(f"{name} {inputs}" for name, inputs in widths.items())[:500]
+        what = f"the columns of {train.path} give {width} inputs ({shown})"
+        raise DataError(f"data.channels={channels}, but {what}: set data.channels={width}")
 
 
 def _targets(
