@@ -236,21 +236,17 @@ def table(
         classes = list(known.get("classes") or in_order(found))
         labels = _targets(train, target, classes, None).numpy()
     # Test is cut first: its rows are the same whichever fold is validated on.
-    test_size = 0 if test_file else round(test_fraction * len(train))
-    rest, test = cut(labels, test_size, split_seed)
+    rest, test = cut(labels, 0 if test_file else round(test_fraction * len(train)), split_seed)
     val_size = 0 if val_file else round(val_fraction * len(train))
     kept, val = train_and_val(labels[rest], val_size, split_seed, fold, folds)
     if not len(kept):
         raise DataError(f"{train.path}: {len(train)} rows are too few for three splits")
-    for name in categorical or ():
-        train.column(name, "data.categorical")
-    fitted = known.get("features")
-    fitted = fitted or [_fitted(train, rest[kept], name, categorical) for name in names]
+    rows = rest[kept]
+    fitted = known.get("features") or [_fitted(train, rows, n, categorical) for n in names]
     _check_width(train, fitted, channels)
     if standardize_target and classes is None:
-        values = train.numbers(target, "error", "data.target")[rest[kept]]
-        scale = known.get("target_scale") or (float(values.mean()), float(values.std()) or 1.0)
-    columns, rows = train, {"train": rest[kept], "val": rest[val], "test": test}[split]
+        scale = known.get("target_scale") or _scale(train, target, rows)
+    columns, rows = train, {"train": rows, "val": rest[val], "test": test}[split]
     if (own := {"val": val_file, "test": test_file}.get(split)) is not None:
         columns = read_columns(own)
         rows = np.arange(len(columns))
@@ -265,6 +261,8 @@ def _fitted(train: Columns, rows: Indices, name: str, categorical: Sequence[str]
 
     categorical: the columns with categories; None: those whose first value is not a number.
     """
+    for other in categorical or ():
+        train.column(other, "data.categorical")
     cells = train.column(name, "data.features")
     if categorical is None:
         try:
@@ -285,6 +283,11 @@ def _fitted(train: Columns, rows: Indices, name: str, categorical: Sequence[str]
         raise DataError(f"{train.path}: column {name!r} has no value in the training rows")
     mean, std = float(known.mean()), float(known.std()) or 1.0
     return {"name": name, "categories": None, "mean": mean, "std": std}
+
+
+def _scale(train: Columns, target: str, rows: Indices) -> tuple[float, float]:
+    values = train.numbers(target, "error", "data.target")[rows]
+    return float(values.mean()), float(values.std()) or 1.0
 
 
 def _check_width(train: Columns, features: Sequence[Feature], channels: int | None) -> None:
