@@ -13,19 +13,17 @@ from scripts.cli.arguments import command_parser, parse_command
 from scripts.cli.shadow import ROOT
 from scripts.composition.folders import CONF, check_folder
 from scripts.help import Groups, below, description, groups_in
+from scripts.regimen import COMMANDS
 from trainer.files.atomic import storage_error
 from trainer.files.layout import on_one_line
 
-_LS = "The groups of configs, their choices, and what each is for."
-_CP = "Copy a config, to change the copy."
-_NEW = "A small project of your own that trains at once."
 _TEMPLATE = ROOT / "template"
 _LONGEST = 100  # letters of a name, which becomes a folder's and a package's
 
 
 def ls(argv: Sequence[str]) -> int:
     """Print the groups that a command line asks for. Raises ConfigError."""
-    parser = _parser("regimen ls", _LS)
+    parser = _parser("ls")
     parser.add_argument("group", nargs="?", help="only this group and those inside it: task, model")
     if (arguments := parse_command(parser, argv)) is None:
         return 0
@@ -41,7 +39,7 @@ def ls(argv: Sequence[str]) -> int:
 
 def cp(argv: Sequence[str]) -> int:
     """Copy the config that a command line names. Raises ConfigError, StorageError."""
-    parser = _parser("regimen cp", _CP)
+    parser = _parser("cp")
     parser.add_argument("source", metavar="GROUP/CHOICE")
     parser.add_argument("target", metavar="FILE", help="a new file, or a folder with a / behind")
     if (arguments := parse_command(parser, argv)) is None:
@@ -68,8 +66,8 @@ def cp(argv: Sequence[str]) -> int:
     return 0
 
 
-def _parser(command: str, text: str) -> argparse.ArgumentParser:
-    parser = command_parser(command, text)
+def _parser(command: str) -> argparse.ArgumentParser:
+    parser = command_parser(f"regimen {command}", COMMANDS[command][1])
     parser.add_argument(
         "--config-dir", "-cd", action="append", default=[], help="a folder of your own"
     )
@@ -84,7 +82,7 @@ def _groups(arguments: argparse.Namespace) -> Groups:
 
 def new(argv: Sequence[str]) -> int:
     """Write the project. Raises ConfigError where the folder holds something, StorageError."""
-    parser = command_parser("regimen new", _NEW)
+    parser = command_parser("regimen new", COMMANDS["new"][1])
     parser.add_argument("folder", type=Path, metavar="DIR", help="a new folder, or an empty one")
     if (arguments := parse_command(parser, argv)) is None:
         return 0

@@ -24,6 +24,7 @@ from conf.yaml_file import word
 from scripts.cli.arguments import Arguments, command_parser, parse_command, parser
 from scripts.composition.compose import answer_by_hydra, config_text
 from scripts.composition.folders import CONF
+from scripts.regimen import COMMANDS
 from trainer.runs.status import MANIFEST
 
 _WIDTH = 96
@@ -265,8 +266,6 @@ def completion(argv: Sequence[str]) -> int:
 
 def completions(line: str) -> list[str]:
     """Return the completions of the last word of a command line, without the part before `=`."""
-    from scripts.regimen import COMMANDS
-
     *before, last = line.split(" ")
     words = [text for text in before if text]
     key, equals, value = last.partition("=")

@@ -17,7 +17,6 @@ from typing import Any, Literal
 
 import yaml
 
-from conf.errors import ConfigError, Problem, did_you_mean
 from conf.fields import (
     REQUIRED,
     Rule,
@@ -32,7 +31,7 @@ from conf.interpolation import children
 from conf.schema import OWN_KEYS, Config
 from scripts.cli.arguments import command_parser, parse_command
 from scripts.composition.folders import CONF
-from scripts.help import groups_in
+from scripts.help import below, groups_in
 from trainer.targets.allow_list import locate
 from trainer.targets.instantiate import SPECIAL
 
@@ -67,11 +66,9 @@ def schema_text(group: str | None) -> str:
     interpolation. A node whose `_target_` is one of ours takes the target's arguments only.
     Raises ConfigError if there is no such group.
     """
-    groups, keys = list(groups_in([CONF])), declared(Config)
-    parts = (group or "configuration").strip("/").split("/")
-    if group is not None and "/".join(parts) not in groups:
-        hint = did_you_mean(group, groups) or f"groups: {', '.join(groups)}"
-        raise ConfigError(Problem("", f"there is no group {group!r}", hint))
+    keys, parts = declared(Config), (group or "configuration").strip("/").split("/")
+    if group is not None:
+        below(groups_in([CONF]), group)
     # The files of a group that no section is named after hold keys of the root.
     body = _inside(parts) if parts[0] in keys else _section(Config, "")
     if group is None:

@@ -99,13 +99,11 @@ def keep_freed_memory() -> None:
 @contextmanager
 def importing() -> Iterator[None]:
     """Disable garbage collection during imports, which create many objects that all stay."""
-    enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if enabled:
-            gc.enable()
+        gc.enable()
 
 
 def report(error: BaseException) -> int:

@@ -115,14 +115,12 @@ def _generation(keys: Prediction, config: Config, dataset: Any) -> Generation | 
     if not isinstance(dataset, Prompts):
         raise_problems(Problem(key, "only prompts of a language model take it") for key in given)
         return None
-    problems = []
     if keys.save is not None:
         hint = "source=val saves the logits of the run's own data"
-        problems.append(Problem("save", "there is nothing to save of new text", hint))
+        raise ConfigError(Problem("save", "there is nothing to save of new text", hint))
     if keys.top_k is not None and keys.sampling != "random":
         message = "has no effect on the likeliest token"
-        problems.append(Problem("top_k", message, "add sampling=random"))
-    raise_problems(problems)
+        raise ConfigError(Problem("top_k", message, "add sampling=random"))
     return Generation(**given, top_k=keys.top_k, seed=config.seed)
 
 

@@ -27,6 +27,7 @@ MINE = Path("conf/experiment/mine.yaml")
 def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setattr(sys, "path", [*sys.path])  # to which a --config-dir is added
     MINE.parent.mkdir(parents=True)
     MINE.write_text("# @package _global_\n# What I am after.\nname: mine\n")
 
@@ -45,16 +46,13 @@ def test_every_group_and_choice_is_listed(capsys: pytest.CaptureFixture[str]) ->
     assert [path for path, text in told.items() if not text or text.startswith("pip ")] == []
 
 
-def test_one_group_with_its_descriptions_and_those_inside_it(
+def test_a_group_is_listed_with_those_inside_it_and_the_users_files(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     ls(["task/"])
     text = capsys.readouterr().out
     assert re.findall(r"^\S.*", text, re.M) == ["task", "task/loss", "task/metrics"]
     assert re.search(r"^  none +No metrics beside the accuracies\.$", text, re.M)
-
-
-def test_a_file_of_the_users_is_listed_with_its_place(capsys: pytest.CaptureFixture[str]) -> None:
     ls(["experiment", "--config-dir", "conf"])
     text = capsys.readouterr().out
     assert re.search(rf"^  mine +What I am after\. \({MINE}\)$", text, re.M)

@@ -10,8 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from scripts import doctor as module
 from scripts.doctor import doctor
@@ -23,11 +22,9 @@ GOOD: tuple[str, None] = ("", None)
     ("finding", "cure"),
     [
         pytest.param(module.of_versions({"python": "3.11.7", "torch": "2.11.0+cpu"}), None, id="a"),
-        pytest.param(module.of_versions({"python": "3.13.1", "torch": "2.15.0"}), None, id="new"),
         pytest.param(module.of_versions({"python": "3.10.2", "torch": "2.15"}), "3.11", id="old"),
         pytest.param(module.of_versions({"python": "3.14.0", "torch": "2.15"}), "3.13", id="later"),
         pytest.param(module.of_versions({"python": "3.11.7", "torch": "2.9"}), "2.11", id="torch"),
-        pytest.param(module.of_versions({"python": "3.11.7"}), "pip install", id="no torch"),
     ],
 )
 def test_what_is_good_and_what_has_a_cure(
@@ -136,23 +133,9 @@ def test_the_formats_of_a_gpu(capability: tuple[int, int], formats: str) -> None
     assert module.of_capability(capability) == formats
 
 
-class Wrong(torch.autograd.Function):
-    """A square whose derivative is a third too small."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x * x
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        return gradient * x * 1.5
-
-
 def test_a_wrong_derivative_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert module.derivatives(["cpu"])[1] is None
-    monkeypatch.setattr(nn.LayerNorm, "forward", lambda self, x: Wrong.apply(x))
+    monkeypatch.setattr(nn.LayerNorm, "forward", lambda self, x: x * x.detach())
     text, cure = module.derivatives(["cpu"])
     assert text.startswith("cpu: Jacobian mismatch")
     assert cure

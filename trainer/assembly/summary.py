@@ -147,8 +147,11 @@ def _observe(
         if found := [tuple(tensor.shape) for tensor in tensors_of(output)]:
             shapes[name] = found
 
-    named = [*step.named_parameters(), *step.named_buffers()]
-    tensors = {name: known(_stand_in(tensor, device)) for name, tensor in named}
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in (*step.named_parameters(), *step.named_buffers()):
+        on_meta = device.type == "meta"
+        own = torch.empty_like(tensor, device=device) if on_meta else tensor.detach().clone()
+        tensors[name] = known(own.requires_grad_(tensor.requires_grad))
     batch = map_tensors(lambda t: known(t.to(device)), example)
     saved |= {_storage(tensor): 0 for tensor in alive}
     # What the pass assigns to attributes is put back.
@@ -166,12 +169,6 @@ def _observe(
             vars(module).clear()
             vars(module).update(attributes)
     return shapes, flops, sum(saved.values())
-
-
-def _stand_in(tensor: Tensor, device: torch.device) -> Tensor:
-    meta = device.type == "meta"
-    copied = torch.empty_like(tensor, device=device) if meta else tensor.detach().clone()
-    return copied.requires_grad_(tensor.requires_grad)
 
 
 def _storage(tensor: Tensor) -> int:

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.utils.checkpoint import checkpoint
 
 from models.resnet import ResNet
 from models.vit import ViT
@@ -143,27 +142,6 @@ def test_a_narrow_table_has_all_values_in_lines_that_fit() -> None:
         assert {"(model)", "Sequential", "N", "698", "1.34"} <= set(
             " ".join(lines).replace(",", " ").split()
         )
-
-
-def test_activation_checkpointing_shows() -> None:
-    class Checkpointed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = nn.Sequential(
-                *(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(6))
-            )
-
-        def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = checkpoint(self.body, x, use_reentrant=False)
-            return out
-
-    model = Checkpointed()
-    x = torch.zeros(2, 8)
-    plain = summarize(model.body, x).activation_bytes
-    less = summarize(model, x).activation_bytes
-    assert plain == 6 * 8 * 4
-    assert less is not None
-    assert less < plain
 
 
 @pytest.mark.parametrize(
