@@ -5,7 +5,7 @@ chain, and a loop only ends when Python's stack does. Both are found here in lin
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +28,13 @@ def children(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:
     if isinstance(node, dict | list):
         for name, child in node.items() if isinstance(node, dict) else enumerate(node):
             yield join(key, name), child
+
+
+def above(key: str, among: Container[str]) -> str:
+    """Return a key, or the nearest one above it that is among others; empty if there is none."""
+    while key and key not in among:
+        key = key.rpartition(".")[0]
+    return key
 
 
 def walk(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:
@@ -75,6 +82,7 @@ class Interpolations:
     root: dict[str, Any]
     problems: list[Problem] = field(default_factory=list)
     read: set[str] = field(default_factory=set)  # the keys that are referred to
+    _nodes: dict[str, Any] = field(default_factory=dict)  # all there is, by key
     _taken: dict[str, str] = field(default_factory=dict)  # `${...}` and nothing else: from where
     _environment: set[str] = field(default_factory=set)  # keys to which `oc.env` contributes
     _sizes: dict[str, int] = field(default_factory=dict)
@@ -82,28 +90,23 @@ class Interpolations:
 
     def __post_init__(self) -> None:
         """Follow all of them: loops, dead ends and explosions are problems."""
+        self._nodes = dict(walk(self.root))
         if self._size("", self.root) > MAX_SIZE and not self.problems:
             key = next(key for key, size in self._sizes.items() if size > MAX_SIZE)
             self._note(key, f"its interpolations write out to more than {MAX_SIZE} characters")
 
     def from_environment(self, key: str) -> bool:
         """Return whether an environment variable contributes to the text at a key."""
-        at = self.source(key)
-        while at and not isinstance(_select(self.root, at)[1], str):
-            at = at.rpartition(".")[0]
-        return at in self._environment
+        texts = [at for at, node in self._nodes.items() if isinstance(node, str)]
+        return above(self.source(key), texts) in self._environment
 
     def source(self, key: str) -> str:
         """Return the key that holds the value which `key`, or a section above it, takes over."""
-        seen = {key}
-        while True:
-            above = key
-            while above and above not in self._taken:
-                above = above.rpartition(".")[0]
-            key = self._taken[above] + key.removeprefix(above) if above else key
-            if not above or key in seen:
-                return key
+        seen: set[str] = set()
+        while (taking := above(key, self._taken)) and key not in seen:
             seen.add(key)
+            key = self._taken[taking] + key.removeprefix(taking)
+        return key
 
     def _size(self, key: str, node: Any) -> int:
         """Return how large a node is once it is resolved; capped, and each node is visited once."""
@@ -148,14 +151,16 @@ class Interpolations:
             reference = body[resolver.end() :].split(",")[0] if resolver else body
             if (target := self._absolute(reference.strip(), key)) is None:
                 continue
-            found, node = _select(self.root, target)
-            if found:
+            at = above(target, self._nodes)
+            node = self._nodes[at]
+            # What goes through a node that is an interpolation ends there.
+            if at == target or (isinstance(node, str) and "${" in node):
                 self.read.add(target)
                 if text == f"${{{body}}}" and not resolver and "${" not in body:
                     self._taken[key] = target
                 yield target, node
             elif not resolver:  # oc.select has a default for what does not exist
-                near = nearest(target, [here for here, _ in walk(self.root)])
+                near = nearest(target, self._nodes)
                 hint = f"did you mean ${{{near}}}?" if near else None
                 self._note(key, f"${{{body}}} refers to nothing", hint)
 
@@ -188,16 +193,3 @@ def _bodies(text: str) -> list[str]:
         elif begun and (start := begun.pop()) is not None:
             found.append((start, match.start()))
     return [text[start:end] for start, end in sorted(found)]
-
-
-def _select(root: Any, key: str) -> tuple[bool, Any]:
-    """Find the node at a key; what goes through a node that is an interpolation ends there."""
-    node = root
-    for name in key.split("."):
-        if isinstance(node, str) and "${" in node:
-            return True, node
-        entries = dict(children(node))
-        if name not in entries:
-            return False, None
-        node = entries[name]
-    return True, node

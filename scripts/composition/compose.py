@@ -55,7 +55,7 @@ def compose(argv: Sequence[str] | Arguments) -> "Composition":
 def split_jobs(arguments: Arguments) -> list[list[Swept]]:
     """Return the overrides of each job of a sweep, each combination once. Raises ConfigError."""
     with _composing(arguments) as it:
-        lists = [it.typed.values_of(override) for override in it.parsed(sweep=True)]
+        lists = [it.typed.values_of(override) for override in it.parsed()]
     if math.prod(len(values) for values in lists) > MAX_JOBS:
         raise ConfigError(f"these values make more than {MAX_JOBS} jobs")
     return [list(combination) for combination in itertools.product(*lists)]
@@ -64,7 +64,7 @@ def split_jobs(arguments: Arguments) -> list[list[Swept]]:
 def split_search(arguments: Arguments) -> tuple[list[str], list[Dimension]]:
     """Separate the overrides of all jobs of a search from the dimensions it searches."""
     with _composing(arguments) as it:
-        parsed = [(o.input_line, it.typed.dimension(o)) for o in it.parsed(sweep=True)]
+        parsed = [(o.input_line, it.typed.dimension(o)) for o in it.parsed()]
     fixed = [str(text) for text, varied in parsed if varied is None]
     return fixed, [varied for _, varied in parsed if varied is not None]
 
@@ -97,7 +97,7 @@ def answer_by_hydra(arguments: Arguments) -> None:
             if arguments.shell_completion:
                 hydra.shell_completion(name, overrides)
                 return
-            it.parsed(sweep=True)
+            it.parsed()
             it.stop_if_wrong()
             if arguments.cfg:
                 hydra.show_cfg(name, overrides, arguments.cfg, arguments.package, arguments.resolve)
@@ -130,10 +130,6 @@ class Composition:
         self._tree = Tree()
         self._followed = Interpolations({})
 
-    def origin(self, key: str) -> str | None:
-        """Return where a key was set: file:line, or the override; None if nowhere."""
-        return self._tree.of(key)
-
     @contextmanager
     def locating(self) -> Iterator[None]:
         """Add file and line to mistakes that are raised within."""
@@ -143,13 +139,13 @@ class Composition:
             error.change(self._located)
             raise
 
-    def parsed(self, sweep: bool = False) -> list[Override]:
+    def parsed(self, sweep: bool = True) -> list[Override]:
         """Parse the overrides of the command line."""
         return self.typed.parse(self.overrides, sweep)
 
     def unresolved(self) -> dict[str, Any]:
         """Return the composed tree with its interpolations."""
-        picked, values = self.typed.sort(self.parsed(), lambda: set(self._listed([])[1]))
+        picked, values = self.typed.sort(self.parsed(sweep=False), lambda: set(self._listed([])[1]))
         try:
             defaults, self.choices = self._listed(picked)
         except REFUSED as error:

@@ -10,7 +10,7 @@ from typing import Any
 from conf.check import shown, unknown
 from conf.errors import Problem
 from conf.fields import declared
-from conf.interpolation import Interpolations, join
+from conf.interpolation import Interpolations, above, join
 from conf.schema import OWN_KEYS, DataConfig, TransformsConfig
 from trainer.targets.instantiate import SPECIAL, takes
 
@@ -140,8 +140,7 @@ class Tree:
         """Return where a key was last set: the command line, or file:line; None if not at all."""
         if typed := [source for source in self._below(key) if source.package is None]:
             return typed[-1].shown
-        while key and key not in self.sources:
-            key = key.rpartition(".")[0]
+        key = above(key, self.sources)
         return self.sources[key].at(key) if key else None
 
 

@@ -150,8 +150,7 @@ def test_the_bias_is_trained_in_the_first_epochs() -> None:
             super().on_epoch_start(trainer)
             seen.append(self._layer(trainer).bias.detach().clone())
 
-    model = _model()
-    _trainer(model, Watched("0", bias_epochs=0.5), epochs=4).fit()
+    _trainer(model := _model(), Watched("0", bias_epochs=0.5), epochs=4).fit()
     assert torch.equal(seen[0], torch.zeros(16))
     assert not torch.equal(seen[1], seen[2])
     assert torch.equal(seen[2], seen[3])

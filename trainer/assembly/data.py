@@ -18,7 +18,7 @@ from conf.schema import Config
 from data.decode import quick_form
 from data.image_folder import ImageCache, ImageFolder
 from data.loading.device_transforms import batch_form, check_per_sample, defer
-from data.loading.loader import Kept, bytes_of, can_be_kept
+from data.loading.loader import bytes_of, can_be_kept
 from data.orders import labels_of
 from data.sources import fingerprint
 from data.streams import as_dataset
@@ -139,12 +139,6 @@ def _own_collate(config: Config, split: str) -> str | None:
     return "loader.collate_fn" if options.collate_fn else None
 
 
-def deferred_of(dataset: Any) -> dict[str, Any]:
-    """Return the transforms that a data set leaves to the loader, by key below `transforms`."""
-    pipeline = getattr(dataset, "transform", None)
-    return pipeline.deferred if isinstance(pipeline, Pipeline) else {}
-
-
 def _num_classes(config: Config, sets: dict[str, Any]) -> int | None:
     declared = config.data.num_classes
     if declared is None:
@@ -199,13 +193,6 @@ def set_cache(config: Config, split: str, dataset: Any) -> None:
         dataset.cache = ImageCache(options.cache, folder, options.cache_bytes)
     elif options.cache != "device":
         logger.info("data.cache: data.%s reads no image files: nothing to cache", split)
-
-
-def kept(config: Config, dataset: Any, strategy: Strategy) -> Kept | None:
-    """Return what keeps a data set on the device; None if it is not to be kept there."""
-    if config.data.cache != "device" or config.dry_run or not can_be_kept(type(dataset)):
-        return None
-    return Kept(dataset, strategy.device, config.data.cache_bytes)
 
 
 def kept_bytes(config: Config, sets: Mapping[str, Any]) -> int | None:

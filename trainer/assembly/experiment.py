@@ -14,16 +14,15 @@ from conf.errors import ConfigError, Problem
 from conf.fields import declared
 from conf.schema import Config, EvalLoaderConfig
 from data.loading.device_transforms import DeviceTransforms, collate_ragged
-from data.loading.loader import Loader
+from data.loading.loader import Kept, Loader, can_be_kept
 from data.orders import FirstOf, Order, Sequential
 from data.samplers import Updates, UpdateSampler, as_order, as_updates, default_order
+from data.transforms import Pipeline
 from trainer.assembly.check import check_targets
 from trainer.assembly.data import (
     Data,
     build_transforms,
     data_facts,
-    deferred_of,
-    kept,
     open_data,
 )
 from trainer.assembly.parts import OFFERED, Assembly, build_strategy, wrong_class
@@ -236,7 +235,9 @@ def _loader(
     on_error: str,  # what stands for a sample that cannot be read, if it is skipped
     steps: dict[str, Any] | None = None,  # on the device: of training
 ) -> Loader:
-    options, deferred = config.loader, deferred_of(dataset)
+    options, pipeline = config.loader, getattr(dataset, "transform", None)
+    deferred = pipeline.deferred if isinstance(pipeline, Pipeline) else {}
+    keeps = config.data.cache == "device" and not config.dry_run and can_be_kept(type(dataset))
     values: dict[str, Any] = {name: getattr(options, name) for name in _OF_LOADER}
     if steps is None:
         own = {name: getattr(options.eval, name, None) for name in values}
@@ -255,7 +256,7 @@ def _loader(
         seed=config.seed,
         on_error="raise" if config.data.on_error == "raise" else on_error,  # type: ignore[arg-type]
         max_skipped=config.data.max_skipped,
-        kept=kept(config, dataset, strategy),
+        kept=Kept(dataset, strategy.device, config.data.cache_bytes) if keeps else None,
         device=strategy.device,
         transforms=DeviceTransforms(steps or {}, config.seed, deferred),
         non_blocking=options.non_blocking,

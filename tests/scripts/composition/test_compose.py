@@ -11,7 +11,7 @@ from hydra import initialize_config_dir
 from hydra.version import VersionBase
 
 from conf.check import parse
-from conf.errors import ConfigError
+from conf.errors import ConfigError, Problem
 from conf.yaml_file import dump
 from scripts.cli.arguments import parse_arguments
 from scripts.composition.compose import compose, config_text
@@ -114,11 +114,14 @@ def test_a_stored_configuration_composes_to_itself(tmp_path: Path) -> None:
 
 def test_where_a_key_was_written(mine: Path) -> None:
     write(mine, "experiment/mine.yaml", EXPERIMENT + "loader:\n  batch_size: 3\n")
-    origin = compose(["--config-dir", str(mine), "experiment=mine", "seed=3"]).origin
-    assert origin("loader.batch_size") == f"{mine / 'experiment/mine.yaml'}:4"
-    assert origin("seed") == "command line: seed=3"
-    assert "conf/loader/default.yaml:" in (origin("loader.num_workers") or "")
-    assert origin("nothing") is None
+    it = compose(["--config-dir", str(mine), "experiment=mine", "seed=3"])
+    keys = ("loader.batch_size", "seed", "loader.num_workers", "nothing")
+    with pytest.raises(ConfigError) as caught, it.locating():
+        raise ConfigError([Problem(key, "") for key in keys])
+    files = [problem.file for problem in caught.value.problems]
+    assert files[:2] == [f"{mine / 'experiment/mine.yaml'}:4", "command line: seed=3"]
+    assert "conf/loader/default.yaml:" in (files[2] or "")
+    assert files[3] is None
     taken = compose(["experiment=resnet18", "data.split_seed=abc"])  # by another key
     with pytest.raises(ConfigError) as caught, taken.locating():
         check_targets(parse(taken.config))
