@@ -55,17 +55,6 @@ def option(default: Any, doc: str, **limits: Any) -> Any:
     return field(default=default, metadata=metadata)
 
 
-count = partial(option, at_least=1)
-natural = partial(option, at_least=0)
-positive = partial(option, above=0)
-node = partial(option, node=True)
-
-
-def path(default: str | None, doc: str) -> Any:
-    """Declare a key that holds the path of a file or folder."""
-    return option(default, doc, check=plain_path)
-
-
 def rule_of(declared: "dataclasses.Field[Any]") -> Rule:
     """Return the rule that a field was declared with."""
     rule: Rule = declared.metadata["rule"]
@@ -134,3 +123,10 @@ def duration(value: object) -> str | None:
         if not any(map(int, parts)) or max(map(int, parts[1:])) > 59:
             return "hours, minutes and seconds (up to 59 of these two), and more than 0"
     return None
+
+
+count = partial(option, at_least=1)
+natural = partial(option, at_least=0)
+positive = partial(option, above=0)
+node = partial(option, node=True)
+path = partial(option, check=plain_path)

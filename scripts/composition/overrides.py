@@ -203,7 +203,7 @@ class Overrides:
         for name in value if isinstance(value, list) else [value]:
             if not isinstance(name, str) or self.folders.find(f"{group}/{name}") is None:
                 hints = [*self._places(group, str(name)), listed]
-                self.note(group, f"there is no {group}={name}", "; ".join(hints))
+                self.note(group, f"there is no {group}={name}", " ".join(hints))
                 return None
         added = override.is_add() and element not in known()
         return ("+" if added else "") + str(override.input_line).lstrip("+")
@@ -213,10 +213,10 @@ class Overrides:
         if ".." in Path(group, name).parts or Path(name).is_absolute():
             return
         if any(Path(f.path, group, f"{name}.yml").is_file() for f in self.folders.folders):
-            yield f"its file must be called {name}.yaml"
+            yield f"its file must be called {name}.yaml;"
         for beside in ("conf", "configs", "config"):
             if (path := Path(beside, group, f"{name}.yaml")).is_file():
-                yield f"{path} is read with --config-dir {beside}"
+                yield f"{path} is read with --config-dir {beside};"
         if near := did_you_mean(name, self.folders.options(group)):
             yield near
 
