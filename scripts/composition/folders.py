@@ -96,11 +96,10 @@ class Folder(ConfigSource):
         if path not in documents:
             stat = path.stat()
             found = _examined(path, (stat.st_mtime_ns, stat.st_size))
-            documents[path] = found
-            wrong = list(self._wrong(found, config_path)) if found.readable else []
-            if wrong:
+            if found.readable and (wrong := list(self._wrong(found, config_path))):
                 problems = [*found.problems, *wrong]
-                documents[path] = Document({}, found.lines, problems, found.package, False)
+                found = Document({}, found.lines, problems, found.package, False)
+            documents[path] = found
         return documents[path]
 
     def _wrong(self, document: Document, config_path: str) -> Iterator[Problem]:
@@ -132,13 +131,10 @@ class Folder(ConfigSource):
             yield f"{name}: is outside the folder of configs", None
         elif problem := choice_problem(group, value) if text else None:
             yield f"{group}: {problem}", None
-        elif "override" in words and not name.startswith("/") and known.is_group(group):
-            yield (
-                f"`{text}`: looks beside this file",
-                f"write `override /{group}: ...`, with a slash",
-            )
         elif "override" in words and not known.is_group(inside):
-            yield f"`{text}`: there is no such group", did_you_mean(inside, groups)
+            slash = f"write `override /{group}: ...`, with a slash"
+            hint = slash if known.is_group(group) else did_you_mean(inside, groups)
+            yield f"`{text}`: there is no group {inside}", hint
         elif text.startswith("/") and "@" not in text and group in groups:
             yield f"{group} has a choice already", f"write `override /{group}: ...`"
         else:

@@ -96,6 +96,12 @@ def test_the_users_folder_comes_first_and_our_keys_may_be_left_out(mine: Path) -
     assert (config["trainer"]["max_epochs"], config["trainer"]["precision"]) == (1, "fp32")
     write(mine, "experiment/marked.yaml", f"\ufeff{EXPERIMENT}name: marked\r\n")
     assert composed("--config-dir", str(mine), "experiment=marked")["name"] == "marked"
+    write(mine, "own.yaml", "defaults: [train, /model/mlp@model, _self_]\nname: own\n")
+    assert composed("--config-dir", str(mine), "--config-name", "own")["name"] == "own"
+    groups = ("transforms: basic", "/model: mlp", "/data: digits", "optimizer: adam", "task: gan")
+    small = "".join(f"- {group}\n" for group in groups)
+    write(mine, "own.yaml", f"defaults:\n{small}- _self_\nname: own\n")
+    assert composed("--config-dir", str(mine), "--config-name", "own")["name"] == "own"
     for form in ("experiment=mine", "+experiment=mine", "++experiment=mine"):
         assert composed("--config-dir", str(mine), form)["name"] == "mine"
 
