@@ -127,13 +127,13 @@ def test_a_refusal_names_the_key_the_nearest_name_and_the_way_out(folder: Path) 
 
 
 def test_packages_of_the_working_folder_may_be_named(folder: Path) -> None:
-    (folder / "my_own.py").write_text("class Net:\n    pass\n")
+    (folder / "my_single.py").write_text("class Net:\n    pass\n")
     package = folder / "my_package" / "deep"
     package.mkdir(parents=True)
     for made in (package.parent, package):
         (made / "__init__.py").touch()
     (package / "nets.py").write_text("def build():\n    return 3\n")
-    assert instantiate({"_target_": "my_own.Net"}).__class__.__name__ == "Net"
+    assert instantiate({"_target_": "my_single.Net"}).__class__.__name__ == "Net"
     assert instantiate({"_target_": "my_package.deep.nets.build"}) == 3
     assert sys.path[-1] == str(folder)
 
