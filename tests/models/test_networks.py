@@ -50,11 +50,6 @@ def test_mlp_has_neither_batch_statistics_nor_chance() -> None:
     assert not any(isinstance(module, kinds) for module in MLP(10).modules())
 
 
-def test_vit_blocks_are_found_by_name() -> None:
-    names = [name for name, _ in ViT(10, depth=3).named_parameters()]
-    assert {n.split(".")[1] for n in names if n.startswith("blocks.")} == {"0", "1", "2"}
-
-
 def test_attention_equals_torchs() -> None:
     torch.manual_seed(0)
     ours = Attention(dim=12, heads=3, dropout=0.0, causal=False)

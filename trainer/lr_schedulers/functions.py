@@ -82,9 +82,8 @@ def _compiled(node: ast.expr, names: Sequence[str], depth: int) -> _Term:
     if depth < 0:
         raise ValueError(f"it is nested more than {MAX_DEPTH} deep")
 
-    def parts(*nodes: ast.expr) -> list[_Term]:
-        return [_compiled(part, names, depth - 1) for part in nodes]
-
+    function: Callable[..., float] | None = None
+    parts: list[ast.expr] = []
     match node:
         case ast.Constant(value=bool() | int() | float() as number):
             constant = float(number)
@@ -93,42 +92,34 @@ def _compiled(node: ast.expr, names: Sequence[str], depth: int) -> _Term:
             return lambda given: CONSTANTS[name]
         case ast.Name(id=name) if name in names:
             return operator.itemgetter(name)
-        case ast.UnaryOp(op=op, operand=operand) if type(op) in OPERATORS:
-            return _applied(OPERATORS[type(op)], parts(operand))
+        case ast.UnaryOp(op=op, operand=operand):
+            function, parts = OPERATORS.get(type(op)), [operand]
         case (
             ast.BinOp(left=left, op=op, right=right)
             | ast.Compare(left=left, ops=[op], comparators=[right])
-        ) if type(op) in OPERATORS:
-            return _applied(OPERATORS[type(op)], parts(left, right))
-        case ast.BoolOp(op=op, values=values):
-            several = parts(*values)
+        ):
+            function, parts = OPERATORS.get(type(op)), [left, right]
+        case ast.BoolOp(op=op, values=parts):
+            several = [_compiled(part, names, depth - 1) for part in parts]
             combine = all if isinstance(op, ast.And) else any
             return lambda given: combine(term(given) for term in several)
         case ast.IfExp(test=test, body=body, orelse=other):
-            asked, yes, no = parts(test, body, other)
+            asked, yes, no = (_compiled(part, names, depth - 1) for part in (test, body, other))
             return lambda given: yes(given) if asked(given) else no(given)
-        case ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]) if name in FUNCTIONS:
+        case ast.Call(func=ast.Name(id=name), args=parts, keywords=[]) if name in FUNCTIONS:
+            function = FUNCTIONS[name]
             try:
-                FUNCTIONS[name](*[2.0 for _ in arguments])
+                function(*[2.0 for _ in parts])
             except TypeError:
-                raise ValueError(f"{name} does not take {len(arguments)} arguments") from None
-            return _applied(FUNCTIONS[name], parts(*arguments))
+                raise ValueError(f"{name} does not take {len(parts)} arguments") from None
+    if function is not None:
+        terms = [_compiled(part, names, depth - 1) for part in parts]
+        return lambda given: function(*(term(given) for term in terms))
     raise ValueError(
         f"{ast.unparse(node)!r} is not allowed; an expression has numbers, {', '.join(names)}, "
         "+ - * / // % **, comparisons, `and or not`, `a if b else c`, "
         f"{', '.join([*CONSTANTS, *FUNCTIONS])}"
     )
-
-
-def _applied(function: Callable[..., float], terms: Sequence[_Term]) -> _Term:
-    return lambda values: function(*(term(values) for term in terms))
-
-
-def by_name(functions: Any) -> dict[str, Any]:
-    """Return functions by name; a single one gets the name `default`, null is dropped."""
-    several = isinstance(functions, Mapping) and "_target_" not in functions
-    given = functions if several else {DEFAULT: functions}
-    return {str(name): function for name, function in given.items() if function is not None}
 
 
 def functions_of_groups(
@@ -146,8 +137,11 @@ def functions_of_groups(
     there are `last`. Raises `ScheduleError`.
     """
     known = {alias for group in all_names for alias in _aliases(group)}
+    several = isinstance(functions, Mapping) and "_target_" not in functions
     made = {}
-    for name, source in by_name(functions).items():
+    for name, source in (functions if several else {DEFAULT: functions}).items():
+        if source is None:
+            continue
         if name != DEFAULT and name not in known:
             message = f"there is no parameter group of this name, only {', '.join(all_names)}"
             refuse(f"{key}.{name}", message, did_you_mean(name, known))

@@ -50,23 +50,7 @@ def take_step(optimizer: Optimizer) -> None:
     not torch's own wrapper (compiled, decorated) is called as it is. Gradients are switched off
     here: where torch does it, it imports its compiler, which takes seconds.
     """
-    step = _unlabelled(optimizer)
-    if step is None:
-        optimizer.step()
-    elif step.__code__ is not _SWITCHED or optimizer.defaults["differentiable"]:
-        step(optimizer)
-    else:
-        enabled = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(False)
-        try:
-            step.__wrapped__(optimizer)
-        finally:
-            torch._C._set_grad_enabled(enabled)
-
-
-def _unlabelled(optimizer: Optimizer) -> Any:
-    """Return the function below torch's label, or None if `step` has to be called as it is."""
-    labelled = type(optimizer).step
+    labelled: Any = type(optimizer).step
     # A scheduler of torch replaces `step` of an object to note that it was called.
     noted = vars(optimizer).get("step")
     if (
@@ -78,9 +62,19 @@ def _unlabelled(optimizer: Optimizer) -> Any:
         or optimizer_module._global_optimizer_pre_hooks
         or optimizer_module._global_optimizer_post_hooks
     ):
-        return None
+        optimizer.step()
+        return
     optimizer._opt_called = True  # type: ignore[attr-defined]
-    return labelled.__wrapped__  # type: ignore[attr-defined]
+    step = labelled.__wrapped__
+    if step.__code__ is not _SWITCHED or optimizer.defaults["differentiable"]:
+        step(optimizer)
+        return
+    enabled = torch.is_grad_enabled()
+    torch._C._set_grad_enabled(False)
+    try:
+        step.__wrapped__(optimizer)
+    finally:
+        torch._C._set_grad_enabled(enabled)
 
 
 def needs_closure(kind: type[Any]) -> bool:
@@ -177,14 +171,10 @@ def unpack(of: Optimizers, saved: Mapping[str, Any], restore_hyper_parameters: b
             section = saved["optimizers"].get(group.optimizer_name, _NOTHING)
             known = section["groups"].get(group.name, {"hyper_parameters": {}, "parameters": {}})
             order, names = [*known["parameters"]], [of.names[p] for p in group.options["params"]]
+            owner = group.optimizer_name
             # Its state is one vector over all parameters.
-            if needs_closure(type(of.optimizers[group.optimizer_name])) and order not in (
-                [],
-                names,
-            ):
-                raise CheckpointError(
-                    f"the parameters of {group.optimizer_name!r} are in another order"
-                )
+            if order and order != names and needs_closure(type(of.optimizers[owner])):
+                raise CheckpointError(f"the parameters of {owner!r} are in another order")
             on_host = not (group.options.get("capturable") or group.options.get("fused"))
             states = {
                 parameter: {

@@ -35,8 +35,9 @@ class Classification(Supervised):
         self.num_classes = num_classes
         if min(top_k, default=1) < 1:
             raise ModelError(Problem("task.top_k", f"expected numbers >= 1, got {list(top_k)}"))
-        self._top_k = [k for k in top_k if k <= num_classes]
-        self.score_names = [_accuracy(k) for k in self._top_k]
+        known = [k for k in top_k if k <= num_classes]
+        self._top_k = {"accuracy" if k == 1 else f"accuracy_top{k}": k for k in known}
+        self.score_names = list(self._top_k)
 
     def answer(self, model: nn.Module, inputs: Tensor) -> Tensor:
         """Return the logits [n, classes]."""
@@ -57,11 +58,7 @@ class Classification(Supervised):
     def scores(self, output: Tensor, target: Tensor) -> Scores:
         """Count the samples whose class is among the k with the largest logits."""
         labels, count = self.losses.counting(target)
-        return {_accuracy(k): (_hits(output, labels, k), count) for k in self._top_k}
-
-
-def _accuracy(k: int) -> str:
-    return "accuracy" if k == 1 else f"accuracy_top{k}"
+        return {name: (_hits(output, labels, k), count) for name, k in self._top_k.items()}
 
 
 def _hits(logits: Tensor, labels: Tensor, k: int) -> Tensor:

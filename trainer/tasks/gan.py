@@ -43,11 +43,21 @@ class GAN(Task):
 
     def turn_step(self, model: nn.Module, batch: Any, turn: str) -> StepOutput:
         """Compute the loss of the network whose turn it is."""
-        if turn == DISCRIMINATOR:
-            return self._discriminate(model, batch)
-        fake = model(batch[1], part=GENERATOR)
-        logits = model(fake, part=DISCRIMINATOR)
-        return StepOutput(softplus(-logits).mean(), sums={"fooled": _positive(logits)})
+        images, noise = batch
+        if turn == GENERATOR:
+            logits = model(model(noise, part=GENERATOR), part=DISCRIMINATOR)
+            return StepOutput(softplus(-logits).mean(), sums={"fooled": _positive(logits)})
+        with torch.no_grad():
+            fake = model(noise, part=GENERATOR)
+        images = images.detach().requires_grad_(self._r1 > 0)
+        real_logits, fake_logits = self._logits(model, images, fake)
+        loss = softplus(-real_logits).mean() + softplus(fake_logits).mean()
+        sums = {"accuracy_real": _positive(real_logits)}
+        if not self._r1:
+            return StepOutput(loss, sums=sums)
+        (gradient,) = torch.autograd.grad(real_logits.sum(), images, create_graph=True)
+        r1 = gradient.flatten(1).square().sum(1).mean() * (self._r1 / 2)
+        return StepOutput({"told": loss, "r1": r1}, sums=sums)
 
     def evaluation_step(self, model: nn.Module, batch: Any) -> StepOutput:
         """Compute both losses and the share of images that the discriminator takes for real."""
@@ -65,20 +75,6 @@ class GAN(Task):
         """Return the images generated from noise."""
         noise = batch[1] if isinstance(batch, (tuple, list)) else batch
         return model(noise, part=GENERATOR)
-
-    def _discriminate(self, model: nn.Module, batch: Any) -> StepOutput:
-        images, noise = batch
-        with torch.no_grad():
-            fake = model(noise, part=GENERATOR)
-        images = images.detach().requires_grad_(self._r1 > 0)
-        real_logits, fake_logits = self._logits(model, images, fake)
-        loss = softplus(-real_logits).mean() + softplus(fake_logits).mean()
-        sums = {"accuracy_real": _positive(real_logits)}
-        if not self._r1:
-            return StepOutput(loss, sums=sums)
-        (gradient,) = torch.autograd.grad(real_logits.sum(), images, create_graph=True)
-        r1 = gradient.flatten(1).square().sum(1).mean() * (self._r1 / 2)
-        return StepOutput({"told": loss, "r1": r1}, sums=sums)
 
     def _logits(self, model: nn.Module, images: Tensor, fake: Tensor) -> tuple[Tensor, Tensor]:
         # One call for both: wrappers such as DDP expect one forward pass before each backward pass.

@@ -40,14 +40,6 @@ class Running:
         """Replace the sums by those over all processes."""
         self.total = reduce(self.total)
 
-    def update(self, output: Tensor, target: Tensor) -> None:
-        """Add a batch to the sums."""
-        raise NotImplementedError
-
-    def compute(self) -> float | dict[str, float]:
-        """Return the value over all batches since `reset`."""
-        raise NotImplementedError
-
 
 class R2(Running):
     """Coefficient of determination: 1 is a perfect prediction, 0 is as good as the mean."""

@@ -48,8 +48,13 @@ class Supervised(Task):
 
     def check(self, output: Any, target: Any) -> None:
         """Raise ModelError where the shape differs, which broadcasting could hide."""
-        wanted = self.shape(target)
-        if wanted is not None and [*output.shape] != [*wanted]:
+        if (wanted := self.shape(target)) is None:
+            return
+        if not isinstance(output, Tensor):
+            kind = "nothing (None)" if output is None else f"a {type(output).__name__}"
+            message = f"the model returned {kind}, where the task takes a tensor"
+            raise ModelError(f"{message}: return the model's output itself")
+        if [*output.shape] != [*wanted]:
             classes = f"={self.num_classes}" if self.num_classes else ""
             raise ModelError(
                 f"the model's output has shape {[*output.shape]}, but the targets, "
@@ -100,14 +105,6 @@ class Supervised(Task):
             given = f"{called(model)}.forward was given {spelled(inputs)}"
             error.change(lambda p: replace(p, message=f"{p.message} ({given})"))
             raise
-        except AttributeError as error:
-            if isinstance(output, Tensor):
-                raise
-            kind = "nothing (None)" if output is None else f"a {type(output).__name__}"
-            raise ModelError(
-                f"{called(model)}.forward returned {kind}, where the task takes a "
-                "tensor: return the model's output itself"
-            ) from error
         try:
             loss, counts = self.losses(output, target, inputs, model)
         except IndexError as error:  # torch's "Target 7 is out of bounds"
