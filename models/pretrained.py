@@ -23,12 +23,6 @@ Head = nn.Linear | nn.Conv2d
 _wanted: ContextVar[bool] = ContextVar("initial_weights_wanted", default=True)
 
 
-class WeightsError(ValueError):
-    """Initial weights cannot be read or do not match the model."""
-
-    exit_code = 4
-
-
 @contextmanager
 def no_initial_weights() -> Iterator[None]:
     """Build models without reading their initial weights.
@@ -76,7 +70,7 @@ def fine_tune(
         prefix: load only names with this prefix, and remove it from them.
         drop: globs over names that are not loaded.
         head: the module that may have another number of outputs (default: the last layer).
-        strict: raise WeightsError for names that only the weights or only the network have.
+        strict: raise CheckpointError for names that only the weights or only the network have.
         average: load the average of the weights (EMA, SWA) of a run that kept one.
     """
     if not weights_wanted():
@@ -85,7 +79,7 @@ def fine_tune(
     report = "; ".join(f"{kind}: {_first(names)}" for kind, names in found.items() if names)
     differing = bool(found["missing"] or found["unexpected"])
     if strict and differing:
-        raise WeightsError(
+        raise CheckpointError(
             f"{weights} does not fit the network: {report}; "
             "exclude names with model.drop, or allow it with model.strict=false"
         )
@@ -101,7 +95,7 @@ def load_weights(
 
     loaded; adapted: the first convolution, for another number of input channels; resized: the head
     of another number of classes, not loaded; dropped: by `drop`; missing: only in the network;
-    unexpected: only in the weights. Another shape elsewhere raises WeightsError.
+    unexpected: only in the weights. Another shape elsewhere raises CheckpointError.
     """
     own = model.state_dict()
     names = [*state, *own]
@@ -126,9 +120,9 @@ def load_weights(
         result = model.load_state_dict(kept, strict=False)
     except RuntimeError as error:  # of torch: a line for each of another shape
         reason = str(error).splitlines()[1].strip()
-        raise WeightsError(f"{reason} exclude names with model.drop") from error
+        raise CheckpointError(f"{reason} exclude names with model.drop") from error
     if len(result.unexpected_keys) == len(kept):
-        raise WeightsError(
+        raise CheckpointError(
             f"no name of the weights is in the network: {_first(list(state))} "
             f"against {_first(list(own))}; see model.prefix"
         )
@@ -176,7 +170,7 @@ def read_weights(
         )
     chosen = {name.removeprefix(prefix): v for name, v in state.items() if name.startswith(prefix)}
     if not chosen:
-        raise WeightsError(f"{source} has no name with the prefix {prefix!r}")
+        raise CheckpointError(f"{source} has no name with the prefix {prefix!r}")
     return chosen
 
 
@@ -185,7 +179,7 @@ def fetch(entry: Any) -> dict[str, Tensor]:
     try:
         return dict(entry.get_state_dict(progress=False, check_hash=True))
     except (OSError, RuntimeError) as error:
-        raise WeightsError(
+        raise CheckpointError(
             f"model.weights: cannot get {entry} from {entry.url}: {error}; where there is no "
             f"network, put the file in {Path(torch.hub.get_dir()) / 'checkpoints'}"
         ) from error
@@ -194,10 +188,7 @@ def fetch(entry: Any) -> dict[str, Tensor]:
 def _from_file(path: Path, average: bool) -> Mapping[str, Tensor]:
     if not path.is_file():
         raise NetworkError(f"model.weights: no file {path}")
-    try:
-        loaded = read_file(path)
-    except CheckpointError as error:
-        raise WeightsError(str(error)) from error
+    loaded = read_file(path)
     if average and isinstance(loaded, Mapping) and "format_version" in loaded:
         for kept in (loaded.get("ema"), *(loaded.get("callbacks") or {}).values()):
             if isinstance(kept, Mapping) and kept.get("model") and kept.get("averaged", 1):
@@ -208,7 +199,7 @@ def _from_file(path: Path, average: bool) -> Mapping[str, Tensor]:
         if isinstance(loaded, Mapping) and isinstance(loaded.get(key), Mapping):
             loaded = loaded[key]
     if not isinstance(loaded, Mapping) or not all(isinstance(v, Tensor) for v in loaded.values()):
-        raise WeightsError(f"{path} is not a state dict, a mapping of names to tensors")
+        raise CheckpointError(f"{path} is not a state dict, a mapping of names to tensors")
     return loaded
 
 

@@ -5,7 +5,8 @@ from typing import Any
 from torch import nn
 
 from models.layers import NetworkError
-from models.pretrained import WeightsError, import_library, weights_wanted
+from models.pretrained import import_library, weights_wanted
+from trainer.errors import CheckpointError
 
 
 def build(
@@ -26,5 +27,5 @@ def build(
             name, pretrained=pretrained and weights_wanted(), **given
         )
     except OSError as error:
-        raise WeightsError(f"model.pretrained: no weights for {name}: {error}") from error
+        raise CheckpointError(f"model.pretrained: no weights for {name}: {error}") from error
     return model

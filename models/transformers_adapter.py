@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from models.layers import NetworkError
-from models.pretrained import WeightsError, import_library, weights_wanted
+from models.pretrained import import_library, weights_wanted
+from trainer.errors import CheckpointError
 
 
 class Logits(nn.Module):
@@ -58,7 +59,7 @@ def build(
     kind = getattr(transformers, auto)
     causal = auto == "AutoModelForCausalLM"
     labels = {} if causal else {"num_labels": num_classes}
-    failure: type[ValueError] = NetworkError
+    failure: type[Exception] = NetworkError
     try:
         if config is not None:
             sizes = {"vocab_size": num_classes} if causal else labels
@@ -69,7 +70,7 @@ def build(
             )
         if config is not None or not pretrained or not weights_wanted():
             return Logits(kind.from_config(described, trust_remote_code=False))
-        failure = WeightsError
+        failure = CheckpointError
         loaded: nn.Module = kind.from_pretrained(
             name,
             config=described,

@@ -15,13 +15,14 @@ from torch.hub import get_dir
 
 from models import torchvision_adapter
 from models.layers import NetworkError
-from models.pretrained import WeightsError, fine_tune, load_weights, no_initial_weights
+from models.pretrained import fine_tune, load_weights, no_initial_weights
 from models.pretrained import read_weights as read
 from models.small_cnn import SmallCNN
 from models.timm_adapter import build as from_timm
 from models.torchvision_adapter import build as from_torchvision
 from models.transformers_adapter import build as from_transformers
 from trainer.checkpoints.archive import write_safetensors
+from trainer.errors import CheckpointError
 
 
 def net(num_classes: int = 10, in_channels: int = 1, seed: int = 0) -> SmallCNN:
@@ -53,7 +54,7 @@ def test_a_file_a_run_and_a_foreign_wrapper_give_the_same(saved: Path, tmp_path:
     assert same(fine_tune(net(), str(tmp_path / "run"), checkpoint="last"), expected)
     assert same(fine_tune(net(), str(tmp_path / "foreign.ckpt"), prefix="net."), expected)
     assert same(fine_tune(net(), str(tmp_path / "w.safetensors")), expected)
-    with pytest.raises(WeightsError, match="no name with the prefix 'x'"):
+    with pytest.raises(CheckpointError, match="no name with the prefix 'x'"):
         read(str(saved), prefix="x")
 
 
@@ -92,7 +93,7 @@ def test_names_of_one_side_are_refused_or_reported(
     model.add_module("extra", nn.BatchNorm1d(2))
     model.add_module("head", nn.Linear(8, 10, bias=False))
     words = r"missing: extra.weight, .*running_var; unexpected: head.bias"
-    with pytest.raises(WeightsError, match=words):
+    with pytest.raises(CheckpointError, match=words):
         fine_tune(model, str(saved))
     fine_tune(model, str(saved), strict=False, head="head")
     assert "unexpected: head.bias" in caplog.text
@@ -114,7 +115,7 @@ def test_names_of_one_side_are_refused_or_reported(
     ],
 )
 def test_what_does_not_fit_is_named(state: dict[str, torch.Tensor], words: str) -> None:
-    with pytest.raises(WeightsError, match=words):
+    with pytest.raises(CheckpointError, match=words):
         load_weights(net(), state)
 
 
@@ -135,7 +136,7 @@ def test_code_in_a_file_is_refused_unrun(
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
     path, canary = tmp_path / "bad.pt", tmp_path / "canary"
     torch.save({"model": Payload(canary)}, path, _use_new_zipfile_serialization=zipped)
-    with pytest.raises(WeightsError, match="contains code") as caught:
+    with pytest.raises(CheckpointError, match="contains code") as caught:
         read(str(path))
     assert "weights_only" not in str(caught.value)
     assert not canary.exists()
@@ -147,14 +148,14 @@ def test_a_damaged_file_is_named(saved: Path, tmp_path: Path) -> None:
     flipped = whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :]
     for content in (whole[: len(whole) // 2], b"", b"<html>", flipped):
         saved.write_bytes(content)
-        with pytest.raises(WeightsError, match=r"weights\.pt") as caught:
+        with pytest.raises(CheckpointError, match=r"weights\.pt") as caught:
             read(str(saved))
         assert "weights_only" not in str(caught.value)
     (tmp_path / "w.safetensors").write_bytes(b"<html>")
-    with pytest.raises(WeightsError, match=r"w\.safetensors: damaged"):
+    with pytest.raises(CheckpointError, match=r"w\.safetensors: damaged"):
         read(str(tmp_path / "w.safetensors"))
     torch.save({"step": 3}, tmp_path / "x.pt")
-    with pytest.raises(WeightsError, match="not a state dict"):
+    with pytest.raises(CheckpointError, match="not a state dict"):
         read(str(tmp_path / "x.pt"))
 
 
@@ -231,7 +232,7 @@ def test_no_network_says_where_the_file_goes(monkeypatch: pytest.MonkeyPatch) ->
         lambda: from_torchvision("resnet18", 5, weights="DEFAULT"),
         lambda: read("torchvision:ResNet18_Weights.DEFAULT"),
     ):
-        with pytest.raises(WeightsError, match=f"unreachable.*{get_dir()}"):
+        with pytest.raises(CheckpointError, match=f"unreachable.*{get_dir()}"):
             ask()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections import Counter
 from collections.abc import Collection, ItemsView, Iterator, Mapping, Sequence
@@ -28,7 +27,7 @@ from trainer.optimizers.param_groups import (
     parse_selector,
     some,
 )
-from trainer.optimizers.state import begin_with_zeros, damped, hyper_parameters, pack, unpack
+from trainer.optimizers.state import begin_with_zeros, damped, pack, unpack
 from trainer.targets.instantiate import instantiate
 
 T = TypeVar("T")
@@ -71,8 +70,7 @@ class Optimizers:
     """Hold torch optimizers by name; the loop steps each of them directly.
 
     `names` maps each parameter to the name that its state is saved under; `frozen` holds the
-    parameters that are not trained, `sections` what was configured. `configured` keeps the
-    hyper-parameters of each optimizer's groups as they were before any schedule changed them.
+    parameters that are not trained, `sections` what was configured.
     """
 
     def __init__(
@@ -87,10 +85,10 @@ class Optimizers:
         self.frozen = dict(frozen or {})
         self.sections = {section.name: section for section in sections}
         self._used: list[Any] = []  # the learning rates of the last update
-        self.configured = {
-            name: [copy.deepcopy(hyper_parameters(group)) for group in optimizer.param_groups]
-            for name, optimizer in self.optimizers.items()
-        }
+        self._configured = [
+            [_number(group.options.get(name)) for name in ("lr", "weight_decay")]
+            for group in self.groups()
+        ]
         for optimizer in self.optimizers.values():
             groups = (optimizer.defaults, *optimizer.param_groups)  # some may be added later
             if isinstance(optimizer, SGD) and any(group.get("fused") for group in groups):
@@ -179,16 +177,10 @@ class Optimizers:
     def table(self) -> list[GroupRow]:
         """Return the groups as configured, and the frozen parameters, as rows of the plan."""
         rows = []
-        configured = {name: iter(groups) for name, groups in self.configured.items()}
-        for name, optimizer, group in self.groups():
-            kind = type(self.optimizers[optimizer]).__name__
-            options = next(configured[optimizer], group)  # some are added later
-            lr, decay = (
-                None if (value := options.get(key)) is None else float(value)
-                for key in ("lr", "weight_decay")
-            )
-            title = kind if optimizer == SINGLE else f"{optimizer} ({kind})"
-            rows.append(GroupRow(name, title, *_counts(group["params"]), lr, decay))
+        for (name, of, group), values in zip(self.groups(), self._configured, strict=False):
+            kind = type(self.optimizers[of]).__name__
+            title = kind if of == SINGLE else f"{of} ({kind})"
+            rows.append(GroupRow(name, title, *_counts(group["params"]), *values))
         if self.frozen:
             rows.append(GroupRow("frozen", "-", *_counts(self.frozen.values()), None, None))
         return rows
@@ -206,6 +198,10 @@ class Optimizers:
         other groups.
         """
         return unpack(self, state, hyper_parameters)
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float | Tensor) else None
 
 
 def _counts(parameters: Collection[Tensor]) -> tuple[int, int]:
