@@ -28,9 +28,8 @@ from torch.optim.lr_scheduler import (
 )
 
 from scripts.composition.compose import compose
-from trainer.lr_schedulers.schedule import (
-    LRSchedule,
-)
+from trainer.lr_schedulers.build import build_lr_schedule
+from trainer.lr_schedulers.schedule import LRSchedule
 from trainer.optimizers.optimizers import Optimizers, build_optimizers
 
 CONF = Path(__file__).resolve().parents[2] / "conf" / "lr_scheduler"
@@ -110,6 +109,12 @@ def walk(
             schedule.after_epoch()
             schedule.after_validation({"val/loss": LOSSES[step // PER_EPOCH % len(LOSSES)]})
     return seen
+
+
+def walked(chosen: dict[str, Any], end: int = TOTAL, total: int = TOTAL) -> list[list[float]]:
+    """Return the same of a new schedule over new optimizers."""
+    over = optimizers()
+    return walk(over, build_lr_schedule(chosen, over, total, PER_EPOCH), 0, end)
 
 
 def walk_by_hand(name: str, updates: int = TOTAL) -> list[list[float]]:

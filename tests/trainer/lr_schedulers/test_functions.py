@@ -8,10 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import SGD
-from torch.optim.lr_scheduler import (
-    ReduceLROnPlateau,
-    StepLR,
-)
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 from schedules_by_hand import (
     PER_EPOCH,
@@ -21,6 +18,7 @@ from schedules_by_hand import (
     node,
     optimizers,
     walk,
+    walked,
 )
 from toys import through_a_file
 from trainer.lr_schedulers.build import build_lr_schedule
@@ -92,8 +90,7 @@ def test_functions_go_by_group() -> None:
         "_target_": f"{TORCH}.LambdaLR",
         "functions": {"first": "1 - step / total_steps", "default": "0.5 ** epoch"},
     }
-    over = optimizers()
-    rates = walk(over, build_lr_schedule(chosen, over, TOTAL, PER_EPOCH))
+    rates = walked(chosen)
     expected = [[0.4 * (1 - t / TOTAL), 0.1 * 0.5 ** (t // PER_EPOCH)] for t in range(TOTAL)]
     assert_close([values[::2] for values in rates], expected)
 
@@ -205,7 +202,6 @@ STEP, PLATEAU = broken(step_size=1), broken("ReduceLROnPlateau")
         (STEP | {"warmup": {"steps": 3, "epochs": 1}}, "remove one of the two"),
         (STEP | {"warmup": 3}, "warmup: must be a dict"),
         (STEP | {"warmup": {"steps": 1.5}}, "a number of updates"),
-        (STEP | {"warmup": {"steps": True}}, "a number of updates"),
         (STEP | {"warmup": {"steps": -1}}, "a number of updates"),
         (STEP | {"warmup": {"epochs": -1}}, "a number of epochs"),
         (STEP | {"warmup": {"steps": 1, "shape": "cosine"}}, "warmup.shape"),
@@ -234,15 +230,14 @@ def test_a_schedule_that_cannot_be_built_is_refused(chosen: dict[str, Any], mess
 
 
 def test_a_run_without_a_length_has_no_horizon() -> None:
-    with pytest.raises(
-        ScheduleError, match=r"lr_scheduler.T_max: depends on the length.*max_epochs"
-    ):
-        build_lr_schedule(node("cosine"), optimizers(), None, None)
-    with pytest.raises(ScheduleError, match="milestones: depends on the length of the run"):
-        build_lr_schedule(node("multi_step"), optimizers(), None, None)
     warm = broken(step_size=1, warmup={"epochs": 1})
-    with pytest.raises(ScheduleError, match="the length of an epoch is not known"):
-        build_lr_schedule(warm, optimizers(), None, None)
+    for chosen, message in (
+        (node("cosine"), r"lr_scheduler.T_max: depends on the length.*max_epochs"),
+        (node("multi_step"), "milestones: depends on the length of the run"),
+        (warm, "the length of an epoch is not known"),
+    ):
+        with pytest.raises(ScheduleError, match=message):
+            build_lr_schedule(chosen, optimizers(), None, None)
     schedule = build_lr_schedule(broken(step_size=1), optimizers(), None, None)
     assert schedule.tracks["optimizer"].scheduler.step_size == 1
 

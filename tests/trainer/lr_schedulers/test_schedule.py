@@ -21,6 +21,7 @@ from schedules_by_hand import (
     optimizers,
     walk,
     walk_by_hand,
+    walked,
 )
 from toys import through_a_file
 from trainer.errors import CheckpointError
@@ -35,9 +36,7 @@ def test_every_file_is_written_out_by_hand_here() -> None:
 
 @pytest.mark.parametrize("name", FILES)
 def test_a_shipped_schedule_is_torchs_own(name: str) -> None:
-    over = optimizers()
-    schedule = build_lr_schedule(node(name), over, TOTAL, PER_EPOCH)
-    ours = walk(over, schedule)
+    ours = walked(node(name))
     assert_close(ours, walk_by_hand(name))
     assert (len({tuple(values) for values in ours}) == 1) == (name == "constant")
 
@@ -54,10 +53,8 @@ def test_a_warm_up_is_torchs_linear_one_in_sequence(name: str) -> None:
         expected.append([plain.param_groups[0]["lr"]])
         plain.step()
         sequence.step()
-    over = optimizers()
     warmup = {"warmup": {"steps": 6, "start_factor": 0.1}}
-    chosen = node(name, "lr_scheduler.interval=step") | warmup
-    ours = walk(over, build_lr_schedule(chosen, over, TOTAL, PER_EPOCH))
+    ours = walked(node(name, "lr_scheduler.interval=step") | warmup)
     assert_close([values[:1] for values in ours], expected)
 
 
@@ -65,23 +62,16 @@ def test_a_warm_up_is_torchs_linear_one_in_sequence(name: str) -> None:
 def test_a_warm_up_stands_in_front_of_any_schedule(name: str) -> None:
     """It rises to the schedule's first value; the rest is the schedule over what remains."""
     chosen = node(name) | {"interval": "step", "warmup": None}
-    alone = optimizers()
-    after = walk(alone, build_lr_schedule(chosen, alone, TOTAL - 6, PER_EPOCH), 0, TOTAL - 6)
-    over = optimizers()
-    ramp = {"epochs": 1, "start_factor": 0.25, "shape": "exponential"}
-    schedule = build_lr_schedule(chosen | {"warmup": ramp}, over, TOTAL, PER_EPOCH)
-    ours = walk(over, schedule)
+    after = walked(chosen, TOTAL - 6, TOTAL - 6)
+    ours = walked(chosen | {"warmup": {"epochs": 1, "start_factor": 0.25, "shape": "exponential"}})
     first = [0.25 ** (1 - t / 6) for t in range(6)]
     assert_close([v[::2] for v in ours[:6]], [[f * lr for lr in after[0][::2]] for f in first])
-    if name == "plateau":  # which waits for validations, and by then others have gone by
-        return
-    assert_close(ours[6:], after)
+    if name != "plateau":  # which waits for validations, and by then others have gone by
+        assert_close(ours[6:], after)
 
 
 def test_a_plateau_schedule_does_not_count_validations_of_the_warm_up() -> None:
-    chosen = node("plateau", "lr_scheduler.patience=0") | {"warmup": {"epochs": 3}}
-    over = optimizers()
-    rates = walk(over, build_lr_schedule(chosen, over, TOTAL, PER_EPOCH))
+    rates = walked(node("plateau", "lr_scheduler.patience=0") | {"warmup": {"epochs": 3}})
     by_epoch = [rates[step][0] for step in range(17, TOTAL, PER_EPOCH)]
     # Losses from the third epoch's on: 0.95 is the best so far, then 0.93, 0.92, 0.91, 0.8, 0.85.
     assert by_epoch == pytest.approx([0.4 * (0.01 + 0.99 * 17 / 18)] + [0.4] * 5)
@@ -89,14 +79,10 @@ def test_a_plateau_schedule_does_not_count_validations_of_the_warm_up() -> None:
 
 def test_a_warm_up_in_updates_goes_before_a_schedule_of_epochs() -> None:
     chosen = {"_target_": f"{TORCH}.ExponentialLR", "gamma": 0.5, "interval": "epoch"}
-    over = optimizers()
-    warm = chosen | {"warmup": {"steps": 6, "start_factor": 0.5}}
-    rates = [v[0] for v in walk(over, build_lr_schedule(warm, over, TOTAL, PER_EPOCH), 0, 24)]
+    rates = [v[0] for v in walked(chosen | {"warmup": {"steps": 6, "start_factor": 0.5}}, 24)]
     assert rates[:6] == pytest.approx([0.4 * (0.5 + 0.5 * t / 6) for t in range(6)])
     assert rates[6:] == pytest.approx([0.4] * 6 + [0.2] * 6 + [0.1] * 6)
-    over = optimizers()
-    by_epoch = chosen | {"warmup": {"epochs": 2, "start_factor": 0.5}}
-    rates = [v[0] for v in walk(over, build_lr_schedule(by_epoch, over, TOTAL, PER_EPOCH), 0, 24)]
+    rates = [v[0] for v in walked(chosen | {"warmup": {"epochs": 2, "start_factor": 0.5}}, 24)]
     assert rates == pytest.approx([0.2] * 6 + [0.3] * 6 + [0.4] * 6 + [0.2] * 6)
 
 
@@ -124,10 +110,10 @@ def test_the_curve_is_what_a_run_does(name: str, warmup: dict[str, int] | None) 
     schedule = build_lr_schedule(chosen, over, TOTAL, PER_EPOCH)
     if name == "plateau":
         schedule.tracks["optimizer"].watched = "never measured"
-    walked = walk(over, schedule)
+    seen = walk(over, schedule)
     assert [step for step, _ in drawn["first"]] == list(range(TOTAL))
     pairs = zip(drawn["first"], drawn["default"], strict=True)
-    assert_close([[a, b] for (_, a), (_, b) in pairs], [values[::2] for values in walked])
+    assert_close([[a, b] for (_, a), (_, b) in pairs], [values[::2] for values in seen])
 
 
 def test_a_curve_has_few_points_and_a_last_one() -> None:
