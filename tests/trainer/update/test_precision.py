@@ -224,15 +224,18 @@ def test_activations_are_really_dropped() -> None:
         return t
 
     sizes = []
-    for checkpointed in (False, True):
+    for apply in (
+        lambda model: None,
+        lambda model: checkpoint_modules(model, ["0", "1"]),
+        lambda model: checkpoint_segments(model, 1),
+    ):
         model = convolutions()
-        if checkpointed:
-            checkpoint_modules(model, ["0", "1"])
+        apply(model)
         saved.clear()
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
             model(torch.randn(5, 1, 8, 8, dtype=torch.float64))
         sizes.append(sum(saved))
-    assert sizes[1] < sizes[0] / 2
+    assert max(sizes[1:]) < sizes[0] / 2
 
 
 def test_the_outermost_match_wins_and_one_is_needed() -> None:
