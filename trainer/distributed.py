@@ -6,6 +6,7 @@ import _thread
 import json
 import mmap
 import os
+import re
 import signal
 import tempfile
 import threading
@@ -14,10 +15,9 @@ import traceback
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -47,20 +47,14 @@ _GRACE = 5.0  # seconds that a process has to stop after another one has failed
 # cause, must time out first.
 _WATCHDOG_LATER = timedelta(seconds=60)
 # Parts of the errors that torch's process groups raise when a peer is gone, in any call.
-_LOST = (
-    "connection closed by peer",
-    "connection reset by peer",
-    "broken pipe",
-    "connection refused",
-    "gloo/transport",
-    "nccl communicator was aborted",
-    "remote process exited",
+_LOST = re.compile(
+    "connection (closed by peer|reset by peer|refused)|broken pipe|gloo/transport"
+    "|nccl communicator was aborted|remote process exited"
 )
-_SILENT = ("timed out waiting", "timed out after", "watchdog caught collective operation timeout")
+_SILENT = re.compile("timed out (waiting|after)|watchdog caught collective operation timeout")
 
 
-@dataclass(frozen=True, slots=True)
-class Cause:
+class Cause(NamedTuple):
     """The first failure of a group."""
 
     rank: int
@@ -87,8 +81,8 @@ class Board:
     def claim(self, cause: Cause) -> bool:
         """Return whether this process is the first to fail; all then report its `cause`."""
         try:
-            first = self._attempt.compare_set("cause", "", json.dumps(asdict(cause)))
-            return bool(json.loads(first)["rank"] == self._rank)
+            first = Cause(*json.loads(self._attempt.compare_set("cause", "", json.dumps(cause))))
+            return first.rank == self._rank
         except (RuntimeError, ValueError):  # the process that hosts the store is gone
             return True
 
@@ -97,7 +91,7 @@ class Board:
         try:
             if not self._attempt.check(["cause"]):
                 return None
-            cause = Cause(**json.loads(self._attempt.get("cause")))
+            cause = Cause(*json.loads(self._attempt.get("cause")))
         except (RuntimeError, ValueError):
             return None
         return None if cause.rank == self._rank else cause
@@ -406,12 +400,11 @@ class ProcessGroup(Group):
 
     def _told_by_peer(self, error: Exception) -> PeerError | None:
         """Return a PeerError if `error` shows that another process is lost, with why if it said."""
-        text = str(error).lower()
         if not isinstance(error, RuntimeError):
             return None
-        if any(sign in text for sign in _SILENT):
+        if _SILENT.search(text := str(error).lower()):
             lost: PeerError = SilentPeerError.after(self.timeout.total_seconds())
-        elif isinstance(error, dist.DistError) or any(sign in text for sign in _LOST):
+        elif isinstance(error, dist.DistError) or _LOST.search(text):
             lost = PeerError("another process of the run was lost")
         else:
             return None

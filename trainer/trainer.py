@@ -16,7 +16,7 @@ from data.batch import MicroBatch, to_device
 from trainer import snapshot
 from trainer.callback import Callback, EpochLines, Hooks, Results, evaluated_average, saver_of
 from trainer.errors import SampleError, account
-from trainer.evaluation import EvaluationAbandoned, Watcher, check_metrics, evaluate, prepared
+from trainer.evaluation import EvaluationAbandoned, check_metrics, evaluate, prepared
 from trainer.lr_schedulers.schedule import LRSchedule
 from trainer.media import Media, PRCurve, as_image, histogram_of
 from trainer.optimizers.optimizers import Optimizers
@@ -327,19 +327,14 @@ class Trainer:
             loader: Any = self.val_loader
             limit = self.options.limit_val_batches
             limit = count(limit, len(loader)) if isinstance(limit, float) else limit
-            metrics = self.evaluate(loader, "val", limit, watchers=watchers)
+            metrics = evaluate(self, loader, "val", limit, self.state.global_step, watchers)
             self.state.validated_at = self.state.global_step
             self.lr_schedule.after_validation(metrics)
             self.log(metrics)
             self.hooks.emit("on_validation_end", self, metrics)
 
     def evaluate(
-        self,
-        loader: Any,
-        stage: str,
-        limit: int | None = None,
-        step: int | None = None,
-        watchers: Sequence[Watcher] = (),
+        self, loader: Any, stage: str, limit: int | None = None, step: int | None = None
     ) -> dict[str, float]:
         """Return the metrics over a data set, each sample counted once (I4): `<stage>/<name>`.
 
@@ -348,7 +343,7 @@ class Trainer:
         """
         step = self.state.global_step if step is None else step
         with self.timer.spending("evaluation"):
-            return evaluate(self, loader, stage, limit, step, watchers)
+            return evaluate(self, loader, stage, limit, step)
 
     def evaluating(self) -> AbstractContextManager[None]:
         """Return the context in which the model answers as in a validation, for callbacks."""

@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from data.loading.loader import Loader
 from data.orders import Sequential, Shuffled
 from data.samplers import UpdateSampler
+from scripts.composition.compose import compose
 from trainer.callback import Callback
 from trainer.distributed import Group
 from trainer.options import TrainerOptions
@@ -170,6 +172,24 @@ def distance(a: nn.Module, b: nn.Module) -> float:
     """Return the largest difference of two models' parameters."""
     pairs = zip(a.parameters(), b.parameters(), strict=True)
     return max((p - q).abs().max().item() for p, q in pairs)
+
+
+def optimizer_nodes() -> dict[str, Any]:
+    """Return the nodes of the shipped optimizers, and of some more, by name."""
+    folder = Path(__file__).resolve().parents[2] / "conf" / "optimizer"
+    names = {path.stem for path in folder.glob("*.yaml")} - {"gan"}  # two networks in turns
+    sgd = {"_target_": "torch.optim.SGD", "lr": 0.1}
+    return {
+        **{name: compose([f"optimizer={name}"]).config["optimizer"] for name in sorted(names)},
+        "sgd_plain": sgd,
+        "sgd_damped": {**sgd, "momentum": 0.9, "dampening": 0.5},
+    }
+
+
+# Those whose kernels leave a step out; Adagrad's does later than torch 2.11.
+ON_DEVICE = {"adam", "adamw", "muon", "sgd", "sgd_nesterov", "sgd_plain"}
+if hasattr(torch.optim.Adagrad([torch.zeros(1)], fused=True), "_step_supports_amp_scaling"):
+    ON_DEVICE.add("adagrad")
 
 
 class Log(Callback):

@@ -12,12 +12,10 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from callbacks.checkpoint import Checkpoint
-from callbacks.overfit import Overfit
 from conf.check import parse
 from conf.schema import TrainerConfig
 from scripts.composition.compose import compose
 from toys import assert_equal
-from trainer import snapshot
 from trainer.assembly import experiment
 from trainer.assembly.experiment import eval_loader, limited, overfit_samples
 from trainer.callback import Callback
@@ -192,21 +190,6 @@ def test_a_loss_of_coupled_samples_says_that_a_split_changes_it(caplog):
         trainer_of({}, Coupled(3), gradient_accumulation_steps=2).fit()
     assert "Coupled couples the samples of a micro-batch" in caplog.text
     assert "2 micro-batches" in caplog.text
-
-
-def test_overfitting_ends_near_zero_and_says_how_long_it_takes(caplog):
-    overfit = Overfit(threshold=0.5)
-    trainer = trainer_of({"overfit": overfit}, max_epochs=500, log_every_n_steps=1)
-    with caplog.at_level(logging.INFO):
-        trainer.fit()
-    assert 3 < trainer.state.global_step < 1500
-    assert trainer.metrics["train/loss"] <= 0.5
-    assert "near zero" in trainer.state.stop_reason
-    assert caplog.text.count("overfitting: 1500 updates of") == 1
-    again = trainer_of({"overfit": Overfit(threshold=0.5)}, max_epochs=500, log_every_n_steps=1)
-    snapshot.restore(again, snapshot.take(trainer))  # killed after a save, before the end
-    again.fit()
-    assert again.state.global_step == trainer.state.global_step
 
 
 BATCHES = [(torch.full((4, 2), float(i)), torch.ones(4)) for i in range(3)]

@@ -73,10 +73,7 @@ def clip(
     elif bound is not None:
         _clip_norm(parameters, bound, norm)
     if value is not None:
-        clip_grad_value_([p for p in parameters if not p.is_complex()], value)
-        for parameter in parameters:  # real and imaginary parts are clipped separately
-            if parameter.is_complex() and parameter.grad is not None:
-                torch.view_as_real(parameter.grad).clamp_(-value, value)
+        clip_grad_value_(parameters, value)
 
 
 def _clip_norm(parameters: Sequence[Tensor], bound: float, norm: Tensor) -> None:

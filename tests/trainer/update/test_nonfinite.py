@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import toys
 from callbacks.checkpoint import Checkpoint
 from callbacks.ema import EMA
 from callbacks.swa import SWA
-from scripts.composition.compose import compose
-from toys import Log, batches, differences, in_group, loader, normed, points
+from toys import ON_DEVICE, Log, batches, differences, in_group, loader, normed, points
 from trainer import snapshot
 from trainer.callback import Callback
 from trainer.checkpoints.reader import read_checkpoint
@@ -28,30 +28,12 @@ from trainer.tasks.classification import Classification
 from trainer.trainer import Trainer
 from trainer.update import sums
 
-CONF = Path(__file__).resolve().parents[3] / "conf"
-
-
-NODES = {
-    path.stem: compose([f"optimizer={path.stem}"]).config["optimizer"]
-    for path in sorted((CONF / "optimizer").glob("*.yaml"))
-    if path.stem != "gan"  # two networks in turns
-} | {
-    "sgd_plain": {"_target_": "torch.optim.SGD", "lr": 0.1},
-    "sgd_damped": {"_target_": "torch.optim.SGD", "lr": 0.1, "momentum": 0.9, "dampening": 0.5},
+NODES = toys.optimizer_nodes() | {
     "rprop": {"_target_": "torch.optim.Rprop"},
     "asgd": {"_target_": "torch.optim.ASGD", "t0": 1},
     "adadelta": {"_target_": "torch.optim.Adadelta"},
     "adamax": {"_target_": "torch.optim.Adamax"},
 }
-
-
-ON_DEVICE = {"adam", "adamw", "muon", "sgd", "sgd_nesterov", "sgd_plain"}
-
-
-if hasattr(torch.optim.Adagrad([torch.zeros(1)], fused=True), "_step_supports_amp_scaling"):
-    ON_DEVICE.add("adagrad")  # later than torch 2.11
-
-
 EACH = pytest.mark.parametrize("name", list(NODES))
 
 
@@ -173,41 +155,9 @@ def test_after_a_first_update_left_out_the_rest_is_undisturbed(
     state = disturbed.state
     assert (state.global_step, state.skipped_updates) == (UPDATES, 1)
     assert disturbed.metrics["train/skipped_updates"] == 1
-    assert differences(changed_by_updates(whole), changed_by_updates(disturbed)) == []
-
-
-class Follow(Callback):
-    """Keep the counters and rates after each update, and have the first checkpoint disturb."""
-
-    def __init__(self) -> None:
-        self.seen: list[Any] = []
-
-    def on_update_end(self, trainer: Trainer) -> None:
-        ema = trainer.callbacks["ema"].state_dict()["model"]
-        self.seen.append(copy.deepcopy((trainer.state.state_dict(), trainer.learning_rates(), ema)))
-
-
-def test_skipping_on_a_gpu_is_skipping_on_a_cpu(
-    gpu: Callable[[bool], None], tmp_path: Path
-) -> None:
-    """Schedule, counters, log and average follow the updates that were applied, one by one."""
-    data = batches(UPDATES, bad=2)
-    data[3] = data[2]
-    runs = {}
-    for waits in (False, True):
-        gpu(waits)
-        follow = Follow()
-        folder = tmp_path / str(waits)
-        trainer = trainer_of(
-            "adamw", folder, data, {"follow": follow}, on_nonfinite="skip", log_every_n_steps=1
-        )
-        trainer.fit()
-        steps = [counters["global_step"] for counters, _, _ in follow.seen]
-        assert steps == [1, 2, 2, 2, 3, 4, 5, 6, 6, 6, 7, 8]
-        log = trainer.callbacks["log"].lines  # type: ignore[attr-defined]
-        assert all(line["train/loss"] > 0 for _, line in log if "train/loss" in line)
-        runs[waits] = {"seen": follow.seen, "log": log, "saved": saved(folder)}
-    assert differences(runs[False], runs[True]) == []
+    before, after = snapshot.take(whole), snapshot.take(disturbed)
+    for key in ("model", "optimizer", "ema", "lr_scheduler"):
+        assert differences(before[key], after[key]) == []
 
 
 @pytest.mark.usefixtures("device")

@@ -2,14 +2,13 @@
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 from trainer.errors import DivergedError, ModelError
 from trainer.options import TrainerOptions
 from trainer.tasks.classification import Classification
-from trainer.tasks.regression import Regression
 from trainer.trainer import Trainer
 from trainer.update.precision import Precision, checkpoint_modules, checkpoint_segments
 
@@ -137,59 +136,13 @@ def test_a_loss_of_a_class_of_its_own_is_asked_for_its_backward_pass() -> None:
     assert parameter.grad.tolist() == [1, 1, 1]
 
 
-class Rotated(nn.Module):
-    """A linear map of complex numbers, and the size of what comes out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.weight = nn.Parameter(torch.randn(5, dtype=torch.complex64))
-        self.bias = nn.Parameter(torch.zeros(()))
-        self.register_buffer("phase", torch.tensor(1j))
-
-    def forward(self, z: Tensor) -> Tensor:
-        return (z * self.weight * self.phase).sum(1).abs() + self.bias
-
-
-def complex_batches() -> list[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(1)
-    draws = [torch.randn(8, 5, dtype=torch.complex64, generator=generator) for _ in range(3)]
-    return [(z, z.abs().sum(1)) for z in draws]
-
-
-@pytest.mark.parametrize("clip", [None, 0.05], ids=["plain", "clipped"])
-@pytest.mark.parametrize("precision", ["fp32", "fp64"])
-def test_training_is_the_same_as_by_hand(precision: str, clip: float | None) -> None:
-    model = Rotated()
-    options = TrainerOptions(max_epochs=1, clip_grad_value=clip)
-    optimizer = torch.optim.Adam(Precision(precision).convert(model).parameters(), lr=0.1)
-    Trainer(
-        model, Regression(), optimizer, complex_batches(), precision=precision, options=options
-    ).fit()
-    wanted = Rotated()
-    if precision == "fp64":
-        wanted.weight.data = wanted.weight.data.to(torch.complex128)
-        wanted.bias.data = wanted.bias.data.double()
-        wanted.phase = wanted.phase.to(torch.complex128)
-    adam = torch.optim.Adam(wanted.parameters(), lr=0.1)
-    for z, y in complex_batches():
-        adam.zero_grad()
-        z, y = z.to(wanted.weight.dtype), y.to(wanted.bias.dtype)
-        nn.functional.mse_loss(wanted(z), y).backward()
-        if clip is not None:
-            torch.view_as_real(wanted.weight.grad).clamp_(-clip, clip)
-            wanted.bias.grad.clamp_(-clip, clip)
-        adam.step()
-    tolerance = 1e-12 if precision == "fp64" else 1e-5
-    torch.testing.assert_close(model.weight, wanted.weight, rtol=0, atol=tolerance)
-
-
 def test_complex_parameters_keep_their_precision_and_are_not_scaled() -> None:
+    model = nn.Linear(2, 2, bias=False, dtype=torch.complex64)
+    before = model.weight.detach().clone()
     with pytest.raises(ModelError, match="complex gradients; use fp32, bf16"):
-        Precision("fp16").convert(Rotated())
-    model = Precision("bf16_true").convert(Rotated())
-    assert [p.dtype for p in model.parameters()] == [torch.complex64, torch.bfloat16]
-    assert torch.equal(model.weight, Rotated().weight)
+        Precision("fp16").convert(model)
+    assert torch.equal(Precision("bf16_true").convert(model).weight, before)
+    assert Precision("fp64").convert(model).weight.dtype == torch.complex128
 
 
 @pytest.mark.parametrize(

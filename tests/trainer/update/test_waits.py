@@ -8,7 +8,6 @@ import copy
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,10 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+import toys
 from callbacks.ema import EMA
 from data.batch import MicroBatch, Piece
 from scripts.composition.compose import compose
+from toys import ON_DEVICE
 from trainer.optimizers.optimizers import build_optimizers
 from trainer.options import TrainerOptions
 from trainer.strategies.strategy import Strategy
@@ -27,22 +29,15 @@ from trainer.tasks.classification import Classification
 from trainer.trainer import Trainer
 from trainer.update.precision import Precision
 
-CONF = Path(__file__).resolve().parents[3] / "conf"
 CUDA = torch.device("cuda", 0)
 BATCH = 4
-# Of networks with parts of certain names, and one that searches.
-NOT_HERE = ("gan", "lbfgs")
-NAMES = sorted(p.stem for p in (CONF / "optimizer").glob("*.yaml") if p.stem not in NOT_HERE)
-NODES = {name: compose([f"optimizer={name}"]).config["optimizer"] for name in NAMES} | {
+NODES = toys.optimizer_nodes() | {
     "muon_normalized": compose(
         ["optimizer=muon", "+optimizer.optimizers.muon.normalized=true"]
-    ).config["optimizer"],
-    "sgd_plain": {"_target_": "torch.optim.SGD", "lr": 0.1},
-    "sgd_damped": {"_target_": "torch.optim.SGD", "lr": 0.1, "momentum": 0.9, "dampening": 0.5},
+    ).config["optimizer"]
 }
-ON_DEVICE = {"adam", "adamw", "muon", "muon_normalized", "sgd", "sgd_nesterov", "sgd_plain"}
-if hasattr(torch.optim.Adagrad([torch.zeros(1)], fused=True), "_step_supports_amp_scaling"):
-    ON_DEVICE.add("adagrad")  # later than torch 2.11
+NODES.pop("lbfgs")  # which searches
+DECIDED = {*ON_DEVICE, "muon_normalized"}
 # What a number's way to the host is called, whatever the number is for.
 READS = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select", "_unique2")
 # What starts no kernel.
@@ -62,7 +57,7 @@ class Watch(TorchDispatchMode):
         self.calls[name] += 1
         if name.startswith(("_fused_", "_amp_foreach_")):
             return None  # one kernel that writes in place; it has no fake of itself
-        on_gpu = [t for t in _tensors(args) if t.device.type == "cuda"]
+        on_gpu = [t for t in tree_leaves(args) if isinstance(t, Tensor) and t.is_cuda]
         if name in READS and on_gpu:
             self.reads.append(name)
             return 0.0 if name == "_local_scalar_dense" else func(*args, **(kwargs or {}))
@@ -71,14 +66,6 @@ class Watch(TorchDispatchMode):
         if name in ("copy_", "_to_copy", "to") and on_gpu and target.device.type == "cpu":
             self.reads.append(name)
         return result
-
-
-def _tensors(tree: Any) -> Iterator[Tensor]:
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, list | tuple):
-        for part in tree:
-            yield from _tensors(part)
 
 
 def network(layers: int = 3) -> nn.Module:
@@ -150,7 +137,7 @@ def test_an_update_waits_once_or_not_at_all(name: str, choice: str) -> None:
     with updating(name, on_nonfinite=choice) as (trainer, update), Watch() as watch:
         for _ in range(3):
             update()
-    by_device = name in ON_DEVICE and choice == "stop"
+    by_device = name in DECIDED and choice == "stop"
     waits = 0 if by_device else 1
     if name == "adafactor":  # torch's own step asks for two norms of each parameter
         waits += 2 * len(list(trainer.model.parameters()))
