@@ -54,7 +54,8 @@ def doctor(argv: Sequence[str]) -> int:
 
 
 def _checks() -> Iterator[tuple[str, Callable[[], Finding]]]:
-    yield "versions", lambda: of_versions(versions())
+    found = (f"{name} {version}" for name, version in versions().items())
+    yield "versions", lambda: (", ".join(found), None)
     yield "threads", _threads
     yield "open files", _open_files
     yield "disk", _disk
@@ -69,17 +70,6 @@ def _checks() -> Iterator[tuple[str, Callable[[], Finding]]]:
     yield "derivatives", lambda: derivatives(["cpu", *(f"cuda:{n}" for n in range(gpus))])
     for backend in ("gloo", "nccl") if gpus > 1 else ("gloo",):
         yield f"two processes ({backend})", partial(pair, backend)
-
-
-def of_versions(found: dict[str, str]) -> Finding:
-    """Hold the versions of Python and torch against those that pyproject.toml supports."""
-    text = ", ".join(f"{name} {version}" for name, version in found.items())
-    python, torch = (
-        tuple(map(int, found.get(name, "0.0").split(".")[:2])) for name in ("python", "torch")
-    )
-    if not (3, 11) <= python < (3, 14):
-        return text, "use Python 3.11, 3.12 or 3.13"
-    return text, None if torch >= (2, 11) else "pip install 'torch>=2.11'"
 
 
 def _threads() -> Finding:

@@ -19,22 +19,6 @@ GOOD: tuple[str, None] = ("", None)
 
 
 @pytest.mark.parametrize(
-    ("finding", "cure"),
-    [
-        pytest.param(module.of_versions({"python": "3.11.7", "torch": "2.11.0+cpu"}), None, id="a"),
-        pytest.param(module.of_versions({"python": "3.10.2", "torch": "2.15"}), "3.11", id="old"),
-        pytest.param(module.of_versions({"python": "3.14.0", "torch": "2.15"}), "3.13", id="later"),
-        pytest.param(module.of_versions({"python": "3.11.7", "torch": "2.9"}), "2.11", id="torch"),
-    ],
-)
-def test_what_is_good_and_what_has_a_cure(
-    finding: tuple[str, str | None], cure: str | None
-) -> None:
-    assert (finding[1] is None) == (cure is None)
-    assert cure is None or cure in str(finding[1])
-
-
-@pytest.mark.parametrize(
     ("version", "cuda", "works", "text", "cure"),
     [
         pytest.param(None, "13.2", False, "no NVIDIA driver", None, id="none"),

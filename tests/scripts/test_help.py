@@ -66,10 +66,9 @@ def test_help_of_a_group_shows_choices_and_keys_with_their_meanings(
     assert "[adagrad]" in text
     assert "optimizer/param_groups=CHOICE:" in text
     assert "callbacks.ema" not in text
-
-
-def test_help_of_a_section_is_that_of_the_schema(capsys: pytest.CaptureFixture[str]) -> None:
-    text = " ".join(printed(capsys, "--help", "trainer.precision", "loader").split())
+    text = " ".join(
+        printed(capsys, "--help", "trainer.precision", "loader").split()
+    )  # the schema's
     assert text.startswith("trainer.precision=fp32 bf16 and fp16 are autocast;")
     assert "one of fp32, tf32, bf16" in text
     assert "trainer.max_epochs" not in text
@@ -90,12 +89,9 @@ def test_the_config_of_a_job(capsys: pytest.CaptureFixture[str]) -> None:
     assert "root: ???" in whole  # though a run could not begin
     assert "num_classes: 10" in printed(capsys, "--cfg", "job", "--resolve", "-p", "model")
     assert printed(capsys, "--cfg", "job", "-p", "model.dropout", "model.dropout=0.25") == "0.25\n"
-
-
-def test_the_config_is_printed_before_its_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ConfigError, match="lrr"):
         answer(parse_arguments(["--cfg", "job", "lrr=1"]))
-    assert "lrr: 1" in capsys.readouterr().out
+    assert "lrr: 1" in capsys.readouterr().out  # before the mistakes
 
 
 @pytest.mark.parametrize(
