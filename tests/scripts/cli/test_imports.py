@@ -18,11 +18,10 @@ PACKAGE = {
     "large/other.py": "",
     "slow/__init__.py": "from slow.part import *; entered.set(); answered.wait(0.2); last = 3",
     "slow/part.py": "import threading; entered, answered = threading.Event(), threading.Event()",
-    "broken/__init__.py": "import os; value = 3 if 'MENDED' in os.environ else 1 / 0",
 }
 PREPARED = """
 from scripts.cli import deferred
-deferred._MODULES |= dict.fromkeys(("large", "slow", "broken"))
+deferred._MODULES |= dict.fromkeys(("large", "slow"))
 deferred.defer_imports()
 """
 UNTIL_NEEDED = """
@@ -103,17 +102,6 @@ def run(tmp_path):
 def test_a_package_is_executed_when_a_name_of_it_is_used(run, use, printed) -> None:
     attempt = f"try:\n {use}\nexcept AttributeError as error: assert 'large' in str(error)"
     assert run(PREPARED + attempt) == printed
-
-
-def test_a_package_that_failed_is_tried_again(run) -> None:
-    use = """
-import os, broken
-try: broken.value
-except ZeroDivisionError as error: print("no")
-os.environ["MENDED"] = "1"
-print(broken.value, type(broken).__name__)
-"""
-    assert run(PREPARED + use) == ["no", "3", "module"]
 
 
 def test_two_threads_use_it_at_once(run) -> None:
