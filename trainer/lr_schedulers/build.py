@@ -17,9 +17,9 @@ from torch.optim.lr_scheduler import (
     SequentialLR,
 )
 
-from conf.errors import Problem, problems_at, raise_problems
+from conf.errors import Problem, did_you_mean, problems_at, raise_problems
 from conf.interpolation import RESERVED, fill, leaves
-from trainer.lr_schedulers.functions import functions_of_groups
+from trainer.lr_schedulers.functions import aliases, function_of
 from trainer.lr_schedulers.schedule import (
     Interval,
     LRSchedule,
@@ -29,6 +29,7 @@ from trainer.lr_schedulers.schedule import (
     refuse,
 )
 from trainer.optimizers.optimizers import Optimizers, construct
+from trainer.optimizers.param_groups import DEFAULT
 from trainer.targets.allow_list import locate
 
 logger = logging.getLogger("regimen")
@@ -229,6 +230,7 @@ class _Builder:
         return made
 
     def functions(self, functions: Any, steps: int | None, key: str) -> list[Any]:
+        # Of each group that of its name, its rule or optimizer, or `default`.
         per_epoch, by_step = self.steps_per_epoch, self.interval == "step"
         self.settings[f"{key}.functions"] = functions
         if "total_steps" in str(functions):
@@ -236,16 +238,28 @@ class _Builder:
         if not by_step or "epoch" in str(functions):
             self.settings[f"{key}.steps_per_epoch"] = per_epoch
         lengths = {"total_steps": self.updates, "steps_per_epoch": per_epoch}
-        known = {name: float(length) for name, length in lengths.items() if length is not None}
+        constant = {name: float(length) for name, length in lengths.items() if length is not None}
 
         def values(tick: int) -> dict[str, float]:
             step = tick if by_step else tick * (per_epoch or 1)
-            return {"step": float(step), "epoch": float(step // (per_epoch or 1)), **known}
+            return {"step": float(step), "epoch": float(step // (per_epoch or 1)), **constant}
 
-        where = f"{key}.functions"
-        return functions_of_groups(
-            functions, self.group_names, self.all_names, values, steps or 2, where
-        )
+        known = {alias for group in self.all_names for alias in aliases(group)}
+        several = isinstance(functions, Mapping) and "_target_" not in functions
+        made = {}
+        for name, source in (functions if several else {DEFAULT: functions}).items():
+            where = f"{key}.functions.{name}"
+            if source is not None and name not in (DEFAULT, *known):
+                message = "there is no parameter group of this name, only "
+                hint = did_you_mean(str(name), known)
+                refuse(where, message + ", ".join(self.all_names), hint)
+            if source is not None:
+                made[name] = function_of(source, values, steps or 2, where)
+        for group in self.group_names:
+            if not made.keys() & {*aliases(group), DEFAULT}:
+                refuse(f"{key}.functions", f"has no function for group {group!r}, and no default")
+        choices = ([*aliases(group), DEFAULT] for group in self.group_names)
+        return [next(made[name] for name in names if name in made) for names in choices]
 
 
 def _share(value: Any, steps: int | None, key: str) -> int:

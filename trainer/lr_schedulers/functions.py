@@ -13,9 +13,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from conf.errors import did_you_mean, problems_at
+from conf.errors import problems_at
 from trainer.lr_schedulers.schedule import refuse
-from trainer.optimizers.param_groups import DEFAULT
 from trainer.targets.allow_list import locate
 from trainer.targets.instantiate import instantiate
 
@@ -122,46 +121,18 @@ def _compiled(node: ast.expr, names: Sequence[str], depth: int) -> _Term:
     )
 
 
-def functions_of_groups(
-    functions: Any,
-    group_names: Sequence[str],
-    all_names: Sequence[str],
-    values: Values,
-    last: int,
-    key: str,
-) -> list[Function]:
-    """Return the function of each group: that of its name, its rule or optimizer, or `default`.
-
-    A single function applies to every group. `all_names` are the names of the groups of all
-    optimizers, which may be keys of `functions`. `values` returns the variables at a step, of which
-    there are `last`. Raises `ScheduleError`.
-    """
-    known = {alias for group in all_names for alias in _aliases(group)}
-    several = isinstance(functions, Mapping) and "_target_" not in functions
-    made = {}
-    for name, source in (functions if several else {DEFAULT: functions}).items():
-        if source is None:
-            continue
-        if name != DEFAULT and name not in known:
-            message = f"there is no parameter group of this name, only {', '.join(all_names)}"
-            refuse(f"{key}.{name}", message, did_you_mean(name, known))
-        made[name] = _function_of(source, values, last, f"{key}.{name}")
-    found = []
-    for group in group_names:
-        chosen = [made[name] for name in [*_aliases(group), DEFAULT] if name in made]
-        if not chosen:
-            refuse(key, f"has no function for group {group!r}, and no default")
-        found.append(chosen[0])
-    return found
-
-
-def _aliases(group: str) -> list[str]:
-    # The names that select a group: `muon.body.3`, `muon.body` and `muon`.
+def aliases(group: str) -> list[str]:
+    """Return the names that select a group: `muon.body.3`, `muon.body` and `muon`."""
     parts = group.split(".")
     return [".".join(parts[:i]) for i in range(len(parts), 0, -1)]
 
 
-def _function_of(source: Any, values: Values, last: int, key: str) -> Function:
+def function_of(source: Any, values: Values, last: int, key: str) -> Function:
+    """Return the function of an expression, an import path or a node.
+
+    `values` returns the variables of an expression at a step, of which there are `last`. Raises
+    `ScheduleError`.
+    """
     path = isinstance(source, str) and _IMPORT_PATH.fullmatch(source)
     if isinstance(source, Mapping) or path:
         with problems_at(key):

@@ -174,52 +174,42 @@ class Track:
         self.scheduler.load_state_dict(_reordered(state["scheduler"], order))
 
     def catch_up(
-        self,
-        state: Mapping[str, Any] | None,
-        updates: int,
-        epochs: int,
-        steps_per_epoch: int | None,
+        self, state: Mapping[str, Any] | None, updates: int, epochs: int, per_epoch: int | None
     ) -> None:
         """Move to the same updates and epochs in the schedule that is configured here.
 
         `state` is that of the earlier schedule, if there was one. A plateau scheduler keeps its
-        history and its reduced rates; an object of the user is restored exactly.
+        history, and the reduced rates of groups with the same initial rate; an object of the user
+        is restored exactly. Any other is stepped from its first values, not from warmed or loaded
+        ones.
         """
         if not self.settings:
             if state is not None:
                 self.load_state_dict(state, updates, epochs)
             return
         by_epoch = self.warmup.every == "epoch"
-        self._warmup_epochs = self.warmup.ticks // (1 if by_epoch else steps_per_epoch or 2**62)
+        self._warmup_epochs = self.warmup.ticks // (1 if by_epoch else per_epoch or 2**62)
         self._at = self._position(updates, epochs)
-        if self.monitor is not None:
-            self._keep(state or {"type": None})
+        if self.monitor is None:
+            for group, first in zip(self.groups, self._first, strict=True):
+                for key in first.keys() - {"params"}:
+                    if key == "lr" or key not in self.scheduler.optimizer.defaults:
+                        _put(group, key, first[key])
+            with warnings.catch_warnings():  # torch misses a step of the optimizer
+                warnings.simplefilter("ignore", UserWarning)
+                for _ in range(self._at):
+                    self.scheduler.step()
         else:
-            self._replay()
+            reached = {}
+            if state is not None and state["type"] == type_name(self.scheduler):
+                memory = {key: state["scheduler"][key] for key in _PLATEAU_MEMORY}
+                self.scheduler.load_state_dict({**self.scheduler.state_dict(), **memory})
+                begun = zip(state["groups"], state["start"], strict=True)
+                reached = dict(zip(begun, state["lr"], strict=True))
+            for group, name, start in zip(self.groups, self.group_names, self._start, strict=True):
+                _put(group, "lr", reached.get((name, start), start))
         if self._at < 0:
             self._warm()
-
-    def _replay(self) -> None:
-        # From the scheduler's first values, not from warmed or loaded ones.
-        for group, first in zip(self.groups, self._first, strict=True):
-            for key in set(first) - {"params"}:
-                if key == "lr" or key not in self.scheduler.optimizer.defaults:
-                    _put(group, key, first[key])
-        with warnings.catch_warnings():  # torch misses a step of the optimizer
-            warnings.simplefilter("ignore", UserWarning)
-            for _ in range(self._at):
-                self.scheduler.step()
-
-    def _keep(self, state: Mapping[str, Any]) -> None:
-        # The history of the metric, and the rates of groups with the same initial rate.
-        reached = {}
-        if state["type"] == type_name(self.scheduler):
-            memory = {key: state["scheduler"][key] for key in _PLATEAU_MEMORY}
-            self.scheduler.load_state_dict({**self.scheduler.state_dict(), **memory})
-            begun = zip(state["groups"], state["start"], strict=True)
-            reached = dict(zip(begun, state["lr"], strict=True))
-        for group, name, start in zip(self.groups, self.group_names, self._start, strict=True):
-            _put(group, "lr", reached.get((name, start), start))
 
 
 def _put(group: dict[str, Any], key: str, value: Any) -> None:

@@ -195,8 +195,7 @@ class Gathered(Accuracy):
     """Take in others."""
 
     def merge_state(self, others) -> None:
-        for other in others:
-            self.counts += other.counts
+        self.counts += sum(other.counts for other in others)
 
 
 def test_a_metric_of_the_users_tells_of_all_processes_samples(ranks) -> None:

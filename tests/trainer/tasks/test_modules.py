@@ -154,19 +154,12 @@ def test_rules_know_them() -> None:
     assert list(trainer_of(node=node).optimizers.frozen) == ["task.loss.scale"]
 
 
-def test_an_optimizer_without_them_is_refused() -> None:
-    model = nn.Linear(5, CLASSES).double()
+def test_an_optimizer_without_them_is_refused_and_shards_beside_them() -> None:
+    model, node = nn.Linear(5, CLASSES).double(), {"_target_": "torch.optim.SGD", "lr": 0.5}
     task, data = Classification(CLASSES, Scaled()), [samples()[0]]
-    for optimizer in (torch.optim.SGD(model.parameters()), build_optimizers(model, NODE)):
+    for optimizer in (torch.optim.SGD(model.parameters()), build_optimizers(model, node)):
         with pytest.raises(ParamGroupError, match=r"no optimizer has task\.loss\.scale"):
             Trainer(model, task, optimizer, data)
-
-
-NODE = {"_target_": "torch.optim.SGD", "lr": 0.5}
-
-
-def test_shards_and_what_is_whole_do_not_mix() -> None:
-    task = Classification(CLASSES, Scaled())
     with pytest.raises(ModelError, match=r"trains task\.loss\.scale; use strategy=ddp"):
         FSDP(Processes(accelerator="cpu")).check(named_modules(task))
 
@@ -184,18 +177,13 @@ def test_a_resume_is_exact(network) -> None:
     assert_same(weights(resumed), weights(whole))
 
 
-def test_constants_are_not_saved() -> None:
-    trainer = trainer_of(Restless)
-    trainer.fit()
-    payload = snapshot.take(trainer)
-    assert list(payload["state"]["unsaved"][0]["buffers"]) == ["seen"]
-
-
-def test_weights_alone_bring_the_task_along() -> None:
+def test_weights_alone_bring_the_task_along_and_no_constants() -> None:
     trainer = trainer_of(Restless, Scaled(centred=True))
     trainer.fit()
+    payload = copy.deepcopy(snapshot.take(trainer))
+    assert list(payload["state"]["unsaved"][0]["buffers"]) == ["seen"]
     fresh = trainer_of(Restless, Scaled(centred=True))
-    snapshot.load_weights(fresh, copy.deepcopy(snapshot.take(trainer)))
+    snapshot.load_weights(fresh, payload)
     assert_same(weights(fresh), weights(trainer))
 
 
