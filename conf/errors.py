@@ -4,7 +4,7 @@ Every room may import this module: a mistake stays a `Problem` from where it ari
 printed.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
@@ -86,6 +86,12 @@ def did_you_mean(name: str, names: Iterable[str]) -> str | None:
     """Return a hint with the nearest of some names; None where none is near."""
     near = nearest(name, names)
     return f"did you mean {near}?" if near else None
+
+
+def some(names: Sequence[str], limit: int = 8) -> str:
+    """Join the first `limit` names, with the number of the others."""
+    more = f" (+{len(names) - limit} more)" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more
 
 
 def one_line(text: str) -> str:

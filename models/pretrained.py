@@ -14,6 +14,7 @@ import torch
 import torchvision
 from torch import Tensor, nn
 
+from conf.errors import some
 from models.layers import NetworkError
 from trainer.checkpoints.reader import read_weights as read_file
 from trainer.errors import CheckpointError
@@ -76,7 +77,7 @@ def fine_tune(
     if not weights_wanted():
         return model
     found = load_weights(model, read_weights(weights, checkpoint, prefix, average), drop, head)
-    report = "; ".join(f"{kind}: {_first(names)}" for kind, names in found.items() if names)
+    report = "; ".join(f"{kind}: {some(names, 4)}" for kind, names in found.items() if names)
     differing = bool(found["missing"] or found["unexpected"])
     if strict and differing:
         raise CheckpointError(
@@ -101,7 +102,7 @@ def load_weights(
     names = [*state, *own]
     for pattern in drop:
         if not any(fnmatchcase(name, pattern) for name in names):
-            raise NetworkError(f"model.drop: {pattern!r} matches no name among {_first(names)}")
+            raise NetworkError(f"model.drop: {pattern!r} matches no name among {some(names, 4)}")
     dropped = [n for n in dict.fromkeys(names) if any(fnmatchcase(n, p) for p in drop)]
     layers = [name for name, module in model.named_modules() if isinstance(module, Head)]
     head = layers[-1] if head is None and layers else head
@@ -123,8 +124,8 @@ def load_weights(
         raise CheckpointError(f"{reason} exclude names with model.drop") from error
     if len(result.unexpected_keys) == len(kept):
         raise CheckpointError(
-            f"no name of the weights is in the network: {_first(list(state))} "
-            f"against {_first(list(own))}; see model.prefix"
+            f"no name of the weights is in the network: {some(list(state), 4)} "
+            f"against {some(list(own), 4)}; see model.prefix"
         )
     return {
         "loaded": [name for name in kept if name not in result.unexpected_keys],
@@ -134,11 +135,6 @@ def load_weights(
         "missing": [n for n in result.missing_keys if n not in (*dropped, *resized)],
         "unexpected": result.unexpected_keys,
     }
-
-
-def _first(names: Sequence[str], show: int = 4) -> str:
-    more = f" (+{len(names) - show} more)" if len(names) > show else ""
-    return ", ".join(names[:show]) + more
 
 
 def read_weights(

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, NoReturn
 
 from torch import Tensor
 
-from conf.errors import ConfigError, Problem
+from conf.errors import ConfigError, Problem, some
 from trainer.checkpoints.archive import plain_part
 from trainer.errors import CheckpointError
 from trainer.optimizers.optimizers import Optimizers
@@ -301,8 +301,7 @@ class LRSchedule:
                 there = name in saved
                 found += track.differences(saved[name]) if there else [f"{name!r} had no schedule"]
             if found and hyper_parameters:
-                more = f" (+{len(found) - 1} more)" if len(found) > 1 else ""
-                raise CheckpointError(f"the lr_scheduler does not fit: {found[0]}{more}")
+                raise CheckpointError(f"the lr_scheduler does not fit: {some(found, 1)}")
             for name, track in self.tracks.items():
                 if hyper_parameters:
                     track.load_state_dict(saved[name], updates, epochs)

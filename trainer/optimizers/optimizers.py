@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from conf.errors import ConfigError, Problem, did_you_mean, raise_problems
+from conf.errors import ConfigError, Problem, did_you_mean, raise_problems, some
 from trainer.optimizers.param_groups import (
     DEFAULT,
     Claim,
@@ -25,7 +25,6 @@ from trainer.optimizers.param_groups import (
     first_rule,
     parse_rules,
     parse_selector,
-    some,
 )
 from trainer.optimizers.state import begin_with_zeros, damped, pack, unpack
 from trainer.targets.instantiate import instantiate

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
 
-from conf.errors import ConfigError, Problem, did_you_mean, noted, problems_at, raise_problems
+from conf.errors import ConfigError, Problem, did_you_mean, noted, problems_at, raise_problems, some
 from trainer.targets.allow_list import locate
 
 DEFAULT = "default"  # the group of the parameters that no rule accepts
@@ -207,12 +207,6 @@ def unused(
         else:
             hint = f"the model has {some([c.name for c in found])}"
             yield Problem(key, "matches no parameter", hint)
-
-
-def some(names: Sequence[str], limit: int = 8) -> str:
-    """Join the first `limit` names, with the number of the others."""
-    more = f" (+{len(names) - limit} more)" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more
 
 
 def parse_rules(rules: Any, key: str, problems: list[Problem]) -> list[GroupRule]:

@@ -14,6 +14,7 @@ import torch.optim.optimizer as optimizer_module
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
+from conf.errors import some
 from trainer.checkpoints.archive import NotPlainError, plain, plain_part
 from trainer.errors import CheckpointError
 
@@ -164,8 +165,7 @@ def unpack(of: Optimizers, saved: Mapping[str, Any], restore_hyper_parameters: b
     try:
         here, there = _places(pack(of)), _places(saved)
         if problems := [*_misfits(here, there)]:
-            more = f" (+{len(problems) - 1} more)" if len(problems) > 1 else ""
-            raise CheckpointError(f"the optimizer state does not fit: {problems[0]}{more}")
+            raise CheckpointError(f"the optimizer state does not fit: {some(problems, 1)}")
         for group in of.groups():
             # A group that was frozen as a whole when it was saved keeps the values of this run.
             section = saved["optimizers"].get(group.optimizer_name, _NOTHING)

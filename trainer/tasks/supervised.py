@@ -63,8 +63,13 @@ class Supervised(Task):
             )
 
     def metric_names(self) -> list[str]:
-        """Return the names of the metrics of an evaluation."""
-        return [*self.losses.names, *self.score_names, *metric_keys(self._metrics)]
+        """Return the names of the metrics of an evaluation: one for each key of a metric."""
+        names = [*self.losses.names, *self.score_names]
+        for name, metric in self._metrics.items():
+            keys = getattr(metric, "keys", ())
+            several = isinstance(keys, Sequence) and not isinstance(keys, str) and keys
+            names += [f"{name}_{key}" for key in keys] if several else [name]
+        return names
 
     def metrics(self) -> Mapping[str, Metric]:
         """Return the metrics that keep a state."""
@@ -116,13 +121,3 @@ class Supervised(Task):
                 f"at 0{more}"
             ) from error
         return StepOutput(loss, counts, self.scores(output, target))
-
-
-def metric_keys(metrics: Mapping[str, Any]) -> list[str]:
-    """Return the names of the values of metrics: one for each metric or for each of its `keys`."""
-    names = []
-    for name, metric in metrics.items():
-        keys = getattr(metric, "keys", ())
-        several = isinstance(keys, Sequence) and not isinstance(keys, str) and keys
-        names += [f"{name}_{key}" for key in keys] if several else [name]
-    return names

@@ -22,7 +22,6 @@ from trainer.tasks.metrics import (
     Perplexity,
     Running,
 )
-from trainer.tasks.supervised import metric_keys
 from trainer.trainer import Trainer
 
 SAMPLES, CLASSES = 29, 4
@@ -161,8 +160,9 @@ def test_torchmetrics_agree_with_ours() -> None:
 
 
 def test_metrics_of_several_values_say_their_names() -> None:
-    metrics = {"accuracy": PerClassAccuracy(2), "f1": MacroF1(2), "other": Foreign(float)}
-    assert metric_keys(metrics) == ["accuracy_0", "accuracy_1", "f1", "other"]
+    metrics = {"class": PerClassAccuracy(2), "f1": MacroF1(2), "other": Foreign(float)}
+    named = Classification(2, metrics=metrics).metric_names()
+    assert named == ["loss", "accuracy", "class_0", "class_1", "f1", "other"]
     with pytest.raises(ModelError, match="classes has 2 names"):
         PerClassAccuracy(3, ["a", "b"])
 
