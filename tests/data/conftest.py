@@ -4,12 +4,19 @@ import os
 import random
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+
+from conf.check import parse
+from data.loading.loader import Loader
+from scripts.composition.compose import compose
+from trainer.assembly.data import build_data
+from trainer.assembly.experiment import eval_loader, train_loader
 
 
 class Noisy:
@@ -74,3 +81,35 @@ def picture_tree(tmp_path: Path, write_image: Any) -> Path:
         for number in range(count):
             write_image(tmp_path / split / name / f"{number:02d}.jpg")
     return tmp_path
+
+
+def _built(*words: str, rank: int = 0, world: int = 1) -> list[Loader]:
+    config = parse(compose(list(words)).config)
+    data, group = build_data(config), SimpleNamespace(rank=rank, world_size=world)
+    strategy: Any = SimpleNamespace(group=group, device=torch.device("cpu"))
+    test = data.sets["test"]
+    held_out = [] if test is None else [eval_loader(config, test, strategy, limit=3)]
+    return [train_loader(config, data, strategy), *held_out]
+
+
+@pytest.fixture
+def built() -> Any:
+    """A function from overrides to the loaders of a rank: of training, and of test if there is."""
+    return _built
+
+
+@pytest.fixture
+def seen() -> Any:
+    """A function from overrides to what a network sees of each sample, over all ranks."""
+
+    def run(*words: str, world: int = 1, start: int = 0) -> dict[int, torch.Tensor]:
+        found: dict[int, torch.Tensor] = {}
+        for rank in range(world):
+            loader, *_ = _built(*words, rank=rank, world=world)
+            for micro in loader.epoch(1, start):
+                kept = micro.piece.indices[: micro.piece.count]
+                found |= dict(zip(kept, micro.batch[0], strict=False))
+            loader.close()
+        return found
+
+    return run

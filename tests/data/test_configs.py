@@ -2,7 +2,6 @@
 
 import inspect
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,20 +14,9 @@ from data.loading.loader import Loader
 from data.samplers import UpdateSampler, as_order, as_updates
 from data.sources import Digits
 from scripts.composition.compose import compose
-from trainer.assembly.data import build_data
-from trainer.assembly.experiment import eval_loader, train_loader
 from trainer.targets.instantiate import instantiate
 
 CONF = Path(__file__).parents[2] / "conf"
-ALONE: Any = SimpleNamespace(
-    group=SimpleNamespace(rank=0, world_size=1), device=torch.device("cpu")
-)
-
-
-def _loaders(*words: str) -> tuple[Loader, Loader]:
-    config = parse(compose([*words, "loader.num_workers=0"]).config)
-    data = build_data(config)
-    return train_loader(config, data, ALONE), eval_loader(config, data.sets["test"], ALONE)
 
 
 def _all(loader: Loader) -> torch.Tensor:
@@ -50,26 +38,26 @@ def test_a_data_set_chooses_transforms_that_others_override(words: list[str], fi
 
 @pytest.mark.parametrize("size", [8, 40])
 def test_a_folder_of_any_sizes_and_digits_as_configured(
-    picture_tree: Path, write_image: Any, size: int
+    picture_tree: Path, write_image: Any, built: Any, size: int
 ) -> None:
     write_image(picture_tree / "train" / "cat" / "tiny.png", size=(1, 1))
     write_image(picture_tree / "test" / "cat" / "wide.png", size=(90, 7))
     words = ("data=image_folder", f"data.root={picture_tree}", f"data.image_size={size}")
-    assert all(_all(loader).shape[1:] == (3, size, size) for loader in _loaders(*words))
-    digits = _all(_loaders("data=digits", f"data.image_size={size}")[1])
+    assert all(_all(loader).shape[1:] == (3, size, size) for loader in built(*words))
+    digits = _all(built("data=digits", f"data.image_size={size}")[1])
     assert abs(float(digits.mean())) < 0.1
     assert abs(float(digits.std()) - 1) < 0.2
 
 
 @pytest.mark.parametrize("transforms", sorted(p.stem for p in (CONF / "transforms").glob("*")))
 def test_transforms_run_as_configured(
-    picture_tree: Path, write_image: Any, transforms: str
+    picture_tree: Path, write_image: Any, built: Any, transforms: str
 ) -> None:
     for path in picture_tree.rglob("*.jpg"):
         write_image(path, size=(12, 12))
     words = ["data=image_folder", f"data.root={picture_tree}", "data.image_size=12"]
     words += ["data.num_classes=2", f"transforms={transforms}", "loader.batch_size=4"]
-    for loader in _loaders(*words):
+    for loader in built(*words):
         inputs, targets = next(loader.epoch(0)).batch
         mixes = any("mix" in name for name in loader.transforms.steps)  # type: ignore[union-attr]
         assert len(inputs) == len(targets) == 4
@@ -93,7 +81,7 @@ def test_samplers_run_as_configured(path: Path) -> None:
     assert max(indices) < len(digits)
 
 
-def test_the_stream_holds_the_digits() -> None:
+def test_the_stream_holds_the_digits(built: Any) -> None:
     words = ("transforms=basic", "loader.shuffle=false")
-    streamed, digits = (_loaders(f"data={name}", *words)[0] for name in ("digits_stream", "digits"))
+    streamed, digits = (built(f"data={name}", *words)[0] for name in ("digits_stream", "digits"))
     assert torch.equal(_all(streamed), _all(digits))

@@ -1,6 +1,5 @@
 """Data sets by name, their splits and fingerprints; downloaded ones from torchvision's files."""
 
-import gzip
 import pickle
 import random
 import struct
@@ -86,37 +85,31 @@ def test_whole_batches_are_the_samples_to_the_bit() -> None:
     assert Digits("val", transform=random_step).batch([1, 2]) is None
 
 
-def _write_cifar(root: Path) -> None:
-    folder = root / "cifar-10-batches-py"
+def _write_cifar(folder: Path) -> None:
     folder.mkdir(parents=True)
-    draw = np.random.RandomState(0)
+    draw, labels = np.random.RandomState(0), [i % 10 for i in range(20)]
     for name in [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]:
-        pixels = draw.randint(0, 256, (20, 3072), np.uint8)
-        content = {"data": pixels, "labels": [i % 10 for i in range(20)]}
+        content = {"data": draw.randint(0, 256, (20, 3072), np.uint8), "labels": labels}
         (folder / name).write_bytes(pickle.dumps(content))
     names = {"label_names": [f"class{i}" for i in range(10)]}
     (folder / "batches.meta").write_bytes(pickle.dumps(names))
 
 
-def _write_fashion(root: Path) -> None:
-    folder = root / "FashionMNIST" / "raw"
+def _write_fashion(folder: Path) -> None:
     folder.mkdir(parents=True)
     for name, count in (("train", 60), ("t10k", 20)):
         images = np.random.RandomState(count).randint(0, 256, (count, 28, 28), np.uint8)
         labels = (np.arange(count) % 10).astype(np.uint8)
         for kind, array in (("images-idx3", images), ("labels-idx1", labels)):
             head = struct.pack(f">HBB{array.ndim}I", 0, 8, array.ndim, *array.shape)
-            path = folder / f"{name}-{kind}-ubyte"
-            path.write_bytes(head + array.tobytes())
-            with gzip.open(f"{path}.gz", "wb") as packed:
-                packed.write(head + array.tobytes())
+            (folder / f"{name}-{kind}-ubyte").write_bytes(head + array.tobytes())
 
 
 def test_cifar10_from_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # torchvision knows the checksums of the real files.
     monkeypatch.setattr("torchvision.datasets.CIFAR10._check_integrity", lambda self: True)
     monkeypatch.setattr("torchvision.datasets.cifar.check_integrity", lambda *_: True)
-    _write_cifar(tmp_path)
+    _write_cifar(tmp_path / "cifar-10-batches-py")
     train, val = (Cifar10(str(tmp_path), split, val_size=30) for split in ("train", "val"))
     test, raw = Cifar10(str(tmp_path), "test", image_size=16), Cifar10(str(tmp_path), "test")
     assert (len(train), len(val), len(test)) == (70, 30, 20)
@@ -130,7 +123,7 @@ def test_cifar10_from_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_fashion_mnist_from_files(tmp_path: Path) -> None:
-    _write_fashion(tmp_path)
+    _write_fashion(tmp_path / "FashionMNIST" / "raw")
     train = FashionMnist(str(tmp_path), "train", val_size=20)
     assert (len(train), len(FashionMnist(str(tmp_path), "test"))) == (40, 20)
     assert train[0][0].shape == (1, 28, 28)

@@ -72,6 +72,9 @@ def test_workers_do_not_change_a_stream(workers: int, jumps: bool) -> None:
     assert _same(_batches(Numbers(jumps=jumps), workers=workers), whole)
     assert sorted(torch.cat(whole)[:, 0].tolist()) == list(range(20))
     later = _batches(Numbers(jumps=jumps), epoch=2)
+    one = Loader(Numbers(jumps=jumps), UpdateSampler(Sequential(20), batch_size=6), seed=9)
+    for epoch, expected in ((0, whole), (2, later)):  # of one loader
+        assert _same([micro.batch[0] for micro in one.epoch(epoch)], expected)
     assert torch.cat(later)[:, 1].unique().tolist() == [2.0]
     assert not _same(whole, later)
     for start in range(4):  # as a resume begins
@@ -86,14 +89,6 @@ def test_ranks_share_a_stream_out() -> None:
     ]
     pieces = [piece for pair in zip(*parts, strict=True) for piece in pair]
     assert torch.equal(torch.cat(pieces), torch.cat(_batches(Numbers())))
-
-
-def test_epochs_follow_each_other_in_one_loader() -> None:
-    sampler = UpdateSampler(Sequential(20), batch_size=6)
-    loader = Loader(Numbers(), sampler, seed=9)
-    for epoch in (0, 1):
-        got = [micro.batch[0] for micro in loader.epoch(epoch)]
-        assert _same(got, _batches(Numbers(), epoch=epoch))
 
 
 class _Raw:

@@ -3,9 +3,7 @@
 import logging
 import os
 import pickle
-from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,15 +11,11 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from conf.check import parse
 from data.decode import read_image
 from data.errors import UnreadableError
 from data.image_folder import ImageCache, ImageFolder, image_folder
 from data.loading.loader import Kept, Loader
 from data.sources import Digits
-from scripts.composition.compose import compose
-from trainer.assembly.data import build_data
-from trainer.assembly.experiment import eval_loader, train_loader
 
 KINDS = ["ram", "disk"]
 
@@ -125,22 +119,11 @@ def test_a_folder_that_cannot_be_written_costs_speed_only(
 
 
 CPU = torch.device("cpu")
-BASE = ["loader.batch_size=12", "loader.eval_batch_size=5", "trainer.gradient_accumulation_steps=2"]
-
-
-def _loaders(words: list[str], cache: str, rank: int = 0, workers: int = 0) -> Iterator[Loader]:
-    words = [*words, *BASE, f"data.cache={cache}", f"loader.num_workers={workers}"]
-    config = parse(compose(words).config)
-    data = build_data(config)
-    group = SimpleNamespace(rank=rank, world_size=2)
-    strategy: Any = SimpleNamespace(group=group, device=CPU)
-    yield train_loader(config, data, strategy)
-    yield eval_loader(config, data.sets["test"], strategy, limit=3)
 
 
 def _leaves(loader: Loader) -> list[Any]:
     """Return what the network sees of an epoch from its second update on."""
-    micros = list(loader.epoch(1, 1, 5))
+    micros = list(loader.epoch(1, 1, 4))
     loader.close()
     return [leaf for micro in micros for leaf in (micro.piece, *tree_leaves(micro.batch))]
 
@@ -165,21 +148,24 @@ def _same(first: list[Any], second: list[Any]) -> bool:
     ],
     ids=lambda words: words[-1].partition("=")[2],
 )
-def test_the_network_sees_the_same(words: list[str]) -> None:
-    every = zip(_loaders(words, "none", rank=1), _loaders(words, "device", rank=1), strict=True)
-    for plain, kept in every:
+def test_the_network_sees_the_same(words: list[str], built: Any) -> None:
+    words = [*words, "loader.batch_size=12", "loader.eval_batch_size=5", "loader.num_workers=0"]
+    words += ["trainer.gradient_accumulation_steps=2"]
+    each = (built(*words, f"data.cache={cache}", rank=1, world=2) for cache in ("none", "device"))
+    for plain, kept in zip(*each, strict=True):
         assert _same(_leaves(plain), _leaves(kept))
         assert kept.kept is not None
         assert kept.kept.ready
 
 
 def test_images_of_several_sizes_stay_where_they_are(
-    picture_tree: Path, write_image: Any, caplog: pytest.LogCaptureFixture
+    picture_tree: Path, write_image: Any, built: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     write_image(picture_tree / "train" / "cat" / "wide.png", size=(19, 12))
     words = ["experiment=resnet18", "data=image_folder", f"data.root={picture_tree}"]
     words += ["data.image_size=12", "data.val_fraction=0", "transforms=crop_flip"]
-    plain, kept = (next(_loaders(words, cache)) for cache in ("none", "device"))
+    words += ["loader.batch_size=4", "loader.num_workers=0"]
+    plain, kept = (built(*words, f"data.cache={cache}")[0] for cache in ("none", "device"))
     assert _same(_leaves(plain), _leaves(kept))
     assert "ImageFolder holds images of several sizes" in caplog.text
     digits = Kept(Digits("val"), CPU, 1000)

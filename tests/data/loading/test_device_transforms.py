@@ -2,7 +2,6 @@
 
 from collections import namedtuple
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,6 @@ from torch import Generator, Tensor
 from torch.nn.functional import interpolate
 from torchvision.transforms import v2
 
-from conf.check import parse
 from data import batch_transforms as batched
 from data.batch import Piece, to_device
 from data.errors import DataError
@@ -24,9 +22,6 @@ from data.orders import Shuffled
 from data.samplers import UpdateSampler
 from data.sources import Digits
 from data.transforms import Mirrored, Pipeline, ProgressiveResize, Shifted, Standardize, ToFloat
-from scripts.composition.compose import compose
-from trainer.assembly.data import build_data
-from trainer.assembly.experiment import train_loader
 
 STEPS = {
     "crop": batched.RandomCrop(16, padding=2),
@@ -235,58 +230,35 @@ def test_no_value_of_a_byte_is_rounded_otherwise(channels: int) -> None:
             assert torch.equal(step(images), expected)
 
 
-def _seen(
-    tree: Path, *words: str, accumulation: int = 1, world: int = 1, workers: int = 0
-) -> dict[int, Tensor]:
-    """Sample -> what the network sees, over all ranks and micro-batches of epoch 1."""
+def _words(tree: Path, *more: str) -> list[str]:
     data = ["data=image_folder", f"data.root={tree}", "data.image_size=12", "data.val_fraction=0"]
-    loading = ["loader.batch_size=8", f"loader.num_workers={workers}"]
-    loading += [f"trainer.gradient_accumulation_steps={accumulation}"]
-    config = parse(compose(["experiment=resnet18", *data, *loading, *words]).config)
-    found: dict[int, Tensor] = {}
-    for rank in range(world):
-        group = SimpleNamespace(rank=rank, world_size=world)
-        strategy: Any = SimpleNamespace(group=group, device=torch.device("cpu"))
-        loader = train_loader(config, build_data(config, ("train",)), strategy)
-        for micro in loader.epoch(1):
-            found |= dict(
-                zip(micro.piece.indices[: micro.piece.count], micro.batch[0], strict=False)
-            )
-        loader.close()
-    return found
+    return ["experiment=resnet18", *data, "loader.batch_size=8", "loader.num_workers=0", *more]
 
 
 @pytest.mark.parametrize("sizes", ["one-size", "sizes-differ"])
 def test_neither_cache_nor_workers_nor_the_split_change_a_bit(
-    picture_tree: Path, write_image: Any, sizes: str
+    picture_tree: Path, write_image: Any, seen: Any, sizes: str
 ) -> None:
     if sizes == "sizes-differ":
         write_image(picture_tree / "train" / "cat" / "wide.png", size=(19, 12))
         write_image(picture_tree / "train" / "dog" / "tall.png", size=(11, 23))
-    words = ("transforms=crop_flip",)
-    expected = _seen(picture_tree, *words)
+        with pytest.raises(DataError, match=r"differ in size \(10 x 12, 12 x 19.*\): see transf"):
+            seen(*_words(picture_tree, "transforms=basic", "loader.batch_size=18"))
+    words = _words(picture_tree, "transforms=crop_flip")
+    expected = seen(*words)
     assert len(expected) == (16 if sizes == "one-size" else 18)
     others = [
-        _seen(picture_tree, *words, accumulation=3),
-        _seen(picture_tree, *words, world=2, accumulation=2),
-        _seen(picture_tree, *words, "data.cache=ram"),
-        _seen(picture_tree, *words, "data.cache=disk", workers=1),
+        seen(*words, "trainer.gradient_accumulation_steps=3"),
+        seen(*words, "trainer.gradient_accumulation_steps=2", world=2),
+        seen(*words, "data.cache=ram"),
+        seen(*words, "data.cache=disk", "loader.num_workers=1"),
     ]
-    for seen in others:
-        assert seen.keys() == expected.keys()
-        assert all(torch.equal(seen[index], expected[index]) for index in expected)
-
-
-def test_sizes_that_stay_different_are_told(picture_tree: Path, write_image: Any) -> None:
-    write_image(picture_tree / "train" / "cat" / "wide.png", size=(19, 12))
-    with pytest.raises(DataError, match=r"differ in size \(10 x 12, 12 x 19\): see transforms"):
-        _seen(picture_tree, "transforms=basic")
-
-
-def test_a_collate_function_of_ones_own_gets_transformed_samples(picture_tree: Path) -> None:
+    for found in others:
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[index], expected[index]) for index in expected)
     node = "loader.collate_fn={_target_: torch.utils.data.default_collate, _partial_: true}"
-    seen = _seen(picture_tree, "transforms=crop_flip", node)
-    assert {image.dtype for image in seen.values()} == {torch.float32}
+    if sizes == "one-size":  # a collate function of one's own gets transformed samples
+        assert {image.dtype for image in seen(*words, node).values()} == {torch.float32}
 
 
 def test_batches_keep_the_types_that_hold_their_samples() -> None:
