@@ -70,26 +70,23 @@ class ArrowRows:
 
     def sample(self, row: Mapping[str, Any], index: int) -> Any:
         """Return the sample of a row; `index` is for messages."""
-        value = self._input(row[self._columns["input"]], index)
+        value = row[self._columns["input"]]
+        if value is None:
+            raise DataError(f"row {index}, column {self._columns['input']!r}: no value")
+        if self._picture:
+            content = value["bytes"] or Path(value["path"]).read_bytes()
+            value = decode_image(content, f"row {index} ({value['path']})", self.channels)
+        elif not isinstance(value, str):
+            value = self._tensor(value, index)
+        elif self._tokenizer is not None:
+            padded = {"padding": "max_length", "max_length": self._length}
+            found = self._tokenizer(value, truncation=True, **padded)
+            value = {name: torch.tensor(values) for name, values in found.items()}
         value = value if self.transform is None else self.transform(value)
         if "target" not in self._columns:
             return value
         target = row[self._columns["target"]]
         return value, self._class(target) if self._numbers else self._tensor(target, index)
-
-    def _input(self, value: Any, index: int) -> Any:
-        if value is None:
-            raise DataError(f"row {index}, column {self._columns['input']!r}: no value")
-        if self._picture:
-            content = value["bytes"] or Path(value["path"]).read_bytes()
-            return decode_image(content, f"row {index} ({value['path']})", self.channels)
-        if not isinstance(value, str):
-            return self._tensor(value, index)
-        if self._tokenizer is None:
-            return value
-        padded = {"padding": "max_length", "max_length": self._length}
-        found = self._tokenizer(value, truncation=True, **padded)
-        return {name: torch.tensor(values) for name, values in found.items()}
 
     def _class(self, value: Any) -> int:
         if self._numbered:
@@ -143,11 +140,8 @@ def huggingface(
             classes = class_names(found, num_classes, len(train), f"data.path={path}")
     table = split_of(tables, split)
     if is_cut(split, split_of(tables, "val") is not None, val_fraction, folds):
-        labels = np.zeros(len(train), np.int64)
-        if classes is not None:
-            labels = np.unique(train[columns["target"]], return_inverse=True)[1]
-        rows = rows_of_train(split, labels, val_fraction, split_seed, fold, folds)
-        table = train.select(rows)
+        labels = np.zeros(len(train)) if classes is None else train[columns["target"]]
+        table = train.select(rows_of_train(split, labels, val_fraction, split_seed, fold, folds))
     if table is None:
         return None
     return ArrowRows(table, columns, classes, channels, tokenizer, length, transform)

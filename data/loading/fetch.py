@@ -138,7 +138,7 @@ class Fetcher:
     def name(self, index: int) -> str:
         """Name a sample by its index and, where there is one, its file."""
         path = path_of(self.dataset, index)
-        return f"sample {index}" if path is None else f"sample {index} ({path})"
+        return f"sample {index}" + (f" ({path})" if path else "")
 
     def _fetch(self, piece: Piece) -> Fetched:
         if callable(begin := getattr(self.dataset, "begin_epoch", None)):
@@ -201,8 +201,7 @@ class Fetcher:
             text = str(error) if isinstance(error, DataError) else reason(error)
             if isinstance(error, UnreadableError) and self.on_error == "raise":
                 text = f"{text}; data.on_error=skip leaves such samples out"
-            path = path_of(self.dataset, index)
-            named = path is not None and path in text
+            named = str(path_of(self.dataset, index)) in text
             where = f"sample {index}" if named else self.name(index)
             raise DataError(f"{where}: {text}") from error
 

@@ -74,19 +74,15 @@ class Kept:
         if self._tried:
             return
         self._tried = True
-        samples, why = self.dataset.tensors(), None
-        size = bytes_of(samples)
+        samples, name = self.dataset.tensors(), type(self.dataset).__name__
+        size, most = bytes_of(samples), f"data.cache_bytes={self.most_bytes}"
+        why = f"{len(self.dataset)} samples take {size} bytes, more than {most}"
         if samples is None:
-            name = type(self.dataset).__name__
             why = f"{name} holds images of several sizes, or that cannot be decoded"
-        elif size > self.most_bytes:
-            asked = f"data.cache_bytes={self.most_bytes}"
-            why = f"{len(self.dataset)} samples take {size} bytes, more than {asked}"
-        if why is not None:
+        if samples is None or size > self.most_bytes:
             logger.warning("warning: data.cache=device: %s: they stay in host memory", why)
             return
-        self._samples = to_device(samples, self.device, non_blocking=False)
-        self.ready = True
+        self._samples, self.ready = to_device(samples, self.device, non_blocking=False), True
         logger.info("data.cache=device: %d bytes on %s", size, self.device)
 
     def batch(self, indices: Sequence[int]) -> Any:
