@@ -1,5 +1,6 @@
 """Run directories and checkpoints, and processes that hold or write them, for their tests."""
 
+import errno
 import multiprocessing
 import os
 import signal
@@ -74,6 +75,21 @@ def refused(
     assert caught.value.exit_code == 4
     assert kind in (None, caught.type)
     return message
+
+
+class Call:
+    """Calls a function when unpickled by anything but a weights-only load."""
+
+    def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
+        self.call = function, arguments
+
+    def __reduce__(self) -> Any:
+        return self.call
+
+
+def without_links(*_: Any) -> None:
+    """Be `os.link` on a file system that has no hard links."""
+    raise OSError(errno.EPERM, "no links here")
 
 
 def in_a_child(function: Callable[..., Any], *arguments: Any) -> int | None:

@@ -38,7 +38,7 @@ def payload(whole):
 def put(payload, path, value):
     *parents, last = path.split("/")
     for name in parents:
-        payload = payload[name]
+        payload = payload[int(name) if name.isdigit() else name]
     payload[last] = value
 
 
@@ -72,18 +72,14 @@ def test_the_first_misfit_is_named_and_the_others_counted(saved, model, message)
 @pytest.mark.parametrize("key", [*PARTS, "config"])
 def test_a_part_that_is_missing_or_of_another_type_is_named(payload, key):
     misfit = rf"^x\.pt: [^\n]*\b{key} is (missing|no)[^\n]*$"
-    for value in (None, 7):
+    lacking = {name: value for name, value in payload.items() if name != key}
+    for spoilt in (lacking, {**payload, key: None}, {**payload, key: 7}):
         with pytest.raises(CheckpointError, match=misfit):
-            check_payload({**payload, key: value}, PATH)
-    del payload[key]
-    with pytest.raises(CheckpointError, match=misfit):
-        check_payload(payload, PATH)
+            check_payload(spoilt, PATH)
 
 
-def endless():
-    value = []
-    value.append(value)
-    return value
+ENDLESS: list[object] = []
+ENDLESS.append(ENDLESS)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +92,7 @@ def endless():
         pytest.param("rng", [5], "rng is no list of a dict", id="rng"),
         pytest.param("model/0.weight", 3, "model.0.weight is no tensor", id="number-for-tensor"),
         pytest.param("optimizer/x", torch.zeros(1).expand(10**12), "larger than what", id="huge"),
-        pytest.param("callbacks/x", endless(), "expands to more", id="endless"),
+        pytest.param("callbacks/x", ENDLESS, "expands to more", id="endless"),
     ],
 )
 def test_a_value_that_no_run_writes_is_named(payload, path, value, text):
@@ -105,35 +101,18 @@ def test_a_value_that_no_run_writes_is_named(payload, path, value, text):
         check_payload(payload, PATH)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        pytest.param(BOMB, id="aliases-that-multiply"),
-        pytest.param("a: !!python/object/apply:os.system ['true']\n", id="python-tag"),
-        pytest.param("a: &a [*a]\n", id="alias-within-itself"),
-        pytest.param("- 1\n", id="a-list"),
-        pytest.param("x" * 1_000_001, id="long"),
-    ],
-)
-def test_a_hostile_configuration_is_refused(text):
-    with pytest.raises(CheckpointError, match=r"^x\.pt: [^\n]*configuration[^\n]*$"):
-        saved_config({"config": text}, PATH)
+def test_a_hostile_configuration_is_refused():
+    tag = "a: !!python/object/apply:os.system ['true']\n"
+    for text in (BOMB, tag, "a: &a [*a]\n", "- 1\n", "x" * 1_000_001):
+        with pytest.raises(CheckpointError, match=r"^x\.pt: [^\n]*configuration[^\n]*$"):
+            saved_config({"config": text}, PATH)
 
 
 @pytest.mark.parametrize(
-    ("path", "value"),
-    [
-        ("optimizer", {}),
-        ("lr_scheduler/tracks", 3),
-        ("rng/python", None),
-        ("rng/torch", torch.zeros(3)),
-        ("sums/sums", {"loss": None}),
-    ],
+    "path", ["optimizer", "lr_scheduler/tracks", "rng/0/python", "rng/0/torch", "state/sums/0/sums"]
 )
-def test_a_state_that_does_not_fit_is_one_line(payload, path, value):
-    part, _, rest = path.partition("/")
-    place = {"rng": payload["rng"][0], "sums": payload["state"]["sums"][0]}.get(part)
-    put(payload if place is None else place, path if place is None else rest, value)
+def test_a_state_that_does_not_fit_is_one_line(payload, path):
+    put(payload, path, {} if path == "optimizer" else 3)
     with pytest.raises(CheckpointError, match=r"^[^\n]+$"):
         snapshot.restore(make_trainer(), payload)
 
