@@ -26,6 +26,7 @@ BENCHMARKS = {
     "cifar10_fast": "CIFAR-10 on a CPU, against a loop by hand: data.root=DIR --rounds 1",
     "gpu": "training on a GPU, against the same by hand: data.root=DIR --rounds 3",
 }
+SHARED = {"evaluate": "inference", "predict": "inference", "sweep": "start"}  # their modules
 TAKE_OVERRIDES = ("cifar10_fast", "gpu")
 
 
@@ -39,11 +40,12 @@ def benchmark(argv: Sequence[str]) -> int:
     parser.add_argument("--output", type=Path, default=Path("benchmarks"), help="folder")
     if (arguments := parse_command(parser, argv)) is None:
         return 0
-    module = importlib.import_module(f"benchmarks.{arguments.name}")
     if arguments.overrides and arguments.name not in TAKE_OVERRIDES:
         parser.error(f"{arguments.name} takes no overrides, only {', '.join(TAKE_OVERRIDES)} do")
+    module = importlib.import_module(f"benchmarks.{SHARED.get(arguments.name, arguments.name)}")
+    measure = getattr(module, arguments.name if arguments.name in SHARED else "measure")
     given = (arguments.overrides,) if arguments.name in TAKE_OVERRIDES else ()
-    found = module.measure(arguments.rounds, *given)
+    found = measure(arguments.rounds, *given)
     for report in found if arguments.name == "gpu" else [found]:  # a report of each of its parts
         print(report.text())
         print(f"written to {report.write(arguments.output)}", flush=True)

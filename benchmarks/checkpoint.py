@@ -106,12 +106,12 @@ def measure(rounds: int) -> Report:
         rows += report.compared({key: times for key, times in updates.items() if times}, {})
         ratios[f"ratio_to_handwritten_{name.lower()}"] = report.paired(ours.blocked, hand.blocked)
     return Report(
-        name="checkpoint",
-        title=f"Time that a save keeps the training of ResNet-50 waiting ({DEVICE})",
-        unit="ms",
-        rows=rows,
-        headlines={"ratio_to_handwritten": max(ratios.values()), **ratios},
-        settings={"rounds": rounds, "updates_between_saves": INTERVAL, "batch": BATCH},
+        "checkpoint",
+        f"Time that a save keeps the training of ResNet-50 waiting ({DEVICE})",
+        "ms",
+        rows,
+        {"ratio_to_handwritten": max(ratios.values()), **ratios},
+        {"rounds": rounds, "updates_between_saves": INTERVAL, "batch": BATCH},
     )
 
 

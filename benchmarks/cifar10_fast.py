@@ -50,17 +50,17 @@ def measure(rounds: int, overrides: Sequence[str] = ()) -> Report:
     values = {f"{n}, {u}": [run[i] for run in runs[n]] for i, u in enumerate(units) for n in runs}
     seconds, cpu, right = ((values[f"{OURS}, {u}"], values[f"{BY_HAND}, {u}"]) for u in units)
     return Report(
-        name="cifar10_fast",
-        title="CIFAR-10 from image files on a CPU, whole commands",
-        unit="value",
-        rows=report.compared(values, {f"{OURS}, {u}": f"{BY_HAND}, {u}" for u in units[:2]}),
-        headlines={
+        "cifar10_fast",
+        "CIFAR-10 from image files on a CPU, whole commands",
+        "value",
+        report.compared(values, {f"{OURS}, {u}": f"{BY_HAND}, {u}" for u in units[:2]}),
+        {
             "ratio_to_handwritten": report.paired(*seconds),
             "cpu_ratio_to_handwritten": report.paired(*cpu),
             "accuracy": statistics.median(right[0]) / 100,
             "accuracy_by_hand": statistics.median(right[1]) / 100,
         },
-        settings={"rounds": rounds, "overrides": others},
+        {"rounds": rounds, "overrides": others},
     )
 
 

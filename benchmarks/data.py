@@ -84,11 +84,11 @@ def measure(rounds: int) -> Report:
         return min(ratio for name, ratio in ratios.items() if name.startswith(starts))
 
     return Report(
-        name="data",
-        title="Loading and transforming images, one thread in the main process",
-        unit="images/s",
-        rows=rows,
-        headlines={
+        "data",
+        "Loading and transforming images, one thread in the main process",
+        "images/s",
+        rows,
+        {
             "ratio_to_reference": least("digits", "CIFAR-sized"),
             "small_jpeg_cached": least("small JPEG: cache"),
             "large_jpeg": ratios["large JPEG: decode=full"],
@@ -98,7 +98,7 @@ def measure(rounds: int) -> Report:
             "large_jpeg_cached": least("large JPEG: cache"),
             "photographs_scaled": least("photographs: decode=scaled"),
         },
-        settings={"rounds": rounds, "made_up": made_up},
+        {"rounds": rounds, "made_up": made_up},
     )
 
 

@@ -10,25 +10,22 @@ all their processes.
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import pairwise
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import clip_grad_norm_
 from torch.optim import SGD
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from benchmarks import report
+from benchmarks.by_hand import updates
 from benchmarks.ours import train
 from benchmarks.report import BY_HAND, OURS, Cost, Report
-from benchmarks.start import BARE, FIRST_UPDATE, TRAIN, to_mark
+from benchmarks.start import BARE, FIRST_UPDATE, TRAIN, run
 from data.loading.loader import Loader
 from data.orders import Shuffled
 from data.samplers import UpdateSampler
@@ -59,7 +56,7 @@ def measure(rounds: int) -> Report:
         launched.rdzv_backend, launched.start_method = "c10d", "spawn"
         found = elastic_launch(launched, _rank)(rounds)[0]
         speeds |= {f"{name}, {count}": own for name, own in found.items()}
-    starts = {name: partial(to_mark, words, whole_cpu=True) for name, words in COMMANDS.items()}
+    starts = {name: partial(run, *words, whole_cpu=True) for name, words in COMMANDS.items()}
     started, used = report.split(report.in_turn(starts, STARTS, uncounted=0))
     references = {f"{OURS}, {count}": f"{BY_HAND}, {count}" for count in PROCESSES}
     references[f"{WRAPPED}, 1"] = f"{OURS}, 1"
@@ -67,11 +64,11 @@ def measure(rounds: int) -> Report:
     ratios, cpu_ratios = ({row.name: row.ratio or 0.0 for row in each} for each in (rows, cpu_rows))
     most = f"{OURS}, {max(PROCESSES)}"
     return Report(
-        name="ddp",
-        title=f"Samples a second: small_cnn, images of {SIZE} x {SIZE}, {BATCH} an update",
-        unit="samples/s",
-        rows=rows,
-        headlines={
+        "ddp",
+        f"Samples a second: small_cnn, images of {SIZE} x {SIZE}, {BATCH} an update",
+        "samples/s",
+        rows,
+        {
             "ratio_to_reference": ratios[most],
             "cpu_ratio_to_reference": cpu_ratios[most],
             "ratio_to_reference_one_process": ratios[f"{OURS}, 1"],
@@ -80,7 +77,7 @@ def measure(rounds: int) -> Report:
             "start_cpu_ratio_to_torchrun": report.paired(used[OURS], used[BY_HAND]),
             "start_seconds": statistics.median(started[OURS]),
         },
-        settings={"rounds": rounds, "device": DEVICE, "updates": UPDATES, "starts": STARTS},
+        {"rounds": rounds, "device": DEVICE, "updates": UPDATES, "starts": STARTS},
     )
 
 
@@ -126,17 +123,11 @@ def by_hand(strategy: Strategy) -> Cost:
     )
     losses, correct = (torch.zeros((), device=strategy.device) for _ in range(2))
     stamps: list[Cost] = []
-    for batch in loader:
-        inputs, labels = (t.to(strategy.device, non_blocking=True) for t in batch)
-        logits = wrapped(inputs)
-        loss = cross_entropy(logits, labels)
-        loss.backward()  # type: ignore[no-untyped-call]
-        clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+    moved = ([t.to(strategy.device, non_blocking=True) for t in batch] for batch in loader)
+    for loss, logits, labels, _ in updates(wrapped, optimizer, moved, clip=True):
         losses += loss.detach()
         correct += (logits.detach().argmax(1) == labels).sum()
-        stamps.append(_now())
+        stamps.append(report.now())
     if world > 1:
         dist.all_reduce(losses)
         dist.all_reduce(correct)
@@ -151,7 +142,7 @@ class Stamps(Callback):
 
     def on_update_end(self, trainer: Trainer) -> None:
         """Note it."""
-        self.times.append(_now())
+        self.times.append(report.now())
 
 
 def ours(strategy: Strategy) -> Cost:
@@ -167,20 +158,14 @@ def ours(strategy: Strategy) -> Cost:
     return _speed(stamps.times)
 
 
-def _now() -> Cost:
-    return Cost(time.perf_counter(), time.process_time())
-
-
 def _speed(stamps: Sequence[Cost]) -> Cost:
-    """Return samples a second, by the median update: a neighbour's work is in few of them.
+    """Return samples a second, by the median update.
 
     A GPU works on after the host has gone on: there it is the mean, up to the end of its work.
     """
+    wall, cpu = report.typical(stamps[WARMUP - 1 :])
     if DEVICE == "cuda":
         torch.cuda.synchronize()
-        first, last = stamps[WARMUP - 1], _now()
+        first, last = stamps[WARMUP - 1], report.now()
         wall, cpu = ((last[i] - first[i]) / (len(stamps) - WARMUP) for i in (0, 1))
-    else:
-        pairs = list(pairwise(stamps[WARMUP - 1 :]))
-        wall, cpu = (statistics.median(b[i] - a[i] for a, b in pairs) for i in (0, 1))
     return Cost(BATCH / wall, BATCH / cpu)

@@ -32,13 +32,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader
 from torchvision import transforms as v1
 from torchvision.datasets import ImageFolder
 
-from benchmarks import report
+from benchmarks import by_hand, report
 from benchmarks.data import picture_folder
 from benchmarks.ours import train
 from benchmarks.report import BY_HAND, OURS, Report, Row
@@ -150,20 +149,15 @@ def _network(rig: Rig, name: str) -> tuple[nn.Module, torch.optim.Optimizer, Any
 
 def bare(rig: Rig, name: str, batches: Callable[[int], Iterable[Any]]) -> Contender:
     """Return a loop with the clipping and the running sums that ours has."""
-    model, optimizer, compiled = _network(rig, name)
-    parameters = list(model.parameters())
+    _, optimizer, compiled = _network(rig, name)
+    moved = partial(to_device, device=rig.device, channels_last=True)
 
     def run(updates: int) -> None:
         sums = torch.zeros(3, device=rig.device)
-        for batch in batches(updates):
-            images, labels = to_device(batch, rig.device, channels_last=True)
-            with torch.autocast(rig.device.type, torch.bfloat16):
-                outputs = compiled(images)
-                loss = cross_entropy(outputs, labels)
-            loss.backward()  # type: ignore[no-untyped-call]
-            norm = nn.utils.clip_grad_norm_(parameters, 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
+        given = map(moved, batches(updates))
+        for loss, outputs, labels, norm in by_hand.updates(
+            compiled, optimizer, given, clip=True, bf16_on=rig.device.type
+        ):
             hits = outputs.detach().argmax(1).eq(labels).sum()
             sums += torch.stack([loss.detach(), norm, hits])
         sums.tolist()
@@ -317,7 +311,7 @@ def _jpeg(rig: Rig, rounds: int) -> Found:
         for number in range(len(files), rig.updates * batch):
             (place / f"{number:06d}.jpg").symlink_to(files[number % len(files)])
         crop: list[Any] = [v1.RandomResizedCrop(224), v1.RandomHorizontalFlip(), v1.ToTensor()]
-        by_hand: DataLoader[Any] = DataLoader(
+        loader: DataLoader[Any] = DataLoader(
             ImageFolder(str(tree / "train"), v1.Compose([*crop, v1.Normalize(MEAN, STD)])),
             batch,
             shuffle=True,
@@ -331,7 +325,7 @@ def _jpeg(rig: Rig, rounds: int) -> Found:
         config = parse(compose(["experiment=resnet18", *words]).config)
         own = train_loader(config, build_data(config, ("train",)), Strategy(rig.device))
         ways = {
-            BY_HAND: bare(rig, "resnet50", partial(islice, by_hand)),
+            BY_HAND: bare(rig, "resnet50", partial(islice, loader)),
             OURS: ours(rig, "resnet50", lambda updates: own),
             ALONE: contenders(rig, "resnet50")[OURS],
         }

@@ -60,18 +60,18 @@ def measure(rounds: int) -> Report:
     rows += report.compared(decades, dict.fromkeys(decades, next(iter(decades))))
     power = ORDERS["in memory"][1][-1]
     return Report(
-        name="growth",
-        title=f"An update's samples, batches of {BATCH}, and a run's updates, as they grow",
-        unit="µs",
-        rows=rows,
-        headlines={
+        "growth",
+        f"An update's samples, batches of {BATCH}, and a run's updates, as they grow",
+        "µs",
+        rows,
+        {
             "ratio_to_smallest": max(row.ratio or 0.0 for row in rows[: len(cases)]),
             "bytes_a_sample_in_memory": held[f"in memory, 10^{power}"] / 10**power,
             "bytes_in_all_low_memory": held[next(reversed(cases))],
             "run_ratio_to_first_decade": costs[-1] / costs[0],
             "run_growth_mib": growth / 2**20,
         },
-        settings={"rounds": rounds, "updates": UPDATES, "bytes": held},
+        {"rounds": rounds, "updates": UPDATES, "bytes": held},
     )
 
 

@@ -13,6 +13,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -65,9 +66,8 @@ class Report:
     def write(self, folder: Path) -> Path:
         """Write `folder/<name>.json`, with what a figure depends on beside the code."""
         folder.mkdir(parents=True, exist_ok=True)
-        facts = (
-            Path("/proc/cpuinfo").read_text().splitlines() if platform.system() == "Linux" else []
-        )
+        cpuinfo = Path("/proc/cpuinfo")  # of Linux
+        facts = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
         named = (line.partition(":")[2].strip() for line in facts if line.startswith("model name"))
         machine = {
             "python": platform.python_version(),
@@ -111,6 +111,17 @@ def compared(values: Values, references: Mapping[str, str]) -> list[Row]:
         ratio = paired(own, values[to]) if to else None
         rows.append(Row(name, statistics.median(own), min(own), max(own), ratio, to))
     return rows
+
+
+def now() -> Cost:
+    """Return what the clock and the CPU's time of this process say."""
+    return Cost(time.perf_counter(), time.process_time())
+
+
+def typical(stamps: Sequence[Cost]) -> Cost:
+    """Return the median of the times between stamps: a neighbour's work is in few of them."""
+    wall, cpu = (statistics.median(b[i] - a[i] for a, b in pairwise(stamps)) for i in (0, 1))
+    return Cost(wall, cpu)
 
 
 def rate(samples: int, work: Callable[[], object]) -> float:

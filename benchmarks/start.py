@@ -1,4 +1,4 @@
-"""How long whole commands take: to the first update, to print help, to tell a mistake.
+"""How long whole commands take: to the first update, to print help, to tell a mistake; a sweep.
 
 The reference is a bare script, which is this module as a command: torch, torchvision, one update
 (`ddp` starts two of it by torchrun). Times are by the clock, ratios by the CPU's time of the
@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -30,7 +30,9 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from benchmarks import report
 from benchmarks.report import Cost, Report
 
-MOST_ROUNDS = 10
+MOST_ROUNDS, MOST_SWEEPS = 10, 3  # half a minute for each round of the sweep
+JOBS = 8
+JOB = ("experiment=resnet18", "model=mlp")
 BARE = ("-m", "benchmarks.start")
 TRAIN = ("-m", "scripts.train", "experiment=resnet18")
 FIRST_UPDATE = (
@@ -88,45 +90,38 @@ def measure(rounds: int) -> Report:
     help_of_bare = "bare script: --help"
     references = {name: help_of_bare for name in COMMANDS if name.startswith("train")}
     return Report(
-        name="start",
-        title="Whole commands, by the clock",
-        unit="s",
-        rows=report.compared(wall, {**references, first: bare_first}),
-        headlines={
+        "start",
+        "Whole commands, by the clock",
+        "s",
+        report.compared(wall, {**references, first: bare_first}),
+        {
             "ratio_to_handwritten": report.paired(wall[first], wall[bare_first]),
             "cpu_ratio_to_handwritten": report.paired(cpu[first], cpu[bare_first]),
             "cpu_seconds_help": min(cpu["train --help"]),
             "cpu_seconds_mistake": min(cpu["train: a mistake"]),
             "cpu_seconds_argument": min(cpu["train: a wrong argument"]),
         },
-        settings={"rounds": rounds},
+        {"rounds": rounds},
     )
 
 
-def to_mark(arguments: Sequence[str], whole_cpu: bool = False) -> Cost:
-    """Return what a command took to its first update, or of CPU seconds the whole command's."""
-    before = report.children_cpu()
+def run(*arguments: str, code: int = 0, whole_cpu: bool = False) -> Cost:
+    """Return what Python took with these arguments, to its mark if it is asked for one (`{}`).
+
+    Raises RuntimeError: another exit code. whole_cpu: CPU seconds up to the command's end.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        mark, began = Path(folder) / "mark", time.time()
-        run_command([word.replace("{}", str(mark)) for word in arguments], folder)
-        ended, used = map(float, mark.read_text().split())
-    return Cost(ended - began, report.children_cpu() - before if whole_cpu else used)
-
-
-def whole(arguments: Sequence[str], code: int) -> Cost:
-    """Return what a whole command took."""
-    used, began = report.children_cpu(), time.time()
-    with tempfile.TemporaryDirectory() as folder:
-        run_command(arguments, folder, code)
-    return Cost(time.time() - began, report.children_cpu() - used)
-
-
-def run_command(arguments: Sequence[str], folder: str, code: int = 0) -> None:
-    """Run Python with arguments in a folder. Raises RuntimeError: another code."""
-    words, environment = [sys.executable, *arguments], command_environment()
-    ended = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True)
-    if ended.returncode != code:
-        raise RuntimeError(f"{' '.join(arguments)} ended with {ended.returncode}: {ended.stderr}")
+        mark = Path(folder) / "mark"
+        words = [sys.executable, *(word.replace("{}", str(mark)) for word in arguments)]
+        environment, used, began = command_environment(), report.children_cpu(), time.time()
+        ended = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True)
+        took = Cost(time.time() - began, report.children_cpu() - used)
+        if ended.returncode != code:
+            raise RuntimeError(f"{' '.join(words)} ended with {ended.returncode}: {ended.stderr}")
+        if not any("{}" in word for word in arguments):
+            return took
+        marked, cpu = map(float, mark.read_text().split())
+        return Cost(marked - began, took.cpu if whole_cpu else cpu)
 
 
 @functools.cache
@@ -139,13 +134,40 @@ def command_environment() -> dict[str, str]:
 
 
 COMMANDS: dict[str, Callable[[], Cost]] = {
-    "bare script: first update": partial(to_mark, (*BARE, "{}")),
-    "train: first update": partial(to_mark, (*TRAIN, *FIRST_UPDATE)),
-    "bare script: --help": partial(whole, (*BARE, "--help"), 0),
-    "train --help": partial(whole, (*TRAIN[:2], "--help"), 0),
-    "train: a mistake": partial(whole, (*TRAIN, "trainer.max_epoch=1"), 2),
-    "train: a wrong argument": partial(whole, (*TRAIN, "optimizer.lrr=1"), 2),
+    "bare script: first update": partial(run, *BARE, "{}"),
+    "train: first update": partial(run, *TRAIN, *FIRST_UPDATE),
+    "bare script: --help": partial(run, *BARE, "--help"),
+    "train --help": partial(run, *TRAIN[:2], "--help"),
+    "train: a mistake": partial(run, *TRAIN, "trainer.max_epoch=1", code=2),
+    "train: a wrong argument": partial(run, *TRAIN, "optimizer.lrr=1", code=2),
 }
+
+
+def sweep(rounds: int) -> Report:
+    """Compare the CPU seconds of a sweep, at most 3 times, with those of as many lone commands.
+
+    They are those of all processes: start, checks, jobs with their tests, leaderboard and report.
+    """
+    rounds = min(rounds, MOST_SWEEPS)
+    swept, alone = f"sweep of {JOBS} jobs", f"{JOBS} commands"
+    train = ("-m", "scripts.train")
+
+    def ours() -> float:
+        return run(*train, "-m", *JOB, f"seed=range(0,{JOBS})", "run_dir=sweep").cpu
+
+    def commands() -> float:
+        return sum(run(*train, *JOB, f"seed={n}", f"run_dir=run_{n}").cpu for n in range(JOBS))
+
+    costs = report.in_turn({swept: ours, alone: commands}, rounds)
+    return Report(
+        "sweep",
+        f"{JOBS} jobs of {' '.join(JOB)}",
+        "CPU s",
+        report.compared(costs, {swept: alone}),
+        {"ratio_to_handwritten": report.paired(costs[swept], costs[alone])},
+        {"rounds": rounds, "jobs": JOBS, "run": list(JOB)},
+    )
+
 
 if __name__ == "__main__":
     import torchvision  # noqa: F401 (most scripts have its transforms)

@@ -11,19 +11,14 @@ from __future__ import annotations
 import contextlib
 import gc
 import io
-import statistics
 import tempfile
-import time
 from collections.abc import Callable
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
-from torch.nn.utils import clip_grad_norm_
 from torch.optim import SGD
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import DataLoader, Dataset
@@ -31,6 +26,7 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 from benchmarks import report
+from benchmarks.by_hand import updates
 from benchmarks.ours import train
 from benchmarks.report import BARE, BY_HAND, OURS, Cost, Report
 from callbacks.lr_monitor import LRMonitor
@@ -53,22 +49,20 @@ class Batches(Dataset[Batch]):
         generator = torch.Generator().manual_seed(0)
         images = torch.randn(BATCH, 32, generator=generator)
         self._batch = images, torch.randint(10, (BATCH,), generator=generator)
-        self.stamps: list[tuple[float, float]] = []
+        self.stamps: list[Cost] = []
 
     def __len__(self) -> int:
         return (WARMUP + BLOCKS) * BLOCK
 
     def __getitem__(self, index: int) -> Batch:
-        self.stamps.append((time.perf_counter(), time.process_time()))
+        self.stamps.append(report.now())
         return self._batch
 
 
 def bare(model: nn.Module, optimizer: SGD, loader: DataLoader[Batch], folder: Path) -> None:
     """Draw, forward, backward, step: nothing else."""
-    for inputs, labels in loader:
-        optimizer.zero_grad()
-        cross_entropy(model(inputs), labels).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
+    for _ in updates(model, optimizer, loader):
+        pass
 
 
 def by_hand(model: nn.Module, optimizer: SGD, loader: DataLoader[Batch], folder: Path) -> None:
@@ -78,14 +72,9 @@ def by_hand(model: nn.Module, optimizer: SGD, loader: DataLoader[Batch], folder:
     losses, correct, seen = torch.zeros(()), torch.zeros((), dtype=torch.long), 0
     model.train()
     with tqdm(total=len(loader), desc="epoch 0") as bar:
-        for step, (inputs, labels) in enumerate(loader, 1):
-            logits = model(inputs)
-            loss = cross_entropy(logits, labels)
-            loss.backward()  # type: ignore[no-untyped-call]
-            clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
+        done = updates(model, optimizer, loader, clip=True)
+        for step, (loss, logits, labels, _) in enumerate(done, 1):
             schedule.step()
-            optimizer.zero_grad()
             losses += loss.detach()
             correct += (logits.detach().argmax(1) == labels).sum()
             seen += len(labels)
@@ -128,10 +117,10 @@ def measure(rounds: int) -> Report:
     runs = {name: partial(run, contender) for name, contender in CONTENDERS.items()}
     wall, cpu = report.split(report.in_turn(runs, rounds, uncounted=0))
     return Report(
-        name="step",
-        title=f"Cost of an update: MLP 32-32-10, batches of {BATCH} in memory, one thread",
-        unit="µs",
-        rows=report.compared(wall, {OURS: BY_HAND, OFF: BARE}),
+        "step",
+        f"Cost of an update: MLP 32-32-10, batches of {BATCH} in memory, one thread",
+        "µs",
+        report.compared(wall, {OURS: BY_HAND, OFF: BARE}),
         headlines={
             "ratio_to_handwritten": report.paired(wall[OURS], wall[BY_HAND]),
             "cpu_ratio_to_handwritten": report.paired(cpu[OURS], cpu[BY_HAND]),
@@ -154,6 +143,5 @@ def run(contender: Contender) -> Cost:
     # Where nobody looks, bars draw themselves as on any terminal.
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(io.StringIO()):
         contender(model, optimizer, DataLoader(batches, batch_size=None), Path(folder))
-    blocks = list(pairwise(batches.stamps[WARMUP * BLOCK :: BLOCK]))
-    wall, cpu = (statistics.median(b[i] - a[i] for a, b in blocks) for i in (0, 1))
+    wall, cpu = report.typical(batches.stamps[WARMUP * BLOCK :: BLOCK])
     return Cost(wall / BLOCK * 1e6, cpu / BLOCK * 1e6)

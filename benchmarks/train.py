@@ -24,10 +24,10 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 from torch.optim import SGD
 
 from benchmarks import report
+from benchmarks.by_hand import updates
 from benchmarks.data import ours_in_memory
 from benchmarks.ours import train
 from benchmarks.report import BARE, OURS, Report
@@ -70,12 +70,12 @@ def measure(rounds: int) -> Report:
     rows = report.compared(rates, {f"{OURS}, {form}": f"{BARE}, {form}" for form in FORMS})
     ratios = [row.ratio for row in rows if row.ratio]
     return Report(
-        name="train",
-        title="ResNet-18 on images of 32 x 32, one thread",
-        unit="images/s",
-        rows=rows,
-        headlines={"ratio_to_reference": ratios[0], "least_ratio": min(ratios)},
-        settings={
+        "train",
+        "ResNet-18 on images of 32 x 32, one thread",
+        "images/s",
+        rows,
+        {"ratio_to_reference": ratios[0], "least_ratio": min(ratios)},
+        {
             "pairs_of_processes": PAIRS,
             "turns": rounds,
             "updates_of_a_turn": TURN,
@@ -130,17 +130,15 @@ def bare(form: str, rounds: int, asked: Connection) -> None:
     ready = images.float().div_(255).sub_(0.5).div_(0.25)
     if channels_last:
         ready = ready.contiguous(memory_format=torch.channels_last)
-    batches = iter(torch.split(torch.randperm(len(ready)), BATCH))
+    batches = (
+        (ready[rows], labels[rows]) for rows in torch.split(torch.randperm(len(ready)), BATCH)
+    )
+    done = updates(model, optimizer, batches, bf16_on="cpu" if precision == "bf16" else None)
     for _ in range(1 + rounds):
         asked.recv()
         began = time.process_time()
         for _ in range(TURN):
-            rows = next(batches)
-            optimizer.zero_grad()
-            with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
-                loss = cross_entropy(model(ready[rows]), labels[rows])
-            loss.backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
+            next(done)
         asked.send(time.process_time() - began)
 
 

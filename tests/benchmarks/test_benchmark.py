@@ -17,19 +17,17 @@ from benchmarks import (
     checkpoint,
     data,
     ddp,
-    evaluate,
     gpu,
     growth,
-    predict,
+    inference,
     report,
     start,
     step,
-    sweep,
     train,
 )
 from benchmarks.report import Report, Row
 from conf.errors import ConfigError
-from examples.airbench import by_hand
+from examples.airbench.by_hand import train_by_hand
 
 
 def linear() -> nn.Module:
@@ -40,27 +38,34 @@ def pooled() -> nn.Module:
     return nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, 10))
 
 
-TINY: dict[Any, dict[str, Any]] = {
-    step: {"BLOCK": 5, "WARMUP": 1, "BLOCKS": 2},
-    data: {"IN_MEMORY": 256, "SMALL": 128, "LARGE": 8, "LARGE_BATCH": 4, "PHOTOGRAPHS": 4}
-    | {"WORKERS": 0, "TELEPHONE": (400, 300), "LEAST": 0.0},
-    sweep: {"JOBS": 1, "RUN": (*sweep.RUN, "debug=fast")},
-    train: {"network": linear, "BATCH": 4, "PAIRS": 1, "START": "fork"},
-    evaluate: {"NETWORKS": {"resnet18": (linear, 2)}, "BATCH": 8},
-    predict: {"SAMPLES": 70, "OVERRIDES": (*predict.OVERRIDES, "model=mlp")},
-    growth: {"DECADES": range(1, 3), "UPDATES": 8}
-    | {"ORDERS": {kind: (make, range(3, 5)) for kind, (make, _) in growth.ORDERS.items()}},
-    checkpoint: {"network": pooled},
-    start: {},
-    ddp: {"STARTS": 1, "PROCESSES": (1,)},
+TINY: dict[str, tuple[Any, dict[str, Any]]] = {
+    "step": (step, {"BLOCK": 5, "WARMUP": 1, "BLOCKS": 2}),
+    "data": (
+        data,
+        {"IN_MEMORY": 256, "SMALL": 128, "LARGE": 8, "LARGE_BATCH": 4, "PHOTOGRAPHS": 4}
+        | {"WORKERS": 0, "TELEPHONE": (400, 300), "LEAST": 0.0},
+    ),
+    "train": (train, {"network": linear, "BATCH": 4, "PAIRS": 1, "START": "fork"}),
+    "evaluate": (inference, {"NETWORKS": {"resnet18": (linear, 2)}, "BATCH": 8}),
+    "predict": (inference, {"SAMPLES": 70, "OVERRIDES": (*inference.OVERRIDES, "model=mlp")}),
+    "growth": (
+        growth,
+        {"DECADES": range(1, 3), "UPDATES": 8}
+        | {"ORDERS": {kind: (make, range(3, 5)) for kind, (make, _) in growth.ORDERS.items()}},
+    ),
+    "checkpoint": (checkpoint, {"network": pooled}),
+    "sweep": (start, {"JOBS": 1, "JOB": (*start.JOB, "debug=fast")}),
+    "start": (start, {}),
+    "ddp": (ddp, {"STARTS": 1, "PROCESSES": (1,)}),
 }
-COMMANDS = (sweep, start, ddp)  # start processes
+COMMANDS = ("sweep", "start", "ddp")  # start processes
 
 
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Any:
-    for name, value in TINY[request.param].items():
-        monkeypatch.setattr(request.param, name, value)
+    module, sizes = TINY[request.param]
+    for name, value in sizes.items():
+        monkeypatch.setattr(module, name, value)
     threads = torch.get_num_threads()
     yield request.param
     torch.set_num_threads(threads)
@@ -68,32 +73,24 @@ def tiny(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Any
 
 @pytest.mark.parametrize(
     "tiny",
-    [
-        pytest.param(
-            module,
-            id=module.__name__,
-            marks=[pytest.mark.slow] if module in COMMANDS else [],
-        )
-        for module in TINY
-    ],
+    [pytest.param(n, marks=[pytest.mark.slow] if n in COMMANDS else []) for n in TINY],
     indirect=True,
 )
 def test_a_benchmark_prints_its_table_and_writes_its_file(
-    tiny: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    name = tiny.__name__.partition(".")[2]
-    assert benchmark.benchmark([name, "--rounds", "1", "--output", str(tmp_path)]) == 0
-    written = json.loads((tmp_path / f"{name}.json").read_text())
+    assert benchmark.benchmark([tiny, "--rounds", "1", "--output", str(tmp_path)]) == 0
+    written = json.loads((tmp_path / f"{tiny}.json").read_text())
     headline = next(key for key in written if key.startswith("ratio_to_"))
     assert written[headline] > 0
     assert all(row["value"] > 0 for row in written["rows"])
     assert written["machine"]["torch"] == torch.__version__
     assert f"{headline}: " in capsys.readouterr().out
-    if tiny is step:
+    if tiny == "step":
         assert {"cpu_ratio_to_handwritten", "cpu_ratio_all_off_to_bare"} < written.keys()
 
 
-@pytest.mark.parametrize("tiny", [step], indirect=True)
+@pytest.mark.parametrize("tiny", ["step"], indirect=True)
 def test_ours_trains_what_the_hand_written_loop_trains(tiny: Any, tmp_path: Path) -> None:
     weights = []
     for contender in (step.by_hand, step.ours):
@@ -109,8 +106,9 @@ def test_ours_trains_what_the_hand_written_loop_trains(tiny: Any, tmp_path: Path
 
 
 def test_an_evaluation_by_hand_finds_the_same() -> None:
-    trainer, loader = evaluate._parts(linear(), 1)
-    assert evaluate.ours(trainer, loader) == pytest.approx(evaluate.bare(trainer, loader))
+    trainer, loader = inference.evaluated(linear(), 1)
+    by_hand = inference.evaluate_by_hand(trainer, loader)
+    assert trainer.evaluate(loader, "val") == pytest.approx(by_hand)
 
 
 def test_contenders_run_in_turn_and_ratios_are_medians_within_a_turn() -> None:
@@ -139,7 +137,7 @@ def test_a_report_reads_well() -> None:
 
 def test_the_loop_of_cifar10_by_hand_learns(digit_photographs: Path) -> None:
     small = {"epochs": 6, "batch": 20, "widths": (16, 16, 16), "lr": 0.1}
-    assert by_hand.train_by_hand(digit_photographs, **small) >= 0.2  # by chance 0.1
+    assert train_by_hand(digit_photographs, **small) >= 0.2  # by chance 0.1
 
 
 def test_the_gpu_benchmark_is_tried_on_a_cpu(digit_photographs: Path) -> None:
