@@ -44,7 +44,11 @@ def build(
     if weights is None:
         model = builder(**given | arguments)
     else:
-        entry = _trained_weights(name, weights)
+        entries = torchvision.models.get_model_weights(name)
+        if weights not in entries.__members__:
+            has = ", ".join(entries.__members__) or "none"
+            raise NetworkError(f"model.weights: {name} has no {weights!r}; it has: {has}")
+        entry = entries[weights]
         given["num_classes"] = len(entry.meta["categories"])
         if given["num_classes"] != num_classes and family == "detection":
             raise NetworkError(
@@ -61,14 +65,6 @@ def build(
     if family == "segmentation":
         model.register_forward_hook(_main_output)
     return model  # type: ignore[no-any-return]
-
-
-def _trained_weights(name: str, weights: str) -> Any:
-    entries = torchvision.models.get_model_weights(name)
-    if weights not in entries.__members__:
-        known = ", ".join(entries.__members__) or "none"
-        raise NetworkError(f"model.weights: {name} has no {weights!r}; it has: {known}")
-    return entries[weights]
 
 
 def _main_output(model: nn.Module, inputs: Any, output: Mapping[str, Tensor]) -> Tensor:

@@ -120,18 +120,17 @@ def parse_warmup(node: Any, key: str, interval: str, steps_per_epoch: int | None
         refuse(key, f"must be a dict with steps or epochs, not {node!r}")
     given = {**_WARMUP, **{word: v for word, v in (node or {}).items() if v is not None}}
     steps, epochs, start, shape = (given[word] for word in _WARMUP)
+    above = start or shape != "exponential"
     need = {
-        "steps": None if _in(steps) and isinstance(steps, int) else "a number of updates",
-        "epochs": None if _in(epochs) else "a number of epochs",
-        "shape": None if shape in ("linear", "exponential") else "one of linear, exponential",
-        "start_factor": None
-        if _in(start, 1) and (start or shape != "exponential")
-        else "from 0 to 1 (exponential: above 0)",
+        "steps": (_in(steps) and isinstance(steps, int), "a number of updates"),
+        "epochs": (_in(epochs), "a number of epochs"),
+        "shape": (shape in ("linear", "exponential"), "one of linear, exponential"),
+        "start_factor": (_in(start, 1) and above, "from 0 to 1 (exponential: above 0)"),
     }
     problems = [
         Problem(f"{key}.{word}", f"must be {wanted}, not {given[word]!r}")
-        for word, wanted in need.items()
-        if wanted
+        for word, (fits, wanted) in need.items()
+        if not fits
     ]
     hint = f"there are {', '.join(_WARMUP)}"
     problems += [Problem(f"{key}.{word}", "unknown key", hint) for word in given.keys() - _WARMUP]
