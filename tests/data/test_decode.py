@@ -70,6 +70,7 @@ def _jpeg() -> bytes:
 @pytest.mark.parametrize(
     ("content", "text"),
     [
+        (None, "cannot read"),  # a folder
         (b"", "empty"),
         (_jpeg()[: len(_jpeg()) // 2], "truncated"),
         (_jpeg()[:-1], "truncated"),
@@ -78,11 +79,11 @@ def _jpeg() -> bytes:
         (b"<html>404</html>", "no image format"),
         (b"\x89PNG\r\n\x1a\n1234", "cannot decode"),
     ],
-    ids=range(7),
+    ids=range(8),
 )
-def test_broken_file_is_named(tmp_path: Path, content: bytes, text: str) -> None:
+def test_broken_file_is_named(tmp_path: Path, content: Any, text: str) -> None:
     path = tmp_path / "broken.jpg"
-    path.write_bytes(content)
+    path.mkdir() if content is None else path.write_bytes(content)
     with pytest.raises(DataError, match=text) as caught:
         read_image(path)
     assert str(path) in str(caught.value)
@@ -103,17 +104,6 @@ def test_every_truncation_and_flipped_bit_is_an_image_or_a_data_error(tmp_path: 
             outcomes.append(str(error))
     assert all(text == "torch.uint8" or str(path) in text for text in outcomes)
     assert sum(str(path) in text for text in outcomes) > 100
-
-
-@pytest.mark.parametrize("kind", ["missing", "dangling", "folder"])
-def test_unreadable_path_is_named(tmp_path: Path, kind: str) -> None:
-    path = tmp_path / "gone.jpg"
-    if kind == "dangling":
-        path.symlink_to(tmp_path / "nowhere")
-    if kind == "folder":
-        path.mkdir()
-    with pytest.raises(DataError, match=r"cannot read .*gone\.jpg"):
-        read_image(path)
 
 
 @pytest.mark.parametrize("name", ["bomb.jpg", "bomb.png"])

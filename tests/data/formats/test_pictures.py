@@ -226,20 +226,14 @@ def lines(tmp_path: Path) -> Path:
     return tmp_path / "lines"
 
 
-def test_files_give_numbers_and_names(lines: Path) -> None:
-    data = hub(lines, columns=NUMBERS, classification=False, val_fraction=0.0)
-    inputs, target = data[4]
-    assert inputs.tolist() == [4.5, 2.0]
-    assert (inputs.dtype, target.item()) == (torch.float32, 1)
-    named = hub(lines, columns={"input": "x", "target": "kind"}, val_fraction=0.0)
-    assert named.classes == ["k0", "k1"]
-    assert [named[i][1] for i in range(3)] == [0, 1, 0]
-
-
 def test_a_stream_is_a_function_of_seed_and_epoch(lines: Path) -> None:
     plain = Stream(streamed(str(lines), "train", NUMBERS), 30)
     assert batches(plain)[:, 0].tolist() == [n + 0.5 for n in range(30)]  # the files' order
     assert int(plain[7][1]) == 1
+    inputs, target = hub(lines, columns=NUMBERS, classification=False, val_fraction=0.0)[4]
+    assert (inputs.tolist(), inputs.dtype, target.item()) == ([4.5, 2.0], torch.float32, 1)
+    named = hub(lines, columns={"input": "x", "target": "kind"}, val_fraction=0.0)
+    assert (named.classes, [named[i][1] for i in range(3)]) == (["k0", "k1"], [0, 1, 0])
 
     def opened() -> Stream:
         return Stream(streamed(str(lines), "train", NUMBERS, seed=1, buffer=8), 30)

@@ -85,18 +85,12 @@ def test_augmentation_is_keyed_by_the_sample_whatever_the_order_and_the_split(no
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_training_rng_is_untouched(noisy: Any, workers: int) -> None:
-    def seeded() -> Any:
-        torch.manual_seed(1), random.seed(1), np.random.seed(1)
-
-    def drawn() -> Any:
-        return torch.rand(()).item(), random.random(), np.random.random()
-
-    seeded()
-    expected = drawn()
-    seeded()
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()
     with loading(noisy(), num_workers=workers) as loader:
         drain(loader)
-    assert drawn() == expected
+    assert random.getstate() == before[1]
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert np.array_equal(np.random.get_state()[1], before[2])
 
 
 @pytest.mark.parametrize("workers", [0, 2])
