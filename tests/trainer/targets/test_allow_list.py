@@ -32,14 +32,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
             del sys.modules[name]
 
 
-@pytest.fixture
-def extra(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return the further packages that are allowed: none, until one is added."""
-    allowed: list[str] = []
-    monkeypatch.setattr(targets, "_extra", allowed)
-    return allowed
-
-
 def nameable(path: str) -> bool:
     try:
         locate(path)
@@ -53,48 +45,42 @@ def test_of_ours_what_yaml_names_and_the_classes_beside_it_can_be_named() -> Non
     named = {path for text in texts for path in re.findall(r"_target_:\s*([\w.]+)", text)}
     ours = {tuple(path.rsplit(".", 1)) for path in named if path.partition(".")[0] in PACKAGES}
     found = set()
-    for package in PACKAGES:
-        for file in (ROOT / package).rglob("*.py"):
-            module = file.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".")
-            if module not in {module for module, _ in ours}:  # checked by the module's name alone
-                assert not nameable(f"{module}.Anything")
-                continue
-            loaded = importlib.import_module(module)
-            found |= {(module, n) for n in vars(loaded) if nameable(f"{module}.{n}")}
+    for file in [file for package in PACKAGES for file in (ROOT / package).rglob("*.py")]:
+        module = file.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".")
+        if module in {module for module, _ in ours}:
+            names = vars(importlib.import_module(module))
+            found |= {(module, n) for n in names if nameable(f"{module}.{n}")}
+        else:  # checked by the module's name alone
+            assert not nameable(f"{module}.Anything")
     assert ours <= found
     for module, name in found - ours:
         thing = getattr(sys.modules[module], name)
         assert isinstance(thing, type), name
-        assert any(other == module and n[0].isupper() for other, n in ours), name
-        assert thing.__module__ == module, name
-        assert not name.startswith("_"), name
         assert not issubclass(thing, BaseException), name
+        assert any(other == module and n[0].isupper() for other, n in ours), name
+        assert (thing.__module__, name[0] == "_") == (module, False), name
 
 
 def test_what_can_be_named_of_the_libraries_is_public_and_their_own() -> None:
-    listed = [name for name in LIBRARIES if name != "timm"]
-    for name in listed:
-        importlib.import_module(name)
+    listed = {name: importlib.import_module(name) for name in LIBRARIES if name != "timm"}
     roots = {name.partition(".")[0] for name in listed}
-    found: dict[str, list[str]] = {}
-    for module_name, module in sorted(sys.modules.items()):
-        if module_name.partition(".")[0] not in roots or not isinstance(module, ModuleType):
+    found = set()
+    for name, module in sorted(sys.modules.items()):
+        if name.partition(".")[0] not in roots or not isinstance(module, ModuleType):
             continue
-        names = [name for name in sorted(vars(module)) if name.isidentifier()]
-        if module_name not in LIBRARIES:  # checked by its name alone: one shows it for all
+        names = [one for one in sorted(vars(module)) if one.isidentifier()]
+        if name not in LIBRARIES:  # checked by its name alone: one shows it for all
             names = names[-1:]
-        if offered := [name for name in names if nameable(f"{module_name}.{name}")]:
-            found[module_name] = offered
-    assert set(found) == set(listed)
-    for module_name, names in found.items():
-        for name in names:
-            thing = getattr(sys.modules[module_name], name)
-            assert not name.startswith("_")
-            assert not isinstance(thing, ModuleType)
-            owner = thing.__module__ or ""
-            assert "_deprecated" not in owner
-            assert owner.partition(".")[0] == module_name.partition(".")[0], (module_name, name)
-    assert sum(map(len, found.values())) > 600
+        found |= {(name, one) for one in names if nameable(f"{name}.{one}")}
+    assert {name for name, _ in found} == set(listed)
+    for module, name in found:
+        thing = getattr(sys.modules[module], name)
+        assert not name.startswith("_")
+        assert not isinstance(thing, ModuleType)
+        owner = thing.__module__ or ""
+        assert "_deprecated" not in owner
+        assert owner.partition(".")[0] == module.partition(".")[0], (module, name)
+    assert len(found) > 600
 
 
 def test_the_name_alone_is_looked_at_first() -> None:
@@ -126,16 +112,23 @@ def test_a_refusal_names_the_key_the_nearest_name_and_the_way_out(folder: Path) 
     assert keys == ["model.x.0._target_", "model.y._target_"]
 
 
-def test_packages_of_the_working_folder_may_be_named(folder: Path) -> None:
-    (folder / "my_single.py").write_text("class Net:\n    pass\n")
+def test_packages_of_the_working_folder_may_be_named(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     package = folder / "my_package" / "deep"
-    package.mkdir(parents=True)
-    for made in (package.parent, package):
-        (made / "__init__.py").touch()
+    (package / "conf").mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package.parent / "__init__.py").touch()
     (package / "nets.py").write_text("def build():\n    return 3\n")
-    assert instantiate({"_target_": "my_single.Net"}).__class__.__name__ == "Net"
+    monkeypatch.setattr(targets, "_closed", set())
+    targets.close([str(folder), str(package / "conf")])  # a project that holds its configurations
     assert instantiate({"_target_": "my_package.deep.nets.build"}) == 3
     assert sys.path[-1] == str(folder)
+    (folder / "my_broken.py").write_text("import no_such_module_anywhere\n")
+    assert refusal("my_broken.Net") is None  # the name is checked without an import
+    assert "my_broken" not in sys.modules
+    with pytest.raises(ModuleNotFoundError, match="no_such_module_anywhere"):
+        locate("my_broken.Net")
 
 
 @pytest.mark.parametrize(
@@ -165,16 +158,6 @@ def test_no_code_comes_from_folders_that_are_not_packages(
     assert not (folder / "canary").exists()
 
 
-def test_a_project_that_holds_its_configurations_may_be_named(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (folder / "my_project" / "conf").mkdir(parents=True)
-    (folder / "my_project" / "__init__.py").touch()
-    monkeypatch.setattr(targets, "_closed", set())
-    targets.close([str(folder), str(folder / "my_project" / "conf")])
-    assert refusal("my_project.Net") is None
-
-
 def test_a_package_of_the_user_does_not_open_others(folder: Path) -> None:
     text = "import os, torch\nfrom os import system\nclass Net:\n    def run(self): ...\n"
     (folder / "my_doors.py").write_text(text)
@@ -195,17 +178,8 @@ def test_the_working_folder_does_not_stand_in_for_what_is_installed(
     assert locate("models.mlp.MLP").__module__ == "models.mlp"
 
 
-def test_a_name_is_checked_without_an_import_and_what_fails_in_it_comes_through(
-    folder: Path,
-) -> None:
-    (folder / "my_broken.py").write_text("import no_such_module_anywhere\n")
-    assert refusal("my_broken.Net") is None
-    assert "my_broken" not in sys.modules
-    with pytest.raises(ModuleNotFoundError, match="no_such_module_anywhere"):
-        locate("my_broken.Net")
-
-
-def test_allowed_packages_are_those_and_what_is_theirs(extra: list[str]) -> None:
+def test_allowed_packages_are_those_and_what_is_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(targets, "_extra", [])
     targets.allow(["json"])
     assert locate("json.loads")("3") == 3
     with pytest.raises(TargetError, match="not allowed"):
@@ -213,4 +187,4 @@ def test_allowed_packages_are_those_and_what_is_theirs(extra: list[str]) -> None
     assert "not allowed" in (refusal("jsonx.loads") or "")
     with pytest.raises(TargetError, match="--allow-target"):
         targets.allow(["../evil"])
-    assert extra == ["json"]
+    assert targets._extra == ["json"]

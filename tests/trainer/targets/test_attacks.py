@@ -46,50 +46,42 @@ def test_a_path_that_led_out_is_refused(path: str) -> None:
         locate(path)
 
 
-OS = {"_target_": "os.system", "c": "COMMAND"}
-PARTIAL = {"_target_": "builtins.eval", "_partial_": True}
-CALLS: dict[str, dict[str, Any]] = {
-    "call-what-another-node-returned": {
-        "_target_": "data.batch.map_leaves",
-        "function": {
-            "_target_": "torch.nn.utils._deprecation_utils.lazy_deprecated_import",
-            "_args_": [["system"], "os", "os"],
-        },
-        "value": "COMMAND",
-    },
-    "nested-positional": {"_target_": "torch.nn.Sequential", "_args_": [OS]},
-    "kept-for-later": {
-        "_target_": "torch.nn.Identity",
-        "_recursive_": False,
-        "x": {"_target_": "joblib.load"},
-    },
-    "partial-of-a-partial": {
-        "_target_": "torch.optim.lr_scheduler.LambdaLR",
-        "_partial_": True,
-        "lr_lambda": {**OS, "_partial_": True},
-    },
-    "through-a-lambda": {"_target_": "torchvision.transforms.Lambda", "lambd": PARTIAL},
-    "in-a-key-of-hydras": {"_target_": "torch.nn.Identity", "_convert_": OS},
-    "cut-a-file": {"_target_": "trainer.files.atomic.AppendLog", "path": "FILE"},
-    "leave": {"_target_": "trainer.errors.leave_at_once", "code": 0},
-    "git": {
-        "_target_": "trainer.runs.directory._git",
-        "_args_": ["-c", "alias.x=!COMMAND", "x"],
-    },
-    "interpolated": {"_target_": "os.${oc.select:y,system}", "command": "COMMAND"},
-    "open": {"_target_": "builtins.open", "file": "FILE", "mode": "w"},
-    "shell": {"_target_": "subprocess.run", "args": "COMMAND", "shell": True},
-    "in-lists": {"_target_": "torch.nn.Identity", "x": [[OS]]},
-    "a-list-for-a-path": {"_target_": ["os.system"], "command": "COMMAND"},
-}
+def node(target, **arguments):
+    return {"_target_": target, **arguments}
 
 
-@pytest.mark.parametrize("node", CALLS.values(), ids=CALLS)
-def test_no_call_reaches_the_canary(node: dict[str, Any], tmp_path: Path) -> None:
+OS = node("os.system", c="COMMAND")
+KEPT = node("joblib.load")
+LAZY = "torch.nn.utils._deprecation_utils.lazy_deprecated_import"  # returns what it is asked for
+GIT = ["-c", "alias.x=!COMMAND", "x"]
+CALLS = [
+    node(
+        "data.batch.map_leaves",
+        function=node(LAZY, _args_=[["system"], "os", "os"]),
+        value="COMMAND",
+    ),
+    node("torch.nn.Sequential", _args_=[OS]),
+    node("torch.nn.Identity", _recursive_=False, x=KEPT),
+    node("torch.optim.lr_scheduler.LambdaLR", _partial_=True, lr_lambda={**OS, "_partial_": True}),
+    node("torchvision.transforms.Lambda", lambd=node("builtins.eval", _partial_=True)),
+    node("torch.nn.Identity", _convert_=OS),  # a key of Hydra's
+    node("trainer.files.atomic.AppendLog", path="FILE"),  # would cut it
+    node("trainer.errors.leave_at_once", code=0),
+    node("trainer.runs.directory._git", _args_=GIT),
+    node("os.${oc.select:y,system}", command="COMMAND"),
+    node("builtins.open", file="FILE", mode="w"),
+    node("subprocess.run", args="COMMAND", shell=True),
+    node("torch.nn.Identity", x=[[OS]]),
+    node(["os.system"], command="COMMAND"),
+]
+
+
+@pytest.mark.parametrize("call", CALLS, ids=range(len(CALLS)))
+def test_no_call_reaches_the_canary(call: dict[str, Any], tmp_path: Path) -> None:
     canary, file = tmp_path / "canary", tmp_path / "file"
     file.write_text("whole, without a line's end")
     with pytest.raises(TargetError) as caught:
-        instantiate(armed(node, f"touch {canary}", str(file)), _key_="callbacks.x")
+        instantiate(armed(call, f"touch {canary}", str(file)), _key_="callbacks.x")
     assert caught.value.exit_code == 2
     assert not canary.exists()
     assert file.read_text() == "whole, without a line's end"
@@ -97,7 +89,7 @@ def test_no_call_reaches_the_canary(node: dict[str, Any], tmp_path: Path) -> Non
 
 def test_the_canaries_would_sing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(allow_list, "_extra", ["os.mkdir"])
-    instantiate(armed({"_target_": "os.mkdir", "path": "FILE"}, "", str(tmp_path / "canary")))
+    instantiate(armed(node("os.mkdir", path="FILE"), "", str(tmp_path / "canary")))
     assert (tmp_path / "canary").exists()
 
 
@@ -110,67 +102,59 @@ def armed(node: Any, command: str, file: str) -> Any:
 
 
 @pytest.fixture
-def timm(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def timm(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Stand in for timm: `create_model` with its signature, recording that it was called."""
-    calls: list[Any] = []
-    module = types.ModuleType("timm")
+    calls = []
 
     def create_model(
-        model_name: str,
-        pretrained: bool = False,
-        pretrained_cfg: Any = None,
-        pretrained_cfg_overlay: Any = None,
-        checkpoint_path: str = "",
-        cache_dir: str | None = None,
-        **kwargs: Any,
+        model_name,
+        pretrained=0,
+        pretrained_cfg=0,
+        pretrained_cfg_overlay=0,
+        checkpoint_path="",
+        **rest,
     ) -> None:
         calls.append(model_name)
 
     create_model.__module__ = "timm.models._factory"
-    module.create_model = create_model  # type: ignore[attr-defined]
+    module = types.ModuleType("timm")
+    module.create_model = create_model
     monkeypatch.setitem(sys.modules, "timm", module)
     return calls
 
 
+EVIL: Any = {"checkpoint_path": "evil.pth"}
+
+
 @pytest.mark.parametrize(
-    "arguments",
+    ("call", "key"),
     [
-        {"model_name": "x", "checkpoint_path": "evil.pth"},
-        {"_args_": ["x", False, None, None, "evil.pth"]},
-        {"_args_": ["x", True, {"file": "evil.pth"}]},
-        {"model_name": "x", "cache_dir": "evil"},
-        {"_args_": ["hf-hub:evil/model"]},
-        {"model_name": "local-dir:/evil"},
-        {"model_name": {"_target_": "torch.nn.Identity"}},
+        (node("timm.create_model", model_name="x", **EVIL), "checkpoint_path"),
+        (node("timm.create_model", _args_=["x", False, None, None, "evil.pth"]), "checkpoint_path"),
+        (node("timm.create_model", _args_=["x", True, {"file": "evil.pth"}]), "pretrained_cfg"),
+        (node("timm.create_model", model_name="x", cache_dir="evil"), "cache_dir"),
+        (node("timm.create_model", _args_=["hf-hub:evil/model"]), "model_name"),
+        (node("timm.create_model", model_name="local-dir:/evil"), "model_name"),
+        (node("timm.create_model", model_name=node("torch.nn.Identity")), "model_name"),
+        (
+            node("models.transformers_adapter.build", name="x", config={"backbone_kwargs": EVIL}),
+            "config.backbone_kwargs.checkpoint_path",
+        ),
+        (
+            node("models.timm_adapter.build", name="x", num_classes=2, model_kwargs=[EVIL]),
+            "model_kwargs.0.checkpoint_path",
+        ),
     ],
-    ids=range(7),
+    ids=range(9),
 )
-def test_timm_is_given_nothing_to_unpickle(arguments: dict[str, Any], timm: list[Any]) -> None:
-    node = {"_target_": "timm.create_model", **arguments}
+def test_what_unpickles_is_refused_at_any_depth(call, key: str, timm: list[str]) -> None:
+    found = {p.key: p.message for p in node_problems(call, "model")}
+    assert "not allowed here" in found[f"model.{key}"]
     with pytest.raises(TargetError, match="not allowed here"):
-        instantiate({"_target_": "torch.nn.Sequential", "_args_": [node]}, _key_="model")
-    assert [p for p in node_problems(node, "model") if "not allowed here" in str(p)]
+        instantiate(node("torch.nn.Sequential", _args_=[call]), _key_="model")
     assert timm == []
-    instantiate({"_target_": "timm.create_model", "model_name": "resnet18", "drop_rate": 0.1})
+    instantiate(node("timm.create_model", model_name="resnet18", drop_rate=0.1))
     assert timm == ["resnet18"]
-
-
-@pytest.mark.parametrize(
-    ("target", "where"),
-    [
-        ("models.transformers_adapter.build", "config.backbone_kwargs"),
-        ("models.timm_adapter.build", "model_kwargs.0"),
-    ],
-)
-def test_what_unpickles_is_refused_at_any_depth(target: str, where: str) -> None:
-    given: Any = {"checkpoint_path": "evil.pth"}
-    for part in reversed(where.split(".")):
-        given = [given] if part.isdecimal() else {part: given}
-    node = {"_target_": target, "name": "x", "num_classes": 2, **given}
-    found = {p.key: p.message for p in node_problems(node, "model")}
-    assert "not allowed here" in found[f"model.{where}.checkpoint_path"]
-    with pytest.raises(TargetError, match="not allowed here"):
-        instantiate(node, _key_="model")
 
 
 def test_what_the_users_own_module_imported_is_theirs_only_if_it_is_offered(
