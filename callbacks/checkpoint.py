@@ -6,13 +6,14 @@ import logging
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from callbacks.support import AUTO, CallbackError, Monitor
+from callbacks.support import AUTO, Monitor, check_least, require
 from conf.errors import problems_at
 from trainer import snapshot
 from trainer.callback import Saver
@@ -68,31 +69,21 @@ class Staging:
             event.synchronize()
 
 
-class Write(Thread):
-    """Write beside the training, and beyond the end of its process."""
+def beside(work: Callable[[], None]) -> Future[None]:
+    """Do work in a thread beside the training, which the end of the process waits for."""
+    done: Future[None] = Future()
 
-    def __init__(self, work: Callable[[], None]) -> None:
-        super().__init__(name="checkpoint")
-        self._work = work
-        self._error: BaseException | None = None
+    def run() -> None:
         try:
-            self.start()
-        except RuntimeError:  # the limit on threads is reached
-            self.run()
-
-    def run(self) -> None:
-        """Do the work."""
-        try:
-            self._work()
+            done.set_result(work())
         except BaseException as error:
-            self._error = error
+            done.set_exception(error)
 
-    def finish(self) -> None:
-        """Wait for the end of the work, and raise its exception, if any."""
-        if self.is_alive():
-            self.join()
-        if self._error is not None:
-            raise self._error
+    try:
+        Thread(target=run, name="checkpoint").start()
+    except RuntimeError:  # the limit on threads is reached
+        run()
+    return done
 
 
 class Checkpoint(Saver):
@@ -115,6 +106,8 @@ class Checkpoint(Saver):
     error. Earlier checkpoints stay as they are.
     """
 
+    persistent = ("ranking",)  # with the state that is being saved
+
     def __init__(
         self,
         every_n_epochs: int | None = 1,
@@ -126,11 +119,8 @@ class Checkpoint(Saver):
         save_weights: bool = False,
         background: bool = True,
     ) -> None:
-        if save_top_k < -1:
-            raise CallbackError(f"save_top_k={save_top_k}: choose -1 (all) or more")
-        for key, value in (("every_n_epochs", every_n_epochs), ("every_n_steps", every_n_steps)):
-            if value is not None and value < 1:
-                raise CallbackError(f"{key}={value}: choose at least 1, or null for never")
+        require(save_top_k >= -1, f"save_top_k={save_top_k}: choose -1 (all) or more")
+        check_least(every_n_epochs=every_n_epochs, every_n_steps=every_n_steps)
         self._every_n_epochs, self._every_n_steps = every_n_epochs, every_n_steps
         self._save_top_k, self._save_last, self._save_weights = save_top_k, save_last, save_weights
         self._monitor = Monitor(monitor, mode)
@@ -138,11 +128,11 @@ class Checkpoint(Saver):
         self._store: CheckpointStore | None = None
         self._resumed_from = -1  # its step, which is never removed
         self._logged: tuple[int, dict[str, float]] = -1, {}  # after how many updates, and what
-        self._ranking: list[tuple[int, float]] = []  # step and value of the metric, the best first
+        self.ranking: list[tuple[int, float]] = []  # step and value of the metric, the best first
         self._saved: dict[str, Any] = {}  # the counters of the last save
         self._failures = 0  # in a row
         self._staging, self._staged_weights = Staging(), Staging()
-        self._write: Write | None = None  # of the main process
+        self._write: Future[None] | None = None  # of the main process
         # A save whose end is not known yet: its step, and ranking and counters if it fails.
         self._under_way: tuple[int, list[tuple[int, float]], dict[str, Any]] | None = None
         self._wrote = False
@@ -154,9 +144,9 @@ class Checkpoint(Saver):
 
     def best_result(self) -> tuple[str, float, int] | None:
         """Return metric, value and step of the best checkpoint, if one was chosen."""
-        if self.monitor is None or not self._ranking:
+        if self.monitor is None or not self.ranking:
             return None
-        step, value = self._ranking[0]
+        step, value = self.ranking[0]
         return self.monitor, value, step
 
     def improves(self, value: float, than: float | None) -> bool:
@@ -179,8 +169,8 @@ class Checkpoint(Saver):
         if not trainer.resumed or store is None:
             return
         steps = store.steps()
-        here = [(at, value) for at, value in self._ranking if at in steps]
-        self._ranking = trainer.group.broadcast(here)  # what is gone cannot be the best
+        here = [(at, value) for at, value in self.ranking if at in steps]
+        self.ranking = trainer.group.broadcast(here)  # what is gone cannot be the best
         if not trainer.group.broadcast(store.path_of(step).exists()):  # it is another run's
             return
         self._resumed_from = step
@@ -219,7 +209,7 @@ class Checkpoint(Saver):
         try:
             # What writing imports is imported by the first save, with no thread beside it: a
             # worker forked in the middle of an import could never finish that.
-            self._save(trainer, ranked=due, wait=not (self.background and self._wrote))
+            self.save_now(trainer, ranked=due, wait=not (self.background and self._wrote))
         except StorageError as error:
             self._warn(trainer, state.global_step, error)
 
@@ -234,30 +224,27 @@ class Checkpoint(Saver):
         except Exception as error:
             _log.warning("the last save failed: %s", error)
 
-    def save_now(self, trainer: Trainer, ranked: bool = True) -> None:
-        """Save and wait, unless this very state is saved already or nothing is trained yet.
+    def save_now(self, trainer: Trainer, ranked: bool = True, wait: bool = True) -> None:
+        """Save, unless this very state is saved already or nothing is trained yet.
 
         A save that the run would not do if nothing disturbed it is not `ranked`: it must not
         decide which checkpoint is the best. Between two updates only; a collective of all
         processes. Raises StorageError on all.
         """
-        self._save(trainer, ranked, wait=True)
-
-    def _save(self, trainer: Trainer, ranked: bool, wait: bool) -> None:
         trainer.updater.confirm()  # or what a GPU left out would be saved as done
         with trainer.timer.spending("checkpoints"):
             self._settle(trainer, wait=True)
             counters = trainer.state.state_dict()
             if self._store is None or not trainer.state.updates or counters == self._saved:
                 return
-            self._under_way = trainer.state.global_step, self._ranking, self._saved
+            self._under_way = trainer.state.global_step, self.ranking, self._saved
             if ranked:
                 self._rank(trainer)
             self._saved = counters
             try:
                 work = self._work(trainer, self._store)
                 if trainer.is_main:
-                    self._write = Write(work)
+                    self._write = beside(work)
                 if wait:
                     self._end(trainer)
             except StorageError:
@@ -266,13 +253,13 @@ class Checkpoint(Saver):
 
     def _rank(self, trainer: Trainer) -> None:
         """Put this state where it belongs; log `best/<metric>` if it is the best so far."""
-        known, step = dict(self._ranking), trainer.state.global_step
+        known, step = dict(self.ranking), trainer.state.global_step
         name = self._monitor.name  # without a metric the newest is the best
         value = self._values(trainer.state).get(name, math.nan) if name else float(step)
         if not math.isnan(value):
             known[step] = value
         best = self._monitor.best_first(known)
-        self._ranking = best[: max(self._save_top_k, 1)] if self._save_top_k else []
+        self.ranking = best[: max(self._save_top_k, 1)] if self._save_top_k else []
         found = self.best_result()
         if found is not None and found[2] == step:
             trainer.log({f"best/{found[0]}": found[1]})
@@ -280,7 +267,7 @@ class Checkpoint(Saver):
     def _finish(self) -> None:
         write, self._write = self._write, None
         if write is not None:
-            write.finish()
+            write.result()
 
     def _end(self, trainer: Trainer) -> None:
         """Wait for the save under way. Raises StorageError on all processes."""
@@ -291,7 +278,7 @@ class Checkpoint(Saver):
         """Take note of how the save under way ended, if it has; its failure is a warning."""
         if self._under_way is None:
             return
-        step, ended = self._under_way[0], self._write is None or not self._write.is_alive()
+        step, ended = self._under_way[0], self._write is None or self._write.done()
         if wait or trainer.group.broadcast(ended):
             try:
                 self._end(trainer)
@@ -304,7 +291,7 @@ class Checkpoint(Saver):
         assert self._store is not None
         step, ranking, self._saved = self._under_way
         if not trainer.group.broadcast(self._store.path_of(step).exists()):
-            self._ranking = ranking  # else it is whole, and only its names are not
+            self.ranking = ranking  # else it is whole, and only its names are not
         self._under_way = None
 
     def _warn(self, trainer: Trainer, step: int, error: StorageError) -> None:
@@ -328,7 +315,7 @@ class Checkpoint(Saver):
             payload = snapshot.take(trainer, copy)
             if strategy.sharded_checkpoint:
                 payload = shards.write(payload, store.path_of(step), strategy.group)
-        metrics, kept = self._values(trainer.state), [at for at, _ in self._ranking]
+        metrics, kept = self._values(trainer.state), [at for at, _ in self.ranking]
         names = {"last": step} if self._save_last else {}
         names |= {"best": kept[0]} if kept else {}
         weights = None
@@ -354,11 +341,3 @@ class Checkpoint(Saver):
                     _log.warning("%s", error)
 
         return write
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the ranking, the state being saved included."""
-        return {"ranking": [list(pair) for pair in self._ranking]}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over the ranking."""
-        self._ranking = [(int(step), float(value)) for step, value in state["ranking"]]

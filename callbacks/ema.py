@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from callbacks.support import CallbackError, check_least
+from callbacks.support import check_least, require
 from trainer.callback import Average
 from trainer.trainer import Trainer
 
@@ -94,11 +94,12 @@ class RunningAverage(Average):
         return dict(self._tensors or self._loaded)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the average as a state dict of the model."""
-        return {"model": dict(self.tensors())}
+        """Return the average as a state dict of the model, and what a subclass keeps."""
+        return {"model": dict(self.tensors()), **super().state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load an average, to be used by `begin`."""
+        super().load_state_dict(state)
         self._loaded = dict(state["model"])
         self._tensors, self._averaged, self._copied = {}, [], []
 
@@ -121,8 +122,7 @@ class EMA(RunningAverage):
         use_for_evaluation: bool = True,
     ) -> None:
         super().__init__(use_for_evaluation, use_buffers)
-        if not 0 <= decay < 1:
-            raise CallbackError(f"decay={decay}: choose at least 0 and less than 1")
+        require(0 <= decay < 1, f"decay={decay}: choose at least 0 and less than 1")
         check_least(update_every=update_every)
         self._decay, self._warmup, self._update_every = decay, warmup, update_every
 
@@ -137,16 +137,8 @@ class EMA(RunningAverage):
             most = (1 + step) / (10 + step) if self._warmup else 1.0
             rule = get_ema_multi_avg_fn(min(self._decay, most))  # type: ignore[no-untyped-call]
             self.update(rule)
-
-    def swap(self, trainer: Trainer) -> AbstractContextManager[None]:
-        """Return the context in which the model has the average's weights."""
-        self.take_buffers()  # they change between two updates of the average
-        return super().swap(trainer)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the average as a state dict of the model."""
-        self.take_buffers()
-        return super().state_dict()
+        else:
+            self.take_buffers()  # they change between two updates of the average
 
 
 def _own_part(tensor: Any) -> Tensor:

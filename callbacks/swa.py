@@ -1,7 +1,6 @@
 """Stochastic weight averaging: the mean of the weights at the ends of the last epochs."""
 
 import logging
-from collections.abc import Mapping
 from itertools import islice
 from typing import Any
 
@@ -9,7 +8,7 @@ import torch
 from torch.optim.swa_utils import get_swa_multi_avg_fn
 
 from callbacks.ema import RunningAverage
-from callbacks.support import CallbackError
+from callbacks.support import require
 from trainer.trainer import Trainer
 
 _log = logging.getLogger(__name__)
@@ -26,6 +25,8 @@ class SWA(RunningAverage):
     Izmailov et al., Averaging Weights Leads to Wider Optima and Better Generalization, 2018.
     """
 
+    persistent = ("averaged",)
+
     def __init__(
         self,
         start_epoch: float = 0.75,
@@ -34,11 +35,9 @@ class SWA(RunningAverage):
         use_for_evaluation: bool = True,
     ) -> None:
         super().__init__(use_for_evaluation, use_buffers=False)
-        if start_epoch < 0 or (start_epoch > 1 and start_epoch != int(start_epoch)):
-            raise CallbackError(
-                f"start_epoch={start_epoch}: choose a whole number of epochs, or a fraction of "
-                "trainer.max_epochs between 0 and 1"
-            )
+        sound = 0 <= start_epoch <= 1 or (start_epoch > 1 and start_epoch == int(start_epoch))
+        hint = "choose a whole number of epochs, or a fraction of trainer.max_epochs"
+        require(sound, f"start_epoch={start_epoch}: {hint} between 0 and 1")
         self._start_epoch, self._update_bn, self._bn_batches = start_epoch, update_bn, bn_batches
         self.averaged = 0  # epochs
 
@@ -51,12 +50,10 @@ class SWA(RunningAverage):
         """Resolve `start_epoch`. Raises CallbackError for a fraction without max_epochs."""
         if not isinstance(self._start_epoch, float) or self._start_epoch >= 1:
             return
-        if trainer.options.max_epochs is None:
-            raise CallbackError(
-                f"callbacks.{self.name}.start_epoch={self._start_epoch} is a fraction of "
-                "trainer.max_epochs, which is not set: give a number of epochs"
-            )
-        self._start_epoch = int(self._start_epoch * trainer.options.max_epochs)
+        given, epochs = f"callbacks.{self.name}.start_epoch", trainer.options.max_epochs
+        unset = "is a fraction of trainer.max_epochs, which is not set: give a number of epochs"
+        require(epochs is not None, f"{given}={self._start_epoch} {unset}")
+        self._start_epoch = int(self._start_epoch * (epochs or 0))
 
     def on_epoch_end(self, trainer: Trainer) -> None:
         """Add the weights at the end of this epoch to the average."""
@@ -73,15 +70,6 @@ class SWA(RunningAverage):
         """Warn if no epoch was averaged."""
         if not self.averaged:
             _log.warning("callbacks.%s: the run ended before its start_epoch", self.name)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the average as a state dict of the model, and the number of averaged epochs."""
-        return {**super().state_dict(), "averaged": self.averaged}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load an average."""
-        super().load_state_dict(state)
-        self.averaged = state["averaged"]
 
 
 @torch.no_grad()

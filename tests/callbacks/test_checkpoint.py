@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from callbacks.checkpoint import Checkpoint, Staging, Write
+from callbacks.checkpoint import Checkpoint, Staging, beside
 from callbacks.ema import EMA
 from callbacks.support import CallbackError
 from callbacks.trackers.recorder import MetricsLog
@@ -282,7 +282,7 @@ def test_only_a_save_that_the_run_does_anyway_is_ranked(
     trainer.fit()
     assert steps(tmp_path) == [5, 6]
     best = 6 if stopped == "by a callback" else 5
-    assert [at for at, _ in callback._ranking] == [best]
+    assert [at for at, _ in callback.ranking] == [best]
     assert step_of(tmp_path, "best") == best
     assert step_of(tmp_path, "last") == 6
 
@@ -346,7 +346,7 @@ def test_the_saved_state_knows_of_its_own_save_and_its_own_value(
     # Saved in the middle of the second epoch, too: the first one's value says nothing about it.
     train(make_trainer, tmp_path, [9.0, 1.0], every_n_epochs=None, every_n_steps=3)
     payload = read_checkpoint(tmp_path / "checkpoints" / "best.pt")
-    assert payload["callbacks"]["checkpoint"]["ranking"] == [[10, 1.0]]
+    assert payload["callbacks"]["checkpoint"]["ranking"] == [(10, 1.0)]
     assert listed(tmp_path / "checkpoints")[10].metrics["val/score"] == 1.0
 
 
@@ -445,18 +445,18 @@ def test_work_is_done_beside_and_its_failure_is_raised_where_it_is_awaited(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     gate, done = threading.Event(), list[int]()
-    write = Write(lambda: (gate.wait(20), done.append(1)))
-    assert write.is_alive()
+    write = beside(lambda: (gate.wait(20), done.append(1)))
+    assert not write.done()
     assert not done
     gate.set()
-    write.finish()
+    write.result()
     assert done == [1]
     with pytest.raises(ZeroDivisionError):
-        Write(lambda: 1 / 0).finish()
+        beside(lambda: 1 / 0).result()
 
     def refuse(self: Any) -> None:
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    Write(lambda: done.append(2)).finish()
+    beside(lambda: done.append(2)).result()
     assert done == [1, 2]
