@@ -75,7 +75,8 @@ def beside(work: Callable[[], None]) -> Future[None]:
 
     def run() -> None:
         try:
-            done.set_result(work())
+            work()
+            done.set_result(None)
         except BaseException as error:
             done.set_exception(error)
 

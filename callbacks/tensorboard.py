@@ -27,6 +27,7 @@ from tensorboard.plugins.hparams import (  # type: ignore[import-untyped]
 )
 from tensorboard.plugins.text import metadata as texts  # type: ignore[import-untyped]
 from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignore[import-untyped]
+from torch.utils.tensorboard import summary as summaries
 from torch.utils.tensorboard.summary import custom_scalars, histogram_raw, image, pr_curve_raw
 
 from callbacks.support import require
@@ -38,6 +39,7 @@ from trainer.state import LogPoint
 from trainer.trainer import Trainer
 
 _SUFFIX = ".regimen"
+_TYPES = {bool: api_pb2.DATA_TYPE_BOOL, str: api_pb2.DATA_TYPE_STRING}  # others are numbers
 _log = logging.getLogger(__name__)
 
 
@@ -90,17 +92,14 @@ class TensorBoard(Recorder):
         chosen |= {
             k: v for k, v in settings.items() if any(fnmatchcase(k, p) for p in self._hparams)
         }
-        if hparams := {key: value for key, value in chosen.items() if value is not None}:
+        if shown := {key: value for key, value in chosen.items() if value is not None}:
             saver = saver_of(trainer.callbacks)
             monitor = None if saver is None else saver.monitor
             compared = [f"best/{monitor}"] if monitor else [f"val/{name}" for name in names]
             compared += [f"test/{name}" for name in names]
-            columns = {k: v for k, v in hparams.items() if not swept or k in swept}
+            columns = {k: v for k, v in shown.items() if not swept or k in swept}
             self._write(summary=_columns(columns, bool(swept), compared))
-            begun = plugin_data_pb2.SessionStartInfo()  # the run's row
-            for key, value in hparams.items():
-                setattr(begun.hparams[key], _kind(value)[0], value)
-            self._write(summary=_tab(metadata.SESSION_START_INFO_TAG, session_start_info=begun))
+            self._write(summary=summaries.hparams(shown, {})[1])  # type: ignore[no-untyped-call]  # its row
 
     def record(self, at: LogPoint, values: Mapping[str, float]) -> None:
         """Write scalars."""
@@ -170,23 +169,13 @@ def _summary(name: str, value: Media) -> Summary:
     return image(name, value, dataformats="HWC")  # type: ignore[no-untyped-call]
 
 
-def _columns(hparams: Mapping[str, Value], differs: bool, metrics: Sequence[str]) -> Summary:
+def _columns(settings: Mapping[str, Value], differs: bool, metrics: Sequence[str]) -> Summary:
     """Return the summary that declares settings and metrics: the columns of the HParams tab."""
-    infos = [
-        api_pb2.HParamInfo(name=key, type=_kind(value)[1], differs=differs)
-        for key, value in hparams.items()
-    ]
+    kinds = {k: _TYPES.get(type(v), api_pb2.DATA_TYPE_FLOAT64) for k, v in settings.items()}
+    infos = [api_pb2.HParamInfo(name=k, type=kind, differs=differs) for k, kind in kinds.items()]
     named = [api_pb2.MetricInfo(name=api_pb2.MetricName(tag=tag)) for tag in metrics]
     experiment = api_pb2.Experiment(hparam_infos=infos, metric_infos=named)
     return _tab(metadata.EXPERIMENT_TAG, experiment=experiment)
-
-
-def _kind(value: Value) -> tuple[str, Any]:
-    if isinstance(value, bool):
-        return "bool_value", api_pb2.DATA_TYPE_BOOL
-    if isinstance(value, str):
-        return "string_value", api_pb2.DATA_TYPE_STRING
-    return "number_value", api_pb2.DATA_TYPE_FLOAT64
 
 
 def _tab(tag: str, **data: Any) -> Summary:

@@ -23,15 +23,14 @@ class CSV(Recorder):
     what was written after its checkpoint. A full disk causes a warning, and the run continues.
     """
 
-    persistent = ("columns", "rows", "sent")
+    persistent = ("rows",)
 
     def __init__(self) -> None:
         super().__init__()
         self._folder = Path()
         self._log: AppendLog | None = None
-        self.columns = ["step", "epoch"]
         self.rows = 0
-        self.sent: dict[str, int] = {}  # the last step of each column
+        self._last: dict[str, int] = {}  # the last step of each column
 
     def begin(self, trainer: Trainer) -> None:
         """Write the settings; remove the rows and files of a resumed run after its checkpoint."""
@@ -43,21 +42,17 @@ class CSV(Recorder):
                 path.unlink()
         settings = leaves(config_of(self.run, trainer.config_text))
         write_text(self._folder / "config.csv", table([("key", "value"), *settings]))
-        self._rewrite(self._written()[: self.rows])
+        self._rewrite(self._written())
 
     def record(self, at: LogPoint, values: Mapping[str, float]) -> None:
         """Append a row; new names are new columns."""
-        fresh = {k: v for k, v in values.items() if at.step > self.sent.get(k, -1)}
-        if not fresh or self._log is None:
-            return
-        self.sent |= dict.fromkeys(fresh, at.step)
+        fresh = {k: v for k, v in values.items() if at.step > self._last.get(k, -1)}
         row = {"step": at.step, "epoch": at.epoch, **fresh}
-        if new := [name for name in row if name not in self.columns]:
-            rows = self._written()
-            self.columns += new
-            self._rewrite([*rows, row])
-        else:
-            self._log.write(table([[row.get(name, "") for name in self.columns]]))
+        if self._log is None or not row.keys() <= self._last.keys():
+            self._rewrite([*self._written(), row])
+        elif fresh:
+            self._last |= dict.fromkeys(fresh, at.step)
+            self._log.write(table([[row.get(name, "") for name in self._last]]))
             self.rows += 1
 
     def show(self, step: int, name: str, value: Media) -> None:
@@ -77,12 +72,14 @@ class CSV(Recorder):
         if not path.exists():
             return []
         with path.open(encoding="utf-8", newline="") as file:
-            return list(csv.DictReader(file, restkey="", restval=""))
+            return list(csv.DictReader(file, restkey="", restval=""))[: self.rows]
 
     def _rewrite(self, rows: list[Any]) -> None:
-        content = [[row.get(name, "") for name in self.columns] for row in rows]
-        write_text(self._folder / "metrics.csv", table([self.columns, *content]))
-        self.rows = len(rows)
+        self.rows, self._last = len(rows), {"step": -1, "epoch": -1}
+        for row in rows:
+            self._last |= {name: int(row["step"]) for name in row if row[name] != ""}
+        content = [[row.get(name, "") for name in self._last] for row in rows]
+        write_text(self._folder / "metrics.csv", table([list(self._last), *content]))
         if self._log is not None:
             self._log.close()
         self._log = AppendLog(self._folder / "metrics.csv")

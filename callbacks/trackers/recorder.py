@@ -40,13 +40,14 @@ class MetricsLog(Callback):
     """
 
     of_run = True
+    persistent = ("sizes", "step", "keys")
 
     def __init__(self) -> None:
         self._path: Path | None = None
         self._log: AppendLog | None = None
-        self._offset = 0
-        self._step = -1
-        self._keys: set[str] = set()  # already written for that step
+        self.sizes = {METRICS: 0}
+        self.step = -1
+        self.keys: list[str] = []  # already written for that step
 
     def setup(self, trainer: Trainer) -> None:
         """Open the file. Raises StorageError if it cannot be opened."""
@@ -57,7 +58,7 @@ class MetricsLog(Callback):
     def on_fit_start(self, trainer: Trainer) -> None:
         """Remove the lines that were written after the checkpoint."""
         if self._log is not None:
-            self._log.truncate(self._offset)
+            self._log.truncate(self.sizes[METRICS])
 
     def on_log(self, trainer: Trainer, scalars: Mapping[str, float]) -> None:
         """Append a line."""
@@ -66,10 +67,10 @@ class MetricsLog(Callback):
         if self._log is None:  # the test, after the training
             self._log = AppendLog(self._path)
         step, epoch = trainer.log_point
-        if step != self._step:
-            self._step, self._keys = step, set()
-        fresh = {key: value for key, value in scalars.items() if key not in self._keys}
-        self._keys |= fresh.keys()
+        if step != self.step:
+            self.step, self.keys = step, []
+        fresh = {key: value for key, value in scalars.items() if key not in self.keys}
+        self.keys += fresh
         if fresh:
             numbers = {k: v if math.isfinite(v) else None for k, v in fresh.items()}
             row = {"step": step, "epoch": epoch, **numbers}
@@ -78,19 +79,15 @@ class MetricsLog(Callback):
     def teardown(self, trainer: Trainer) -> None:
         """Close the file; `on_log` opens it again."""
         if self._log is not None:
-            self._offset = self._log.offset()
+            self.sizes = {METRICS: self._log.offset()}
             self._log.close()
             self._log = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the size of the file, and the keys of its last step."""
-        offset = self._log.offset() if self._log is not None else self._offset
-        return {"sizes": {METRICS: offset}, "step": self._step, "keys": sorted(self._keys)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the size of the file and the keys of its last step."""
-        self._offset = state["sizes"][METRICS]
-        self._step, self._keys = state["step"], set(state["keys"])
+        if self._log is not None:
+            self.sizes = {METRICS: self._log.offset()}
+        return super().state_dict()
 
 
 class Recorder(Callback):
