@@ -1,8 +1,6 @@
 """A job of a search reports to its study, and ends if the pruner decides so."""
 
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,14 +17,14 @@ optuna = pytest.importorskip("optuna")
 MakeTrainer = Callable[..., Trainer]
 pytestmark = pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning")
 ALWAYS = {"name": "asha", "options": {"min_resource": 2, "bootstrap_count": 9}}  # prunes at 2
-NEVER: dict[str, Any] = {"name": None, "options": {}}
+NEVER = {"name": None, "options": {}}
 
 
 @pytest.fixture
-def study(tmp_path: Path) -> Callable[..., Any]:
+def study(tmp_path):
     """Return a function that makes a study with one open trial."""
 
-    def make(pruner: dict[str, Any], metric: str = "val/loss") -> Any:
+    def make(pruner, metric="val/loss"):
         storage = open_storage(str(tmp_path / "study.journal"))
         found = optuna.create_study(study_name="s", storage=storage)
         found.set_metric_names([metric])
@@ -38,22 +36,22 @@ def study(tmp_path: Path) -> Callable[..., Any]:
 
 
 @pytest.fixture
-def trial(tmp_path: Path) -> Callable[[], Trial]:
+def trial(tmp_path):
     return lambda: Trial(str(tmp_path / "study.journal"), "s", 0)
 
 
-def reported(study: Any) -> dict[int, float]:
-    found: dict[int, float] = study.trials[0].intermediate_values
+def reported(study):
+    found = study.trials[0].intermediate_values
     return found
 
 
 class Kept(Callback):
     """Keeps the losses of the validations."""
 
-    def __init__(self) -> None:
-        self.values: list[float] = []
+    def __init__(self):
+        self.values = []
 
-    def on_validation_end(self, trainer: Trainer, metrics: Any) -> None:
+    def on_validation_end(self, trainer, metrics):
         self.values.append(metrics["val/loss"])
 
 
@@ -65,9 +63,7 @@ class Kept(Callback):
                      [4, 8, 10], id="by-steps"),
     ],
 )  # fmt: skip
-def test_validations_are_reported(
-    study: Any, trial: Any, make_trainer: MakeTrainer, options: dict[str, Any], steps: list[int]
-) -> None:
+def test_validations_are_reported(study, trial, make_trainer, options, steps):
     it, kept = study(NEVER), Kept()
     trainer = make_trainer({"trial": trial(), "kept": kept}, **options)
     trainer.fit()
@@ -75,9 +71,7 @@ def test_validations_are_reported(
     assert not trainer.state.pruned
 
 
-def test_a_metric_of_the_training_is_reported_by_the_epoch(
-    study: Any, trial: Any, make_trainer: MakeTrainer
-) -> None:
+def test_a_metric_of_the_training_is_reported_by_the_epoch(study, trial, make_trainer):
     it = study(NEVER, "train/epoch_loss")
     trainer = make_trainer({"trial": trial()}, validated=False, max_epochs=3)
     trainer.fit()
@@ -85,9 +79,7 @@ def test_a_metric_of_the_training_is_reported_by_the_epoch(
     assert reported(it)[3] == trainer.metrics["train/epoch_loss"]
 
 
-def test_the_pruner_ends_a_run_that_is_not_done(
-    study: Any, trial: Any, make_trainer: MakeTrainer
-) -> None:
+def test_the_pruner_ends_a_run_that_is_not_done(study, trial, make_trainer):
     it = study(ALWAYS)
     trainer = make_trainer({"trial": trial()}, max_epochs=5)
     trainer.fit()
@@ -110,9 +102,9 @@ def test_the_pruner_ends_a_run_that_is_not_done(
     ],
 )
 def test_each_pruner_compares_with_the_other_jobs(
-    study: Any, trial: Any, make_trainer: MakeTrainer,
-    name: str, options: dict[str, Any], others: float, expected: int,
-) -> None:  # fmt: skip
+    study, trial, make_trainer,
+    name, options, others, expected
+):  # fmt: skip
     it = study({"name": name, "options": options})
     for _ in range(2):
         other = it.ask()
@@ -125,9 +117,7 @@ def test_each_pruner_compares_with_the_other_jobs(
     assert trainer.state.epoch == expected
 
 
-def test_a_run_that_is_not_pruned_is_the_run_without_a_search(
-    study: Any, trial: Any, make_trainer: MakeTrainer
-) -> None:
+def test_a_run_that_is_not_pruned_is_the_run_without_a_search(study, trial, make_trainer):
     study({"name": "median", "options": {}})
     weights = []
     for callbacks in ({}, {"trial": trial()}):
@@ -144,8 +134,8 @@ def test_a_run_that_is_not_pruned_is_the_run_without_a_search(
 
 
 def test_a_resumed_run_reports_each_validation_once(
-    study: Any, trial: Any, make_trainer: MakeTrainer, stop_at: Any, carry_over: Any
-) -> None:
+    study, trial, make_trainer, stop_at, carry_over
+):
     it = study(NEVER)
     first = make_trainer({"trial": trial(), "stop": stop_at(7)}, max_epochs=3)
     first.fit()
@@ -158,10 +148,10 @@ def test_a_resumed_run_reports_each_validation_once(
 
 
 def test_an_end_that_a_signal_overtook_comes_with_the_resume(
-    study: Any, trial: Any, make_trainer: MakeTrainer, carry_over: Any
-) -> None:
+    study, trial, make_trainer, carry_over
+):
     class Signal(Callback):
-        def on_boundary(self, trainer: Trainer) -> None:
+        def on_boundary(self, trainer):
             if trainer.state.stop_request is not None:
                 trainer.state.request_stop("SIGTERM", 143)
 
@@ -176,9 +166,7 @@ def test_an_end_that_a_signal_overtook_comes_with_the_resume(
     assert (again.state.epoch, again.state.pruned) == (2, True)
 
 
-def test_a_replayed_validation_does_not_decide_again(
-    study: Any, trial: Any, make_trainer: MakeTrainer
-) -> None:
+def test_a_replayed_validation_does_not_decide_again(study, trial, make_trainer):
     it = study({"name": "asha", "options": {"min_resource": 1, "bootstrap_count": 9}})
     open_trial = it._storage.get_trial_id_from_study_id_trial_number(it._study_id, 0)
     it._storage.set_trial_intermediate_value(open_trial, 3, 0.5)
@@ -188,9 +176,7 @@ def test_a_replayed_validation_does_not_decide_again(
     assert reported(it) == {3: 0.5}
 
 
-def test_a_study_that_does_not_fit_ends_the_run_at_its_start(
-    study: Any, trial: Any, make_trainer: MakeTrainer, tmp_path: Path
-) -> None:
+def test_a_study_that_does_not_fit_ends_the_run_at_its_start(study, trial, make_trainer, tmp_path):
     place = str(tmp_path / "study.journal")
     with pytest.raises(CheckpointError, match="the study that the job belongs to is gone"):
         make_trainer({"trial": trial()}).fit()
@@ -203,13 +189,13 @@ def test_a_study_that_does_not_fit_ends_the_run_at_its_start(
 
 
 def test_a_study_that_is_lost_on_the_way_is_a_warning(
-    study: Any, trial: Any, make_trainer: MakeTrainer, tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
+    study, trial, make_trainer, tmp_path,
+    caplog
+):  # fmt: skip
     study(ALWAYS)
 
     class Lose(Callback):
-        def on_epoch_start(self, trainer: Trainer) -> None:
+        def on_epoch_start(self, trainer):
             (tmp_path / "study.journal").unlink(missing_ok=True)
 
     trainer = make_trainer({"lose": Lose(), "trial": trial()}, max_epochs=3)
@@ -218,14 +204,14 @@ def test_a_study_that_is_lost_on_the_way_is_a_warning(
     assert "this validation is not reported" in caplog.text
 
 
-def test_the_main_process_decides_for_all(study: Any, trial: Any) -> None:
+def test_the_main_process_decides_for_all(study, trial):
     study(ALWAYS)
-    told: list[Any] = []
+    told = []
 
     class Other(Group):
         rank, world_size = 1, 2
 
-        def broadcast(self, value: Any) -> Any:
+        def broadcast(self, value):
             told.append(value)
             return {0: None, 1: "val/loss", 2: None}.get(len(told) - 1, True)
 
@@ -233,7 +219,7 @@ def test_the_main_process_decides_for_all(study: Any, trial: Any) -> None:
 
     from trainer.state import TrainState
 
-    it: Any = SimpleNamespace(group=Other(), is_main=False, state=TrainState(), done=False)
+    it = SimpleNamespace(group=Other(), is_main=False, state=TrainState(), done=False)
     it.metrics = {"val/loss": 1.0}
     callback = trial()
     callback.setup(it)

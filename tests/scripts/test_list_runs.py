@@ -2,10 +2,8 @@
 
 import json
 import os
-from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -16,7 +14,7 @@ from trainer.runs.directory import RunDirectory
 from trainer.runs.lock import RunLock
 from trainer.runs.status import RunDirectoryError
 
-CONFIG: dict[str, Any] = {
+CONFIG = {
     "name": "net",
     "seed": 0,
     "model": {"_target_": "models.mlp.MLP", "width": 8},
@@ -26,13 +24,11 @@ CONFIG: dict[str, Any] = {
 
 
 @pytest.fixture(autouse=True)
-def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def made(
-    place: str, state: str | None = "finished", best: float | None = None, **config: Any
-) -> Path:
+def made(place, state="finished", best=None, **config):
     """Make a run's directory; `state` None: it still runs, as far as its files tell."""
     path = Path("runs") / place
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -50,14 +46,14 @@ def made(
     return path
 
 
-def with_checkpoint(path: Path, metrics: dict[str, float | None]) -> Path:
+def with_checkpoint(path, metrics):
     names = {"best": {"metrics": metrics}}
     (path / "checkpoints" / "index.json").write_text(json.dumps({"names": names}))
     return path
 
 
 @pytest.fixture
-def held() -> Iterator[Path]:
+def held():
     path = made("net/held", None)
     lock = RunLock(path)
     assert lock.acquire() is None
@@ -65,19 +61,19 @@ def held() -> Iterator[Path]:
     lock.release()
 
 
-def listed(capsys: pytest.CaptureFixture[str], *argv: str) -> list[dict[str, Any]]:
+def listed(capsys, *argv):
     assert runs([*argv, "--json"]) == 0
-    found: list[dict[str, Any]] = json.loads(capsys.readouterr().out)
+    found = json.loads(capsys.readouterr().out)
     return found
 
 
-def test_no_runs_are_no_mistake(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_runs_are_no_mistake(capsys):
     assert runs([]) == 0
     assert capsys.readouterr().out == "no runs in runs\n"
     assert listed(capsys, "nowhere") == []
 
 
-def test_what_a_finished_run_tells(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_finished_run_tells(capsys):
     path = made("net/a", best=0.5)
     (path / "checkpoints" / "step.pt").write_bytes(b"x" * 1000)
     size = sum(p.stat().st_size for p in path.rglob("*") if p.is_file())
@@ -103,18 +99,14 @@ def test_what_a_finished_run_tells(capsys: pytest.CaptureFixture[str]) -> None:
         pytest.param("auto", {"val/loss": None}, None, id="not finite"),
     ],
 )
-def test_the_best_of_a_run_that_has_not_ended(
-    monitor: str | None, metrics: dict[str, float | None], expected: tuple[str, float] | None
-) -> None:
+def test_the_best_of_a_run_that_has_not_ended(monitor, metrics, expected):
     node = {"save_top_k": 1, "monitor": monitor}
     path = with_checkpoint(made("net/a", "failed", callbacks={"mine": node}), metrics)
     run = read_run(path)
     assert (run["metric"], run["best"]) == (expected or (None, None))
 
 
-def test_killed_and_running_runs_are_told_apart(
-    held: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_killed_and_running_runs_are_told_apart(held, capsys):
     made("net/killed", None)
     assert {run["run"]: run["status"] for run in listed(capsys)} == {
         "runs/net/held": "running",
@@ -122,7 +114,7 @@ def test_killed_and_running_runs_are_told_apart(
     }
 
 
-def test_damaged_runs_are_listed_all_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+def test_damaged_runs_are_listed_all_the_same(capsys):
     whole, damaged = made("net/a"), made("net/b")
     for name in ("status.json", "manifest.json", "config.yaml", "metrics.jsonl"):
         (damaged / name).write_bytes(b"{\xff")
@@ -144,7 +136,7 @@ def test_damaged_runs_are_listed_all_the_same(capsys: pytest.CaptureFixture[str]
     ("later", "seconds"),
     [pytest.param(-60, 60, id="once"), pytest.param(60, 0, id="not-beyond-now")],
 )
-def test_the_last_start_of_a_killed_run_counts(later: float, seconds: float) -> None:
+def test_the_last_start_of_a_killed_run_counts(later, seconds):
     path, now = made("net/killed", None), datetime.now(UTC)
     status = json.loads((path / "status.json").read_text())
     began = now + timedelta(seconds=min(0, 2 * later))
@@ -154,7 +146,7 @@ def test_the_last_start_of_a_killed_run_counts(later: float, seconds: float) -> 
     assert read_run(path)["seconds"] == pytest.approx(seconds, abs=20)
 
 
-def test_off_a_terminal_a_row_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_off_a_terminal_a_row_is_one_line(capsys):
     path = made("net/" + "a_long_name_" * 15)
     assert runs([]) == 0
     header, row = capsys.readouterr().out.splitlines()
@@ -162,7 +154,7 @@ def test_off_a_terminal_a_row_is_one_line(capsys: pytest.CaptureFixture[str]) ->
     assert row.split()[:3] == [str(path), "finished", "2/3"]
 
 
-def test_sweeps_are_found_and_links_are_not_followed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_sweeps_are_found_and_links_are_not_followed(capsys):
     path, alone = made("net/sweeps/now/0"), made("net/now")
     (path.parent / "leaderboard.csv").write_text("")
     (Path("runs") / "latest").symlink_to(path.absolute())
@@ -173,7 +165,7 @@ def test_sweeps_are_found_and_links_are_not_followed(capsys: pytest.CaptureFixtu
     assert [run["run"] for run in listed(capsys, str(path))] == [str(path)]
 
 
-def test_what_differs_is_among_the_runs_of_a_name(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_differs_is_among_the_runs_of_a_name(capsys):
     made("net/a")
     made("net/b", seed=1, model={"_target_": "models.mlp.MLP", "width": 9})
     made("net/c", model={"_target_": "mine.Net"})
@@ -186,13 +178,13 @@ def test_what_differs_is_among_the_runs_of_a_name(capsys: pytest.CaptureFixture[
     assert "model=mine.Net" in "".join(capsys.readouterr().out.split())
 
 
-def test_a_key_that_one_has_is_a_difference_and_so_is_a_type() -> None:
+def test_a_key_that_one_has_is_a_difference_and_so_is_a_type():
     one = {"a": {"b": 1}, "same": [1]}
     assert dict(varied([one, {"a": {"b": 1, "c": None}, "same": [1]}])) == {"a.c": ["-", None]}
     assert dict(varied([one, {"a": {"b": True}, "same": [1]}])) == {"a.b": [1, True]}
 
 
-def test_two_runs_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_runs_side_by_side(capsys):
     left = made("net/a", best=0.5)
     right = made("net/b", "failed", model={"_target_": "mine.Net", "depth": 2})
     runs(["diff", str(left), str(right), "--json"])
@@ -208,7 +200,7 @@ def test_two_runs_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
     assert "mine.Net" in capsys.readouterr().out
 
 
-def test_no_run_to_compare() -> None:
+def test_no_run_to_compare():
     with pytest.raises(RunDirectoryError, match="nowhere holds no run") as caught:
         runs(["diff", "nowhere", "there"])
     assert caught.value.exit_code == 2
@@ -221,7 +213,7 @@ def test_no_run_to_compare() -> None:
         (["a", "b"], "unrecognized"),
     ],
 )
-def test_words_that_do_not_fit(argv: list[str], text: str) -> None:
+def test_words_that_do_not_fit(argv, text):
     with pytest.raises(ConfigError, match=f"command line: .*{text}"):
         runs(argv)
 
@@ -229,5 +221,5 @@ def test_words_that_do_not_fit(argv: list[str], text: str) -> None:
 @pytest.mark.parametrize(
     ("seconds", "text"), [(None, ""), (7.46, "7.5s"), (200, "3m 20s"), (3720, "1h 02m")]
 )
-def test_durations(seconds: float | None, text: str) -> None:
+def test_durations(seconds, text):
     assert duration(seconds) == text

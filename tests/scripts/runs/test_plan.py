@@ -24,9 +24,7 @@ COSINE = [0.1 * (1 + math.cos(math.pi * t / 40)) / 2 for t in range(40)]
 CURVES = {"default": COSINE, "head": [10 * lr for lr in COSINE], "stem": [0.01] * 40}
 
 
-def test_every_decision_is_shown(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_decision_is_shown(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     words = ["experiment=resnet18", "model=mlp", "trainer.gradient_accumulation_steps=3"]
     request = compose([*words, "data.test=null", "trainer.max_epochs=2"])
@@ -57,9 +55,7 @@ def test_every_decision_is_shown(
     assert all(line == line.rstrip() for line in text.splitlines())
 
 
-def test_data_that_cannot_be_read_end_the_plan(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_data_that_cannot_be_read_end_the_plan(tmp_path, capsys):
     for place in ("train/a", "train/b", "val/a", "val/b"):
         (tmp_path / place).mkdir(parents=True)
         (tmp_path / place / "broken.jpg").write_bytes(b"\xff\xd8\xff")
@@ -71,14 +67,14 @@ def test_data_that_cannot_be_read_end_the_plan(
     assert "Plan of resnet18" in capsys.readouterr().out
 
 
-def test_a_wide_table_of_groups_becomes_lines() -> None:
+def test_a_wide_table_of_groups_becomes_lines():
     row = GroupRow("a_rather_long_name_of_a_group", "muon (Muon)", 4, 46, 0.1, None)
     lines = groups_table([row], 60)
     assert max(map(len, lines)) <= 60
     assert "weight decay" in " ".join(lines)
 
 
-def test_groups_whose_rates_differ_by_a_factor_share_a_drawing() -> None:
+def test_groups_whose_rates_differ_by_a_factor_share_a_drawing():
     lines = list(curve_lines({**CURVES, "again": COSINE}, 40, 64))
     assert sum("└" in line for line in lines) == 1
     assert lines[0].startswith("default, again: 0.1 at first")
@@ -86,7 +82,7 @@ def test_groups_whose_rates_differ_by_a_factor_share_a_drawing() -> None:
     assert lines[-1] == "stem: constant at 0.01"
 
 
-def test_a_curve_is_drawn_from_zero_to_its_maximum() -> None:
+def test_a_curve_is_drawn_from_zero_to_its_maximum():
     lines = plot([0, 1, 2, 3, 4, 5], 100, width=6)
     assert lines[0].endswith("5 │     █")
     assert lines[1].endswith("│    ██")
@@ -94,7 +90,7 @@ def test_a_curve_is_drawn_from_zero_to_its_maximum() -> None:
     assert lines[6].split() == ["0", "100", "updates"]
 
 
-def counts(n: int, devices: int, micro_batches: int) -> list[int]:
+def counts(n, devices, micro_batches):
     """Return the samples of each piece that the sampler gives."""
     return [
         piece.count
@@ -109,7 +105,7 @@ def counts(n: int, devices: int, micro_batches: int) -> list[int]:
     ]
 
 
-def expected_words(found: list[int]) -> str:
+def expected_words(found):
     low, high = min(found), max(found)
     if low == high:
         return f" x {low}"
@@ -120,7 +116,7 @@ def expected_words(found: list[int]) -> str:
 
 @pytest.mark.parametrize("devices", [1, 2, 3])
 @pytest.mark.parametrize("micro_batches", [1, 2, 4])
-def test_the_words_are_what_the_sampler_does(devices: int, micro_batches: int) -> None:
+def test_the_words_are_what_the_sampler_does(devices, micro_batches):
     for n in range(1, 25):
         found = counts(n, devices, micro_batches)
         largest, lines = batch_split(n, devices, micro_batches, None, drop_last=False)
@@ -140,14 +136,14 @@ def test_the_words_are_what_the_sampler_does(devices: int, micro_batches: int) -
         ),
     ],
 )
-def test_an_epochs_last_samples(samples: int | None, drop_last: bool, words: str | None) -> None:
+def test_an_epochs_last_samples(samples, drop_last, words):
     _, (first, *rest) = batch_split(10, 1, 1, samples, drop_last)
     assert first.startswith("10 = ")
     assert len(rest) == (words is not None)
     assert not words or rest[0].startswith(words)
 
 
-def test_figures_are_short() -> None:
+def test_figures_are_short():
     assert [count(v) for v in (0, 999, 1000, 11_172_810, 2.77e8, None)] == [
         "0", "999", "1 k", "11.2 M", "277 M", "?"
     ]  # fmt: skip

@@ -5,7 +5,6 @@ import re
 import shlex
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -14,7 +13,7 @@ from scripts.cli.arguments import Request
 from scripts.runs.report import final_block, result_line, time_hint, time_text
 from scripts.runs.run import kept_log
 from trainer.files.atomic import LogFileHandler
-from trainer.state import KINDS, MAX_TIME, PRUNED, Kind, Timer, TrainState
+from trainer.state import KINDS, MAX_TIME, PRUNED, Timer, TrainState
 
 RESULTS = {
     "train/epoch_loss": 0.25,
@@ -31,12 +30,12 @@ EARLY = "val/accuracy has not improved in 3 validations (best 0.970370)"
 
 
 class Best(Checkpoint):
-    def best_result(self) -> tuple[str, float, int] | None:
+    def best_result(self):
         return "val/accuracy", 0.9, 40
 
 
 @pytest.fixture
-def experiment() -> Any:
+def experiment():
     trainer = SimpleNamespace(
         state=TrainState(epoch=1, global_step=60, validated_at=40),
         callbacks={"checkpoint": Best()},
@@ -48,22 +47,22 @@ def experiment() -> Any:
     return SimpleNamespace(trainer=trainer, config=config, data=SimpleNamespace(sets=sets))
 
 
-SIX_SECONDS: dict[Kind, float] = dict.fromkeys(KINDS[:6], 1.0)
+SIX_SECONDS = dict.fromkeys(KINDS[:6], 1.0)
 
 
-def block(experiment: Any, run_dir: Path, columns: int | None = None) -> str:
+def block(experiment, run_dir, columns=None):
     request = Request(CONFIG, [], {}, ["experiment=resnet18"])
     return final_block(request, experiment, run_dir, RESULTS, SIX_SECONDS, columns)
 
 
-def commands_in(text: str, name: str) -> list[str]:
+def commands_in(text, name):
     joined = text.replace("\\\n", " ")
     (line,) = re.findall(rf"^{name} +(.*)$", joined, re.MULTILINE)
     return shlex.split(line)
 
 
 @pytest.mark.parametrize("columns", [None, 60, 120])
-def test_commands_can_be_pasted(experiment: Any, tmp_path: Path, columns: int | None) -> None:
+def test_commands_can_be_pasted(experiment, tmp_path, columns):
     run_dir = tmp_path / "my run"
     (run_dir / "tensorboard").mkdir(parents=True)
     experiment.trainer.state.stop_reason = MAX_TIME
@@ -74,14 +73,14 @@ def test_commands_can_be_pasted(experiment: Any, tmp_path: Path, columns: int | 
 
 
 @pytest.mark.parametrize("columns", [None, 60, 120])
-def test_facts_are_broken_between_words(experiment: Any, columns: int | None) -> None:
+def test_facts_are_broken_between_words(experiment, columns):
     experiment.trainer.state.stop_reason = EARLY
     lines = block(experiment, Path("run"), columns).strip().splitlines()
     assert max(map(len, lines)) <= (columns or 100)
     names = [line[:8].strip() for line in lines]
     assert "data     train range 1,200, test list 2" in lines
     assert ("" in names) == (columns is not None)  # elsewhere each line can be found by its name
-    said: dict[str, list[str]] = {}
+    said = {}
     for name, line in zip(names, lines, strict=True):
         said.setdefault(name or [*said][-1], []).append(line[9:])
     assert " ".join(said["trained"]) == f"1 epoch, 60 updates, 6.0 s; ended early: {EARLY}"
@@ -99,28 +98,26 @@ def test_facts_are_broken_between_words(experiment: Any, columns: int | None) ->
         pytest.param(EARLY, f"ended early: {EARLY}", id="early"),
     ],
 )
-def test_why_a_run_ended_is_said_in_words(
-    experiment: Any, reason: str | None, said: str | None
-) -> None:
+def test_why_a_run_ended_is_said_in_words(experiment, reason, said):
     experiment.trainer.state.stop_reason = reason
     line = result_line(experiment, RESULTS, SIX_SECONDS).replace("\n", ", ")
     told = "best val/accuracy 0.9000 at step 40, test/accuracy 0.8000, 1 epoch, 60 updates, 6.0 s"
     assert line == ", ".join(filter(None, [told, said]))
 
 
-OPTIONS: dict[str, Any] = {
+OPTIONS = {
     "loader": {"num_workers": 0},
     "trainer": {"validate_every_n_epochs": 1, "log_every_n_steps": 50},
     "callbacks": {"checkpoint": {"every_n_epochs": 1}},
 }
 
 
-def spent(**seconds: float) -> dict[Kind, float]:
+def spent(**seconds):
     named = {k.replace("_and_", " + "): s for k, s in seconds.items()}
     return {kind: named.get(kind, 0.0) for kind in KINDS}
 
 
-def test_shares_are_of_the_whole_time_and_the_largest_comes_first() -> None:
+def test_shares_are_of_the_whole_time_and_the_largest_comes_first():
     it = spent(data=4.2, forward_and_backward=5.0, optimizer=0.8, callbacks=0.001)
     assert time_text(it) == "50% forward + backward, 42% waiting for data, 8% optimizer"
     assert time_text(spent()) == ""
@@ -138,20 +135,18 @@ def test_shares_are_of_the_whole_time_and_the_largest_comes_first() -> None:
         pytest.param({"forward_and_backward": 0.0}, "", id="nothing"),
     ],
 )
-def test_a_large_part_that_can_be_avoided_gets_a_hint(
-    seconds: dict[str, float], expected: str
-) -> None:
+def test_a_large_part_that_can_be_avoided_gets_a_hint(seconds, expected):
     assert time_hint(spent(**{"forward_and_backward": 5.8, **seconds}), OPTIONS) == expected
 
 
 class Clock:
     now = 0.0
 
-    def __call__(self) -> float:
+    def __call__(self):
         return self.now
 
 
-def test_each_moment_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_moment_counts_once(monkeypatch):
     clock = Clock()
     monkeypatch.setattr("trainer.state.perf_counter", clock)
     timer = Timer()
@@ -172,7 +167,7 @@ def test_each_moment_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum(timer.spent.values()) == clock.now
 
 
-def test_the_log_of_a_run_has_what_was_said_before_its_file(tmp_path: Path) -> None:
+def test_the_log_of_a_run_has_what_was_said_before_its_file(tmp_path):
     logger, path = logging.getLogger("regimen"), tmp_path / "train.log"
     with kept_log() as log:
         logger.warning("before")

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -29,12 +27,12 @@ class Killed(BaseException):
     """What comes instead of a kill -9."""
 
 
-def content(step: int) -> dict[str, Any]:
+def content(step):
     return {"model": {"w": torch.tensor([float(step)])}, "state": {"step": step}}
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def finished(tmp_path_factory):
     """A run of 20 steps; step 15 is its best, as step 5 was in its time."""
     run = tmp_path_factory.mktemp("finished") / "run"
     (run / "tensorboard").mkdir(parents=True)
@@ -51,11 +49,11 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def run(finished: Path, tmp_path: Path) -> Path:
+def run(finished, tmp_path):
     return copied(finished, tmp_path / "run")
 
 
-def copied(run: Path, target: Path) -> Path:
+def copied(run, target):
     """Copy a run with the hard links between its checkpoints."""
     shutil.copytree(run, target)
     for name, step in (("last", 20), ("best", 15)):
@@ -65,13 +63,13 @@ def copied(run: Path, target: Path) -> Path:
     return target
 
 
-def files(run: Path) -> dict[str, bytes]:
+def files(run):
     """Return every file but the index, whose text follows from the others."""
     paths = (path for path in run.rglob("*") if path.is_file() and path.name != "index.json")
     return {path.relative_to(run).as_posix(): path.read_bytes() for path in paths}
 
 
-def assert_at_5(run: Path, whole: dict[str, bytes]) -> None:
+def assert_at_5(run, whole):
     """Nothing beyond step 5 is left, and nothing of it is lost."""
     (folder,) = (run / "abandoned").iterdir()
     left = files(run)
@@ -97,13 +95,13 @@ def assert_at_5(run: Path, whole: dict[str, bytes]) -> None:
     assert read_checkpoint(away / "best.pt")["state"]["step"] == 15
 
 
-def test_what_lies_beyond_is_moved(run: Path) -> None:
+def test_what_lies_beyond_is_moved(run):
     whole = files(run)
     assert go_back(run, MOMENT) is not None
     assert_at_5(run, whole)
 
 
-def test_where_nothing_lies_beyond_nothing_is_made(run: Path) -> None:
+def test_where_nothing_lies_beyond_nothing_is_made(run):
     before = files(run)
     size = len(before["metrics.jsonl"])
     sizes = {f"events.out.tfevents.{n}.regimen": 6 // n for n in (1, 2)}
@@ -112,16 +110,14 @@ def test_where_nothing_lies_beyond_nothing_is_made(run: Path) -> None:
     assert not (run / "abandoned").exists()
 
 
-def test_a_kill_at_any_point_leaves_a_run_that_can_go_on(
-    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kill_at_any_point_leaves_a_run_that_can_go_on(finished, tmp_path, monkeypatch):
     whole = files(finished)
     left = 0
 
-    def counted(name: str) -> Any:
+    def counted(name):
         original = getattr(os, name)
 
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def call(*args, **kwargs):
             nonlocal left
             left -= 1
             if left < 0:
@@ -161,9 +157,7 @@ def test_a_kill_at_any_point_leaves_a_run_that_can_go_on(
     assert outcomes == {(None, 20), (5, 5), (None, 5)}
 
 
-def test_a_broken_off_return_may_be_followed_by_one_further_back(
-    run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_broken_off_return_may_be_followed_by_one_further_back(run, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(os, "truncate", lambda *_: (_ for _ in ()).throw(Killed))
         with pytest.raises(Killed):
@@ -175,21 +169,21 @@ def test_a_broken_off_return_may_be_followed_by_one_further_back(
     assert len(list((run / "abandoned").iterdir())) == 2
 
 
-def test_a_best_that_was_removed_is_chosen_anew(run: Path) -> None:
+def test_a_best_that_was_removed_is_chosen_anew(run):
     go_back(run, Moment(10, best=(7,)))
     names = Index.read(run / "checkpoints").names
     assert {name: entry.step for name, entry in names.items()} == {"last": 10}
     assert not (run / "checkpoints" / "best.pt").exists()
 
 
-def test_a_damaged_note_is_an_error(run: Path) -> None:
+def test_a_damaged_note_is_an_error(run):
     (run / "abandoned").mkdir()
     (run / "abandoned" / "unfinished.json").write_text("")
     with pytest.raises(CheckpointError, match=r"unfinished\.json"):
         going_back_to(run)
 
 
-RUN: dict[str, Any] = {
+RUN = {
     "model": {"_target_": "models.mlp.MLP", "in_features": 4, "num_classes": 2},
     "optimizer": {"_target_": "torch.optim.SGD", "lr": 0.1},
     "data": {},
@@ -211,7 +205,7 @@ RUN: dict[str, Any] = {
         pytest.param({"optimizer": {"foreach": None}}, id="null-is-the-default"),
     ],
 )
-def test_what_is_new_and_empty_or_at_its_default_is_no_change(more: dict[str, Any]) -> None:
+def test_what_is_new_and_empty_or_at_its_default_is_no_change(more):
     later = fill_defaults(RUN | {k: RUN.get(k, {}) | v for k, v in more.items()})
     assert changes(fill_defaults(RUN), later) == {}
     assert changes(later, fill_defaults(RUN)) == {}
@@ -229,19 +223,19 @@ def test_what_is_new_and_empty_or_at_its_default_is_no_change(more: dict[str, An
         pytest.param({"callbacks": {"mine": {"_target_": "m.C"}}}, "callbacks.mine", id="callback"),
     ],
 )
-def test_what_is_new_and_says_something_is_one(more: dict[str, Any], key: str) -> None:
+def test_what_is_new_and_says_something_is_one(more, key):
     later = fill_defaults(RUN | {k: RUN.get(k, {}) | v for k, v in more.items()})
     ((_, new),) = next(iter(more.values())).items()
     assert changes(fill_defaults(RUN), later) == {key: (ABSENT, new)}
     assert changes(later, fill_defaults(RUN)) == {key: (new, ABSENT)}
 
 
-def test_the_order_of_transforms_is_a_difference() -> None:
+def test_the_order_of_transforms_is_a_difference():
     first = {"transforms": {"train": {"a": {}, "b": {}}}}
     second = {"transforms": {"train": {"b": {}, "a": {}}}}
     assert [*changes(first, second)] == ["transforms.train (order)"]
 
 
-def test_what_is_empty_within_an_argument_is_a_value() -> None:
+def test_what_is_empty_within_an_argument_is_a_value():
     before, after = ({"model": RUN["model"] | {"activation": given}} for given in ({}, {"a": None}))
     assert changes(before, after) == {"model.activation.a": (ABSENT, None)}

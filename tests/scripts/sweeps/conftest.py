@@ -2,8 +2,6 @@
 
 import csv
 import sys
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -73,7 +71,7 @@ optimizer: {lr: 0.1}
 
 
 @pytest.fixture
-def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def job(tmp_path, monkeypatch):
     """Replace the job by a small module, and work in an empty folder."""
     script = tmp_path / "modules" / "small_job.py"
     script.parent.mkdir()
@@ -89,7 +87,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def command(job: Path) -> list[str]:
+def command(job):
     """Return the command of a sweep of the small job in a process of its own."""
     code = "import sys; from scripts.sweeps import grid, launchers, sweep\n"
     code += "grid.check_built = lambda *_: (None, 0)\n"
@@ -101,10 +99,10 @@ def command(job: Path) -> list[str]:
 
 
 @pytest.fixture
-def sweep_of() -> Callable[..., int]:
+def sweep_of():
     """Run a sweep in this process."""
 
-    def run(*argv: str) -> int:
+    def run(*argv):
         arguments = parse_arguments(["-m", "--config-path", "conf", *argv])
         return search(arguments) if searches(arguments) else sweep(arguments)
 
@@ -112,10 +110,10 @@ def sweep_of() -> Callable[..., int]:
 
 
 @pytest.fixture
-def rows_of() -> Callable[[Path], list[dict[str, str]]]:
+def rows_of():
     """Read a leaderboard."""
 
-    def read(folder: Path) -> list[dict[str, str]]:
+    def read(folder):
         with (folder / "leaderboard.csv").open() as file:
             return list(csv.DictReader(file))
 

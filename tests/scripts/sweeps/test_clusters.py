@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,13 +22,7 @@ Rows = Callable[[Path], list[dict[str, str]]]
 SUBMITIT = ["sweep.launcher=submitit", "+sweep.launcher_options.cluster=local"]
 
 
-def test_a_grid_goes_through_submitit(
-    job: Path,
-    sweep_of: Sweep,
-    rows_of: Rows,
-    capfd: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_grid_goes_through_submitit(job, sweep_of, rows_of, capfd, caplog):
     pytest.importorskip("submitit")
     caplog.set_level("INFO")
     argv = ["run_dir=there", "optimizer.lr=0.6,0.4,1.5", *SUBMITIT, "sweep.retries=1"]
@@ -45,7 +39,7 @@ def test_a_grid_goes_through_submitit(
     assert Path("there/output/0.txt").read_text() == "job output 0.6\n"
 
 
-def launched(lr: float, *more: str) -> NodeJob:
+def launched(lr, *more):
     folder = Path("there/0")
     argv = [f"optimizer.lr={lr}", *more, "run_dir='there/0'"]
     folder.mkdir(parents=True)
@@ -53,7 +47,7 @@ def launched(lr: float, *more: str) -> NodeJob:
 
 
 @pytest.mark.parametrize("preempted", [True, False])
-def test_a_job_that_is_preempted_or_cancelled_saves(job: Path, preempted: bool) -> None:
+def test_a_job_that_is_preempted_or_cancelled_saves(job, preempted):
     if preempted:
         pytest.importorskip("submitit")
     job, codes = launched(0.5, "resume=some.pt"), []
@@ -70,7 +64,7 @@ def test_a_job_that_is_preempted_or_cancelled_saves(job: Path, preempted: bool) 
         assert again.words() == ["optimizer.lr=0.5", "run_dir='there/0'", "resume=auto"]
 
 
-def test_a_job_leaves_the_signal_of_submitit_alone(job: Path) -> None:
+def test_a_job_leaves_the_signal_of_submitit_alone(job):
     job = launched(0.1)
     assert job() == 0
     status = "import signal; print(signal.getsignal(signal.SIGUSR2) is signal.SIG_IGN)"
@@ -92,9 +86,7 @@ def test_a_job_leaves_the_signal_of_submitit_alone(job: Path) -> None:
         pytest.param(["sweep.launcher_options.cluster=slurm"], "slurm", id="no-slurm-here"),
     ],
 )
-def test_options_that_submitit_refuses_start_nothing(
-    job: Path, sweep_of: Sweep, options: list[str], text: str
-) -> None:
+def test_options_that_submitit_refuses_start_nothing(job, sweep_of, options, text):
     pytest.importorskip("submitit")
     with pytest.raises(ConfigError, match=text):
         sweep_of("run_dir=there", "optimizer.lr=0.1,0.2", *SUBMITIT, *options)
@@ -102,9 +94,7 @@ def test_options_that_submitit_refuses_start_nothing(
 
 
 @pytest.mark.parametrize("name", ["submitit", "ray"])
-def test_a_launcher_needs_its_package(
-    name: str, job: Path, sweep_of: Sweep, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_launcher_needs_its_package(name, job, sweep_of, monkeypatch):
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ConfigError, match=f"pip install {name}"):
         sweep_of("optimizer.lr=0.1,0.2", f"sweep.launcher={name}")
@@ -112,9 +102,7 @@ def test_a_launcher_needs_its_package(
 
 
 @pytest.fixture
-def ray_sweep(
-    job: Path, sweep_of: Sweep, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[..., int]]:
+def ray_sweep(job, sweep_of, monkeypatch):
     """Run a sweep on a Ray of its own, whatever runs on this machine besides."""
     ray = pytest.importorskip("ray", reason="ray is not installed")
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
@@ -125,9 +113,7 @@ def ray_sweep(
 
 
 @pytest.mark.slow
-def test_a_grid_goes_through_ray(
-    ray_sweep: Sweep, rows_of: Rows, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_grid_goes_through_ray(ray_sweep, rows_of, caplog):
     caplog.set_level("INFO")
     assert ray_sweep("optimizer.lr=0.1,0.4,1.5", "sweep.retries=1") == 5
     states = {row["optimizer.lr"]: row["status"] for row in rows_of(Path("there"))}
@@ -137,8 +123,8 @@ def test_a_grid_goes_through_ray(
 
 
 @pytest.mark.slow
-def test_a_signal_lets_the_jobs_of_ray_save(ray_sweep: Sweep, rows_of: Rows) -> None:
-    def interrupt() -> None:
+def test_a_signal_lets_the_jobs_of_ray_save(ray_sweep, rows_of):
+    def interrupt():
         deadline = time.monotonic() + 120
         while not Path("there/0/started").exists() and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -163,9 +149,7 @@ def test_a_signal_lets_the_jobs_of_ray_save(ray_sweep: Sweep, rows_of: Rows) -> 
         pytest.param("ray", "address: '192.0.2.1:6379'", id="a-machine"),
     ],
 )
-def test_programs_of_a_launcher_come_from_the_command_line_only(
-    job: Path, sweep_of: Sweep, launcher: str, options: str
-) -> None:
+def test_programs_of_a_launcher_come_from_the_command_line_only(job, sweep_of, launcher, options):
     name = options.partition(":")[0]
     Path("conf/sweep").mkdir()
     text = f"launcher: {launcher}\nlauncher_options: {{{options}}}\n"

@@ -6,16 +6,15 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from conf.errors import ConfigError
-from scripts.cli.arguments import Arguments, parse_arguments
+from scripts.cli.arguments import parse_arguments
 from scripts.composition.compose import split_jobs
 from scripts.sweeps import grid, launchers, leaderboard, search
 from scripts.sweeps import sweep as sweep_module
@@ -27,9 +26,7 @@ Sweep = Callable[..., int]
 Rows = Callable[[Path], list[dict[str, str]]]
 
 
-def test_jobs_run_side_by_side(
-    job: Path, sweep_of: Sweep, rows_of: Rows, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_jobs_run_side_by_side(job, sweep_of, rows_of, capfd):
     assert sweep_of("run_dir=there", "optimizer.lr=0.6", "seed=1,2", "sweep.jobs=2") == 0
     assert [row["status"] for row in rows_of(Path("there"))] == ["finished", "finished"]
     out, err = capfd.readouterr()
@@ -39,9 +36,7 @@ def test_jobs_run_side_by_side(
     assert Path("there/output/1.txt").read_text() == "job output 0.6\n"
 
 
-def test_a_lost_job_is_restarted_up_to_its_retries(
-    job: Path, sweep_of: Sweep, rows_of: Rows, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_lost_job_is_restarted_up_to_its_retries(job, sweep_of, rows_of, capfd):
     assert sweep_of("run_dir=there", "optimizer.lr=0.4,1.5,0.1", "sweep.retries=1") == 5
     states = {row["job"]: row["status"] for row in rows_of(Path("there"))}
     assert states == {"0": "finished", "1": "failed", "2": "finished"}
@@ -53,17 +48,13 @@ def test_a_lost_job_is_restarted_up_to_its_retries(
     assert "resume=auto" not in Path("there/1/overrides.yaml").read_text()  # it was not lost
 
 
-def test_no_job_is_forgotten_when_all_are_lost_at_once(
-    job: Path, sweep_of: Sweep, rows_of: Rows
-) -> None:
+def test_no_job_is_forgotten_when_all_are_lost_at_once(job, sweep_of, rows_of):
     argv = ["optimizer.lr=0.4", "seed=1,2,3", "sweep.jobs=3", "sweep.retries=1"]
     assert sweep_of("run_dir=there", *argv) == 0
     assert [row["status"] for row in rows_of(Path("there"))] == ["finished"] * 3
 
 
-def test_a_search_runs_several_jobs_at_once(
-    job: Path, sweep_of: Sweep, rows_of: Rows, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_search_runs_several_jobs_at_once(job, sweep_of, rows_of, monkeypatch):
     pytest.importorskip("optuna")
     monkeypatch.setattr(search, "check_built", lambda *_: ("val/accuracy", 0))
     Path("conf/sweep").mkdir()
@@ -75,19 +66,14 @@ def test_a_search_runs_several_jobs_at_once(
     assert {row["seed"]: row["status"] for row in rows} == {"1": "finished", "2": "finished"}
 
 
-def test_fail_fast_starts_no_further_job(job: Path, sweep_of: Sweep, rows_of: Rows) -> None:
+def test_fail_fast_starts_no_further_job(job, sweep_of, rows_of):
     argv = ["optimizer.lr=1.5,0.1,0.2,0.3", "sweep.jobs=1", "sweep.fail_fast=true"]
     assert sweep_of("run_dir=there", *argv) == 5
     assert [row["status"] for row in rows_of(Path("there"))].count("not started") == 3
 
 
-def test_a_full_disk_under_the_leaderboard_harms_no_job(
-    job: Path,
-    sweep_of: Sweep,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    def full(folder: Path, *facts: object) -> None:
+def test_a_full_disk_under_the_leaderboard_harms_no_job(job, sweep_of, monkeypatch, caplog):
+    def full(folder, *facts):
         raise storage_error(folder / "leaderboard.csv", OSError(errno.ENOSPC, "full"))
 
     monkeypatch.setattr(leaderboard, "write_csv", full)
@@ -96,20 +82,20 @@ def test_a_full_disk_under_the_leaderboard_harms_no_job(
     assert caplog.text.count("no space left") == 1  # said once
 
 
-def until(condition: Callable[[], bool]) -> None:
+def until(condition):
     deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
 
-def lives(pid: int) -> bool:
+def lives(pid):
     state = Path(f"/proc/{pid}/stat")
     return state.exists() and state.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_no_job_outlives_its_sweep(command: list[str], number: int, rows_of: Rows) -> None:
+def test_no_job_outlives_its_sweep(command, number, rows_of):
     argv = [*command, "optimizer.lr=0.5", "seed=1,2,3", "sweep.jobs=2"]
     process = subprocess.Popen(argv, start_new_session=True, stdout=subprocess.DEVNULL)
     try:
@@ -130,9 +116,7 @@ def test_no_job_outlives_its_sweep(command: list[str], number: int, rows_of: Row
         assert code == 143
 
 
-def test_each_job_has_its_share_of_threads_and_a_device_of_its_own(
-    job: Path, sweep_of: Sweep, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_job_has_its_share_of_threads_and_a_device_of_its_own(job, sweep_of, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(launchers, "usable_cpus", lambda: 9)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2, 5,7")
@@ -143,7 +127,7 @@ def test_each_job_has_its_share_of_threads_and_a_device_of_its_own(
     assert files == [{"OMP_NUM_THREADS": "2", "REGIMEN_SWEEP_JOB": "1"}] * 4
 
 
-def test_a_given_number_of_threads_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_given_number_of_threads_is_kept(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert share_of_threads(4) == {}
     monkeypatch.delenv("OMP_NUM_THREADS")
@@ -166,14 +150,8 @@ def test_a_given_number_of_threads_is_kept(monkeypatch: pytest.MonkeyPatch) -> N
     ],
 )
 def test_devices_are_distributed_over_jobs(
-    count: int,
-    per_device: int,
-    visible: str,
-    asked: list[dict[str, Any]],
-    expected: list[list[str] | None],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:
+    count, per_device, visible, asked, expected, monkeypatch, tmp_path
+):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.setattr(launchers, "start_process", lambda *_, **__: None)
     launcher, running, found = LocalLauncher(5, per_device, count), list[Job](), []
@@ -185,9 +163,7 @@ def test_devices_are_distributed_over_jobs(
     assert found == expected
 
 
-def test_a_long_job_tells_now_and_then_where_it_is(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_long_job_tells_now_and_then_where_it_is(tmp_path, capsys, monkeypatch):
     clock = iter([0.0, 20.0, 40.0, 40.0, 50.0, 80.0, 80.0])
     monkeypatch.setattr(sweep_module, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     lines = [{"step": 10, "epoch": 1, "val/loss": 0.5}, {"step": 15, "epoch": 1, "train/loss": 2.0}]
@@ -200,7 +176,7 @@ def test_a_long_job_tells_now_and_then_where_it_is(
     assert told == ["job 3: epoch 1 of 4, step 15, val/loss 0.5000"] * 2
 
 
-def test_mistakes_of_targets_are_found_in_a_process_of_its_own() -> None:
+def test_mistakes_of_targets_are_found_in_a_process_of_its_own():
     wrong = "callbacks.checkpoint.monitor=val/accurcy"
     arguments = parse_arguments(["-m", "model=mlp,small_cnn", "optimizer.lr=0.1,0.2", wrong])
     with pytest.raises(ConfigError, match=r"^callbacks.checkpoint.monitor: .* did you mean") as e:
@@ -212,16 +188,16 @@ def test_mistakes_of_targets_are_found_in_a_process_of_its_own() -> None:
     ("task", "expected"),
     [("classification", "accuracy"), ("regression", "loss"), ("gan", None)],
 )
-def test_the_metric_of_a_task_is_known_before_a_job_runs(task: str, expected: str | None) -> None:
+def test_the_metric_of_a_task_is_known_before_a_job_runs(task, expected):
     problems, monitor, _ = grid.built([parse_arguments([f"task={task}"])])
     assert monitor == expected
     assert not problems or task == "gan"
 
 
-def test_one_job_of_each_combination_of_words_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_job_of_each_combination_of_words_is_checked(monkeypatch):
     calls = []
 
-    def built(given: Sequence[Arguments]) -> grid.Found:
+    def built(given):
         calls.append([arguments.overrides for arguments in given])
         return [], "accuracy", 2
 

@@ -5,7 +5,6 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,7 +12,7 @@ from scripts.sweeps.leaderboard import SHOWN, Job, Ranking, link_jobs, short_key
 from scripts.sweeps.report import Scale, importances, write_report
 
 
-def outcome(number: int, state: str = "finished", **facts: object) -> Job:
+def outcome(number, state="finished", **facts):
     job = Job(number, Path("s") / str(number), {"optimizer.lr": f"{number}"}, state=state)
     for name, value in facts.items():
         setattr(job, name, value)
@@ -29,11 +28,11 @@ def outcome(number: int, state: str = "finished", **facts: object) -> Job:
         pytest.param(["lr", "optimizer.lr"], ["lr", "optimizer.lr"], id="one-ends-as-another"),
     ],
 )
-def test_keys_are_shortened_to_distinct_ends(keys: list[str], expected: list[str]) -> None:
+def test_keys_are_shortened_to_distinct_ends(keys, expected):
     assert short_keys(keys) == expected
 
 
-def test_the_pruned_the_failed_and_the_waiting_come_last_and_a_study_has_its_metric() -> None:
+def test_the_pruned_the_failed_and_the_waiting_come_last_and_a_study_has_its_metric():
     jobs = [outcome(0, "not started"), outcome(1, "failed"), outcome(2, "running")]
     jobs += [outcome(3, "pruned", results={"val/loss": 0.5})]
     jobs += [outcome(4, results={"best/val/accuracy": 0.9, "val/loss": 1.0})]
@@ -44,9 +43,7 @@ def test_the_pruned_the_failed_and_the_waiting_come_last_and_a_study_has_its_met
     assert Ranking(CONFIG, jobs).value(jobs[4]) == 0.9
 
 
-def test_the_best_are_shown_and_reasons_stay_on_one_line(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_best_are_shown_and_reasons_stay_on_one_line(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "60")
     jobs = [outcome(n, results={"val/loss": n / 100}, seconds=1.0) for n in range(SHOWN + 5)]
     jobs.append(outcome(99, "failed", code=5, reason="so it was " * 30))
@@ -59,7 +56,7 @@ def test_the_best_are_shown_and_reasons_stay_on_one_line(
     assert f"job 99 failed (exit 5): {'so it was ' * 30}" in lines
 
 
-def seeds(lr: str, *values: float | None) -> list[Job]:
+def seeds(lr, *values):
     """Return a job for each loss; None: it failed."""
     jobs = [Job(n, Path("s") / lr, {"lr": lr, "seed": str(n)}) for n in range(len(values))]
     for job, value in zip(jobs, values, strict=True):
@@ -68,9 +65,7 @@ def seeds(lr: str, *values: float | None) -> list[Job]:
     return jobs
 
 
-def test_groups_have_a_mean_and_a_deviation(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_groups_have_a_mean_and_a_deviation(tmp_path, capsys):
     jobs = [*seeds("1", 2.0, 4.0, None), *seeds("2", 1.0), *seeds("3", None)]
     ranking = Ranking(CONFIG, jobs)
     write_csv(tmp_path, ranking, ["seed"], len(jobs))
@@ -95,17 +90,17 @@ def test_groups_have_a_mean_and_a_deviation(
 NASTY = "<script> $x_1^{2"
 
 
-CONFIG: dict[str, Any] = {"callbacks": {}}
+CONFIG = {"callbacks": {}}
 
 
 Make = Callable[..., list[Job]]
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Make:
+def make(tmp_path):
     """Return a function that makes jobs: of each its values, and the curve of its accuracy."""
 
-    def jobs(*jobs: dict[str, Any]) -> list[Job]:
+    def jobs(*jobs):
         made = []
         for number, facts in enumerate(jobs):
             curve = facts.get("curve", [])
@@ -123,9 +118,7 @@ def make(tmp_path: Path) -> Make:
     return jobs
 
 
-def test_a_picture_of_everything_that_can_become_of_a_job(
-    make: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_picture_of_everything_that_can_become_of_a_job(make, tmp_path, capsys):
     pytest.importorskip("matplotlib", reason="report.png takes matplotlib, the extra `report`")
     from PIL import Image
 
@@ -156,9 +149,7 @@ def test_a_picture_of_everything_that_can_become_of_a_job(
     ]
 
 
-def test_a_missing_package_is_named(
-    make: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_package_is_named(make, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     jobs = make({"values": {"seed": "1"}, "curve": [0.5]})
     write_report(tmp_path, Ranking(CONFIG, jobs), ["seed"])
@@ -166,7 +157,7 @@ def test_a_missing_package_is_named(
 
 
 @pytest.mark.slow
-def test_the_key_that_matters_has_the_largest_share(make: Make) -> None:
+def test_the_key_that_matters_has_the_largest_share(make):
     pytest.importorskip("optuna")
     grid = [(n, str(0.001 * 2**n), "ab"[n * n % 3 % 2]) for n in range(16)]
     keys = ("optimizer.lr", "model")
@@ -191,13 +182,13 @@ def test_the_key_that_matters_has_the_largest_share(make: Make) -> None:
         pytest.param(["1", "nan"], True, False, id="nan"),
     ],
 )
-def test_the_scale_of_a_key(make: Make, values: list[str], words: bool, log: bool) -> None:
+def test_the_scale_of_a_key(make, values, words, log):
     scale = Scale.of("k", make(*({"values": {"k": value}} for value in values)))
     assert (bool(scale.words), scale.log) == (words, log)
 
 
-def test_tensorboard_shows_jobs_by_what_varies_in_them(make: Make, tmp_path: Path) -> None:
-    values: list[dict[str, str]] = [
+def test_tensorboard_shows_jobs_by_what_varies_in_them(make, tmp_path):
+    values = [
         {"optimizer.lr": "0.1", "seed": "1"},
         {"optimizer.lr": "0.1", "seed": "2"},
         {"optimizer.lr": "../../a\nb", "seed": "x" * 300},

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -23,7 +22,6 @@ from scripts.composition.overrides import Dimension
 from scripts.sweeps import search as searches
 from scripts.sweeps import sweep as sweeps
 from scripts.sweeps.grid import searches as searches_for
-from scripts.sweeps.leaderboard import Job
 from scripts.sweeps.search import distribution, enqueued, given, samples, values_of, with_integers
 from scripts.sweeps.sweep import Sweep
 from scripts.train import train
@@ -46,18 +44,18 @@ Run = Callable[..., int]
 class Jobs:
     """Takes the place of processes: the accuracy is best where the learning rate is 3."""
 
-    def __init__(self) -> None:
-        self.ran: list[tuple[int, float]] = []
-        self.more: list[str] = []
-        self.ends: dict[int, str] = {}  # the state that a job ends with, by its number
-        self.dies: int | None = None  # the job in which the sweep is killed
+    def __init__(self):
+        self.ran = []
+        self.more = []
+        self.ends = {}  # the state that a job ends with, by its number
+        self.dies = None  # the job in which the sweep is killed
 
-    def run_all(self, it: Sweep, ask: Any, tell: Any) -> None:
+    def run_all(self, it, ask, tell):
         while not it.ended and (job := ask()) is not None:
             self.run(it, job)
             tell(job)
 
-    def run(self, it: Sweep, outcome: Job) -> None:
+    def run(self, it, outcome):
         lr = float(outcome.overrides.get("optimizer.lr", 0))
         self.ran.append((outcome.number, lr))
         self.more += outcome.more
@@ -79,7 +77,7 @@ class Jobs:
 
 
 @pytest.fixture(autouse=True)
-def _configs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _configs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name, text in {
         "train": PRIMARY,
@@ -93,7 +91,7 @@ def _configs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def jobs(monkeypatch: pytest.MonkeyPatch) -> Jobs:
+def jobs(monkeypatch):
     monkeypatch.setattr(searches, "check_built", lambda *_: ("val/accuracy", 0))
     monkeypatch.setattr(sweeps, "write_report", lambda *_: None)
     found = Jobs()
@@ -101,22 +99,22 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> Jobs:
     return found
 
 
-def run(*argv: str) -> int:
+def run(*argv):
     arguments = parse_arguments(["-m", "--config-path", "conf", "sweep=optuna", *argv])
     assert searches_for(arguments)
     return searches.search(arguments)
 
 
-def board(folder: str = "there") -> list[dict[str, str]]:
+def board(folder="there"):
     with Path(folder, "leaderboard.csv").open() as file:
         return list(csv.DictReader(file))
 
 
-def study_in(place: str = "there/study.journal") -> Any:
+def study_in(place="there/study.journal"):
     return optuna.load_study(study_name="train", storage=open_storage(place))
 
 
-def test_a_search_needs_its_package(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_needs_its_package(jobs, monkeypatch):
     monkeypatch.setitem(sys.modules, "optuna", None)
     with pytest.raises(ConfigError, match="pip install optuna"):
         run(*SPACE, "run_dir=there")
@@ -143,9 +141,7 @@ def test_a_search_needs_its_package(jobs: Jobs, monkeypatch: pytest.MonkeyPatch)
         pytest.param(["sweep.storage='nothing://x'"], "cannot be opened", id="storage"),
     ],
 )  # fmt: skip
-def test_mistakes_of_a_search(
-    jobs: Jobs, monkeypatch: pytest.MonkeyPatch, argv: list[str], text: str
-) -> None:
+def test_mistakes_of_a_search(jobs, monkeypatch, argv, text):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=text):
         run(*SPACE, *argv, "run_dir=there")
@@ -154,7 +150,7 @@ def test_mistakes_of_a_search(
     assert jobs.ran == []
 
 
-def test_a_search_finds_good_values(jobs: Jobs) -> None:
+def test_a_search_finds_good_values(jobs):
     more = ["sweep.sampler=tpe", "sweep.n_trials=16", "sweep.sampler_options={n_startup_trials: 5}"]
     assert run("optimizer.lr=interval(0.0,3.9)", *more, "run_dir=there") == 0
     rows = board()
@@ -176,7 +172,7 @@ def test_a_search_finds_good_values(jobs: Jobs) -> None:
         pytest.param("qmc", marks=pytest.mark.slow),
     ],
 )
-def test_a_search_that_was_killed_asks_for_the_same_values(jobs: Jobs, sampler: str) -> None:
+def test_a_search_that_was_killed_asks_for_the_same_values(jobs, sampler):
     if sampler == "cmaes":
         pytest.importorskip("cmaes")
     steps = ["optimizer.lr=range(0.5,1.6,0.5)", "optimizer.weight_decay=choice(0.0,0.1)"]
@@ -201,7 +197,7 @@ def test_a_search_that_was_killed_asks_for_the_same_values(jobs: Jobs, sampler: 
     assert len({lr for _, lr in whole}) > 2
 
 
-def test_a_finished_search_runs_nothing_and_more_trials_go_on(jobs: Jobs) -> None:
+def test_a_finished_search_runs_nothing_and_more_trials_go_on(jobs):
     argv = [*SPACE, "run_dir=there", "resume=auto"]
     run(*argv, "sweep.n_trials=3")
     before = board()
@@ -213,7 +209,7 @@ def test_a_finished_search_runs_nothing_and_more_trials_go_on(jobs: Jobs) -> Non
     assert len(board()) == 5
 
 
-def test_the_study_is_told_the_results_of_jobs(jobs: Jobs) -> None:
+def test_the_study_is_told_the_results_of_jobs(jobs):
     jobs.ends = {1: "failed", 2: "pruned", 3: "preempted"}
     argv = [*SPACE, "run_dir=there", "resume=auto", "sweep.n_trials=5"]
     assert run(*argv) == 5
@@ -229,9 +225,7 @@ def test_the_study_is_told_the_results_of_jobs(jobs: Jobs) -> None:
     }  # fmt: skip
 
 
-def test_a_combination_is_run_once_and_may_log_nothing(
-    jobs: Jobs, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_combination_is_run_once_and_may_log_nothing(jobs, caplog):
     run("optimizer.lr=choice(1.0,3.95)", "run_dir=there", "sweep.n_trials=9")
     assert sorted(lr for _, lr in jobs.ran) == [1.0, 3.95]
     trials = study_in().trials
@@ -242,7 +236,7 @@ def test_a_combination_is_run_once_and_may_log_nothing(
     assert len(board()) == 2
 
 
-def test_a_search_begins_with_the_enqueued_values(jobs: Jobs) -> None:
+def test_a_search_begins_with_the_enqueued_values(jobs):
     argv = [*SPACE, "sweep.enqueue=[{optimizer.lr: 2.5}, {optimizer.lr: 1}]", "run_dir=there"]
     run(*argv, "resume=auto")
     assert [lr for _, lr in jobs.ran][:2] == [2.5, 1.0]
@@ -250,7 +244,7 @@ def test_a_search_begins_with_the_enqueued_values(jobs: Jobs) -> None:
     assert [lr for _, lr in jobs.ran].count(2.5) == 1
 
 
-def test_steps_of_a_file(jobs: Jobs) -> None:
+def test_steps_of_a_file(jobs):
     Path("conf/sweep/mine.yaml").write_text("""
 n_trials: 12
 sampler: random
@@ -266,8 +260,8 @@ params:
     assert len(steps) > 1
 
 
-def test_several_trials_can_be_open(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
-    def several(it: Sweep, ask: Any, tell: Any) -> None:
+def test_several_trials_can_be_open(jobs, monkeypatch):
+    def several(it, ask, tell):
         while batch := [job for _ in range(3) if (job := ask()) is not None]:
             assert len({job.number for job in batch}) == len(batch)
             for job in reversed(batch):
@@ -281,7 +275,7 @@ def test_several_trials_can_be_open(jobs: Jobs, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("typed", [True, False])
-def test_a_study_elsewhere_comes_from_the_command_line_only(jobs: Jobs, typed: bool) -> None:
+def test_a_study_elsewhere_comes_from_the_command_line_only(jobs, typed):
     place = Path("victim.txt")
     place.write_text("one line")
     Path("conf/sweep/optuna.yaml").write_text("sampler: random\nstorage: victim.txt\n")
@@ -292,7 +286,7 @@ def test_a_study_elsewhere_comes_from_the_command_line_only(jobs: Jobs, typed: b
     assert place.read_text() == "one line"  # nothing is cut
 
 
-def test_a_trial_comes_from_the_command_line_only(jobs: Jobs) -> None:
+def test_a_trial_comes_from_the_command_line_only(jobs):
     trial = "trial: {storage: victim.db, study: s, number: 0}"
     Path("conf/sweep/theirs.yaml").write_text(f"{trial}\n")
     with pytest.raises(ConfigError, match=r"sweep\.trial: comes from the command line only"):
@@ -301,14 +295,14 @@ def test_a_trial_comes_from_the_command_line_only(jobs: Jobs) -> None:
 
 
 @pytest.mark.parametrize("content", ["one line", "text\nand more", '{"op_code": 1}\n{"op'])
-def test_only_a_journal_of_the_sweep_is_repaired(content: str, tmp_path: Path) -> None:
+def test_only_a_journal_of_the_sweep_is_repaired(content, tmp_path):
     path = tmp_path / "study.journal"
     path.write_text(content)
     searches.cut_torn_line(path)
     assert path.read_text() == ('{"op_code": 1}\n' if "op_code" in content else content)
 
 
-def test_a_job_knows_its_trial_only_if_it_may_be_pruned(jobs: Jobs) -> None:
+def test_a_job_knows_its_trial_only_if_it_may_be_pruned(jobs):
     run(*SPACE, "run_dir=without", "sweep.n_trials=1")
     assert jobs.more == []
     argv = ["sweep.pruner=median", "sweep.pruner_options={n_startup_trials: 2}"]
@@ -320,7 +314,7 @@ def test_a_job_knows_its_trial_only_if_it_may_be_pruned(jobs: Jobs) -> None:
 
 
 @pytest.mark.parametrize("place", ["shared.journal", "sqlite:///shared.db"])
-def test_two_sweeps_share_a_study(jobs: Jobs, place: str) -> None:
+def test_two_sweeps_share_a_study(jobs, place):
     argv = [*SPACE, f"sweep.storage='{place}'"]
     run(*argv, "sweep.n_trials=2", "run_dir=a")
     run(*argv, "sweep.n_trials=5", "run_dir=b")
@@ -332,9 +326,7 @@ def test_two_sweeps_share_a_study(jobs: Jobs, place: str) -> None:
     assert len(board("a")) == 2
 
 
-def test_a_study_that_began_otherwise_is_refused(
-    jobs: Jobs, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_study_that_began_otherwise_is_refused(jobs, monkeypatch):
     argv = ["run_dir=there", "resume=auto"]
     run("optimizer.lr=choice(1.0,2.0)", *argv, "sweep.n_trials=1", "loader.num_workers=0")
     argv += ["sweep.n_trials=2"]
@@ -362,7 +354,7 @@ def test_a_study_that_began_otherwise_is_refused(
         pytest.param(b"what is this" * 999, "study.db", id="no-database"),
     ],
 )
-def test_a_damaged_study_is_a_clear_error(jobs: Jobs, content: bytes, name: str) -> None:
+def test_a_damaged_study_is_a_clear_error(jobs, content, name):
     Path(name).write_bytes(content)
     with pytest.raises(
         CheckpointError, match=rf"^the study .*{name} is damaged \(.*[a-z].*\): move it away"
@@ -372,7 +364,7 @@ def test_a_damaged_study_is_a_clear_error(jobs: Jobs, content: bytes, name: str)
     assert not Path("there").exists()
 
 
-def test_a_study_that_is_locked_or_cannot_be_written_is_a_clear_error(jobs: Jobs) -> None:
+def test_a_study_that_is_locked_or_cannot_be_written_is_a_clear_error(jobs):
     with pytest.raises(StorageError, match=r"cannot use the study nowhere/study.journal: No such"):
         run(*SPACE, "sweep.storage=nowhere/study.journal", "run_dir=nowhere_else")
     place = "sqlite:///study.db?timeout=0.05"
@@ -388,7 +380,7 @@ def test_a_study_that_is_locked_or_cannot_be_written_is_a_clear_error(jobs: Jobs
     other.close()
 
 
-def test_a_torn_last_line_is_cut(jobs: Jobs) -> None:
+def test_a_torn_last_line_is_cut(jobs):
     argv = [*SPACE, "run_dir=there", "resume=auto"]
     run(*argv, "sweep.n_trials=2")
     with Path("there/study.journal").open("ab") as file:
@@ -397,7 +389,7 @@ def test_a_torn_last_line_is_cut(jobs: Jobs) -> None:
     assert len(study_in().trials) == 3
 
 
-def space_of(*texts: str, **params: object) -> list[Dimension]:
+def space_of(*texts, **params):
     arguments = parse_arguments(["-m", "--config-path", "conf", *texts])
     fixed, varied = split_search(arguments)
     params = {key.replace("__", "."): value for key, value in params.items()}
@@ -406,7 +398,7 @@ def space_of(*texts: str, **params: object) -> list[Dimension]:
     return [with_integers(dimension, config) for dimension in varied]
 
 
-def shown(space: list[Dimension]) -> list[list[str]]:
+def shown(space):
     return [[override.text for override in job] for job in samples(space)]
 
 
@@ -424,18 +416,18 @@ def shown(space: list[Dimension]) -> list[list[str]]:
         pytest.param("seed=range(5,6)", ["5"], id="a-range-of-one"),
     ],
 )
-def test_the_sample_values_of_a_space(text: str, expected: list[str]) -> None:
+def test_the_sample_values_of_a_space(text, expected):
     assert [job[0].partition("=")[2] for job in shown(space_of(text))] == expected
 
 
-def test_a_large_space_is_checked_with_each_choice_once() -> None:
+def test_a_large_space_is_checked_with_each_choice_once():
     more = ["optimizer.weight_decay=choice(0,1,2,3,4,5,6)"]
     found = samples(space_of(f"seed=choice({','.join(map(str, range(90)))})", *more))
     assert len(found) == 90
     assert {decay.value for _, decay in found} == set("0123456")
 
 
-def test_steps_end_where_the_last_one_fits() -> None:
+def test_steps_end_where_the_last_one_fits():
     (dimension,) = space_of(model__in_features={"values": "interval(16,100)", "step": 16})
     assert (dimension.low, dimension.high, dimension.integers) == (16, 96, True)
     assert values_of(dimension) == [16, 32, 48, 64, 80, 96]
@@ -459,19 +451,19 @@ def test_steps_end_where_the_last_one_fits() -> None:
         ),
     ],
 )
-def test_invalid_params_are_refused(params: dict[str, object], text: str) -> None:
+def test_invalid_params_are_refused(params, text):
     with pytest.raises(ConfigError, match=text):
         space_of(**params)
 
 
-def test_a_grid_needs_countable_values() -> None:
+def test_a_grid_needs_countable_values():
     rate, seed = space_of("optimizer.lr=interval(1,2)", "seed=interval(1,3)")
     with pytest.raises(ConfigError, match=r"^optimizer.lr: sampler=grid takes choices"):
         values_of(rate)
     assert values_of(seed) == [1, 2, 3]
 
 
-def test_enqueued_values_are_checked() -> None:
+def test_enqueued_values_are_checked():
     space = space_of("seed=interval(1,9)", "optimizer.lr=interval(0.1,1)", "model=choice(mlp,none)")
     entries = enqueued(space, [{"seed": 3}, {"optimizer.lr": 1, "model": "mlp"}], whole=False)
     assert entries == [{"seed": 3}, {"optimizer.lr": 1, "model": "mlp"}]
@@ -502,12 +494,12 @@ def test_enqueued_values_are_checked() -> None:
         ),
     ],
 )
-def test_dimensions_as_optuna_names_them(dimension: Dimension, expected: str) -> None:
+def test_dimensions_as_optuna_names_them(dimension, expected):
     assert str(distribution(dimension)) == expected
 
 
 @pytest.mark.slow
-def test_a_real_search_prunes_and_reports(tmp_path: Path) -> None:
+def test_a_real_search_prunes_and_reports(tmp_path):
     argv = [sys.executable, "-P", "-m", "scripts.train", "-m", "sweep=optuna", "model=mlp"]
     argv += ["experiment=resnet18", "optimizer=sgd_nesterov", "trainer.max_epochs=2"]
     argv += ["trainer.limit_train_batches=2"]

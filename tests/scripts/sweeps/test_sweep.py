@@ -22,21 +22,21 @@ from scripts.sweeps.sweep import newest_unfinished
 from trainer.runs.lock import RunLock
 
 
-def jobs(*argv: str) -> list[list[str]]:
+def jobs(*argv):
     found = split_jobs(parse_arguments(["-m", *argv]))
     return [[override.text for override in job] for job in found]
 
 
-def run(*argv: str) -> int:
+def run(*argv):
     return sweep(parse_arguments(["-m", "--config-path", "conf", *argv]))
 
 
-def board(folder: Path) -> list[dict[str, str]]:
+def board(folder):
     with (folder / "leaderboard.csv").open() as file:
         return list(csv.DictReader(file))
 
 
-def keep_configs(folder: Path) -> None:
+def keep_configs(folder):
     """Write the configuration of each job that ran, as a run does."""
     for path in folder.glob("*/overrides.yaml"):
         overrides = yaml.safe_load(path.read_text())
@@ -57,11 +57,11 @@ def keep_configs(folder: Path) -> None:
         pytest.param(["a.b=[1,2],[3]"], [["a.b=[1,2]"], ["a.b=[3]"]], id="lists"),
     ],
 )
-def test_the_jobs_of_a_command_line(argv: list[str], expected: list[list[str]]) -> None:
+def test_the_jobs_of_a_command_line(argv, expected):
     assert jobs(*argv) == expected
 
 
-def test_a_glob_takes_all_choices_of_a_group() -> None:
+def test_a_glob_takes_all_choices_of_a_group():
     assert ["strategy=ddp"] in jobs("strategy=glob(*)")
     assert jobs("strategy=glob(*dp,exclude=f*)") == [["strategy=ddp"], ["strategy=dp"]]
 
@@ -76,14 +76,12 @@ def test_a_glob_takes_all_choices_of_a_group() -> None:
         pytest.param("model=glob(zzz*)", r"no value; choose of .*mlp", id="empty-glob"),
     ],
 )
-def test_values_without_a_job_are_refused(override: str, text: str) -> None:
+def test_values_without_a_job_are_refused(override, text):
     with pytest.raises(ConfigError, match=text):
         jobs(override)
 
 
-def test_a_sweep_goes_on_ranks_its_jobs_and_returns_the_first_failure(
-    job: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_sweep_goes_on_ranks_its_jobs_and_returns_the_first_failure(job, capfd):
     assert run("name=mine", "optimizer.lr=0.3,1.5,3,0.2") == 5
     (folder,) = Path("runs/mine/sweeps").iterdir()
     rows = board(folder)
@@ -101,7 +99,7 @@ def test_a_sweep_goes_on_ranks_its_jobs_and_returns_the_first_failure(
     assert err.count("error: it diverged") == 2
 
 
-def test_nothing_starts_before_every_configuration_is_sound(job: Path) -> None:
+def test_nothing_starts_before_every_configuration_is_sound(job):
     with pytest.raises(ConfigError) as caught:
         run("optimizer.lr=0.1,abc,-1", "trainer.max_epoch=1,2")
     assert [p.key for p in caught.value.problems] == [
@@ -111,14 +109,12 @@ def test_nothing_starts_before_every_configuration_is_sound(job: Path) -> None:
 
 
 @pytest.mark.parametrize("varied", ["resume=auto,null", "run_dir=a,b"])
-def test_keys_that_identify_no_job_cannot_vary(job: Path, varied: str) -> None:
+def test_keys_that_identify_no_job_cannot_vary(job, varied):
     with pytest.raises(ConfigError, match="cannot vary between the jobs"):
         run(varied)
 
 
-def test_a_changed_grid_finds_the_folders_of_its_jobs(
-    job: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_changed_grid_finds_the_folders_of_its_jobs(job, capfd):
     assert run("run_dir=there", "optimizer.lr=0.1,0.2,1.5") == 5
     keep_configs(Path("there"))
     capfd.readouterr()
@@ -131,9 +127,7 @@ def test_a_changed_grid_finds_the_folders_of_its_jobs(
     assert "job output 1.5" in out
 
 
-def test_a_finished_job_of_another_configuration_is_left_to_its_own_process(
-    job: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_finished_job_of_another_configuration_is_left_to_its_own_process(job, capfd):
     assert run("run_dir=there", "optimizer.lr=0.1") == 0
     keep_configs(Path("there"))
     with (Path("conf") / "train.yaml").open("a") as file:
@@ -142,9 +136,7 @@ def test_a_finished_job_of_another_configuration_is_left_to_its_own_process(
     assert capfd.readouterr().out.count("job output 0.1") == 2
 
 
-def test_the_newest_unfinished_sweep_is_resumed(
-    job: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_newest_unfinished_sweep_is_resumed(job, capfd):
     argv = ["name=mine", "optimizer.lr=0.1,0.4", "resume=auto"]
     assert run(*argv) == 137
     (folder,) = Path("runs/mine/sweeps").iterdir()
@@ -159,7 +151,7 @@ def test_the_newest_unfinished_sweep_is_resumed(
     assert len(list(Path("runs/mine/sweeps").iterdir())) == 2
 
 
-def test_a_sweep_held_by_a_process_is_not_resumed(tmp_path: Path) -> None:
+def test_a_sweep_held_by_a_process_is_not_resumed(tmp_path):
     stamps = ["2026-01-01_00-00-00", "2026-01-01_00-00-00-9", "2026-01-01_00-00-00-10"]
     for stamp in stamps:
         (tmp_path / stamp).mkdir()
@@ -173,9 +165,7 @@ def test_a_sweep_held_by_a_process_is_not_resumed(tmp_path: Path) -> None:
     assert newest_unfinished(tmp_path) == tmp_path / stamps[1]
 
 
-def test_a_combination_is_one_job_and_a_folder_holds_one_sweep(
-    job: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_combination_is_one_job_and_a_folder_holds_one_sweep(job, caplog):
     assert run("run_dir=there", "optimizer.lr=0.1,0.10,1e-1", "seed=1,1") == 0
     assert [(row["job"], row["run_dir"]) for row in board(Path("there"))] == [("0", "there/0")]
     assert (Path("there") / "0" / "status.json").exists()
@@ -186,13 +176,13 @@ def test_a_combination_is_one_job_and_a_folder_holds_one_sweep(
     assert "nothing varies: this is one job; several: optimizer.lr=0.1,0.01" in caplog.text
 
 
-def test_two_sweeps_of_the_same_second_keep_apart(job: Path) -> None:
+def test_two_sweeps_of_the_same_second_keep_apart(job):
     for _ in range(3):
         run("name=mine", "optimizer.lr=0.1")
     assert len(list(Path("runs/mine/sweeps").iterdir())) == 3
 
 
-def test_ctrl_c_ends_the_job_and_the_sweep(command: list[str]) -> None:
+def test_ctrl_c_ends_the_job_and_the_sweep(command):
     argv = [*command, "optimizer.lr=0.1,0.5,0.2"]
     process = subprocess.Popen(argv, start_new_session=True, stdout=subprocess.PIPE, text=True)
     try:
@@ -213,12 +203,12 @@ def test_ctrl_c_ends_the_job_and_the_sweep(command: list[str]) -> None:
 
 
 @pytest.mark.parametrize("text", ["plain", "it's", "a b,c=d", "ü [x]", "back\\slash", "end\\"])
-def test_quoted_text_is_read_as_it_was(text: str, tmp_path: Path) -> None:
+def test_quoted_text_is_read_as_it_was(text, tmp_path):
     assert compose([f"run_dir={quoted(text)}"]).config["run_dir"] == text
 
 
 @pytest.mark.slow
-def test_a_job_is_the_run_that_its_overrides_name(tmp_path: Path) -> None:
+def test_a_job_is_the_run_that_its_overrides_name(tmp_path):
     fixed = ["experiment=resnet18", "model=mlp", "trainer.max_epochs=1", "model.hidden=[8]"]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     for varied in (["seed=3", "run_dir=alone"], ["-m", "seed=2,3", "run_dir=all"]):
@@ -237,7 +227,7 @@ def test_a_job_is_the_run_that_its_overrides_name(tmp_path: Path) -> None:
     torch.testing.assert_close(*state, rtol=0, atol=0)
 
 
-def _measured(run: Path) -> list[dict[str, float]]:
+def _measured(run):
     lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
     return [
         {key: value for key, value in line.items() if not key.startswith(("time/", "memory/"))}

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import socket
 import subprocess
 from datetime import UTC, datetime
@@ -13,6 +14,7 @@ import yaml
 
 from toy_runs import create
 from trainer.errors import StorageError
+from trainer.files import atomic
 from trainer.runs import directory as module
 from trainer.runs.directory import RunDirectory, name_folder, reserve
 from trainer.runs.lock import LOCK_FILE, is_held
@@ -26,7 +28,11 @@ from trainer.runs.status import (
 )
 
 
-@pytest.mark.parametrize("place", ["runs/mine", "a/b/c", "../elsewhere/mine"])
+def written_in(folder):
+    return {path.name: path.is_dir() or path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("place", ["a/b/c", "../elsewhere/mine"])
 def test_missing_parents_are_made_and_removed_with_a_run_that_is_refused(
     tmp_path, monkeypatch, place
 ):
@@ -41,86 +47,67 @@ def test_missing_parents_are_made_and_removed_with_a_run_that_is_refused(
     assert [path.name for path in tmp_path.rglob("*")] == ["work"]
 
 
-def test_a_run_holds_what_repeats_it(tmp_path):
+def test_a_run_holds_what_repeats_it_and_exists_once_its_manifest_does(tmp_path, monkeypatch):
+    written, write = [], atomic.write_text
+    for place in (module, atomic):
+        monkeypatch.setattr(
+            place, "write_text", lambda path, text: (written.append(path.name), write(path, text))
+        )
     run = create(tmp_path / "run", seed=1)
+    assert written == ["config.yaml", "overrides.yaml", "status.json", "manifest.json"]
     assert (run.path / "config.yaml").read_text() == "seed: 1\n"
     overrides = (run.path / "overrides.yaml").read_text(encoding="utf-8")
     assert yaml.safe_load(overrides) == ["seed=1", "name=ü"]
-    assert run.manifest()["seed"] == 1
-    assert run.manifest()["created"] == run.manifest()["started"]
+    record = run.manifest()
+    assert (record["seed"], record["created"]) == (1, record["started"])
+    assert record.keys() >= {"pid", "host", "code", "platform", "cpu_count"}
+    assert record["versions"].keys() >= {"python", "torch", "numpy"}
     status = read_status(run.path)
-    assert status["state"] == "running"
-    assert (status["pid"], status["host"]) == (os.getpid(), socket.gethostname())
+    here = ("running", os.getpid(), socket.gethostname())
+    assert (status["state"], status["pid"], status["host"]) == here
+    assert module.now() > record["started"]
     run.release()
 
 
-def test_a_run_exists_once_its_manifest_does(tmp_path, monkeypatch):
-    written = []
-    for name in ("write_text", "write_json"):
-        original = getattr(module, name)
-        monkeypatch.setattr(
-            module,
-            name,
-            lambda path, value, original=original: (
-                written.append(path.name),
-                original(path, value),
-            ),
-        )
+def test_what_is_there_already_is_refused_and_left_alone(tmp_path):
     create(tmp_path / "run").release()
-    assert written[-1] == "manifest.json"
-    assert sorted(written[:-1]) == ["config.yaml", "overrides.yaml", "status.json"]
-
-
-def test_an_existing_run_is_refused_and_left_alone(tmp_path):
-    create(tmp_path / "run", seed=1).release()
     (tmp_path / "run" / LOCK_FILE).unlink()
-    before = {path: path.read_bytes() for path in (tmp_path / "run").iterdir()}
-    with pytest.raises(RunDirectoryError, match="already holds a run") as caught:
-        create(tmp_path / "run", seed=2)
-    assert caught.value.exit_code == 2
-    assert "resume=auto" in str(caught.value)
-    assert {path: path.read_bytes() for path in (tmp_path / "run").iterdir()} == before
+    (tmp_path / "theirs" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "theirs" / "config.yaml").write_text("theirs: 1\n")
+    for name, text in {
+        "run": "already holds a run.*resume=auto",
+        "theirs": r"config\.yaml, checkpoints, and no run",
+    }.items():
+        before = written_in(tmp_path / name)
+        with pytest.raises(RunDirectoryError, match=f"(?s){text}") as caught:
+            create(tmp_path / name)
+        assert caught.value.exit_code == 2
+        assert written_in(tmp_path / name) == before
 
 
-def test_the_end_is_recorded_twice(tmp_path):
-    run = create(tmp_path / "run")
-    run.release()
-    run = RunDirectory.resume(run.path, facts={}, command="train run_dir=x resume=auto")
-    assert read_status(run.path)["resume"] == "train run_dir=x resume=auto"
-    started = read_status(run.path)["started"]
-    run.finish(
-        "preempted",
-        code=143,
-        reason="SIGTERM",
-        resume="train 'name=a b' resume=auto",
-        results={"test/accuracy": 0.5, "val/loss": float("nan")},
-    )
-    run.release()
-    status = read_status(tmp_path / "run")
-    assert status["state"] == "preempted"
-    assert started == status["started"] < status["updated"]
-    assert status["resume"] == "train 'name=a b' resume=auto"
-    assert status["results"] == {"test/accuracy": 0.5, "val/loss": None}
-    end = run.manifest()["exit"]
-    assert (end["state"], end["code"], end["reason"]) == ("preempted", 143, "SIGTERM")
-    assert not is_held(tmp_path / "run")
-
-
-def test_a_resume_is_added_to_the_manifest(tmp_path):
+def test_a_resume_and_the_end_are_recorded_in_status_and_manifest(tmp_path):
     run = create(tmp_path / "run", device="cpu")
-    run.finish("preempted", code=143)
+    run.finish("preempted", code=130)
     run.release()
     (run.path / "checkpoints").mkdir()
     for folder in (run.path, run.path / "checkpoints"):
         (folder / ".tmp-1-dead").write_text("half")
-    run = RunDirectory.resume(tmp_path / "run", facts={"device": "cuda"})
-    manifest = run.manifest()
-    assert manifest["device"] == "cpu"
-    assert [start["device"] for start in manifest["resumed"]] == ["cuda"]
-    assert manifest["exit"] is None
-    assert read_status(run.path)["state"] == "running"
+    run = RunDirectory.resume(run.path, facts={"device": "cuda"}, command="train resume=auto")
+    assert not list(run.path.rglob(".tmp*"))
+    record, began = run.manifest(), read_status(run.path)
+    assert (record["device"], record["exit"]) == ("cpu", None)
+    assert [start["device"] for start in record["resumed"]] == ["cuda"]
+    assert (began["state"], began["resume"]) == ("running", "train resume=auto")
+    end = {"code": 143, "reason": "SIGTERM"}
+    results = {"test/accuracy": 0.5, "val/loss": float("nan")}
+    run.finish("preempted", **end, resume="train 'name=a b'", results=results)
     run.release()
-    assert not list((tmp_path / "run").rglob(".tmp*"))
+    status = read_status(run.path)
+    assert began["started"] == status["started"] < status["updated"]
+    assert (status["state"], status["resume"]) == ("preempted", "train 'name=a b'")
+    assert status["results"] == {"test/accuracy": 0.5, "val/loss": None}
+    assert run.manifest()["exit"].items() >= {"state": "preempted", **end}.items()
+    assert not is_held(run.path)
 
 
 @pytest.mark.parametrize("name", [".lock", "status.json", "manifest.json", "metrics.jsonl"])
@@ -189,15 +176,6 @@ def test_seconds_add_up_over_all_starts_a_killed_one_included(tmp_path):
     assert read_status(tmp_path)["seconds"] == pytest.approx(43.5)
 
 
-def test_files_that_no_run_has_made_are_neither_overwritten_nor_removed(tmp_path):
-    (tmp_path / "checkpoints").mkdir()
-    (tmp_path / "config.yaml").write_text("theirs: 1\n")
-    with pytest.raises(RunDirectoryError, match=r"config\.yaml, checkpoints, and no run"):
-        create(tmp_path)
-    assert (tmp_path / "config.yaml").read_text() == "theirs: 1\n"
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoints", "config.yaml"]
-
-
 def test_a_run_that_could_not_begin_is_none_and_can_be_begun_again(tmp_path, monkeypatch):
     (tmp_path / "plan.txt").write_text("a dry run's, which may stand beside a run")
 
@@ -216,11 +194,11 @@ def test_a_run_that_could_not_begin_is_none_and_can_be_begun_again(tmp_path, mon
     assert holds_run(tmp_path)
 
 
-@pytest.mark.parametrize("seconds", ['"x"', "[1]", "null", "1e400", "NaN", "1" + "0" * 400, "{"])
+@pytest.mark.parametrize("seconds", ['"x"', "null", "1e400", "NaN", "1" + "0" * 400, "{"])
 def test_a_status_is_read_or_named_as_damaged(tmp_path, seconds):
     create(tmp_path / "run").release()
     (tmp_path / "run" / "status.json").write_text(f'{{"state": "running", "seconds": {seconds}}}')
-    if seconds in ('"x"', "[1]", "null"):  # tells of none
+    if seconds in ('"x"', "null"):  # tells of none
         assert read_status(tmp_path / "run")["seconds"] == 0.0
     else:
         with pytest.raises(RunDirectoryError, match=r"status\.json"):
@@ -237,18 +215,16 @@ def test_what_is_no_folder_cannot_be_a_run_directory(tmp_path, target):
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["", "..", "../x", "a/../../x", "/abs", "a//b", "a/./b", "x\0y", "x" * 300, "é" * 150, "a/"],
+    "name", ["", "..", "a/../../x", "/abs", "a//b", "a/./b", "x\0y", "x" * 300, "é" * 150, "a/"]
 )
 def test_a_name_that_leads_elsewhere_is_refused(tmp_path, name):
-    with pytest.raises(RunDirectoryError, match="name: ") as caught:
+    with pytest.raises(RunDirectoryError, match=r"name: .*\Z") as caught:
         name_folder(tmp_path / "runs", name)
     assert caught.value.exit_code == 2
-    assert "\n" not in str(caught.value)
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("name", ["a", "a/b", "ä b", "a..b", "..a", "2026"])
+@pytest.mark.parametrize("name", ["a/b", "ä b", "a..b", "..a"])
 def test_a_plain_name_is_taken_unless_it_is_a_link_out_of_the_root(tmp_path, name):
     assert name_folder(tmp_path, name) == tmp_path / name
     (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -257,52 +233,26 @@ def test_a_plain_name_is_taken_unless_it_is_a_link_out_of_the_root(tmp_path, nam
         name_folder(tmp_path, name)
 
 
-def git(folder, *arguments):
-    identity = ["-c", "user.name=n", "-c", "user.email=e@example.org"]
-    subprocess.run(["git", *identity, *arguments], cwd=folder, check=True, capture_output=True)
-
-
-@pytest.fixture
-def repository(tmp_path):
-    git(tmp_path, "init", "-q")
-    git(tmp_path, "remote", "add", "origin", "https://user:swordfish@example.org/x.git")
-    (tmp_path / "a.txt").write_text("one\n")
-    git(tmp_path, "add", "a.txt")
-    git(tmp_path, "commit", "-qm", "x")
-    return tmp_path
-
-
-def test_a_checkout_is_its_commit_and_what_changed(repository):
-    clean = module.code_record(repository)
-    assert len(clean["commit"]) == 40
-    assert (clean["changed_files"], clean["diff_sha256"]) == ([], None)
-    (repository / "a.txt").write_text("two\n")
-    (repository / "new.txt").write_text("untracked\n")
-    changed = module.code_record(repository)
-    assert changed["commit"] == clean["commit"]
-    assert changed["changed_files"] == ["a.txt"]
-    (repository / "a.txt").write_text("three\n")
-    assert module.code_record(repository)["diff_sha256"] != changed["diff_sha256"]
-
-
-def test_without_a_repository_or_git_there_is_no_commit(tmp_path, monkeypatch):
+def test_code_is_a_commit_and_what_changed_and_no_secret(tmp_path, monkeypatch):
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     assert module.code_record(tmp_path) == {"path": str(tmp_path), "commit": None}
-    monkeypatch.setenv("PATH", "")
-    assert module.code_record(module.Path(__file__).parent)["commit"] is None
-
-
-def test_secrets_stay_out(repository, monkeypatch):
+    remote = "remote add origin https://user:swordfish@example.org/x.git"
+    for words in ("init -q", remote, "add a.txt", "commit -qm x"):
+        (tmp_path / "a.txt").write_text("one\n")
+        identity = ["-c", "user.name=n", "-c", "user.email=e@example.org"]
+        subprocess.run(["git", *identity, *words.split()], cwd=tmp_path, check=True)
+    clean = module.code_record(tmp_path)
+    assert (len(clean["commit"]), clean["changed_files"], clean["diff_sha256"]) == (40, [], None)
+    (tmp_path / "new.txt").write_text("untracked\n")
+    differences = []
+    for text in ("two\n", "three\n"):
+        (tmp_path / "a.txt").write_text(text)
+        changed = module.code_record(tmp_path)
+        assert (changed["commit"], changed["changed_files"]) == (clean["commit"], ["a.txt"])
+        differences.append(changed["diff_sha256"])
+    assert differences[0] != differences[1]
     monkeypatch.setenv("MY_API_TOKEN", "hunter2")
-    monkeypatch.chdir(repository)
-    text = json.dumps(module.start_record({"seed": 1}))
-    assert "hunter2" not in text
-    assert "swordfish" not in text
-
-
-def test_a_start_names_versions_process_and_facts():
-    record = module.start_record({"seed": 1, "device": "cpu"})
-    assert record["seed"] == 1
-    assert record["versions"].keys() >= {"python", "torch", "numpy"}
-    assert record.keys() >= {"started", "pid", "host", "code", "platform", "cpu_count"}
-    assert module.now() > record["started"]
+    monkeypatch.chdir(tmp_path)
+    assert not re.search("hunter2|swordfish", json.dumps(module.start_record({})))
+    monkeypatch.setenv("PATH", "")
+    assert module.code_record(tmp_path)["commit"] is None
