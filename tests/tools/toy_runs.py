@@ -1,5 +1,6 @@
 """Run directories and checkpoints, and processes that hold or write them, for their tests."""
 
+import csv
 import errno
 import multiprocessing
 import os
@@ -54,6 +55,20 @@ def listed(folder: Path) -> dict[int, Any]:
     """Return the index's entries of the checkpoints that exist, by step."""
     entries = [e for e in Index.read(folder).files.values() if (folder / e.file).exists()]
     return {entry.step: entry for entry in sorted(entries, key=lambda e: e.step)}
+
+
+def board(sweep: str | Path = "there") -> list[dict[str, str]]:
+    """Return the rows of a sweep's leaderboard."""
+    with Path(sweep, "leaderboard.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def until(condition: Callable[[], bool], seconds: float = 60) -> None:
+    """Wait until something is so."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def value(path: Path) -> float:

@@ -1,6 +1,5 @@
 """A small configuration, and a job that does as it is told, for tests of whole sweeps."""
 
-import csv
 import sys
 
 import pytest
@@ -107,14 +106,3 @@ def sweep_of():
         return search(arguments) if searches(arguments) else sweep(arguments)
 
     return run
-
-
-@pytest.fixture
-def rows_of():
-    """Read a leaderboard."""
-
-    def read(folder):
-        with (folder / "leaderboard.csv").open() as file:
-            return list(csv.DictReader(file))
-
-    return read

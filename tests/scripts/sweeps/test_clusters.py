@@ -7,8 +7,6 @@ import shlex
 import signal
 import sys
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,19 +14,18 @@ import pytest
 from conf.errors import ConfigError
 from scripts.sweeps.launchers import NodeJob
 from scripts.sweeps.leaderboard import Job
+from toy_runs import board, until
 
-Sweep = Callable[..., int]
-Rows = Callable[[Path], list[dict[str, str]]]
 SUBMITIT = ["sweep.launcher=submitit", "+sweep.launcher_options.cluster=local"]
 
 
-def test_a_grid_goes_through_submitit(job, sweep_of, rows_of, capfd, caplog):
+def test_a_grid_goes_through_submitit(job, sweep_of, capfd, caplog):
     pytest.importorskip("submitit")
     caplog.set_level("INFO")
     argv = ["run_dir=there", "optimizer.lr=0.6,0.4,1.5", *SUBMITIT, "sweep.retries=1"]
     # 0.6 waits until 0.4 has begun, which is killed once; 1.5 fails.
     assert sweep_of(*argv) == 5
-    states = {row["optimizer.lr"]: row["status"] for row in rows_of(Path("there"))}
+    states = {row["optimizer.lr"]: row["status"] for row in board()}
     assert states == {"0.6": "finished", "0.4": "finished", "1.5": "failed"}
     out = capfd.readouterr().out
     assert "job 1 starts again: killed by SIGKILL" in out
@@ -54,8 +51,7 @@ def test_a_job_that_is_preempted_or_cancelled_saves(job, preempted):
     assert "resume=some.pt" in job.words()
     thread = threading.Thread(target=lambda: codes.append(job()))
     thread.start()
-    while not Path("there/0/started").exists():
-        assert thread.is_alive()
+    until(Path("there/0/started").exists)
     again = job.checkpoint().function if preempted else job.stop(signal.SIGTERM)
     thread.join(60)
     assert codes == [143]
@@ -77,19 +73,16 @@ def test_a_job_leaves_the_signal_of_submitit_alone(job):
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        pytest.param(
-            ["+sweep.launcher_options.bogus=1"], "sweep.launcher_options: .*bogus", id="x"
-        ),
-        pytest.param(
-            ["+sweep.launcher_options.tasks_per_node=2"], "one task on one node", id="tasks"
-        ),
-        pytest.param(["sweep.launcher_options.cluster=slurm"], "slurm", id="no-slurm-here"),
+        pytest.param("+{}.bogus=1", "sweep.launcher_options: .*bogus", id="unknown"),
+        pytest.param("+{}.tasks_per_node=2", "one task on one node", id="tasks"),
+        pytest.param("{}.cluster=slurm", "slurm", id="no-slurm-here"),
     ],
 )
 def test_options_that_submitit_refuses_start_nothing(job, sweep_of, options, text):
     pytest.importorskip("submitit")
+    words = [*SUBMITIT, options.format("sweep.launcher_options")]
     with pytest.raises(ConfigError, match=text):
-        sweep_of("run_dir=there", "optimizer.lr=0.1,0.2", *SUBMITIT, *options)
+        sweep_of("run_dir=there", "optimizer.lr=0.1,0.2", *words)
     assert not Path("there").exists()
 
 
@@ -113,21 +106,19 @@ def ray_sweep(job, sweep_of, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_grid_goes_through_ray(ray_sweep, rows_of, caplog):
+def test_a_grid_goes_through_ray(ray_sweep, caplog):
     caplog.set_level("INFO")
     assert ray_sweep("optimizer.lr=0.1,0.4,1.5", "sweep.retries=1") == 5
-    states = {row["optimizer.lr"]: row["status"] for row in rows_of(Path("there"))}
+    states = {row["optimizer.lr"]: row["status"] for row in board()}
     assert states == {"0.1": "finished", "0.4": "finished", "1.5": "failed"}
     (said,) = (text for text in caplog.messages if "what cancels them" in text)
     assert f"kill {os.getpid()} (on " in said
 
 
 @pytest.mark.slow
-def test_a_signal_lets_the_jobs_of_ray_save(ray_sweep, rows_of):
+def test_a_signal_lets_the_jobs_of_ray_save(ray_sweep):
     def interrupt():
-        deadline = time.monotonic() + 120
-        while not Path("there/0/started").exists() and time.monotonic() < deadline:
-            time.sleep(0.05)
+        until(Path("there/0/started").exists, 120)
         os.kill(os.getpid(), signal.SIGTERM)
 
     thread = threading.Thread(target=interrupt)
@@ -136,7 +127,7 @@ def test_a_signal_lets_the_jobs_of_ray_save(ray_sweep, rows_of):
     thread.join()
     output = Path("there/output/0.txt").read_text()
     assert output == "job output 0.5\n"  # it was not killed: its own exit code is noted
-    rows = {row["optimizer.lr"]: row for row in rows_of(Path("there"))}
+    rows = {row["optimizer.lr"]: row for row in board()}
     assert rows["0.1"]["status"] == "not started"
 
 

@@ -5,8 +5,6 @@ import json
 import os
 import signal
 import subprocess
-import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,19 +14,17 @@ import pytest
 from conf.errors import ConfigError
 from scripts.cli.arguments import parse_arguments
 from scripts.composition.compose import split_jobs
-from scripts.sweeps import grid, launchers, leaderboard, search
+from scripts.sweeps import grid, launchers, leaderboard
 from scripts.sweeps import sweep as sweep_module
 from scripts.sweeps.launchers import LocalLauncher, share_of_threads, usable_cpus
 from scripts.sweeps.leaderboard import Job
+from toy_runs import board, until
 from trainer.files.atomic import storage_error
 
-Sweep = Callable[..., int]
-Rows = Callable[[Path], list[dict[str, str]]]
 
-
-def test_jobs_run_side_by_side(job, sweep_of, rows_of, capfd):
+def test_jobs_run_side_by_side(job, sweep_of, capfd):
     assert sweep_of("run_dir=there", "optimizer.lr=0.6", "seed=1,2", "sweep.jobs=2") == 0
-    assert [row["status"] for row in rows_of(Path("there"))] == ["finished", "finished"]
+    assert [row["status"] for row in board()] == ["finished", "finished"]
     out, err = capfd.readouterr()
     assert "\nup to 2 jobs at a time, " in out
     assert "2 of 2 done; best val/accuracy 0.4000 (job " in out
@@ -36,40 +32,21 @@ def test_jobs_run_side_by_side(job, sweep_of, rows_of, capfd):
     assert Path("there/output/1.txt").read_text() == "job output 0.6\n"
 
 
-def test_a_lost_job_is_restarted_up_to_its_retries(job, sweep_of, rows_of, capfd):
-    assert sweep_of("run_dir=there", "optimizer.lr=0.4,1.5,0.1", "sweep.retries=1") == 5
-    states = {row["job"]: row["status"] for row in rows_of(Path("there"))}
-    assert states == {"0": "finished", "1": "failed", "2": "finished"}
+def test_lost_jobs_are_restarted_up_to_their_retries(job, sweep_of, capfd):
+    argv = ["optimizer.lr=0.4,1.5", "seed=1,2,3", "sweep.jobs=3", "sweep.retries=1"]
+    assert sweep_of("run_dir=there", *argv) == 5  # the first three are lost at once
+    states = {int(row["job"]): row["status"] for row in board()}
+    assert states == {n: "finished" if n < 3 else "failed" for n in range(6)}
     assert "job 0 starts again: killed by SIGKILL (out of memory?)" in capfd.readouterr().out
-    assert json.loads(Path("there/0/overrides.yaml").read_text())[-2:] == [
-        "resume=auto",
-        "run_dir='there/0'",
-    ]
-    assert "resume=auto" not in Path("there/1/overrides.yaml").read_text()  # it was not lost
+    words = [json.loads(Path(f"there/{n}/overrides.yaml").read_text()) for n in (0, 3)]
+    assert words[0][-2:] == ["resume=auto", "run_dir='there/0'"]
+    assert "resume=auto" not in words[1]  # it was not lost
 
 
-def test_no_job_is_forgotten_when_all_are_lost_at_once(job, sweep_of, rows_of):
-    argv = ["optimizer.lr=0.4", "seed=1,2,3", "sweep.jobs=3", "sweep.retries=1"]
-    assert sweep_of("run_dir=there", *argv) == 0
-    assert [row["status"] for row in rows_of(Path("there"))] == ["finished"] * 3
-
-
-def test_a_search_runs_several_jobs_at_once(job, sweep_of, rows_of, monkeypatch):
-    pytest.importorskip("optuna")
-    monkeypatch.setattr(search, "check_built", lambda *_: ("val/accuracy", 0))
-    Path("conf/sweep").mkdir()
-    Path("conf/sweep/optuna.yaml").write_text("sampler: grid\n")
-    # The jobs of 0.6 end only once another has begun beside them.
-    argv = ["+sweep=optuna", "optimizer.lr=0.6", "seed=choice(1,2)", "sweep.jobs=2"]
-    assert sweep_of(*argv, "run_dir=there") == 0
-    rows = rows_of(Path("there"))
-    assert {row["seed"]: row["status"] for row in rows} == {"1": "finished", "2": "finished"}
-
-
-def test_fail_fast_starts_no_further_job(job, sweep_of, rows_of):
+def test_fail_fast_starts_no_further_job(job, sweep_of):
     argv = ["optimizer.lr=1.5,0.1,0.2,0.3", "sweep.jobs=1", "sweep.fail_fast=true"]
     assert sweep_of("run_dir=there", *argv) == 5
-    assert [row["status"] for row in rows_of(Path("there"))].count("not started") == 3
+    assert [row["status"] for row in board()].count("not started") == 3
 
 
 def test_a_full_disk_under_the_leaderboard_harms_no_job(job, sweep_of, monkeypatch, caplog):
@@ -82,38 +59,33 @@ def test_a_full_disk_under_the_leaderboard_harms_no_job(job, sweep_of, monkeypat
     assert caplog.text.count("no space left") == 1  # said once
 
 
-def until(condition):
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def lives(pid):
     state = Path(f"/proc/{pid}/stat")
     return state.exists() and state.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_no_job_outlives_its_sweep(command, number, rows_of):
+@pytest.mark.parametrize(("number", "ended"), [("SIGKILL", -9), ("SIGTERM", 143), ("SIGINT", 130)])
+def test_no_job_outlives_its_sweep(command, number, ended):
     argv = [*command, "optimizer.lr=0.5", "seed=1,2,3", "sweep.jobs=2"]
-    process = subprocess.Popen(argv, start_new_session=True, stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(argv, start_new_session=True, stdout=subprocess.PIPE, text=True)
     try:
         until(lambda: all(Path(f"there/{n}/started").exists() for n in (0, 1)))
         pids = [int(Path(f"there/{n}/pid").read_text()) for n in (0, 1)]
         assert all(os.getpgid(pid) == pid for pid in pids)
-        process.send_signal(number)
-        code = process.wait(60)
+        process.send_signal(signal.Signals[number])
+        out, _ = process.communicate(timeout=60)
         until(lambda: not any(map(lives, pids)))
     finally:
         process.kill()
         process.wait()
+    assert process.returncode == ended
     assert not Path("there/2").exists()
-    states = {row["job"]: row["status"] for row in rows_of(Path("there"))}
-    last = "running" if number == signal.SIGKILL else "failed"
+    states = {row["job"]: row["status"] for row in board()}
+    last = "running" if number == "SIGKILL" else "failed"
     assert states == {"0": last, "1": last, "2": "not started"}
-    if number == signal.SIGTERM:
-        assert code == 143
+    way_out = "train -m --config-path conf optimizer.lr=0.5 seed=1,2,3 sweep.jobs=2"
+    told = f"interrupted; go on with the sweep: {way_out} resume=auto run_dir=there\n"
+    assert out.endswith(told) or number == "SIGKILL"
 
 
 def test_each_job_has_its_share_of_threads_and_a_device_of_its_own(job, sweep_of, monkeypatch):

@@ -3,20 +3,62 @@
 import json
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from scripts.sweeps.leaderboard import SHOWN, Job, Ranking, link_jobs, short_keys, show, write_csv
 from scripts.sweeps.report import Scale, importances, write_report
+from toy_runs import board
+
+CONFIG = {"callbacks": {}}
+NASTY = "<script> $x_1^{2"
 
 
-def outcome(number, state="finished", **facts):
-    job = Job(number, Path("s") / str(number), {"optimizer.lr": f"{number}"}, state=state)
-    for name, value in facts.items():
-        setattr(job, name, value)
-    return job
+def ended(number, state="finished", loss=None, overrides=None, **facts):
+    given = overrides or {"optimizer.lr": f"{number}"}
+    results = {} if loss is None else {"val/loss": loss}
+    return Job(
+        number, Path("s", str(number)), given, **{"state": state, "results": results} | facts
+    )
+
+
+def test_the_pruned_the_failed_and_the_waiting_come_last_and_a_study_has_its_metric():
+    jobs = [
+        ended(0, "not started"),
+        ended(1, "failed"),
+        ended(2, "running"),
+        ended(3, "pruned", 0.5),
+    ]
+    jobs.append(ended(4, results={"best/val/accuracy": 0.9, "val/loss": 1.0}))
+    ranking = Ranking(CONFIG, jobs, "val/loss", decided=True)
+    assert [job.number for job in ranking.ranked()] == [4, 3, 1, 0, 2]
+    assert [job.number for job in jobs if job.failed] == [1]
+    assert ranking.value(jobs[4]) == 1.0
+    assert Ranking(CONFIG, jobs).value(jobs[4]) == 0.9
+
+
+def test_groups_have_a_mean_and_a_deviation(tmp_path, capsys):
+    losses = [("1", "0", 2.0), ("1", "1", 4.0), ("1", "2", None), ("2", "0", 1.0), ("3", "0", None)]
+    jobs = [
+        ended(n, "failed" if loss is None else "finished", loss, {"lr": lr, "seed": seed})
+        for n, (lr, seed, loss) in enumerate(losses)
+    ]
+    ranking = Ranking(CONFIG, jobs)
+    write_csv(tmp_path, ranking, ["seed"], len(jobs))
+    rows = board(tmp_path)
+    assert list(rows[0])[-4:] == ["run_dir", "mean", "std", "n"]
+    (of_one,) = (row for row in rows if row["job"] == "0")
+    assert [of_one[key] for key in ("mean", "std", "n")] == ["3.0", repr(2**0.5), "2"]
+    unranked = "no job has logged val/loss: they are not ranked\n"
+    show(tmp_path, Ranking(CONFIG, [ended(0)]), [], ["lr"])
+    assert unranked in capsys.readouterr().out
+    show(tmp_path, ranking, ["seed"], ["lr", "seed"])
+    out = capsys.readouterr().out
+    assert unranked not in out
+    shown = out[out.index("val/loss over seed") :].splitlines()[1:5]
+    groups = ["lr mean std n", "2 1.0000 1", "1 3.0000 1.4142 2", "3 0"]
+    assert [line.split() for line in shown] == [line.split() for line in groups]
 
 
 @pytest.mark.parametrize(
@@ -32,21 +74,10 @@ def test_keys_are_shortened_to_distinct_ends(keys, expected):
     assert short_keys(keys) == expected
 
 
-def test_the_pruned_the_failed_and_the_waiting_come_last_and_a_study_has_its_metric():
-    jobs = [outcome(0, "not started"), outcome(1, "failed"), outcome(2, "running")]
-    jobs += [outcome(3, "pruned", results={"val/loss": 0.5})]
-    jobs += [outcome(4, results={"best/val/accuracy": 0.9, "val/loss": 1.0})]
-    ranking = Ranking(CONFIG, jobs, "val/loss", decided=True)
-    assert [job.number for job in ranking.ranked()] == [4, 3, 1, 0, 2]
-    assert [job.number for job in jobs if job.failed] == [1]
-    assert ranking.value(jobs[4]) == 1.0
-    assert Ranking(CONFIG, jobs).value(jobs[4]) == 0.9
-
-
 def test_the_best_are_shown_and_reasons_stay_on_one_line(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "60")
-    jobs = [outcome(n, results={"val/loss": n / 100}, seconds=1.0) for n in range(SHOWN + 5)]
-    jobs.append(outcome(99, "failed", code=5, reason="so it was " * 30))
+    jobs = [ended(n, loss=n / 100, seconds=1.0) for n in range(SHOWN + 5)]
+    jobs.append(ended(99, "failed", code=5, reason="so it was " * 30))
     ranking = Ranking(CONFIG, jobs)
     show(Path("s"), ranking, [], ["optimizer.lr"])
     lines = capsys.readouterr().out.splitlines()
@@ -54,46 +85,6 @@ def test_the_best_are_shown_and_reasons_stay_on_one_line(capsys, monkeypatch):
     assert lines[3].split() == ["0", "finished", "0", "0.0000", "1.0"]
     assert "and 6 more jobs in leaderboard.csv" in lines
     assert f"job 99 failed (exit 5): {'so it was ' * 30}" in lines
-
-
-def seeds(lr, *values):
-    """Return a job for each loss; None: it failed."""
-    jobs = [Job(n, Path("s") / lr, {"lr": lr, "seed": str(n)}) for n in range(len(values))]
-    for job, value in zip(jobs, values, strict=True):
-        job.state = "failed" if value is None else "finished"
-        job.results = {} if value is None else {"val/loss": value}
-    return jobs
-
-
-def test_groups_have_a_mean_and_a_deviation(tmp_path, capsys):
-    jobs = [*seeds("1", 2.0, 4.0, None), *seeds("2", 1.0), *seeds("3", None)]
-    ranking = Ranking(CONFIG, jobs)
-    write_csv(tmp_path, ranking, ["seed"], len(jobs))
-    rows = [line.split(",") for line in (tmp_path / "leaderboard.csv").read_text().splitlines()]
-    assert rows[0][-4:] == ["run_dir", "mean", "std", "n"]
-    assert [row[-3:] for row in rows if row[2:4] == ["1", "0"]] == [["3.0", repr(2**0.5), "2"]]
-    show(tmp_path, ranking, ["seed"], ["lr", "seed"])
-    out = capsys.readouterr().out
-    unranked = "no job has logged val/loss: they are not ranked\n"
-    assert unranked not in out
-    show(tmp_path, Ranking(CONFIG, [outcome(0)]), [], ["lr"])
-    assert unranked in capsys.readouterr().out
-    shown = out[out.index("val/loss over seed") :].splitlines()[1:5]
-    assert [line.split() for line in shown] == [
-        ["lr", "mean", "std", "n"],
-        ["2", "1.0000", "1"],
-        ["1", "3.0000", "1.4142", "2"],
-        ["3", "0"],
-    ]
-
-
-NASTY = "<script> $x_1^{2"
-
-
-CONFIG = {"callbacks": {}}
-
-
-Make = Callable[..., list[Job]]
 
 
 @pytest.fixture
@@ -118,7 +109,7 @@ def make(tmp_path):
     return jobs
 
 
-def test_a_picture_of_everything_that_can_become_of_a_job(make, tmp_path, capsys):
+def test_a_picture_of_everything_that_can_become_of_a_job(make, tmp_path, capsys, monkeypatch):
     pytest.importorskip("matplotlib", reason="report.png takes matplotlib, the extra `report`")
     from PIL import Image
 
@@ -132,10 +123,9 @@ def test_a_picture_of_everything_that_can_become_of_a_job(make, tmp_path, capsys
         {"values": {lr: "3", "model": "mlp"}, "state": "not started"},
         *({"values": {lr: f"{n}", "model": "mlp"}, "curve": [n / 9]} for n in range(1, 8)),
     )
-    sizes = []
+    sizes, varied = [], [lr, "model", "model.hidden"]
     for chosen in (jobs, jobs[:6], jobs[3:4]):  # with importance; without; nothing to draw
         (tmp_path / "report.png").unlink(missing_ok=True)
-        varied = [lr, "model", "model.hidden"]
         write_report(tmp_path, Ranking(CONFIG, chosen, "val/accuracy"), varied)
         if (tmp_path / "report.png").exists():
             image = Image.open(tmp_path / "report.png").convert("L")
@@ -143,31 +133,20 @@ def test_a_picture_of_everything_that_can_become_of_a_job(make, tmp_path, capsys
             assert len(set(image.resize((200, 200)).tobytes())) > 10  # no empty sheet
     assert len(sizes) == 2
     assert sizes[0] > sizes[1]
-    said = capsys.readouterr().out.splitlines()
-    assert said == [f"report: {tmp_path / 'report.png'}"] * 2 + [
-        "no report.png: no job has a result"
-    ]
-
-
-def test_a_missing_package_is_named(make, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    jobs = make({"values": {"seed": "1"}, "curve": [0.5]})
-    write_report(tmp_path, Ranking(CONFIG, jobs), ["seed"])
-    assert "report.png takes the package matplotlib: pip install" in capsys.readouterr().out
+    write_report(tmp_path, Ranking(CONFIG, jobs, "val/accuracy"), varied)
+    *drawn, none, missing = capsys.readouterr().out.splitlines()
+    assert drawn == [f"report: {tmp_path / 'report.png'}"] * 2
+    assert none == "no report.png: no job has a result"
+    assert "report.png takes the package matplotlib: pip install" in missing
 
 
 @pytest.mark.slow
 def test_the_key_that_matters_has_the_largest_share(make):
     pytest.importorskip("optuna")
-    grid = [(n, str(0.001 * 2**n), "ab"[n * n % 3 % 2]) for n in range(16)]
-    keys = ("optimizer.lr", "model")
-    jobs = make(
-        *(
-            {"values": dict(zip(keys, values, strict=True)), "curve": [n / 20]}
-            for n, *values in grid
-        )
-    )
-    shares = importances(jobs, Ranking(CONFIG, jobs), keys)
+    rates = [{"optimizer.lr": str(0.001 * 2**n), "model": "ab"[n * n % 3 % 2]} for n in range(16)]
+    jobs = make(*({"values": given, "curve": [n / 20]} for n, given in enumerate(rates)))
+    shares = importances(jobs, Ranking(CONFIG, jobs), tuple(rates[0]))
     assert next(iter(shares)) == "optimizer.lr"
     assert sum(shares.values()) == pytest.approx(1)
 
@@ -197,18 +176,18 @@ def test_tensorboard_shows_jobs_by_what_varies_in_them(make, tmp_path):
     jobs = make(*({"values": of_one} for of_one in values))
     for job in jobs[:3]:
         (job.run_dir / "tensorboard").mkdir()
-    board = tmp_path / "tensorboard"
+    shown = tmp_path / "tensorboard"
     jobs[3].state = "running"
     link_jobs(tmp_path, jobs, ["optimizer.lr", "seed"])
-    links = {path.name[:22]: os.readlink(path) for path in board.iterdir()}
+    links = {path.name[:22]: os.readlink(path) for path in shown.iterdir()}
     assert links == {
         "lr=0.1,seed=1": "../0/tensorboard",
         "lr=0.1,seed=2": "../1/tensorboard",
         "lr=.._.._a_b,seed=xxxx": "../2/tensorboard",
         "lr=0.2,seed=1": "../3/tensorboard",
     }
-    (board / "mine").mkdir()
+    (shown / "mine").mkdir()
     link_jobs(tmp_path, jobs[:2], ["optimizer.lr"])  # the grid has changed
-    assert {path.name for path in board.iterdir()} == {"lr=0.1", "lr=0.1,job=1", "mine"}
+    assert {path.name for path in shown.iterdir()} == {"lr=0.1", "lr=0.1,job=1", "mine"}
     link_jobs(tmp_path, jobs[:1], [])
-    assert {path.name for path in board.iterdir()} == {"job 0", "mine"}
+    assert {path.name for path in shown.iterdir()} == {"job 0", "mine"}

@@ -1,13 +1,11 @@
 """A search: its suggestions, its results, and its resume."""
 
-import csv
 import importlib.util
 import json
 import os
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,6 +23,7 @@ from scripts.sweeps.grid import searches as searches_for
 from scripts.sweeps.search import distribution, enqueued, given, samples, values_of, with_integers
 from scripts.sweeps.sweep import Sweep
 from scripts.train import train
+from toy_runs import board
 from trainer.errors import CheckpointError, StorageError
 
 optuna = pytest.importorskip("optuna")
@@ -38,42 +37,45 @@ optimizer: {lr: 0.1, weight_decay: 0.0}
 """
 LINEAR = "_target_: torch.nn.Linear\nin_features: 4\nout_features: 2\n"
 SPACE = ["optimizer.lr=interval(0.0,4.0)", "optimizer.weight_decay=interval(0.0,1.0)"]
-Run = Callable[..., int]
 
 
 class Jobs:
     """Takes the place of processes: the accuracy is best where the learning rate is 3."""
 
     def __init__(self):
-        self.ran = []
-        self.more = []
+        self.ran, self.more = [], []
+        self.at_once = 1
         self.ends = {}  # the state that a job ends with, by its number
         self.dies = None  # the job in which the sweep is killed
 
-    def run_all(self, it, ask, tell):
-        while not it.ended and (job := ask()) is not None:
-            self.run(it, job)
-            tell(job)
+    @property
+    def rates(self):
+        return [lr for _, lr in self.ran]
 
-    def run(self, it, outcome):
-        lr = float(outcome.overrides.get("optimizer.lr", 0))
-        self.ran.append((outcome.number, lr))
-        self.more += outcome.more
-        outcome.run_dir.mkdir(exist_ok=True)
-        overrides = outcome.texts
-        (outcome.run_dir / "overrides.yaml").write_text(json.dumps(overrides))
-        if outcome.number == self.dies:
+    def run_all(self, it, ask, tell):
+        while jobs := [job for _ in range(self.at_once) if (job := ask()) is not None]:
+            assert len({job.number for job in jobs}) == len(jobs)
+            for job in reversed(jobs):
+                self.run(job)
+                it.write()
+                tell(job)
+
+    def run(self, job):
+        lr = float(job.overrides.get("optimizer.lr", 0))
+        self.ran.append((job.number, lr))
+        self.more += job.more
+        job.run_dir.mkdir(exist_ok=True)
+        (job.run_dir / "overrides.yaml").write_text(json.dumps(job.texts))
+        if job.number == self.dies:
             self.dies = None
             raise KeyboardInterrupt
-        config = compose(["--config-path", "conf", *overrides]).config
-        (outcome.run_dir / "config.yaml").write_text(dump({**config, "run_dir": None}))
-        state = self.ends.get(outcome.number, "finished")
+        config = compose(["--config-path", "conf", *job.texts]).config
+        (job.run_dir / "config.yaml").write_text(dump({**config, "run_dir": None}))
+        state = self.ends.get(job.number, "finished")
         accuracy = None if lr > 3.9 else 1 - (lr - 3) ** 2
-        results = {"best/val/accuracy": accuracy, "val/loss": 1.0}
-        status = {"state": state, "results": results, "seconds": 1.0}
-        (outcome.run_dir / "status.json").write_text(json.dumps(status))
-        outcome.end(5 if state == "failed" else 0)
-        it.write()
+        status = {"state": state, "results": {"best/val/accuracy": accuracy, "val/loss": 1.0}}
+        (job.run_dir / "status.json").write_text(json.dumps(status))
+        job.end(5 if state == "failed" else 0)
 
 
 @pytest.fixture(autouse=True)
@@ -105,25 +107,14 @@ def run(*argv):
     return searches.search(arguments)
 
 
-def board(folder="there"):
-    with Path(folder, "leaderboard.csv").open() as file:
-        return list(csv.DictReader(file))
-
-
 def study_in(place="there/study.journal"):
     return optuna.load_study(study_name="train", storage=open_storage(place))
-
-
-def test_a_search_needs_its_package(jobs, monkeypatch):
-    monkeypatch.setitem(sys.modules, "optuna", None)
-    with pytest.raises(ConfigError, match="pip install optuna"):
-        run(*SPACE, "run_dir=there")
-    assert not Path("there").exists()
 
 
 @pytest.mark.parametrize(
     ("argv", "text"),
     [
+        pytest.param([], "pip install optuna", id="no-optuna"),
         pytest.param(["sweep.sampler=tpr"], "did you mean tpe", id="sampler"),
         pytest.param(["sweep.sampler=cmaes"], "pip install cmaes", id="no-cmaes"),
         pytest.param(["seed=choice(1,-2)", "loader.batch_size=choice(2,x)"],
@@ -143,24 +134,14 @@ def test_a_search_needs_its_package(jobs, monkeypatch):
 )  # fmt: skip
 def test_mistakes_of_a_search(jobs, monkeypatch, argv, text):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    if text == "pip install optuna":
+        monkeypatch.setitem(sys.modules, "optuna", None)
     with pytest.raises(ConfigError, match=text):
         run(*SPACE, *argv, "run_dir=there")
     with pytest.raises(ConfigError, match="nothing to search"):
         run("run_dir=there")
     assert jobs.ran == []
-
-
-def test_a_search_finds_good_values(jobs):
-    more = ["sweep.sampler=tpe", "sweep.n_trials=16", "sweep.sampler_options={n_startup_trials: 5}"]
-    assert run("optimizer.lr=interval(0.0,3.9)", *more, "run_dir=there") == 0
-    rows = board()
-    assert len(rows) == 16
-    best = [float(row["val/accuracy"]) for row in rows]
-    assert best == sorted(best, reverse=True)
-    assert best[0] > 0.9
-    assert study_in().best_value == best[0]
-    assert study_in().direction == optuna.study.StudyDirection.MAXIMIZE
-    assert study_in().metric_names == ["val/accuracy"]
+    assert Path("there").exists() == (text == "cannot be opened")
 
 
 @pytest.mark.parametrize(
@@ -180,10 +161,10 @@ def test_a_search_that_was_killed_asks_for_the_same_values(jobs, sampler):
     argv += [f"sweep.n_trials={99 if sampler == 'grid' else 4}"]
     argv += ["sweep.sampler_options={n_startup_trials: 1}"] if sampler in ("tpe", "cmaes") else []
     assert run(*argv, "run_dir=whole") == 0
-    whole, jobs.ran = jobs.ran, []
+    whole, rates, jobs.ran = jobs.ran, jobs.rates, []
     if sampler != "grid":  # whose values are the same in another order
         run(*argv, "run_dir=other", "seed=8")
-        assert not {lr for _, lr in whole} & {lr for _, lr in jobs.ran}
+        assert not {*rates} & {*jobs.rates}
         jobs.ran = []
     jobs.dies = 2
     with pytest.raises(KeyboardInterrupt):
@@ -191,22 +172,28 @@ def test_a_search_that_was_killed_asks_for_the_same_values(jobs, sampler):
     assert run(*argv, "run_dir=there", "resume=auto") == 0
     assert jobs.ran == [*whole[:3], *whole[2:]]
     assert len(whole) == (6 if sampler == "grid" else 4)  # all combinations, and no more
-    assert [row["optimizer.lr"] for row in board()] == [
-        row["optimizer.lr"] for row in board("whole")
-    ]
-    assert len({lr for _, lr in whole}) > 2
+    ranked = [[row["optimizer.lr"] for row in board(folder)] for folder in ("there", "whole")]
+    assert ranked[0] == ranked[1]
+    assert len({*rates}) > 2
 
 
-def test_a_finished_search_runs_nothing_and_more_trials_go_on(jobs):
-    argv = [*SPACE, "run_dir=there", "resume=auto"]
-    run(*argv, "sweep.n_trials=3")
+def test_a_search_finds_good_values_and_more_trials_go_on(jobs):
+    lr = "optimizer.lr=interval(0.0,3.9)"
+    argv = [lr, "sweep.sampler=tpe", "sweep.sampler_options={n_startup_trials: 5}", "resume=auto"]
+    argv.append("run_dir=there")
+    assert run(*argv, "sweep.n_trials=10") == 0
     before = board()
-    run(*argv, "sweep.n_trials=3")
-    assert [n for n, _ in jobs.ran] == [0, 1, 2]
-    assert board() == before
-    run(*argv, "sweep.n_trials=5")
-    assert [n for n, _ in jobs.ran] == [0, 1, 2, 3, 4]
-    assert len(board()) == 5
+    run(*argv, "sweep.n_trials=10")
+    assert (len(jobs.ran), board()) == (10, before)  # a finished search runs nothing
+    with Path("there/study.journal").open("ab") as file:
+        file.write(b'{"op_code":4,"wor')  # torn by a kill
+    run(*argv, "sweep.n_trials=16")
+    assert [n for n, _ in jobs.ran] == [*range(16)]
+    best = [float(row["val/accuracy"]) for row in board()]
+    assert best == sorted(best, reverse=True)
+    assert (len(best), best[0], best[0] > 0.9) == (16, study_in().best_value, True)
+    assert study_in().direction == optuna.study.StudyDirection.MAXIMIZE
+    assert study_in().metric_names == ["val/accuracy"]
 
 
 def test_the_study_is_told_the_results_of_jobs(jobs):
@@ -225,53 +212,29 @@ def test_the_study_is_told_the_results_of_jobs(jobs):
     }  # fmt: skip
 
 
-def test_a_combination_is_run_once_and_may_log_nothing(jobs, caplog):
-    run("optimizer.lr=choice(1.0,3.95)", "run_dir=there", "sweep.n_trials=9")
-    assert sorted(lr for _, lr in jobs.ran) == [1.0, 3.95]
+@pytest.mark.parametrize("at_once", [1, 3])
+def test_a_combination_is_run_once_and_may_log_nothing(jobs, caplog, at_once):
+    jobs.at_once = at_once
+    run("optimizer.lr=choice(1.0,2.0,2.5,3.95)", "run_dir=there", "sweep.n_trials=20")
+    assert sorted(jobs.rates) == [1.0, 2.0, 2.5, 3.95]
     trials = study_in().trials
-    assert len(trials) == 9
+    assert len(trials) == 20
     values = {t.params["optimizer.lr"]: t.value for t in trials}
-    assert values == {"1.0": -3.0, "3.95": None}
+    assert values == {"1.0": -3.0, "2.0": 0.0, "2.5": 0.75, "3.95": None}
     assert "it logged no val/accuracy" in caplog.text
-    assert len(board()) == 2
+    assert len(board()) == 4
 
 
-def test_a_search_begins_with_the_enqueued_values(jobs):
-    argv = [*SPACE, "sweep.enqueue=[{optimizer.lr: 2.5}, {optimizer.lr: 1}]", "run_dir=there"]
-    run(*argv, "resume=auto")
-    assert [lr for _, lr in jobs.ran][:2] == [2.5, 1.0]
-    run(*argv, "resume=auto", "sweep.n_trials=7")
-    assert [lr for _, lr in jobs.ran].count(2.5) == 1
-
-
-def test_steps_of_a_file(jobs):
-    Path("conf/sweep/mine.yaml").write_text("""
-n_trials: 12
-sampler: random
-params:
-  seed: choice(1,2)
-  optimizer.lr: {values: "interval(0.0,2.0)", step: 0.5}
-""")
-    argv = ["-m", "--config-path", "conf", "sweep=mine", "run_dir=there"]
-    searches.search(parse_arguments(argv))
-    rows = board()
-    steps = {float(row["optimizer.lr"]) for row in rows}
-    assert steps <= {0.0, 0.5, 1.0, 1.5, 2.0}
-    assert len(steps) > 1
-
-
-def test_several_trials_can_be_open(jobs, monkeypatch):
-    def several(it, ask, tell):
-        while batch := [job for _ in range(3) if (job := ask()) is not None]:
-            assert len({job.number for job in batch}) == len(batch)
-            for job in reversed(batch):
-                jobs.run(it, job)
-                tell(job)
-
-    monkeypatch.setattr(Sweep, "run", several)
-    run("optimizer.lr=choice(1.0,2.0,2.5,3.0,3.5)", "run_dir=there", "sweep.n_trials=20")
-    assert len(jobs.ran) == len({lr for _, lr in jobs.ran}) == len(board())
-    assert {t.state for t in study_in().trials} == {optuna.trial.TrialState.COMPLETE}
+def test_a_search_begins_with_the_enqueued_values_and_keeps_the_steps_of_a_file(jobs):
+    values = 'optimizer.lr: {values: "interval(0.0,3.0)", step: 0.5}'
+    Path("conf/sweep/optuna.yaml").write_text(f"sampler: random\nparams:\n  {values}\n")
+    argv = ["sweep.enqueue=[{optimizer.lr: 2.5}, {optimizer.lr: 1}]", "run_dir=there"]
+    for trials in (8, 9):
+        run(*argv, "seed=choice(1,2)", "resume=auto", f"sweep.n_trials={trials}")
+    assert jobs.rates[:2] == [2.5, 1.0]
+    assert sum("fixed_params" in t.system_attrs for t in study_in().trials) == 2  # each once
+    assert {*jobs.rates} <= {n / 2 for n in range(7)}
+    assert len({*jobs.rates}) > 2
 
 
 @pytest.mark.parametrize("typed", [True, False])
@@ -279,16 +242,12 @@ def test_a_study_elsewhere_comes_from_the_command_line_only(jobs, typed):
     place = Path("victim.txt")
     place.write_text("one line")
     Path("conf/sweep/optuna.yaml").write_text("sampler: random\nstorage: victim.txt\n")
-    argv = ["sweep.storage=victim.txt"] if typed else []
     with pytest.raises(CheckpointError if typed else ConfigError) as caught:
-        run(*SPACE, *argv, "run_dir=there")
+        run(*SPACE, *["sweep.storage=victim.txt"] * typed, "run_dir=there")
     assert ('sweep.storage="victim.txt"' in str(caught.value)) is not typed
     assert place.read_text() == "one line"  # nothing is cut
-
-
-def test_a_trial_comes_from_the_command_line_only(jobs):
-    trial = "trial: {storage: victim.db, study: s, number: 0}"
-    Path("conf/sweep/theirs.yaml").write_text(f"{trial}\n")
+    trial = "trial: {storage: victim.db, study: s, number: 0}\n"
+    Path("conf/sweep/theirs.yaml").write_text(trial)
     with pytest.raises(ConfigError, match=r"sweep\.trial: comes from the command line only"):
         train(["--config-path", "conf", "sweep=theirs"])
     assert not Path("victim.db").exists()
@@ -380,15 +339,6 @@ def test_a_study_that_is_locked_or_cannot_be_written_is_a_clear_error(jobs):
     other.close()
 
 
-def test_a_torn_last_line_is_cut(jobs):
-    argv = [*SPACE, "run_dir=there", "resume=auto"]
-    run(*argv, "sweep.n_trials=2")
-    with Path("there/study.journal").open("ab") as file:
-        file.write(b'{"op_code":4,"wor')
-    run(*argv, "sweep.n_trials=3")
-    assert len(study_in().trials) == 3
-
-
 def space_of(*texts, **params):
     arguments = parse_arguments(["-m", "--config-path", "conf", *texts])
     fixed, varied = split_search(arguments)
@@ -396,10 +346,6 @@ def space_of(*texts, **params):
     varied += given(arguments, params, {d.name for d in varied})
     config = compose(replace(arguments, overrides=tuple(fixed), multirun=False)).config
     return [with_integers(dimension, config) for dimension in varied]
-
-
-def shown(space):
-    return [[override.text for override in job] for job in samples(space)]
 
 
 @pytest.mark.parametrize(
@@ -417,7 +363,7 @@ def shown(space):
     ],
 )
 def test_the_sample_values_of_a_space(text, expected):
-    assert [job[0].partition("=")[2] for job in shown(space_of(text))] == expected
+    assert [job[0].value for job in samples(space_of(text))] == expected
 
 
 def test_a_large_space_is_checked_with_each_choice_once():
@@ -427,10 +373,21 @@ def test_a_large_space_is_checked_with_each_choice_once():
     assert {decay.value for _, decay in found} == set("0123456")
 
 
-def test_steps_end_where_the_last_one_fits():
-    (dimension,) = space_of(model__in_features={"values": "interval(16,100)", "step": 16})
-    assert (dimension.low, dimension.high, dimension.integers) == (16, 96, True)
-    assert values_of(dimension) == [16, 32, 48, 64, 80, 96]
+def test_the_values_of_a_grid_end_where_the_last_step_fits():
+    step = {"values": "interval(16,100)", "step": 16}
+    rate, seed, stepped = space_of(
+        "optimizer.lr=interval(1,2)", "seed=interval(1,3)", model__in_features=step
+    )
+    assert [values_of(d) for d in (seed, stepped)] == [[1, 2, 3], [16, 32, 48, 64, 80, 96]]
+    with pytest.raises(ConfigError, match=r"^optimizer.lr: sampler=grid takes choices"):
+        values_of(rate)
+    kinds = [str(distribution(d)) for d in (rate, stepped, Dimension("a", choices=("x", "y")))]
+    assert kinds == [
+        "FloatDistribution(high=2.0, log=False, low=1.0, step=None)",
+        "IntDistribution(high=96, log=False, low=16, step=16)",
+        "CategoricalDistribution(choices=('x', 'y'))",
+    ]
+    assert distribution(Dimension("a", low=1, high=8, log=True)).log
 
 
 @pytest.mark.parametrize(
@@ -456,13 +413,6 @@ def test_invalid_params_are_refused(params, text):
         space_of(**params)
 
 
-def test_a_grid_needs_countable_values():
-    rate, seed = space_of("optimizer.lr=interval(1,2)", "seed=interval(1,3)")
-    with pytest.raises(ConfigError, match=r"^optimizer.lr: sampler=grid takes choices"):
-        values_of(rate)
-    assert values_of(seed) == [1, 2, 3]
-
-
 def test_enqueued_values_are_checked():
     space = space_of("seed=interval(1,9)", "optimizer.lr=interval(0.1,1)", "model=choice(mlp,none)")
     entries = enqueued(space, [{"seed": 3}, {"optimizer.lr": 1, "model": "mlp"}], whole=False)
@@ -478,26 +428,6 @@ def test_enqueued_values_are_checked():
     ]
 
 
-@pytest.mark.parametrize(
-    ("dimension", "expected"),
-    [
-        pytest.param(
-            Dimension("a", choices=("x", "y")), "CategoricalDistribution(choices=('x', 'y'))"
-        ),
-        pytest.param(
-            Dimension("a", low=2, high=8, integers=True, step=3.0),
-            "IntDistribution(high=8, log=False, low=2, step=3)",
-        ),
-        pytest.param(
-            Dimension("a", low=1, high=8, log=True),
-            "FloatDistribution(high=8.0, log=True, low=1.0, step=None)",
-        ),
-    ],
-)
-def test_dimensions_as_optuna_names_them(dimension, expected):
-    assert str(distribution(dimension)) == expected
-
-
 @pytest.mark.slow
 def test_a_real_search_prunes_and_reports(tmp_path):
     argv = [sys.executable, "-P", "-m", "scripts.train", "-m", "sweep=optuna", "model=mlp"]
@@ -509,8 +439,7 @@ def test_a_real_search_prunes_and_reports(tmp_path):
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(argv, cwd=tmp_path, env=env, timeout=400, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    with (tmp_path / "there" / "leaderboard.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = board(tmp_path / "there")
     assert {row["optimizer.lr"]: row["status"] for row in rows} == {
         "0.1": "finished", "1e-09": "pruned",
     }  # fmt: skip
