@@ -22,7 +22,7 @@ from trainer.state import TrainState
 from trainer.strategies.strategy import Strategy
 from trainer.tasks.regression import Regression
 from trainer.trainer import Trainer
-from trainer.update.batch import Waiting, updates
+from trainer.update.batch import Waiting
 
 
 class Drawing:
@@ -59,7 +59,7 @@ def load_disturbed(trials):
     """Load an epoch again and again, with a signal at a random moment; return how many it met."""
     trainer, loader = listener(), loader_of(Drawing())
     trainer.waiting.attend(loader)
-    plain = [[m.batch[0] for m in update] for update in updates(loader.epoch(0), lambda b: b)]
+    plain = [micro.batch[0] for micro in loader.epoch(0)]
     before, moments, met, lasted = generators(), random.Random(7), 0, []
     with stop_signals(trainer):
         handler = signal.getsignal(signal.SIGUSR1)
@@ -70,30 +70,31 @@ def load_disturbed(trials):
             if trial >= 10:
                 moment = moments.uniform(1e-6, median(lasted))
                 signal.setitimer(signal.ITIMER_REAL, moment)
-            stream, got = updates(loader.epoch(0), lambda b: b), []
-            while (update := trainer.waiting.next(stream)) is not None:
-                got.append([micro.batch[0] for micro in update])
+            stream, got = loader.epoch(0), []
+            while (micro := trainer.waiting.next(stream)) is not None:
+                got.append(micro.batch[0])
             signal.setitimer(signal.ITIMER_REAL, 0)
             if trial < 10:  # undisturbed, to learn how long it takes
                 lasted.append(time.perf_counter() - started)
             assert generators() == before, f"trial {trial}"
-            assert all(map(same, got, plain))
+            assert all(map(torch.equal, got, plain))
             assert len(got) == len(plain) or trainer.state.stop_code == 143
             met += trainer.state.signal is not None
     return met
 
 
-def same(one, other):
-    return all(map(torch.equal, one, other))
-
-
-def test_thousands_of_signals_leave_the_generators_alone():
+@pytest.fixture
+def alarm():
+    """Whatever a test does when the alarm goes off is undone."""
     previous = signal.getsignal(signal.SIGALRM)
-    try:
-        assert load_disturbed(2000) > 100
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, previous)
+    yield
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, previous)
+
+
+@pytest.mark.usefixtures("alarm")
+def test_thousands_of_signals_leave_the_generators_alone():
+    assert load_disturbed(2000) > 100
 
 
 class Swallowing(Drawing):
@@ -142,6 +143,7 @@ class Slow(Drawing):
         return super().__getitem__(index)
 
 
+@pytest.mark.usefixtures("alarm")
 @pytest.mark.parametrize("persistent", [False, True])
 def test_a_wait_for_a_slow_worker_ends_with_a_signal(monkeypatch, persistent):
     monkeypatch.setattr("data.loading.fetch._LOOK", 0.05)
@@ -151,31 +153,22 @@ def test_a_wait_for_a_slow_worker_ends_with_a_signal(monkeypatch, persistent):
     with stop_signals(trainer):
         assert trainer.waiting.next(stream) is not None
         workers = list(loader._workers.processes)
-        previous = signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
-        try:
-            signal.setitimer(signal.ITIMER_REAL, 0.1)
-            assert trainer.waiting.next(stream) is None
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, previous)
+        signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        assert trainer.waiting.next(stream) is None
     assert trainer.state.stop_code == 143
     assert len(workers) == 2
     assert not any(worker.is_alive() for worker in workers)
     loader.close()
 
 
-def test_several_processes_do_not_break_off_alone():
-    state = TrainState(signal=("SIGTERM", 143))
-    waiting = Waiting(state, alone=False)
-    assert waiting.next(iter([1])) == 1
-    assert not state.stop_code
-
-
-def test_a_source_drawn_from_outside_a_wait_is_not_cut_short():
+def test_only_a_process_that_is_alone_and_waits_is_cut_short():
     trainer, loader = listener(), loader_of(Drawing())
     trainer.waiting.attend(loader)
     trainer.state.signal = ("SIGTERM", 143)
     assert len(list(loader.epoch(0))) == 2
+    assert Waiting(trainer.state, alone=False).next(iter([1])) == 1
+    assert not trainer.state.stop_code
 
 
 @pytest.mark.parametrize("ignored", [True, False])
