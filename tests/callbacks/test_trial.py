@@ -1,6 +1,7 @@
 """A job of a search reports to its study, and ends if the pruner decides so."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from trainer import snapshot
 from trainer.callback import Callback
 from trainer.distributed import Group
 from trainer.errors import CheckpointError
-from trainer.state import PRUNED
+from trainer.state import PRUNED, TrainState
 from trainer.trainer import Trainer
 
 optuna = pytest.importorskip("optuna")
@@ -41,8 +42,41 @@ def trial(tmp_path):
 
 
 def reported(study):
-    found = study.trials[0].intermediate_values
-    return found
+    return study.trials[0].intermediate_values
+
+
+def trained(make_trainer, callbacks, **options):
+    trainer = make_trainer(callbacks, **options)
+    trainer.fit()
+    return trainer
+
+
+@pytest.mark.parametrize(
+    ("metric", "options", "steps"),
+    [
+        ("val/loss", {"max_epochs": 3}, [1, 2, 3]),
+        ("val/loss", {"validate_every_n_steps": 4, "validate_every_n_epochs": None}, [4, 8, 10]),
+        ("train/epoch_loss", {"max_epochs": 3, "validated": False}, [1, 2, 3]),
+    ],
+    ids=["by-epochs", "by-steps", "of-training"],
+)
+def test_a_metric_is_reported_once_and_changes_nothing(
+    study, trial, make_trainer, stop_at, carry_over, metric, options, steps
+):
+    it = study({"name": "median", "options": {}}, metric)
+    first = trained(make_trainer, {"trial": trial(), "stop": stop_at(7)}, **options)
+    again = make_trainer({"trial": trial(), "stop": stop_at(99)}, **options)
+    carry_over(first, again)
+    again.fit()
+    assert not again.state.pruned
+    plain = trained(make_trainer, {"kept": (kept := Kept())}, **options)
+    assert list(reported(it)) == steps
+    assert reported(it)[steps[-1]] == plain.metrics[metric]
+    assert list(reported(it).values()) == kept.values or metric.startswith("train/")
+    one, other = snapshot.take(plain), snapshot.take(again)
+    assert one["state"] == other["state"]
+    assert str(one["rng"]) == str(other["rng"])
+    torch.testing.assert_close(one["model"], other["model"], rtol=0, atol=0)
 
 
 class Kept(Callback):
@@ -55,34 +89,9 @@ class Kept(Callback):
         self.values.append(metrics["val/loss"])
 
 
-@pytest.mark.parametrize(
-    ("options", "steps"),
-    [
-        pytest.param({"max_epochs": 3}, [1, 2, 3], id="by-epochs"),
-        pytest.param({"validate_every_n_steps": 4, "validate_every_n_epochs": None},
-                     [4, 8, 10], id="by-steps"),
-    ],
-)  # fmt: skip
-def test_validations_are_reported(study, trial, make_trainer, options, steps):
-    it, kept = study(NEVER), Kept()
-    trainer = make_trainer({"trial": trial(), "kept": kept}, **options)
-    trainer.fit()
-    assert reported(it) == dict(zip(steps, kept.values, strict=True))
-    assert not trainer.state.pruned
-
-
-def test_a_metric_of_the_training_is_reported_by_the_epoch(study, trial, make_trainer):
-    it = study(NEVER, "train/epoch_loss")
-    trainer = make_trainer({"trial": trial()}, validated=False, max_epochs=3)
-    trainer.fit()
-    assert list(reported(it)) == [1, 2, 3]
-    assert reported(it)[3] == trainer.metrics["train/epoch_loss"]
-
-
 def test_the_pruner_ends_a_run_that_is_not_done(study, trial, make_trainer):
     it = study(ALWAYS)
-    trainer = make_trainer({"trial": trial()}, max_epochs=5)
-    trainer.fit()
+    trainer = trained(make_trainer, {"trial": trial()}, max_epochs=5)
     assert (trainer.state.stop_reason, trainer.state.epoch) == (PRUNED, 2)
     assert (trainer.state.pruned, trainer.state.interrupted) == (True, False)
     assert it.trials[0].user_attrs[PRUNED_AT] == 10
@@ -112,39 +121,8 @@ def test_each_pruner_compares_with_the_other_jobs(
             other.report(others, step)
             other.storage.set_trial_system_attr(other._trial_id, "completed_rung_0", others)
         it.tell(other, others)
-    trainer = make_trainer({"trial": trial()}, max_epochs=4)
-    trainer.fit()
+    trainer = trained(make_trainer, {"trial": trial()}, max_epochs=4)
     assert trainer.state.epoch == expected
-
-
-def test_a_run_that_is_not_pruned_is_the_run_without_a_search(study, trial, make_trainer):
-    study({"name": "median", "options": {}})
-    weights = []
-    for callbacks in ({}, {"trial": trial()}):
-        trainer = make_trainer(callbacks, max_epochs=3)
-        trainer.fit()
-        payload = snapshot.take(trainer)
-        payload["callbacks"].pop("trial", None)
-        weights.append(payload)
-    first, second = weights
-    assert first["state"] == second["state"]
-    assert str(first["rng"]) == str(second["rng"])
-    for name, tensor in first["model"].items():
-        assert torch.equal(tensor, second["model"][name])
-
-
-def test_a_resumed_run_reports_each_validation_once(
-    study, trial, make_trainer, stop_at, carry_over
-):
-    it = study(NEVER)
-    first = make_trainer({"trial": trial(), "stop": stop_at(7)}, max_epochs=3)
-    first.fit()
-    again = make_trainer({"trial": trial(), "stop": stop_at(99)}, max_epochs=3)
-    carry_over(first, again)
-    again.fit()
-    whole = make_trainer({"kept": (kept := Kept())}, max_epochs=3)
-    whole.fit()
-    assert list(reported(it).values()) == kept.values
 
 
 def test_an_end_that_a_signal_overtook_comes_with_the_resume(
@@ -170,8 +148,7 @@ def test_a_replayed_validation_does_not_decide_again(study, trial, make_trainer)
     it = study({"name": "asha", "options": {"min_resource": 1, "bootstrap_count": 9}})
     open_trial = it._storage.get_trial_id_from_study_id_trial_number(it._study_id, 0)
     it._storage.set_trial_intermediate_value(open_trial, 3, 0.5)
-    trainer = make_trainer({"trial": trial()}, max_epochs=3)
-    trainer.fit()
+    trainer = trained(make_trainer, {"trial": trial()}, max_epochs=3)
     assert not trainer.state.pruned
     assert reported(it) == {3: 0.5}
 
@@ -198,8 +175,7 @@ def test_a_study_that_is_lost_on_the_way_is_a_warning(
         def on_epoch_start(self, trainer):
             (tmp_path / "study.journal").unlink(missing_ok=True)
 
-    trainer = make_trainer({"lose": Lose(), "trial": trial()}, max_epochs=3)
-    trainer.fit()
+    trainer = trained(make_trainer, {"lose": Lose(), "trial": trial()}, max_epochs=3)
     assert trainer.done
     assert "this validation is not reported" in caplog.text
 
@@ -214,10 +190,6 @@ def test_the_main_process_decides_for_all(study, trial):
         def broadcast(self, value):
             told.append(value)
             return {0: None, 1: "val/loss", 2: None}.get(len(told) - 1, True)
-
-    from types import SimpleNamespace
-
-    from trainer.state import TrainState
 
     it = SimpleNamespace(group=Other(), is_main=False, state=TrainState(), done=False)
     it.metrics = {"val/loss": 1.0}

@@ -46,31 +46,9 @@ def made(place, state="finished", best=None, **config):
     return path
 
 
-def with_checkpoint(path, metrics):
-    names = {"best": {"metrics": metrics}}
-    (path / "checkpoints" / "index.json").write_text(json.dumps({"names": names}))
-    return path
-
-
-@pytest.fixture
-def held():
-    path = made("net/held", None)
-    lock = RunLock(path)
-    assert lock.acquire() is None
-    yield path
-    lock.release()
-
-
 def listed(capsys, *argv):
     assert runs([*argv, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    return found
-
-
-def test_no_runs_are_no_mistake(capsys):
-    assert runs([]) == 0
-    assert capsys.readouterr().out == "no runs in runs\n"
-    assert listed(capsys, "nowhere") == []
+    return json.loads(capsys.readouterr().out)
 
 
 def test_what_a_finished_run_tells(capsys):
@@ -89,29 +67,34 @@ def test_what_a_finished_run_tells(capsys):
 @pytest.mark.parametrize(
     ("monitor", "metrics", "expected"),
     [
-        pytest.param(
-            "auto", {"val/loss": 2.0, "val/accuracy": 0.5}, ("val/accuracy", 0.5), id="auto"
-        ),
-        pytest.param(
-            "train/loss", {"train/epoch_loss": 1.0}, ("train/epoch_loss", 1.0), id="named"
-        ),
+        pytest.param("auto", {"val/loss": 2.0, "val/accuracy": 0.5}, "val/accuracy", id="auto"),
+        pytest.param("train/loss", {"train/epoch_loss": 1.0}, "train/epoch_loss", id="named"),
         pytest.param(None, {"val/loss": 2.0}, None, id="the newest"),
         pytest.param("auto", {"val/loss": None}, None, id="not finite"),
     ],
 )
 def test_the_best_of_a_run_that_has_not_ended(monitor, metrics, expected):
-    node = {"save_top_k": 1, "monitor": monitor}
-    path = with_checkpoint(made("net/a", "failed", callbacks={"mine": node}), metrics)
+    path = made("net/a", "failed", callbacks={"mine": {"save_top_k": 1, "monitor": monitor}})
+    index = {"names": {"best": {"metrics": metrics}}}
+    (path / "checkpoints" / "index.json").write_text(json.dumps(index))
     run = read_run(path)
-    assert (run["metric"], run["best"]) == (expected or (None, None))
+    assert (run["metric"], run["best"]) == (expected, metrics.get(expected))
 
 
-def test_killed_and_running_runs_are_told_apart(held, capsys):
-    made("net/killed", None)
-    assert {run["run"]: run["status"] for run in listed(capsys)} == {
-        "runs/net/held": "running",
-        "runs/net/killed": "killed",
-    }
+def test_killed_and_running_runs_are_told_apart_in_rows_of_one_line(capsys):
+    assert runs([]) == 0
+    assert capsys.readouterr().out == "no runs in runs\n"
+    held, killed = made("net/" + "a_long_name_" * 15, None), made("net/killed", None)
+    lock = RunLock(held)
+    assert lock.acquire() is None
+    assert runs([]) == 0
+    header, *rows = (line.split() for line in capsys.readouterr().out.splitlines())
+    lock.release()
+    assert header[:2] == ["run", "status"]
+    assert [row[:3] for row in rows] == [
+        [str(held), "running", "2/3"],
+        [str(killed), "killed", "2/3"],
+    ]
 
 
 def test_damaged_runs_are_listed_all_the_same(capsys):
@@ -144,14 +127,6 @@ def test_the_last_start_of_a_killed_run_counts(later, seconds):
     for file in path.rglob("*.jsonl"):
         os.utime(file, (now.timestamp() + later, now.timestamp() + later))
     assert read_run(path)["seconds"] == pytest.approx(seconds, abs=20)
-
-
-def test_off_a_terminal_a_row_is_one_line(capsys):
-    path = made("net/" + "a_long_name_" * 15)
-    assert runs([]) == 0
-    header, row = capsys.readouterr().out.splitlines()
-    assert header.split()[:2] == ["run", "status"]
-    assert row.split()[:3] == [str(path), "finished", "2/3"]
 
 
 def test_sweeps_are_found_and_links_are_not_followed(capsys):
@@ -198,24 +173,12 @@ def test_two_runs_side_by_side(capsys):
     assert pairs["run"]["status"] == ["finished", "failed"]
     runs(["diff", str(left), str(right)])
     assert "mine.Net" in capsys.readouterr().out
-
-
-def test_no_run_to_compare():
     with pytest.raises(RunDirectoryError, match="nowhere holds no run") as caught:
         runs(["diff", "nowhere", "there"])
     assert caught.value.exit_code == 2
-
-
-@pytest.mark.parametrize(
-    ("argv", "text"),
-    [
-        (["diff", "a"], "required: B"),
-        (["a", "b"], "unrecognized"),
-    ],
-)
-def test_words_that_do_not_fit(argv, text):
-    with pytest.raises(ConfigError, match=f"command line: .*{text}"):
-        runs(argv)
+    for argv, text in ((["diff", "a"], "required: B"), (["a", "b"], "unrecognized")):
+        with pytest.raises(ConfigError, match=f"command line: .*{text}"):
+            runs(argv)
 
 
 @pytest.mark.parametrize(
