@@ -105,9 +105,6 @@ def test_mistakes_of_whole_files_are_told(tmp_path: Path) -> None:
     message = str(mistakes(*typed))
     assert "mine.yaml" in message
     assert "other.yaml" in message
-
-
-def test_a_folder_of_configs_that_cannot_be_listed(tmp_path: Path) -> None:
     assert "there is no folder" in str(mistakes("--config-dir", str(tmp_path / "nowhere")))
     assert "--config-dir" in str(mistakes("--config-dir", "d" * 300))
 

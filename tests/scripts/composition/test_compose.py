@@ -20,6 +20,7 @@ from trainer.assembly.check import check_targets
 
 EXPERIMENT = "# train experiment=mine\n# @package _global_\n"
 OPEN = "model._target_=torchvision.models.resnet18"  # takes any argument
+TASKS, CHOSEN = "task._target_=trainer.tasks.", "task/loss=weighted_sum"
 FAKE = "{_target_: torchvision.datasets.FakeData, size: 8}"
 
 
@@ -46,7 +47,7 @@ def write(folder: Path, name: str, text: str) -> None:
     path.write_bytes(text.encode())
 
 
-def test_an_experiment_comes_after_the_groups_and_before_the_command_line() -> None:
+def test_groups_then_the_experiment_then_the_command_line() -> None:
     config = composed()
     assert (config["name"], config["model"]["_target_"]) == ("train", "models.small_cnn.SmallCNN")
     assert config["model"]["num_classes"] == config["data"]["num_classes"]
@@ -56,12 +57,8 @@ def test_an_experiment_comes_after_the_groups_and_before_the_command_line() -> N
     assert found.choices["model"] == "resnet18"
     assert found.overrides[:2] == ["experiment=resnet18", "loader.batch_size=7"]
     assert found.config["lr_scheduler"]["total_steps"] == "${total_steps}"  # known later
-
-
-def test_groups_are_swapped_combined_and_dropped() -> None:
-    config = composed(
-        "experiment=resnet18", "model=mlp", "~lr_scheduler", "callbacks=[default,ema]"
-    )
+    swapped = ["model=mlp", "~lr_scheduler", "callbacks=[default,ema]"]
+    config = composed("experiment=resnet18", *swapped)
     assert config["model"]["_target_"] == "models.mlp.MLP"
     assert "depth" not in config["model"]
     assert {"checkpoint", "ema"} <= config["callbacks"].keys()
@@ -91,19 +88,19 @@ def test_forms_of_values(overrides: list[str], key: str, value: object) -> None:
 def test_the_users_folder_comes_first_and_our_keys_may_be_left_out(mine: Path) -> None:
     write(mine, "optimizer/sgd.yaml", "_target_: torch.optim.SGD\nlr: 0.5\n")
     write(mine, "trainer/short.yaml", "# train trainer=short\nmax_epochs: 1\n")
-    config = composed("--config-dir", str(mine), "optimizer=sgd", "trainer=short")
+    ours = ("--config-dir", str(mine))
+    config = composed(*ours, "optimizer=sgd", "trainer=short")
     assert (config["optimizer"]["lr"], config["loader"]["batch_size"]) == (0.5, 128)
     assert (config["trainer"]["max_epochs"], config["trainer"]["precision"]) == (1, "fp32")
     write(mine, "experiment/marked.yaml", f"\ufeff{EXPERIMENT}name: marked\r\n")
-    assert composed("--config-dir", str(mine), "experiment=marked")["name"] == "marked"
-    write(mine, "own.yaml", "defaults: [train, /model/mlp@model, _self_]\nname: own\n")
-    assert composed("--config-dir", str(mine), "--config-name", "own")["name"] == "own"
+    assert composed(*ours, "experiment=marked")["name"] == "marked"
     groups = ("transforms: basic", "/model: mlp", "/data: digits", "optimizer: adam", "task: gan")
     small = "".join(f"- {group}\n" for group in groups)
-    write(mine, "own.yaml", f"defaults:\n{small}- _self_\nname: own\n")
-    assert composed("--config-dir", str(mine), "--config-name", "own")["name"] == "own"
+    for defaults in ("- train\n- /model/mlp@model\n", small):
+        write(mine, "own.yaml", f"defaults:\n{defaults}- _self_\nname: own\n")
+        assert composed(*ours, "--config-name", "own")["name"] == "own"
     for form in ("experiment=mine", "+experiment=mine", "++experiment=mine"):
-        assert composed("--config-dir", str(mine), form)["name"] == "mine"
+        assert composed(*ours, form)["name"] == "mine"
 
 
 def test_a_stored_configuration_composes_to_itself(tmp_path: Path) -> None:
@@ -134,27 +131,27 @@ def test_where_a_key_was_written(mine: Path) -> None:
     assert {p.file for p in caught.value.problems} == {"command line: data.split_seed=abc"}
 
 
-@pytest.mark.parametrize("option", ["../secret", "../../secret", "/tmp/secret", "a/../../secret"])
-def test_a_choice_cannot_leave_the_folder(mine: Path, option: str) -> None:
-    write(mine.parent, "secret.yaml", "_target_: models.mlp.MLP\n")
-    write(mine, "secret.yaml", "_target_: models.mlp.MLP\n")
-    message = refused("--config-dir", str(mine), f"model={option}")
-    assert "there is no model=" in message or "not an override" in message
+def test_a_choice_cannot_leave_the_folder(mine: Path) -> None:
+    for place in (mine, mine.parent):
+        write(place, "secret.yaml", "_target_: models.mlp.MLP\n")
+    for option in ("../secret", "../../secret", "/tmp/secret", "a/../../secret"):
+        message = refused("--config-dir", str(mine), f"model={option}")
+        assert "there is no model=" in message or "not an override" in message
 
 
 @pytest.mark.parametrize(
-    ("argv", "text"),
+    ("typed", "text"),
     [
-        (["--config-name", "../train"], ""),
-        (["a=" + "[" * 5000], "nested deeper"),
-        (["a." * 300 + "b=1"], "nested deeper"),
-        (["a=" + "x" * 30_000], "longer than"),
-        (["name=a\0b"], "not an override"),
+        ("--config-name ../train", ""),
+        ("a=" + "[" * 5000, "nested deeper"),
+        ("a." * 300 + "b=1", "nested deeper"),
+        ("a=" + "x" * 30_000, "longer than"),
+        ("name=a\0b", "not an override"),
     ],
     ids=range(5),
 )
-def test_a_bad_command_line_is_answered_in_one_message(argv: list[str], text: str) -> None:
-    assert text in refused(*argv)
+def test_a_bad_command_line_is_answered_in_one_message(typed: str, text: str) -> None:
+    assert text in refused(*typed.split(" "))
 
 
 def test_a_file_that_is_not_found_is_looked_for(mine: Path, monkeypatch: Any) -> None:
@@ -177,29 +174,23 @@ def test_nothing_of_torch_is_imported() -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "key", "kept"),
+    ("typed", "key", "kept"),
     [
-        (["optimizer._target_=torch.optim.SGD"], "optimizer", "lr weight_decay param_groups"),
-        (["task.loss._target_=torch.nn.MultiMarginLoss"], "task.loss", ""),
+        ("optimizer._target_=torch.optim.SGD", "optimizer", "lr weight_decay param_groups"),
+        ("task.loss._target_=torch.nn.MultiMarginLoss", "task.loss", ""),
         (
-            ["model={_target_: models.mlp.MLP, hidden: [3]}"],
+            "model={_target_:models.mlp.MLP,hidden:[3]}",  # given with it
             "model",
             "num_classes in_channels image_size activation hidden",
         ),
-        (
-            ["task._target_=trainer.tasks.segmentation.Segmentation", "task/loss=weighted_sum"],
-            "task",
-            "loss metrics num_classes",
-        ),
+        (f"{TASKS}segmentation.Segmentation {CHOSEN}", "task", "loss metrics num_classes"),
         # What was chosen and is not taken: the check names it.
-        (["task._target_=trainer.tasks.gan.GAN", "task/loss=weighted_sum"], "task", "loss"),
+        (f"{TASKS}gan.GAN {CHOSEN}", "task", "loss"),
     ],
     ids=["both-take", "nested", "given-with-it", "chosen", "chosen-and-not-taken"],
 )
-def test_a_replaced_target_takes_over_what_it_takes(
-    overrides: list[str], key: str, kept: str
-) -> None:
-    node = composed("experiment=resnet18", *overrides)
+def test_a_replaced_target_takes_over_what_it_takes(typed: str, key: str, kept: str) -> None:
+    node = composed("experiment=resnet18", *typed.split())
     for name in key.split("."):
         node = node[name]
     assert node.keys() - {"_target_"} == {*kept.split()}
@@ -220,15 +211,13 @@ def test_a_replaced_target_of_a_file_drops_what_came_before(mine: Path) -> None:
     assert composed("experiment=resnet18", "data.train.image_size=8")["data"]["test"]
 
 
-@pytest.mark.parametrize("rules", ["1.2", "1.3"])
-def test_a_caller_that_uses_hydra_itself_changes_nothing_and_keeps_its_own(
-    mine: Path, rules: str
-) -> None:
+def test_a_caller_that_uses_hydra_itself_changes_nothing_and_keeps_its_own(mine: Path) -> None:
     (mine / "config.yaml").write_text("mine: 1\n")
-    with initialize_config_dir(str(mine), version_base=rules):
-        assert composed("--config-dir", str(mine), "experiment=mine")["name"] == "mine"
-        assert hydra.compose("config") == {"mine": 1}
-        assert str(VersionBase.instance().version_base) == rules
+    for rules in ("1.2", "1.3"):
+        with initialize_config_dir(str(mine), version_base=rules):
+            assert composed("--config-dir", str(mine), "experiment=mine")["name"] == "mine"
+            assert hydra.compose("config") == {"mine": 1}
+            assert str(VersionBase.instance().version_base) == rules
 
 
 @pytest.mark.parametrize(

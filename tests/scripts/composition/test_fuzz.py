@@ -49,9 +49,7 @@ scalars = st.sampled_from(SCALARS) | st.text(max_size=8)
 lines = st.builds(
     lambda indent, key, value: f"{' ' * indent}{key}: {value}",
     st.integers(0, 6),
-    st.sampled_from(
-        ["a", "b", "model", "seed", "hydra", "defaults", "- a", "? x", "<<", "on", "1"]
-    ),
+    st.sampled_from(["a", "b", "model", "seed", "hydra", "defaults", "- a", "? x", "<<", "on"]),
     scalars | st.sampled_from(["", "[", "{", "[1, 2]", "{a: 1}", "&x [*x]", "- /model: zz"]),
 )
 documents = st.lists(lines, max_size=8).map("\n".join).map(str.encode) | st.binary(max_size=60)
@@ -68,6 +66,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "defaults:\n  - model: one\n  - _self_\n  - experiment: null\n"
         "name: x\nseed: 1\ndata: {}\ntask: {_target_: torch.nn.Identity}\noptimizer: {lr: 0.1}\n"
     )
+    assert compose(["--config-path", str(folder)]).config["model"]["a"] == 1
     return folder
 
 
@@ -76,19 +75,13 @@ def ends_well(argv: list[str]) -> None:
         compose(argv)
 
 
-def test_the_small_folder_composes(small: Path) -> None:
-    assert compose(["--config-path", str(small)]).config["model"]["a"] == 1
-
-
 @INPUTS
 @given(st.lists(typed, min_size=1, max_size=3))
-@example(["seed=" + "(" * 20])
-@example(["+a." * 12 + "=1"])
+@example(["seed=" + "(" * 20, "+a." * 12 + "=1"])
 @example(["model=null", "~model"])
 @example(["~" + "9" * 300])
 def test_any_overrides(small: Path, overrides: list[str]) -> None:
-    given = [text for text in overrides if not text.startswith("-")]
-    ends_well(["--config-path", str(small), *given])
+    ends_well(["--config-path", str(small), *(o for o in overrides if o[:1] != "-")])
 
 
 @INPUTS
