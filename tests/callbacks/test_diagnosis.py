@@ -28,18 +28,6 @@ from trainer.state import TrainState
 from trainer.task import StepOutput
 
 
-def test_summary_shows_shapes_and_changes_nothing(make_trainer: Any, caplog: Any) -> None:
-    with_it, without = make_trainer({"summary": ModelSummary()}), make_trainer({})
-    with caplog.at_level(logging.INFO):
-        with_it.fit()
-    without.fit()
-    assert "BatchNorm1d" in caplog.text
-    assert "N x 8" in caplog.text
-    assert "74 parameters" in caplog.text
-    for name, value in without.model.state_dict().items():
-        assert torch.equal(with_it.model.state_dict()[name], value)
-
-
 class TwoHeads(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -49,20 +37,26 @@ class TwoHeads(torch.nn.Module):
         return {"digit": self.digit(inputs * scale), "parity": self.parity(inputs)}
 
 
-def test_summary_shows_all_heads_also_where_the_task_prepares_the_input(
+def test_summary_shows_shapes_and_all_heads_and_changes_nothing(
     make_trainer: Any, caplog: Any
 ) -> None:
-    trainer = make_trainer({"summary": ModelSummary()}, model=TwoHeads(), validated=False)
+    with_it, without = make_trainer({"summary": ModelSummary()}), make_trainer({})
+    heads = make_trainer({"summary": ModelSummary()}, model=TwoHeads(), validated=False)
 
     def training_step(model: Any, batch: Any) -> StepOutput:
         made = model(batch[0], scale=2.0)  # which model(inputs) does not know
         return StepOutput(made["digit"].mean(1) + made["parity"].mean(1))
 
-    trainer.task.training_step = training_step
+    heads.task.training_step = training_step
     with caplog.at_level(logging.INFO):
-        trainer.fit()
-    assert "N x 3, N x 1" in caplog.text
+        with_it.fit()
+        heads.fit()
+    without.fit()
+    for shown in ("BatchNorm1d", "N x 8", "74 parameters", "N x 3, N x 1"):
+        assert shown in caplog.text
     assert "failed" not in caplog.text
+    for name, value in without.model.state_dict().items():
+        assert torch.equal(with_it.model.state_dict()[name], value)
 
 
 def test_profiler_writes_a_trace_and_a_table(make_trainer: Any, tmp_path: Path) -> None:
@@ -134,9 +128,14 @@ def test_the_loss_is_smoothed_with_a_correction_for_its_start() -> None:
     assert trainer.state.stop_request is not None
 
 
-def test_histograms(make_trainer: Any, tmp_path: Path) -> None:
-    callbacks = {"histograms": Histograms(bins=8), "tensorboard": TensorBoard()}
-    trainer = make_trainer(callbacks, tmp_path)
+def test_histograms_rates_and_memory_are_logged_at_their_places(
+    make_trainer: Any, tmp_path: Path
+) -> None:
+    log = Log()
+    halve = lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)  # noqa: E731
+    callbacks = {"histograms": Histograms(bins=8), "tensorboard": TensorBoard(), "log": log}
+    callbacks |= {"lr": LRMonitor(), "memory": Memory()}
+    trainer = make_trainer(callbacks, tmp_path, lr=1e-2, scheduler=halve)
     trainer.fit()
     board = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"histograms": 0})
     names = [name for name, _ in trainer.model.named_parameters()]
@@ -144,27 +143,22 @@ def test_histograms(make_trainer: Any, tmp_path: Path) -> None:
     assert sorted(board.Reload().Tags()["histograms"]) == sorted(tags)
     points = board.Histograms("weights/0.weight")
     assert [point.step for point in points] == [5, 10]
-    weight = trainer.model[0].weight.detach()
-    assert points[-1].histogram_value.num == weight.numel()
-    assert points[-1].histogram_value.sum == pytest.approx(weight.sum().item())
-    assert points[-1].histogram_value.max == pytest.approx(weight.max().item())
+    weight, found = trainer.model[0].weight.detach(), points[-1].histogram_value
+    expected = pytest.approx((weight.numel(), weight.sum().item(), weight.max().item()))
+    assert (found.num, found.sum, found.max) == expected
+    (name,) = trainer.learning_rates()
+    assert log.of(f"lr/{name}") == {  # of the last update
+        step: pytest.approx(1e-2 * 0.5 ** (step - 1)) for step in (2, 4, 5, 6, 8, 10)
+    }
+    peaks = log.of("memory/peak_rss_mib")
+    assert list(peaks) == [5, 10]  # the ends of epochs
+    assert peaks[10] == pytest.approx(peak_rss() / 2**20, rel=0.1)
 
 
 def test_histogram_of_values_that_are_not_finite() -> None:
     histogram = histogram_of(torch.tensor([1.0, math.nan, 3.0, math.inf]), bins=2)
     assert (histogram.counts.tolist(), histogram.total, histogram.squares) == ([1, 1], 4.0, 10.0)
     assert histogram_of(torch.tensor([math.nan]), bins=2).counts.tolist() == [0, 0]
-
-
-def test_learning_rates_of_the_last_update(make_trainer: Any) -> None:
-    log = Log()
-    halve = lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)  # noqa: E731
-    trainer = make_trainer({"lr": LRMonitor(), "log": log}, lr=1e-2, scheduler=halve)
-    trainer.fit()
-    (name,) = trainer.learning_rates()
-    assert log.of(f"lr/{name}") == {
-        step: pytest.approx(1e-2 * 0.5 ** (step - 1)) for step in (2, 4, 5, 6, 8, 10)
-    }
 
 
 def interval(callback: Throughput, seconds: float, waited: float, updates: int = 10) -> Any:
@@ -195,11 +189,3 @@ def test_the_hint_comes_once_and_not_for_the_first_interval(caplog: Any) -> None
     assert [record.getMessage() for record in caplog.records] == [
         "42% of the time is spent waiting for data: set loader.num_workers=auto"
     ]
-
-
-def test_memory_is_logged_at_the_ends_of_epochs(make_trainer: Any) -> None:
-    log = Log()
-    make_trainer({"memory": Memory(), "log": log}, max_epochs=None, max_steps=7).fit()
-    peaks = log.of("memory/peak_rss_mib")
-    assert list(peaks) == [5, 7]
-    assert peaks[7] == pytest.approx(peak_rss() / 2**20, rel=0.1)

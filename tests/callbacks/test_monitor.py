@@ -125,21 +125,18 @@ def resumed(callback: EarlyStopping, epoch: int, branched: bool = False) -> str:
     return str(trainer.state.stop_request)
 
 
-def test_a_verdict_that_was_saved_is_carried_out_by_the_next_run() -> None:
+def test_a_saved_verdict_is_carried_out_by_the_next_run_between_validations_none_is() -> None:
     patient, finite = EarlyStopping("val/loss", patience=2), EarlyStopping("val/loss")
     assert run(patient, [1.0, 1.0, 1.0]) == 3
     assert "val/loss has not improved in 2 validations (best 1)" in resumed(patient, epoch=3)
     assert run(finite, [1.0, NAN]) == 2
     assert "val/loss is nan" in resumed(finite, epoch=2)
     assert resumed(finite, epoch=2, branched=True) == "None"  # a smaller rate may mend it
-
-
-def test_a_resume_between_two_validations_stops_no_run() -> None:
-    """After `min_epochs` the run goes on to the next validation, which may be better."""
-    callback = EarlyStopping("val/loss", patience=1, min_epochs=3)
-    assert run(callback, [1.0, 1.0]) is None
-    assert resumed(callback, epoch=3) == "None"
-    assert run(callback, [0.5, 0.6], first_epoch=3) == 4
+    # After `min_epochs` the run goes on to the next validation, which may be better.
+    waits = EarlyStopping("val/loss", patience=1, min_epochs=3)
+    assert run(waits, [1.0, 1.0]) is None
+    assert resumed(waits, epoch=3) == "None"
+    assert run(waits, [0.5, 0.6], first_epoch=3) == 4
 
 
 def test_a_training_metric_is_looked_at_once_an_epoch(make_trainer: Any) -> None:

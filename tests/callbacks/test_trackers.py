@@ -50,13 +50,6 @@ class Listed(Tracker):
             raise ConnectionError("no route to host")
 
 
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    now = [0.0]
-    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
-    return now
-
-
 def points(store: Store) -> list[tuple[int, str, float]]:
     (run,) = store.values()
     return run
@@ -92,11 +85,11 @@ def test_other_hyper_parameters_begin_another_tracked_run(
 
 
 def test_a_tracker_that_is_down_is_one_warning_and_gets_all_when_it_is_back(
-    make_trainer: Any, tmp_path: Path, caplog: Any, clock: list[float]
+    make_trainer: Any, tmp_path: Path, caplog: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole: Store = {}
+    now, whole, tracker = [0.0], Store(), Listed({})
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
     make_trainer({"tracker": Listed(whole)}, tmp_path / "whole").fit()
-    tracker = Listed({})
     tracker.down = True
     trainer = make_trainer({"log": MetricsLog(), "tracker": tracker}, tmp_path / "down")
     with caplog.at_level(logging.WARNING):
@@ -105,7 +98,7 @@ def test_a_tracker_that_is_down_is_one_warning_and_gets_all_when_it_is_back(
         trainer.log_text("words", "lost: pictures and texts do not wait")
         trainer.log({"test/loss": 1.0})  # within the pause
         assert tracker.store == {}
-        clock[0] += 61
+        now[0] += 61
         trainer.log({"test/accuracy": 1.0})
     assert [record.getMessage() for record in caplog.records] == [
         "callbacks.tracker: no route to host; training continues without it"
