@@ -96,6 +96,7 @@ def test_ours_trains_what_the_hand_written_loop_trains(tiny: Any, tmp_path: Path
     for contender in (step.by_hand, step.ours):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 10))
+        nn.init.normal_(model[2].weight)  # so that the gradients are clipped
         optimizer = SGD(model.parameters(), lr=step.MAX_LR, momentum=0.9, weight_decay=5e-4)
         loader = DataLoader(step.Batches(), batch_size=None)
         with contextlib.redirect_stderr(io.StringIO()):
