@@ -4,8 +4,7 @@ import logging
 import math
 import os
 import threading
-from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from callbacks.ema import EMA
 from callbacks.support import CallbackError
 from callbacks.trackers.recorder import MetricsLog
 from same_run import state_of
-from toy_runs import listed
+from toy_runs import listed, without_links
 from trainer.callback import Callback
 from trainer.checkpoints import store as mechanism
 from trainer.checkpoints.archive import read_safetensors
@@ -29,25 +28,34 @@ from trainer.state import MAX_TIME
 class Scores(Callback):
     """Give each validation a chosen value, as if the model were that good."""
 
-    def __init__(self, values: list[float]) -> None:
+    def __init__(self, values):
         self._values = values
 
-    def on_validation_end(self, trainer: Any, metrics: Any) -> None:
+    def on_validation_end(self, trainer, metrics):
         trainer.log({"val/score": self._values[trainer.state.epoch - 1]})
 
 
-def train(make_trainer: Any, run_dir: Path, scores: list[float], **options: Any) -> Checkpoint:
+def scored(make_trainer, run_dir, scores, *more, log_every_n_steps=2, **options):
+    """Return a trainer of an epoch for each score."""
     checkpoint = Checkpoint(**{"monitor": "val/score", "mode": "max", **options})
-    callbacks = {"scores": Scores(scores), "checkpoint": checkpoint}
-    make_trainer(callbacks, run_dir, max_epochs=len(scores)).fit()
-    return checkpoint
+    callbacks = {"log": MetricsLog(), "scores": Scores(scores)}
+    callbacks |= {f"more{i}": callback for i, callback in enumerate(more)}
+    callbacks["checkpoint"] = checkpoint
+    lengths = {"max_epochs": len(scores), "log_every_n_steps": log_every_n_steps}
+    return make_trainer(callbacks, run_dir, **lengths)
 
 
-def steps(run_dir: Path) -> list[int]:
+def train(*arguments, **options):
+    trainer = scored(*arguments, **options)
+    trainer.fit()
+    return trainer.callbacks["checkpoint"]
+
+
+def steps(run_dir):
     return sorted(int(path.stem[5:]) for path in (run_dir / "checkpoints").glob("step-*.pt"))
 
 
-def step_of(run_dir: Path, name: str) -> int:
+def step_of(run_dir, name):
     payload = read_checkpoint(run_dir / "checkpoints" / f"{name}.pt")
     return int(payload["state"]["counters"]["global_step"])
 
@@ -64,62 +72,51 @@ def step_of(run_dir: Path, name: str) -> int:
         pytest.param({"save_top_k": -1}, [2, 1, 1, 1], 5, [5, 10, 15, 20], id="all"),
     ],
 )
-def test_which_are_kept(
-    make_trainer: Any,
-    tmp_path: Path,
-    options: dict[str, Any],
-    scores: list[float],
-    best: int,
-    kept: list[int],
-) -> None:
+def test_which_are_kept(make_trainer, tmp_path, options, scores, best, kept):
     callback = train(make_trainer, tmp_path, scores, **options)
     assert steps(tmp_path) == kept
     assert step_of(tmp_path, "best") == best
     assert callback.best_result() == ("val/score", scores[best // 5 - 1], best)
 
 
-@pytest.mark.parametrize("cut", [5, 13])
-def test_a_resumed_run_decides_as_if_nothing_had_happened(
-    make_trainer: Any, tmp_path: Path, stop_at: Any, carry_over: Any, cut: int
-) -> None:
-    scores = [2.0, 5.0, 3.0, 4.0]
-    whole = train(make_trainer, tmp_path / "whole", scores, save_top_k=2)
-    folder = tmp_path / "cut"
-
-    def trainer(*more: Callback) -> Any:
-        checkpoint = Checkpoint(monitor="val/score", mode="max", save_top_k=2)
-        callbacks = {"scores": Scores(scores), "checkpoint": checkpoint}
-        callbacks |= {f"extra{i}": callback for i, callback in enumerate(more)}
-        return make_trainer(callbacks, folder, max_epochs=4)
-
-    first, second = trainer(stop_at(cut)), trainer()
+@pytest.mark.parametrize("cut", [4, 5, 13, 16])
+def test_a_resumed_run_decides_and_logs_as_if_nothing_had_happened(
+    make_trainer, tmp_path, stop_at, carry_over, cut
+):
+    whole, folder, scores = tmp_path / "whole", tmp_path / "cut", [0.5, 0.4, 0.7, 0.7]
+    best = train(make_trainer, whole, scores, save_top_k=2).best_result()
+    text = (whole / "metrics.jsonl").read_text()
+    lines = [json.loads(line) for line in text.splitlines()]
+    found = {line["step"]: line[key] for line in lines if (key := "best/val/score") in line}
+    assert found == {5: 0.5, 15: 0.7}  # where it was reached
+    first = scored(make_trainer, folder, scores, stop_at(cut), save_top_k=2)
+    second = scored(make_trainer, folder, scores, save_top_k=2)
     first.fit()
     assert step_of(folder, "last") == cut
     carry_over(first, second)
     second.fit()
-    assert second.callbacks["checkpoint"].best_result() == whole.best_result()
-    assert step_of(folder, "best") == step_of(tmp_path / "whole", "best")
-    assert set(steps(folder)) >= set(steps(tmp_path / "whole"))  # and the one resumed from
+    assert second.callbacks["checkpoint"].best_result() == best
+    assert step_of(folder, "best") == step_of(whole, "best")
+    assert set(steps(folder)) >= set(steps(whole))  # and the one resumed from
+    assert (folder / "metrics.jsonl").read_text() == text
 
 
 @pytest.mark.parametrize("background", [True, False])
 def test_a_run_killed_in_its_last_save_has_the_names_when_it_goes_on(
-    make_trainer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, background: bool
-) -> None:
+    make_trainer, tmp_path, monkeypatch, background
+):
     """The checkpoint is whole, but neither its names nor the index knew of it."""
 
-    def trainer() -> Any:
-        scores = Scores([1.0, 2.0, 3.0])
-        options = {"monitor": "val/score", "mode": "max", "save_weights": True}
-        best = Checkpoint(**options, background=background)
-        return make_trainer({"scores": scores, "checkpoint": best}, tmp_path, max_epochs=3)
+    def trainer():
+        options = {"save_weights": True, "background": background}
+        return scored(make_trainer, tmp_path, [1.0, 2.0, 3.0], **options)
 
-    def kill(*args: Any) -> None:
+    def kill(*args):
         if any(entry.step == 15 for entry in args[-1].values()):
             raise KeyboardInterrupt
         point(*args)
 
-    def names() -> dict[str, int]:
+    def names():
         return {name: step_of(tmp_path, name) for name in ("last", "best")}
 
     point = CheckpointStore._point
@@ -137,49 +134,32 @@ def test_a_run_killed_in_its_last_save_has_the_names_when_it_goes_on(
 
 
 @pytest.fixture
-def errors() -> dict[int, Exception]:
-    """What writing the checkpoint of a step raises."""
-    return {}
+def writes(monkeypatch):
+    """The steps that were to be written, and, by step, what this raises and what it waits for."""
+    write, found = mechanism.write_archive, SimpleNamespace(tried=[], errors={}, gates={})
 
-
-@pytest.fixture
-def gates() -> dict[int, threading.Event]:
-    """What the write of a step waits for."""
-    return {}
-
-
-@pytest.fixture
-def written(
-    monkeypatch: pytest.MonkeyPatch, errors: dict[int, Exception], gates: dict[int, threading.Event]
-) -> list[int]:
-    """The steps that were to be written."""
-    write, tried = mechanism.write_archive, []
-
-    def wrapped(path: Path, payload: dict[str, Any]) -> Any:
+    def wrapped(path, payload):
         step = payload["state"]["counters"]["global_step"]
-        tried.append(step)
-        if step in gates:
-            assert gates[step].wait(20)
-        if step in errors:
-            raise errors[step]
+        found.tried.append(step)
+        assert step not in found.gates or found.gates[step].wait(20)
+        if step in found.errors:
+            raise found.errors[step]
         return write(path, payload)
 
     monkeypatch.setattr(mechanism, "write_archive", wrapped)
-    return tried
+    return found
 
 
 FULL = StorageError("cannot write: no space left")
 
 
-def test_a_failed_save_is_told_and_tried_again(
-    make_trainer: Any, tmp_path: Path, errors: Any, written: list[int], caplog: Any
-) -> None:
-    errors |= dict.fromkeys(range(8), FULL)
+def test_a_failed_save_is_told_and_tried_again(make_trainer, tmp_path, writes, caplog):
+    writes.errors |= dict.fromkeys(range(8), FULL)
     checkpoint = Checkpoint(every_n_epochs=None, every_n_steps=3)
     with caplog.at_level(logging.WARNING):
         make_trainer({"checkpoint": checkpoint}, tmp_path, log_every_n_steps=2).fit()
     # Due at 3; 4, 5 (an epoch's end) and 6 are log boundaries; 8 succeeds; 9 and 10 are due.
-    assert written == [3, 4, 5, 6, 8, 9, 10]
+    assert writes.tried == [3, 4, 5, 6, 8, 9, 10]
     told = [f"no checkpoint at step {step}: {FULL}" for step in (3, 4, 6)]
     assert caplog.messages == told
     assert steps(tmp_path) == [9, 10]
@@ -187,10 +167,10 @@ def test_a_failed_save_is_told_and_tried_again(
 
 @pytest.mark.parametrize("error", [FULL, ResourceError("cannot write: no memory left")])
 def test_a_run_whose_last_save_fails_or_that_has_no_memory_left_fails(
-    make_trainer: Any, tmp_path: Path, errors: Any, written: list[int], error: Exception
-) -> None:
+    make_trainer, tmp_path, writes, error
+):
     memory = isinstance(error, ResourceError)
-    errors |= {6: error} if memory else dict.fromkeys(range(11), error)
+    writes.errors |= {6: error} if memory else dict.fromkeys(range(11), error)
     checkpoint = Checkpoint(every_n_steps=3)
     trainer = make_trainer({"checkpoint": checkpoint}, tmp_path)
     with pytest.raises(type(error), match="left"):
@@ -201,50 +181,42 @@ def test_a_run_whose_last_save_fails_or_that_has_no_memory_left_fails(
 
 
 def test_a_failure_of_the_last_but_one_write_does_not_fail_the_run(
-    make_trainer: Any, tmp_path: Path, errors: Any, written: list[int], monkeypatch: Any
-) -> None:
-    errors[10] = FULL
+    make_trainer, tmp_path, writes, monkeypatch
+):
+    writes.errors[10] = FULL
     # Saved in the background as the end of an epoch, and tried again as the end of the run.
     checkpoint = Checkpoint()
     warn = checkpoint._warn
-    monkeypatch.setattr(checkpoint, "_warn", lambda *told: (errors.clear(), warn(*told)))
+    monkeypatch.setattr(checkpoint, "_warn", lambda *told: (writes.errors.clear(), warn(*told)))
     make_trainer({"checkpoint": checkpoint}, tmp_path).fit()
     assert (tmp_path / "checkpoints" / "step-00000010.pt").exists()
 
 
 def test_the_best_survives_a_disk_that_is_full_exactly_at_its_name(
-    make_trainer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    make_trainer, tmp_path, monkeypatch
+):
     """Without hard links a name is a copy; the checkpoint itself is whole."""
 
-    def without_links(*_: Any) -> None:
-        raise OSError(errno.EPERM, "no links here")
-
-    def full(path: Path) -> Any:
+    def full(path):
         if path.name == "best.pt":
             raise OSError(errno.ENOSPC, "full")
         return replacing(path)
 
-    def trainer() -> Any:
-        checkpoint = Checkpoint(monitor="val/score", mode="max")
-        callbacks = {"scores": Scores([1.0, 2.0, 1.0, 1.0, 1.0]), "checkpoint": checkpoint}
-        return make_trainer(callbacks, tmp_path, max_epochs=5, log_every_n_steps=100)
-
     replacing = atomic.replacing
     monkeypatch.setattr(os, "link", without_links)
-    first = trainer()
+    scores = [1.0, 2.0, 1.0, 1.0, 1.0]
     with monkeypatch.context() as patch:
         patch.setattr(atomic, "replacing", full)
         with pytest.raises(StorageError, match="no space left"):
-            first.fit()
+            train(make_trainer, tmp_path, scores, log_every_n_steps=100)
     assert steps(tmp_path) == [10, 20, 25]
-    second = trainer()
+    second = scored(make_trainer, tmp_path, scores)
     second.fit(resume="auto")
     assert second.callbacks["checkpoint"].best_result() == ("val/score", 2.0, 10)
     assert step_of(tmp_path, "best") == 10
 
 
-def test_best_weights_are_those_that_were_evaluated(make_trainer: Any, tmp_path: Path) -> None:
+def test_best_weights_are_those_that_were_evaluated(make_trainer, tmp_path):
     ema = EMA(decay=0.5, warmup=False)
     trainer = make_trainer({"ema": ema, "checkpoint": Checkpoint(save_weights=True)}, tmp_path)
     trainer.fit()
@@ -260,18 +232,16 @@ def test_best_weights_are_those_that_were_evaluated(make_trainer: Any, tmp_path:
 @pytest.mark.parametrize(
     "options", [{"every_n_steps": 0}, {"every_n_epochs": -1}, {"save_top_k": -2}, {"mode": "best"}]
 )
-def test_options_out_of_range(options: dict[str, Any]) -> None:
+def test_options_out_of_range(options):
     with pytest.raises(CallbackError):
         Checkpoint(**options)
 
 
 @pytest.mark.parametrize("stopped", ["by a signal", "by its time", "by a callback"])
-def test_only_a_save_that_the_run_does_anyway_is_ranked(
-    make_trainer: Any, stop_at: Any, tmp_path: Path, stopped: str
-) -> None:
+def test_only_a_save_that_the_run_does_anyway_is_ranked(make_trainer, stop_at, tmp_path, stopped):
     """Validations at steps 3, 6, 9 fall between the saves at 5 and 10."""
     callback = Checkpoint(monitor="val/loss", save_top_k=-1)
-    stop: Any = stop_at(6)
+    stop = stop_at(6)
     if stopped != "by a signal":
         reason = MAX_TIME if stopped == "by its time" else "enough"
         stop.on_update_end = lambda trainer: (
@@ -287,44 +257,18 @@ def test_only_a_save_that_the_run_does_anyway_is_ranked(
     assert step_of(tmp_path, "last") == 6
 
 
-@pytest.mark.parametrize("cut", [4, 16])
-def test_the_best_is_logged_where_it_was_reached_and_no_resume_changes_that(
-    make_trainer: Any, tmp_path: Path, stop_at: Any, carry_over: Any, cut: int
-) -> None:
-    def trainer(run: Path, *extra: Any) -> Any:
-        best = Checkpoint(monitor="val/score", mode="max")
-        scores = Scores([0.5, 0.4, 0.7, 0.7])
-        callbacks = {"log": MetricsLog(), "scores": scores, **dict(extra), "checkpoint": best}
-        return make_trainer(callbacks, run, max_epochs=4)
-
-    trainer(tmp_path / "whole").fit()
-    text = (tmp_path / "whole" / "metrics.jsonl").read_text()
-    lines = [json.loads(line) for line in text.splitlines()]
-    found = {line["step"]: line[key] for line in lines if (key := "best/val/score") in line}
-    assert found == {5: 0.5, 15: 0.7}
-    first, second = trainer(tmp_path / "cut", ("stop", stop_at(cut))), trainer(tmp_path / "cut")
-    first.fit()
-    carry_over(first, second)
-    second.fit()
-    assert (tmp_path / "cut" / "metrics.jsonl").read_text() == text
-
-
 @pytest.mark.parametrize(
     ("options", "kept"),
     [
-        pytest.param({}, [5, 10], id="every epoch"),
-        pytest.param({"every_n_epochs": 2}, [10], id="every second epoch"),
-        pytest.param(
-            {"every_n_epochs": None, "every_n_steps": 4}, [4, 8, 10], id="steps, and the end"
-        ),
-        pytest.param({"every_n_epochs": None}, [10], id="the end only"),
-        pytest.param({"every_n_steps": 3}, [3, 5, 6, 9, 10], id="both"),
+        ({}, [5, 10]),
+        ({"every_n_epochs": 2}, [10]),
+        ({"every_n_epochs": None, "every_n_steps": 4}, [4, 8, 10]),  # and the end
+        ({"every_n_epochs": None}, [10]),
+        ({"every_n_steps": 3}, [3, 5, 6, 9, 10]),
     ],
 )
 @pytest.mark.parametrize("validated", [True, False])
-def test_when(
-    make_trainer: Any, tmp_path: Path, options: dict[str, Any], kept: list[int], validated: bool
-) -> None:
+def test_when(make_trainer, tmp_path, options, kept, validated):
     callback = Checkpoint(save_top_k=-1, **options)
     make_trainer({"checkpoint": callback}, tmp_path, validated=validated).fit()
     assert steps(tmp_path) == kept
@@ -333,16 +277,14 @@ def test_when(
     assert validated or step_of(tmp_path, "best") == 10  # without one the newest is the best
 
 
-def test_without_best(make_trainer: Any, tmp_path: Path) -> None:
+def test_without_best(make_trainer, tmp_path):
     callback = train(make_trainer, tmp_path, [1, 2, 3], save_top_k=0, save_last=False)
     assert callback.best_result() is None
     assert steps(tmp_path) == [10, 15]
     assert len(list((tmp_path / "checkpoints").iterdir())) == 3  # and the index
 
 
-def test_the_saved_state_knows_of_its_own_save_and_its_own_value(
-    make_trainer: Any, tmp_path: Path
-) -> None:
+def test_the_saved_state_knows_of_its_own_save_and_its_own_value(make_trainer, tmp_path):
     # Saved in the middle of the second epoch, too: the first one's value says nothing about it.
     train(make_trainer, tmp_path, [9.0, 1.0], every_n_epochs=None, every_n_steps=3)
     payload = read_checkpoint(tmp_path / "checkpoints" / "best.pt")
@@ -351,13 +293,13 @@ def test_the_saved_state_knows_of_its_own_save_and_its_own_value(
 
 
 def test_a_signal_saves_where_it_stopped_only_once_and_nothing_before_an_update(
-    make_trainer: Any, tmp_path: Path, stop_at: Any, written: list[int]
-) -> None:
+    make_trainer, tmp_path, stop_at, writes
+):
     checkpoint = Checkpoint(every_n_epochs=None, every_n_steps=4)
     trainer = make_trainer({"checkpoint": checkpoint, "stop": stop_at(7)}, tmp_path / "a")
     trainer.fit()
     checkpoint.save_now(trainer)
-    assert written == [4, 7]
+    assert writes.tried == [4, 7]
     trainer = make_trainer({"checkpoint": Checkpoint()}, tmp_path / "b")
     trainer.state.request_stop("SIGTERM", 143)
     trainer.fit()
@@ -367,51 +309,42 @@ def test_a_signal_saves_where_it_stopped_only_once_and_nothing_before_an_update(
 class At(Callback):
     """Do something after the update of a step."""
 
-    def __init__(self, step: int, act: Any) -> None:
+    def __init__(self, step, act):
         self._step, self._act = step, act
 
-    def on_update_end(self, trainer: Any) -> None:
+    def on_update_end(self, trainer):
         if trainer.state.global_step == self._step:
             self._act()
 
 
-def test_what_is_written_later_is_the_state_of_the_step(
-    make_trainer: Any, tmp_path: Path, gates: Any, written: list[int]
-) -> None:
+def test_what_is_written_later_is_the_state_of_the_step(make_trainer, tmp_path, writes):
     seen = []
 
-    def run(name: str, background: bool) -> None:
-        gate = gates[6] = threading.Event()
+    def run(name, background):
+        gate = writes.gates[6] = threading.Event()
         if not background:
             gate.set()
-        checkpoint = Checkpoint(
-            every_n_steps=3, save_top_k=-1, save_weights=True, background=background
-        )
         last = tmp_path / name / "checkpoints" / "last.pt"
         look = At(8, lambda: seen.append(read_checkpoint(last)["state"]["counters"]["global_step"]))
+        options = {"save_top_k": -1, "save_weights": True, "background": background}
         callbacks = {"ema": EMA(0.9), "look": look, "open": At(8, gate.set)}
-        callbacks["checkpoint"] = checkpoint
-        make_trainer(callbacks, tmp_path / name, max_epochs=2).fit()
+        callbacks["checkpoint"] = Checkpoint(every_n_steps=3, **options)
+        make_trainer(callbacks, tmp_path / name).fit()
+        return tmp_path / name / "checkpoints"
 
-    run("whole", background=False)
-    run("beside", background=True)
+    whole, later = run("whole", background=False), run("beside", background=True)
     assert seen == [6, 5]  # at step 8; of the run beside, the write of step 6 was under way
-    files = sorted(p.name for p in (tmp_path / "whole/checkpoints").iterdir())
-    assert sorted(p.name for p in (tmp_path / "beside/checkpoints").iterdir()) == files
-    for path in (tmp_path / "whole/checkpoints").glob("*.pt"):
-        assert state_of(tmp_path / "whole", path.stem) == state_of(tmp_path / "beside", path.stem)
-    weights = [
-        (tmp_path / n / "checkpoints/best.safetensors").read_bytes() for n in ("whole", "beside")
-    ]
-    assert weights[0] == weights[1]
+    assert {p.name for p in later.iterdir()} == {p.name for p in whole.iterdir()}
+    for path in whole.glob("*.pt"):
+        assert state_of(whole.parent, path.stem) == state_of(later.parent, path.stem)
+    name = "best.safetensors"
+    assert (whole / name).read_bytes() == (later / name).read_bytes()
 
 
-def test_an_exception_waits_for_the_write_under_way(
-    make_trainer: Any, tmp_path: Path, gates: Any, written: list[int]
-) -> None:
-    gate = gates[6] = threading.Event()
+def test_an_exception_waits_for_the_write_under_way(make_trainer, tmp_path, writes):
+    gate = writes.gates[6] = threading.Event()
 
-    def fail() -> None:
+    def fail():
         threading.Timer(0.05, gate.set).start()  # while the run ends
         raise KeyError("of the user's")
 
@@ -422,9 +355,9 @@ def test_an_exception_waits_for_the_write_under_way(
     assert [t.name for t in threading.enumerate() if t.name == "checkpoint"] == []
 
 
-def test_a_copy_is_equal_and_apart_and_its_memory_is_used_again() -> None:
+def test_a_copy_is_equal_and_apart_and_its_memory_is_used_again():
     shared, image = torch.randn(4, 4), torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)
-    tree: dict[str, Any] = {"a": shared, "tied": shared, "row": shared[0], "image": image}
+    tree = {"a": shared, "tied": shared, "row": shared[0], "image": image}
     tree |= {"sparse": torch.eye(3).to_sparse(), "meta": torch.empty(3, device="meta"), "set": {1}}
     staging, kept = Staging(), shared.clone()
     copy = staging.copy(tree)
@@ -441,22 +374,13 @@ def test_a_copy_is_equal_and_apart_and_its_memory_is_used_again() -> None:
     assert torch.equal(again["a"], shared)
 
 
-def test_work_is_done_beside_and_its_failure_is_raised_where_it_is_awaited(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    gate, done = threading.Event(), list[int]()
-    write = beside(lambda: (gate.wait(20), done.append(1)))
-    assert not write.done()
-    assert not done
-    gate.set()
-    write.result()
-    assert done == [1]
-    with pytest.raises(ZeroDivisionError):
-        beside(lambda: 1 / 0).result()
-
-    def refuse(self: Any) -> None:
+def test_without_a_thread_left_it_is_written_at_once(monkeypatch):
+    def refuse(self):
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    beside(lambda: done.append(2)).result()
-    assert done == [1, 2]
+    done = []
+    beside(lambda: done.append(1)).result()
+    assert done == [1]
+    with pytest.raises(ZeroDivisionError):
+        beside(lambda: 1 / 0).result()
