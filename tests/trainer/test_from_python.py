@@ -1,7 +1,6 @@
 """A Trainer that a person builds in Python does what they expect from YAML."""
 
 import logging
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,11 +10,11 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
+import toys
 from callbacks.checkpoint import Checkpoint
 from conf.check import parse
-from conf.schema import TrainerConfig
 from scripts.composition.compose import compose
-from toys import assert_equal
+from toys import Samples, assert_equal, by_hand, of_output
 from trainer.assembly import experiment
 from trainer.assembly.experiment import eval_loader, limited, overfit_samples
 from trainer.callback import Callback
@@ -67,28 +66,19 @@ def test_fit_tells_each_epoch_unless_it_is_told_not_to(capsys):
     assert capsys.readouterr().err == ""
 
 
+def takes(seconds):
+    def hook(self, trainer, *_):
+        self.now += seconds
+
+    return hook
+
+
 class Slow(Callback):
     """Takes 100 s to start, 1 s each update and batch of an evaluation, and 10 s to end."""
 
     now = 0.0
-
-    def setup(self, trainer):
-        self.now += 60
-
-    def on_fit_start(self, trainer):
-        self.now += 40
-
-    def on_update_end(self, trainer):
-        self.now += 1
-
-    def on_evaluation_batch(self, trainer, stage, done, batches):
-        self.now += 1
-
-    def on_fit_end(self, trainer):
-        self.now += 6
-
-    def teardown(self, trainer):
-        self.now += 4
+    setup, on_fit_start, on_fit_end, teardown = (takes(s) for s in (60, 40, 6, 4))
+    on_update_end = on_evaluation_batch = takes(1)
 
 
 def test_what_a_callback_takes_to_start_is_no_time_of_the_loop(monkeypatch):
@@ -139,8 +129,7 @@ def test_checkpoints_without_a_directory_are_not_lost_in_silence(caplog):
     assert "callbacks.saver saves nothing: the Trainer was given no run_dir" in caplog.text
 
 
-def test_options_have_the_names_of_the_configuration():
-    assert TrainerOptions is TrainerConfig
+def test_a_time_is_written_as_a_clock_shows_it():
     assert TrainerOptions(max_time="1:00:30").seconds == 3630
 
 
@@ -170,15 +159,11 @@ def test_a_hook_is_given_batch_and_outputs_where_it_asks(steps):
 
 
 def test_a_hook_with_other_parameters_is_refused():
-    class Foreign(Callback):
-        def on_update_end(self, trainer, batch, batch_idx):
-            pass
-
-    class Nameless(Callback):
-        def on_update_end(self, batch):  # which would be given the trainer
-            pass
-
-    for kind, told in ((Foreign, "'batch_idx'"), (Nameless, "'batch'")):
+    for hook, told in (
+        (lambda self, trainer, batch, batch_idx: None, "'batch_idx'"),
+        (lambda self, batch: None, "'batch'"),  # which would be given the trainer
+    ):
+        kind = type("Foreign", (Callback,), {"on_update_end": hook})
         with pytest.raises(ModelError, match=rf"batch and outputs: .*{told}"):
             trainer_of({"foreign": kind()})
 
@@ -198,15 +183,15 @@ BATCHES = [(torch.full((4, 2), float(i)), torch.ones(4)) for i in range(3)]
 class Endless(IterableDataset[Any]):
     """Samples without a number of them."""
 
-    def __init__(self, source: Any = None) -> None:
+    def __init__(self, source=None):
         self.source = source
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self):
         samples = ((x, y) for xs, ys in BATCHES for x, y in zip(xs, ys, strict=True))
         return samples if self.source is None else self.source
 
 
-def test_a_loader_without_a_length_trains_and_validates() -> None:
+def test_a_loader_without_a_length_trains_and_validates():
     loader = DataLoader(Endless(), batch_size=4)
     trainer = trained_on(loader, loader, max_epochs=2)
     assert trainer.state.global_step == 6
@@ -215,14 +200,14 @@ def test_a_loader_without_a_length_trains_and_validates() -> None:
 
 
 @pytest.mark.parametrize("steps", [1, 2])
-def test_an_empty_batch_is_an_update_of_no_sample(steps: int) -> None:
+def test_an_empty_batch_is_an_update_of_no_sample(steps):
     empty = (torch.zeros(0, 2), torch.zeros(0))
     state = trained_on([BATCHES[0], empty], gradient_accumulation_steps=steps).state
     assert (state.updates, state.samples) == (2, 4)
 
 
 @pytest.mark.parametrize("place", ["train_loader", "val_loader"])
-def test_what_can_be_read_only_once_is_refused(place: str) -> None:
+def test_what_can_be_read_only_once_is_refused(place):
     given = [iter(BATCHES)] if place == "train_loader" else [BATCHES, (b for b in BATCHES)]
     with pytest.raises(TypeError, match=f"{place} is an iterator .* only once"):
         trained_on(*given)
@@ -231,23 +216,15 @@ def test_what_can_be_read_only_once_is_refused(place: str) -> None:
 
 
 @pytest.mark.parametrize("horizon", [{"max_epochs": 3}, {"max_epochs": None, "max_steps": 20}])
-def test_an_epoch_without_batches_ends_the_training(horizon: dict[str, Any]) -> None:
+def test_an_epoch_without_batches_ends_the_training(horizon):
     once = DataLoader(Endless(iter(Endless())))
     with pytest.raises(SampleError, match="no batch in epoch 1"):
         trained_on(once, **horizon)
 
 
-def trained_on(train: Any, val: Any = None, **options: Any) -> Trainer:
-    model = nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    trainer = Trainer(
-        model,
-        Regression(),
-        optimizer,
-        train,
-        val,
-        options=TrainerOptions(**{"max_epochs": 1, **options}),
-    )
+def trained_on(train, val=None, **options):
+    given = {"model": nn.Linear(2, 1), "val": val, "max_epochs": 1}
+    trainer = toys.trainer_of(Regression(), train, **given | options)
     trainer.fit()
     return trainer
 
@@ -255,45 +232,30 @@ def trained_on(train: Any, val: Any = None, **options: Any) -> Trainer:
 class Whole(nn.Module):
     """A model without a length, as most are and nn.Sequential is not."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         torch.manual_seed(0)
         layers = [nn.Conv2d(3, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
         self.layers = nn.Sequential(*layers, nn.Linear(4, 3)).double()
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.layers(x)
 
 
-def images() -> DataLoader:
+def test_the_memory_format_changes_no_number():
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(12, 3, 6, 6, generator=generator, dtype=torch.float64)
-    y = torch.randint(3, (12,), generator=generator)
-    return DataLoader(TensorDataset(x, y), batch_size=4)
-
-
-def test_the_memory_format_changes_no_number() -> None:
-    model, seen, other = Whole(), [], Whole()
+    data = Samples(x, torch.randint(3, (12,), generator=generator))
+    model, seen = Whole(), []
     model.layers[0].register_forward_pre_hook(lambda _, args: seen.append(args[0].stride()[1] == 1))
-    Trainer(
-        model,
-        Classification(3),
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        images(),
-        options=TrainerOptions(max_epochs=1, precision="fp64", channels_last=True),
-    ).fit()
+    toys.trainer_of(Classification(3), data, model=model, channels_last=True).fit()
     assert seen
     assert all(seen)
-    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
-    for x, y in images():
-        optimizer.zero_grad()
-        cross_entropy(other(x), y).backward()
-        optimizer.step()
-    assert_equal(model, other)
+    assert_equal(by_hand(of_output(cross_entropy), data, Whole()), model)
 
 
 @pytest.mark.parametrize(("options", "dynamic"), [({}, False), ({"dynamic": None}, True)])
-def test_each_shape_is_compiled_by_itself(options: dict[str, Any], dynamic: bool) -> None:
+def test_each_shape_is_compiled_by_itself(options, dynamic):
     """Torch's own choice would make a resumed run's kernels depend on the shapes it has met."""
     torch._dynamo.reset()
     symbols = []
@@ -308,24 +270,24 @@ def test_each_shape_is_compiled_by_itself(options: dict[str, Any], dynamic: bool
     assert symbols == [False, dynamic]
 
 
-def config_of(*overrides: str) -> Any:
+def config_of(*overrides):
     return parse(compose(["experiment=resnet18", "loader.batch_size=8", *overrides]).config)
 
 
 class Numbers:
-    def __len__(self) -> int:
+    def __len__(self):
         return 45  # five batches of 8, and a shorter one
 
-    def __getitem__(self, index: int) -> int:
+    def __getitem__(self, index):
         return index
 
 
-def read(config: Any, limit: float | None, world_size: int, samples: int | None = None) -> set[int]:
+def read(config, limit, world_size, samples=None):
     """Return the samples that all processes together evaluate; none of them twice."""
-    seen: list[int] = []
+    seen = []
     for rank in range(world_size):
         group = SimpleNamespace(rank=rank, world_size=world_size)
-        strategy: Any = SimpleNamespace(group=group, device=torch.device("cpu"))
+        strategy = SimpleNamespace(group=group, device=torch.device("cpu"))
         for micro_batch in eval_loader(config, Numbers(), strategy, limit, samples).epoch(0):
             seen += micro_batch.batch.tolist()[: micro_batch.piece.count]
     assert len(seen) == len(set(seen))
@@ -336,7 +298,7 @@ def read(config: Any, limit: float | None, world_size: int, samples: int | None 
     ("limit", "batches"),
     [(0.28, 28), (0.29, 29), (0.57, 57), (0.58, 58), (0.145, 15), (0.004, 1), (1.0, 100), (7, 7)],
 )
-def test_a_fraction_is_rounded_as_it_is_written(limit: float, batches: int) -> None:
+def test_a_fraction_is_rounded_as_it_is_written(limit, batches):
     assert count(limit, 100) == batches
     config = config_of(f"trainer.overfit_batches={limit}")
     assert overfit_samples(config, range(800)) == batches * 8
@@ -355,16 +317,13 @@ def test_a_fraction_is_rounded_as_it_is_written(limit: float, batches: int) -> N
         pytest.param(0.01, 8, id="at-least-one"),
     ],
 )
-def test_evaluation(
-    limit: float | None, samples: int, eval_batch_size: str, world_size: int
-) -> None:
+def test_evaluation(limit, samples, eval_batch_size, world_size):
     config = config_of(f"loader.eval_batch_size={eval_batch_size}")
     assert read(config, limit, world_size) == set(range(samples))
     assert read(config, 0.5, world_size, samples=32) == set(range(16))
 
 
-@pytest.mark.parametrize(
-    ("few", "samples"), [("null", None), ("1", 8), ("0.5", 24), ("9", 45)], ids=str
-)
-def test_overfitting(few: str, samples: int | None) -> None:
-    assert overfit_samples(config_of(f"trainer.overfit_batches={few}"), Numbers()) == samples
+def test_overfitting():
+    for few, samples in (("null", None), ("1", 8), ("0.5", 24), ("9", 45)):
+        config = config_of(f"trainer.overfit_batches={few}")
+        assert overfit_samples(config, Numbers()) == samples
