@@ -104,8 +104,8 @@ def test_a_second_interrupt_leaves_at_once(start, job, tmp_path):
     path = tmp_path / "run"
     run = start([*job, "trainer.max_epochs=200", "loader.num_workers=2", f"run_dir={path}"])
     run.until(lambda: logged_step(path) >= 8)
-    run.send(signal.SIGINT)
-    run.send(signal.SIGINT)
+    for _ in range(2):
+        run.send(signal.SIGINT)
     assert run.wait(10).code == 130
     assert "Traceback" not in run.err
     assert survivors(run.pid) == []
@@ -118,15 +118,17 @@ def test_a_signal_before_the_first_update_says_that_there_is_nothing(start, job,
     run = start([*job, f"run_dir={path}"])
     run.until((path / "config.yaml").exists)
     run.send(signal.SIGTERM)
-    run.wait(30)
-    assert run.code == 143, run.err
-    if not (path / "checkpoints").exists():  # or else it came after the first update
-        assert "nothing to save" in run.error
+    assert run.wait(30).code == 143, run.err
+    # If there are checkpoints, it came after the first update.
+    assert (path / "checkpoints").exists() or "nothing to save" in run.error
 
 
 def test_a_killed_run_reads_killed_and_goes_on(start, train, job, whole, tmp_path):
     path = tmp_path / "run"
     run = start([*job, "loader.num_workers=2", f"run_dir={path}"])
+    run.until(lambda: logged_step(path) >= 8)
+    run.send(signal.SIGSTOP)  # a pause changes nothing
+    run.send(signal.SIGCONT)
     run.until(lambda: logged_step(path) >= 24)
     assert read_status(path)["state"] == "running"
     os.kill(run.pid, signal.SIGKILL)  # its workers live on for a moment
@@ -135,16 +137,6 @@ def test_a_killed_run_reads_killed_and_goes_on(start, train, job, whole, tmp_pat
     again = train([*job, "loader.num_workers=2", f"run_dir={path}", "resume=auto"])
     assert again.code == 0, again.err
     assert differences(whole, path, but=["config"]) == []
-
-
-def test_a_pause_changes_nothing(start, job, whole, tmp_path):
-    path = tmp_path / "run"
-    run = start([*job, f"run_dir={path}"])
-    run.until(lambda: logged_step(path) >= 8)
-    run.send(signal.SIGSTOP)
-    run.send(signal.SIGCONT)
-    assert run.wait().code == 0
-    assert differences(whole, path) == []
 
 
 # 0.6 M parameters with their momentum: 5 MB.
@@ -252,27 +244,20 @@ def test_without_a_run_dir_the_newest_unfinished_is_gone_on_with(
 
 
 TINY = ["experiment=resnet18", "model=mlp", "loader.num_workers=0", "trainer.max_epochs=1"]
-
-
-def test_a_working_directory_that_takes_nothing_is_code_7(train):
-    run = train(TINY, folder="/sys")  # nobody makes a folder there, root included
-    assert run.code == 7, run.err
-    assert "cannot write runs/resnet18/" in run.error
-    assert "permi" in run.error or "read-only" in run.error
-
-
 SWEEP = ["-m", "optimizer.lr=0.1,0.2"]
 
 
 @pytest.mark.parametrize("more", [[], ["resume=auto"], ["dry_run=true"], SWEEP], ids=str)
 @pytest.mark.parametrize(
-    ("place", "code", "text"),
+    ("words", "folder", "code", "text"),
     [
-        pytest.param("/", 2, "root of the file system", id="root"),
-        pytest.param("x" * 300, 7, "the name is too long", id="300-characters"),
+        pytest.param(["run_dir=/"], None, 2, "root of the file system", id="root"),
+        pytest.param([f"run_dir={'x' * 300}"], None, 7, "the name is too long", id="long"),
+        # Nobody makes a folder there, root included.
+        pytest.param([], "/sys", 7, "cannot write .*runs.*(permi|read-only)", id="takes-nothing"),
     ],
 )
-def test_a_run_directory_that_can_be_none_is_one_line(train, place, code, text, more):
-    run = train([*TINY, *more, f"run_dir={place}"])
+def test_a_run_directory_that_can_be_none_is_one_line(train, words, folder, code, text, more):
+    run = train([*TINY, *more, *words], folder=folder)
     assert run.code == code, run.err
-    assert text in run.error
+    assert re.search(text, run.error)

@@ -1,7 +1,6 @@
 """The closing block: shares of the time, whole words at any width, commands that can be pasted."""
 
 import logging
-import re
 import shlex
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +23,7 @@ RESULTS = {
 CONFIG = {
     "trainer": {"log_every_n_steps": 50, "validate_every_n_epochs": 1},
     "loader": {"num_workers": 0},
-    "callbacks": {},
+    "callbacks": {"checkpoint": {"every_n_epochs": 1}},
 }
 EARLY = "val/accuracy has not improved in 3 validations (best 0.970370)"
 
@@ -50,39 +49,30 @@ def experiment():
 SIX_SECONDS = dict.fromkeys(KINDS[:6], 1.0)
 
 
-def block(experiment, run_dir, columns=None):
+@pytest.mark.parametrize("columns", [None, 60, 120])
+@pytest.mark.parametrize("reason", [MAX_TIME, EARLY])
+def test_the_block_is_broken_between_words_and_its_commands_can_be_pasted(
+    experiment, tmp_path, monkeypatch, columns, reason
+):
+    monkeypatch.chdir(tmp_path)
+    Path("my run/tensorboard").mkdir(parents=True)
+    experiment.trainer.state.stop_reason = reason
     request = Request(CONFIG, [], {}, ["experiment=resnet18"])
-    return final_block(request, experiment, run_dir, RESULTS, SIX_SECONDS, columns)
-
-
-def commands_in(text, name):
-    joined = text.replace("\\\n", " ")
-    (line,) = re.findall(rf"^{name} +(.*)$", joined, re.MULTILINE)
-    return shlex.split(line)
-
-
-@pytest.mark.parametrize("columns", [None, 60, 120])
-def test_commands_can_be_pasted(experiment, tmp_path, columns):
-    run_dir = tmp_path / "my run"
-    (run_dir / "tensorboard").mkdir(parents=True)
-    experiment.trainer.state.stop_reason = MAX_TIME
-    text = block(experiment, run_dir, columns)
-    assert commands_in(text, "again") == ["evaluate", f"run={run_dir}"]
-    assert commands_in(text, "look") == ["tensorboard", "--logdir", str(run_dir / "tensorboard")]
-    assert commands_in(text, "go on")[-2:] == [f"run_dir='{run_dir}'", "resume=auto"]
-
-
-@pytest.mark.parametrize("columns", [None, 60, 120])
-def test_facts_are_broken_between_words(experiment, columns):
-    experiment.trainer.state.stop_reason = EARLY
-    lines = block(experiment, Path("run"), columns).strip().splitlines()
-    assert max(map(len, lines)) <= (columns or 100)
-    names = [line[:8].strip() for line in lines]
-    assert "data     train range 1,200, test list 2" in lines
+    facts = (RESULTS, SIX_SECONDS, columns)
+    text = final_block(request, experiment, Path("my run"), *facts).strip()
+    assert max(map(len, text.splitlines())) <= (columns or 100)
+    said, names = {}, [line[:8].strip() for line in text.splitlines()]
+    for name, line in zip(names, text.splitlines(), strict=True):
+        said.setdefault(name or [*said][-1], []).append(line[9:].removesuffix(" \\"))
+    assert shlex.split(" ".join(said["again"])) == ["evaluate", "run=my run"]
+    logs = ["tensorboard", "--logdir", "my run/tensorboard"]
+    assert shlex.split(" ".join(said["look"])) == logs
+    if reason == MAX_TIME:
+        words = shlex.split(" ".join(said["go on"]))
+        assert words[-2:] == ["run_dir='my run'", "resume=auto"]
+        return
+    assert "data     train range 1,200, test list 2" in text.splitlines()
     assert ("" in names) == (columns is not None)  # elsewhere each line can be found by its name
-    said = {}
-    for name, line in zip(names, lines, strict=True):
-        said.setdefault(name or [*said][-1], []).append(line[9:])
     assert " ".join(said["trained"]) == f"1 epoch, 60 updates, 6.0 s; ended early: {EARLY}"
     values = {k.removeprefix("train/"): v for k, v in RESULTS.items() if k.startswith("train/")}
     told = "  ".join(said["train"]).split("  ")
@@ -105,13 +95,6 @@ def test_why_a_run_ended_is_said_in_words(experiment, reason, said):
     assert line == ", ".join(filter(None, [told, said]))
 
 
-OPTIONS = {
-    "loader": {"num_workers": 0},
-    "trainer": {"validate_every_n_epochs": 1, "log_every_n_steps": 50},
-    "callbacks": {"checkpoint": {"every_n_epochs": 1}},
-}
-
-
 def spent(**seconds):
     named = {k.replace("_and_", " + "): s for k, s in seconds.items()}
     return {kind: named.get(kind, 0.0) for kind in KINDS}
@@ -121,6 +104,25 @@ def test_shares_are_of_the_whole_time_and_the_largest_comes_first():
     it = spent(data=4.2, forward_and_backward=5.0, optimizer=0.8, callbacks=0.001)
     assert time_text(it) == "50% forward + backward, 42% waiting for data, 8% optimizer"
     assert time_text(spent()) == ""
+
+
+def test_each_moment_counts_once(monkeypatch):
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr("trainer.state.perf_counter", lambda: clock.now)
+    timer = Timer()
+    clock.now = 1.0
+    timer.lap("data")
+    with timer.spending("evaluation"):
+        clock.now = 3.0
+        with timer.spending("checkpoints"):
+            clock.now = 3.5
+        clock.now = 7.0
+    clock.now = 7.25
+    assert (timer.total, timer.data) == (1.25, 1.0)  # evaluation and checkpoints are no training
+    assert (timer.spent["evaluation"], timer.spent["checkpoints"]) == (5.5, 0.5)
+    timer.reset()
+    assert timer.total == timer.data == 0
+    assert sum(timer.spent.values()) == clock.now
 
 
 @pytest.mark.parametrize(
@@ -136,35 +138,7 @@ def test_shares_are_of_the_whole_time_and_the_largest_comes_first():
     ],
 )
 def test_a_large_part_that_can_be_avoided_gets_a_hint(seconds, expected):
-    assert time_hint(spent(**{"forward_and_backward": 5.8, **seconds}), OPTIONS) == expected
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self):
-        return self.now
-
-
-def test_each_moment_counts_once(monkeypatch):
-    clock = Clock()
-    monkeypatch.setattr("trainer.state.perf_counter", clock)
-    timer = Timer()
-    clock.now = 1.0
-    timer.lap("data")
-    with timer.spending("evaluation"):
-        clock.now = 3.0
-        with timer.spending("checkpoints"):
-            clock.now = 3.5
-        clock.now = 7.0
-    clock.now = 7.25
-    assert timer.total == 1.25  # evaluation and checkpoints are no training
-    assert timer.data == 1.0
-    assert timer.spent["evaluation"] == 5.5
-    assert timer.spent["checkpoints"] == 0.5
-    timer.reset()
-    assert timer.total == timer.data == 0
-    assert sum(timer.spent.values()) == clock.now
+    assert time_hint(spent(**{"forward_and_backward": 5.8, **seconds}), CONFIG) == expected
 
 
 def test_the_log_of_a_run_has_what_was_said_before_its_file(tmp_path):
