@@ -1,6 +1,7 @@
 """The closing block: shares of the time, whole words at any width, commands that can be pasted."""
 
 import logging
+import re
 import shlex
 from pathlib import Path
 from types import SimpleNamespace
@@ -61,16 +62,17 @@ def test_the_block_is_broken_between_words_and_its_commands_can_be_pasted(
     facts = (RESULTS, SIX_SECONDS, columns)
     text = final_block(request, experiment, Path("my run"), *facts).strip()
     assert max(map(len, text.splitlines())) <= (columns or 100)
+    pasted = text.replace("\\\n", " ")
+    commands = dict(re.findall(r"^(again|look|go on) +(.*)$", pasted, re.MULTILINE))
+    words = {name: shlex.split(line) for name, line in commands.items()}
+    assert words["again"] == ["evaluate", "run=my run"]
+    assert words["look"] == ["tensorboard", "--logdir", "my run/tensorboard"]
+    if reason == MAX_TIME:
+        assert words["go on"][-2:] == ["run_dir='my run'", "resume=auto"]
+        return
     said, names = {}, [line[:8].strip() for line in text.splitlines()]
     for name, line in zip(names, text.splitlines(), strict=True):
-        said.setdefault(name or [*said][-1], []).append(line[9:].removesuffix(" \\"))
-    assert shlex.split(" ".join(said["again"])) == ["evaluate", "run=my run"]
-    logs = ["tensorboard", "--logdir", "my run/tensorboard"]
-    assert shlex.split(" ".join(said["look"])) == logs
-    if reason == MAX_TIME:
-        words = shlex.split(" ".join(said["go on"]))
-        assert words[-2:] == ["run_dir='my run'", "resume=auto"]
-        return
+        said.setdefault(name or [*said][-1], []).append(line[9:])
     assert "data     train range 1,200, test list 2" in text.splitlines()
     assert ("" in names) == (columns is not None)  # elsewhere each line can be found by its name
     assert " ".join(said["trained"]) == f"1 epoch, 60 updates, 6.0 s; ended early: {EARLY}"
