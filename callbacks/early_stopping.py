@@ -2,13 +2,15 @@
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 
-from callbacks.support import AUTO, Monitor, require
+from callbacks.support import AUTO, Monitor, check_least, require
 from conf.errors import problems_at
 from trainer.callback import Callback
 from trainer.trainer import Trainer
 
 
+@dataclass(eq=False)
 class EarlyStopping(Callback):
     """Stop after `patience` validations in a row without a better `monitor`.
 
@@ -19,46 +21,35 @@ class EarlyStopping(Callback):
     counts epochs.
     """
 
+    monitor: str | None = AUTO  # its name; None if the task has none
+    mode: str = AUTO
+    patience: int | None = None
+    min_delta: float = 0.0
+    min_epochs: int = 0
+    check_finite: bool = True
     persistent = ("best", "waited", "looked_at", "epoch", "last")
 
-    def __init__(
-        self,
-        monitor: str = AUTO,
-        mode: str = AUTO,
-        patience: int | None = None,
-        min_delta: float = 0.0,
-        min_epochs: int = 0,
-        check_finite: bool = True,
-    ) -> None:
-        few = f"patience={patience}: choose at least 1, or null for no stopping"
-        require(patience is None or patience >= 1, few)
-        require(min_delta >= 0, f"min_delta={min_delta}: choose 0 or more")
-        self._monitor = Monitor(monitor, mode, compared=patience is not None)
-        self._patience = patience
-        self._min_delta = min_delta
-        self._min_epochs = min_epochs
-        self._check_finite = check_finite
+    def __post_init__(self) -> None:
+        check_least(patience=self.patience)
+        require(self.min_delta >= 0, f"min_delta={self.min_delta}: choose 0 or more")
+        self._judge = Monitor(self.monitor, self.mode, compared=self.patience is not None)
         self.best: float | None = None
         self.waited = 0  # validations, or epochs, since the best one
         self.looked_at = 0  # step; a boundary that a signal interrupted is repeated
         self.epoch: int | None = None  # the epoch then
         self.last = 0.0  # and the value
 
-    @property
-    def monitor(self) -> str | None:
-        """The name of the metric; None if there is none, or `auto` is not resolved yet."""
-        return None if self._monitor.name == AUTO else self._monitor.name
-
     def setup(self, trainer: Trainer) -> None:
         """Resolve the metric. Raises CallbackError if the run does not compute it."""
         with problems_at(f"callbacks.{self.name}"):
-            self._monitor.resolve(trainer)
-        if self._patience:
+            self._judge.resolve(trainer)
+        self.monitor = self._judge.name
+        if self.patience:
             key, name = f"callbacks.{self.name}", self.monitor
             none = f"this task has no metric to monitor; set {key}.monitor"
-            require(name is not None, f"{key}.patience={self._patience}: {none}")
+            require(name is not None, f"{key}.patience={self.patience}: {none}")
             hint = f"monitor train/loss, or remove the callback with '~{key}'"
-            there = trainer.val_loader is not None or not self._monitor.on_validation
+            there = trainer.val_loader is not None or not self._judge.on_validation
             require(there, f"{key}.monitor={name}: there is no validation set; {hint}")
 
     def on_fit_start(self, trainer: Trainer) -> None:
@@ -71,33 +62,33 @@ class EarlyStopping(Callback):
 
     def on_validation_end(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:
         """Compare the metric of a validation."""
-        if self._monitor.on_validation:
+        if self._judge.on_validation:
             self._look(trainer)
 
     def on_boundary(self, trainer: Trainer) -> None:
         """Compare the training metric of an epoch."""
         state = trainer.state
         at_end = not state.position and state.global_step > self.looked_at
-        if at_end and self.monitor is not None and not self._monitor.on_validation:
+        if at_end and self.monitor is not None and not self._judge.on_validation:
             self._look(trainer)
 
     def _look(self, trainer: Trainer) -> None:
         self.looked_at, self.epoch = trainer.state.global_step, trainer.state.epoch
-        self.last = value = self._monitor.value(trainer.metrics)
-        if self._monitor.better(value, self.best, self._min_delta):
+        self.last = value = self._judge.value(trainer.metrics)
+        if self._judge.better(value, self.best, self.min_delta):
             self.best, self.waited = value, 0
         else:
             self.waited += 1
         self._stop_if_due(trainer)
 
     def _stop_if_due(self, trainer: Trainer) -> None:
-        if self._check_finite and not math.isfinite(self.last):
+        if self.check_finite and not math.isfinite(self.last):
             trainer.state.request_stop(f"{self.monitor} is {self.last}")
-        if self._patience is None or self.waited < self._patience:
+        if self.patience is None or self.waited < self.patience:
             return
         # The epoch of the look: a resume between two looks must not stop a run.
-        if self.epoch is not None and self.epoch >= self._min_epochs:
+        if self.epoch is not None and self.epoch >= self.min_epochs:
             best = "it was never a number" if self.best is None else f"best {self.best:.4g}"
-            unit = "validation" if self._monitor.on_validation else "epoch"
+            unit = "validation" if self._judge.on_validation else "epoch"
             looks = f"{self.waited} {unit}{'s' * (self.waited != 1)}"
             trainer.state.request_stop(f"{self.monitor} has not improved in {looks} ({best})")

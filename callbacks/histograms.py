@@ -1,5 +1,7 @@
 """Histograms of weights and gradients."""
 
+from dataclasses import dataclass
+
 from torch import Tensor
 
 from callbacks.support import check_least
@@ -7,6 +9,7 @@ from trainer.callback import Callback
 from trainer.trainer import Trainer
 
 
+@dataclass(eq=False)
 class Histograms(Callback):
     """Log a histogram of every parameter, `weights/<name>`, every `every_n_epochs` epochs.
 
@@ -14,21 +17,21 @@ class Histograms(Callback):
     copied for it. A stream of unknown length has none.
     """
 
+    every_n_epochs: int = 1
+    bins: int = 64
+    gradients: bool = True
     takes_shards = False
 
-    def __init__(self, every_n_epochs: int = 1, bins: int = 64, gradients: bool = True) -> None:
-        check_least(every_n_epochs=every_n_epochs, bins=bins)
-        self._every_n_epochs = every_n_epochs
-        self._bins = bins
-        self._wants_gradients = gradients
+    def __post_init__(self) -> None:
+        check_least(every_n_epochs=self.every_n_epochs, bins=self.bins)
         self._gradients: dict[str, Tensor] = {}
 
     def on_gradients(self, trainer: Trainer) -> None:
         """Copy the gradients of an epoch's last update."""
         state = trainer.state
         last = state.position + 1 == trainer.steps_per_epoch
-        due = (state.epoch + 1) % self._every_n_epochs == 0
-        if self._wants_gradients and last and due and trainer.is_main:
+        due = (state.epoch + 1) % self.every_n_epochs == 0
+        if self.gradients and last and due and trainer.is_main:
             self._gradients |= {
                 name: parameter.grad.detach().clone()
                 for name, parameter in trainer.model.named_parameters()
@@ -38,9 +41,9 @@ class Histograms(Callback):
     def on_epoch_end(self, trainer: Trainer) -> None:
         """Log the histograms."""
         gradients, self._gradients = self._gradients, {}
-        if trainer.state.epoch % self._every_n_epochs:
+        if trainer.state.epoch % self.every_n_epochs:
             return
         for name, parameter in trainer.model.named_parameters():
-            trainer.log_histogram(f"weights/{name}", parameter, self._bins)
+            trainer.log_histogram(f"weights/{name}", parameter, self.bins)
         for name, gradient in gradients.items():
-            trainer.log_histogram(f"gradients/{name}", gradient, self._bins)
+            trainer.log_histogram(f"gradients/{name}", gradient, self.bins)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from callbacks.support import CallbackError, check_least
+from callbacks.support import CallbackError, check_least, require
 from conf.errors import Problem, did_you_mean, problems_at, raise_problems
 from trainer.callback import Average, Callback
 from trainer.optimizers.param_groups import (
@@ -35,17 +35,13 @@ def step_of(key: str, value: float, total: int | None) -> int:
 
     Raises CallbackError for what is neither, and for a share of an unknown total.
     """
-    if value < 0 or (value > 1 and value != int(value)):
-        raise CallbackError(
-            f"{key}={value}: choose a number of updates, or a share of the run up to 1.0"
-        )
+    sound = 0 <= value <= 1 or (value > 1 and value == int(value))
+    require(sound, f"{key}={value}: choose a number of updates, or a share of the run up to 1.0")
     if not isinstance(value, float) or value > 1:
         return int(value)
     if total is None:
-        raise CallbackError(
-            f"{key}={value} is a share of the run, whose number of updates is not known; give a "
-            "number of updates"
-        )
+        unknown = "is a share of the run, whose number of updates is not known"
+        raise CallbackError(f"{key}={value} {unknown}; give a number of updates")
     return math.floor(value * total)
 
 
@@ -220,8 +216,8 @@ class Pruning(Callback):
         check_least(every_n_steps=every_n_steps)
         self._steps = (start_step, start_step if end_step is None else end_step, every_n_steps)
         alike = isinstance(start_step, float) == isinstance(end_step, float)
-        if alike and self._steps[1] < start_step:
-            raise CallbackError(f"end_step={end_step}: choose at least start_step={start_step}")
+        falls = alike and self._steps[1] < start_step
+        require(not falls, f"end_step={end_step}: choose at least start_step={start_step}")
         self.schedule(1)
         self.pools: list[Pool] = []
         self._pruned: dict[str, Tensor] = {}  # by name of the parameter, True where it is zero
@@ -245,14 +241,11 @@ class Pruning(Callback):
             self.check(trainer.model)
             self._schedule = self.schedule(trainer.total_steps)
             for name, average in averages.items():
-                if type(average).tensors is Average.tensors:
-                    raise CallbackError(
-                        f"the average of callbacks.{name} cannot be pruned: give "
-                        f"{type(average).__name__} a method tensors"
-                    )
-                if names.index(name) < names.index(self.name):
-                    message = f"must come before callbacks.{name}, which reads the weights"
-                    raise CallbackError(message)
+                own = type(average).tensors is not Average.tensors
+                hint = f"cannot be pruned: give {type(average).__name__} a method tensors"
+                require(own, f"the average of callbacks.{name} {hint}")
+                first = names.index(name) > names.index(self.name)
+                require(first, f"must come before callbacks.{name}, which reads the weights")
         self._averages = list(averages.values())
         self._weights = {n: p for pool in self.pools for n, p in pool.members.items()}
         for name, weight in self._weights.items():

@@ -6,7 +6,8 @@ anything.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from callbacks.compression.pruning import step_of
-from callbacks.support import CallbackError
+from callbacks.support import require
 from conf.errors import Problem, problems_at, raise_problems
 from trainer.callback import Callback
 
@@ -80,8 +81,7 @@ class QuantizationAwareTraining(Callback):
 
     def __init__(self, start_step: float = 0, momentum: float = 0.9) -> None:
         step_of("start_step", start_step, 1)
-        if not 0 <= momentum < 1:
-            raise CallbackError(f"momentum={momentum}: choose at least 0 and less than 1")
+        require(0 <= momentum < 1, f"momentum={momentum}: choose at least 0 and less than 1")
         self._start_step = start_step
         self._momentum = momentum
         self._layers: list[str] = []
@@ -101,11 +101,9 @@ class QuantizationAwareTraining(Callback):
         with problems_at(f"callbacks.{self.name}"):
             self.check(trainer.model)
             self._start = step_of("start_step", self._start_step, trainer.total_steps)
-        if trainer.strategy.name not in ("single", "ddp"):
-            raise CallbackError(
-                f"callbacks.{self.name} needs one whole model on each process, which "
-                f"strategy={trainer.strategy.name} does not have: use strategy=ddp"
-            )
+        kind, needs = trainer.strategy.name, "needs one whole model on each process, which"
+        hint = f"{needs} strategy={kind} does not have: use strategy=ddp"
+        require(kind in ("single", "ddp"), f"callbacks.{self.name} {hint}")
         self.prepare(trainer.strategy.device)
 
     def prepare(self, device: torch.device | str) -> None:
@@ -125,25 +123,24 @@ class QuantizationAwareTraining(Callback):
         """
         for number, name in enumerate(self._layers):
             layer = model.get_submodule(name)
-            self._changed.append((layer, layer.register_forward_pre_hook(self._rounding(number))))
+            rounding = partial(self._rounded, number)
+            self._changed.append((layer, layer.register_forward_pre_hook(rounding)))
             layer.__class__ = _ROUNDED[type(layer)]
 
-    def _rounding(self, number: int) -> Callable[[nn.Module, Any], Any]:
-        return lambda _, given: (self._rounded(given[0], number), *given[1:])
-
-    def _rounded(self, x: Tensor, number: int) -> Tensor:
+    def _rounded(self, number: int, layer: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
+        x, *others = given
         if torch.is_grad_enabled():
             with torch.no_grad():
                 low, high = x.detach().aminmax()
                 self._seen[0, number] = torch.minimum(self._seen[0, number], low)
                 self._seen[1, number] = torch.maximum(self._seen[1, number], high)
         if not (self._known and self.rounds):
-            return x
+            return given
         low, high = self._range[0, number], self._range[1, number]
         scale = ((high - low) / _LEVELS).clamp_min(_SMALLEST)
         zero = (-low / scale).round().clamp(0, _LEVELS).to(torch.int32)
         rounded = torch.fake_quantize_per_tensor_affine(x.float(), scale, zero, 0, _LEVELS)
-        return rounded.to(x.dtype)
+        return rounded.to(x.dtype), *others
 
     def on_epoch_start(self, trainer: Trainer) -> None:
         """Drop the values that evaluations have shown."""
@@ -158,14 +155,10 @@ class QuantizationAwareTraining(Callback):
                 own[group.rank] = seen
                 every = group.reduce(own)
                 seen = torch.stack([every[:, 0].amin(0), every[:, 1].amax(0)])
-            self.follow(seen)
+            self._range.lerp_(seen, 1 - self._momentum if self._known else 1.0)  # the first sets it
+            self._known = True
             self.rounds = trainer.state.global_step >= self._start
         self._seen.zero_()
-
-    def follow(self, seen: Tensor) -> None:
-        """Move the ranges towards `seen` by `1 - momentum`; the first call sets them."""
-        self._range.lerp_(seen, 1 - self._momentum if self._known else 1.0)
-        self._known = True
 
     def teardown(self, trainer: Trainer) -> None:
         """Remove the rounding from the model."""

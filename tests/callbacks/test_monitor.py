@@ -118,7 +118,7 @@ def test_verdict(options: dict[str, Any], values: list[float], stops: int | None
 
 def resumed(callback: EarlyStopping, epoch: int, branched: bool = False) -> str:
     """Return the stop that a callback with this one's state asks for as a run resumes."""
-    fresh = EarlyStopping("val/loss", patience=callback._patience, min_epochs=callback._min_epochs)
+    fresh = EarlyStopping("val/loss", patience=callback.patience, min_epochs=callback.min_epochs)
     fresh.load_state_dict(callback.state_dict())
     trainer: Any = SimpleNamespace(state=TrainState(epoch=epoch), metrics={}, branched=branched)
     fresh.on_fit_start(trainer)

@@ -1,6 +1,8 @@
 """Pruned weights: which, when, and that they stay zero; and weights on a grid of 8 bits."""
 
 import copy
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +19,8 @@ from trainer.assembly.parts import Assembly
 from trainer.callback import Average, Callback
 from trainer.checkpoints.archive import read_safetensors
 from trainer.checkpoints.reader import read_checkpoint
+from trainer.distributed import Group
+from trainer.state import TrainState
 
 WEIGHTS = {"weights": {"kind": "matrix"}}
 FIRST = [[1.0, -8.0, 3.0], [-2.0, 5.0, 0.5]]
@@ -304,6 +308,8 @@ def test_inputs_are_rounded_to_a_running_range_of_whole_updates():
     qat.check(model)
     qat.prepare("cpu")
     qat.attach(model)
+    trainer: Any = SimpleNamespace(group=Group(), state=TrainState())
+    qat._start = 1
     low = high = torch.zeros(())
     for number in range(3):
         x = torch.randn(10, 3) * (number + 1)
@@ -313,8 +319,7 @@ def test_inputs_are_rounded_to_a_running_range_of_whole_updates():
             layer(100 * x)  # an evaluation is not seen
         share = 0.1 if number else 1.0
         low, high = low + share * (x.min() - low), high + share * (x.max() - high)
-        qat.follow(qat._seen)
-        qat._seen.zero_()
+        qat.on_update_end(trainer)
     ranges = qat.state_dict()["fake_quantization"]
     torch.testing.assert_close((ranges["low"][0], ranges["high"][0]), (low, high))
     qat.rounds = True
