@@ -9,7 +9,7 @@ from tqdm import tqdm
 
 from callbacks.support import require
 from trainer.callback import Callback, saver_of
-from trainer.files.layout import is_dumb, size_of
+from trainer.files.layout import is_dumb, packed, size_of
 from trainer.trainer import Trainer
 
 _LOSS, _EPOCH_LOSS = "train/loss", "train/epoch_loss"
@@ -171,14 +171,9 @@ class Progress(Callback):
         for name, text in cells.items():
             least = max(len(name), len(text), _NUMBER if "/" in name else 0)
             self._widths[name] = max(self._widths.get(name, 0), least)
-        rows: list[list[str]] = [[]]
-        for name in cells:
-            if sum(self._widths[n] + 2 for n in rows[-1]) + self._widths[name] > width:
-                rows.append([])
-            rows[-1].append(name)
         header, row = (
-            ["  ".join(given[n].rjust(self._widths[n]) for n in names).rstrip() for names in rows]
-            for given in ({name: name for name in cells}, cells)
+            packed([text.rjust(self._widths[name]) for name, text in given], width, "  ")
+            for given in (zip(cells, cells, strict=True), cells.items())
         )
         if header != self._header or self._rows + len(row) > height - len(header) - 3:
             self._header, self._rows = header, 0
@@ -232,12 +227,9 @@ class Progress(Callback):
 def bar_line(share: float | None, head: str, items: Sequence[str], width: int) -> str:
     """Return a bar with as many of the items beside it as fit whole; without a share no bar."""
     start = head if share is None else f"{head} {min(share, 1.0):4.0%}"
-    room, shown = width - len(start) - (2 if share is None else len("||") + 9), ""
-    for item in filter(None, items):
-        longer = f"{shown}, {item}" if shown else item
-        if len(longer) > room:
-            break
-        shown = longer
+    room = width - len(start) - (2 if share is None else len("||") + 9)
+    shown = next(iter(packed([*filter(None, items)], room, ", ")), "")
+    shown = shown if len(shown) <= room else ""
     if share is None:
         return f"{start}  {shown}"
     form = f"{start}|\0| {shown}".replace("{", "{{").replace("}", "}}").replace("\0", "{bar}")

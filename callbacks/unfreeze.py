@@ -95,11 +95,9 @@ def set_trainable(model: nn.Module, parameters: Iterable[Tensor], trains: bool) 
     """
     chosen = {id(parameter) for parameter in parameters}
     for module in model.modules():
-        for name, parameter in list(
-            module.named_parameters("", recurse=False, remove_duplicate=False)
-        ):
-            if id(parameter) in chosen:
-                parameter.requires_grad_(trains)
-                parameter.grad = None
-                setattr(module, name, None)
-                setattr(module, name, parameter)
+        own = module.named_parameters("", recurse=False, remove_duplicate=False)
+        for name, parameter in [pair for pair in own if id(pair[1]) in chosen]:
+            parameter.requires_grad_(trains)
+            parameter.grad = None
+            setattr(module, name, None)
+            setattr(module, name, parameter)

@@ -59,7 +59,8 @@ class MLflow(Tracker):
         """Go on with a run, if its store has it, or create one."""
         for key, value in _SETTINGS.items():
             os.environ.setdefault(key, value)
-        logging.getLogger("alembic").setLevel(logging.WARNING)
+        for library in ("mlflow", "alembic"):
+            logging.getLogger(library).setLevel(logging.WARNING)
         self._client = client = importlib.import_module("mlflow").MlflowClient(self.tracking_uri)
         self._id, store = tracked.get("run_id", ""), str(client.tracking_uri)
         if self._id and tracked.get("store") == store:
