@@ -2,7 +2,6 @@
 
 import copy
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -308,7 +307,7 @@ def test_inputs_are_rounded_to_a_running_range_of_whole_updates():
     qat.check(model)
     qat.prepare("cpu")
     qat.attach(model)
-    trainer: Any = SimpleNamespace(group=Group(), state=TrainState())
+    trainer = SimpleNamespace(group=Group(), state=TrainState())
     qat._start = 1
     low = high = torch.zeros(())
     for number in range(3):
