@@ -21,7 +21,9 @@ PACKAGES = ("callbacks", "conf", "data", "models", "scripts", "trainer")
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Work in an empty folder; what is imported from it is forgotten."""
+    """Work in an empty folder; what is imported from it, allowed and closed, is forgotten."""
+    monkeypatch.setattr(targets, "_extra", [])
+    monkeypatch.setattr(targets, "_closed", set())
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     known = set(sys.modules)
@@ -112,15 +114,12 @@ def test_a_refusal_names_the_key_the_nearest_name_and_the_way_out(folder: Path) 
     assert keys == ["model.x.0._target_", "model.y._target_"]
 
 
-def test_packages_of_the_working_folder_may_be_named(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_packages_of_the_working_folder_may_be_named(folder: Path) -> None:
     package = folder / "my_package" / "deep"
     (package / "conf").mkdir(parents=True)
     (package / "__init__.py").touch()
     (package.parent / "__init__.py").touch()
     (package / "nets.py").write_text("def build():\n    return 3\n")
-    monkeypatch.setattr(targets, "_closed", set())
     targets.close([str(folder), str(package / "conf")])  # a project that holds its configurations
     assert instantiate({"_target_": "my_package.deep.nets.build"}) == 3
     assert sys.path[-1] == str(folder)
@@ -134,22 +133,21 @@ def test_packages_of_the_working_folder_may_be_named(
 @pytest.mark.parametrize(
     ("file", "packages"),
     [
-        pytest.param("runs/received/payload.py", [], id="a-received-run"),
-        pytest.param("runs/received/payload.py", ["runs", "runs/received"], id="packages-in-runs"),
-        pytest.param("stranger/payload.py", [], id="any-folder"),
-        pytest.param("stranger/payload.py", ["stranger"], id="a-folder-of-configurations"),
-        pytest.param("mine/stranger/payload.py", ["mine"], id="below-a-package"),
+        ("runs/received/payload.py", []),
+        ("runs/received/payload.py", ["runs", "runs/received"]),
+        ("stranger/payload.py", []),
+        ("stranger/payload.py", ["stranger"]),  # a folder of configurations
+        ("mine/stranger/payload.py", ["mine"]),
     ],
 )
 def test_no_code_comes_from_folders_that_are_not_packages(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, file: str, packages: list[str]
+    folder: Path, file: str, packages: list[str]
 ) -> None:
     place = folder / file
     place.parent.mkdir(parents=True)
     for package in packages:
         (folder / package / "__init__.py").touch()
     place.write_text(f"open({str(folder / 'canary')!r}, 'w')\nclass Model: ...\n")
-    monkeypatch.setattr(targets, "_closed", set())
     targets.close([str(folder / "stranger")])
     path = f"{file.removesuffix('.py').replace('/', '.')}.Model"
     assert "not allowed" in (refusal(path) or "")
@@ -159,11 +157,16 @@ def test_no_code_comes_from_folders_that_are_not_packages(
 
 
 def test_a_package_of_the_user_does_not_open_others(folder: Path) -> None:
-    text = "import os, torch\nfrom os import system\nclass Net:\n    def run(self): ...\n"
-    (folder / "my_doors.py").write_text(text)
-    for path in ("os.system", "system", "torch.load", "Net.run"):
+    (folder / "my_doors.py").write_text(
+        "import os, torch\nfrom os import system\nclass Net:\n    def run(self): ...\n"
+        "from data.batch import map_leaves\nfrom torch.nn import Linear\n"
+        "from trainer.files.atomic import AppendLog\nfrom torch.nn.utils import skip_init\n"
+    )
+    for path in "os.system system torch.load Net.run map_leaves AppendLog skip_init".split():
         with pytest.raises(TargetError, match="not allowed"):
-            locate(f"my_doors.{path}")
+            instantiate({"_target_": f"my_doors.{path}"})
+    made = instantiate({"_target_": "my_doors.Linear", "in_features": 1, "out_features": 2})
+    assert made.out_features == 2
 
 
 def test_the_working_folder_does_not_stand_in_for_what_is_installed(
@@ -178,8 +181,7 @@ def test_the_working_folder_does_not_stand_in_for_what_is_installed(
     assert locate("models.mlp.MLP").__module__ == "models.mlp"
 
 
-def test_allowed_packages_are_those_and_what_is_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(targets, "_extra", [])
+def test_allowed_packages_are_those_and_what_is_theirs(folder: Path) -> None:
     targets.allow(["json"])
     assert locate("json.loads")("3") == 3
     with pytest.raises(TargetError, match="not allowed"):

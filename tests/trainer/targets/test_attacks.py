@@ -51,23 +51,19 @@ def node(target, **arguments):
 
 
 OS = node("os.system", c="COMMAND")
-KEPT = node("joblib.load")
-LAZY = "torch.nn.utils._deprecation_utils.lazy_deprecated_import"  # returns what it is asked for
-GIT = ["-c", "alias.x=!COMMAND", "x"]
+LAZY = node(
+    "torch.nn.utils._deprecation_utils.lazy_deprecated_import", _args_=[["system"], "os", "os"]
+)
 CALLS = [
-    node(
-        "data.batch.map_leaves",
-        function=node(LAZY, _args_=[["system"], "os", "os"]),
-        value="COMMAND",
-    ),
+    node("data.batch.map_leaves", function=LAZY, value="COMMAND"),
     node("torch.nn.Sequential", _args_=[OS]),
-    node("torch.nn.Identity", _recursive_=False, x=KEPT),
+    node("torch.nn.Identity", _recursive_=False, x=node("joblib.load")),
     node("torch.optim.lr_scheduler.LambdaLR", _partial_=True, lr_lambda={**OS, "_partial_": True}),
     node("torchvision.transforms.Lambda", lambd=node("builtins.eval", _partial_=True)),
     node("torch.nn.Identity", _convert_=OS),  # a key of Hydra's
     node("trainer.files.atomic.AppendLog", path="FILE"),  # would cut it
     node("trainer.errors.leave_at_once", code=0),
-    node("trainer.runs.directory._git", _args_=GIT),
+    node("trainer.runs.directory._git", _args_=["-c", "alias.x=!COMMAND", "x"]),
     node("os.${oc.select:y,system}", command="COMMAND"),
     node("builtins.open", file="FILE", mode="w"),
     node("subprocess.run", args="COMMAND", shell=True),
@@ -155,23 +151,6 @@ def test_what_unpickles_is_refused_at_any_depth(call, key: str, timm: list[str])
     assert timm == []
     instantiate(node("timm.create_model", model_name="resnet18", drop_rate=0.1))
     assert timm == ["resnet18"]
-
-
-def test_what_the_users_own_module_imported_is_theirs_only_if_it_is_offered(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "my_window.py").write_text(
-        "from data.batch import map_leaves\nfrom torch.nn import Linear\n"
-        "from trainer.files.atomic import AppendLog\nfrom torch.nn.utils import skip_init\n"
-    )
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    made = instantiate({"_target_": "my_window.Linear", "in_features": 1, "out_features": 2})
-    assert made.out_features == 2
-    for name in ("map_leaves", "AppendLog", "skip_init"):
-        with pytest.raises(TargetError, match="not allowed"):
-            instantiate({"_target_": f"my_window.{name}"})
-    monkeypatch.delitem(sys.modules, "my_window")
 
 
 @pytest.mark.parametrize(
