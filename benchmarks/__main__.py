@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from scripts.cli.arguments import command_parser, parse_command
+from scripts.cli.arguments import command_parser
 from scripts.cli.console import Command
 
 BENCHMARKS = {
@@ -38,8 +38,7 @@ def benchmark(argv: Sequence[str]) -> int:
     parser.add_argument("overrides", nargs="*", help=f"of {', '.join(TAKE_OVERRIDES)}: key=value")
     parser.add_argument("--rounds", type=int, default=40, help="turns of each contender")
     parser.add_argument("--output", type=Path, default=Path("benchmarks"), help="folder")
-    if (arguments := parse_command(parser, argv)) is None:
-        return 0
+    arguments = parser.parse_intermixed_args(argv)
     if arguments.overrides and arguments.name not in TAKE_OVERRIDES:
         parser.error(f"{arguments.name} takes no overrides, only {', '.join(TAKE_OVERRIDES)} do")
     module = importlib.import_module(f"benchmarks.{SHARED.get(arguments.name, arguments.name)}")

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from conf.errors import ConfigError, Problem, did_you_mean
-from scripts.cli.arguments import command_parser, parse_command
+from scripts.cli.arguments import command_parser
 from scripts.cli.shadow import ROOT
 from scripts.composition.folders import CONF, check_folder
 from scripts.help import Groups, below, description, groups_in
@@ -25,8 +25,7 @@ def ls(argv: Sequence[str]) -> int:
     """Print the groups that a command line asks for. Raises ConfigError."""
     parser = _parser("ls")
     parser.add_argument("group", nargs="?", help="only this group and those inside it: task, model")
-    if (arguments := parse_command(parser, argv)) is None:
-        return 0
+    arguments = parser.parse_intermixed_args(argv)
     groups = _groups(arguments)
     for group, files in (below(groups, arguments.group) if arguments.group else groups).items():
         width = max(map(len, files))
@@ -42,8 +41,7 @@ def cp(argv: Sequence[str]) -> int:
     parser = _parser("cp")
     parser.add_argument("source", metavar="GROUP/CHOICE")
     parser.add_argument("target", metavar="FILE", help="a new file, or a folder with a / behind")
-    if (arguments := parse_command(parser, argv)) is None:
-        return 0
+    arguments = parser.parse_intermixed_args(argv)
     groups, target = _groups(arguments), Path(arguments.target)
     group, _, choice = arguments.source.removesuffix(".yaml").strip("/").rpartition("/")
     files = groups.get(group, {})
@@ -84,8 +82,7 @@ def new(argv: Sequence[str]) -> int:
     """Write the project. Raises ConfigError where the folder holds something, StorageError."""
     parser = command_parser("regimen new", COMMANDS["new"][1])
     parser.add_argument("folder", type=Path, metavar="DIR", help="a new folder, or an empty one")
-    if (arguments := parse_command(parser, argv)) is None:
-        return 0
+    arguments = parser.parse_intermixed_args(argv)
     folder: Path = arguments.folder
     title = folder.resolve().name
     if len(title) > _LONGEST:

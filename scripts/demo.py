@@ -20,9 +20,7 @@ _LOCAL = ("127.0.0.1", "localhost", "::1")
 
 def demo(argv: Sequence[str]) -> int:
     """Do what a command line asks for; torch is imported once its keys are sound."""
-    if (asked := read_keys(Demo, argv)) is None:
-        return 0
-    keys, arguments = asked
+    keys, arguments = read_keys(Demo, argv)
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # gradio's own, read when it is imported
     with importing():
         from trainer.inference.run import load_run

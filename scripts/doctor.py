@@ -6,7 +6,6 @@ import os
 import resource
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,8 +13,8 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
-from scripts.cli.arguments import command_parser, parse_command
-from scripts.cli.console import importing
+from scripts.cli.arguments import command_parser
+from scripts.cli.console import importing, usable_cpus
 from trainer.files.layout import on_one_line
 from trainer.runs.directory import versions
 
@@ -34,8 +33,7 @@ def doctor(argv: Sequence[str]) -> int:
     """Look at everything; return 0, or 8 where something has a cure."""
     parser = command_parser("regimen doctor", __doc__)
     parser.add_argument("--json", action="store_true", help="for machines: a list of objects")
-    if (arguments := parse_command(parser, argv)) is None:
-        return 0
+    arguments = parser.parse_intermixed_args(argv)
     found = []
     for name, check in _checks():
         try:
@@ -73,7 +71,7 @@ def _checks() -> Iterator[tuple[str, Callable[[], Finding]]]:
 
 
 def _threads() -> Finding:
-    cpus = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    cpus = len(usable_cpus())
     wanted = os.environ.get("OMP_NUM_THREADS", "not set")
     text, first = f"{cpus} CPUs for this process, OMP_NUM_THREADS {wanted}", wanted.split(",")[0]
     good = wanted == "not set" or (first.isdigit() and int(first) <= cpus)

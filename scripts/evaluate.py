@@ -16,9 +16,7 @@ def evaluate(argv: Sequence[str]) -> int:
     """Compute the metrics of one split with one checkpoint, print them and keep them."""
     from scripts.cli.keys import Evaluation, read_keys
 
-    if (asked := read_keys(Evaluation, argv)) is None:
-        return 0
-    keys, arguments = asked
+    keys, arguments = read_keys(Evaluation, argv)
     from conf.check import parse
     from conf.errors import one_line
     from scripts.cli.console import importing

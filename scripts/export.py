@@ -12,8 +12,7 @@ from scripts.cli.keys import Export, Quantization, Written, read_keys
 
 def export(argv: Sequence[str]) -> int:
     """Write a model in another format, as a command line asks for it."""
-    if (opened := _open(Export, argv)) is None:
-        return 0
+    opened = _open(Export, argv)
     with importing():
         from trainer.export.artefact import export_run
         from trainer.export.formats import how_to_load
@@ -29,8 +28,7 @@ def export(argv: Sequence[str]) -> int:
 
 def quantize(argv: Sequence[str]) -> int:
     """Write a model with 8-bit integers, as a command line asks for it."""
-    if (opened := _open(Quantization, argv)) is None:
-        return 0
+    opened = _open(Quantization, argv)
     with importing():
         from trainer.export.quantization import quantize_run
 
@@ -44,13 +42,11 @@ def quantize(argv: Sequence[str]) -> int:
     return 0
 
 
-def _open(command: type[Written], argv: Sequence[str]) -> dict[str, Any] | None:
-    """Return the keys of a command line and the run; None where help was asked for."""
-    if (asked := read_keys(command, argv)) is None:
-        return None
+def _open(command: type[Written], argv: Sequence[str]) -> dict[str, Any]:
+    """Return the keys of a command line and the run."""
+    keys, arguments = read_keys(command, argv)
     with importing():
         from trainer.inference.run import load_run
 
-    keys, arguments = asked
     run = load_run(keys.run, "cpu", arguments.allow_targets)
     return asdict(keys) | {"run": run, "out": None if keys.out is None else Path(keys.out)}

@@ -21,7 +21,7 @@ from conf.fields import REQUIRED, dataclass_in, declared, default_of, rule_of
 from conf.interpolation import join
 from conf.schema import Config
 from conf.yaml_file import word
-from scripts.cli.arguments import Arguments, command_parser, parse_command, parser
+from scripts.cli.arguments import Arguments, command_parser, parser
 from scripts.composition.compose import answer_by_hydra, config_text
 from scripts.composition.folders import CONF
 from scripts.regimen import COMMANDS
@@ -251,8 +251,7 @@ def completion(argv: Sequence[str]) -> int:
     parser = command_parser("regimen completion", _COMPLETION)
     parser.add_argument("shell", choices=tuple(_SCRIPTS))
     parser.add_argument("--line", help=argparse.SUPPRESS)  # what the script asks for
-    if (arguments := parse_command(parser, argv)) is None:
-        return 0
+    arguments = parser.parse_intermixed_args(argv)
     if arguments.line is None:
         print(_SCRIPTS[arguments.shell], end="")
         return 0

@@ -18,7 +18,7 @@ from callbacks.support import AUTO
 from conf.errors import ConfigError
 from conf.interpolation import join
 from conf.yaml_file import plain_values, word
-from scripts.cli.arguments import command_parser, parse_command
+from scripts.cli.arguments import command_parser
 from trainer.files.layout import aligned, columns_of, on_one_line, size
 from trainer.runs.directory import CONFIG, OVERRIDES
 from trainer.runs.status import (
@@ -51,8 +51,7 @@ def runs(argv: Sequence[str]) -> int:
     parser = command_parser("regimen runs", __doc__)
     parser.add_argument("folder", nargs="?", type=Path, default=Path("runs"), metavar="DIR")
     parser.add_argument("--json", action="store_true", help="for machines: a list of objects")
-    if (arguments := parse_command(parser, argv)) is None:
-        return 0
+    arguments = parser.parse_intermixed_args(argv)
     found = []
     for place, folders, files in os.walk(arguments.folder):  # links are not followed
         if MANIFEST in files:
@@ -88,8 +87,7 @@ def _diff(argv: Sequence[str]) -> int:
     parser.add_argument("left", type=Path, metavar="A")
     parser.add_argument("right", type=Path, metavar="B")
     parser.add_argument("--json", action="store_true", help="for machines: pairs by name")
-    if (arguments := parse_command(parser, argv)) is None:
-        return 0
+    arguments = parser.parse_intermixed_args(argv)
     paths, results = (arguments.left, arguments.right), []
     both = [read_run(path) for path in paths]
     for path in paths:  # of a run that has not ended well, what it has logged last

@@ -24,9 +24,7 @@ def predict(argv: Sequence[str]) -> int:
 
     # data.on_error: as the error of a broken file calls it
     words = [word.replace("data.on_error=", "on_error=") for word in argv]
-    if (asked := read_keys(Prediction, words)) is None:
-        return 0
-    keys, arguments = asked
+    keys, arguments = read_keys(Prediction, words)
     problem = (
         "predict needs the whole model on each device (single, ddp); the checkpoint of a run of "
         "any strategy, sharded ones too, is put together for it"

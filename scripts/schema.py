@@ -29,7 +29,7 @@ from conf.fields import (
 )
 from conf.interpolation import children
 from conf.schema import OWN_KEYS, Config
-from scripts.cli.arguments import command_parser, parse_command
+from scripts.cli.arguments import command_parser
 from scripts.composition.folders import CONF
 from scripts.help import below, groups_in
 from trainer.targets.allow_list import locate
@@ -47,8 +47,7 @@ def schema(argv: Sequence[str]) -> int:
     parser = command_parser("regimen schema", __doc__)
     parser.add_argument("group", nargs="?", help="optimizer, task/loss, experiment, ...")
     parser.add_argument("--write", type=Path, metavar="DIR", help="write all schemas into a folder")
-    if (arguments := parse_command(parser, argv)) is None:
-        return 0
+    arguments = parser.parse_intermixed_args(argv)
     if (folder := arguments.write) is None:
         print(schema_text(arguments.group), end="")
         return 0

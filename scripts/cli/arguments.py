@@ -71,7 +71,16 @@ class Arguments:
         return any(flags) or bool(self.cfg or self.info)
 
 
+class AnsweredError(SystemExit):
+    """Help was asked for, and is printed: the command ends well."""
+
+    exit_code = 0
+
+
 class _Parser(argparse.ArgumentParser):
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        raise AnsweredError
+
     def error(self, message: str) -> NoReturn:
         raise ConfigError(Problem("command line", message, self._hint(message)))
 
@@ -99,22 +108,9 @@ def parser() -> argparse.ArgumentParser:
 
 
 def command_parser(prog: str, description: str | None) -> argparse.ArgumentParser:
-    """Return the parser of a command that takes words, not overrides; its mistakes exit with 2."""
+    """Return the parser of a command that takes words, not overrides; mistakes are ConfigErrors."""
     form = argparse.RawDescriptionHelpFormatter
     return _Parser(prog=prog, description=description, formatter_class=form, allow_abbrev=False)
-
-
-def parse_command(
-    parser: argparse.ArgumentParser, argv: Sequence[str]
-) -> argparse.Namespace | None:
-    """Take a command line apart; None where its help was asked for, and printed.
-
-    Raises ConfigError.
-    """
-    if {"--help", "-h"} & set(argv):
-        parser.print_help()
-        return None
-    return parser.parse_intermixed_args(list(argv))
 
 
 def parse_arguments(argv: Sequence[str]) -> Arguments:

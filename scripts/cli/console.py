@@ -15,7 +15,7 @@ import sys
 import sysconfig
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from importlib import metadata
@@ -108,7 +108,8 @@ def importing() -> Iterator[None]:
 
 def report(error: BaseException) -> int:
     """Print the error that ended the command, and return its exit code."""
-    code = exit_code(error)
+    if (code := exit_code(error)) == 0:  # help was asked for
+        return 0
     if "TORCHELASTIC_RUN_ID" in os.environ:  # of several processes the first to fail speaks
         from trainer.distributed import Cause, agent_board
 
@@ -219,11 +220,15 @@ def threads() -> int:
         given = os.environ.get(name, "").partition(",")[0]
         if given.isdigit() and int(given):
             return int(given)
-    if not hasattr(os, "sched_getaffinity"):
-        return os.cpu_count() or 1
     # MKL counts no hyper-threads: those of a core share a list.
-    lists = (_TOPOLOGY.format(cpu) for cpu in os.sched_getaffinity(0))
+    lists = (_TOPOLOGY.format(cpu) for cpu in usable_cpus())
     return len({Path(p).read_text() if os.path.exists(p) else p for p in lists})
+
+
+def usable_cpus() -> Collection[int]:
+    """Return the CPUs that this process may use."""
+    known = hasattr(os, "sched_getaffinity")
+    return os.sched_getaffinity(0) if known else range(os.cpu_count() or 1)
 
 
 class _Outlet:

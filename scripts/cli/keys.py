@@ -22,7 +22,7 @@ from conf.errors import Problem, nearest
 from conf.fields import REQUIRED, Check, declared, default_of, members, option, rule_of
 from conf.schema import Config
 from conf.yaml_file import word
-from scripts.cli.arguments import Arguments, parse_arguments
+from scripts.cli.arguments import AnsweredError, Arguments, parse_arguments
 from scripts.cli.console import asked_device, greet, log_to_stderr
 
 Format = Literal["onnx", "torch_export", "torchscript", "aoti", "safetensors"]
@@ -209,16 +209,16 @@ class Demo(OfRun):
 T = TypeVar("T", bound=OfRun)
 
 
-def read_keys(command: type[T], argv: Sequence[str]) -> tuple[T, Arguments] | None:
+def read_keys(command: type[T], argv: Sequence[str]) -> tuple[T, Arguments]:
     """Return a command's keys, and what composes the run's configuration with other overrides.
 
-    Greets, once the line can be taken apart; None where it asks for help, which is printed.
-    Raises ConfigError with all mistakes.
+    Greets, once the line can be taken apart. Raises ConfigError with all mistakes, AnsweredError
+    once the help that was asked for is printed.
     """
     arguments, known = parse_arguments(argv), declared(command)
     if arguments.help:
         print(help_of(command))
-        return None
+        raise AnsweredError
     place = "device" if "device" in known else "strategy.accelerator"
     named = command.overrides or place in known
     greet(asked_device(arguments.overrides, place) if named else "cpu")

@@ -9,7 +9,7 @@ import ctypes
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 _PR_SET_PDEATHSIG = 1
 _early: list[int] = []
+Handler = Callable[[int, FrameType | None], object]
 
 
 class StoppedEarlyError(BaseException):
@@ -52,6 +53,17 @@ def end_with_parent(number: int) -> None:
 
 
 @contextmanager
+def handling(handle: Handler) -> Iterator[dict[int, Any]]:
+    """Have `handle` called for signals within the context; yields the handlers from then on."""
+    previous: dict[int, Any] = {n: signal.signal(n, handle) for n in stopping_signals()}
+    try:
+        yield previous
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
 def stop_signals(trainer: Trainer) -> Iterator[None]:
     """Turn signals into requests to stop within the context; main thread only.
 
@@ -69,19 +81,16 @@ def stop_signals(trainer: Trainer) -> Iterator[None]:
         trainer.state.signal = trainer.state.signal or (signal.Signals(number).name, code)
         trainer.group.on_signal()
 
-    previous: dict[int, Any] = {n: signal.signal(n, handle) for n in stopping_signals()}
-    if _early:
-        handle(_early[-1], None)
-    try:
-        yield
-    except BaseException:
-        if trainer.group.world_size > 1:
-            # A launcher stops the peers of a failed process: this one already ends.
-            previous = dict.fromkeys(previous, signal.SIG_IGN)
-        raise
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+    with handling(handle) as previous:
+        if _early:
+            handle(_early[-1], None)
+        try:
+            yield
+        except BaseException:
+            if trainer.group.world_size > 1:
+                # A launcher stops the peers of a failed process: this one already ends.
+                previous |= dict.fromkeys(previous, signal.SIG_IGN)
+            raise
 
 
 def leave_after_second_interrupt() -> NoReturn:

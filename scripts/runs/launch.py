@@ -16,8 +16,8 @@ import tempfile
 import time
 import traceback
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any
 from conf.errors import ConfigError, Problem
 from scripts.cli.arguments import Request
 from scripts.cli.console import describe, exit_code, importing, log_to_stderr, set_up
-from scripts.cli.signals import end_with_parent, leave_after_second_interrupt
-from trainer.errors import PeerError, SilentPeerError, leave_at_once, stopping_signals
+from scripts.cli.signals import Handler, end_with_parent, handling, leave_after_second_interrupt
+from trainer.errors import PeerError, SilentPeerError, leave_at_once
 from trainer.files.layout import indented_lines, visible
 from trainer.runs.status import amend_failure
 
@@ -120,7 +120,7 @@ def launch(request: Request) -> int:
         notes.write("request", {"request": asdict(request), "path": sys.path})
         # -P: a folder `scripts` in the working directory would shadow ours.
         command = ("-P", "-m", "scripts.runs.launch", str(os.getpid()), str(notes.folder))
-        with _passing_signals_on(notes):
+        with handling(_passing_on(notes)):
             try:
                 elastic_launch(options, sys.executable)(*command)
             except (ChildFailedError, SignalException) as failed:
@@ -133,8 +133,7 @@ def launch(request: Request) -> int:
         shutil.rmtree(notes.folder, ignore_errors=True)
 
 
-@contextmanager
-def _passing_signals_on(notes: Notes) -> Iterator[None]:
+def _passing_on(notes: Notes) -> Handler:
     """Forward signals to the processes, which have their own sessions; a second Ctrl-C kills."""
 
     def send(kill: Callable[[int, int], None], number: int) -> None:
@@ -150,12 +149,7 @@ def _passing_signals_on(notes: Notes) -> Iterator[None]:
         notes.stopping.touch()
         send(os.kill, number)
 
-    before: dict[int, Any] = {n: signal.signal(n, handle) for n in stopping_signals()}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    return handle
 
 
 def first_failure(error: ChildFailedError | None, processes: int, notes: Notes) -> Failure:

@@ -24,7 +24,7 @@ from shlex import quote
 from typing import IO, Any
 
 from conf.errors import ConfigError, Problem
-from scripts.cli.console import AS_JOB, logger
+from scripts.cli.console import AS_JOB, logger, usable_cpus
 from scripts.cli.signals import end_with_parent
 from scripts.composition.overrides import refuse_untyped
 from scripts.sweeps.leaderboard import Job
@@ -168,13 +168,7 @@ def share_of_threads(jobs: int, processes: int = 1) -> dict[str, str]:
     """
     if os.environ.get(THREADS) is not None or jobs == 1:
         return {}
-    return {THREADS: str(max(1, usable_cpus() // jobs // processes))}
-
-
-def usable_cpus() -> int:
-    """Return the number of CPUs that this process may use."""
-    known = hasattr(os, "sched_getaffinity")
-    return len(os.sched_getaffinity(0)) if known else os.cpu_count() or 1
+    return {THREADS: str(max(1, len(usable_cpus()) // jobs // processes))}
 
 
 @dataclass(slots=True)

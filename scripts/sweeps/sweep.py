@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import yaml
@@ -19,6 +18,7 @@ from conf.errors import ConfigError, Problem, did_you_mean, raise_problems
 from conf.schema import SweepConfig
 from scripts.cli.arguments import PRIMARY, Arguments, quoted, run_dir_override
 from scripts.cli.console import logger
+from scripts.cli.signals import handling
 from scripts.composition.overrides import Swept, belongs_outside, identity
 from scripts.sweeps import leaderboard
 from scripts.sweeps.launchers import (
@@ -30,7 +30,7 @@ from scripts.sweeps.launchers import (
 )
 from scripts.sweeps.leaderboard import FILE, NOT_STARTED, RUNNING, Job, Ranking
 from scripts.sweeps.report import write_report
-from trainer.errors import StorageError, stopping_signals
+from trainer.errors import StorageError
 from trainer.files.atomic import write_json
 from trainer.files.layout import on_one_line
 from trainer.runs.directory import CONFIG, OVERRIDES, make_folder, name_folder, reserve, timestamp
@@ -126,16 +126,10 @@ class Sweep:
         write_json(self.folder / SWEEP, {"swept": list(self.varied)})
         board = shlex.quote(str(self.folder / TENSORBOARD))
         print(f"follow the sweep: tensorboard --logdir {board}", flush=True)
-
-        def hear(number: int, frame: FrameType | None) -> None:
-            self.heard.append(number)
-
-        before = {n: signal.signal(n, hear) for n in stopping_signals()}
         try:
-            yield
+            with handling(lambda number, _: self.heard.append(number)):
+                yield
         finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
             self.launcher.close()
             lock.release()
 

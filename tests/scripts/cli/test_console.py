@@ -19,6 +19,7 @@ from conf.errors import ConfigError
 from conf.fields import declared
 from data.errors import UnreadableError
 from scripts.cli import console as module
+from scripts.cli.arguments import AnsweredError
 from scripts.cli.console import (
     AS_JOB,
     asked_device,
@@ -171,7 +172,6 @@ def test_a_key_is_a_command_s_or_the_configuration_s(
 ) -> None:
     (tmp_path / "config.yaml").write_text("")
     asked = read_keys(Evaluation, [f"run={tmp_path}", override])
-    assert asked is not None
     assert asked[0].checkpoint == ("last" if own else "best")
     assert asked[1].overrides == (() if own else (override,))
     assert asked[1].config_dirs == (str(tmp_path),)
@@ -182,8 +182,7 @@ def test_a_key_is_a_command_s_or_the_configuration_s(
 def test_all_mistakes_of_a_command_without_other_keys_are_told_at_once(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("")
     good = [f"run={tmp_path}", "samples=0", "samples=7", "max_drop=1e-3", "overwrite=true"]
-    keys, _ = read_keys(Quantization, [*good, "split=null", "out=2024"]) or (None, None)
-    assert keys is not None
+    keys, _ = read_keys(Quantization, [*good, "split=null", "out=2024"])
     assert (keys.run, keys.samples, keys.max_drop) == (str(tmp_path), 7, 0.001)
     assert (keys.overwrite, keys.split, keys.out, keys.method) == (True, None, "2024", "auto")
     bad = ["run=nowhere", "method=c", "samples=1.5", "overwrite=1", "metod=a", "max_drop=-1"]
@@ -203,7 +202,8 @@ def test_all_mistakes_of_a_command_without_other_keys_are_told_at_once(tmp_path:
 
 @pytest.mark.parametrize("command", [Evaluation, Prediction, Export, Quantization, Demo])
 def test_help_names_every_key(command: type[OfRun], capsys: pytest.CaptureFixture[str]) -> None:
-    assert read_keys(command, ["--help"]) is None
+    with pytest.raises(AnsweredError):
+        read_keys(command, ["--help"])
     out, err = capsys.readouterr()
     assert err == ""
     assert {f"{name}=" for name in declared(command)} <= {

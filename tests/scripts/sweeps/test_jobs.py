@@ -13,10 +13,11 @@ import pytest
 
 from conf.errors import ConfigError
 from scripts.cli.arguments import parse_arguments
+from scripts.cli.console import usable_cpus
 from scripts.composition.compose import split_jobs
 from scripts.sweeps import grid, launchers, leaderboard
 from scripts.sweeps import sweep as sweep_module
-from scripts.sweeps.launchers import LocalLauncher, share_of_threads, usable_cpus
+from scripts.sweeps.launchers import LocalLauncher, share_of_threads
 from scripts.sweeps.leaderboard import Job
 from toy_runs import board, until
 from trainer.files.atomic import storage_error
@@ -90,7 +91,7 @@ def test_no_job_outlives_its_sweep(command, number, ended):
 
 def test_each_job_has_its_share_of_threads_and_a_device_of_its_own(job, sweep_of, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(launchers, "usable_cpus", lambda: 9)
+    monkeypatch.setattr(launchers, "usable_cpus", lambda: range(9))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2, 5,7")
     monkeypatch.setattr(grid, "check_built", lambda *_: (None, 2))
     assert sweep_of("run_dir=there", "optimizer.lr=0.7", "seed=1,2,3,4", "sweep.jobs=4") == 0
@@ -104,8 +105,8 @@ def test_a_given_number_of_threads_is_kept(monkeypatch):
     assert share_of_threads(4) == {}
     monkeypatch.delenv("OMP_NUM_THREADS")
     assert share_of_threads(1) == {}
-    assert share_of_threads(2 * usable_cpus()) == {"OMP_NUM_THREADS": "1"}
-    monkeypatch.setattr(launchers, "usable_cpus", lambda: 12)
+    assert share_of_threads(2 * len(usable_cpus())) == {"OMP_NUM_THREADS": "1"}
+    monkeypatch.setattr(launchers, "usable_cpus", lambda: range(12))
     assert share_of_threads(2, processes=3) == {"OMP_NUM_THREADS": "2"}
 
 
