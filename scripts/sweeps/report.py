@@ -190,20 +190,19 @@ def importances(jobs: Sequence[Job], ranking: Ranking, keys: Sequence[str]) -> d
         print("importance takes the package optuna: pip install optuna")
         return {}
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    kinds, known, params = optuna.distributions, dict[str, Any](), [dict[str, Any]() for _ in ended]
-    for key in keys:
-        scale = Scale.of(key, ended)
-        low, high = min(scale.places.values()), max(scale.places.values())
-        number = kinds.FloatDistribution(low, high, log=scale.log)
-        known[key] = kinds.CategoricalDistribution(scale.words) if scale.words else number
-        for job, values in zip(ended, params, strict=True):
-            if key in job.overrides:
-                place = scale.places[job.number]
-                values[key] = job.overrides[key] if scale.words else place
+    scales = {key: Scale.of(key, ended) for key in keys}
     study = optuna.create_study(direction="maximize" if ranking.larger_is_better else "minimize")
-    for job, values in zip(ended, params, strict=True):
-        given = {key: known[key] for key in values}
-        trial = {"params": values, "distributions": given, "value": ranking.value(job)}
+    for job in ended:
+        params, kinds = dict[str, Any](), dict[str, Any]()
+        for key, scale in scales.items():
+            if key not in job.overrides:
+                continue
+            params[key] = job.overrides[key] if scale.words else scale.places[job.number]
+            low, high = min(scale.places.values()), max(scale.places.values())
+            number = optuna.distributions.FloatDistribution(low, high, log=scale.log)
+            words = optuna.distributions.CategoricalDistribution
+            kinds[key] = words(scale.words) if scale.words else number
+        trial = {"params": params, "distributions": kinds, "value": ranking.value(job)}
         study.add_trial(optuna.trial.create_trial(**trial))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

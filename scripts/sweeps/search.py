@@ -69,7 +69,7 @@ def search(arguments: Arguments) -> int:
     if not varied:
         message = "nothing to search: give a key as interval(a,b) or choice(a,b)"
         raise ConfigError(Problem("sweep.params", message))
-    space = [with_integers(dimension, config) for dimension in varied]
+    space = [typed(dimension, config) for dimension in varied]
     refuse_outside(d.name for d in space)
     pairs = ((text, *text.lstrip("+~").partition("=")) for text in texts)
     fixed = [Swept(text, key, value, False) for text, key, _, value in pairs]
@@ -130,12 +130,16 @@ def given(
     return dimensions
 
 
-def with_integers(dimension: Dimension, config: Mapping[str, Any]) -> Dimension:
-    """Let a dimension have integers only where the configuration holds one, too."""
+def typed(dimension: Dimension, config: Mapping[str, Any]) -> Dimension:
+    """Give a dimension's numbers their type: integers only where the configuration holds one."""
     value: Any = config
     for name in dimension.name.split("."):
         value = value.get(name) if isinstance(value, dict) else None
-    return replace(dimension, integers=dimension.integers and type(value) is int)
+    whole = dimension.integers and type(value) is int
+    kind = int if whole else float
+    step = None if dimension.step is None else kind(dimension.step)
+    low, high = kind(dimension.low), kind(dimension.high)
+    return replace(dimension, low=low, high=high, integers=whole, step=step)
 
 
 def values_of(dimension: Dimension) -> list[Any]:
@@ -145,9 +149,9 @@ def values_of(dimension: Dimension) -> list[Any]:
     if dimension.step is None and not dimension.integers:
         message = "sampler=grid takes choices, or numbers with a step"
         raise ConfigError(Problem(dimension.name, message, "sampler=tpe"))
-    step, kind = dimension.step or 1, int if dimension.integers else float
+    step = dimension.step or 1
     count = round((dimension.high - dimension.low) / step) + 1
-    return [kind(dimension.low + n * step) for n in range(count)]
+    return [dimension.low + n * step for n in range(count)]
 
 
 def samples(space: Sequence[Dimension]) -> list[tuple[Swept, ...]]:
@@ -156,10 +160,7 @@ def samples(space: Sequence[Dimension]) -> list[tuple[Swept, ...]]:
     All combinations of the choices if there are at most 100, else each choice once. Of a range of
     numbers, the lowest and the highest.
     """
-    lists: list[Sequence[Any]] = []
-    for d in space:
-        kind = int if d.integers else float
-        lists.append(d.choices or tuple(dict.fromkeys((kind(d.low), kind(d.high)))))
+    lists: list[Sequence[Any]] = [d.choices or [*dict.fromkeys([d.low, d.high])] for d in space]
     if math.prod(map(len, lists)) <= _MOST_SAMPLES:
         found = list(itertools.product(*lists))
     else:
@@ -182,10 +183,9 @@ def enqueued(
     """
 
     def spelled(value: Any) -> str:  # as YAML understands it: `true` and `True` are one
-        try:
-            return str(yaml.safe_load(str(value)))
-        except yaml.YAMLError:
-            return str(value)
+        with suppress(yaml.YAMLError):
+            value = yaml.safe_load(str(value))
+        return str(value)
 
     known = {d.name: d for d in space}
     problems, entries = [], []
@@ -197,16 +197,15 @@ def enqueued(
                 hint = did_you_mean(key, list(known)) or f"there are {', '.join(known)}"
                 problems.append(Problem(f"{place}.{key}", "does not vary in this search", hint))
                 continue
-            found: list[Any]
             if d.choices:
-                found = [choice for choice in d.choices if spelled(choice) == spelled(value)]
-                wanted = f"none of {', '.join(d.choices)}"
-                values[key] = next(iter(found), None)
+                alike = (choice for choice in d.choices if spelled(choice) == spelled(value))
+                values[key] = next(alike, None)
+                good, wanted = values[key] is not None, f"none of {', '.join(d.choices)}"
             else:
                 kind = int if d.integers else int | float
-                found = [value] if isinstance(value, kind) and d.low <= value <= d.high else []
+                good = isinstance(value, kind) and d.low <= value <= d.high
                 wanted = f"no {'integer' if d.integers else 'number'} between {d.low} and {d.high}"
-            if not found:
+            if not good:
                 problems.append(Problem(f"{place}.{key}", f"{value} is {wanted}"))
         if whole and (missing := [key for key in known if key not in entry]):
             problems.append(Problem(place, f"sampler=grid needs {', '.join(missing)} as well"))
@@ -221,7 +220,7 @@ def distribution(dimension: Dimension) -> Any:
     if dimension.choices:
         return kinds.CategoricalDistribution(dimension.choices)
     if dimension.integers:
-        return kinds.IntDistribution(int(low), int(high), log=log, step=int(dimension.step or 1))
+        return kinds.IntDistribution(low, high, log=log, step=dimension.step or 1)
     return kinds.FloatDistribution(low, high, log=log, step=dimension.step)
 
 

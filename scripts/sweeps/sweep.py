@@ -72,7 +72,7 @@ class Sweep:
         self.metric: str | None = None  # of the task, if it is known
         self.decided = False  # whether jobs are compared by it whatever they log
         self.heard: list[int] = []  # signals that ask the sweep to end
-        self.launcher: LocalLauncher | SubmititLauncher | RayLauncher | None = None
+        self.launcher: LocalLauncher | SubmititLauncher | RayLauncher
         if self.settings.launcher != "local":
             options = options_of(self.settings.launcher_options, arguments.overrides)
             submitit = self.settings.launcher == "submitit"
@@ -116,11 +116,8 @@ class Sweep:
             message = f"the sweep in {self.folder} is in use by {holder}"
             raise RunDirectoryError(Problem("run_dir", message, "choose another run_dir"))
         self._taken = {path.name for path in self.folder.iterdir()}
-        if self.launcher is None:  # the devices are counted now
-            settings = self.settings
-            self.launcher = LocalLauncher(
-                settings.jobs or 1, settings.jobs_per_device, self.devices
-            )
+        if (wanted := self.settings).launcher == "local":  # the devices are counted now
+            self.launcher = LocalLauncher(wanted.jobs or 1, wanted.jobs_per_device, self.devices)
         if self.found is not None:
             print(f"going on with the sweep {self.folder}", flush=True)
         write_json(self.folder / SWEEP, {"swept": list(self.varied)})
@@ -183,7 +180,6 @@ class Sweep:
         `ask` returns the next job, None after the last one. `tell` is called with each job that has
         ended and is not restarted.
         """
-        assert self.launcher is not None
         launcher, queue, running = self.launcher, list[Job](), list[Job]()
         most = self.settings.jobs or (math.inf if launcher.quiet else 1)
         sent = 0  # signals
@@ -232,7 +228,6 @@ class Sweep:
 
     def _say_start(self, job: Job) -> None:
         # A job that runs alone prints its result, its warnings and its error itself.
-        assert self.launcher is not None
         given = job.overrides
         varied = " ".join(f"{key}={given[key]}" for key in self.varied if key in given)
         again = f" (start {job.starts})" if job.starts > 1 else ""
@@ -241,7 +236,6 @@ class Sweep:
         print(f"{before}[{self.jobs.index(job) + 1}/{self.count}] {line}", flush=True)
 
     def _say_end(self, job: Job, seconds: float) -> None:
-        assert self.launcher is not None
         ranking, done = self.ranking, self._done()
         facts = [f"{done} of {self.count} done"]
         if self.launcher.quiet:
@@ -338,10 +332,6 @@ def _sweeps(config: dict[str, Any]) -> Path:
 def newest_unfinished(sweeps: Path) -> Path | None:
     """Return the newest sweep in a folder with an unfinished job that no process holds."""
 
-    def age(folder: Path) -> tuple[str, int, str]:
-        name = folder.name
-        return name[:_STAMP], len(name), name  # -10 comes after -9
-
     def unfinished(folder: Path) -> bool:
         try:
             with (folder / FILE).open(newline="", encoding="utf-8") as file:
@@ -350,7 +340,8 @@ def newest_unfinished(sweeps: Path) -> Path | None:
             return True
         return any(row[1:2] and row[1] not in ENDED_WELL for row in rows)
 
-    found = sorted((board.parent for board in sweeps.glob(f"*/{FILE}")), key=age, reverse=True)
+    found = [board.parent for board in sweeps.glob(f"*/{FILE}")]
+    found.sort(key=lambda f: (f.name[:_STAMP], len(f.name), f.name), reverse=True)  # -10 after -9
     return next((f for f in found if unfinished(f) and not is_held(f)), None)
 
 

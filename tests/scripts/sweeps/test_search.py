@@ -20,7 +20,7 @@ from scripts.composition.overrides import Dimension
 from scripts.sweeps import search as searches
 from scripts.sweeps import sweep as sweeps
 from scripts.sweeps.grid import searches as searches_for
-from scripts.sweeps.search import distribution, enqueued, given, samples, values_of, with_integers
+from scripts.sweeps.search import distribution, enqueued, given, samples, typed, values_of
 from scripts.sweeps.sweep import Sweep
 from scripts.train import train
 from toy_runs import board
@@ -345,7 +345,7 @@ def space_of(*texts, **params):
     params = {key.replace("__", "."): value for key, value in params.items()}
     varied += given(arguments, params, {d.name for d in varied})
     config = compose(replace(arguments, overrides=tuple(fixed), multirun=False)).config
-    return [with_integers(dimension, config) for dimension in varied]
+    return [typed(dimension, config) for dimension in varied]
 
 
 @pytest.mark.parametrize(
