@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from scripts.cli.arguments import command_parser
-from scripts.cli.console import Command
+from scripts.cli.console import leave_with
 
 BENCHMARKS = {
     "step": "what the loop costs on top of the computation, for each update",
@@ -52,5 +52,4 @@ def benchmark(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    with Command() as command:
-        command.code = benchmark(sys.argv[1:])
+    leave_with(benchmark, sys.argv[1:])

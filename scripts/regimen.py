@@ -29,10 +29,9 @@ COMMANDS = {
 def main(*words: str) -> None:
     """Run the command line, whose first words may be given, and leave with its exit code."""
     refuse_shadows()  # before anything of ours could be imported from where another package stands
-    from scripts.cli.console import Command
+    from scripts.cli.console import leave_with
 
-    with Command() as command:
-        command.code = regimen([*words, *sys.argv[1:]])
+    leave_with(regimen, [*words, *sys.argv[1:]])
 
 
 def regimen(argv: Sequence[str]) -> int:

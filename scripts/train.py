@@ -2,22 +2,21 @@
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from scripts.cli.shadow import refuse_shadows
 
 if TYPE_CHECKING:
-    from scripts.cli.arguments import Request
+    pass
 
 
 def main() -> None:
     """Run the command line and leave with its exit code."""
     refuse_shadows()  # before anything of ours could be imported from where another package stands
-    from scripts.cli.console import Command
+    from scripts.cli.console import leave_with
 
-    with Command() as command:
-        command.code = train(sys.argv[1:])
+    leave_with(train, sys.argv[1:])
 
 
 def train(argv: Sequence[str]) -> int:
@@ -56,8 +55,12 @@ def train(argv: Sequence[str]) -> int:
         list(argv),
         list(composed.arguments.allow_targets),
     )
+    several = composed.config["strategy"]["name"] in ("ddp", "fsdp")
     with importing():
-        start = _starter(composed.config)
+        if several and not composed.config["dry_run"] and "RANK" not in os.environ:
+            from scripts.runs.launch import launch as start
+        else:
+            from scripts.runs.run import run as start
     with composed.locating():
         return start(request)
 
@@ -77,18 +80,6 @@ def _doubts(config: Mapping[str, Any]) -> Iterator[str]:
             f"SLURM_NTASKS={tasks} and no RANK: srun starts a run of its own for each task; for "
             "one run of all start torchrun once a node: srun --ntasks-per-node=1 torchrun ..."
         )
-
-
-def _starter(config: Mapping[str, Any]) -> Callable[["Request"], int]:
-    """Import what trains in this process, or in as many as the strategy asks for."""
-    several = config["strategy"]["name"] in ("ddp", "fsdp") and not config["dry_run"]
-    if several and "RANK" not in os.environ:
-        from scripts.runs.launch import launch
-
-        return launch
-    from scripts.runs.run import run
-
-    return run
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import sys
 import sysconfig
 import traceback
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from importlib import metadata
@@ -48,24 +48,16 @@ _LESS_MEMORY = (
 )
 
 
-class Command:
-    """The context of a whole command: it exits with `code`, or with the code of an exception.
-
-    A failure prints one `error:` line.
-    """
-
-    code = 0
-
-    def __enter__(self) -> Command:
-        set_up()
-        return self
-
-    def __exit__(self, _: object, error: BaseException | None, __: object) -> NoReturn:
-        if error is not None:
-            self.code = report(error)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        sys.exit(self.code)
+def leave_with(command: Callable[[Sequence[str]], int], argv: Sequence[str]) -> NoReturn:
+    """Run a whole command and exit with its code, or after an `error:` line with the error's."""
+    set_up()
+    try:
+        code = command(argv)
+    except BaseException as error:
+        code = report(error)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    sys.exit(code)
 
 
 def set_up() -> None:

@@ -134,7 +134,7 @@ def test_log_lines_show_paths_on_one_line(capsys: pytest.CaptureFixture[str]) ->
 
 UPDATES = """
 import resource
-from scripts.cli.console import Command
+from scripts.cli.console import set_up
 
 def update():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -142,8 +142,8 @@ def update():
     del gradients
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
-with Command():
-    print([update() for _ in range(4)][-1])
+set_up()
+print([update() for _ in range(4)][-1])
 """
 PAGES = 8 * 2**24 // 4096
 
@@ -282,7 +282,7 @@ def test_what_was_hardly_meant_is_told(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("scripts.train._starter", lambda config: lambda request: 0)
+    monkeypatch.setattr("scripts.runs.run.run", lambda request: 0)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     with console():
@@ -329,9 +329,9 @@ def test_a_job_of_a_sweep_prints_warnings_only(
 # What a run does with its streams, without one: many lines to both, a bar's pieces, an exit code.
 COMMAND = """
 import logging, sys
-from scripts.cli.console import Command, log_to_stderr
+from scripts.cli.console import leave_with, log_to_stderr
 
-def command():
+def command(argv):
     log_to_stderr(True)
     for i in range(5000):
         print("a line to be read", i)
@@ -342,8 +342,7 @@ def command():
     open(sys.argv[1], "w").write("done")
     return 5
 
-with Command() as it:
-    it.code = command()
+leave_with(command, [])
 """
 
 
