@@ -5,10 +5,7 @@ from contextlib import suppress
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.optim.swa_utils import (
     AveragedModel,
     get_ema_multi_avg_fn,
@@ -110,36 +107,6 @@ def test_tied_weights_move_once_and_keep_both_names():
     loaded.begin(model)
     loaded.update(get_ema_multi_avg_fn(1 - 0.5))
     assert torch.equal(loaded.tensors()["second.weight"], start / 4)
-
-
-@pytest.fixture
-def alone():
-    """Be a process group of one."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.usefixtures("alone")
-def test_a_sharded_model_is_averaged_in_its_parts():
-    plain, sharded = make_model(), make_model()
-    fully_shard(sharded, mesh=init_device_mesh("cpu", (1,)))
-    averages = [RunningAverage(), RunningAverage()]
-    for average, model in zip(averages, (plain, sharded), strict=True):
-        average.begin(model)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.mul_(2)
-        average.update(get_ema_multi_avg_fn(1 - 0.25))
-        average.update(get_ema_multi_avg_fn(0.5))
-    expected, found = (average.tensors() for average in averages)
-    assert hasattr(found["0.weight"], "full_tensor")
-    whole = {n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in found.items()}
-    assert all(torch.equal(whole[name], expected[name]) for name in expected)
-    loaded = RunningAverage()
-    loaded.load_state_dict({"model": expected})
-    with loaded.exchanged(sharded):
-        assert torch.equal(sharded[0].weight.full_tensor(), expected["0.weight"])
 
 
 class History(Callback):

@@ -11,7 +11,6 @@ import torch
 
 from callbacks.checkpoint import Checkpoint, Staging, beside
 from callbacks.ema import EMA
-from callbacks.support import CallbackError
 from callbacks.trackers.recorder import MetricsLog
 from same_run import state_of
 from toy_runs import listed, without_links
@@ -49,6 +48,17 @@ def train(*arguments, **options):
     trainer = scored(*arguments, **options)
     trainer.fit()
     return trainer.callbacks["checkpoint"]
+
+
+class At(Callback):
+    """Do something after the update of a step."""
+
+    def __init__(self, step, act):
+        self._step, self._act = step, act
+
+    def on_update_end(self, trainer):
+        if trainer.state.global_step == self._step:
+            self._act(trainer)
 
 
 def steps(run_dir):
@@ -230,29 +240,16 @@ def test_best_weights_are_those_that_were_evaluated(make_trainer, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "options", [{"every_n_steps": 0}, {"every_n_epochs": -1}, {"save_top_k": -2}, {"mode": "best"}]
+    ("reason", "best"), [(("SIGTERM", 143), 5), ((MAX_TIME,), 5), (("by a callback",), 6)], ids=str
 )
-def test_options_out_of_range(options):
-    with pytest.raises(CallbackError):
-        Checkpoint(**options)
-
-
-@pytest.mark.parametrize("stopped", ["by a signal", "by its time", "by a callback"])
-def test_only_a_save_that_the_run_does_anyway_is_ranked(make_trainer, stop_at, tmp_path, stopped):
+def test_only_a_save_that_the_run_does_anyway_is_ranked(make_trainer, tmp_path, reason, best):
     """Validations at steps 3, 6, 9 fall between the saves at 5 and 10."""
     callback = Checkpoint(monitor="val/loss", save_top_k=-1)
-    stop = stop_at(6)
-    if stopped != "by a signal":
-        reason = MAX_TIME if stopped == "by its time" else "enough"
-        stop.on_update_end = lambda trainer: (
-            trainer.state.request_stop(reason) if trainer.state.global_step == 6 else None
-        )
+    stop = At(6, lambda trainer: trainer.state.request_stop(*reason))
     callbacks = {"stop": stop, "checkpoint": callback}
-    trainer = make_trainer(callbacks, tmp_path, validate_every_n_steps=3)
-    trainer.fit()
+    make_trainer(callbacks, tmp_path, validate_every_n_steps=3).fit()
     assert steps(tmp_path) == [5, 6]
-    best = 6 if stopped == "by a callback" else 5
-    assert [at for at, _ in callback.ranking] == [best]
+    assert callback.best_result()[2] == best
     assert step_of(tmp_path, "best") == best
     assert step_of(tmp_path, "last") == 6
 
@@ -306,17 +303,6 @@ def test_a_signal_saves_where_it_stopped_only_once_and_nothing_before_an_update(
     assert not (tmp_path / "b" / "checkpoints").exists()
 
 
-class At(Callback):
-    """Do something after the update of a step."""
-
-    def __init__(self, step, act):
-        self._step, self._act = step, act
-
-    def on_update_end(self, trainer):
-        if trainer.state.global_step == self._step:
-            self._act()
-
-
 def test_what_is_written_later_is_the_state_of_the_step(make_trainer, tmp_path, writes):
     seen = []
 
@@ -324,10 +310,9 @@ def test_what_is_written_later_is_the_state_of_the_step(make_trainer, tmp_path, 
         gate = writes.gates[6] = threading.Event()
         if not background:
             gate.set()
-        last = tmp_path / name / "checkpoints" / "last.pt"
-        look = At(8, lambda: seen.append(read_checkpoint(last)["state"]["counters"]["global_step"]))
+        look = At(8, lambda _: seen.append(step_of(tmp_path / name, "last")))
         options = {"save_top_k": -1, "save_weights": True, "background": background}
-        callbacks = {"ema": EMA(0.9), "look": look, "open": At(8, gate.set)}
+        callbacks = {"ema": EMA(0.9), "look": look, "open": At(8, lambda _: gate.set())}
         callbacks["checkpoint"] = Checkpoint(every_n_steps=3, **options)
         make_trainer(callbacks, tmp_path / name).fit()
         return tmp_path / name / "checkpoints"
@@ -344,7 +329,7 @@ def test_what_is_written_later_is_the_state_of_the_step(make_trainer, tmp_path, 
 def test_an_exception_waits_for_the_write_under_way(make_trainer, tmp_path, writes):
     gate = writes.gates[6] = threading.Event()
 
-    def fail():
+    def fail(trainer):
         threading.Timer(0.05, gate.set).start()  # while the run ends
         raise KeyError("of the user's")
 

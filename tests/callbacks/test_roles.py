@@ -96,14 +96,20 @@ def test_averages_and_savers_of_ones_own_have_their_roles(make_trainer: Any) -> 
     assert Moment.of(snapshot.take(trainer)).best == (7,)
 
 
-def test_checkpoints_are_written_last_under_any_name(make_trainer: Any, tmp_path: Path) -> None:
+def test_pruning_comes_first_and_checkpoints_last_under_any_name(
+    make_trainer: Any, tmp_path: Path
+) -> None:
     nodes: dict[str, Any] = {
         "saves": {"_target_": "callbacks.checkpoint.Checkpoint"},
         "ema": {"_target_": "callbacks.ema.EMA", "decay": 0.5},
+        "smaller": {
+            "_target_": "callbacks.compression.pruning.Pruning",
+            "rules": {"weights": {"kind": "matrix"}},
+        },
     }
     config: Any = SimpleNamespace(callbacks=nodes)
     callbacks = Assembly(config, Strategy()).callbacks
-    assert list(callbacks) == ["ema", "saves"]
+    assert list(callbacks) == ["smaller", "ema", "saves"]
     trainer = make_trainer(callbacks, tmp_path)
     trainer.fit()
     saver = callbacks["saves"]

@@ -192,6 +192,8 @@ def test_composed(override: str, names: list[str]) -> None:
         pytest.param(kind, options, id=f"{kind.__name__} {options}")
         for kind, *choices in (
             (EMA, {"decay": 1.0}, {"decay": -0.1}, {"update_every": 0}),
+            (Checkpoint, {"every_n_steps": 0}, {"every_n_epochs": -1}, {"save_top_k": -2}),
+            (Checkpoint, {"mode": "best"}),
             (EarlyStopping, {"patience": 0}, {"min_delta": -1.0}, {"min_delta": float("nan")}),
             (Throughput, {"hint_share": 1.5}),
             (Progress, {"every_seconds": 0}),

@@ -14,7 +14,6 @@ from callbacks.ema import EMA
 from callbacks.swa import SWA
 from conf.errors import ConfigError
 from trainer import snapshot
-from trainer.assembly.parts import Assembly
 from trainer.callback import Average, Callback
 from trainer.checkpoints.archive import read_safetensors
 from trainer.checkpoints.reader import read_checkpoint
@@ -256,17 +255,6 @@ def test_averages_that_would_keep_pruned_weights_are_refused(make_trainer):
     ):
         with pytest.raises(ConfigError, match=said):
             make_trainer(callbacks).fit()
-
-
-def test_it_comes_first_whatever_the_order_in_the_config():
-    nodes = {
-        "saves": {"_target_": "callbacks.checkpoint.Checkpoint"},
-        "ema": {"_target_": "callbacks.ema.EMA"},
-        "pruning": {"_target_": "callbacks.compression.pruning.Pruning", "rules": WEIGHTS},
-    }
-    config = type("Config", (), {"callbacks": nodes})
-    parts = Assembly(config, None, 3)
-    assert list(parts.callbacks) == ["pruning", "ema", "saves"]
 
 
 def test_a_skipped_update_prunes_nothing(make_trainer):
