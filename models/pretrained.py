@@ -77,7 +77,9 @@ def fine_tune(
     if not weights_wanted():
         return model
     found = load_weights(model, read_weights(weights, checkpoint, prefix, average), drop, head)
-    report = "; ".join(f"{kind}: {some(names, 4)}" for kind, names in found.items() if names)
+    loaded = f"{len(found.pop('loaded'))} tensors loaded"
+    others = [f"{kind}: {some(names, 4)}" for kind, names in found.items() if names]
+    report = "; ".join([loaded, *others])
     differing = bool(found["missing"] or found["unexpected"])
     if strict and differing:
         raise CheckpointError(

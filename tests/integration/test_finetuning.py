@@ -19,12 +19,15 @@ TUNED = [BASE[0], "model=finetune", "model@model.model=small_cnn", BASE[2]]
 
 
 @pytest.fixture(scope="module")
-def base(train, tmp_path_factory):
-    """A run of one epoch on all ten digits."""
-    folder = tmp_path_factory.mktemp("base") / "run"
-    run = train([*BASE, "trainer.max_epochs=1", f"run_dir={folder}"])
-    assert run.code == 0, run.err
-    return folder
+def trained(train):
+    """Run `train` to its end, which is a success, in a folder of its own or as it is typed."""
+
+    def run(line, run_dir=None, **options):
+        done = train([*line, *([f"run_dir={run_dir}"] if run_dir else [])], **options)
+        assert done.code == 0, done.err
+        return done
+
+    return run
 
 
 @pytest.fixture(scope="module")
@@ -50,55 +53,45 @@ def last(folder, key):
     return values(folder, key)[-1]
 
 
-def test_a_run_s_weights_for_other_classes(train, evaluated, base, three, tmp_path) -> None:
-    run_dir = tmp_path / "tuned"
-    moved = tmp_path / "base"
-    shutil.copytree(base, moved)
-    line = [*TUNED, f"model.weights={moved}", *three, "trainer.max_epochs=2", f"run_dir={run_dir}"]
-    run = train(line)
-    assert run.code == 0, run.err
+def test_a_run_s_weights_for_other_classes(trained, evaluated, three, tmp_path) -> None:
+    run_dir, base = tmp_path / "tuned", tmp_path / "base"  # of one epoch on all ten digits
+    trained([*BASE, "trainer.max_epochs=1"], base)
+    line = [*TUNED, f"model.weights={base}", *three]
+    trained([*line, "trainer.max_epochs=2"], run_dir)
     log = (run_dir / "train.log").read_text()
-    assert f"initial weights {moved}: 18 tensors loaded; resized: head.weight, head.bias" in log
+    assert f"initial weights {base}: 18 tensors loaded; resized: head.weight, head.bias" in log
     assert weights(run_dir)["head.weight"].shape[0] == 3
 
     # Once trained, a run needs neither the weights nor the network that it began from.
-    shutil.rmtree(moved)
+    shutil.rmtree(base)
     again = evaluated(run_dir)
-    assert again["test/accuracy"] == last(run_dir, "test/accuracy")
-    assert again["test/loss"] == last(run_dir, "test/loss")
-    more = [override for override in line if not override.startswith("trainer.max_epochs")]
-    resumed = train([*more, "trainer.max_epochs=3", "resume=auto"])
-    assert resumed.code == 0, resumed.err
+    for key in ("test/accuracy", "test/loss"):
+        assert again[key] == last(run_dir, key)
+    trained([*line, "trainer.max_epochs=3", "resume=auto"], run_dir)
     assert max(values(run_dir, "step")) == 3 * 6
 
 
 @pytest.mark.parametrize(
-    ("callback", "overrides"),
-    [
-        pytest.param("ema", ["callbacks.ema.decay=0.9"], id="ema"),
-        pytest.param("swa", ["callbacks.swa.start_epoch=1"], id="swa"),
-    ],
+    ("callback", "override"),
+    [("ema", "callbacks.ema.decay=0.9"), ("swa", "callbacks.swa.start_epoch=1")],
+    ids=["ema", "swa"],
 )
-def test_an_average_is_what_is_evaluated(train, evaluated, tmp_path, callback, overrides) -> None:
-    run_dir = tmp_path / "run"
+def test_an_average_is_what_is_evaluated(trained, evaluated, tmp_path, callback, override) -> None:
+    run_dir, plain, tuned = tmp_path / "run", tmp_path / "plain", tmp_path / "tuned"
     common = [*BASE, "trainer.max_epochs=3", "callbacks.checkpoint.save_weights=true"]
-    run = train([*common, f"callbacks=[default,{callback}]", *overrides, f"run_dir={run_dir}"])
-    assert run.code == 0, run.err
+    run = trained([*common, f"callbacks=[default,{callback}]", override], run_dir)
     assert f"the average of callbacks.{callback}" in run.out
-    plain = train([*common, f"run_dir={tmp_path / 'plain'}"])
-    assert plain.code == 0, plain.err
+    trained(common, plain)
     # The same training, evaluated with other weights.
-    assert last(run_dir, "train/loss") == last(tmp_path / "plain", "train/loss")
-    assert last(run_dir, "val/loss") != last(tmp_path / "plain", "val/loss")
+    assert last(run_dir, "train/loss") == last(plain, "train/loss")
+    assert last(run_dir, "val/loss") != last(plain, "val/loss")
     # Validated, saved for others and tested: always the average.
     assert evaluated(run_dir)["test/loss"] == last(run_dir, "test/loss")
     again = evaluated(run_dir, "split=val", "checkpoint=last")
     assert again["val/loss"] == last(run_dir, "val/loss")
 
-    tuned = tmp_path / "tuned"
     line = [*TUNED, f"model.weights={run_dir}", "optimizer.lr=0", "lr_scheduler=constant"]
-    run = train([*line, "trainer.max_steps=1", "model.checkpoint=last", f"run_dir={tuned}"])
-    assert run.code == 0, run.err
+    trained([*line, "trainer.max_steps=1", "model.checkpoint=last"], tuned)
     assert "loading the average of the weights" in (tuned / "train.log").read_text()
     average, given = weights(run_dir)["head.weight"], weights(tuned)["head.weight"]
     assert not torch.equal(average, given)
@@ -107,55 +100,37 @@ def test_an_average_is_what_is_evaluated(train, evaluated, tmp_path, callback, o
 SHORT = ["trainer.max_epochs=2", "loader.num_workers=0", "callbacks.early_stopping=null"]
 
 
-PIXEL = io.BytesIO()
-Image.new("RGB", (8, 8)).save(PIXEL, "PNG")
-PIXEL = PIXEL.getvalue()
-
-
-@pytest.fixture(scope="module")
-def houses(tmp_path_factory):
-    drawn = np.random.default_rng(0)
-    path = tmp_path_factory.mktemp("houses") / "houses.csv"
-    rows = [(r, t, 10 * r + 5 * t) for r, t in drawn.integers(1, 9, (120, 2)).tolist()]
-    path.write_text("rooms,town,price\n" + "".join(f"{r},t{t},{p}\n" for r, t, p in rows))
-    return path
-
-
-def test_a_table_is_learned_and_predicted_for(train, houses, tmp_path):
+def test_a_table_is_learned_and_predicted_for(train, trained, tmp_path):
+    houses, new, out = (tmp_path / f"{name}.csv" for name in ("houses", "new", "answers"))
+    drawn = np.random.default_rng(0).integers(1, 9, (120, 2)).tolist()
+    rows = "".join(f"{r},t{t},{10 * r + 5 * t}\n" for r, t in drawn)
+    houses.write_text(f"rooms,town,price\n{rows}")
+    new.write_text("town,rooms\nt3,5\nt1,8\n")
     run_dir = tmp_path / "run"
-    table = ["data=table", f"data.path={houses}", "data.target=price", f"run_dir={run_dir}"]
-    wrong = train(["experiment=regression", *table, "data.channels=3"])
+    table = ["experiment=regression", "data=table", f"data.path={houses}", "data.target=price"]
+    wrong = train([*table, f"run_dir={run_dir}", "data.channels=3"])
     assert wrong.code == 3
     assert wrong.error.endswith("set data.channels=9")
-    asked = ["data.channels=9", *SHORT, "trainer.max_epochs=40"]
-    done = train(["experiment=regression", *table, *asked])
-    assert done.code == 0, done.err
-    houses.with_name("new.csv").write_text("town,rooms\nt3,5\nt1,8\n")
-    new = houses.with_name("new.csv")
-    out = tmp_path / "answers.csv"
-    words = [f"run={run_dir}", f"source={new}", f"out={out}"]
-    assert train(words, command="predict").code == 0
+    trained([*table, "data.channels=9", *SHORT, "trainer.max_epochs=40"], run_dir)
+    trained([f"run={run_dir}", f"source={new}", f"out={out}"], command="predict")
     with out.open() as file:
-        rows = list(csv.DictReader(file))
-    assert [row["file"] for row in rows] == [f"{new}:2", f"{new}:3"]
-    answers = [float(row["prediction"]) for row in rows]
-    assert answers == pytest.approx([65, 85], abs=8)  # in the file's own units
+        answers = {row["file"]: float(row["prediction"]) for row in csv.DictReader(file)}
+    # In the file's own units.
+    assert answers == pytest.approx({f"{new}:2": 65, f"{new}:3": 85}, abs=8)
 
 
-def test_a_dry_run_on_shards_writes_nothing(train, tmp_path):
+def test_a_dry_run_on_shards_writes_nothing(trained, tmp_path):
+    pixel = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(pixel, "PNG")
     (tmp_path / "data").mkdir()
     with tarfile.open(tmp_path / "data" / "train.tar", "w") as archive:
         for number in range(12):
-            for name, content in (
-                (f"{number}.png", PIXEL),
-                (f"{number}.cls", b"%d" % (number % 2)),
-            ):
-                member = tarfile.TarInfo(name)
+            for kind, content in (("png", pixel.getvalue()), ("cls", b"%d" % (number % 2))):
+                member = tarfile.TarInfo(f"{number}.{kind}")
                 member.size = len(content)
                 archive.addfile(member, io.BytesIO(content))
     shards = ["experiment=resnet18", "data=shards", f"data.root={tmp_path}/data", "model=mlp"]
-    done = train([*shards, "data.image_size=8", "dry_run=true"], folder=tmp_path)
-    assert done.code == 0, done.err
+    trained([*shards, "data.image_size=8", "dry_run=true"], folder=tmp_path)
     assert [path.name for path in (tmp_path / "data").iterdir()] == ["train.tar"]
 
 
@@ -163,14 +138,13 @@ def test_a_dry_run_on_shards_writes_nothing(train, tmp_path):
     importlib.util.find_spec("transformers") is None,
     reason="the extra transformers is not installed",
 )
-def test_a_language_model_of_transformers_trains(train, tmp_path):
+def test_a_language_model_of_transformers_trains(trained, tmp_path):
     text = tmp_path / "book.txt"
     text.write_text("to be or not to be, that is the question. " * 100)
     tiny = "{n_embd: 16, n_layer: 1, n_head: 2, n_positions: 32}"
     data = ["experiment=char_lm", "data=tokens", f"data.root={text}", "data.context=32"]
     model = ["model=transformers", "model.name=gpt2", "model.auto=AutoModelForCausalLM"]
     model += [f"model.config={tiny}", "optimizer=adamw", "optimizer.lr=0.01"]
-    done = train([*data, *model, *SHORT, f"run_dir={tmp_path / 'run'}"])
-    assert done.code == 0, done.err
+    trained([*data, *model, *SHORT], tmp_path / "run")
     losses = values(tmp_path / "run", "train/epoch_loss")
     assert losses[-1] < losses[0] < 5.6  # it begins at log(256)

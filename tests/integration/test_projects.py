@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchvision.transforms import v2
 
@@ -73,12 +73,8 @@ def test_workers_and_a_resume_change_nothing_of_a_new_project(train, project, tr
 CONF = ROOT / "examples" / "airbench" / "conf"
 OURS = ["--config-dir", "examples/airbench/conf"]
 SMALL_PICTURES = [
-    "data=cifar10_folder",
-    "data.val_fraction=0.1",
-    "model.widths=[8,16,16]",
-    "loader.batch_size=30",
-    "trainer.max_epochs=3",
-    "trainer.compile=false",
+    *("data=cifar10_folder", "data.val_fraction=0.1", "model.widths=[8,16,16]"),
+    *("loader.batch_size=30", "trainer.max_epochs=3", "trainer.compile=false"),
     "callbacks.whitening.samples=60",
 ]
 
@@ -106,64 +102,54 @@ def test_a_file_opens_with_its_command_and_its_targets_bind(path: Path) -> None:
     check_targets(parse(composed.config))
 
 
-def _images(samples: int = 256) -> Tensor:
-    """Return images whose neighbouring pixels and channels are alike."""
-    drawn = torch.randn(samples, 2, 8, 8, generator=torch.Generator().manual_seed(0))
-    return drawn.cumsum(2).cumsum(3).cumsum(1) * 0.1
+class Watched(Whitening):
+    """Whitening that notes its layer's bias at the start of each epoch."""
+
+    def on_epoch_start(self, trainer: Trainer) -> None:
+        super().on_epoch_start(trainer)
+        self.seen = [*getattr(self, "seen", ()), self._layer(trainer).bias.detach().clone()]
 
 
-def _model(filters: int = 16) -> nn.Sequential:
+def whitened(epochs=1, resumed=False, **options):
+    """Train; return the first layer, the images, its biases and its filters before."""
+    # Neighbouring pixels and channels are alike.
+    drawn = torch.randn(256, 2, 8, 8, generator=torch.Generator().manual_seed(0))
+    images = drawn.cumsum(2).cumsum(3).cumsum(1) * 0.1
     torch.manual_seed(1)
-    layers = [nn.Conv2d(2, filters, 2), nn.ReLU(), nn.Flatten(), nn.Linear(filters * 49, 3)]
-    model = nn.Sequential(*layers)
-    model[0].weight.requires_grad_(False)
-    return model
-
-
-def _trainer(model: nn.Module, whitening: Whitening, epochs: int = 1) -> Trainer:
-    images = _images()
-    return Trainer(
+    layer = nn.Conv2d(2, 16, 2)
+    layer.weight.requires_grad_(False)
+    model = nn.Sequential(layer, nn.ReLU(), nn.Flatten(), nn.Linear(16 * 49, 3))
+    before = layer.weight.clone()
+    trainer = Trainer(
         model,
         Classification(3),
         torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1),
-        DataLoader(TensorDataset(images, torch.arange(len(images)) % 3), batch_size=32),
-        callbacks={"whitening": whitening},
+        DataLoader(TensorDataset(images, torch.arange(256) % 3), batch_size=32),
+        callbacks={"whitening": Watched("0", **options)},
         options=TrainerOptions(max_epochs=epochs),
     )
+    trainer.resumed = resumed
+    trainer.fit()
+    return layer, images, trainer.callbacks["whitening"].seen, before
 
 
 def test_outputs_are_uncorrelated_and_of_variance_one() -> None:
-    model = _model()
-    _trainer(model, Whitening("0", samples=256, eps=1e-8)).fit()
-    model[0].bias.detach().zero_()
-    outputs = model[0](_images()).transpose(0, 1).flatten(1)
+    layer, images, *_ = whitened(samples=256, eps=1e-8)
+    layer.bias.detach().zero_()
+    outputs = layer(images).transpose(0, 1).flatten(1)
     moments = outputs @ outputs.T / outputs.shape[1]
     torch.testing.assert_close(moments[:8, :8], torch.eye(8), rtol=0, atol=1e-3)
-    assert torch.equal(model[0].weight[:8], -model[0].weight[8:])
+    assert torch.equal(layer.weight[:8], -layer.weight[8:])
 
 
-def test_the_bias_is_trained_in_the_first_epochs() -> None:
-    seen: list[Tensor] = []
-
-    class Watched(Whitening):
-        def on_epoch_start(self, trainer: Trainer) -> None:
-            super().on_epoch_start(trainer)
-            seen.append(self._layer(trainer).bias.detach().clone())
-
-    _trainer(model := _model(), Watched("0", bias_epochs=0.5), epochs=4).fit()
+def test_the_bias_is_trained_in_the_first_epochs_and_a_resume_keeps_the_filters() -> None:
+    layer, _, seen, _ = whitened(epochs=4, bias_epochs=0.5)
     assert torch.equal(seen[0], torch.zeros(16))
     assert not torch.equal(seen[1], seen[2])
     assert torch.equal(seen[2], seen[3])
-    assert torch.equal(seen[3], model[0].bias)
-
-
-def test_a_resumed_run_keeps_its_filters() -> None:
-    model = _model()
-    before = model[0].weight.clone()
-    trainer = _trainer(model, Whitening("0"))
-    trainer.resumed = True
-    trainer.fit()
-    assert torch.equal(model[0].weight, before)
+    assert torch.equal(seen[3], layer.bias)
+    layer, _, _, before = whitened(resumed=True)
+    assert torch.equal(layer.weight, before)
 
 
 # examples/detection
@@ -182,10 +168,8 @@ def test_boxes_train_and_the_split_of_an_update_changes_nothing(train, tmp_path)
     losses = []
     for parts in (1, 4):
         folder = tmp_path / str(parts)
-        run = train(
-            [*SMALL_BOXES, f"trainer.gradient_accumulation_steps={parts}", f"run_dir={folder}"],
-            folder=ROOT,
-        )
+        split = f"trainer.gradient_accumulation_steps={parts}"
+        run = train([*SMALL_BOXES, split, f"run_dir={folder}"], folder=ROOT)
         assert run.code == 0, run.err
         lines = logged(folder)
         assert {"val/map_50", "test/map_50_95"} <= {key for line in lines for key in line}
