@@ -95,12 +95,6 @@ def assert_at_5(run, whole):
     assert read_checkpoint(away / "best.pt")["state"]["step"] == 15
 
 
-def test_what_lies_beyond_is_moved(run):
-    whole = files(run)
-    assert go_back(run, MOMENT) is not None
-    assert_at_5(run, whole)
-
-
 def test_where_nothing_lies_beyond_nothing_is_made(run):
     before = files(run)
     size = len(before["metrics.jsonl"])
@@ -169,15 +163,11 @@ def test_a_broken_off_return_may_be_followed_by_one_further_back(run, monkeypatc
     assert len(list((run / "abandoned").iterdir())) == 2
 
 
-def test_a_best_that_was_removed_is_chosen_anew(run):
+def test_a_best_that_was_removed_is_chosen_anew_and_a_damaged_note_is_an_error(run):
     go_back(run, Moment(10, best=(7,)))
     names = Index.read(run / "checkpoints").names
     assert {name: entry.step for name, entry in names.items()} == {"last": 10}
     assert not (run / "checkpoints" / "best.pt").exists()
-
-
-def test_a_damaged_note_is_an_error(run):
-    (run / "abandoned").mkdir()
     (run / "abandoned" / "unfinished.json").write_text("")
     with pytest.raises(CheckpointError, match=r"unfinished\.json"):
         going_back_to(run)
@@ -193,49 +183,37 @@ RUN = {
 
 
 @pytest.mark.parametrize(
-    "more",
+    ("part", "more", "key"),
     [
-        pytest.param({"model": {"activation": "relu"}}, id="argument"),
-        pytest.param({"data": {"fold": None}}, id="null"),
-        pytest.param({"data": {"views": {}}}, id="node"),
-        pytest.param({"data": {"views": {"crops": [], "flip": {"each": None}}}}, id="nested-node"),
-        pytest.param({"callbacks": {"pictures": None}}, id="null-callback"),
-        pytest.param({"optimizer": {"param_groups": {"biases": None}}}, id="null-rule"),
-        pytest.param({"optimizer": {"lr_scheduler": None}}, id="null-of-ours"),
-        pytest.param({"optimizer": {"foreach": None}}, id="null-is-the-default"),
+        # Empty, or at its default: nothing has changed.
+        pytest.param("model", {"activation": "relu"}, None, id="argument"),
+        pytest.param("data", {"fold": None}, None, id="null"),
+        pytest.param("data", {"views": {}}, None, id="node"),
+        pytest.param("data", {"views": {"crops": [], "flip": {"each": None}}}, None, id="nested"),
+        pytest.param("callbacks", {"pictures": None}, None, id="null-callback"),
+        pytest.param("optimizer", {"param_groups": {"biases": None}}, None, id="null-rule"),
+        pytest.param("optimizer", {"lr_scheduler": None}, None, id="null-of-ours"),
+        pytest.param("optimizer", {"foreach": None}, None, id="null-is-the-default"),
+        # It says something.
+        pytest.param("model", {"activation": "gelu"}, "model.activation", id="other-argument"),
+        pytest.param("model", {"hidden": []}, "model.hidden", id="empty-argument"),
+        pytest.param("model", {"activation": None}, "model.activation", id="null-argument"),
+        pytest.param("optimizer", {"momentum": None}, "optimizer.momentum", id="null-number"),
+        pytest.param("data", {"views": {"crops": [1]}}, "data.views", id="full-node"),
+        pytest.param("data", {"views": {"each": False}}, "data.views", id="false"),
+        pytest.param("callbacks", {"mine": {"_target_": "m.C"}}, "callbacks.mine", id="callback"),
     ],
 )
-def test_what_is_new_and_empty_or_at_its_default_is_no_change(more):
-    later = fill_defaults(RUN | {k: RUN.get(k, {}) | v for k, v in more.items()})
-    assert changes(fill_defaults(RUN), later) == {}
-    assert changes(later, fill_defaults(RUN)) == {}
+def test_what_is_new_is_a_change_if_it_says_something(part, more, key):
+    before, later = fill_defaults(RUN), fill_defaults(RUN | {part: RUN[part] | more})
+    (new,) = more.values()
+    assert changes(before, later) == ({} if key is None else {key: (ABSENT, new)})
+    assert changes(later, before) == ({} if key is None else {key: (new, ABSENT)})
 
 
-@pytest.mark.parametrize(
-    ("more", "key"),
-    [
-        pytest.param({"model": {"activation": "gelu"}}, "model.activation", id="argument"),
-        pytest.param({"model": {"hidden": []}}, "model.hidden", id="empty-argument"),
-        pytest.param({"model": {"activation": None}}, "model.activation", id="null-argument"),
-        pytest.param({"optimizer": {"momentum": None}}, "optimizer.momentum", id="null-number"),
-        pytest.param({"data": {"views": {"crops": [1]}}}, "data.views", id="node"),
-        pytest.param({"data": {"views": {"each": False}}}, "data.views", id="false"),
-        pytest.param({"callbacks": {"mine": {"_target_": "m.C"}}}, "callbacks.mine", id="callback"),
-    ],
-)
-def test_what_is_new_and_says_something_is_one(more, key):
-    later = fill_defaults(RUN | {k: RUN.get(k, {}) | v for k, v in more.items()})
-    ((_, new),) = next(iter(more.values())).items()
-    assert changes(fill_defaults(RUN), later) == {key: (ABSENT, new)}
-    assert changes(later, fill_defaults(RUN)) == {key: (new, ABSENT)}
-
-
-def test_the_order_of_transforms_is_a_difference():
+def test_an_order_of_transforms_and_what_is_empty_within_an_argument_are_values():
     first = {"transforms": {"train": {"a": {}, "b": {}}}}
     second = {"transforms": {"train": {"b": {}, "a": {}}}}
     assert [*changes(first, second)] == ["transforms.train (order)"]
-
-
-def test_what_is_empty_within_an_argument_is_a_value():
     before, after = ({"model": RUN["model"] | {"activation": given}} for given in ({}, {"a": None}))
     assert changes(before, after) == {"model.activation.a": (ABSENT, None)}

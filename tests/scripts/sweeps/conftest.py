@@ -40,17 +40,15 @@ def main():
         started.touch()
         while not other.exists():
             time.sleep(0.01)
-    if lr == 0.7:
-        names = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "REGIMEN_SWEEP_JOB")
-        shown = {k: os.environ.get(k) for k in names}
-        folder.joinpath("environment.json").write_text(json.dumps(shown))
+    names = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "REGIMEN_SWEEP_JOB")
+    shown = {k: os.environ.get(k) for k in names}
+    folder.joinpath("environment.json").write_text(json.dumps(shown))
     if lr > 1:
         print("error: it diverged", file=sys.stderr)
         status = {"state": "failed", "code": 5, "reason": "it diverged"}
     else:
         results = {"best/val/accuracy": 1 - lr, "val/accuracy": 0.0}
-        status = {"state": "finished", "results": results}
-        status["seconds"] = 1.5
+        status = {"state": "finished", "results": results, "seconds": 1.5}
     if lr < 3:
         folder.joinpath("status.json").write_text(json.dumps(status))
     sys.exit(0 if lr <= 1 else 5 if lr < 3 else 3)
