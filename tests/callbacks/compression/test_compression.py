@@ -49,6 +49,7 @@ def pruned_of(rules, *levels, seed=0, **options):
 
 
 SLICES, ROWS = {"method": "ln_structured"}, ([[0, 0, 0], [1, 1, 1]], [[0, 0], [1, 1]])
+COLUMNS = ([[1, 0, 1], [1, 0, 1]], [[0, 1], [0, 1]])
 LARGE = [[1, 0, 0], [1, 0, 1]]
 
 
@@ -62,12 +63,7 @@ LARGE = [[1, 0, 0], [1, 0, 1]]
         # Root mean squares of rows: 4.97 and 3.12; 5.10 and 4.95.
         pytest.param(SLICES, 0.5, ROWS, id="sizes"),
         # Of columns: sums 3, 13, 3.5 and 11, 6.25, over two weights each.
-        pytest.param(
-            {**SLICES, "norm": 1.0, "dim": 1},
-            0.6,
-            ([[1, 0, 1], [1, 0, 1]], [[0, 1], [0, 1]]),
-            id="columns-global",
-        ),
+        pytest.param({**SLICES, "norm": 1.0, "dim": 1}, 0.6, COLUMNS, id="columns-global"),
     ],
 )
 def test_masks_by_hand(options, level, masks):
