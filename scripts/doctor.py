@@ -163,7 +163,7 @@ def derivatives(places: Sequence[str]) -> Finding:
 def pair(backend: str) -> Finding:
     """Let two processes of this machine meet; none outlives it."""
     context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder, context.Pool(2, _be_quiet) as pool:
+    with tempfile.TemporaryDirectory() as folder, context.Pool(2) as pool:
         ranks = [(backend, f"{folder}/store", rank) for rank in range(2)]
         try:
             pool.starmap_async(_meet, ranks).get(_PAIR_SECONDS)
@@ -178,15 +178,11 @@ def pair(backend: str) -> Finding:
     return failure, cure
 
 
-def _be_quiet() -> None:
-    # Of a process that may print when it meets another.
+def _meet(backend: str, store: str, rank: int) -> None:
+    # One of the two processes, which may print when it meets the other.
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
     os.dup2(null, 2)
-
-
-def _meet(backend: str, store: str, rank: int) -> None:
-    # One of the two processes.
     import torch
     import torch.distributed as dist
 

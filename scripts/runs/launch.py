@@ -229,17 +229,11 @@ def main() -> None:
 def _fail(error: BaseException, rank: int, notes: Notes) -> int:
     """Report an exception; return 0 if the launcher must not restart the processes."""
     code = exit_code(error)
-    failure = Failure(
-        rank,
-        code,
-        describe(error),
-        time.time(),
-        "".join(traceback.format_exception(error)),
-        isinstance(error, PeerError),
-        isinstance(error, SilentPeerError),
-        [asdict(p) for p in error.problems] if isinstance(error, ConfigError) else (),
-    )
-    notes.sign(rank, failure)
+    shown = "".join(traceback.format_exception(error))
+    peers = isinstance(error, PeerError), isinstance(error, SilentPeerError)
+    problems = [asdict(p) for p in error.problems] if isinstance(error, ConfigError) else ()
+    told = describe(error)
+    notes.sign(rank, Failure(rank, code, told, time.time(), shown, *peers, problems))
     restarts = os.environ["TORCHELASTIC_MAX_RESTARTS"] != "0"
     hopeless = restarts and code not in _MENDABLE
     return 0 if code in _STOPPED or notes.stopping.exists() or hopeless else code

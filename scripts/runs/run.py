@@ -51,7 +51,6 @@ from trainer.runs.directory import CONFIG, RunDirectory, name_folder, reserve, t
 from trainer.runs.status import CHECKPOINTS, ENDED_WELL, INFERENCE, LOG, check_run_dir
 from trainer.strategies.strategy import Strategy, describe_device
 from trainer.targets.allow_list import allow
-from trainer.trainer import Trainer
 
 logger = logging.getLogger("regimen")
 RUNS = Path("runs")
@@ -238,21 +237,6 @@ def outcome(experiment: Experiment, tested: dict[str, float]) -> Results:
     return Results("stopped", metrics, reason=f"its time limit ended it at {where} ({limit})")
 
 
-def interrupted(request: Request, trainer: Trainer) -> Interrupted:
-    """Return the error of a run that a signal stopped, with what was saved and how to resume."""
-    state = trainer.state
-    assert trainer.run_dir is not None
-    last = trainer.run_dir / CHECKPOINTS / "last.pt"
-    if not state.updates:
-        saved = "before the first update: there was nothing to save"
-    elif not last.exists():
-        saved = f"step {state.global_step} was not saved: there is no callbacks.checkpoint"
-    else:
-        saved = f"saved {last} at step {state.global_step}"
-    go_on = f"go on with: {request.resume_command(trainer.run_dir)}"
-    return Interrupted(f"stopped by {state.stop_reason}; {saved}; {go_on}", state.stop_code)
-
-
 def _prepared(request: Request, strategy: Strategy) -> BuiltRun | None:
     """Build the run; None after a dry run, or if nothing is left to train."""
     config, group = parse(request.config), strategy.group
@@ -313,8 +297,16 @@ def _train(it: BuiltRun, note: Path | None) -> None:
     if it.directory is not None and skipped:  # samples that could not be loaded
         listed = [{"sample": s.index, "file": s.path, "reason": s.reason} for s in skipped]
         it.directory.update_manifest({"skipped_samples": listed})
-    if trainer.state.stop_code:
-        raise interrupted(request, trainer)
+    if (state := trainer.state).stop_code:
+        assert trainer.run_dir is not None
+        last = trainer.run_dir / CHECKPOINTS / "last.pt"
+        saved = f"saved {last} at step {state.global_step}"
+        if not state.updates:
+            saved = "before the first update: there was nothing to save"
+        elif not last.exists():
+            saved = f"step {state.global_step} was not saved: there is no callbacks.checkpoint"
+        go_on = f"go on with: {request.resume_command(trainer.run_dir)}"
+        raise Interrupted(f"stopped by {state.stop_reason}; {saved}; {go_on}", state.stop_code)
     results = outcome(experiment, tested)
     it.record_end(results)
     trainer.end(results)

@@ -18,7 +18,6 @@ from scripts.sweeps.leaderboard import NOT_STARTED
 from scripts.sweeps.sweep import Sweep, has_finished
 
 _LAUNCHERS = ("local", "submitit", "ray", "null")  # choices of `sweep` that search nothing
-Found = tuple[list[Problem], str | None, int]  # mistakes, the task's metric, accelerators
 
 
 def searches(arguments: Arguments) -> bool:
@@ -86,8 +85,11 @@ def check_built(arguments: Arguments, jobs: Sequence[Sequence[Swept]]) -> tuple[
     return f"val/{monitor}" if monitor else None, devices
 
 
-def built(given: Sequence[Arguments]) -> Found:
-    """Build the targets of configurations on stand-ins; a job reports errors of others itself."""
+def built(given: Sequence[Arguments]) -> tuple[list[Problem], str | None, int]:
+    """Build the targets of configurations on stand-ins; a job reports errors of others itself.
+
+    Returns their mistakes, the metric of the first one's task, and the number of accelerators.
+    """
     import torch
 
     from trainer.assembly.check import check_targets, stand_ins
