@@ -202,8 +202,9 @@ def test_all_mistakes_of_a_command_without_other_keys_are_told_at_once(tmp_path:
 
 @pytest.mark.parametrize("command", [Evaluation, Prediction, Export, Quantization, Demo])
 def test_help_names_every_key(command: type[OfRun], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(AnsweredError):
+    with pytest.raises(AnsweredError) as caught:
         read_keys(command, ["--help"])
+    assert report(caught.value) == 0
     out, err = capsys.readouterr()
     assert err == ""
     assert {f"{name}=" for name in declared(command)} <= {
