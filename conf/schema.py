@@ -115,7 +115,7 @@ class LoaderConfig:
     """How samples become batches; the words are torch.utils.data.DataLoader's."""
 
     batch_size: int = count(128, "samples of one update, over all devices and micro-batches")
-    eval_batch_size: int | None = count(None, "of evaluation, on one device; null = batch_size")
+    eval_batch_size: int | None = count(None, "in evaluation, on one device; null = batch_size")
     shuffle: bool = option(True, "a new order each epoch, given by the seed")
     drop_last: bool = option(False, "leave out a last, shorter batch")
     sampler: Node | None = node(None, "chooses and orders the samples")
@@ -127,7 +127,7 @@ class LoaderConfig:
     persistent_workers: bool = option(True, "keep the workers from epoch to epoch")
     timeout: float = natural(600.0, "seconds to wait for a worker's batch; 0 = for ever")
     worker_init_fn: Node | None = node(None, "called in each worker, with its number")
-    multiprocessing_context: Start | None = option(None, "how they start; null = the system's way")
+    multiprocessing_context: Start | None = option(None, "how workers start; null = the usual way")
     non_blocking: bool = option(True, "copy to the device while it computes")
     prefetch_to_device: bool = option(True, "copy the next batch while a GPU computes")
     eval: EvalLoaderConfig = option(EvalLoaderConfig, "what differs for validation and test")
@@ -175,7 +175,7 @@ class TrialConfig:
 class SweepConfig:
     """What `train -m` does with its jobs; from `n_trials` on, a search (`sweep=optuna`)."""
 
-    jobs: int | None = count(None, "at a time; null = 1 here, all on a cluster", at_most=1024)
+    jobs: int | None = count(None, "jobs at a time; null = 1, on a cluster all", at_most=1024)
     jobs_per_device: int = count(1, "how many of them share a GPU")
     fail_fast: bool = option(False, "start no further job once one has failed")
     retries: int = natural(0, "further starts of a job lost to a signal or to a lack of memory")
