@@ -65,11 +65,11 @@ BUDGET = {
     "conf": 1030,
     "data": 3285,
     "models": 755,
-    "trainer": 9155,
+    "trainer": 9170,
     "callbacks": 2695,
     "scripts": 5260,
-    "the six packages": 22165,
-    "tests": 20840,
+    "the six packages": 22180,
+    "tests": 20860,
     "benchmarks": 1525,
 }
 FILES = {"the six packages": 196, "tests": 128}

@@ -16,6 +16,7 @@ from conf.errors import ConfigError, Problem, raise_problems
 from conf.interpolation import mapped
 from conf.schema import Config
 from data.decode import quick_form
+from data.errors import DataError
 from data.image_folder import ImageCache, ImageFolder
 from data.loading.device_transforms import batch_form, check_per_sample, defer
 from data.loading.loader import bytes_of, can_be_kept
@@ -64,6 +65,7 @@ def build_data(config: Config, splits: tuple[str, ...] = SPLITS) -> Data:
         with preserved(torch.device("cpu"), derived(config.seed, "data", split)):
             if node := getattr(config.data, split):
                 sets[split] = _open(config, split, node)
+                _try_transforms(sets[split])
     if "train" in splits and sets["train"] is None:
         raise ConfigError(Problem("data.train", "is null: there is nothing to train on"))
     return Data(sets, _num_classes(config, sets))
@@ -76,6 +78,18 @@ def open_data(config: Config, strategy: Strategy, splits: tuple[str, ...] = SPLI
     at_once = all(getattr(locate(node["_target_"]), "concurrent", False) for node in nodes)
     with nullcontext() if at_once else strategy.group.one_per_node():
         return build_data(config, splits)
+
+
+def _try_transforms(dataset: Any) -> None:
+    # An image in memory meets its transforms before the run: a crop may be larger than it.
+    told = getattr(dataset, "input_form", None)
+    if callable(told) and told().get("size") and len(dataset):
+        try:
+            dataset[0]
+        except DataError as error:
+            if isinstance(error.__cause__, ValueError):
+                raise ConfigError(Problem("", str(error))) from error
+            raise
 
 
 def build_pipeline(config: Config, stage: str) -> Pipeline:

@@ -52,6 +52,30 @@ def test_what_a_data_set_draws_when_it_is_opened_is_its_own(
     assert first["test"] != first["val"] != first["train"]
 
 
+@pytest.mark.parametrize(
+    ("steps", "fits"),
+    [
+        pytest.param("c: {_target_: T.RandomCrop, size: 17}", False, id="a side"),
+        pytest.param(
+            "r: {_target_: T.Resize, size: 12}, c: {_target_: T.RandomCrop, size: 13}",
+            False,
+            id="resized",
+        ),
+        pytest.param("c: {_target_: T.RandomCrop, size: 20, padding: 2}", True, id="enough"),
+    ],
+)
+def test_a_crop_larger_than_the_images_is_a_mistake_in_the_configuration(
+    steps: str, fits: bool
+) -> None:
+    steps = steps.replace("T.", "torchvision.transforms.v2.")
+    config = composed("transforms=none", f"transforms.train={{{steps}}}")
+    if fits:
+        build_data(config, ("train",))
+    else:
+        with pytest.raises(ConfigError, match=r"transforms\.train\.c failed: .*larger than"):
+            build_data(config, ("train",))
+
+
 def test_what_shows_only_in_the_object_cannot_be_kept_either() -> None:
     config = composed("data.cache=device")
 
