@@ -1,0 +1,158 @@
+"""The simulated accelerator: it computes as the CPU does, and tells what a GPU would pass over.
+
+Each test runs in processes of their own, in which `import torch` registers the device `sim`.
+"""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from accelerator import environment
+
+pytestmark = pytest.mark.slow  # it is compiled once: a minute
+
+BEGIN = """
+import os
+import torch
+from torch import nn
+a = torch.arange(20.0, device="sim")
+side = torch.Stream(device="sim")
+def network():
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten()]
+    return nn.Sequential(*layers, nn.Linear(144, 5), nn.LayerNorm(5)).double()
+def trained(model, images, steps=3):
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(images).square().mean().backward()
+        optimizer.step()
+    return [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
+images = torch.randn(8, 3, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+"""
+PROCESSES = """
+import sys
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+rank, kind, store = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+torch.accelerator.set_device_index(rank)
+here = torch.device("sim", rank)
+meet = {"init_method": f"file://{store}", "rank": rank, "world_size": 2}
+dist.init_process_group("cpu:gloo,sim:simccl", **meet)
+model = network().to(here)
+model[1] = nn.Identity()
+if kind == "ddp":
+    model = nn.parallel.DistributedDataParallel(model, device_ids=[rank])
+else:
+    fully_shard(model, mesh=dist.init_device_mesh("sim", (2,)))
+sharded = trained(model, images[rank::2].to(here))
+alone = network()
+alone[1] = nn.Identity()
+for ours, whole in zip(sharded, trained(alone, images)):
+    torch.testing.assert_close(ours.detach().cpu(), whole.detach(), rtol=0, atol=1e-12)
+assert torch.sim.races() == []
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture(scope="session")
+def started():
+    """Start a program on the device; skip where nothing can be compiled."""
+    try:
+        variables = environment()
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+
+    def start(code, *words):
+        return subprocess.Popen(
+            [sys.executable, "-c", BEGIN + code, *words],
+            env={**os.environ, **variables},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    return start
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        pytest.param(
+            "ours = trained(network().to('sim'), images.to('sim'))\n"
+            "alone = trained(network(), images)\n"
+            "assert all(torch.equal(p.cpu(), q) for p, q in zip(ours, alone))\n"
+            "torch.manual_seed(5); drawn = torch.rand(4, device='sim').cpu()\n"
+            "torch.manual_seed(5); assert torch.equal(drawn, torch.rand(4))",
+            "",
+            id="numbers",
+        ),
+        pytest.param("with side: b = a * 2\nb + 1", "race: aten::add", id="missing wait"),
+        pytest.param(
+            "with side: b = a * 2\n"
+            "torch.accelerator.current_stream().wait_stream(side)\nb + 1; del b\n"
+            "with side: torch.empty(3, device='sim')",
+            "race: an allocation",
+            id="missing record_stream",
+        ),
+        pytest.param(
+            "with side: b = a * 2\n"
+            "here = torch.accelerator.current_stream(); here.wait_stream(side)\n"
+            "b.record_stream(here); b + 1; del b\n"
+            "with side: torch.empty(3, device='sim')",
+            "",
+            id="recorded",
+        ),
+        pytest.param(
+            "p = torch.zeros(20).pin_memory(); p.copy_(a, non_blocking=True)\n"
+            "assert p.isnan().all()\n"
+            "here = torch.accelerator.current_stream().record_event().synchronize()\n"
+            "assert torch.equal(p, torch.arange(20.0))",
+            "",
+            id="a copy arrives when it is waited for",
+        ),
+        pytest.param(
+            "p = torch.zeros(20).pin_memory(); b = p.to('sim', non_blocking=True)\n"
+            "p[0] = 1; b.sum().item()",
+            "race: the host changed pinned memory",
+            id="source overwritten",
+        ),
+        pytest.param("a + torch.ones(20)", "same device", id="a CPU tensor beside"),
+        pytest.param("a + torch.ones(20, device='sim:1')", "same device", id="two devices"),
+        pytest.param(
+            "torch.rand(2, device='sim', generator=torch.Generator())", "generator", id="generator"
+        ),
+        pytest.param(
+            "torch.sim.set_memory_limit(0, 10**6); torch.empty(10**6, device='sim')",
+            "OutOfMemoryError",
+            id="memory",
+        ),
+        pytest.param(
+            "if os.fork(): os._exit(os.waitstatus_to_exitcode(os.wait()[1]))\na + 1",
+            "forked subprocess",
+            id="fork",
+        ),
+        pytest.param(
+            "with torch.sim.waits() as found: a.sum().item(); a[a > 3]; a.cpu(); a + 1\n"
+            "assert sum(found.values()) == 3, found\n"
+            "assert torch.accelerator.max_memory_allocated() > 0",
+            "",
+            id="waits are counted",
+        ),
+    ],
+)
+def test_the_device_is_exact_and_strict(started, code, said):
+    process = started(code)
+    _, errors = process.communicate(timeout=300)
+    assert (process.returncode == 0) == (said == ""), errors
+    assert said in errors
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_two_of_them_train_as_one_process(started, tmp_path, kind):
+    pair = [started(PROCESSES, str(rank), kind, str(tmp_path / "store")) for rank in range(2)]
+    for process in pair:
+        _, errors = process.communicate(timeout=300)
+        assert process.returncode == 0, errors
