@@ -69,10 +69,10 @@ BUDGET = {
     "callbacks": 2695,
     "scripts": 5260,
     "the six packages": 22180,
-    "tests": 20860,
+    "tests": 21155,
     "benchmarks": 1525,
 }
-FILES = {"the six packages": 196, "tests": 128}
+FILES = {"the six packages": 196, "tests": 131}
 
 # A room holds up to 12 modules; those whose files YAML names may hold more.
 LARGEST_ROOM = 12
