@@ -42,7 +42,8 @@ class RunningAverage(Average):
             if not isinstance(tensor, Tensor):
                 continue
             if id(tensor) not in averages:
-                average = _placed(self._loaded.get(name, tensor.detach()), tensor)
+                # What was loaded is sharded as the parameters are, by the strategy.
+                average = self._loaded.get(name, tensor.detach()).to(tensor, copy=True)
                 averages[id(tensor)] = average
                 follows = id(tensor) in parameters or self._use_buffers
                 moves = follows and (tensor.is_floating_point() or tensor.is_complex())
@@ -144,15 +145,6 @@ class EMA(RunningAverage):
 def _own_part(tensor: Any) -> Tensor:
     part: Tensor = tensor.detach()
     return part.to_local() if hasattr(part, "to_local") else part
-
-
-def _placed(value: Tensor, like: Any) -> Tensor:
-    """Return a copy of `value` with the device and the sharding of `like`."""
-    if not hasattr(like, "full_tensor") or hasattr(value, "full_tensor"):
-        return value.to(like, copy=True)
-    from torch.distributed.tensor import distribute_tensor  # an import of 2 s
-
-    return distribute_tensor(value.to(like.device), like.device_mesh, like.placements)
 
 
 @torch.no_grad()
