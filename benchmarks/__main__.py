@@ -22,7 +22,7 @@ BENCHMARKS = {
     "predict": "answers for picture files as a table, against a bare loop over the same loader",
     "growth": "cost of an update and memory as data set and run grow",
     "checkpoint": "how long a save keeps the training waiting, against a durable one by hand",
-    "ddp": "throughput of one and two processes, and their start, against the same by hand",
+    "ddp": "throughput of one and two processes, against the same by hand",
     "cifar10_fast": "CIFAR-10 on a CPU, against a loop by hand: data.root=DIR --rounds 1",
     "gpu": "training on a GPU, against the same by hand: data.root=DIR --rounds 3",
 }

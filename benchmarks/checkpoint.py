@@ -21,7 +21,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from benchmarks import report
 from benchmarks.ours import train
-from benchmarks.report import BY_HAND, OURS, Report, Row
+from benchmarks.report import BY_HAND, OURS, Report
 from callbacks.checkpoint import Checkpoint
 from models.resnet import ResNet
 from trainer.callback import Callback
@@ -94,23 +94,23 @@ class ByHand(Callback):
 def measure(rounds: int) -> Report:
     """Save `rounds` times, at most 15, in each way, with each optimizer, and compare."""
     rounds = min(rounds, MOST_ROUNDS)
-    rows: list[Row] = []
-    ratios = {}
+    values: dict[str, list[float]] = {}
     for name in OPTIMIZERS:
         ours, hand = run(name, rounds)
-        names = [f"{name}, {BY_HAND}", f"{name}, {OURS}"]
-        values = dict(zip(names, (hand.blocked, ours.blocked), strict=True))
-        rows += report.compared(values, {names[1]: names[0]})
-        alone, beside = hand.updates[False], hand.updates[True]
-        updates = {f"{name}, an update alone": alone, f"{name}, beside a write": beside}
-        rows += report.compared({key: times for key, times in updates.items() if times}, {})
-        ratios[f"ratio_to_handwritten_{name.lower()}"] = report.paired(ours.blocked, hand.blocked)
+        values |= {f"{name}, {BY_HAND}": hand.blocked, f"{name}, {OURS}": ours.blocked}
+        for beside, title in ((False, "an update alone"), (True, "beside a write")):
+            if hand.updates[beside]:
+                values[f"{name}, {title}"] = hand.updates[beside]
+    references = {f"{name}, {OURS}": f"{name}, {BY_HAND}" for name in OPTIMIZERS}
+    found = report.ratios(values, references)
     return Report(
         "checkpoint",
         f"Time that a save keeps the training of ResNet-50 waiting ({DEVICE})",
         "ms",
-        rows,
-        {"ratio_to_handwritten": max(ratios.values()), **ratios},
+        values,
+        references,
+        {"ratio_to_handwritten": max(found.values())}
+        | {f"ratio_to_handwritten_{n.lower()}": found[f"{n}, {OURS}"] for n in OPTIMIZERS},
         {"rounds": rounds, "updates_between_saves": INTERVAL, "batch": BATCH},
     )
 

@@ -53,7 +53,8 @@ def measure(rounds: int, overrides: Sequence[str] = ()) -> Report:
         "cifar10_fast",
         "CIFAR-10 from image files on a CPU, whole commands",
         "value",
-        report.compared(values, {f"{OURS}, {u}": f"{BY_HAND}, {u}" for u in units[:2]}),
+        values,
+        {f"{OURS}, {u}": f"{BY_HAND}, {u}" for u in units[:2]},
         {
             "ratio_to_handwritten": report.paired(*seconds),
             "cpu_ratio_to_handwritten": report.paired(*cpu),

@@ -77,8 +77,8 @@ def measure(rounds: int) -> Report:
         costs = report.in_turn(runs, rounds)
     own = [name for name in passes if not name.endswith(": torchvision")]
     to = {name: f"{name.partition(':')[0]}: torchvision" for name in own}
-    clocked, rows = (report.compared(each, to) for each in report.split(costs))
-    clock, ratios = ({row.name: row.ratio for row in each if row.ratio} for each in (clocked, rows))
+    clocked, rates = report.split(costs)
+    clock, ratios = (report.ratios(each, to) for each in (clocked, rates))
 
     def least(*starts: str) -> float:
         return min(ratio for name, ratio in ratios.items() if name.startswith(starts))
@@ -87,7 +87,8 @@ def measure(rounds: int) -> Report:
         "data",
         "Loading and transforming images, one thread in the main process",
         "images/s",
-        rows,
+        rates,
+        to,
         {
             "ratio_to_reference": least("digits", "CIFAR-sized"),
             "small_jpeg_cached": least("small JPEG: cache"),

@@ -1,15 +1,12 @@
-"""Throughput and start of DistributedDataParallel: our Trainer, and the same written by hand.
+"""Throughput of DistributedDataParallel: our Trainer, and the same written by hand.
 
 Processes of one thread each, by gloo on CPUs or by nccl on as many GPUs; with fewer cores than
 processes they share them. All contenders run in turn within the same processes. One process also
-runs with the wrapper and without, which shows what it costs. Starts are whole commands up to the
-first update of two processes, `train strategy=ddp` and a script by torchrun, and the CPU seconds of
-all their processes.
+runs with the wrapper and without, which shows what it costs.
 """
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -25,7 +22,6 @@ from benchmarks import report
 from benchmarks.by_hand import updates
 from benchmarks.ours import train
 from benchmarks.report import BY_HAND, OURS, Cost, Report
-from benchmarks.start import BARE, FIRST_UPDATE, TRAIN, run
 from data.loading.loader import Loader
 from data.orders import Shuffled
 from data.samplers import UpdateSampler
@@ -40,12 +36,7 @@ BATCH, UPDATES, WARMUP = 128, 60, 10  # samples an update; updates a turn; those
 SIZE = 16  # pixels a side
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PROCESSES = (1, 2) if DEVICE == "cpu" or torch.cuda.device_count() > 1 else (1,)
-STARTS = 3
 WRAPPED = "Regimen, wrapped"
-COMMANDS = {
-    OURS: (*TRAIN, *FIRST_UPDATE, "strategy=ddp", "strategy.devices=2", "loader.num_workers=0"),
-    BY_HAND: ("-m", "torch.distributed.run", "--nproc-per-node", "2", *BARE, "{}"),
-}
 
 
 def measure(rounds: int) -> Report:
@@ -56,28 +47,24 @@ def measure(rounds: int) -> Report:
         launched.rdzv_backend, launched.start_method = "c10d", "spawn"
         found = elastic_launch(launched, _rank)(rounds)[0]
         speeds |= {f"{name}, {count}": own for name, own in found.items()}
-    starts = {name: partial(run, *words, whole_cpu=True) for name, words in COMMANDS.items()}
-    started, used = report.split(report.in_turn(starts, STARTS, uncounted=0))
     references = {f"{OURS}, {count}": f"{BY_HAND}, {count}" for count in PROCESSES}
     references[f"{WRAPPED}, 1"] = f"{OURS}, 1"
-    rows, cpu_rows = (report.compared(each, references) for each in report.split(speeds))
-    ratios, cpu_ratios = ({row.name: row.ratio or 0.0 for row in each} for each in (rows, cpu_rows))
+    rates, cpu_rates = report.split(speeds)
+    ratios, cpu_ratios = (report.ratios(each, references) for each in (rates, cpu_rates))
     most = f"{OURS}, {max(PROCESSES)}"
     return Report(
         "ddp",
         f"Samples a second: small_cnn, images of {SIZE} x {SIZE}, {BATCH} an update",
         "samples/s",
-        rows,
+        rates,
+        references,
         {
             "ratio_to_reference": ratios[most],
             "cpu_ratio_to_reference": cpu_ratios[most],
             "ratio_to_reference_one_process": ratios[f"{OURS}, 1"],
             "ratio_of_wrapped_to_single": ratios[f"{WRAPPED}, 1"],
-            "start_ratio_to_torchrun": report.paired(started[OURS], started[BY_HAND]),
-            "start_cpu_ratio_to_torchrun": report.paired(used[OURS], used[BY_HAND]),
-            "start_seconds": statistics.median(started[OURS]),
         },
-        {"rounds": rounds, "device": DEVICE, "updates": UPDATES, "starts": STARTS},
+        {"rounds": rounds, "device": DEVICE, "updates": UPDATES},
     )
 
 

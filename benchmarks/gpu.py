@@ -32,7 +32,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import profile
 from torch.utils.data import DataLoader
 from torchvision import transforms as v1
 from torchvision.datasets import ImageFolder
@@ -40,9 +40,9 @@ from torchvision.datasets import ImageFolder
 from benchmarks import by_hand, report
 from benchmarks.data import picture_folder
 from benchmarks.ours import train
-from benchmarks.report import BY_HAND, OURS, Report, Row
+from benchmarks.report import BY_HAND, OURS, Report
 from conf.check import parse
-from conf.errors import ConfigError, did_you_mean
+from conf.errors import ConfigError
 from data.batch import to_device
 from examples.airbench.by_hand_gpu import MEAN, STD, train_by_hand
 from models.resnet import ResNet
@@ -61,7 +61,7 @@ ALONE = "Regimen, a batch that stays"
 KNOWN = ("data.root", "device", "limit", "widths", "compile", "parts")
 
 Contender = Callable[[int], object]  # applies so many updates
-Found = tuple[list[Row], dict[str, float]]
+Found = tuple[dict[str, list[float]], dict[str, float]]  # values of each contender; headlines
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,27 +91,26 @@ def measure(rounds: int, overrides: Sequence[str] = ()) -> Iterator[Report]:
     rig, names = _asked(dict(word.partition("=")[::2] for word in overrides))
     for name in names:
         try:
-            rows, headlines = PARTS[name](rig, rounds)
+            values, headlines = PARTS[name](rig, rounds)
         except Exception:  # such as too little memory: the others go on
             print(f"{name} failed", flush=True)
             traceback.print_exc()
         else:
             title = f"Training on {rig.device}, against the same by hand: {name}"
             settings = {"rounds": rounds, "overrides": list(overrides)}
-            yield Report(f"gpu_{name}", title, "value", rows, headlines, settings)
+            to = {own: own.removesuffix(OURS) + BY_HAND for own in values if own.endswith(OURS)}
+            yield Report(f"gpu_{name}", title, "value", values, to, headlines, settings)
         torch.compiler.reset()  # the next part starts afresh
         gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()
 
 
 def _asked(given: dict[str, str]) -> tuple[Rig, list[str]]:
     names = given["parts"].split(",") if "parts" in given else list(PARTS)
     for kind, words, known in (("key", given, KNOWN), ("part", names, PARTS)):
         for word in words:
-            hint = did_you_mean(word, known) or f"there are {', '.join(known)}"
             if word not in known:
-                raise ConfigError(f"gpu has no {kind} {word!r}: {hint}")
+                raise ConfigError(f"gpu has no {kind} {word!r}: there are {', '.join(known)}")
     device = torch.device(given.get("device", "cuda"))
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError("the benchmark gpu needs a GPU, and torch finds none here")
@@ -179,7 +178,7 @@ def ours(rig: Rig, name: str, batches: Callable[[int], Any]) -> Contender:
 
 
 def _rates(
-    rig: Rig, both: Mapping[str, Contender], batch: int, rounds: int
+    rig: Rig, ways: Mapping[str, Contender], batch: int, rounds: int
 ) -> dict[str, list[float]]:
     """Return images a second of each; the uncounted turn compiles."""
 
@@ -188,16 +187,16 @@ def _rates(
         run(rig.updates)
         return rig.updates * batch / (rig.wait() - since)
 
-    return report.in_turn({name: partial(rate, run) for name, run in both.items()}, rounds)
+    return report.in_turn({name: partial(rate, run) for name, run in ways.items()}, rounds)
 
 
 def _speed(name: str, rig: Rig, rounds: int) -> Found:
-    both = contenders(rig, name)
-    rates = _rates(rig, both, rig.batch(name), rounds)
+    ways = contenders(rig, name)
+    rates = _rates(rig, ways, rig.batch(name), rounds)
     headlines = {"ratio_to_reference": report.paired(rates[OURS], rates[BY_HAND])}
     if rig.device.type == "cuda":
-        headlines["host_waits"] = (_waits(both[OURS], 6) - _waits(both[OURS], 2)) / 4
-    return _rows(f"{name}, images/s", rates), headlines
+        headlines["host_waits"] = (_waits(ways[OURS], 6) - _waits(ways[OURS], 2)) / 4
+    return _named(f"{name}, images/s", rates), headlines
 
 
 def _waits(run: Contender, updates: int) -> int:
@@ -214,13 +213,13 @@ def _waits(run: Contender, updates: int) -> int:
 
 def _kernels(rig: Rig, rounds: int) -> Found:
     """Count separately: a profiler that may not be used here costs no other figure."""
-    rows: list[Row] = []
+    values: dict[str, list[float]] = {}
     headlines: dict[str, float] = {}
     for name in NETWORKS:
         counts = {who: [kernels(rig, run)] for who, run in contenders(rig, name).items()}
-        rows += _rows(f"{name}, kernels an update", counts)
+        values |= _named(f"{name}, kernels an update", counts)
         headlines[f"{name}_ratio_to_handwritten"] = counts[OURS][0] / counts[BY_HAND][0]
-    return rows, headlines
+    return values, headlines
 
 
 def kernels(rig: Rig, run: Contender) -> float:
@@ -229,12 +228,11 @@ def kernels(rig: Rig, run: Contender) -> float:
     What a run does once cancels out between runs of two lengths.
     """
     on_gpu = rig.device.type == "cuda"
-    kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     wanted = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch") if on_gpu else ("aten::",)
     counts: list[int] = []
     run(2)  # compiles
     for updates in (2, 6):
-        with profile(activities=kinds) as trace:
+        with profile() as trace:
             run(updates)
         counts.append(sum(event.name.startswith(wanted) for event in trace.events()))
     if not counts[0]:
@@ -263,8 +261,7 @@ def _trained(rig: Rig, words: Sequence[str]) -> tuple[float, float]:
     experiment = _opened(rig, words)
     loaders: list[Any] = [experiment.trainer.train_loader, experiment.test_loader]
     for loader in loaders:
-        if loader.kept is not None:
-            loader.kept.fill()
+        loader.kept.fill()
     since = rig.wait()
     experiment.trainer.fit()
     metrics = experiment.trainer.evaluate(experiment.test_loader, "test")
@@ -286,10 +283,9 @@ def _airbench94(rig: Rig, rounds: int) -> Found:
         words += ["model.widths=[8,16,16]", "loader.batch_size=20", "trainer.max_epochs=2"]
     ways = {BY_HAND: partial(_trained_by_hand, rig, words), OURS: partial(_trained, rig, words)}
     turns = report.in_turn(ways, rounds)
-    seconds = {name: [took for took, _ in own] for name, own in turns.items()}
-    right = {name: [100 * share for _, share in own] for name, own in turns.items()}
-    rows = _rows("airbench94, seconds", seconds) + _rows("airbench94, % of the test images", right)
-    return rows, {"ratio_to_handwritten": report.paired(seconds[OURS], seconds[BY_HAND])}
+    seconds, right = ({name: [t[i] for t in own] for name, own in turns.items()} for i in (0, 1))
+    values = _named("seconds", seconds) | _named("share of the test images", right)
+    return values, {"ratio_to_handwritten": report.paired(seconds[OURS], seconds[BY_HAND])}
 
 
 def _resnet18_whole(rig: Rig, rounds: int) -> Found:
@@ -297,7 +293,7 @@ def _resnet18_whole(rig: Rig, rounds: int) -> Found:
     words += ["trainer.precision=bf16"]
     words += ["model=small_cnn", "trainer.max_epochs=1"] if rig.small else []
     took, share = _trained(rig, words)
-    return [], {"seconds": took, "accuracy": 100 * share}
+    return {}, {"seconds": took, "accuracy": share}
 
 
 def _jpeg(rig: Rig, rounds: int) -> Found:
@@ -332,12 +328,11 @@ def _jpeg(rig: Rig, rounds: int) -> Found:
         rates = _rates(rig, ways, batch, rounds)
     to = {"ratio_to_reference": BY_HAND, "share_of_time": ALONE}
     ratios = {name: report.paired(rates[OURS], rates[other]) for name, other in to.items()}
-    return _rows("resnet50 from JPEG files, images/s", rates), ratios
+    return _named("resnet50 from JPEG files, images/s", rates), ratios
 
 
-def _rows(title: str, values: dict[str, list[float]]) -> list[Row]:
-    named = {f"{title}: {name}": own for name, own in values.items()}
-    return report.compared(named, {f"{title}: {OURS}": f"{title}: {BY_HAND}"})
+def _named(title: str, values: dict[str, list[float]]) -> dict[str, list[float]]:
+    return {f"{title}: {name}": own for name, own in values.items()}
 
 
 PARTS: dict[str, Callable[[Rig, int], Found]] = {

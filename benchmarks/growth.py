@@ -53,19 +53,20 @@ def measure(rounds: int) -> Report:
     cases = {f"{kind}, 10^{n}": (kind, n) for kind, (_, sizes) in ORDERS.items() for n in sizes}
     runs = {name: partial(order_cost, *case) for name, case in cases.items()}
     firsts = {name: f"{kind}, 10^{ORDERS[kind][1][0]}" for name, (kind, _) in cases.items()}
-    rows = report.compared(report.in_turn(runs, rounds, uncounted=0), firsts)
+    values = report.in_turn(runs, rounds, uncounted=0)
+    grown = report.ratios(values, firsts)
     held = {name: order_bytes(*case) for name, case in cases.items()}
     costs, growth = run_costs()
     decades = {f"a run at 10^{n}": [cost] for n, cost in zip(DECADES, costs, strict=True)}
-    rows += report.compared(decades, dict.fromkeys(decades, next(iter(decades))))
     power = ORDERS["in memory"][1][-1]
     return Report(
         "growth",
         f"An update's samples, batches of {BATCH}, and a run's updates, as they grow",
         "µs",
-        rows,
+        {**values, **decades},
+        {**firsts, **dict.fromkeys(decades, f"a run at 10^{DECADES[0]}")},
         {
-            "ratio_to_smallest": max(row.ratio or 0.0 for row in rows[: len(cases)]),
+            "ratio_to_smallest": max(grown.values()),
             "bytes_a_sample_in_memory": held[f"in memory, 10^{power}"] / 10**power,
             "bytes_in_all_low_memory": held[next(reversed(cases))],
             "run_ratio_to_first_decade": costs[-1] / costs[0],

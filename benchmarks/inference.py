@@ -83,17 +83,16 @@ def evaluate(rounds: int) -> Report:
             f"{OURS}, {network}": partial(trainer.evaluate, loader, "val"),
         }
         rates |= _rates(ways, batches * BATCH, rounds)
-    rows = report.compared(rates, {f"{OURS}, {name}": f"{BARE}, {name}" for name in NETWORKS})
-    ratios = dict(zip(NETWORKS, (row.ratio for row in rows if row.ratio), strict=True))
+    references = {f"{OURS}, {name}": f"{BARE}, {name}" for name in NETWORKS}
+    ratios = report.ratios(rates, references)
     return Report(
         "evaluate",
         f"Evaluating images of 32 x 32 in batches of {BATCH}, one thread",
         "images/s",
-        rows,
-        {
-            "ratio_to_reference": ratios["resnet18"],
-            **{f"ratio_to_reference_{network}": ratio for network, ratio in ratios.items()},
-        },
+        rates,
+        references,
+        {"ratio_to_reference": ratios[f"{OURS}, resnet18"]}
+        | {f"ratio_to_reference_{network}": ratios[f"{OURS}, {network}"] for network in NETWORKS},
         {"rounds": rounds, "batches": {k: n for k, (_, n) in NETWORKS.items()}},
     )
 
@@ -147,7 +146,8 @@ def predict(rounds: int) -> Report:
         "predict",
         "Answers for picture files as a table, one thread",
         "samples/s",
-        report.compared(rates, {OURS: BARE}),
+        rates,
+        {OURS: BARE},
         {"ratio_to_reference": report.paired(rates[OURS], rates[BARE])},
         {"rounds": rounds, "samples": SAMPLES, "overrides": list(OVERRIDES)},
     )

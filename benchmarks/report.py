@@ -31,36 +31,45 @@ class Cost(NamedTuple):
     cpu: float
 
 
-class Row(NamedTuple):
-    """One contender: its median, and that as a ratio to its reference."""
-
-    name: str
-    value: float
-    lowest: float
-    highest: float
-    ratio: float | None = None
-    reference: str = ""
-
-
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What was measured, in `unit`; `headlines` are the figures to remember."""
+    """What was measured, in `unit`; `headlines` are the figures to remember.
+
+    references: the contender that a contender is compared with.
+    """
 
     name: str
     title: str
     unit: str
-    rows: Sequence[Row]
+    values: Values
+    references: Mapping[str, str]
     headlines: Mapping[str, float]
     settings: Mapping[str, Any] = field(default_factory=dict)
 
+    def rows(self) -> list[dict[str, Any]]:
+        """Return the median of each contender, and that as a ratio to its reference."""
+        ratio = ratios(self.values, self.references)
+        return [
+            {
+                "name": name,
+                "value": statistics.median(own),
+                "lowest": min(own),
+                "highest": max(own),
+                "ratio": ratio.get(name),
+                "reference": self.references.get(name, ""),
+            }
+            for name, own in self.values.items()
+        ]
+
     def text(self) -> str:
         """Return the table, with the headlines below."""
-        width = max((len(row.name) for row in self.rows), default=0)
+        width = max(map(len, self.values), default=0)
         lines = [self.title, f"{'':{width}} {self.unit:>12}"]
-        for row in self.rows:
-            limits = f"{row.lowest:.1f} .. {row.highest:.1f}"
-            ratio = "" if row.ratio is None else f"{row.ratio:.3f} of {row.reference}"
-            lines.append(f"{row.name:{width}} {row.value:12.1f}   {limits:>22}   {ratio}".rstrip())
+        for row in self.rows():
+            limits = f"{row['lowest']:.1f} .. {row['highest']:.1f}"
+            line = f"{row['name']:{width}} {row['value']:12.1f}   {limits:>22}"
+            compared = row["ratio"] and f"   {row['ratio']:.3f} of {row['reference']}"
+            lines.append(line + (compared or ""))
         return "\n".join([*lines, *(f"{k}: {v:.3f}" for k, v in self.headlines.items())])
 
     def write(self, folder: Path) -> Path:
@@ -77,7 +86,7 @@ class Report:
             "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         }
         content = {"name": self.name, **self.headlines, "unit": self.unit}
-        content |= {"rows": [row._asdict() for row in self.rows]}
+        content |= {"rows": self.rows()}
         content |= {"settings": dict(self.settings), "machine": machine}
         path = folder / f"{self.name}.json"
         path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
@@ -103,14 +112,9 @@ def paired(own: Sequence[float], others: Sequence[float]) -> float:
     return statistics.median(a / b for a, b in zip(own, others, strict=True))
 
 
-def compared(values: Values, references: Mapping[str, str]) -> list[Row]:
-    """Return a row for each contender, with a ratio where it has a reference."""
-    rows = []
-    for name, own in values.items():
-        to = references.get(name, "")
-        ratio = paired(own, values[to]) if to else None
-        rows.append(Row(name, statistics.median(own), min(own), max(own), ratio, to))
-    return rows
+def ratios(values: Values, references: Mapping[str, str]) -> dict[str, float]:
+    """Return the ratio of each contender to its reference."""
+    return {name: paired(values[name], values[to]) for name, to in references.items()}
 
 
 def now() -> Cost:

@@ -1,8 +1,8 @@
 """How long whole commands take: to the first update, to print help, to tell a mistake; a sweep.
 
-The reference is a bare script, which is this module as a command: torch, torchvision, one update
-(`ddp` starts two of it by torchrun). Times are by the clock, ratios by the CPU's time of the
-process up to the mark, which other processes change less.
+The reference is a bare script, which is this module as a command: torch, torchvision, one update.
+Times are by the clock, ratios by the CPU's time of the process up to the mark, which other
+processes change less.
 """
 
 from __future__ import annotations
@@ -21,11 +21,8 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import cross_entropy
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from benchmarks import report
 from benchmarks.report import Cost, Report
@@ -53,47 +50,19 @@ def bare(mark: Path) -> None:
     mark.write_text(f"{time.time()} {time.process_time()}")
 
 
-def bare_ddp(mark: Path) -> None:
-    """Do what a person writes for torchrun: one update of two processes."""
-    from sklearn.datasets import load_digits
-    from torch.utils.tensorboard import SummaryWriter
-    from torchvision.transforms import v2
-    from tqdm import tqdm
-
-    dist.init_process_group("gloo")
-    digits, main = load_digits(), dist.get_rank() == 0
-    shift = v2.RandomAffine(0, translate=(0.1, 0.1))
-    images = torch.tensor(digits.images, dtype=torch.float32)
-    samples = TensorDataset(images, torch.tensor(digits.target))
-    loader = DataLoader(samples, 32, sampler=DistributedSampler(samples))
-    layers = [nn.Flatten(), nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10)]
-    model = DistributedDataParallel(nn.Sequential(*layers))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    writer = SummaryWriter(str(mark.with_name("plain"))) if main else None
-    for inputs, labels in tqdm(loader, disable=not main):
-        loss = cross_entropy(model(shift(inputs)), labels)
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        if writer is not None:
-            writer.add_scalar("train/loss", loss.item(), 1)
-            mark.write_text(f"{time.time()} {time.process_time()}")
-        break
-    dist.destroy_process_group()
-
-
 def measure(rounds: int) -> Report:
     """Start every command `rounds` times, at most 10, in turn, and compare."""
     rounds = min(rounds, MOST_ROUNDS)
     # The uncounted turn warms the file cache and compiles.
     wall, cpu = report.split(report.in_turn(COMMANDS, rounds))
     first, bare_first = "train: first update", "bare script: first update"
-    help_of_bare = "bare script: --help"
-    references = {name: help_of_bare for name in COMMANDS if name.startswith("train")}
+    references = {name: "bare script: --help" for name in COMMANDS if name.startswith("train")}
     return Report(
         "start",
         "Whole commands, by the clock",
         "s",
-        report.compared(wall, {**references, first: bare_first}),
+        wall,
+        {**references, first: bare_first},
         {
             "ratio_to_handwritten": report.paired(wall[first], wall[bare_first]),
             "cpu_ratio_to_handwritten": report.paired(cpu[first], cpu[bare_first]),
@@ -105,10 +74,10 @@ def measure(rounds: int) -> Report:
     )
 
 
-def run(*arguments: str, code: int = 0, whole_cpu: bool = False) -> Cost:
+def run(*arguments: str, code: int = 0) -> Cost:
     """Return what Python took with these arguments, to its mark if it is asked for one (`{}`).
 
-    Raises RuntimeError: another exit code. whole_cpu: CPU seconds up to the command's end.
+    Raises RuntimeError: another exit code.
     """
     with tempfile.TemporaryDirectory() as folder:
         mark = Path(folder) / "mark"
@@ -121,7 +90,7 @@ def run(*arguments: str, code: int = 0, whole_cpu: bool = False) -> Cost:
         if not any("{}" in word for word in arguments):
             return took
         marked, cpu = map(float, mark.read_text().split())
-        return Cost(marked - began, took.cpu if whole_cpu else cpu)
+        return Cost(marked - began, cpu)
 
 
 @functools.cache
@@ -163,7 +132,8 @@ def sweep(rounds: int) -> Report:
         "sweep",
         f"{JOBS} jobs of {' '.join(JOB)}",
         "CPU s",
-        report.compared(costs, {swept: alone}),
+        costs,
+        {swept: alone},
         {"ratio_to_handwritten": report.paired(costs[swept], costs[alone])},
         {"rounds": rounds, "jobs": JOBS, "run": list(JOB)},
     )
@@ -174,4 +144,4 @@ if __name__ == "__main__":
 
     parser = argparse.ArgumentParser()
     parser.add_argument("mark", type=Path)
-    (bare_ddp if "RANK" in os.environ else bare)(parser.parse_args().mark)
+    bare(parser.parse_args().mark)

@@ -120,13 +120,14 @@ def measure(rounds: int) -> Report:
         "step",
         f"Cost of an update: MLP 32-32-10, batches of {BATCH} in memory, one thread",
         "µs",
-        report.compared(wall, {OURS: BY_HAND, OFF: BARE}),
-        headlines={
+        wall,
+        {OURS: BY_HAND, OFF: BARE},
+        {
             "ratio_to_handwritten": report.paired(wall[OURS], wall[BY_HAND]),
             "cpu_ratio_to_handwritten": report.paired(cpu[OURS], cpu[BY_HAND]),
             "cpu_ratio_all_off_to_bare": report.paired(cpu[OFF], cpu[BARE]),
         },
-        settings={"rounds": rounds, "updates": BLOCKS * BLOCK, "block": BLOCK},
+        {"rounds": rounds, "updates": BLOCKS * BLOCK, "block": BLOCK},
     )
 
 

@@ -67,21 +67,17 @@ def measure(rounds: int) -> Report:
         share = saves[-1] * TURN * BATCH / EPOCH
         rates[f"{BARE}, {form}"] = [TURN * BATCH / s for bare, _, _ in pairs for s in bare]
         rates[f"{OURS}, {form}"] = [TURN * BATCH / (s + share) for _, o, _ in pairs for s in o]
-    rows = report.compared(rates, {f"{OURS}, {form}": f"{BARE}, {form}" for form in FORMS})
-    ratios = [row.ratio for row in rows if row.ratio]
+    references = {f"{OURS}, {form}": f"{BARE}, {form}" for form in FORMS}
+    ratios = report.ratios(rates, references).values()
     return Report(
         "train",
         "ResNet-18 on images of 32 x 32, one thread",
         "images/s",
-        rows,
-        {"ratio_to_reference": ratios[0], "least_ratio": min(ratios)},
-        {
-            "pairs_of_processes": PAIRS,
-            "turns": rounds,
-            "updates_of_a_turn": TURN,
-            "batch": BATCH,
-            "seconds_of_a_save": max(saves),
-        },
+        rates,
+        references,
+        {"ratio_to_reference": next(iter(ratios)), "least_ratio": min(ratios)},
+        {"pairs_of_processes": PAIRS, "turns": rounds, "updates_of_a_turn": TURN, "batch": BATCH}
+        | {"seconds_of_a_save": max(saves)},
     )
 
 
