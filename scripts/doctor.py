@@ -7,7 +7,6 @@ import resource
 import shutil
 import subprocess
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
@@ -21,8 +20,6 @@ from trainer.runs.directory import versions
 _GIB = 2**30
 _OPEN_FILES = 1024
 _SPACE = 5 * _GIB
-_SPEED = 50  # MiB/s
-_WRITTEN = 32  # MiB
 _PAIR_SECONDS = 120  # two imports of torch on a busy machine are part of it
 _SINCE = {"fp16": (7, 0), "tf32": (8, 0), "bf16": (8, 0), "fp8": (8, 9)}  # compute capabilities
 
@@ -65,7 +62,6 @@ def _checks() -> Iterator[tuple[str, Callable[[], Finding]]]:
     yield "torch", lambda: (f"{torch.__version__}, built for {kind}", None)
     yield "driver", lambda: of_driver(cuda, gpus > 0)
     yield "devices", lambda: _devices(gpus)
-    yield "derivatives", lambda: derivatives(["cpu", *(f"cuda:{n}" for n in range(gpus))])
     for backend in ("gloo", "nccl") if gpus > 1 else ("gloo",):
         yield f"two processes ({backend})", partial(pair, backend)
 
@@ -86,20 +82,9 @@ def _open_files() -> Finding:
 
 
 def _disk() -> Finding:
-    """Measure the space below the working folder, and how fast it is written and synced."""
-    content, folder = os.urandom(_WRITTEN * 2**20), Path.cwd()
-    free = shutil.disk_usage(folder).free
-    with tempfile.TemporaryFile(dir=folder) as file:
-        start = time.perf_counter()
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-        speed = _WRITTEN / max(time.perf_counter() - start, 1e-6)
-    text = f"{free / _GIB:.1f} GiB free and {speed:.0f} MiB/s written and synced in {folder}"
-    if free < _SPACE:
-        return text, "free some space, or set run_dir on another disk"
-    cure = "set run_dir on a faster disk, or save less often: callbacks.checkpoint.every_n_epochs"
-    return text, None if speed >= _SPEED else cure
+    free = shutil.disk_usage(".").free
+    text = f"{free / _GIB:.1f} GiB free in {Path.cwd()}"
+    return text, None if free >= _SPACE else "free some space, or set run_dir on another disk"
 
 
 def of_driver(cuda: str | None, works: bool) -> Finding:
@@ -136,28 +121,6 @@ def _devices(gpus: int) -> Finding:
 def of_capability(capability: tuple[int, int]) -> str:
     """Return the number formats of a GPU of a compute capability."""
     return ", ".join(["fp32", *(name for name, low in _SINCE.items() if capability >= low)])
-
-
-def derivatives(places: Sequence[str]) -> Finding:
-    """Hold torch's derivatives of three operators against finite differences."""
-    import torch
-    from torch import nn
-
-    wrong = []
-    for place in places:
-        layers = nn.Conv2d(2, 2, 3, padding=1), nn.LayerNorm(4), nn.Linear(4, 2)
-        try:
-            net = nn.Sequential(*layers).to(place, torch.float64)
-            drawn = torch.randn(1, 2, 4, 4, dtype=torch.float64, device=place, requires_grad=True)
-            inputs = (drawn, *net.parameters())
-            torch.autograd.gradcheck(lambda x, *_, net=net: net(x), inputs)
-        except RuntimeError as error:  # that of a broken device, too
-            wrong.append(f"{place}: {str(error).strip().partition(chr(10))[0]}")
-    if wrong:
-        cure = "install another version of torch, or leave a device out by CUDA_VISIBLE_DEVICES"
-        return "; ".join(wrong), cure
-    operators = "linear, conv2d, layer_norm"
-    return f"{operators} agree with finite differences on {', '.join(places)}", None
 
 
 def pair(backend: str) -> Finding:

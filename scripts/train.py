@@ -1,22 +1,15 @@
 """`train experiment=resnet18 [key=value ...]`: train, or with -m sweep."""
 
 import os
-import sys
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from scripts.cli.shadow import refuse_shadows
-
-if TYPE_CHECKING:
-    pass
+from scripts import regimen
 
 
 def main() -> None:
     """Run the command line and leave with its exit code."""
-    refuse_shadows()  # before anything of ours could be imported from where another package stands
-    from scripts.cli.console import leave_with
-
-    leave_with(train, sys.argv[1:])
+    regimen.main("train")
 
 
 def train(argv: Sequence[str]) -> int:

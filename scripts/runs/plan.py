@@ -14,7 +14,7 @@ from trainer.assembly.data import kept_bytes
 from trainer.assembly.summary import estimate, render, summarize
 from trainer.evaluation import evaluate
 from trainer.files.atomic import write_text
-from trainer.files.layout import aligned, folded, packed, size, visible
+from trainer.files.layout import WIDTH, aligned, folded, packed, size, visible
 from trainer.lr_schedulers.schedule import curve
 from trainer.optimizers.optimizers import GroupRow
 from trainer.runs.directory import make_folder
@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     from scripts.cli.arguments import Request
     from trainer.assembly.experiment import Experiment
 
-_BLOCKS = " ▁▂▃▄▅▆▇█"
-_HEIGHT = 5  # lines of a learning-rate curve
+_RATES = 5  # about how many learning rates of a group are shown
 _CLASSES = 10  # names that are shown
 
 
@@ -51,8 +50,7 @@ def make_plan(request: Request, experiment: Experiment, folder: Path) -> None:
     memory["data"] = kept_bytes(config, sets)
     notes += _notes(experiment, memory)
     total, strategy = trainer.total_steps, trainer.strategy
-    points = curve(trainer.lr_schedule, trainer.optimizers, total) if total else {}
-    rates = {name: [lr for _, lr in found] for name, found in points.items()}
+    rates = curve(trainer.lr_schedule, trainer.optimizers, total, _RATES) if total else {}
     settings = {
         "seed": config.seed,
         "device": strategy.device,
@@ -63,32 +61,29 @@ def make_plan(request: Request, experiment: Experiment, folder: Path) -> None:
     picked = {group: choice for group, choice in request.choices.items() if choice is not None}
     given = [f"overrides: {' '.join(request.overrides)}"] if request.overrides else []
 
-    def text(width: int) -> str:
-        chosen = (
-            packed([f"{k}={v}" for k, v in d.items()], width, "  ") for d in (picked, settings)
-        )
-        sections = {
-            f"Plan of {config.name}": [*(line for lines in chosen for line in lines), *given],
-            "Data": _data_table(sets, width),
-            "Model": [render(summary, width)],
-            "Optimizer": groups_table(trainer.optimizers.table(), width),
-            "Learning rate": list(curve_lines(rates, total or 0, min(64, width - 16))),
-            "Updates": updates,
-            "Memory on one device": list(_memory(memory, largest)),
-            "Callbacks": [f"{n}: {type(c).__name__}" for n, c in trainer.callbacks.items()],
-            "Files": [f"a run would write to {folder}"],
-            "Notes": notes,
-        }
-        lines: list[str] = []
-        for title, body in sections.items():
-            if body:
-                lines += [f"{title} {'─' * (width - len(title) - 1)}"]
-                lines += [*(folded(visible(line), width, "") for line in body), ""]
-        return "\n".join(lines)
-
-    print(text(min(shutil.get_terminal_size((100, 24)).columns, 120)))
+    width = min(shutil.get_terminal_size((WIDTH, 24)).columns, WIDTH)
+    chosen = (packed([f"{k}={v}" for k, v in d.items()], width, "  ") for d in (picked, settings))
+    sections = {
+        f"Plan of {config.name}": [*(line for lines in chosen for line in lines), *given],
+        "Data": _data_table(sets, width),
+        "Model": [render(summary, width)],
+        "Optimizer": groups_table(trainer.optimizers.table(), width),
+        "Learning rate": _rate_table(rates, width) if rates else [],
+        "Updates": updates,
+        "Memory on one device": list(_memory(memory, largest)),
+        "Callbacks": [f"{n}: {type(c).__name__}" for n, c in trainer.callbacks.items()],
+        "Files": [f"a run would write to {folder}"],
+        "Notes": notes,
+    }
+    lines: list[str] = []
+    for title, body in sections.items():
+        if body:
+            lines += [f"{title} {'─' * (width - len(title) - 1)}"]
+            lines += [*(folded(visible(line), width, "") for line in body), ""]
+    text = "\n".join(lines)
+    print(text)
     make_folder(folder)
-    write_text(folder / "plan.txt", text(100))
+    write_text(folder / "plan.txt", text)
     if unread:
         raise unread[0]
 
@@ -153,6 +148,13 @@ def groups_table(rows: Sequence[GroupRow], width: int) -> list[str]:
         sizes = f"{row.tensors:,}", f"{row.parameters:,}"
         cells.append([row.group, row.optimizer, *sizes, *numbers])
     return aligned(cells, width, last=2, right=cells[0][2:])
+
+
+def _rate_table(curves: Mapping[str, Sequence[tuple[int, float]]], width: int) -> list[str]:
+    """Return each group's learning rates, below the number of updates before them."""
+    rows = [[name, *(f"{lr:.3g}" for _, lr in points)] for name, points in curves.items()]
+    steps = [f"{step:,}" for step, _ in next(iter(curves.values()))]
+    return aligned([["updates", *steps], *rows], width, right=steps)
 
 
 def _memory(memory: Mapping[str, int | None], samples: int) -> Iterator[str]:
@@ -242,38 +244,3 @@ def split_in_words(samples: int, devices: int, micro_batches: int) -> str:
     if not whole:
         return f"{grid}: {more} with 1 sample, {pieces - more} with none (weight 0)"
     return f"{grid}: {more} of {whole + 1} and {pieces - more} of {whole} samples"
-
-
-def curve_lines(curves: Mapping[str, Sequence[float]], updates: int, width: int) -> Iterator[str]:
-    """Draw each group's learning rates, evenly spaced over all updates.
-
-    Groups whose curves differ only by a factor share a plot.
-    """
-    shapes: dict[tuple[float, ...], dict[str, list[str]]] = {}
-    for name, rates in curves.items():
-        low, high = min(rates), max(rates)
-        shape = tuple(round(rate / high, 6) for rate in rates) if high > 0 else (0.0,)
-        caption = f"{rates[0]:.3g} at first, at most {high:.3g}, {rates[-1]:.3g} at last"
-        caption = f"constant at {high:.4g}" if low == high else caption
-        shapes.setdefault(shape, {}).setdefault(caption, []).append(name)
-    for shape, captions in shapes.items():
-        for caption, alike in captions.items():
-            yield f"{', '.join(alike)}: {caption}"
-        if len(set(shape)) > 1:
-            yield from plot(curves[next(iter(captions.values()))[0]], updates, width)
-
-
-def plot(values: Sequence[float], updates: int, width: int) -> list[str]:
-    """Plot values, not all of them 0, as an area from zero to their maximum."""
-    top, last = max(values), len(values) - 1
-    columns = [values[round(column * last / (width - 1))] for column in range(width)]
-    # In eighths of a line; values above zero get at least one.
-    filled = [max(round(v / top * _HEIGHT * 8), v > 0) for v in columns]
-    lines = []
-    for line in reversed(range(_HEIGHT)):
-        blocks = "".join(_BLOCKS[min(max(f - 8 * line, 0), 8)] for f in filled)
-        lines.append(f"{f'{top:.3g}' if line == _HEIGHT - 1 else '':>9} │{blocks}".rstrip())
-    lines.append(f"{'0':>9} └{'─' * len(columns)}")
-    end = f"{updates:,} updates"
-    lines.append(f"{'':>11}0{end:>{max(len(columns) - 1, len(end) + 1)}}")
-    return lines

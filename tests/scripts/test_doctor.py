@@ -5,12 +5,10 @@ import multiprocessing
 import os
 import resource
 import shutil
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from torch import nn
 
 from scripts import doctor as module
 from scripts.doctor import doctor
@@ -50,17 +48,12 @@ def test_the_driver(
 def found(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     """Return what the command finds on a machine of certain limits, without its long checks."""
 
-    def found(
-        code: int, threads: str = "1", files: int = 4096, free: float = 9.0, speed: float = 1
-    ):
-        clock = iter((0.0, module._WRITTEN / speed))
+    def found(code: int, threads: str = "1", files: int = 4096, free: float = 9.0):
         monkeypatch.setattr(module, "pair", lambda _: GOOD)
-        monkeypatch.setattr(module, "derivatives", lambda places: GOOD)
         monkeypatch.setenv("OMP_NUM_THREADS", threads)
         monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
         monkeypatch.setattr(resource, "getrlimit", lambda which: (files, files))
         monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free * 2**30))
-        monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
         assert doctor(["--json"]) == code
         return json.loads(capsys.readouterr().out)
 
@@ -74,25 +67,20 @@ def found(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
         ({"threads": "x"}, "threads", "a number"),
         ({"files": 256}, "open files", "ulimit -n"),
         ({"free": 1.0}, "disk", "another disk"),
-        ({"speed": 5}, "disk", "every_n_epochs"),
     ],
 )
 def test_each_part_that_is_short_has_a_cure(found, machine, name: str, cure: str) -> None:
-    (bad,) = (part for part in found(8, **{"speed": 500, **machine}) if not part["good"])
+    (bad,) = (part for part in found(8, **machine) if not part["good"])
     assert bad["name"] == name
     assert cure in bad["cure"]
 
 
-def test_the_command_looks_at_every_part(
-    found, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    parts = found(0, threads="2,1", files=resource.RLIM_INFINITY, speed=500)
+def test_the_command_looks_at_every_part(found) -> None:
+    parts = found(0, threads="2,1", files=resource.RLIM_INFINITY)
     assert [part["name"] for part in parts] == [
         *("versions", "threads", "open files", "disk", "torch", "driver", "devices"),
-        *("derivatives", "two processes (gloo)"),
+        "two processes (gloo)",
     ]
-    assert list(tmp_path.iterdir()) == []  # what the disk was measured with
 
 
 def test_a_check_that_fails_is_one_line(
@@ -115,14 +103,6 @@ def test_a_check_that_fails_is_one_line(
 )
 def test_the_formats_of_a_gpu(capability: tuple[int, int], formats: str) -> None:
     assert module.of_capability(capability) == formats
-
-
-def test_a_wrong_derivative_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert module.derivatives(["cpu"])[1] is None
-    monkeypatch.setattr(nn.LayerNorm, "forward", lambda self, x: x * x.detach())
-    text, cure = module.derivatives(["cpu"])
-    assert text.startswith("cpu: Jacobian mismatch")
-    assert cure
 
 
 @pytest.mark.slow
