@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from trainer.callback import saver_of
 from trainer.files.layout import WIDTH, folded_command, packed
@@ -16,11 +16,8 @@ if TYPE_CHECKING:
     from scripts.cli.arguments import Request
     from trainer.assembly.experiment import Experiment
 
-_GAP = "  "
 _NOT_RESULTS = ("time/", "memory/", "lr/", "best/")
-_WORTH_A_HINT = 0.2  # of the run's time
-_LONG = 10.0  # seconds: what a shorter run spends says little of a longer one
-_SHOWN = 0.005
+_SHOWN = 0.005  # of the run's time
 _IN_WORDS: Mapping[str, str] = {
     "data": "waiting for data",
     "callbacks": "callbacks and logging",
@@ -28,37 +25,15 @@ _IN_WORDS: Mapping[str, str] = {
 }
 
 
-def time_text(spent: Mapping[Kind, float]) -> str:
+def shares(spent: Mapping[Kind, float]) -> list[str]:
     """Return the fraction of a run's seconds that went to each kind of work, the largest first.
 
     By the host's clock: the time of a GPU is counted where the host waits for it, which is mostly
     at the log lines.
     """
-    kinds = sorted(spent, key=lambda kind: -spent[kind])
-    return ", ".join(_share(spent, k) for k in kinds if spent[k] > _SHOWN * sum(spent.values()))
-
-
-def time_hint(spent: Mapping[Kind, float], config: Mapping[str, Any]) -> str:
-    """Return the setting that reduces the largest avoidable part; empty if it is small."""
-    options, loader = config["trainer"], config["loader"]
-    saver = (config["callbacks"] or {}).get("checkpoint") or {}
-    rarer: dict[Kind, tuple[str, int | None]] = {
-        "evaluation": ("trainer.validate_every_n_epochs", options["validate_every_n_epochs"]),
-        "checkpoints": ("callbacks.checkpoint.every_n_epochs", saver.get("every_n_epochs")),
-        "callbacks": ("trainer.log_every_n_steps", options["log_every_n_steps"]),
-    }
-    avoidable = {kind: f"{key}={2 * value}" for kind, (key, value) in rarer.items() if value}
-    if loader["num_workers"] == 0:
-        avoidable["data"] = "loader.num_workers=auto"
-    kind: Kind = max((*rarer, "data"), key=lambda kind: spent.get(kind, 0.0))
-    seconds = sum(spent.values())
-    if kind not in avoidable or seconds < _LONG or spent.get(kind, 0.0) < _WORTH_A_HINT * seconds:
-        return ""
-    return f"{_share(spent, kind)}: {avoidable[kind]}"
-
-
-def _share(spent: Mapping[Kind, float], kind: Kind) -> str:
-    return f"{spent[kind] / sum(spent.values()):.0%} {_IN_WORDS.get(kind, kind)}"
+    parts = {kind: seconds / (sum(spent.values()) or 1.0) for kind, seconds in spent.items()}
+    largest = sorted(parts, key=parts.__getitem__, reverse=True)
+    return [f"{parts[k]:.0%} {_IN_WORDS.get(k, k)}" for k in largest if parts[k] > _SHOWN]
 
 
 def results_of(experiment: Experiment, tested: dict[str, float]) -> dict[str, float]:
@@ -94,45 +69,37 @@ def final_block(
 ) -> str:
     """Return the final report of a run: its directory, its results and the next commands.
 
-    `columns`: of the terminal, whose lines are broken between words; None for a file, where facts
-    have at most 100 characters a line, and paths and commands are whole.
+    `columns`: of the terminal; None for a file, where facts have up to 100 characters a line, and
+    commands are whole.
     """
     trainer, best = experiment.trainer, best_of(experiment)
-    state, average, number = trainer.state, trainer.average, trainer.state.skipped_updates
-    averaged = []
-    if average is not None and average.begun:
-        averaged = [f"val and test use the average of callbacks.{average.name}"]
-    data = [
-        f"{split} {type(it).__name__}{f' {len(it):,}' if hasattr(it, '__len__') else ''}"
-        for split, it in experiment.data.sets.items()
-        if it is not None
-    ]
+    state, average, sets = trainer.state, trainer.average, experiment.data.sets
+    sizes = {split: f" {len(it):,}" for split, it in sets.items() if hasattr(it, "__len__")}
+    kinds = {split: type(it).__name__ for split, it in sets.items() if it is not None}
     validated, tested = _values(results, "val"), _values(results, "test")
     if tested:
         tested.append(f"(checkpoint {'best' if best else 'last'})")
     else:
         tested = ["not tested: the run was pruned" if state.pruned else "no test split: see val"]
-    facts: list[tuple[str, list[str], str]] = [
-        ("data", data, ", "),
-        ("trained", "; ".join(_trained(experiment, spent)).split(" "), " "),
-        ("time", time_text(spent).split(", "), ", "),
-        ("hint", time_hint(spent, request.config).split(" "), " "),
-        ("skipped", [f"{number} updates that were not finite"] if number else [], _GAP),
-        ("train", _values(results, "train"), _GAP),
-        ("val", validated and [*validated, f"(step {state.validated_at})"], _GAP),
-        ("best", _best(best), _GAP),
-        ("weights", averaged, _GAP),
-        ("test", tested, _GAP),
-    ]
+    facts = {
+        "data": [f"{split} {kind}{sizes.get(split, '')}" for split, kind in kinds.items()],
+        "trained": _trained(experiment, spent),
+        "time": shares(spent),
+        "train": _values(results, "train"),
+        "val": validated and [*validated, f"(step {state.validated_at})"],
+        "best": _best(best),
+        "test": tested,
+    }
+    if state.skipped_updates:
+        facts["skipped"] = [f"{state.skipped_updates} updates that were not finite"]
+    if average is not None and average.begun:
+        facts["weights"] = [f"val and test use the average of callbacks.{average.name}"]
     width = (columns or WIDTH) - len("trained  ")
-    rows = [("run", [str(run_dir)])]
-    rows += [(name, packed(items, width, gap)) for name, items, gap in facts]
+    rows = [("run", str(run_dir))]
+    rows += [(name, line) for name, of in facts.items() for line in packed(of, width, ", ")]
     for name, typed in _commands(request, experiment, run_dir):
-        rows.append((name, [folded_command(typed, columns and width)]))
-    # Off a terminal each line can be found by its name; on one, the name stands once.
-    numbered = [(name, *pair) for name, lines in rows for pair in enumerate(filter(None, lines))]
-    again = [(name if columns is None or not i else "", line) for name, i, line in numbered]
-    return "\n" + "\n".join(f"{name:<8} {line}" for name, line in again)
+        rows.append((name, folded_command(typed, columns and width)))
+    return "\n" + "\n".join(f"{name:<8} {line}" for name, line in rows)
 
 
 def result_line(

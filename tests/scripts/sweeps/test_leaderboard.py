@@ -6,9 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from scripts.sweeps.leaderboard import SHOWN, Job, Ranking, link_jobs, short_keys, show, write_csv
-from scripts.sweeps.report import Scale, importances, write_report
+from scripts.sweeps.report import study_of, write_report
 from toy_runs import board
 
 CONFIG = {"callbacks": {}}
@@ -109,61 +110,49 @@ def make(tmp_path):
     return jobs
 
 
-def test_a_picture_of_everything_that_can_become_of_a_job(make, tmp_path, capsys, monkeypatch):
-    pytest.importorskip("matplotlib", reason="report.png takes matplotlib, the extra `report`")
-    from PIL import Image
-
-    lr = "optimizer.lr"
-    jobs = make(
-        {"values": {lr: "0.1", "model": "mlp", "model.hidden": "16"}, "curve": [0.5, 0.7, 0.6]},
-        {"values": {lr: "0.001", "model": "cnn"}, "curve": [0.2, 0.9, 0.8]},
-        {"values": {lr: "0.01", "model": "cnn"}, "curve": [0.95], "state": "pruned"},
-        {"values": {lr: "9", "model": NASTY}, "state": "failed"},
-        {"values": {lr: "2", "model": NASTY}, "curve": [0.3, 0.4]},
-        {"values": {lr: "3", "model": "mlp"}, "state": "not started"},
-        *({"values": {lr: f"{n}", "model": "mlp"}, "curve": [n / 9]} for n in range(1, 8)),
-    )
-    sizes, varied = [], [lr, "model", "model.hidden"]
-    for chosen in (jobs, jobs[:6], jobs[3:4]):  # with importance; without; nothing to draw
-        (tmp_path / "report.png").unlink(missing_ok=True)
-        write_report(tmp_path, Ranking(CONFIG, chosen, "val/accuracy"), varied)
-        if (tmp_path / "report.png").exists():
-            image = Image.open(tmp_path / "report.png").convert("L")
-            sizes.append(image.size[1])
-            assert len(set(image.resize((200, 200)).tobytes())) > 10  # no empty sheet
-    assert len(sizes) == 2
-    assert sizes[0] > sizes[1]
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    write_report(tmp_path, Ranking(CONFIG, jobs, "val/accuracy"), varied)
-    *drawn, none, missing = capsys.readouterr().out.splitlines()
-    assert drawn == [f"report: {tmp_path / 'report.png'}"] * 2
-    assert none == "no report.png: no job has a result"
-    assert "report.png takes the package matplotlib: pip install" in missing
-
-
-@pytest.mark.slow
-def test_the_key_that_matters_has_the_largest_share(make):
+def test_a_study_has_the_results_of_the_jobs_by_their_numbers(make):
     pytest.importorskip("optuna")
-    rates = [{"optimizer.lr": str(0.001 * 2**n), "model": "ab"[n * n % 3 % 2]} for n in range(16)]
-    jobs = make(*({"values": given, "curve": [n / 20]} for n, given in enumerate(rates)))
-    shares = importances(jobs, Ranking(CONFIG, jobs), tuple(rates[0]))
-    assert next(iter(shares)) == "optimizer.lr"
-    assert sum(shares.values()) == pytest.approx(1)
+    lr, model = "optimizer.lr", "model"
+    jobs = make(
+        {"values": {lr: "0.001", model: "1"}, "curve": [0.2, 0.9, 0.8]},
+        {"values": {lr: "9", model: "mlp"}, "state": "failed"},
+        {"values": {lr: "1", model: "$x", "seed": "1"}, "curve": [0.95], "state": "pruned"},
+        {"values": {lr: "0.01"}, "curve": [0.3, 0.4]},
+    )
+    study = study_of(Ranking(CONFIG, jobs, "val/accuracy"), [lr, model, "seed", "fixed"])
+    facts = [(t.state.name, t.params, t.value, t.intermediate_values) for t in study.trials]
+    assert facts == [
+        ("COMPLETE", {"lr": 0.001, model: "1"}, 0.9, {10: 0.2, 20: 0.9, 30: 0.8}),
+        ("FAIL", {}, None, {}),
+        ("PRUNED", {"lr": 1.0, model: r"\$x", "seed": 1.0}, 0.95, {10: 0.95}),
+        ("COMPLETE", {"lr": 0.01}, 0.4, {10: 0.3, 20: 0.4}),
+    ]
+    kinds = {name: str(kind) for name, kind in study.trials[2].distributions.items()}
+    assert kinds["lr"] == "FloatDistribution(high=1.0, log=True, low=0.001, step=None)"
+    assert (study.best_trial.number, study.direction.name) == (0, "MAXIMIZE")
 
 
-@pytest.mark.parametrize(
-    ("values", "words", "log"),
-    [
-        pytest.param(["1", "2"], False, False, id="numbers"),
-        pytest.param(["0.001", "1"], False, True, id="far-apart"),
-        pytest.param(["-1", "1000"], False, False, id="negative"),
-        pytest.param(["1", "x"], True, False, id="a-word"),
-        pytest.param(["1", "nan"], True, False, id="nan"),
-    ],
-)
-def test_the_scale_of_a_key(make, values, words, log):
-    scale = Scale.of("k", make(*({"values": {"k": value}} for value in values)))
-    assert (bool(scale.words), scale.log) == (words, log)
+def test_a_picture_of_a_sweep(make, tmp_path, capsys, monkeypatch):
+    jobs = make(
+        *({"values": {"model": NASTY[n % 2 :], "lr": f"{n}"}, "curve": [n / 9]} for n in range(9)),
+        {"values": {"model": "mlp", "lr": "3"}, "state": "failed"},
+    )
+    file = tmp_path / "report.png"
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    for chosen in (jobs, jobs[9:]):
+        write_report(tmp_path, Ranking(CONFIG, chosen, "val/accuracy"), ["model", "lr"])
+    missing, none = capsys.readouterr().out.splitlines()
+    assert missing == "report.png takes two packages: pip install matplotlib optuna"
+    assert none == "no report.png: no job has a result"
+    assert not file.exists()
+    monkeypatch.undo()
+    pytest.importorskip("matplotlib", reason="report.png takes matplotlib, the extra `report`")
+    heights = []
+    for count in (9, 7, 1):  # with importance; without; of one job
+        write_report(tmp_path, Ranking(CONFIG, jobs[:count], "val/accuracy"), ["model", "lr"])
+        assert capsys.readouterr().out == f"report: {file}\n"
+        heights.append(Image.open(file).height)
+    assert heights == sorted({*heights}, reverse=True)
 
 
 def test_tensorboard_shows_jobs_by_what_varies_in_them(make, tmp_path):
