@@ -4,21 +4,13 @@ import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
-from typing import Any
-
-import numpy as np
-from PIL import Image as Pillow
-from PIL import ImageDraw, ImageFont
 
 from callbacks.support import require
 from trainer.callback import Callback
 from trainer.files.atomic import write_json
-from trainer.media import Image
 from trainer.trainer import Trainer
 
-REPORT = "lr_finder.json"
 _log = logging.getLogger(__name__)
 
 
@@ -28,8 +20,8 @@ class LRFinder(Callback):
 
     The run also ends when the smoothed loss exceeds `stop_factor` times its minimum.
     `lr_finder.json` in the run directory holds the curve and a suggestion: the rate at which the
-    loss falls fastest; the curve is also drawn, as the image `lr_finder`. Groups keep the ratios of
-    their rates; the largest rate is reported. The schedule has no effect.
+    loss falls fastest. Groups keep the ratios of their rates; the largest rate is reported. The
+    schedule has no effect.
 
     Smith, Cyclical Learning Rates for Training Neural Networks, 2017, section 3.3.
     """
@@ -80,10 +72,9 @@ class LRFinder(Callback):
         """Write the report."""
         if trainer.run_dir is None or not trainer.is_main or not self.rates:
             return
-        found, path = self.suggestion(), trainer.run_dir / REPORT
+        found, path = self.suggestion(), trainer.run_dir / "lr_finder.json"
         losses = [loss if math.isfinite(loss) else None for loss in self.losses]
         write_json(path, {"suggestion": found, "lr": self.rates, "loss": losses})
-        trainer.log_image("lr_finder", _curve(self.rates, self._smoothed(), found))
         told = "nothing: the loss never fell" if found is None else f"{found:.4g}"
         _log.info("learning rate range test: suggests %s (%s)", told, path)
 
@@ -93,9 +84,10 @@ class LRFinder(Callback):
 
     def suggestion(self) -> float | None:
         """Return the rate at which the smoothed loss falls fastest; None if it never falls."""
-        slopes = [later - former for former, later in pairwise(self._smoothed())]
-        best = min(range(len(slopes)), key=slopes.__getitem__, default=None)
-        return None if best is None or not slopes[best] < 0 else self.rates[best]
+        steps = zip(pairwise(self._smoothed()), self.rates, strict=False)
+        falls = ((later - former, rate) for (former, later), rate in steps)
+        slope, rate = min(falls, default=(0.0, None))
+        return rate if slope < 0 else None
 
     def _rate(self, update: int) -> float:
         share = min(1.0, update / (self.updates - 1))
@@ -115,23 +107,3 @@ class LRFinder(Callback):
             weight = self.smoothing * weight + 1 - self.smoothing
             result.append(average / weight)
         return result
-
-
-def _curve(rates: list[float], losses: list[float], mark: float | None) -> Image:
-    """Return the losses over the logarithm of the rates as a line; one in red is at `mark`."""
-    canvas, font = Pillow.new("RGB", (640, 360), "white"), ImageFont.load_default(14)
-    draw, finite = ImageDraw.Draw(canvas), np.isfinite(losses)
-    x, y = np.log10(rates)[finite], np.asarray(losses)[finite]
-    if not len(x):
-        return np.asarray(canvas)
-    across: Any = partial(np.interp, xp=(x[0], x[-1]), fp=(70, 620))
-    down: Any = partial(np.interp, xp=(y.min(), y.max()), fp=(320, 20))
-    draw.line(list(zip(across(x), down(y), strict=True)), (30, 90, 200), 2)
-    for power in range(math.ceil(x[0]), math.floor(x[-1]) + 1):
-        draw.text((across(power), 320), f"1e{power}", "black", font, anchor="ma")
-    for value in (y.min(), y.max()):
-        draw.text((66, down(value)), f"{value:.4g}", "black", font, anchor="rm")
-    if mark is not None:
-        at = across(math.log10(mark))
-        draw.line((at, 20, at, 320), (190, 0, 0), 2)
-    return np.asarray(canvas)

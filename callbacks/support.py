@@ -35,6 +35,20 @@ def check_least(**options: float | None) -> None:
         require(value is None or value >= 1, f"{name}={value}: choose at least 1")
 
 
+def steps_of(key: str, value: float, whole: int | None) -> int:
+    """Return a number of updates or epochs; for a float up to 1.0 that share of `whole`.
+
+    Raises CallbackError for what is neither, and for a share of an unknown whole.
+    """
+    sound = value >= 0 and (value <= 1 or value % 1 == 0)
+    require(sound, f"{key}={value}: choose a whole number, or a share of the run up to 1.0")
+    if not isinstance(value, float) or value > 1:
+        return int(value)
+    unknown = "is a share of a run whose length is not known: give a number"
+    require(whole is not None, f"{key}={value} {unknown}")
+    return int(value * (whole or 0))
+
+
 class Monitor:
     """Compare values of the metric `name`.
 

@@ -1,14 +1,14 @@
 """Stochastic weight averaging: the mean of the weights at the ends of the last epochs."""
 
 import logging
-from itertools import islice
+from itertools import chain
 from typing import Any
 
 import torch
 from torch.optim.swa_utils import get_swa_multi_avg_fn
 
 from callbacks.ema import RunningAverage
-from callbacks.support import require
+from callbacks.support import steps_of
 from trainer.trainer import Trainer
 
 _log = logging.getLogger(__name__)
@@ -18,7 +18,7 @@ class SWA(RunningAverage):
     """Keep the mean of the weights at the end of every epoch after `start_epoch`.
 
     `start_epoch`: the number of epochs before the first one that is averaged (an int), or a
-    fraction of max_epochs (a float below 1). `update_bn`: recompute BatchNorm's statistics of the
+    share of max_epochs (a float up to 1). `update_bn`: recompute BatchNorm's statistics of the
     average on the training data after every averaged epoch, on at most `bn_batches` updates.
     `use_for_evaluation`: validation and test use the average once there is one.
 
@@ -35,9 +35,7 @@ class SWA(RunningAverage):
         use_for_evaluation: bool = True,
     ) -> None:
         super().__init__(use_for_evaluation, use_buffers=False)
-        sound = 0 <= start_epoch <= 1 or (start_epoch > 1 and start_epoch == int(start_epoch))
-        hint = "choose a whole number of epochs, or a fraction of trainer.max_epochs"
-        require(sound, f"start_epoch={start_epoch}: {hint} between 0 and 1")
+        steps_of("start_epoch", start_epoch, 1)
         self._start_epoch, self._update_bn, self._bn_batches = start_epoch, update_bn, bn_batches
         self.averaged = 0  # epochs
 
@@ -47,17 +45,13 @@ class SWA(RunningAverage):
         return self.averaged > 0
 
     def setup(self, trainer: Trainer) -> None:
-        """Resolve `start_epoch`. Raises CallbackError for a fraction without max_epochs."""
-        if not isinstance(self._start_epoch, float) or self._start_epoch >= 1:
-            return
-        given, epochs = f"callbacks.{self.name}.start_epoch", trainer.options.max_epochs
-        unset = "is a fraction of trainer.max_epochs, which is not set: give a number of epochs"
-        require(epochs is not None, f"{given}={self._start_epoch} {unset}")
-        self._start_epoch = int(self._start_epoch * (epochs or 0))
+        """Resolve `start_epoch`. Raises CallbackError for a share without max_epochs."""
+        key = f"callbacks.{self.name}.start_epoch"
+        self._first = steps_of(key, self._start_epoch, trainer.options.max_epochs)
 
     def on_epoch_end(self, trainer: Trainer) -> None:
         """Add the weights at the end of this epoch to the average."""
-        if trainer.state.epoch <= self._start_epoch:
+        if trainer.state.epoch <= self._first:
             return
         self.update(get_swa_multi_avg_fn(), self.averaged)  # type: ignore[no-untyped-call]
         self.averaged += 1
@@ -89,12 +83,12 @@ def _measure(trainer: Trainer, batches: int | None) -> None:
         norm.train().reset_running_stats()
         norm.momentum = None  # a mean over the batches instead of a moving one
     limits = [n for n in (batches, trainer.steps_per_epoch) if n is not None]
+    updates = trainer.draw(trainer.state.epoch, stop=min(limits, default=None))
     try:
         trainer.train_loader.close()  # ends the workers of the last epoch
-        for micro_batches in islice(trainer.draw(trainer.state.epoch), min(limits, default=None)):
-            for micro_batch in micro_batches:
-                with trainer.precision.autocast():
-                    trainer.task.prediction_step(model, micro_batch.batch)
+        for micro_batch in chain.from_iterable(updates):
+            with trainer.precision.autocast():
+                trainer.task.prediction_step(model, micro_batch.batch)
         trainer.train_loader.close()
         for statistic in (s for norm in norms for s in (norm.running_mean, norm.running_var)):
             statistic.copy_(group.reduce(statistic) / group.world_size)

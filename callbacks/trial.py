@@ -18,7 +18,8 @@ from trainer.state import PRUNED
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
-PRUNERS = {
+_PRUNERS = {
+    None: "NopPruner",
     "median": "MedianPruner",
     "asha": "SuccessiveHalvingPruner",
     "hyperband": "HyperbandPruner",
@@ -84,7 +85,7 @@ class Trial(Callback):
         step = at if trainer.options.validate_every_n_steps else trainer.state.epoch
         try:
             with study_errors(self._place):
-                (seen,) = self._trial.study.get_trials(deepcopy=False)[self._number :][:1]
+                seen = self._trial.study.get_trials(deepcopy=False)[self._number]
                 if seen.state.is_finished() or step < (seen.last_step or 0):
                     return False  # repeated after a resume: decided then
                 if step not in seen.intermediate_values:
@@ -112,8 +113,7 @@ class Trial(Callback):
                     f"{self._place} has no trial {self._number} of {self._name!r}, or does not say "
                     "which metric is its value: go on with the job by itself, without sweep.trial"
                 ) from error
-            node = study.user_attrs.get(PRUNER) or {"name": None, "options": {}}
-            study.pruner = build_pruner(**node)
+            study.pruner = build_pruner(**study.user_attrs.get(PRUNER, {}))
             self._trial = optuna.trial.Trial(study, found._trial_id)
             self._pruned_at = found.user_attrs.get(PRUNED_AT)
 
@@ -168,13 +168,10 @@ def study_errors(place: str, opening: bool = False) -> Iterator[None]:
         yield
     except (ConfigError, RunError):
         raise
-    except OSError as error:
-        raise StorageError(f"cannot use the study {place}: {error.strerror or error}") from error
     except Exception as error:
         cause = error.__cause__ or error.__context__ or error
-        reason = (str(getattr(cause, "orig", cause)).splitlines() or [""])[0]
-        if not any(map(str.isalpha, reason)):  # that of a KeyError and some others is a number
-            reason = f"{type(cause).__name__} {reason}"
+        first = (str(getattr(cause, "orig", cause)).splitlines() or [""])[0]
+        reason = f"{type(cause).__name__}: {first}"  # of a KeyError alone a number
         unread = opening and isinstance(error, ValueError | LookupError | AssertionError)
         if isinstance(error, ImportError) or type(error).__name__ in _NO_PLACE:
             problem = Problem("sweep.storage", f"{place} cannot be opened: {reason}")
@@ -184,17 +181,16 @@ def study_errors(place: str, opening: bool = False) -> Iterator[None]:
                 f"the study {place} is damaged ({reason}): move it away, and the search starts "
                 "anew beside the jobs that have finished"
             ) from error
-        if type(error).__module__.partition(".")[0] in _LIBRARIES:
-            if "locked" in reason:
-                reason += " (another process holds it: wait for that one, or end it)"
+        library = type(error).__module__.partition(".")[0] in _LIBRARIES
+        if library or isinstance(error, OSError):
             raise StorageError(f"cannot use the study {place}: {reason}") from error
         raise
 
 
-def build_pruner(name: str | None, options: Mapping[str, Any]) -> Any:
-    """Return a pruner by its name in `PRUNERS`; None: no pruning. Raises ConfigError."""
-    kind = getattr(import_optuna().pruners, PRUNERS[name] if name else "NopPruner")
-    return construct(kind, options if name else {}, "sweep.pruner_options")
+def build_pruner(name: str | None = None, options: Mapping[str, Any] | None = None) -> Any:
+    """Return a pruner by its name in `sweep.pruner`; None: no pruning. Raises ConfigError."""
+    kind = getattr(import_optuna().pruners, _PRUNERS[name])
+    return construct(kind, (options or {}) if name else {}, "sweep.pruner_options")
 
 
 def construct(kind: Any, options: Mapping[str, Any], key: str, **fixed: Any) -> Any:

@@ -4,7 +4,6 @@ import importlib
 import logging
 import os
 import secrets
-import socket
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -42,28 +41,20 @@ def demo(argv: Sequence[str]) -> int:
 
 def serve(page: Any, host: str, port: int) -> None:
     """Serve a page and print its address. Raises ConfigError where the port is in use."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        with socket.create_server((host, port), family=family) as listener:
-            port = int(listener.getsockname()[1])
-    except OSError as error:
-        key = "host" if isinstance(error, socket.gaierror) else "port"
-        message = f"cannot listen on {host}:{port}: {error.strerror}"
-        raise ConfigError(Problem(key, message, "port=0 takes one that is free")) from error
     login = None if host in _LOCAL else ("demo", secrets.token_urlsafe(16))
     starlette: Any = importlib.import_module("starlette.middleware")
     hosts = importlib.import_module("starlette.middleware.trustedhost").TrustedHostMiddleware
     # A foreign page's requests to 127.0.0.1 carry its name in Host (DNS rebinding).
     only = starlette.Middleware(hosts, allowed_hosts=["*"] if login else [*_LOCAL, host])
-    options: dict[str, Any] = {
-        "share": False,
-        "ssr_mode": False,
-        "prevent_thread_lock": True,
-        "quiet": True,
-    }
-    options |= {"max_file_size": "20mb", "app_kwargs": {"middleware": [only]}, "auth": login}
-    page.launch(server_name=host, server_port=port, **options)
-    print(f"http://{host}:{port}/" + (f" (name {login[0]}, password {login[1]})" if login else ""))
+    options: dict[str, Any] = {"share": False, "ssr_mode": False, "prevent_thread_lock": True}
+    options |= {"max_file_size": "20mb", "app_kwargs": {"middleware": [only]}, "quiet": True}
+    try:
+        _, address, _ = page.launch(
+            server_name=host, server_port=port or None, auth=login, **options
+        )
+    except OSError as error:
+        raise ConfigError(Problem("port", str(error), "port=0 takes one that is free")) from error
+    print(address + (f" (name {login[0]}, password {login[1]})" if login else ""))
     print("Ctrl-C ends it", flush=True)
 
 

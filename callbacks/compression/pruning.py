@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import logging
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from callbacks.support import CallbackError, check_least, require
-from conf.errors import Problem, did_you_mean, problems_at, raise_problems
+from callbacks.support import check_least, require, steps_of
+from conf.errors import Problem, did_you_mean, noted, problems_at, raise_problems
 from trainer.callback import Average, Callback
 from trainer.optimizers.param_groups import (
     SELECTORS,
@@ -27,68 +25,37 @@ from trainer.rng import derived
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
-_log = logging.getLogger(__name__)
-
-
-def step_of(key: str, value: float, total: int | None) -> int:
-    """Return the step that a number of updates or a share of `total` stands for.
-
-    Raises CallbackError for what is neither, and for a share of an unknown total.
-    """
-    sound = 0 <= value <= 1 or (value > 1 and value == int(value))
-    require(sound, f"{key}={value}: choose a number of updates, or a share of the run up to 1.0")
-    if not isinstance(value, float) or value > 1:
-        return int(value)
-    if total is None:
-        unknown = "is a share of the run, whose number of updates is not known"
-        raise CallbackError(f"{key}={value} {unknown}; give a number of updates")
-    return math.floor(value * total)
-
-
-def progress(steps: range, step: int) -> float:
-    """Return the share of a schedule that is done after the last of its steps up to `step`."""
-    count = len(steps) - 1
-    return min((step - steps.start) // steps.step, count) / count if count else 1
+_METHODS, _SCOPES = ("l1", "random", "ln_structured"), ("global", "layer")
 
 
 @dataclass(frozen=True, slots=True)
-class PruningSettings:
-    """How the weights of a rule are pruned."""
+class Settings:
+    """How the weights of a rule are pruned. Raises CallbackError."""
 
-    sparsity: float = 0.5
+    sparsity: float
     initial_sparsity: float = 0.0
     method: str = "l1"
     scope: str = "global"
     norm: float = 2.0
     dim: int = 0
 
-    def level(self, progress: float) -> float:
-        """Return the share to prune at a `progress` from 0 to 1 (Zhu and Gupta 2017)."""
-        return self.sparsity + (self.initial_sparsity - self.sparsity) * (1 - progress) ** 3
+    def __post_init__(self) -> None:
+        start = f"initial_sparsity={self.initial_sparsity}"
+        require(0 <= self.sparsity < 1, f"sparsity={self.sparsity}: choose 0 or more, less than 1")
+        rises = 0 <= self.initial_sparsity <= self.sparsity
+        require(rises, f"{start}: choose 0 to sparsity: a pruned weight stays pruned")
+        require(self.method in _METHODS, f"method={self.method}: choose {', '.join(_METHODS)}")
+        require(self.scope in _SCOPES, f"scope={self.scope}: choose {', '.join(_SCOPES)}")
+        require(self.norm > 0, f"norm={self.norm}: choose more than 0")
+
+    def level(self, plan: range, step: int) -> float:
+        """Return the share to prune after a step of the plan (Zhu and Gupta 2017)."""
+        last = len(plan) - 1
+        done = min((step - plan.start) // plan.step, last) / last if last else 1
+        return self.sparsity + (self.initial_sparsity - self.sparsity) * (1 - done) ** 3
 
 
-_VALID: Mapping[str, tuple[str, Callable[[PruningSettings], bool]]] = {
-    "sparsity": ("at least 0 and less than 1", lambda s: 0 <= s.sparsity < 1),
-    "initial_sparsity": (
-        "between 0 and sparsity: a pruned weight stays pruned",
-        lambda s: 0 <= s.initial_sparsity <= s.sparsity,
-    ),
-    "method": ("l1, random, ln_structured", lambda s: s.method in _VALID["method"][0].split(", ")),
-    "scope": ("global, layer", lambda s: s.scope in _VALID["scope"][0].split(", ")),
-    "norm": ("more than 0", lambda s: s.norm > 0),
-    "dim": ("a whole number", lambda s: isinstance(s.dim, int)),
-}
-
-
-def _misfits(settings: PruningSettings, prefix: str = "") -> Iterator[Problem]:
-    """Yield the options that are out of range, or no numbers."""
-    for key, (wanted, holds) in _VALID.items():
-        try:
-            fits = holds(settings)
-        except TypeError:
-            fits = False
-        if not fits:
-            yield Problem(prefix + key, f"{getattr(settings, key)!r} is not {wanted}")
+_SETTINGS = [field.name for field in fields(Settings)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,32 +63,32 @@ class Pool:
     """Weights that are compared with each other: those of a rule, or of one layer of it."""
 
     rule: str
-    settings: PruningSettings
+    settings: Settings
     members: Mapping[str, nn.Parameter]
 
 
-def _parsed(node: Any, settings: PruningSettings) -> list[tuple[GroupRule, PruningSettings]]:
+def _parsed(node: Any, settings: Settings) -> list[tuple[GroupRule, Settings]]:
     """Parse rules in the form of parameter groups; each may replace some of `settings`.
 
     Raises ConfigError.
     """
-    problems = list(_misfits(settings))
+    problems: list[Problem] = []
     rules = []
     for rule in parse_rules(node, "rules", problems):
-        known = {key: value for key, value in rule.overrides.items() if key in _VALID}
-        others = [k for k in ("frozen", "layer_decay", "layers") if getattr(rule, k)]
-        for key in [*(rule.overrides.keys() - known.keys()), *others]:
-            hint = did_you_mean(key, (*SELECTORS, *_VALID))
-            problems.append(Problem(f"{rule.key}.{key}", "unknown key", hint))
-        rules.append((rule, replace(settings, **known)))
-        problems += _misfits(rules[-1][1], f"{rule.key}.") if known else ()
+        of_groups = [key for key in ("frozen", "layer_decay") if getattr(rule, key)]
+        if foreign := [*(rule.overrides.keys() - _SETTINGS), *of_groups]:
+            hints = {key: did_you_mean(key, (*SELECTORS, *_SETTINGS)) for key in foreign}
+            problems += (Problem(f"{rule.key}.{k}", "unknown key", h) for k, h in hints.items())
+            continue
+        with noted(problems), problems_at(rule.key):
+            rules.append((rule, replace(settings, **rule.overrides)))
     if not rules and not problems:
         problems.append(Problem("rules", "there is none", "such as {convs: {module: conv}}"))
     _refuse(problems)
     return rules
 
 
-def _pools(rules: Sequence[tuple[GroupRule, PruningSettings]], model: nn.Module) -> list[Pool]:
+def _pools(rules: Sequence[tuple[GroupRule, Settings]], model: nn.Module) -> list[Pool]:
     """Divide the parameters of a model: the first rule that accepts one takes it.
 
     Raises ConfigError where a rule takes none, or one that its method cannot prune.
@@ -164,11 +131,9 @@ def extend(pool: Pool, pruned: Mapping[str, Tensor], level: float, seed: int) ->
             drawn = torch.rand(weight.shape, generator=generator, dtype=torch.float64)
             score = drawn.to(weight.device)
         elif settings.method == "ln_structured":
-            dim = settings.dim % weight.ndim
-            others = [d for d in range(weight.ndim) if d != dim]
+            others = [d for d in range(weight.ndim) if d != settings.dim % weight.ndim]
             # The mean over a slice, so that slices of different sizes compare.
-            size = (weight.numel() / weight.shape[dim]) ** (1 / settings.norm)
-            score = torch.linalg.vector_norm(weight, settings.norm, others, keepdim=True) / size
+            score = score.pow(settings.norm).mean(others, keepdim=True)
             gone = gone.all(others, keepdim=True)
         scores.append(score.masked_fill(gone, -1))
     units = torch.cat([score.flatten() for score in scores])
@@ -179,6 +144,7 @@ def extend(pool: Pool, pruned: Mapping[str, Tensor], level: float, seed: int) ->
         pruned[name].logical_or_(part.view(score.shape))
 
 
+@dataclass(eq=False)
 class Pruning(Callback):
     """Set weights to zero and keep them there: masks are applied after every update.
 
@@ -195,39 +161,36 @@ class Pruning(Callback):
     Zhu and Gupta, To Prune, or Not to Prune, 2017.
     """
 
+    rules: Mapping[str, Mapping[str, Any] | None]
+    sparsity: float = 0.5
+    initial_sparsity: float = 0.0
+    method: str = "l1"
+    scope: str = "global"
+    norm: float = 2.0
+    dim: int = 0
+    start_step: float = 0
+    end_step: float | None = None
+    every_n_steps: int = 1
     changes_weights = True
     takes_shards = False
 
-    def __init__(
-        self,
-        rules: Mapping[str, Mapping[str, Any] | None],
-        sparsity: float = 0.5,
-        initial_sparsity: float = 0.0,
-        method: str = "l1",
-        scope: str = "global",
-        norm: float = 2.0,
-        dim: int = 0,
-        start_step: float = 0,
-        end_step: float | None = None,
-        every_n_steps: int = 1,
-    ) -> None:
-        settings = PruningSettings(sparsity, initial_sparsity, method, scope, norm, dim)
-        self._rules = _parsed(rules, settings)
-        check_least(every_n_steps=every_n_steps)
-        self._steps = (start_step, start_step if end_step is None else end_step, every_n_steps)
-        alike = isinstance(start_step, float) == isinstance(end_step, float)
-        falls = alike and self._steps[1] < start_step
-        require(not falls, f"end_step={end_step}: choose at least start_step={start_step}")
-        self.schedule(1)
+    def __post_init__(self) -> None:
+        settings = Settings(**{name: getattr(self, name) for name in _SETTINGS})
+        self._rules = _parsed(self.rules, settings)
+        check_least(every_n_steps=self.every_n_steps)
+        plan = self.schedule(1)
+        alike = isinstance(self.start_step, float) == isinstance(self.end_step, float)
+        falls = alike and self.end_step is not None and self.end_step < self.start_step
+        require(not falls, f"end_step={self.end_step}: choose at least start_step={plan.start}")
         self.pools: list[Pool] = []
         self._pruned: dict[str, Tensor] = {}  # by name of the parameter, True where it is zero
         self._handles: list[Any] = []
 
     def schedule(self, total: int | None) -> range:
         """Return the steps at which a run of `total` updates prunes. Raises CallbackError."""
-        start, end, every = self._steps
-        first, last = step_of("start_step", start, total), step_of("end_step", end, total)
-        return range(first, max(first, last) + 1, every)
+        first = steps_of("start_step", self.start_step, total)
+        end = first if self.end_step is None else steps_of("end_step", self.end_step, total)
+        return range(first, max(first, end) + 1, self.every_n_steps)
 
     def check(self, model: nn.Module) -> None:
         """Divide the parameters of the model by the rules."""
@@ -235,18 +198,16 @@ class Pruning(Callback):
 
     def setup(self, trainer: Trainer) -> None:
         """Find the weights, their averages, and the steps."""
-        names = list(trainer.callbacks)
-        averages = {n: c for n, c in trainer.callbacks.items() if isinstance(c, Average)}
+        callbacks = list(trainer.callbacks.values())
+        self._averages = [c for c in callbacks if isinstance(c, Average)]
         with problems_at(f"callbacks.{self.name}"):
             self.check(trainer.model)
-            self._schedule = self.schedule(trainer.total_steps)
-            for name, average in averages.items():
-                own = type(average).tensors is not Average.tensors
-                hint = f"cannot be pruned: give {type(average).__name__} a method tensors"
-                require(own, f"the average of callbacks.{name} {hint}")
-                first = names.index(name) > names.index(self.name)
+            self._plan = self.schedule(trainer.total_steps)
+            for average in self._averages:
+                own, name = type(average).tensors is not Average.tensors, average.name
+                require(own, f"callbacks.{name} would keep what is pruned: give it `tensors`")
+                first = callbacks.index(average) > callbacks.index(self)
                 require(first, f"must come before callbacks.{name}, which reads the weights")
-        self._averages = list(averages.values())
         self._weights = {n: p for pool in self.pools for n, p in pool.members.items()}
         for name, weight in self._weights.items():
             self._pruned[name] = torch.zeros_like(weight, dtype=torch.bool, requires_grad=False)
@@ -256,23 +217,23 @@ class Pruning(Callback):
 
     def on_fit_start(self, trainer: Trainer) -> None:
         """Prune what is due: at the first step, or after a resume from a run without masks."""
-        if trainer.state.global_step >= self._schedule.start:
+        if trainer.state.global_step >= self._plan.start:
             self._prune(trainer)
 
     def on_update_end(self, trainer: Trainer) -> None:
         """Prune if it is due, and mask what the update has changed."""
         if trainer.state.skipped_in_a_row:
             return
-        if trainer.state.global_step in self._schedule:
+        if trainer.state.global_step in self._plan:
             trainer.updater.confirm()
             self._prune(trainer)
         else:
             self._apply(self._weights)
 
     def _prune(self, trainer: Trainer) -> None:
-        share = progress(self._schedule, trainer.state.global_step)
         for pool in self.pools:
-            extend(pool, self._pruned, pool.settings.level(share), trainer.options.seed)
+            level = pool.settings.level(self._plan, trainer.state.global_step)
+            extend(pool, self._pruned, level, trainer.options.seed)
         # An average of zero weights stays zero: only new masks apply to it.
         for tensors in (self._weights, *(average.tensors() for average in self._averages)):
             self._apply(tensors)
@@ -289,16 +250,6 @@ class Pruning(Callback):
         count = sum(mask.numel() for mask in masks)
         return {"pruning/sparsity": sum(int(mask.sum()) for mask in masks) / count}
 
-    def on_fit_end(self, trainer: Trainer) -> None:
-        """Log the sparsity of each layer."""
-        share = self.scalars(trainer)["pruning/sparsity"]
-        lines = [f"callbacks.{self.name}: {share:.1%} of the weights are zero"]
-        for name, mask in self._pruned.items():
-            lines.append(
-                f"  {name}: {int(mask.sum()):,} of {mask.numel():,}, {mask.double().mean():.1%}"
-            )
-        _log.info("%s", "\n".join(lines))
-
     def teardown(self, trainer: Trainer) -> None:
         """Remove the hooks of the gradients."""
         for handle in self._handles:
@@ -308,8 +259,7 @@ class Pruning(Callback):
         """Describe what will be pruned, when, and to which sparsity."""
         plan = self.schedule(trainer.total_steps)
         when = f"from step {plan[0]} to {plan[-1]}, every {plan.step}"
-        when = when if len(plan) > 1 else f"at step {plan[0]}"
-        yield f"callbacks.{self.name} prunes {when}:"
+        yield f"callbacks.{self.name} prunes {when if len(plan) > 1 else f'at step {plan[0]}'}:"
         for pool in _pools(self._rules, trainer.model):
             how = f"{pool.settings.sparsity:.1%} ({pool.rule}, {pool.settings.method}"
             for name, weight in pool.members.items():
@@ -321,9 +271,8 @@ class Pruning(Callback):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over the masks of the parameters that the rules take."""
-        for name, pruned in self._pruned.items():
-            if name in state["pruned"]:
-                pruned.copy_(state["pruned"][name])
+        for name in self._pruned.keys() & state["pruned"].keys():
+            self._pruned[name].copy_(state["pruned"][name])
 
 
 def _masked_by(pruned: Tensor) -> Any:

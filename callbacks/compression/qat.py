@@ -6,7 +6,7 @@ anything.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from callbacks.compression.pruning import step_of
-from callbacks.support import require
-from conf.errors import Problem, problems_at, raise_problems
+from callbacks.support import require, steps_of
+from conf.errors import ConfigError, problems_at
 from trainer.callback import Callback
 
 if TYPE_CHECKING:
@@ -28,6 +27,11 @@ _SMALLEST = 1e-12  # a scale: a channel may be all zeros
 
 
 class _Rounding(torch.autograd.Function):
+    """Put weights on the grid of each output channel; gradients pass.
+
+    A fifth of the time of `torch.fake_quantize_per_channel_affine`.
+    """
+
     @staticmethod
     def forward(ctx: Any, weight: Tensor) -> Tensor:
         scale = (weight.flatten(1).abs().amax(1) / _LARGEST).float().clamp_min(_SMALLEST)
@@ -39,10 +43,7 @@ class _Rounding(torch.autograd.Function):
         return gradients[0]
 
 
-def rounded_weight(weight: Tensor) -> Tensor:
-    """Return weights on the grid of each output channel; gradients pass."""
-    rounded: Tensor = _Rounding.apply(weight)
-    return rounded
+rounded_weight: Callable[[Tensor], Tensor] = _Rounding.apply
 
 
 class _Conv:
@@ -80,10 +81,9 @@ class QuantizationAwareTraining(Callback):
     takes_shards = False
 
     def __init__(self, start_step: float = 0, momentum: float = 0.9) -> None:
-        step_of("start_step", start_step, 1)
+        steps_of("start_step", start_step, 1)
         require(0 <= momentum < 1, f"momentum={momentum}: choose at least 0 and less than 1")
-        self._start_step = start_step
-        self._momentum = momentum
+        self._start_step, self._momentum = start_step, momentum
         self._layers: list[str] = []
         self._changed: list[tuple[nn.Module, Any]] = []  # a layer, and the hook on its inputs
         self._known = False  # whether there are ranges
@@ -94,22 +94,19 @@ class QuantizationAwareTraining(Callback):
         self._layers = [name for name, part in model.named_modules() if type(part) in _ROUNDED]
         if not self._layers:
             kinds = ", ".join(kind.__name__ for kind in _ROUNDED)
-            raise_problems([Problem("", f"the model has no layer to quantize: {kinds}")])
+            raise ConfigError(f"the model has no layer to quantize: {kinds}")
+        # The smallest and largest values of each layer's inputs: running, and of this update.
+        self._range, self._seen = torch.zeros(2, 2, len(self._layers))
 
     def setup(self, trainer: Trainer) -> None:
-        """Set the ranges of all layers to zero."""
+        """Find the layers, and the first step."""
         with problems_at(f"callbacks.{self.name}"):
             self.check(trainer.model)
-            self._start = step_of("start_step", self._start_step, trainer.total_steps)
-        kind, needs = trainer.strategy.name, "needs one whole model on each process, which"
-        hint = f"{needs} strategy={kind} does not have: use strategy=ddp"
-        require(kind in ("single", "ddp"), f"callbacks.{self.name} {hint}")
-        self.prepare(trainer.strategy.device)
-
-    def prepare(self, device: torch.device | str) -> None:
-        """Make room for the ranges of all layers: the smallest and largest values, [2, layers]."""
-        self._range = torch.zeros(2, len(self._layers), device=device)
-        self._seen = torch.zeros_like(self._range)  # of this update
+            self._start = steps_of("start_step", self._start_step, trainer.total_steps)
+        kind, device = trainer.strategy.name, trainer.strategy.device
+        whole = f"needs one whole model on each process, unlike strategy={kind}: use strategy=ddp"
+        require(kind in ("single", "ddp"), f"callbacks.{self.name} {whole}")
+        self._range, self._seen = self._range.to(device), self._seen.to(device)
 
     def on_fit_start(self, trainer: Trainer) -> None:
         """Begin to round."""
@@ -142,10 +139,6 @@ class QuantizationAwareTraining(Callback):
         rounded = torch.fake_quantize_per_tensor_affine(x.float(), scale, zero, 0, _LEVELS)
         return rounded.to(x.dtype), *others
 
-    def on_epoch_start(self, trainer: Trainer) -> None:
-        """Drop the values that evaluations have shown."""
-        self._seen.zero_()
-
     def on_update_end(self, trainer: Trainer) -> None:
         """Let the ranges follow the batch of the update, over all processes."""
         group, seen = trainer.group, self._seen
@@ -167,13 +160,6 @@ class QuantizationAwareTraining(Callback):
             hook.remove()
         self._changed = []
 
-    def explain(self, trainer: Trainer) -> Iterator[str]:
-        """Describe what will be rounded, and from which step."""
-        self.check(trainer.model)
-        start = step_of("start_step", self._start_step, trainer.total_steps)
-        count = len(self._layers)
-        yield f"callbacks.{self.name} rounds {count} layers to 8 bits from step {start} on"
-
     def state_dict(self) -> dict[str, Any]:
         """Return the ranges by the names of layers; `regimen quantize` reads them by this key."""
         low, high = self._range
@@ -181,9 +167,7 @@ class QuantizationAwareTraining(Callback):
         return {"fake_quantization": ranges}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over the ranges. Raises ValueError for those of another network."""
+        """Take over the ranges."""
         ranges = state["fake_quantization"]
-        if list(ranges["layers"]) != self._layers:
-            raise ValueError("the ranges are of a network with other layers")
         self._range.copy_(torch.stack([ranges["low"], ranges["high"]]))
         self._known = bool(ranges["known"])

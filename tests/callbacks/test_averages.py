@@ -241,7 +241,7 @@ def test_before_it_begins_the_model_itself_is_evaluated(make_trainer):
 
 def test_a_share_of_a_run_needs_its_length_and_one_too_short_says_so(make_trainer, caplog):
     trainer = make_trainer({"swa": SWA(0.75)}, max_epochs=None, max_steps=4)
-    with pytest.raises(CallbackError, match=r"callbacks\.swa\.start_epoch=0\.75 is a fraction"):
+    with pytest.raises(CallbackError, match=r"callbacks\.swa\.start_epoch=0\.75 is a share"):
         trainer.fit()
     make_trainer({"swa": SWA(5)}).fit()
     assert "callbacks.swa: the run ended before its start_epoch" in caplog.text

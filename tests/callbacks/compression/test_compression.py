@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from callbacks.checkpoint import Checkpoint
-from callbacks.compression.pruning import Pruning, PruningSettings, extend, progress
+from callbacks.compression.pruning import Pruning, Settings, extend
 from callbacks.compression.qat import QuantizationAwareTraining, rounded_weight
 from callbacks.ema import EMA
 from callbacks.swa import SWA
@@ -103,40 +103,39 @@ def only(**rule):
 SHADOWED = {"rules": {"a": {"match": "0"}, "b": {"match": r"0\.weight"}}}
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (SHADOWED, "rules.b: has no parameter left"),
-        (only(sparsty=1), "sparsity"),
-        (only(frozen=True), "a.frozen"),
-        ({"rules": {}}, "there is none"),
-        ({**only(), "method": "ln_structured"}, "no slices"),
-        ({"sparsity": 1.0}, "less than 1"),
-        (only(sparsity="x"), "a.sparsity"),
-        ({"initial_sparsity": 0.6}, "stays pruned"),
-        ({"method": "l2"}, "l1, random, ln_structured"),
-        ({"start_step": -1}, "start_step=-1"),
-        ({"start_step": 5, "end_step": 4}, "end_step=4"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_mistakes_are_config_errors(options, said):
+MISTAKES = {
+    "rules.b: has no parameter left": SHADOWED,
+    r"rules\.a\.sparsty: unknown key; did you mean sparsity": only(sparsty=1),
+    r"a\.frozen: unknown key": only(frozen=True),
+    "rules: there is none": {"rules": {}},
+    "rules.a: .* has no slices along 0": {**only(), "method": "ln_structured"},
+    "sparsity=1.0: choose 0 or more, less than 1": {"sparsity": 1.0},
+    r"rules\.a: sparsity=2": only(sparsity=2),
+    "initial_sparsity=0.6: .* stays pruned": {"initial_sparsity": 0.6},
+    "l1, random, ln_structured": {"method": "l2"},
+    "global, layer": {"scope": "all"},
+    "start_step=-1: choose a whole number": {"start_step": -1},
+    "end_step=4: choose at least start_step=5": {"start_step": 5, "end_step": 4},
+}
+
+
+@pytest.mark.parametrize("said", MISTAKES)
+def test_mistakes_are_config_errors(said):
     with pytest.raises(ConfigError, match=said):
-        Pruning(**{"rules": WEIGHTS, **options}).check(net())
+        Pruning(**{"rules": WEIGHTS, **MISTAKES[said]}).check(net())
 
 
 def test_the_schedule_of_zhu_and_gupta():
     plan = Pruning(WEIGHTS, start_step=4, end_step=0.75, every_n_steps=3).schedule(20)
-    settings = PruningSettings(0.8, 0.2)
+    settings = Settings(0.8, 0.2)
     assert list(plan) == [4, 7, 10, 13]
-    for step in (4, 7, 10, 13):
-        expected = 0.8 + (0.2 - 0.8) * (1 - (step - 4) / (3 * 3)) ** 3
-        assert settings.level(progress(plan, step)) == pytest.approx(expected, abs=1e-15)
-    assert settings.level(progress(plan, 9)) == settings.level(progress(plan, 7))
-    assert settings.level(progress(plan, 19)) == 0.8
+    for step in range(4, 20):
+        last = min(step - (step - 4) % 3, 13)
+        expected = 0.8 + (0.2 - 0.8) * (1 - (last - 4) / (3 * 3)) ** 3
+        assert settings.level(plan, step) == pytest.approx(expected, abs=1e-15)
     at_once = Pruning(WEIGHTS, start_step=3).schedule(None)
-    assert (list(at_once), settings.level(progress(at_once, 3))) == ([3], 0.8)
-    with pytest.raises(ConfigError, match="give a number of updates"):
+    assert (list(at_once), settings.level(at_once, 3)) == ([3], 0.8)
+    with pytest.raises(ConfigError, match="give a number"):
         Pruning(WEIGHTS, start_step=0.5).schedule(None)
 
 
@@ -246,7 +245,7 @@ def test_averages_are_pruned_wherever_they_go(make_trainer, tmp_path, average):
 
 def test_averages_that_would_keep_pruned_weights_are_refused(make_trainer):
     for callbacks, said in (
-        ({"pruning": gradual(), "own": Average()}, r"callbacks\.own cannot be pruned: give Av"),
+        ({"pruning": gradual(), "own": Average()}, r"callbacks\.own would keep"),
         ({"ema": EMA(0.9), "pruning": gradual()}, r"must come before callbacks\.ema"),
     ):
         with pytest.raises(ConfigError, match=said):
@@ -261,15 +260,11 @@ def test_a_skipped_update_prunes_nothing(make_trainer):
     assert callbacks["zeros"].counts == [0, 0, 12, 12, 12]
 
 
-def test_the_log_and_the_plan_tell_the_layers(make_trainer, caplog):
-    caplog.set_level("INFO")
+def test_the_plan_tells_the_layers(make_trainer):
     trainer = make_trainer({"pruning": gradual(scope="layer")})
     plan = "\n".join(trainer.callbacks["pruning"].explain(trainer))
     assert "from step 2 to 8, every 3" in plan
     assert "0.weight: 32 weights, 75.0% (rules.weights, l1, layer)" in plan
-    trainer.fit()
-    assert "75.0% of the weights are zero" in caplog.text
-    assert "3.weight: 12 of 16, 75.0%" in caplog.text
 
 
 def test_weights_are_rounded_by_channel_and_gradients_pass():
@@ -289,7 +284,6 @@ def test_inputs_are_rounded_to_a_running_range_of_whole_updates():
     plain = copy.deepcopy(layer)
     qat, model = QuantizationAwareTraining(), nn.Sequential(layer)
     qat.check(model)
-    qat.prepare("cpu")
     qat.attach(model)
     trainer = SimpleNamespace(group=Group(), state=TrainState())
     qat._start = 1

@@ -365,7 +365,6 @@ def test_a_network_trained_for_8_bits_answers_as_it_did_in_training(run, tmp_pat
     model = qat.model()
     rounding = QuantizationAwareTraining()
     rounding.check(model)
-    rounding.prepare("cpu")
     rounding.load_state_dict({"fake_quantization": state})
     rounding.attach(model)
     with torch.inference_mode():
