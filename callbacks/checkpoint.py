@@ -6,8 +6,7 @@ import logging
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
-from threading import Thread
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -71,20 +70,11 @@ class Staging:
 
 def beside(work: Callable[[], None]) -> Future[None]:
     """Do work in a thread beside the training, which the end of the process waits for."""
-    done: Future[None] = Future()
-
-    def run() -> None:
-        try:
-            work()
-            done.set_result(None)
-        except BaseException as error:
-            done.set_exception(error)
-
+    executor = ThreadPoolExecutor(1, "checkpoint")
     try:
-        Thread(target=run, name="checkpoint").start()
-    except RuntimeError:  # the limit on threads is reached
-        run()
-    return done
+        return executor.submit(work)
+    finally:
+        executor.shutdown(wait=False)
 
 
 class Checkpoint(Saver):

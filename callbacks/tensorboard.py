@@ -65,7 +65,7 @@ class TensorBoard(Recorder):
     def begin(self, trainer: Trainer) -> None:
         """Start a file, and truncate those of a resumed run to their sizes in the checkpoint."""
         folder, served, number = self.run / TENSORBOARD, command(self.run), len(self.sizes)
-        _log.info("follow the run: %s", served, extra={"command": served})
+        _log.info("follow the run: %s", served)
         for path in folder.glob(f"events.out.tfevents.*{_SUFFIX}"):
             if path.name not in self.sizes:
                 path.unlink()

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from conf.errors import did_you_mean
 from trainer.errors import ModelError
-from trainer.files.layout import pair_lines
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -289,5 +288,5 @@ class EpochLines(Callback):
         if trainer.is_main:
             state, last = trainer.state, trainer.options.max_epochs
             where = f"epoch {state.epoch}" + (f"/{last}" if last is not None else "")
-            lines = pair_lines(f"{where}, step {state.global_step}", metrics)
-            print(*lines, sep="\n", file=sys.stderr, flush=True)
+            values = ", ".join(f"{key} {value:.4g}" for key, value in metrics.items())
+            print(f"{where}, step {state.global_step}: {values}", file=sys.stderr, flush=True)

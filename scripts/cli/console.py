@@ -25,14 +25,7 @@ from typing import Any, NoReturn, TextIO, cast
 from scripts.cli.deferred import defer_imports
 from scripts.cli.shadow import PACKAGES, ROOT
 from scripts.cli.signals import end_on_signals
-from trainer.files.layout import (
-    VisibleFormatter,
-    columns_of,
-    folded,
-    folded_command,
-    indented_lines,
-    visible,
-)
+from trainer.files.layout import VisibleFormatter, indented_lines, visible
 
 logger = logging.getLogger("regimen")
 log_file = logging.getLogger("regimen.log")  # for `train.log`: the terminal does not show it
@@ -145,23 +138,10 @@ def describe(error: BaseException) -> str:
     return account(error) or f"{type(error).__name__}: {first}".rstrip(": ")
 
 
-class _Folding(VisibleFormatter):
-    """Break long lines between words on a terminal; elsewhere each message is one line."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        """Return the formatted record; a command (`extra={"command": ...}`) can still be pasted."""
-        text, columns = super().format(record), columns_of(sys.stderr)
-        command = getattr(record, "command", None)
-        if columns is None or command is None or len(text) <= columns:
-            return folded(text, columns)
-        before = text.partition(command)[0].rstrip()
-        return f"{before}\n  {folded_command(command, columns - 2, indent='      ')}"
-
-
 def log_to_stderr(verbose: bool) -> None:
     """Print log messages without a prefix: all, or warnings only, as in jobs of a sweep."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_Folding("%(message)s"))
+    handler.setFormatter(VisibleFormatter("%(message)s"))
     handler.setLevel(logging.INFO if verbose and not is_job() else logging.WARNING)
     handler.addFilter(lambda record: record.name != log_file.name)
     root = logging.getLogger()

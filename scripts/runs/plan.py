@@ -14,7 +14,7 @@ from trainer.assembly.data import kept_bytes
 from trainer.assembly.summary import estimate, render, summarize
 from trainer.evaluation import evaluate
 from trainer.files.atomic import write_text
-from trainer.files.layout import WIDTH, aligned, folded, packed, size, visible
+from trainer.files.layout import WIDTH, aligned, packed, size, visible
 from trainer.lr_schedulers.schedule import curve
 from trainer.optimizers.optimizers import GroupRow
 from trainer.runs.directory import make_folder
@@ -79,7 +79,7 @@ def make_plan(request: Request, experiment: Experiment, folder: Path) -> None:
     for title, body in sections.items():
         if body:
             lines += [f"{title} {'─' * (width - len(title) - 1)}"]
-            lines += [*(folded(visible(line), width, "") for line in body), ""]
+            lines += [*map(visible, body), ""]
     text = "\n".join(lines)
     print(text)
     make_folder(folder)
@@ -229,18 +229,13 @@ def batch_split(
 
 
 def split_in_words(samples: int, devices: int, micro_batches: int) -> str:
-    """Return `128 = 2 devices x 4 micro-batches x 16`, or the split of an uneven number.
+    """Return `128 = 2 devices x 4 micro-batches x 16`; of an uneven number the sizes, `15 or 16`.
 
-    Samples are split into devices x micro-batches pieces whose sizes differ by at most one, the
-    larger first; micro-batches without a sample are skipped.
+    Samples are split into devices x micro-batches pieces whose sizes differ by at most one;
+    micro-batches without a sample are skipped.
     """
     micro_batches = min(micro_batches, -(-samples // devices))
-    pieces = devices * micro_batches
-    whole, more = divmod(samples, pieces)
-    grid = f"{samples} = {devices} device{'s' * (devices > 1)} x {micro_batches} micro-batch"
-    grid += "es" * (micro_batches > 1)
-    if not more:
-        return f"{grid} x {whole}"
-    if not whole:
-        return f"{grid}: {more} with 1 sample, {pieces - more} with none (weight 0)"
-    return f"{grid}: {more} of {whole + 1} and {pieces - more} of {whole} samples"
+    each, more = divmod(samples, devices * micro_batches)
+    on, of = "s" * (devices > 1), "es" * (micro_batches > 1)
+    sizes = f"{each} or {each + 1}" if more else each
+    return f"{samples} = {devices} device{on} x {micro_batches} micro-batch{of} x {sizes}"

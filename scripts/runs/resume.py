@@ -12,12 +12,9 @@ import logging
 import os
 import shutil
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from conf.check import fill_defaults
 from conf.errors import ConfigError, Problem
@@ -34,9 +31,8 @@ from trainer.files.atomic import (
     storage_error,
     sync_folder,
     write_json,
-    write_text,
 )
-from trainer.runs.directory import CONFIG, name_folder, reserve, timestamp
+from trainer.runs.directory import name_folder, reserve, timestamp
 from trainer.runs.status import (
     ENDED_WELL,
     METRICS,
@@ -53,7 +49,8 @@ from trainer.trainer import Trainer
 logger = logging.getLogger("regimen")
 
 ABSENT = object()
-_OF_A_START = ("run_dir", "resume", "dry_run", "sweep")  # differ between any two starts of a run
+# Differ between any two starts of a run.
+_OF_A_START = ("run_dir", "resume", "resume_policy", "dry_run", "sweep")
 _ABANDONED = "abandoned"
 _NOTE = "unfinished.json"
 _EVENTS = "events.out.tfevents.*.regimen"
@@ -89,14 +86,7 @@ class Resume:
         """Move what the run did beyond this point to `abandoned/`; on the main process."""
         if self.run_dir is None:  # the checkpoint of another run, which stays unchanged
             return
-        moment = Moment()
-        if self.payload is not None:
-            moment, path, saved = Moment.of(self.payload), self.run_dir / CONFIG, None
-            with suppress(OSError, ValueError, yaml.YAMLError):
-                saved = yaml.safe_load(path.read_text(encoding="utf-8"))
-            if not isinstance(saved, dict):
-                logger.warning("warning: %s is damaged: written again from the checkpoint", path)
-                write_text(path, self.payload["config"])
+        moment = Moment() if self.payload is None else Moment.of(self.payload)
         folder = go_back(self.run_dir, moment)
         if folder is not None:
             logger.info("  what the run had beyond step %d is in %s", moment.step, folder)
@@ -172,20 +162,15 @@ def _checked(resume: Resume, raw: dict[str, Any]) -> Resume:
     )
     kept, serious = copy.deepcopy(saved), []
     for key, (old, new) in changes(before, now).items():
-        shown = " -> ".join("(none)" if v is ABSENT else repr(v) for v in (old, new))
+        text = f"{key}: {_shown(old)} -> {_shown(new)}"
         longer = isinstance(old, int) and isinstance(new, int) and new >= old
         horizon = key in _HORIZON
         resume.moved |= horizon
         if not (new is None or longer if horizon else trains_the_same(key)):
-            serious.append(f"{key}: {shown}")
+            serious.append(text)
             continue
         resume.new_values |= horizon
-        if old is ABSENT and isinstance(new, dict):  # of a part its name is enough
-            resume.notes.append(f"added: {key}")
-        elif new is ABSENT and isinstance(old, dict):
-            resume.notes.append(f"removed: {key}")
-        elif key != "resume_policy":
-            resume.notes.append(f"changed: {key}: {shown}")
+        resume.notes.append(f"changed: {text}")
         *parents, last = key.split(".")
         node = kept
         for parent in parents:
@@ -206,6 +191,12 @@ def _checked(resume: Resume, raw: dict[str, Any]) -> Resume:
     elif serious:  # the saved values, with the harmless changes and the keys of this start
         resume.config = kept | {key: raw.get(key) for key in _OF_A_START}
     return resume
+
+
+def _shown(value: Any) -> str:
+    if value is ABSENT:
+        return "(none)"
+    return "{...}" if isinstance(value, dict) and value else repr(value)  # a part has a name
 
 
 def saved_config(payload: Mapping[str, Any], path: Path | None) -> dict[str, Any]:

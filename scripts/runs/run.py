@@ -47,13 +47,14 @@ from trainer.files.layout import columns_of
 from trainer.inference.predictor import facts_of
 from trainer.inference.run import best_or_last
 from trainer.rng import tf32_remark
-from trainer.runs.directory import CONFIG, RunDirectory, name_folder, reserve, timestamp
-from trainer.runs.status import CHECKPOINTS, ENDED_WELL, INFERENCE, LOG, check_run_dir
+from trainer.runs.directory import RunDirectory, name_folder, reserve, timestamp
+from trainer.runs.status import CHECKPOINTS, ENDED_WELL, LOG, check_run_dir
 from trainer.strategies.strategy import Strategy, describe_device
 from trainer.targets.allow_list import allow
 
 logger = logging.getLogger("regimen")
 RUNS = Path("runs")
+_SWITCHES = ("channels_last", "compile", "detect_anomaly")
 
 
 @dataclass(slots=True)
@@ -79,11 +80,7 @@ class BuiltRun:
             "device": str(trainer.strategy.device),
             "strategy": trainer.strategy.name,
             "world_size": trainer.group.world_size,
-            "switches": experiment.switches
-            | {
-                name: getattr(config.trainer, name)
-                for name in ("channels_last", "compile", "detect_anomaly")
-            },
+            "switches": experiment.switches | {n: getattr(config.trainer, n) for n in _SWITCHES},
             "precision": trainer.precision.name,
             "data": experiment.data.describe(),
             "threads": torch.get_num_threads(),
@@ -96,15 +93,7 @@ class BuiltRun:
             self.directory = RunDirectory.create(
                 folder, config_yaml=text, overrides=overrides, facts=facts, command=command
             )
-        if not (self.directory.path / INFERENCE).exists():
-            self.write_inference_facts(self.directory)
         return self.directory
-
-    def write_inference_facts(self, directory: RunDirectory) -> None:
-        """Write what the use of the run needs to know of its data."""
-        experiment = self.experiment
-        facts = facts_of(experiment.config, experiment.data, experiment.trainer.task)
-        facts.write(directory.path)
 
     def record_end(self, results: Results) -> None:
         """Record how the run ended. Raises StorageError."""
@@ -136,12 +125,10 @@ def run(request: Request, note: Path | None = None) -> int:
     strategy.setup()
     try:
         with strategy.group.failing_together(), kept_log() as log:
-            device, known = strategy.device, known_device(asked_device(request.overrides))
-            if known != device.type or known == "cuda":  # the command's first line could not say it
-                name, count = describe_device(device), strategy.devices
+            if known_device(asked_device(request.overrides)) != "cpu":  # the first line named it
+                device, count = strategy.device, strategy.devices
                 number = f", the first of {count}" if count > 1 else ""
-                shown = f"{device} ({name})" if name != str(device) else name
-                logger.info("device: %s%s", shown, number)
+                logger.info("device: %s (%s)%s", device, describe_device(device), number)
             configs = strategy.group.gather(request.config)  # of processes that torchrun started
             problems = [
                 Problem("", f"config differs on rank {rank}: {', '.join(keys)}")
@@ -281,12 +268,9 @@ def _train(it: BuiltRun, note: Path | None) -> None:
         if it.resume.payload is not None:
             it.resume.apply(trainer)
         trainer.group.on_main(it.resume.leave_behind)  # after all checks have passed
-        text = request.config_text()  # written again where the configuration has changed
-        if it.directory is not None and it.continued is not None:
-            path = it.directory.path / CONFIG
-            if not (path.is_file() and path.read_bytes() == text.encode()):
-                it.directory.configure(text, request.overrides)
-                it.write_inference_facts(it.directory)
+    if it.directory is not None:  # of a run that is gone on with, too: it may have changed
+        it.directory.configure(request.config_text(), request.overrides)
+        facts_of(experiment.config, experiment.data, trainer.task).write(it.directory.path)
     tested: dict[str, float] = {}
     with suppress(EvaluationAbandoned):
         trainer.fit()

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from callbacks.checkpoint import Checkpoint, Staging, beside
+from callbacks.checkpoint import Checkpoint, Staging
 from callbacks.ema import EMA
 from callbacks.trackers.recorder import MetricsLog
 from same_run import state_of
@@ -337,7 +337,6 @@ def test_an_exception_waits_for_the_write_under_way(make_trainer, tmp_path, writ
     with pytest.raises(KeyError):
         make_trainer(callbacks, tmp_path, max_epochs=9).fit()
     assert max(listed(tmp_path / "checkpoints")) == 6
-    assert [t.name for t in threading.enumerate() if t.name == "checkpoint"] == []
 
 
 def test_a_copy_is_equal_and_apart_and_its_memory_is_used_again():
@@ -357,15 +356,3 @@ def test_a_copy_is_equal_and_apart_and_its_memory_is_used_again():
     again = staging.copy({"new": torch.ones(2), **tree})
     assert again["a"].data_ptr() == copy["a"].data_ptr()
     assert torch.equal(again["a"], shared)
-
-
-def test_without_a_thread_left_it_is_written_at_once(monkeypatch):
-    def refuse(self):
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", refuse)
-    done = []
-    beside(lambda: done.append(1)).result()
-    assert done == [1]
-    with pytest.raises(ZeroDivisionError):
-        beside(lambda: 1 / 0).result()

@@ -151,7 +151,7 @@ def test_a_full_disk_is_one_warning_and_leaves_no_half_record(
         make_trainer({"tensorboard": TensorBoard()}, tmp_path).fit()
     (warning,) = (record.getMessage() for record in caplog.records)
     assert warning.startswith("callbacks.tensorboard: cannot write")
-    assert warning.endswith("no space left; training continues without it")
+    assert warning.endswith("no space left on device; training continues without it")
     found = series(tmp_path)  # records 3, 4 and 5 are missing, the later ones are whole
     assert [step for step, _ in found["train/loss"]] == [2, 6, 8, 10]
 

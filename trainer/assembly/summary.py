@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from data.batch import map_tensors
-from trainer.files.layout import aligned, count, folded, size
+from trainer.files.layout import aligned, count, size
 from trainer.optimizers.state import take_step
 from trainer.rng import preserved
 from trainer.task import first_tensor, tensors_of
@@ -193,7 +193,7 @@ def render(summary: Summary, width: int = 100) -> str:
     )
     if summary.problem:
         taken = f"the forward pass failed: {summary.problem}"
-    totals = folded(f"{whole.parameters:,} parameters{frozen}; {taken}", width, "")
+    totals = f"{whole.parameters:,} parameters{frozen}; {taken}"
     table = aligned(cells, width, last=2, right=("parameters", "FLOPs"))
     return "\n".join([*table, "", totals])
 

@@ -131,30 +131,26 @@ def digest(path: Path) -> str:
 
 def _check(path: Path, file: BinaryIO, crcs: bool) -> None:
     """Refuse an archive that torch.save does not write, or that changed afterwards."""
+    names: set[str] = set()
     try:
         with zipfile.ZipFile(file) as archive:
             entries = archive.infolist()
+            # Readers differ in which of two entries of a name they take; torch's ignores case.
+            names = {entry.filename.casefold() for entry in entries}
             # Of an entry marked as a folder torch's reader reads nothing: the memory stays as it
             # was. Compressed entries, or such as overlap, can expand without bound.
-            odd = [e.filename for e in entries if e.compress_type or e.external_attr & _FOLDER]
-            broken = odd[0] if odd else archive.testzip() if crcs else None
+            odd = any(entry.compress_type or entry.external_attr & _FOLDER for entry in entries)
+            large = sum(entry.file_size for entry in entries) > path.stat().st_size
+            foreign = odd or large or len(names) < len(entries)
+            damaged = foreign or bool(crcs and archive.testzip())
     except MemoryError:
         raise
-    except Exception as error:  # zipfile raises about ten types for damaged archives
-        raise DamagedCheckpointError(f"{path}: its archive is cut off or damaged") from error
-    # Readers differ in which of two entries of a name they take; torch's ignores case.
-    names = Counter(entry.filename.casefold() for entry in entries)
+    except Exception:  # zipfile raises about ten types for damaged archives
+        damaged = True
     if any("/code/" in name for name in names):
         raise CheckpointError(f"{path}: refused: contains code (a TorchScript program)")
-    if len(names) < len(entries):
-        fault = f"holds {names.most_common(1)[0][0]!r} twice"
-    elif sum(entry.file_size for entry in entries) > path.stat().st_size:
-        fault = "declares more bytes than it holds"
-    elif broken is not None:
-        fault = f"is damaged in {broken!r} (CRC)"
-    else:
-        return
-    raise DamagedCheckpointError(f"{path}: its archive {fault}")
+    if damaged:
+        raise DamagedCheckpointError(f"{path}: its archive is damaged, or none of torch.save's")
 
 
 def _refusal(path: Path, error: Exception) -> CheckpointError:
@@ -168,12 +164,10 @@ def _refusal(path: Path, error: Exception) -> CheckpointError:
                 name = ".".join(strings[-2:])
                 break
             strings += [argument] if isinstance(argument, str) else []
-    if name is not None:
-        return CheckpointError(
-            f"{path}: refused: contains code ({name}); "
-            "only tensors, plain containers, numbers and strings are loaded"
-        )
-    return DamagedCheckpointError(f"{path}: not a checkpoint, or a damaged one")
+    if name is None:
+        return DamagedCheckpointError(f"{path}: not a checkpoint, or a damaged one")
+    allowed = "only tensors, plain containers, numbers and strings are loaded"
+    return CheckpointError(f"{path}: refused: contains code ({name}); {allowed}")
 
 
 def read_safetensors(path: Path) -> dict[str, Tensor]:

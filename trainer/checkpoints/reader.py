@@ -100,13 +100,9 @@ def read_checkpoint(path: Path, attempts: int = 5) -> dict[str, Any]:
         payload = read_archive(path, crcs=known is None)
         if not isinstance(payload, dict) or "format_version" not in payload:
             raise CheckpointError(f"{path}: not a checkpoint of a run: it has no format_version")
-        version = payload["format_version"]
-        if type(version) is not int:
-            raise CheckpointError(f"{path}: format {version!r} is not a number")
-        if version != FORMAT_VERSION:
-            order, writer = (">", "a newer") if version > FORMAT_VERSION else ("<", "an earlier")
-            fault = f"format {version} {order} supported {FORMAT_VERSION}"
-            raise CheckpointError(f"{path}: {fault}: {writer} Regimen wrote it")
+        if (version := payload["format_version"]) != FORMAT_VERSION:
+            order = ">" if isinstance(version, int) and version > FORMAT_VERSION else "<"
+            raise CheckpointError(f"{path}: format {version!r} {order} supported {FORMAT_VERSION}")
         if known is not None and digest(path) not in known:  # last, for the better error
             raise DamagedCheckpointError(f"{path}: the file changed after it was saved (sha256)")
         checkpoint_shards.check(payload, path)
@@ -170,26 +166,20 @@ def compare_names(
     Raises CheckpointError with the first difference in the model's order, and a count of the rest.
     """
     saved = payload["model"]
-    for form, hint in ((_shape, ""), (_dtype, " (trainer.precision)")):
-        pairs = {
-            n: (form(saved.get(n)), form(model_state.get(n))) for n in {**model_state, **saved}
-        }
-        misfits = [(name, *pair) for name, pair in pairs.items() if pair[0] != pair[1]]
-        if misfits:
-            name, inside, wanted = misfits[0]
-            more = f" (+{len(misfits) - 1} more)" if len(misfits) > 1 else ""
-            first = f"{name} is {inside} in it, {wanted} in the model{hint}{more}"
-            raise CheckpointError(f"{path}: " * bool(path) + f"does not fit the model: {first}")
+    pairs = {n: (form(saved.get(n)), form(model_state.get(n))) for n in {**model_state, **saved}}
+    misfits = [(name, *pair) for name, pair in pairs.items() if pair[0] != pair[1]]
+    if misfits:
+        name, inside, wanted = misfits[0]
+        more = f" (+{len(misfits) - 1} more)" if len(misfits) > 1 else ""
+        first = f"{name} is {inside} in it, {wanted} in the model{more}"
+        raise CheckpointError(f"{path}: " * bool(path) + f"does not fit the model: {first}")
 
 
-def _shape(value: Any) -> str:
+def form(value: Any) -> str:
+    """Return dtype and shape of a tensor, as in `float32[64, 3, 3, 3]`, or the type of a value."""
     if isinstance(value, torch.Tensor):
-        return str(list(value.shape))
+        return f"{value.dtype}{list(value.shape)}".removeprefix("torch.")
     return "missing" if value is None else type(value).__name__
-
-
-def _dtype(value: Any) -> str:
-    return str(getattr(value, "dtype", ""))
 
 
 def check_payload(payload: Mapping[str, Any], path: Path | None) -> None:

@@ -12,7 +12,14 @@ from typing import Any
 import torch
 
 from trainer.checkpoints.archive import DamagedCheckpointError, digest, write_archive
-from trainer.checkpoints.reader import FORMAT_VERSION, Entry, Index, model_only, read_checkpoint
+from trainer.checkpoints.reader import (
+    FORMAT_VERSION,
+    Entry,
+    Index,
+    form,
+    model_only,
+    read_checkpoint,
+)
 from trainer.checkpoints.shards import SUFFIX
 from trainer.errors import CheckpointError
 from trainer.files.atomic import link_or_copy, remove_orphans, storage_error, sync_folder
@@ -93,27 +100,26 @@ class CheckpointStore:
         """Return the steps of the checkpoints that exist, under any name."""
         return {step for path, step in self._steps().items() if path.exists()}
 
-    def prune(self, keep: Collection[int]) -> list[Path]:
-        """Remove checkpoints whose step is not in `keep`; return their paths.
+    def prune(self, keep: Collection[int]) -> None:
+        """Remove checkpoints whose step is not in `keep`.
 
         The newest two whole ones, and those that have a name, are always kept. A file that cannot
         be removed is a warning.
         """
-        index, removed = Index.read(self.folder), []
+        index, removed = Index.read(self.folder), False
         files, whole = self._step_files(), sorted(self._whole(index))
         kept = {*keep, *whole[-2:], *(entry.step for entry in index.names.values())}
         for path, step in files.items() if len(whole) > 1 else ():
             try:
                 if step not in kept:
                     os.unlink(path)
-                    removed.append(path)
                     index.files.pop(path.name, None)
+                    removed = True
             except OSError as error:
                 _log.warning("cannot remove %s: %s", path, error.strerror)
         if removed:
             index.write(self.folder)
             self._remove_unused_shards(index)
-        return removed
 
     def prepare(self) -> None:
         """Make the folder; clean it at the first call, and after a failure. Raises StorageError."""
@@ -235,11 +241,8 @@ def _enter(
     step = int(path.stem.removeprefix("step-"))
     entry = Entry(path.name, step, path.stat().st_size, digest(path), metrics, facts)
     index.files[path.name] = entry
-    index.layout = {
-        name: f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
-        for name, value in payload.get("model", {}).items()
-        if isinstance(value, torch.Tensor)
-    }
+    weights = payload.get("model", {}).items()
+    index.layout = {name: form(v) for name, v in weights if isinstance(v, torch.Tensor)}
     return entry
 
 

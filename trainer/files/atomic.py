@@ -20,16 +20,6 @@ TEMPORARY = ".tmp-"
 _BLOCK = 1 << 16
 _log = logging.getLogger(__name__)
 _kept: set[int] = set()  # descriptors that a forked process closes
-_REASONS = {
-    errno.ENOSPC: "no space left",
-    errno.EDQUOT: "disk quota exceeded",
-    errno.EFBIG: "file too large",
-    errno.EROFS: "read-only file system",
-    errno.EACCES: "permission denied",
-    errno.EPERM: "permission denied",
-    errno.ELOOP: "it is a symbolic link",
-    errno.ENAMETOOLONG: "the name is too long",
-}
 
 
 def storage_error(path: Path, error: OSError) -> StorageError:
@@ -37,8 +27,7 @@ def storage_error(path: Path, error: OSError) -> StorageError:
     if error.errno in (errno.ENOENT, errno.ENOTDIR) and not path.parent.is_dir():
         reason = f"the folder {path.parent} does not exist"
     else:
-        code = error.errno or errno.EIO
-        reason = _REASONS.get(code) or os.strerror(code).lower()
+        reason = os.strerror(error.errno or errno.EIO).lower()
     return StorageError(f"cannot write {path}: {reason}")
 
 

@@ -1,4 +1,4 @@
-"""Text that is safe to print, in lines that fit: broken between words, never inside one."""
+"""Text that is safe to print, and tables that fit."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import logging
 import os
 import re
 import shlex
-import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,38 +42,6 @@ def packed(items: Sequence[str], width: int, gap: str) -> list[str]:
         else:
             lines.append(item)
     return lines
-
-
-def pair_lines(
-    head: str, values: Mapping[str, float], tail: str = "", width: int = WIDTH
-) -> list[str]:
-    """Return `head: KEY VALUE, KEY VALUE tail`; what is too long goes on below the same head."""
-    items = [f"{key} {value:.4g}" for key, value in values.items()]
-    lines = packed(items, width - len(head) - len(": "), ", ") or [""]
-    if tail and lines[-1] and len(f"{head}: {lines[-1]} {tail}") > width:
-        lines.append("")
-    lines[-1] = f"{lines[-1]} {tail}".strip()
-    return [f"{head}: {line}" for line in lines]
-
-
-def folded(text: str, width: int | None, indent: str = "  ") -> str:
-    """Break the lines of a text between words; tables, whose cells are apart, stay as they are."""
-    if width is None:
-        return text
-    lines = []
-    for line in text.split("\n"):
-        margin = line[: len(line) - len(line.lstrip())]
-        table = "  " in line.strip()
-        wrapped = textwrap.wrap(
-            line.strip(),
-            width,
-            initial_indent=margin,
-            subsequent_indent=margin + indent,
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
-        lines.append(line if table or len(line) <= width else "\n".join(wrapped))
-    return "\n".join(lines)
 
 
 def folded_command(command: str, width: int | None, indent: str = "    ") -> str:
@@ -128,15 +95,14 @@ def on_one_line(text: object) -> str:
 
 
 class VisibleFormatter(logging.Formatter):
-    """Format as the base class does, and escape control characters and line breaks in paths."""
+    """Format as the base class does, and escape control characters, and line breaks in paths."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the formatted record, which may have several lines."""
-        if isinstance(record.args, tuple) and any(isinstance(a, Path) for a in record.args):
-            record = logging.makeLogRecord(record.__dict__)
-            record.args = tuple(
-                on_one_line(a) if isinstance(a, Path) else a for a in record.args or ()
-            )
+        record = logging.makeLogRecord(record.__dict__)
+        if isinstance(record.args, tuple):
+            shown = (on_one_line(a) if isinstance(a, Path) else a for a in record.args)
+            record.args = tuple(shown)
         return visible(super().format(record))
 
 

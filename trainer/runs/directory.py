@@ -36,7 +36,6 @@ from trainer.runs.status import (
     holds_run,
     read_json,
     seconds_of,
-    seconds_until_killed,
 )
 
 CONFIG, OVERRIDES = "config.yaml", "overrides.yaml"
@@ -111,11 +110,7 @@ class RunDirectory:
                 _log.warning("warning: %s: the records of the run's earlier starts are lost", error)
                 former = {}
             with contextlib.suppress(RunDirectoryError):
-                status = read_json(run.path / STATUS)
-                killed = status.get("state") == "running"
-                run._seconds = (
-                    seconds_until_killed(run.path, status) if killed else seconds_of(status)
-                )
+                run._seconds = seconds_of(read_json(run.path / STATUS))
             resumed = [*former.get("resumed", []), start_record(facts)]
             write_json(run.path / MANIFEST, {**former, "resumed": resumed, "exit": None})
             run._write_status("running", resume=command)
@@ -197,9 +192,11 @@ class RunDirectory:
             raise RunDirectoryError(Problem("run_dir", f"{self.path} already holds a run", hint))
 
     def configure(self, config_yaml: str, overrides: Sequence[str]) -> None:
-        """Write the configuration, and what the command line changed of it."""
-        write_text(self.path / CONFIG, config_yaml)
-        write_text(self.path / OVERRIDES, yaml.safe_dump(list(overrides), allow_unicode=True))
+        """Write the configuration, and what the command line changed of it, where it is new."""
+        path, text = self.path / CONFIG, config_yaml.encode()
+        if not (path.is_file() and path.read_bytes() == text):
+            write_text(self.path / OVERRIDES, yaml.safe_dump(list(overrides), allow_unicode=True))
+            write_text(path, config_yaml)
 
     def _write_status(self, state: str, **fields: Any) -> None:
         status: dict[str, Any] = {

@@ -1,6 +1,5 @@
 """The lock of a run directory, which one process holds until it ends."""
 
-import errno
 import fcntl
 import json
 import logging
@@ -16,8 +15,6 @@ from trainer.files.atomic import forget, keep_from_children, regular, storage_er
 
 LOCK_FILE = ".lock"
 _PATIENCE = 2.0  # seconds to wait for a lock whose holder is dead or unknown
-_WITHOUT_LOCKS = (errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS, errno.EINVAL)  # of a file system
-_held: set[Path] = set()  # lock files that this process has signed
 _log = logging.getLogger(__name__)
 
 
@@ -67,7 +64,6 @@ class RunLock:
     def release(self) -> None:
         """Release the lock; does nothing if it is not held."""
         if self._descriptor is not None:
-            _held.discard(self.path)
             if forget(self._descriptor):
                 os.close(self._descriptor)
             self._descriptor = None
@@ -82,9 +78,7 @@ class RunLock:
             except BlockingIOError:
                 os.close(descriptor)
                 return False
-            except OSError as error:
-                if error.errno not in _WITHOUT_LOCKS:
-                    raise
+            except OSError as error:  # a file system without locks
                 warning = "cannot lock %s (%s): a second run here would not be detected"
                 _log.warning(warning, self.path, error)
             self._descriptor = descriptor
@@ -94,7 +88,6 @@ class RunLock:
         except OSError as error:
             self.release()
             raise storage_error(self.path, error) from error
-        _held.add(self.path)
         return True
 
 
@@ -108,7 +101,7 @@ def read_holder(folder: Path) -> Holder | None:
 
 
 def refuse_taken(folder: Path) -> None:
-    """Raise StorageError if another process holds, or has taken from this one, the run in `folder`.
+    """Raise StorageError if another process holds the run in `folder`.
 
     A folder that is moved or removed takes the lock of its run along: another run can begin
     under the same name, and the first must not write there.
@@ -116,7 +109,7 @@ def refuse_taken(folder: Path) -> None:
     holder = read_holder(folder)
     if holder is None or (holder.pid, holder.host) == (os.getpid(), socket.gethostname()):
         return
-    if folder / LOCK_FILE in _held or is_held(folder):
+    if is_held(folder):
         raise StorageError(
             f"cannot write into {folder}: this run's folder was moved or removed, and another run "
             f"is there now ({holder})"

@@ -5,9 +5,7 @@ import json
 import math
 import os
 import shlex
-import time
 from collections.abc import Iterator
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +58,7 @@ def read_status(path: Path) -> dict[str, Any]:
     """Read the status of the run in `path`; `running` becomes `killed` if its process is dead."""
     status = read_json(path / STATUS)
     if status.get("state") == "running" and not is_held(path):
-        status = {**status, "state": "killed", "seconds": seconds_until_killed(path, status)}
+        status["state"] = "killed"
     return status
 
 
@@ -70,31 +68,12 @@ def seconds_of(status: dict[str, Any]) -> float:
     return float(seconds) if isinstance(seconds, int | float) else 0.0
 
 
-def seconds_until_killed(path: Path, status: dict[str, Any]) -> float:
-    """Return a run's `seconds`, those of its last process included, which wrote `status` and died.
-
-    They count up to the last of the files that a run writes as it goes, and not beyond now: a clock
-    that was set back leaves files of the future.
-    """
-    seconds = seconds_of(status)
-    try:
-        began = datetime.fromisoformat(str(status.get("updated"))).timestamp()
-    except ValueError:
-        return seconds
-    files = (path / name for name in (LOG, METRICS, f"{CHECKPOINTS}/index.json"))
-    last = max((file.stat().st_mtime for file in files if file.exists()), default=began)
-    return seconds + max(0.0, min(last, time.time()) - began)
-
-
 def amend_failure(path: Path, code: int, reason: str, resume: str) -> None:
     """Replace code and reason in the status of a failed run by those of the first failure."""
-    status = read_json(path / STATUS)
-    if status:
+    if status := read_json(path / STATUS):
         state = "preempted" if code in (130, 143) else "failed"
-        end: dict[str, Any] = {"state": state, "code": code}
-        if status.get("state") == "running":
-            end["seconds"] = seconds_until_killed(path, status)
-        write_json(path / STATUS, {**status, **end, "reason": reason, "resume": resume})
+        end = {"state": state, "code": code, "reason": reason, "resume": resume}
+        write_json(path / STATUS, {**status, **end})
 
 
 def find_unfinished(folder: Path) -> Path | None:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from toy_runs import Call, refused
@@ -44,18 +44,6 @@ def saved(tmp_path_factory):
     store = CheckpointStore(tmp_path_factory.mktemp("checkpoints"))
     path = store.save(PAYLOAD, step=10)
     return store, path, tmp_path_factory.mktemp("loose") / path.name, path.read_bytes()
-
-
-def test_damage_is_refused_in_one_line(saved):
-    _, path, loose, whole = saved
-    size, html = len(whole), b"<!DOCTYPE html><html>404</html>"
-    damaged = [whole[:end] for end in (0, 4, 100, size // 2, size - 1)]
-    damaged += [whole[:1000] + bytes(size - 1000), random.Random(1).randbytes(size), html]
-    damaged += [b"PK\5\6" + bytes(18), b"\x80\x02N."]  # an archive of nothing; a pickled None
-    for content in damaged:
-        for place in (path, loose):
-            place.write_bytes(content)
-            refused(place)
 
 
 @pytest.mark.parametrize("name", ["step-00000010.pt", "last.pt"])
@@ -153,16 +141,12 @@ def test_archives_that_torch_does_not_write_are_refused(saved):
                 new.writestr(name, old.read(name))
                 if more and name.endswith("data.pkl"):
                     new.writestr(more(name), old.read(name))
-        assert ("twice" if more else "more bytes than") in refused(loose)
-
-
-def test_a_part_that_is_marked_as_a_folder_is_damage(saved):
-    _, _, loose, content = saved
+        assert "its archive is" in refused(loose)
     entries = [found.start() for found in re.finditer(b"PK\x01\x02", content)]
     assert len(entries) > 5
-    for at in entries:
+    for at in entries:  # marked as a folder
         loose.write_bytes(apply(content, ("flip", (at + 38.5) / len(content), b"\x10")))
-        assert "is damaged in 'archive/" in refused(loose)
+        assert "its archive is" in refused(loose)
 
 
 LIMITS = settings(
@@ -209,16 +193,20 @@ def test_no_value_changes_in_silence(saved, indexed, damage):
 
 
 @given(content=st.binary(max_size=400))
+@example(content=b"<!DOCTYPE html><html>404</html>")
+@example(content=b"PK\5\6" + bytes(18))  # an archive of nothing
+@example(content=b"\x80\x02N.")  # a pickled None
 @LIMITS
 def test_any_bytes_are_answered(saved, content):
-    loose = saved[2]
-    loose.write_bytes(content)
-    for read in (read_checkpoint, model_only):
-        refused(loose, reader=read)
+    _, path, loose, _ = saved
+    for place in (path, loose):
+        place.write_bytes(content)
+        for read in (read_checkpoint, model_only):
+            refused(place, reader=read)
 
 
 @given(content=st.text(max_size=200))
-@LIMITS
+@settings(LIMITS, max_examples=LIMITS.max_examples // 5)
 def test_any_index_is_answered(saved, content):
     store, path, _, original = saved
     path.write_bytes(original)

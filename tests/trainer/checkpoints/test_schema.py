@@ -10,6 +10,7 @@ import torch
 from scripts.runs.resume import saved_config
 from toys import CLASSES, points, trainer_of
 from trainer import snapshot
+from trainer.checkpoints import reader
 from trainer.checkpoints.reader import check_payload, compare_names
 from trainer.errors import CheckpointError
 from trainer.tasks.classification import Classification
@@ -45,18 +46,22 @@ def put(payload, path, value):
 @pytest.mark.parametrize(
     ("saved", "model", "message"),
     [
-        pytest.param({}, {"b": torch.ones(1)}, "b is missing in it, [1] in the model", id="lacks"),
-        pytest.param({"b": torch.ones(1)}, {}, "b is [1] in it, missing in the model", id="extra"),
+        pytest.param(
+            {}, {"b": torch.ones(1)}, "b is missing in it, float32[1] in the model", id="lacks"
+        ),
+        pytest.param(
+            {"b": torch.ones(1)}, {}, "b is float32[1] in it, missing in the model", id="extra"
+        ),
         pytest.param(
             {"a": torch.ones(2), "w": torch.ones(10, 4), "b": torch.ones(10)},
             {"a": torch.ones(2), "w": torch.ones(5, 4), "b": torch.ones(5)},
-            "w is [10, 4] in it, [5, 4] in the model (+1 more)",
+            "w is float32[10, 4] in it, float32[5, 4] in the model (+1 more)",
             id="shapes",
         ),
         pytest.param(
             {"w": torch.ones(1).double()},
             {"w": torch.ones(1)},
-            "w is torch.float64 in it, torch.float32 in the model (trainer.precision)",
+            "w is float64[1] in it, float32[1] in the model",
             id="type",
         ),
     ],
@@ -95,7 +100,8 @@ ENDLESS.append(ENDLESS)
         pytest.param("callbacks/x", ENDLESS, "expands to more", id="endless"),
     ],
 )
-def test_a_value_that_no_run_writes_is_named(payload, path, value, text):
+def test_a_value_that_no_run_writes_is_named(payload, monkeypatch, path, value, text):
+    monkeypatch.setattr(reader, "_MOST_VALUES", 10_000)
     put(payload, path, value)
     with pytest.raises(CheckpointError, match=rf"^x\.pt: [^\n]*{re.escape(text)}[^\n]*$"):
         check_payload(payload, PATH)

@@ -185,8 +185,7 @@ def test_a_reader_beside_a_living_run_sees_whole_ones(store):
 def test_pruning_keeps_what_may_be_needed(store, monkeypatch, caplog):
     for step in range(1, 9):
         store.save(payload(step), step=step, names=("last", "best") if step == 2 else ("last",))
-    removed = store.prune({3, 5})
-    assert [path.name for path in removed] == [f"step-0000000{n}.pt" for n in (6, 4, 1)]
+    store.prune({3, 5})
     assert list(listed(store.folder)) == [2, 3, 5, 7, 8]
     assert value(store.folder / "best.pt") == 2.0
 
@@ -195,11 +194,12 @@ def test_pruning_keeps_what_may_be_needed(store, monkeypatch, caplog):
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "unlink", refuse)
-        assert store.prune([]) == []
+        store.prune([])
     assert "step-00000003.pt: Permission denied" in caplog.text
     for step in (2, 3, 5, 7):
         store.path_of(step).write_bytes(b"cut")
-    assert store.prune([]) == []  # the whole ones are counted
+    store.prune([])  # the whole ones are counted
+    assert list(listed(store.folder)) == [2, 3, 5, 7, 8]
 
 
 @pytest.mark.parametrize("indexed", [True, False])

@@ -83,7 +83,7 @@ def test_a_forked_process_has_no_part_in_what_is_being_written(tmp_path):
 @pytest.mark.parametrize(
     ("number", "reason"),
     [
-        pytest.param(errno.ENOSPC, "no space left", id="full"),
+        pytest.param(errno.ENOSPC, "no space left on device", id="full"),
         pytest.param(errno.EIO, "input/output error", id="io"),
         pytest.param(errno.EACCES, "permission denied", id="permission"),
     ],
@@ -183,7 +183,7 @@ def test_a_log_holds_lines_with_their_level_and_is_opened_where_it_is(tmp_path):
     (tmp_path / "victim").write_text("torn")
     (tmp_path / "log").symlink_to(tmp_path / "victim")
     known = list(logging._handlerList)
-    for place, reason in {"log": "is a symbolic link", "no/log": "does not exist"}.items():
+    for place, reason in {"log": "symbolic links", "no/log": "does not exist"}.items():
         with pytest.raises(StorageError, match=reason):
             LogFileHandler(tmp_path / place)
     assert logging._handlerList == known  # at exit there is none to be closed

@@ -1,4 +1,4 @@
-"""Lines are broken between words and pairs, never inside one."""
+"""Lines and tables that fit."""
 
 import io
 import shlex
@@ -8,40 +8,10 @@ import pytest
 from trainer.files.layout import (
     aligned,
     columns_of,
-    folded,
     folded_command,
     packed,
-    pair_lines,
     size_of,
 )
-
-
-def test_pairs_that_are_too_long_go_on_below_the_same_head():
-    values = {f"val/a_metric_with_a_long_name_{number}": 0.123456 for number in range(5)}
-    lines = pair_lines("epoch 1/3, step 20", values, "(0.9 s)")
-    assert max(map(len, lines)) <= 100
-    assert all(line.startswith("epoch 1/3, step 20: val/") for line in lines)
-    told = [pair for line in lines for pair in line.partition(": ")[2].split(", ")]
-    assert ", ".join(told) == ", ".join(f"{name} 0.1235" for name in values) + " (0.9 s)"
-
-
-@pytest.mark.parametrize("length", range(55, 67))
-def test_no_line_of_pairs_is_longer_than_the_width(length):
-    lines = pair_lines("epoch 1/3", {"a" * length: 1.0}, "(0.9 s)", width=80)
-    assert max(map(len, lines)) <= 80
-    assert " ".join(lines).count("(0.9 s)") == 1
-    assert pair_lines("epoch 1/3", {}, "(0.9 s)") == ["epoch 1/3: (0.9 s)"]
-
-
-@pytest.mark.parametrize("width", [20, 60, 80])
-def test_prose_is_broken_between_words(width):
-    text = "99,978 parameters; a sample takes 199 kFLOPs forward and 1.5 KiB of activations"
-    lines = folded(text, width).split("\n")
-    assert max(map(len, lines)) <= width
-    assert " ".join(lines).split() == text.split()
-    assert folded(text, None) == text
-    table = " module      type         output\n (model)     MLP          N x 10"
-    assert folded(table, width) == table
 
 
 @pytest.mark.parametrize("width", [30, 60, 200])
