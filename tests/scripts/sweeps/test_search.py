@@ -324,9 +324,7 @@ def test_a_damaged_study_is_a_clear_error(jobs, content, name):
 
 
 def test_a_study_that_is_locked_or_cannot_be_written_is_a_clear_error(jobs):
-    with pytest.raises(
-        StorageError, match=r"the study nowhere/study.journal: .*No such"
-    ):
+    with pytest.raises(StorageError, match=r"the study nowhere/study.journal: .*No such"):
         run(*SPACE, "sweep.storage=nowhere/study.journal", "run_dir=nowhere_else")
     place = "sqlite:///study.db?timeout=0.05"
     argv = [*SPACE, f"sweep.storage='{place}'", "sweep.n_trials=2", "run_dir=there", "resume=auto"]
