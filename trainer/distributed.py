@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import _thread
 import json
-import mmap
 import os
 import re
 import signal
@@ -13,11 +12,11 @@ import threading
 import time
 import traceback
 import uuid
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -54,22 +53,6 @@ _LOST = re.compile(
 _SILENT = re.compile("timed out (waiting|after)|watchdog caught collective operation timeout")
 
 
-class Cause(NamedTuple):
-    """The first failure of a group."""
-
-    rank: int
-    code: int  # the exit code of the run
-    text: str
-    traceback: str = ""
-
-    @classmethod
-    def of(cls, error: BaseException, rank: int) -> Cause:
-        """Describe an exception."""
-        code = getattr(error, "exit_code", 1)
-        text = str(error) if code != 1 else f"{type(error).__name__}: {error}"
-        return cls(rank, code, text, "".join(traceback.format_exception(error)))
-
-
 class Board:
     """Two keys in the store of the group, which lives as long as the process that hosts it."""
 
@@ -78,35 +61,41 @@ class Board:
         self._attempt = PrefixStore(f"regimen/attempt-{attempt()}", store)
         self._rank = rank
 
-    def claim(self, cause: Cause) -> bool:
-        """Return whether this process is the first to fail; all then report its `cause`."""
+    def claim(self, error: BaseException) -> bool:
+        """Return whether this process is the first to fail; the others then report its `error`."""
+        code = getattr(error, "exit_code", 1)
+        text = str(error) if code != 1 else f"{type(error).__name__}: {error}"
+        cause = self._rank, code, text, "".join(traceback.format_exception(error))
         try:
-            first = Cause(*json.loads(self._attempt.compare_set("cause", "", json.dumps(cause))))
-            return first.rank == self._rank
+            first = json.loads(self._attempt.compare_set("cause", "", json.dumps(cause)))
+            return bool(first[0] == self._rank)
         except (RuntimeError, ValueError):  # the process that hosts the store is gone
             return True
 
-    def cause(self) -> Cause | None:
-        """Return why another process failed; None if no other process has reported a failure."""
+    def failure(self) -> PeerError | None:
+        """Return the failure of another process; None if none has reported one."""
         try:
             if not self._attempt.check(["cause"]):
                 return None
-            cause = Cause(*json.loads(self._attempt.get("cause")))
+            rank, code, text, where = json.loads(self._attempt.get("cause"))
         except (RuntimeError, ValueError):
             return None
-        return None if cause.rank == self._rank else cause
+        if rank == self._rank:
+            return None
+        told = PeerError(f"process {rank} failed: {text}")
+        told.exit_code = code
+        told.add_note(f"Process {rank}:\n{where}")
+        return told
 
 
-def agent_board() -> Board | None:
-    """Connect to the store of the launcher that started this process; None without one."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return None
+def is_first_to_fail(error: BaseException) -> bool:
+    """Return whether no other process of this one's launcher has failed; `error` is then known."""
     try:
         place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         store = TCPStore(*place, is_master=False, timeout=_PATIENCE)
     except (RuntimeError, KeyError, ValueError):
-        return None
-    return Board(store, int(os.environ["RANK"]))
+        return True
+    return Board(store, int(os.environ["RANK"])).claim(error)
 
 
 def attempt() -> str:
@@ -142,7 +131,7 @@ def agreed_attempt(store: Store, rank: int, world_size: int, timeout: timedelta)
             time.sleep(_PAUSE)
     except dist.DistStoreError:
         pass
-    raise SilentPeerError.after(timeout.total_seconds())
+    raise SilentPeerError(timeout)
 
 
 def is_rank() -> bool:
@@ -151,94 +140,39 @@ def is_rank() -> bool:
 
 
 class Group:
-    """The group of a single process, whose collectives return their own input."""
+    """The processes that a launcher started, over torch.distributed.
 
-    rank = 0
-    local_rank = 0  # on this machine
-    world_size = 1
-    control: dist.ProcessGroup | None = None  # of several: between hosts, whatever devices use
+    Without a `backend` it is one process alone, whose collectives return their own input.
+    """
 
-    def join(self, device: torch.device) -> None:
-        """Initialize the group; `device` is the device that this process computes on."""
-
-    def leave(self) -> None:
-        """Destroy the group."""
+    def __init__(self, backend: str | None = None, timeout: float = 1800.0) -> None:
+        place: Mapping[str, str] = os.environ if backend else {}
+        self.rank = int(place.get("RANK", 0))
+        self.local_rank = int(place.get("LOCAL_RANK", self.rank))  # on this machine
+        self.world_size = int(place.get("WORLD_SIZE", 1))
+        self.backend = backend
+        self.timeout = timedelta(seconds=timeout)
+        self.recognize: Callable[[Exception], Exception | None] = lambda _: None  # a strategy's
+        # Between hosts, whatever devices use; None of one process alone.
+        self.control: dist.ProcessGroup | None = None
+        self._board: Board | None = None
+        self._failed = False
+        self._flags: Any = None  # numbers in memory that the processes of a machine share
+        self._calls = 0  # of `agree` that raised or lowered a flag
+        self._before: Callable[[], int] | None = None  # waits for the count of the previous call
 
     @property
     def is_main(self) -> bool:
         """Whether this is the main process, which decides, writes and prints."""
         return self.rank == 0
 
-    def reduce(self, tensor: Tensor) -> Tensor:
-        """Return the sum over all processes."""
-        return tensor
-
-    def broadcast(self, value: Any) -> Any:
-        """Return the main process's value."""
-        return value
-
-    def gather(self, value: Any) -> list[Any]:
-        """Return every process's value, by rank."""
-        return [value]
-
-    def on_main(self, write: Callable[[], object]) -> None:
-        """Call `write` on the main process; a StorageError there is raised on all processes."""
-        failure = None
-        if self.is_main:
-            try:
-                write()
-            except StorageError as error:
-                failure = str(error)
-        failure = self.broadcast(failure)
-        if failure is not None:
-            raise StorageError(failure)
-
-    def agree(self, state: TrainState, at_once: bool = True, in_step: bool = False) -> None:
-        """Stop all processes if any of them requests it, by setting `state`.
-
-        All processes pass the same arguments. Without `at_once` the request of a single process may
-        take effect one call later. `in_step`: gradients are exchanged before the next call.
-        """
-        state.settle()
-
-    def on_signal(self) -> None:
-        """React to a signal to stop; called within the signal handler."""
-
-    def failing_together(self) -> AbstractContextManager[Any]:
-        """Return a context that reports a failure to the others, and raises theirs as PeerError."""
-        return nullcontext()
-
-    def one_per_node(self) -> AbstractContextManager[Any]:
-        """Return a context that one process of each machine enters and leaves before the others."""
-        return nullcontext()
-
-    def remember_run(self, run_dir: str) -> None:
-        """Store the run directory for the processes that continue after a restart."""
-
-    def recall_run(self) -> str | None:
-        """Return the run directory from before a restart; None if there is none."""
-        return None
-
-
-class ProcessGroup(Group):
-    """The processes that a launcher started, over torch.distributed."""
-
-    _board: Board
-
-    def __init__(self, backend: str, timeout: float) -> None:
-        self.rank = int(os.environ.get("RANK", 0))
-        self.local_rank = int(os.environ.get("LOCAL_RANK", self.rank))
-        self.world_size = int(os.environ.get("WORLD_SIZE", 1))
-        self.backend = backend
-        self.timeout = timedelta(seconds=timeout)
-        self.recognize: Callable[[Exception], Exception | None] = lambda _: None  # a strategy's
-        self._failed = False
-        self._flags: memoryview | None = None
-        self._calls = 0  # of `agree` that raised or lowered a flag
-        self._before: Callable[[], int] | None = None  # waits for the count of the previous call
-
     def join(self, device: torch.device) -> None:
-        """Initialize the process groups, without the keys of an attempt before a restart."""
+        """Meet the others, without the keys of an attempt before a restart.
+
+        `device` is the device that this process computes on.
+        """
+        if self.backend is None:
+            return
         store, rank, world_size = next(rendezvous("env://", timeout=self.timeout))
         if int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1:
             os.environ[_ATTEMPT] = agreed_attempt(store, rank, world_size, self.timeout)
@@ -253,9 +187,7 @@ class ProcessGroup(Group):
             device_id=device if on_gpus else None,
         )
         # A group of its own, so that communication between hosts never waits for a device.
-        control = dist.new_group(backend="gloo", timeout=self.timeout)
-        assert isinstance(control, dist.ProcessGroup)
-        self.control = control
+        self.control = dist.new_group(backend="gloo", timeout=self.timeout)  # type: ignore[assignment]
         # With GPUs only the device waits for a collective: hosts may be several updates apart.
         if device.type == "cpu" and os.environ.get("LOCAL_WORLD_SIZE") == str(world_size):
             self._share_flags()
@@ -269,29 +201,33 @@ class ProcessGroup(Group):
         path = None
         if self.is_main:
             with suppress(OSError):
-                descriptor, name = tempfile.mkstemp(prefix="regimen-", dir=_MEMORY)
-                with open(descriptor, "wb") as file:
-                    file.write(bytes(16 * self.world_size))
-                path = name
+                descriptor, path = tempfile.mkstemp(prefix="regimen-", dir=_MEMORY)
+                os.close(descriptor)
         if (path := self.broadcast(path)) is None:
             return
-        with open(path, "r+b") as file:
-            self._flags = memoryview(mmap.mmap(file.fileno(), 0)).cast("q")
-        dist.barrier(group=self.control)
+        flags = torch.from_file(path, shared=True, size=2 * self.world_size, dtype=torch.int64)
+        self._flags = flags.numpy()
+        self._meet()
         if self.is_main:
             os.unlink(path)
+
+    def _meet(self) -> None:
+        if self.control is not None:
+            dist.barrier(group=self.control)
 
     def leave(self) -> None:
         """Destroy the group, after a barrier so that no process still waits in a collective.
 
         After a failure there is no barrier: the process exits and its connections close.
         """
-        if dist.is_initialized() and not self._failed:
-            dist.barrier(group=self.control)
+        if self.control is not None and not self._failed:
+            self._meet()
             dist.destroy_process_group()
 
     def reduce(self, tensor: Tensor) -> Tensor:
         """Return the sum over all processes."""
+        if self.control is None:
+            return tensor
         tensor = tensor.clone()
         dist.all_reduce(tensor)
         return tensor
@@ -299,17 +235,34 @@ class ProcessGroup(Group):
     def broadcast(self, value: Any) -> Any:
         """Return the main process's value."""
         values = [value]
-        dist.broadcast_object_list(values, src=0, group=self.control)
+        if self.control is not None:
+            dist.broadcast_object_list(values, src=0, group=self.control)
         return values[0]
 
     def gather(self, value: Any) -> list[Any]:
         """Return every process's value, by rank."""
-        values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value, group=self.control)
+        values = [value] * self.world_size
+        if self.control is not None:
+            dist.all_gather_object(values, value, group=self.control)
         return values
 
+    def on_main(self, write: Callable[[], object]) -> None:
+        """Call `write` on the main process; a StorageError there is raised on all processes."""
+        failure = None
+        if self.is_main:
+            try:
+                write()
+            except StorageError as error:
+                failure = str(error)
+        failure = self.broadcast(failure)
+        if failure is not None:
+            raise StorageError(failure)
+
     def agree(self, state: TrainState, at_once: bool = True, in_step: bool = False) -> None:
-        """Stop all processes after the same update if any of them requests it.
+        """Stop all processes after the same update if any of them requests it, by setting `state`.
+
+        All processes pass the same arguments. Without `at_once` the request of a single process may
+        take effect one call later. `in_step`: gradients are exchanged before the next call.
 
         Each call starts to count the requests and reads the count of the previous call, so that the
         communication overlaps with the next update. A process with a request waits for the count of
@@ -317,13 +270,16 @@ class ProcessGroup(Group):
         update, as a single process would; otherwise all see it at their next call.
         """
         request = state.stop_request  # read once: a signal may come at any moment
-        before, count = self._before, self._count(request is not None, in_step)
-        self._before = count
-        agreed = before is not None and before() > 0
-        if not agreed and at_once:
-            agreed = count() > 0
-        elif not agreed and request is not None:
-            agreed = count() == self.world_size
+        if self.control is None:
+            agreed = request is not None
+        else:
+            before, count = self._before, self._count(request is not None, in_step)
+            self._before = count
+            agreed = before is not None and before() > 0
+            if not agreed and at_once:
+                agreed = count() > 0
+            elif not agreed and request is not None:
+                agreed = count() == self.world_size
         if not agreed:
             return
         made = [other for other in self.gather(request) if other is not None]
@@ -352,21 +308,26 @@ class ProcessGroup(Group):
 
         return summed
 
-    def _raised(self, flags: memoryview, call: int) -> int:
+    def _raised(self, flags: Any, call: int) -> int:
         deadline = time.monotonic() + self.timeout.total_seconds()
-        while any(flag >> 1 != call for flag in flags):
+        while (flags >> 1 != call).any():
             if time.monotonic() > deadline:
                 raise RuntimeError("timed out waiting for another process")
             time.sleep(_SHORT_PAUSE)
-        return sum(flag & 1 for flag in flags)
+        return int((flags & 1).sum())
 
     def on_signal(self) -> None:
-        """Exit if the signal was sent because another process failed, and this one hangs."""
+        """Exit if the signal was sent because another process failed, and this one hangs.
+
+        Called within the signal handler.
+        """
+        if (board := self._board) is None:
+            return
 
         def leave_with_the_failed() -> None:
             wait = threading.Event()
             while not wait.wait(_GRACE):
-                if self._board.cause() is not None:
+                if board.failure() is not None:
                     leave_at_once(PeerError.exit_code)
 
         # `threading` takes locks that the interrupted code may hold.
@@ -376,10 +337,10 @@ class ProcessGroup(Group):
     def one_per_node(self) -> Iterator[None]:
         """Run the context on the first process of each machine before the others (downloads)."""
         if self.local_rank:
-            dist.barrier(group=self.control)
+            self._meet()
         yield
         if not self.local_rank:
-            dist.barrier(group=self.control)
+            self._meet()
 
     @contextmanager
     def failing_together(self) -> Iterator[None]:
@@ -389,37 +350,34 @@ class ProcessGroup(Group):
         except Interrupted:  # all processes are interrupted together
             raise
         except Exception as error:
+            if self._board is None:
+                raise
             self._failed = True
             for number in EXIT_CODES:  # the launcher stops the others: this one already ends
                 signal.signal(number, signal.SIG_IGN)
-            told = self.recognize(error) or self._told_by_peer(error) or error
-            self._board.claim(Cause.of(told, self.rank))
+            told = self.recognize(error) or self._told_by_peer(error, self._board) or error
+            self._board.claim(told)
             if told is error:
                 raise
             raise told from error
 
-    def _told_by_peer(self, error: Exception) -> PeerError | None:
+    def _told_by_peer(self, error: Exception, board: Board) -> PeerError | None:
         """Return a PeerError if `error` shows that another process is lost, with why if it said."""
         if not isinstance(error, RuntimeError):
             return None
         if _SILENT.search(text := str(error).lower()):
-            lost: PeerError = SilentPeerError.after(self.timeout.total_seconds())
-        elif isinstance(error, dist.DistError) or _LOST.search(text):
-            lost = PeerError("another process of the run was lost")
-        else:
-            return None
-        if (cause := self._board.cause()) is None:
-            return lost
-        told = PeerError(f"process {cause.rank} failed: {cause.text}")
-        told.exit_code = cause.code
-        told.add_note(f"Process {cause.rank}:\n{cause.traceback}")
-        return told
+            return board.failure() or SilentPeerError(self.timeout)
+        if isinstance(error, dist.DistError) or _LOST.search(text):
+            return board.failure() or PeerError("another process of the run was lost")
+        return None
 
     def remember_run(self, run_dir: str) -> None:
-        """Store the run directory in the launcher's store."""
-        self._board.run.set("run_dir", run_dir)
+        """Store the run directory in the launcher's store, for who continues after a restart."""
+        if self._board is not None:
+            self._board.run.set("run_dir", run_dir)
 
     def recall_run(self) -> str | None:
-        """Return the run directory of an earlier attempt."""
-        run = self._board.run
-        return run.get("run_dir").decode() if run.check(["run_dir"]) else None
+        """Return the run directory of an earlier attempt; None if there is none."""
+        if self._board is None or not self._board.run.check(["run_dir"]):
+            return None
+        return self._board.run.get("run_dir").decode()

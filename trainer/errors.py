@@ -10,10 +10,11 @@ import re
 import signal
 import sysconfig
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from traceback import walk_tb
 from types import FrameType
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn
 
 from conf.errors import ConfigError
 from trainer.shadow import PACKAGES, ROOT
@@ -40,20 +41,8 @@ _CHANGES = {
         "the labels must lie between 0 and the number of outputs less one: give the model an "
         "output for label {0} (model.num_classes), or number the labels from 0"
     ),
-    r"values to unpack": "write as many names as there are parts",
     r"required (?:positional|keyword-only) argument|positional arguments? but|unexpected keyword": (
         "let its parameters agree with the call, or give the further ones defaults"
-    ),
-    r"same dtype|expected scalar type|to be the same": (
-        "convert one of them, with .float() or .long()"
-    ),
-    r"does not require grad": (
-        "the loss must be computed from the model's output without .detach(), .item(), numpy or "
-        "torch.no_grad()"
-    ),
-    r"[Tt]he size of tensor a": "bring both to one shape, with .squeeze(), .view() or .flatten(1)",
-    r"indices must be integers|'(?:tuple|list)' object has no attribute": (
-        "take the parts of the batch as its data set returns them"
     ),
     r"No module named '([\w.]+)'": "install {0}, or correct the import",
 }
@@ -92,10 +81,9 @@ class PeerError(RunError):
 class SilentPeerError(PeerError):
     """Another process of the group did not answer in time."""
 
-    @classmethod
-    def after(cls, seconds: float) -> Self:
-        """Say how long this process waited."""
-        return cls(f"another process did not answer within {seconds:g} s (strategy.timeout)")
+    def __init__(self, timeout: timedelta) -> None:
+        seconds = timeout.total_seconds()
+        super().__init__(f"another process did not answer within {seconds:g} s (strategy.timeout)")
 
 
 class StorageError(RunError):

@@ -7,6 +7,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from data.batch import MicroBatch
 from trainer import rng
@@ -77,24 +78,16 @@ def prepared(trainer: Trainer, step: int) -> Iterator[None]:
     afterwards.
     """
     strategy, others = trainer.strategy, list(trainer.task.own_modules().values())
-    parts = [trainer.wrapped, *others]
-    modes = [(module, module.training) for part in parts for module in part.modules()]
+    parts = nn.ModuleList([trainer.wrapped, *others])
+    modes = [(module, module.training) for module in parts.modules()]
     seed = rng.derived(trainer.options.seed, "evaluation", step, strategy.group.rank)
+    saved = nn.ModuleList([trainer.model, *others])
     with torch.no_grad(), rng.preserved(strategy.device, seed):
-        for part in parts:
-            part.eval()
-        kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+        parts.eval()
         try:
-            with trainer.evaluation_weights(), strategy.evaluating(trainer.model):
-                if strategy.group.world_size == 1:
-                    yield
-                    return
-                kept = [(b, b.clone()) for module in others for b in module.buffers()]
-                with strategy.evaluating(torch.nn.ModuleList(others)):
-                    yield
+            with trainer.evaluation_weights(), strategy.evaluating(saved):
+                yield
         finally:
-            for buffer, value in kept:
-                buffer.copy_(value)
             for module, mode in modes:  # a frozen module stays in evaluation mode
                 module.training = mode
 

@@ -39,16 +39,14 @@ class RandomStates:
         if self._aside:
             yield
             return
-        if self._kept is None:
-            self.keep()
+        self._kept = self._kept or _states(self._devices)
         self._aside = True
+        _seed_all(self._devices, self._seed())
         try:
-            _seed_all(self._devices, self._seed())
             yield
         finally:
-            kept, self._kept, self._aside = self._kept, None, False
-            if kept is not None:
-                _put_back(kept, self._devices)
+            _put_back(self._kept, self._devices)
+            self._kept, self._aside = None, False
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states if only the training went on; loads with `weights_only` accept them."""
@@ -67,7 +65,7 @@ class RandomStates:
         python, numpy, cuda = dict(state["python"]), dict(state["numpy"]), state["cuda"]
         python["internal"] = tuple(python["internal"].tolist())
         numpy["keys"] = numpy["keys"].numpy().astype(np.uint32)
-        parts = tuple(python[key] for key in _PYTHON), tuple(numpy[key] for key in _NUMPY)
+        parts = tuple(python.values()), tuple(numpy.values())
         _put_back((state["torch"].cpu(), *parts, [own.cpu() for own in cuda]), self._devices)
         if self._kept is not None:
             self.keep()
@@ -77,15 +75,11 @@ class RandomStates:
 
 
 @contextmanager
-def preserved(device: torch.device, seed: int | None = None) -> Iterator[None]:
-    """Restore the generators afterwards: torch's (CPU and `device`), `random` and numpy's.
-
-    Within the context they are seeded, if there is a seed.
-    """
+def preserved(device: torch.device, seed: int = 0) -> Iterator[None]:
+    """Seed the generators, and restore them afterwards: torch's (CPU, `device`), random, numpy."""
     before = _states([device])
+    _seed_all([device], seed)
     try:
-        if seed is not None:
-            _seed_all([device], seed)
         yield
     finally:
         _put_back(before, [device])
@@ -125,8 +119,7 @@ def seed_everything(seed: int, rank: int = 0) -> None:
     masks.
     """
     value = seed if rank == 0 else derived(seed, rank)
-    random.seed(value)
-    np.random.seed(value & 0xFFFFFFFF)
+    _seed_all([], value)
     torch.manual_seed(value)
 
 
@@ -149,16 +142,6 @@ def set_switches(*, deterministic: bool, cudnn_benchmark: bool, tf32: bool) -> d
     # flags are set: the global one would change matrix products on some CPUs as well.
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
     return {"deterministic": deterministic, "cudnn_benchmark": benchmark, "tf32": tf32}
-
-
-def tf32_remark(precision: str, tf32: bool, device: torch.device) -> str | None:
-    """Return a remark if a run in full precision differs from torch's default; else None."""
-    if device.type != "cuda" or precision != "fp32" or tf32:
-        return None
-    return (
-        "trainer.precision=fp32 computes convolutions in IEEE single precision, where torch's "
-        "default is TF32: trainer.tf32=true is faster and keeps 10 bits of the mantissa"
-    )
 
 
 def derived(seed: int, *parts: object) -> int:

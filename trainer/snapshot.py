@@ -102,13 +102,14 @@ def go_on(trainer: Trainer, resume: Path | str) -> None:
     "auto" stands for the trainer's own `run_dir`, where there may be none yet. Raises
     CheckpointError.
     """
-    if resume == "auto" and trainer.run_dir is None:
+    place = trainer.run_dir if resume == "auto" else Path(resume)
+    if place is None:
         raise CheckpointError("resume='auto' goes on with what run_dir holds: give Trainer one")
-    place = Path(trainer.run_dir if resume == "auto" else resume)  # type: ignore[arg-type]
-    found = _found(place, may_be_new=resume == "auto") if trainer.is_main else None
-    found = trainer.group.broadcast(found)
-    if found is None:
+    found = trainer.group.broadcast(_found(place) if trainer.is_main else None)
+    if found is None and resume == "auto":
         return
+    if found is None:
+        raise CheckpointError(f"resume={place}: there is no checkpoint in it")
     path, payload = found
     store = CheckpointStore(path.parent)
     own = trainer.run_dir is not None and path.parent.parent.resolve() == trainer.run_dir.resolve()
@@ -124,14 +125,11 @@ def go_on(trainer: Trainer, resume: Path | str) -> None:
         _log.info("resumed from %s at step %d", path, trainer.state.global_step)
 
 
-def _found(place: Path, may_be_new: bool) -> tuple[Path, dict[str, Any]] | None:
+def _found(place: Path) -> tuple[Path, dict[str, Any]] | None:
     if place.is_file():
         return place, read_checkpoint(place)
-    newest = CheckpointStore(place / "checkpoints").newest()
-    if newest is None:
-        if may_be_new:
-            return None
-        raise CheckpointError(f"resume={place}: there is no checkpoint in it")
+    if (newest := CheckpointStore(place / "checkpoints").newest()) is None:
+        return None
     path, payload, passed = newest
     for reason in passed:
         _log.warning("%s: passed over", reason)

@@ -95,11 +95,11 @@ def report(error: BaseException) -> int:
     """Print the error that ended the command, and return its exit code."""
     if (code := exit_code(error)) == 0:  # help was asked for
         return 0
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # of several processes the first to fail speaks
-        from trainer.distributed import Cause, agent_board
+    # Of several processes of torchrun the first to fail speaks.
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        from trainer.distributed import is_first_to_fail
 
-        board = agent_board()
-        if board is not None and not board.claim(Cause.of(error, int(os.environ["RANK"]))):
+        if not is_first_to_fail(error):
             return code
     text = describe(error)
     if code == 1:

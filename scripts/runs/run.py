@@ -46,7 +46,6 @@ from trainer.files.atomic import LogFileHandler
 from trainer.files.layout import columns_of
 from trainer.inference.predictor import facts_of
 from trainer.inference.run import best_or_last
-from trainer.rng import tf32_remark
 from trainer.runs.directory import RunDirectory, name_folder, reserve, timestamp
 from trainer.runs.status import CHECKPOINTS, ENDED_WELL, LOG, check_run_dir
 from trainer.strategies.strategy import Strategy, describe_device
@@ -242,9 +241,6 @@ def _prepared(request: Request, strategy: Strategy) -> BuiltRun | None:
             return None
         request = replace(request, config=resume.config)  # which checkpoints then save
         config, payload = parse(resume.config), resume.payload
-    remark = tf32_remark(config.trainer.precision, config.trainer.tf32, strategy.device)
-    if remark is not None and group.is_main:
-        logger.info("%s", remark)
     own: dict[str, Callback] = {"metrics_log": MetricsLog()}  # beside those of the configuration
     if config.sweep is not None and (trial := config.sweep.trial) is not None:
         own["trial"] = Trial(trial.storage, trial.study, trial.number)

@@ -123,13 +123,6 @@ def test_the_switches_are_set_and_reported(deterministic, tf32, given, monkeypat
         assert torch.backends.mkldnn.matmul.fp32_precision == "none"
 
 
-def test_a_run_says_where_it_is_more_exact_than_torch():
-    given = (("fp32", False, "cuda"), ("fp32", True, "cuda"), ("bf16", False, "cuda"))
-    told = [rng.tf32_remark(*pair, torch.device(name)) for *pair, name in given]
-    assert [remark is not None for remark in told] == [True, False, False]
-    assert rng.tf32_remark("fp32", False, torch.device("cpu")) is None
-
-
 class Restless(nn.Module):
     """Draws from all generators in every pass, and tells what it drew in evaluation."""
 

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,11 +16,11 @@ from torch import Tensor, nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
-from torch.nn.functional import batch_norm
 from torch.nn.parallel import DistributedDataParallel
 
+from conf.errors import some
 from trainer import rng
-from trainer.distributed import ProcessGroup
+from trainer.distributed import Group
 from trainer.errors import ModelError, ResourceError
 from trainer.strategies.strategy import Strategy
 
@@ -44,12 +45,11 @@ class Replicas(Strategy):
     """Train in several processes, each of which computes a part of every update's batch."""
 
     shares_buffers = False
-    group: ProcessGroup
 
     def __init__(self, processes: Processes | None = None) -> None:
         given = processes or Processes()
         use_cuda = given.accelerator in ("auto", "cuda") and torch.cuda.is_available()
-        group = ProcessGroup(given.backend or ("nccl" if use_cuda else "gloo"), given.timeout)
+        group = Group(given.backend or ("nccl" if use_cuda else "gloo"), given.timeout)
         super().__init__(_gpu(group.local_rank, given.numbers) if use_cuda else "cpu", group)
         self.devices = group.world_size
         self.gradient_scale = float(group.world_size)  # over which gradients are averaged
@@ -60,8 +60,7 @@ class Replicas(Strategy):
         """Move the model to the device; with `sync_batchnorm` replace its BatchNorm layers."""
         if self._sync_batchnorm and self.device.type == "cpu":
             group = dist.new_group(backend="gloo", timeout=self.group.timeout)
-            assert isinstance(group, dist.ProcessGroup)
-            model = synchronize(model, group, self._share)
+            synchronize(model, group, self._share)
         elif self._sync_batchnorm:
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
         return super().prepare(model)
@@ -83,14 +82,13 @@ class Replicas(Strategy):
     @contextmanager
     def evaluating(self, model: nn.Module) -> Iterator[None]:
         """Evaluate what is saved: the weights with the main process's buffers."""
-        buffers = list(model.buffers())
-        own = [] if self.shares_buffers else [b.clone() for b in buffers]
-        for buffer in buffers:
+        own = [(buffer, buffer.clone()) for buffer in model.buffers()]
+        for buffer, _ in own:
             dist.broadcast(buffer, src=0)
         try:
             yield
         finally:
-            for buffer, value in zip(buffers, own, strict=False):
+            for buffer, value in own:
                 buffer.copy_(value)
 
 
@@ -145,7 +143,6 @@ class DDP(Replicas):
         comm_hook_options: Mapping[str, Any] | None = None,
         broadcast_buffers: bool = True,
         find_unused_parameters: bool | None = None,
-        gradient_as_bucket_view: bool = True,
         **options: Any,
     ) -> None:
         super().__init__(processes)
@@ -154,9 +151,10 @@ class DDP(Replicas):
         self._comm_hook = comm_hook
         self._comm_hook_options = dict(comm_hook_options or {})
         self._unused = find_unused_parameters
-        self._options = options | {
+        self._options = {
+            "gradient_as_bucket_view": True,
             _SYNC_BUFFERS: broadcast_buffers,
-            "gradient_as_bucket_view": gradient_as_bucket_view,
+            **options,
         }
         self._trained: list[str] = []  # names of the trainable parameters, in DDP's order
 
@@ -204,12 +202,10 @@ class DDP(Replicas):
         if not isinstance(error, RuntimeError) or _UNUSED not in text:
             return None
         found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", text)
-        numbers = [int(n) for n in found.group(1).split()] if found else []
-        listed = ", ".join(self._trained[n] for n in numbers[:8]) or "some parameters"
-        more = f" (+{len(numbers) - 8} more)" if len(numbers) > 8 else ""
+        names = [self._trained[int(n)] for n in found.group(1).split()] if found else []
         return ModelError(
-            f"no gradient reached {listed}{more}: set strategy.find_unused_parameters=true, or "
-            "freeze the parameters that the model does not use"
+            f"no gradient reached {some(names) or 'some parameters'}: set "
+            "strategy.find_unused_parameters=true, or freeze those that the model does not use"
         )
 
 
@@ -220,79 +216,58 @@ class Share:
     counts: bool = True
 
 
-class SyncBatchNorm(nn.BatchNorm1d):
-    """Normalize by mean and variance over the samples of all processes (Ioffe, Szegedy 2015).
+def synchronize(model: nn.Module, group: Any, share: Share) -> None:
+    """Let BatchNorm take mean and variance over the samples of all processes; in place.
 
-    The input is (N, C, ...), as for nn.BatchNorm1d to 3d; parameters and buffers are those of
-    `norm`. Processes may have different numbers of samples. nn.SyncBatchNorm, which is used on
-    GPUs, counts borrowed samples as well.
+    Processes may have different numbers of samples. nn.SyncBatchNorm, which is used on GPUs, counts
+    borrowed samples as well.
     """
-
-    def __init__(self, norm: Any, group: dist.ProcessGroup, share: Share) -> None:
-        tracks = norm.track_running_stats
-        super().__init__(norm.num_features, norm.eps, norm.momentum, norm.affine, tracks)
-        self.weight, self.bias = norm.weight, norm.bias
-        for name, buffer in norm.named_buffers():
-            setattr(self, name, buffer)
-        self.train(norm.training)
-        self._group, self._share = group, share
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Normalize `input`; in training a collective. Raises ValueError for a single value."""
-        if not self.training:  # without communication: numbers of batches may differ
-            mean, variance = self.running_mean, self.running_var
-            parts = (self.weight, self.bias, mean is None)
-            return batch_norm(input, mean, variance, *parts, eps=self.eps)
-        x = input.to(torch.promote_types(input.dtype, torch.float32))
-        dims = [0, *range(2, x.ndim)]
-        shape = [1, -1, *[1] * (x.ndim - 2)]
-        counts = float(self._share.counts)
-        # `x` is part of the graph even if it does not count: backward is a collective, too.
-        own = torch.cat([x.new_tensor([x.numel() / x.shape[1]]), x.sum(dims)]) * counts
-        total, sums = _Sum.apply(own, self._group).split([1, x.shape[1]])
-        if total <= 1:
-            raise ValueError("Expected more than 1 value per channel when training")
-        mean = sums / total
-        centered = x - mean.view(shape)
-        squares = centered.square().sum(dims) * counts
-        variance = _Sum.apply(squares, self._group) / total
-        self._remember(mean, variance * total / (total - 1))
-        normalized = centered * torch.rsqrt(variance + self.eps).view(shape)
-        if self.weight is not None:
-            normalized = normalized * self.weight.view(shape)
-        if self.bias is not None:
-            normalized = normalized + self.bias.view(shape)
-        result: Tensor = normalized.to(input.dtype)
-        return result
-
-    @torch.no_grad()
-    def _remember(self, mean: Tensor, variance: Tensor) -> None:
-        """Update the running statistics; without a momentum they are the mean over all batches."""
-        if self.num_batches_tracked is None or self.running_mean is None:
-            return
-        self.num_batches_tracked.add_(1)
-        momentum = self.momentum
-        if momentum is None:
-            momentum = 1 / float(self.num_batches_tracked)
-        for running, value in ((self.running_mean, mean), (self.running_var, variance)):
-            assert running is not None
-            running.lerp_(value.to(running.dtype), momentum)
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d):
+            module.forward = partial(_normalize, module, module.forward, group, share)  # type: ignore[method-assign]
 
 
-def synchronize(module: nn.Module, group: dist.ProcessGroup, share: Share) -> nn.Module:
-    """Return `module` with its BatchNorm layers replaced."""
-    if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d):
-        return SyncBatchNorm(module, group, share)
-    for name, child in module.named_children():
-        setattr(module, name, synchronize(child, group, share))
-    return module
+def _normalize(
+    norm: Any, plain: Callable[[Tensor], Tensor], group: Any, share: Share, input: Tensor
+) -> Tensor:
+    """Normalize (N, C, ...); in training a collective. Raises ValueError for a single value."""
+    if not norm.training:  # without communication: numbers of batches may differ
+        return plain(input)
+    x = input.to(torch.promote_types(input.dtype, torch.float32))
+    dims = [0, *range(2, x.ndim)]
+    shape = [1, -1, *[1] * (x.ndim - 2)]
+    counts = float(share.counts)
+    # `x` is part of the graph even if it does not count: backward is a collective, too.
+    own = torch.cat([x.new_tensor([x.numel() / x.shape[1]]), x.sum(dims)]) * counts
+    total, sums = _Sum.apply(own, group).split([1, x.shape[1]])
+    if total <= 1:
+        raise ValueError("Expected more than 1 value per channel when training")
+    mean = sums / total
+    centered = x - mean.view(shape)
+    variance = _Sum.apply(centered.square().sum(dims) * counts, group) / total
+    _remember(norm, mean.detach(), (variance * total / (total - 1)).detach())
+    normalized = centered * torch.rsqrt(variance + norm.eps).view(shape)
+    if norm.affine:
+        normalized = normalized * norm.weight.view(shape) + norm.bias.view(shape)
+    result: Tensor = normalized.to(input.dtype)
+    return result
+
+
+def _remember(norm: Any, mean: Tensor, variance: Tensor) -> None:
+    """Update the running statistics; without a momentum they are the mean over all batches."""
+    if norm.running_mean is None:
+        return
+    norm.num_batches_tracked.add_(1)
+    momentum = 1 / float(norm.num_batches_tracked) if norm.momentum is None else norm.momentum
+    norm.running_mean.lerp_(mean.to(norm.running_mean.dtype), momentum)
+    norm.running_var.lerp_(variance.to(norm.running_var.dtype), momentum)
 
 
 class _Sum(torch.autograd.Function):
     """The sum over all processes; backward sums the gradients, and can be differentiated again."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:
         ctx.group = group
         total = tensor.clone()
         dist.all_reduce(total, group=group)

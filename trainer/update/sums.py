@@ -89,21 +89,23 @@ class Sums:
     """Add up sums and counts by name; the mean is taken once, over all devices (I4).
 
     Sums are Python numbers. On a CPU reading a number costs less than adding tensors; the numbers
-    of another device are added when someone asks for the sums, by the host and in the same order.
+    of another device stay there until the host waits for it anyway (I6), and are added then by the
+    host and in the same order.
     `over`: further sums, over a longer time, to which everything is added as well.
     """
 
     def __init__(self, device: torch.device, over: Sums | None = None) -> None:
-        self._device, self._over = device, over
-        self._pending: _Pending | None = None
-        if waits_for(device):
-            self._pending = over._pending if over is not None else _Pending()
-        self._sums: dict[str, float] = {}
-        self._counts: dict[str, float] = {}
+        self._device, self._waits = device, waits_for(device)
+        self._added = [self] if over is None else [self, over]
+        self._sums: dict[str, list[float]] = {}  # sum and count by name
         self.without_labels = False  # whether no label counted in what `means` returned last
+        self._pending: list[tuple[Any, ...]] = []  # what `add` was given
+        # By device and dtype: the numbers since `pack`, and the vectors of the updates before.
+        self._open: dict[Any, list[Tensor]] = {}
+        self._packed: dict[Any, list[Tensor]] = {}
 
     def __bool__(self) -> bool:
-        return bool(self._counts) or bool(self._pending and self._pending.additions)
+        return bool(self._sums)
 
     def add(
         self, name: str, total: Tensor | float, count: Tensor | float, mean: bool = False
@@ -113,31 +115,42 @@ class Sums:
         Of a `mean` over `count` the total is their product, and 0 where nothing counts. On a device
         other than a CPU `pack` has to follow before any tensor changes.
         """
-        if self._pending is not None:
-            self._pending.add(self, name, total, count, mean)
-            return
-        total = total.item() if isinstance(total, Tensor) else total
-        count = count.item() if isinstance(count, Tensor) else count
-        self._add_numbers(name, total, count, mean)
+        if self._waits:
+            self._pending.append((name, self._placed(total), self._placed(count), mean))
+        else:
+            total = total.item() if isinstance(total, Tensor) else total
+            count = count.item() if isinstance(count, Tensor) else count
+            self._add_numbers(name, total, count, mean)
+
+    def _placed(self, value: Any) -> Any:
+        """Return a number, or where its tensor will be found among the vectors."""
+        if not isinstance(value, Tensor):
+            return value
+        kind = value.device, value.dtype
+        self._open.setdefault(kind, []).append(value.detach().reshape(()))
+        return kind
 
     def _add_numbers(self, name: str, total: float, count: float, mean: bool) -> None:
         if mean:
             total = total * count if count > 0 else 0.0
-        sums: Sums | None = self
-        while sums is not None:
-            sums._sums[name] = total + sums._sums.get(name, 0.0)
-            sums._counts[name] = count + sums._counts.get(name, 0)
-            sums = sums._over
+        for sums in self._added:
+            entry = sums._sums.setdefault(name, [0.0, 0])
+            entry[0] += total
+            entry[1] += count
 
     def pack(self) -> None:
         """End the additions of an update or a batch: from here on their tensors may change."""
-        if self._pending is not None:
-            self._pending.pack()
+        for kind, numbers in self._open.items():
+            self._packed.setdefault(kind, []).append(torch.stack(numbers))
+        self._open = {}
 
-    def _settle(self) -> None:
-        if self._pending is not None:
-            for sums, *addition in self._pending.take():
-                sums._add_numbers(*addition)
+    def settle(self) -> None:
+        """Add what is on the device; waits for it."""
+        self.pack()
+        numbers = {kind: iter(torch.cat(v).tolist()) for kind, v in self._packed.items()}
+        for addition in self._pending:
+            self._add_numbers(*(next(numbers[v]) if isinstance(v, tuple) else v for v in addition))
+        self._pending, self._packed = [], {}
 
     def add_output(self, output: StepOutput, samples: int, loss_name: str = "loss") -> None:
         """Add a step's loss terms and metrics; `samples` of its batch count, maybe none."""
@@ -155,28 +168,27 @@ class Sums:
 
     def join(self, group: Group) -> None:
         """Start the sums of other processes at zero: one without samples may have fewer names."""
-        self._settle()
-        for names in group.gather(list(self._sums)):
-            for name in set(names) - self._sums.keys():
-                self._add_numbers(name, 0.0, 0, mean=False)
+        self.settle()
+        for name in {name for names in group.gather(list(self._sums)) for name in names}:
+            self._sums.setdefault(name, [0.0, 0])
 
     def means(self, reduce: Callable[[Tensor], Tensor]) -> dict[str, float]:
         """Return each mean over all devices; a sum where count is 0. Waits for the device.
 
         `loss:<term>` is returned as `loss_<term>`, and the sum of these as `loss`.
         """
-        self._settle()
+        self.settle()
         names = sorted(self._sums)
         if not names:
             return {}
-        values = [*(self._sums[n] for n in names), *(self._counts[n] for n in names)]
-        table = torch.tensor(values, dtype=widest(self._device), device=self._device)
-        totals = reduce(table).tolist()
-        counts = dict(zip(names, totals[len(names) :], strict=True))
-        losses = [count for name, count in counts.items() if name.startswith("loss")]
+        table = [self._sums[name] for name in names]
+        table = reduce(
+            torch.tensor(table, dtype=widest(self._device), device=self._device)
+        ).tolist()
+        losses = [row[1] for name, row in zip(names, table, strict=True) if name.startswith("loss")]
         self.without_labels = bool(losses) and not any(losses)
         result: dict[str, float] = {}
-        for (name, count), total in zip(counts.items(), totals[: len(names)], strict=True):
+        for name, (total, count) in zip(names, table, strict=True):
             value = total / count if count else total
             whole, colon, term = name.partition(":")
             if term or not colon:  # a single loss has no name
@@ -186,14 +198,15 @@ class Sums:
         return result
 
     def reset(self) -> None:
-        """Reset all sums."""
-        self._settle()  # what is pending is part of other sums, too
-        self._sums, self._counts = {}, {}
+        """Reset all sums; what is pending is part of further sums, too."""
+        self.settle()
+        self._sums = {}
 
     def state_dict(self) -> dict[str, dict[str, float]]:
         """Return the partial sums; waits for the device."""
-        self._settle()
-        return {"sums": dict(self._sums), "counts": dict(self._counts)}
+        self.settle()
+        parts = {"sums": 0, "counts": 1}
+        return {key: {n: row[i] for n, row in self._sums.items()} for key, i in parts.items()}
 
     def load_state_dict(self, *states: Mapping[str, Mapping[str, float]], takes: int = 1) -> None:
         """Take over partial sums, of several processes together; nothing but names if not `takes`.
@@ -203,40 +216,6 @@ class Sums:
         self.reset()
         for state in states:
             for name, total in state["sums"].items():
-                self._sums[name] = total * takes + self._sums.get(name, 0.0)
-                self._counts[name] = state["counts"][name] * takes + self._counts.get(name, 0)
-
-
-class _Pending:
-    """Additions whose numbers stay on their device until the host waits for it anyway (I6)."""
-
-    def __init__(self) -> None:
-        self.additions: list[tuple[Any, ...]] = []
-        # By device and dtype: the numbers since `pack`, and the vectors of the updates before.
-        self._open: dict[Any, list[Tensor]] = {}
-        self._packed: dict[Any, list[Tensor]] = {}
-
-    def add(self, *addition: Any) -> None:
-        self.additions.append(tuple(map(self._placed, addition)))
-
-    def _placed(self, value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        kind = value.device, value.dtype
-        self._open.setdefault(kind, []).append(value.detach().reshape(()))
-        return kind
-
-    def pack(self) -> None:
-        for kind, numbers in self._open.items():
-            self._packed.setdefault(kind, []).append(torch.stack(numbers))
-        self._open = {}
-
-    def take(self) -> list[tuple[Any, ...]]:
-        self.pack()
-        numbers = {kind: iter(torch.cat(v).tolist()) for kind, v in self._packed.items()}
-        taken = [
-            tuple(next(numbers[v]) if isinstance(v, tuple) else v for v in addition)
-            for addition in self.additions
-        ]
-        self.additions, self._packed = [], {}
-        return taken
+                entry = self._sums.setdefault(name, [0.0, 0])
+                entry[0] += total * takes
+                entry[1] += state["counts"][name] * takes

@@ -269,6 +269,7 @@ class Updater:
 
         Raises SampleError where no label of a whole epoch counted: it has trained nothing.
         """
+        self.sums.settle()
         means = self.epoch_sums.means(self._trainer.group.reduce)
         if ended:
             self.epoch_sums.reset()

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from trainer.strategies.ddp import Share, SyncBatchNorm, synchronize
+from trainer.strategies.ddp import Share, synchronize
 from trainer.update.precision import checkpoint_modules
 
 KINDS = [
@@ -24,16 +24,16 @@ def parts(batch, world_size):
     return [*cuts, batch[:1]]
 
 
-def passes(norm, batches, penalty=False):
+def passes(norm, batches, penalty=False, counts=1.0):
     """Return outputs and gradients of a few passes, and the buffers after them."""
     results = []
     for batch in batches:
         x = batch.clone().requires_grad_()
         output = norm(x)
-        loss = (output**3).sum() * float(getattr(norm, "_share", Share()).counts)
+        loss = (output**3).sum() * counts
         if penalty:
             (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
-            loss = loss + (gradient**2).sum() * float(getattr(norm, "_share", Share()).counts)
+            loss = loss + (gradient**2).sum() * counts
         loss.backward()
         results += [output.detach(), x.grad]
     return results, [b.clone() for b in norm.buffers()], [p.grad for p in norm.parameters()]
@@ -67,9 +67,10 @@ def test_parts_are_normalized_as_the_whole_is(ranks, kind, shape, options, penal
     expected, buffers, gradients = passes(kind(4, **options).double(), whole, penalty)
 
     def compute(rank, group, share):
-        norm = synchronize(kind(4, **options).double(), group, share)
-        assert isinstance(norm, SyncBatchNorm)
-        return passes(norm, [parts(batch, world_size)[rank] for batch in whole], penalty)
+        norm = kind(4, **options).double()
+        synchronize(norm, group, share)
+        own = [parts(batch, world_size)[rank] for batch in whole]
+        return passes(norm, own, penalty, float(share.counts))
 
     found = each(ranks, world_size, compute)
     for i, value in enumerate(expected):
@@ -89,10 +90,9 @@ def test_evaluation_and_names_are_torchs(ranks):
     plain.eval()
 
     def compute(rank, group, share):
-        model = synchronize(plain, group, share)
-        assert not model.training
-        asked = [model(b).detach() for b in batches((3, 2))[: 1 + rank]]  # nobody waits
-        return asked[0], list(model.state_dict())
+        synchronize(plain, group, share)
+        asked = [plain(b).detach() for b in batches((3, 2))[: 1 + rank]]  # nobody waits
+        return asked[0], list(plain.state_dict())
 
     names, expected = list(plain.state_dict()), plain(batches((3, 2))[0]).detach()
     for output, own in each(ranks, 2, compute):
@@ -106,7 +106,8 @@ def test_activations_computed_again_leave_statistics_alone(ranks):
         for again in (False, True):
             torch.manual_seed(0)
             model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).double()
-            model = nn.Sequential(synchronize(model, group, share))
+            model = nn.Sequential(model)
+            synchronize(model, group, share)
             if again:
                 checkpoint_modules(model, ["0"])
             results.append(passes(model, [b[:, :, 0, 0] for b in batches((3, 2))]))
