@@ -192,7 +192,7 @@ class SweepConfig:
         None, "which jobs end early, by their validations; null: none"
     )
     pruner_options: Values = option({}, "arguments of Optuna's pruner")
-    params: dict[str, str | Values] = option({}, "values as on a command line, or {values, step}")
+    params: dict[str, str] = option({}, "what varies: values as on a command line")
     enqueue: list[Values] = option([], "values to begin with: a job for each entry")
     storage: str | None = path(None, "a database's URL, an SQLite file (.db) or a journal")
     trial: TrialConfig | None = option(None, "set by a search for each of its jobs")

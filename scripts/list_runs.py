@@ -5,16 +5,14 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from datetime import datetime
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from callbacks.support import AUTO
 from conf.errors import ConfigError
 from conf.interpolation import join
 from conf.yaml_file import plain_values, word
@@ -30,14 +28,12 @@ from trainer.runs.status import (
     read_json,
     read_metrics,
     read_status,
+    seconds_of,
+    seconds_until_killed,
 )
-from trainer.state import epoch_metric
 
 _DIFF = "Show two runs side by side: where their configurations differ, and their metrics."
 _TAIL = 1 << 16  # bytes of metrics.jsonl that hold its last line
-_BEST = "best/"
-# What decides where the configuration leaves it to the task.
-_USUAL = ("val/accuracy", "val/f1", "val/miou", "val/loss")
 _SHOWN = 8  # differences in a row of the table; --json has all
 _UNLIMITED = 1_000_000  # characters
 _ABSENT = "-"
@@ -71,7 +67,7 @@ def runs(argv: Sequence[str]) -> int:
         epochs = f"/{run['max_epochs']}" if run["max_epochs"] else ""
         epoch = "" if run["epoch"] is None else f"{run['epoch']}{epochs}"
         best = "" if run["metric"] is None else f"{run['metric']} {_number(run['best'])}"
-        facts = [epoch, best, duration(run["seconds"]), size(run["bytes"])]
+        facts = [epoch, best, _duration(run["seconds"]), size(run["bytes"])]
         rows.append([run["run"], run["status"], *facts, " ".join(words)])
     if arguments.json:
         print(json.dumps(found, indent=2, default=str))
@@ -100,13 +96,8 @@ def _diff(argv: Sequence[str]) -> int:
         pairs = {"run": facts, "config": config, "metrics": metrics}
         print(json.dumps(pairs, indent=2, default=str))
         return 0
-    names, columns = [str(path) for path in paths], columns_of(sys.stdout)
-    if columns is not None and sum(map(len, names)) > columns // 2:
-        for letter, name in zip("AB", names, strict=True):
-            print(f"{letter}  {on_one_line(name)}")
-        names = ["A", "B"]
-    rows = [["", *names], ["status", *facts["status"]]]
-    rows.append(["duration", *map(duration, facts["seconds"])])
+    rows = [["", *map(str, paths)], ["status", *facts["status"]]]
+    rows.append(["duration", *map(_duration, facts["seconds"])])
     rows += [[key, *map(_shown, pair)] for key, pair in config.items()]
     rows += [[name, *map(_number, pair)] for name, pair in metrics.items()]
     _print(rows)
@@ -124,24 +115,9 @@ def read_run(path: Path) -> dict[str, Any]:
     config = _node(_read(lambda p: plain_values(p.read_text("utf-8"), str(p)), path / CONFIG))
     overrides = _read(lambda p: own_values(p.read_text("utf-8")), path / OVERRIDES)
     last = next(iter([*read_metrics(path, _TAIL)][-1:]), {})
-    nodes = map(_node, _node(config.get("callbacks")).values())
-    monitor = next((str(n.get("monitor", AUTO)) for n in nodes if "save_top_k" in n), AUTO)
-    # What the run itself recorded as its best, or what its best checkpoint has.
-    results = _node(status.get("results")).items()
-    told = [(k.removeprefix(_BEST), v) for k, v in results if k.startswith(_BEST)]
-    saved = _node(_read(read_json, path / CHECKPOINTS / "index.json"))
-    for name in ("names", "best", "metrics"):
-        saved = _node(saved.get(name))
-    names = _USUAL if monitor == AUTO else (epoch_metric(monitor),)
-    kept = [(n, saved[n]) for n in names if n in saved]
-    best = [(n, value) for n, value in told or kept if isinstance(value, int | float)]
-    seconds = status.get("seconds")
-    if not isinstance(seconds, int | float):
-        seconds = None
-    elif status.get("state") == "running":
-        with suppress(ValueError):
-            began = datetime.fromisoformat(str(status.get("updated"))).timestamp()
-            seconds += max(0.0, time.time() - began)
+    best = _node(status.get("best"))
+    running = status.get("state") == "running"
+    seconds = seconds_until_killed(path, status) if running else seconds_of(status)
     sizes = {}  # a file with several names counts once
     for place, _, files in os.walk(path):
         for name in files:
@@ -156,9 +132,9 @@ def read_run(path: Path) -> dict[str, Any]:
         "epoch": last.get("epoch"),
         "step": last.get("step"),
         "max_epochs": _node(config.get("trainer")).get("max_epochs"),
-        "metric": best[0][0] if best else None,
-        "best": best[0][1] if best else None,
-        "seconds": seconds,
+        "metric": best.get("metric"),
+        "best": best.get("value"),
+        "seconds": seconds if status else None,
         "bytes": sum(sizes.values()),
         "sweep": str(path.parent) if (path.parent / "leaderboard.csv").exists() else None,
         "overrides": overrides if isinstance(overrides, list) else [],
@@ -203,17 +179,10 @@ def _number(value: Any) -> str:
     return "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def duration(seconds: float | None) -> str:
-    """Return seconds as `1h 02m`, `3m 20s` or `7.5s`."""
-    if seconds is None:
-        return ""
-    if seconds < 60:
-        return f"{seconds:.1f}s"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes}m {rest:02}s" if minutes < 60 else f"{minutes // 60}h {minutes % 60:02}m"
+def _duration(seconds: float | None) -> str:
+    return "" if seconds is None else str(timedelta(seconds=round(seconds)))
 
 
 def _print(rows: Sequence[Sequence[str]]) -> None:
     # Off a terminal a row is one line, however long.
-    cells = [[on_one_line(cell) for cell in row] for row in rows]
-    print("\n".join(aligned(cells, columns_of(sys.stdout) or _UNLIMITED)))
+    print("\n".join(aligned(rows, columns_of(sys.stdout) or _UNLIMITED)))

@@ -5,13 +5,13 @@ import io
 import os
 import re
 import signal
-import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from shutil import get_terminal_size
+from statistics import fmean, stdev
 from typing import Any
 
 from callbacks.support import AUTO, Monitor
@@ -69,9 +69,7 @@ class Job:
         self.seconds, self.results = status.get("seconds"), status.get("results") or {}
         self.reason = ""
         if code > 0:
-            said = ""
-            with suppress(OSError):
-                said = self.output.read_text(encoding="utf-8", errors="replace")
+            said = self.output.read_text("utf-8", "replace") if self.output.exists() else ""
             told = re.findall(r"^error: (.*)", said, re.MULTILINE) or [f"see {self.output}"]
             self.reason = str(status.get("reason") or told[-1].strip())
         elif code < 0:
@@ -134,17 +132,11 @@ class Ranking:
 
         The group with the best mean comes first.
         """
-        found: dict[Shared, list[float]] = {}
-        for job in self.jobs:
-            values = found.setdefault(_shared(job, keys), [])
-            if not job.failed and (value := self.value(job)) is not None:
-                values.append(value)
-
-        def place(name: Shared) -> tuple[bool, float]:
-            values = found[name]
-            return not values, self.rank_of(statistics.fmean(values)) if values else 0.0
-
-        return {name: found[name] for name in sorted(found, key=place)}
+        found: dict[Shared, list[float]] = {_shared(job, keys): [] for job in self.jobs}
+        for job in self.compared():
+            found[_shared(job, keys)].append(self.value(job) or 0.0)
+        means = {name: self.rank_of(fmean(values or [0.0])) for name, values in found.items()}
+        return {n: found[n] for n in sorted(found, key=lambda n: (not found[n], means[n]))}
 
     def row(self, job: Job, keys: Iterable[str], shown: Callable[[float], str]) -> list[str]:
         """Return number, state, values, result and seconds of a job as text."""
@@ -158,8 +150,8 @@ def _shared(job: Job, keys: Sequence[str]) -> Shared:
 
 
 def _statistics(values: Sequence[float], shown: Callable[[float], str]) -> list[str]:
-    mean = shown(statistics.fmean(values)) if values else ""
-    deviation = shown(statistics.stdev(values)) if len(values) > 1 else ""
+    mean = shown(fmean(values)) if values else ""
+    deviation = shown(stdev(values)) if len(values) > 1 else ""
     return [mean, deviation, str(len(values))]
 
 
@@ -170,13 +162,11 @@ def write_csv(folder: Path, ranking: Ranking, group_by: Sequence[str], count: in
     Raises StorageError.
     """
     keys = list(dict.fromkeys(key for job in ranking.jobs for key in job.overrides))
-    groups = ranking.groups(group_by)
-    rows = [["job", "status", *keys, ranking.name, "seconds", "run_dir"]]
-    rows += [[*ranking.row(job, keys, repr), str(job.run_dir)] for job in ranking.ranked()]
-    if group_by:
-        rows[0] += _STATISTICS
-        for row, job in zip(rows[1:], ranking.ranked(), strict=True):
-            row += _statistics(groups[_shared(job, group_by)], repr)
+    groups, more = ranking.groups(group_by), _STATISTICS if group_by else ()
+    rows = [["job", "status", *keys, ranking.name, "seconds", "run_dir", *more]]
+    for job in ranking.ranked():
+        statistics = _statistics(groups[_shared(job, group_by)], repr) if group_by else ()
+        rows.append([*ranking.row(job, keys, repr), str(job.run_dir), *statistics])
     rows += [["", NOT_STARTED, *[""] * (len(rows[0]) - 2)]] * (count - len(ranking.jobs))
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(rows)
@@ -185,25 +175,20 @@ def write_csv(folder: Path, ranking: Ranking, group_by: Sequence[str], count: in
 
 def show(folder: Path, ranking: Ranking, group_by: Sequence[str], varied: Sequence[str]) -> None:
     """Print the best jobs as a table, and why jobs failed, each reason on a line of its own."""
-
-    def table(*rows: Sequence[str]) -> None:
-        cells = [[on_one_line(cell) for cell in row] for row in rows]
-        print(*aligned(cells, get_terminal_size().columns, last=2), sep="\n")
-
-    print(f"\n{on_one_line(f'sweep {folder}')}")
-    ranked, shown = ranking.ranked(), "{:.4f}".format
-    header = ["job", "status", *short_keys(varied), ranking.name, "seconds"]
-    table(header, *(ranking.row(job, varied, shown) for job in ranked[:SHOWN]))
+    ranked, shown, columns = ranking.ranked(), "{:.4f}".format, get_terminal_size().columns
+    rows = [["job", "status", *short_keys(varied), ranking.name, "seconds"]]
+    rows += [ranking.row(job, varied, shown) for job in ranked[:SHOWN]]
+    print("", on_one_line(f"sweep {folder}"), *aligned(rows, columns, last=2), sep="\n")
     if len(ranked) > SHOWN:
         print(f"and {len(ranked) - SHOWN} more jobs in {FILE}")
     if group_by:
-        print(f"\n{ranking.name} over {', '.join(group_by)}")
         keys = [key for key in varied if key not in group_by]
-        best = [(dict(n), values) for n, values in list(ranking.groups(group_by).items())[:SHOWN]]
-        rows = [[*(n.get(k, "") for k in keys), *_statistics(values, shown)] for n, values in best]
-        table([*short_keys(keys), *_STATISTICS], *rows)
-    if any(j.state in ENDED_WELL for j in ranked) and all(ranking.value(j) is None for j in ranked):
-        print(f"no job has logged {ranking.name}: they are not ranked")
+        rows = [[*short_keys(keys), *_STATISTICS]]
+        for name, values in list(ranking.groups(group_by).items())[:SHOWN]:
+            given = dict(name)
+            rows.append([*(given.get(key, "") for key in keys), *_statistics(values, shown)])
+        print("", f"{ranking.name} over {', '.join(group_by)}", sep="\n")
+        print(*aligned(rows, columns, last=2), sep="\n")
     for job in ranking.jobs:
         if job.failed:
             print(on_one_line(f"job {job.number} {job.state} (exit {job.code}): {job.reason}"))

@@ -1,17 +1,14 @@
 """`train -m sweep=optuna key=interval(a,b) ...`: Optuna chooses the values of each next job."""
 
 import importlib.util
-import itertools
 import math
 import warnings
 import zlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from callbacks.trial import (
     PRUNER,
@@ -47,8 +44,6 @@ _SAMPLERS = {"tpe": "TPE", "random": "Random", "cmaes": "CmaEs", "grid": "Grid",
 _GOES_ON = ("preempted", "killed")  # states of jobs whose trial stays open
 _OVERRIDES = "overrides"  # a study's attribute: those that every job has
 _CODE = "code"  # a failed trial's attribute: the exit code of its job
-_MOST_SAMPLES = 100  # combinations that are checked before a search
-_WORDS = ("values", "step")  # of an entry of `sweep.params`
 
 
 def search(arguments: Arguments) -> int:
@@ -65,11 +60,17 @@ def search(arguments: Arguments) -> int:
         raise ConfigError(Problem("dry_run", "a search has no plan of its jobs", hint))
     if settings.storage is not None:  # what a stranger's study holds is unpickled
         refuse_untyped("sweep", {"storage": settings.storage}, arguments.overrides)
-    varied += given(arguments, settings.params, {d.name for d in varied})
-    if not varied:
+    replaced = {d.name for d in varied}
+    params = [f"{k}={v}" for k, v in settings.params.items() if k.lstrip("+") not in replaced]
+    single, more = split_search(replace(arguments, overrides=tuple(params)))
+    raise_problems(
+        Problem("sweep.params", f"{text}: gives one value only", "use key=value outside of it")
+        for text in single
+    )
+    space = [typed(dimension, config) for dimension in varied + more]
+    if not space:
         message = "nothing to search: give a key as interval(a,b) or choice(a,b)"
         raise ConfigError(Problem("sweep.params", message))
-    space = [typed(dimension, config) for dimension in varied]
     refuse_outside(d.name for d in space)
     pairs = ((text, *text.lstrip("+~").partition("=")) for text in texts)
     fixed = [Swept(text, key, value, False) for text, key, _, value in pairs]
@@ -79,9 +80,6 @@ def search(arguments: Arguments) -> int:
     sampler = sampler_of(settings, config["seed"], space)
     entries = enqueued(space, settings.enqueue, whole=settings.sampler == "grid")
     it = Sweep(arguments, config, [d.name for d in space], settings.n_trials)
-    known = settings.storage or (str(it.found / JOURNAL) if it.found else None)
-    if known is not None and Path(known).exists():
-        open_storage(known)  # a damaged study ends the search without a trace
     it.metric, it.devices = check_built(arguments, jobs)
     it.decided = it.metric is not None
     with it.held():
@@ -90,44 +88,6 @@ def search(arguments: Arguments) -> int:
         it.settings.jobs = it.settings.jobs or 1  # on a cluster, too: the study learns from each
         it.run(trials.ask, trials.tell)
         return it.close()
-
-
-def given(
-    arguments: Arguments, params: Mapping[str, Any], replaced: Collection[str]
-) -> list[Dimension]:
-    """Return the dimensions of `sweep.params`, but for those that the command line has replaced.
-
-    An entry is `interval(0,1)` or {values: "interval(0,1)", step: 0.5}. Raises ConfigError.
-    """
-    problems, dimensions = [], []
-    for key, entry in params.items():
-        place = f"sweep.params.{key}"
-        words = entry if isinstance(entry, dict) else {"values": entry}
-        for word in words.keys() - {*_WORDS}:
-            hint = did_you_mean(str(word), _WORDS) or f"there are {', '.join(_WORDS)}"
-            problems.append(Problem(f"{place}.{word}", "unknown key", hint))
-        if "values" not in words:
-            hint = "such as interval(0.01,0.1)"
-            problems.append(Problem(f"{place}.values", "missing a value", hint))
-        elif key.lstrip("+") not in replaced:
-            text = f"{key}={words['values']}"
-            _, found = split_search(replace(arguments, overrides=(text,)))
-            dimensions += found
-            if not found:
-                hint = "use key=value outside of it"
-                problems.append(Problem("sweep.params", f"{text}: gives one value only", hint))
-            elif "step" in words:
-                d, step = found[0], words["step"]
-                number = isinstance(step, int | float) and not isinstance(step, bool)
-                if d.choices or d.log or not number or not 0 < step <= d.high - d.low:
-                    message = f"{step!r} does not fit: it takes a number, between the ends of"
-                    problems.append(Problem(f"{place}.step", f"{message} interval(a,b)"))
-                    continue
-                high = d.low + math.floor((d.high - d.low) / step + 1e-9) * step
-                whole = d.integers and isinstance(step, int)
-                dimensions[-1] = replace(d, step=step, high=high, integers=whole)
-    raise_problems(problems)
-    return dimensions
 
 
 def typed(dimension: Dimension, config: Mapping[str, Any]) -> Dimension:
@@ -155,18 +115,11 @@ def values_of(dimension: Dimension) -> list[Any]:
 
 
 def samples(space: Sequence[Dimension]) -> list[tuple[Swept, ...]]:
-    """Return values for a check of the space before the search.
-
-    All combinations of the choices if there are at most 100, else each choice once. Of a range of
-    numbers, the lowest and the highest.
-    """
-    lists: list[Sequence[Any]] = [d.choices or [*dict.fromkeys([d.low, d.high])] for d in space]
-    if math.prod(map(len, lists)) <= _MOST_SAMPLES:
-        found = list(itertools.product(*lists))
-    else:
-        longest = max(map(len, lists))
-        found = [tuple(values[n % len(values)] for values in lists) for n in range(longest)]
-    return [tuple(map(swept, space, values)) for values in found]
+    """Return values for a check before the search: each choice, and the ends of each range."""
+    lists = [d.choices or [*dict.fromkeys([d.low, d.high])] for d in space]
+    longest = max(map(len, lists))
+    rows = ([values[n % len(values)] for values in lists] for n in range(longest))
+    return [tuple(map(swept, space, row)) for row in rows]
 
 
 def swept(dimension: Dimension, value: Any) -> Swept:
@@ -181,34 +134,21 @@ def enqueued(
 
     Raises ConfigError.
     """
-
-    def spelled(value: Any) -> str:  # as YAML understands it: `true` and `True` are one
-        with suppress(yaml.YAMLError):
-            value = yaml.safe_load(str(value))
-        return str(value)
-
-    known = {d.name: d for d in space}
+    kinds = {d.name: distribution(d) for d in space}
+    words, create_trial = {d.name for d in space if d.choices}, import_optuna().trial.create_trial
     problems, entries = [], []
     for number, entry in enumerate(enqueue):
-        place, values = f"sweep.enqueue.{number}", dict(entry)
+        place = f"sweep.enqueue.{number}"
+        for key in sorted(entry.keys() - kinds.keys()):
+            hint = did_you_mean(key, list(kinds))
+            problems.append(Problem(f"{place}.{key}", "does not vary in this search", hint))
+        values = {k: str(v) if k in words else v for k, v in entry.items() if k in kinds}
+        asked = kinds if whole else {key: kinds[key] for key in values}
+        try:  # Optuna itself would look at them in the middle of the search
+            create_trial(value=0.0, params=values, distributions=asked)
+        except ValueError as error:
+            problems.append(Problem(place, str(error)))
         entries.append(values)
-        for key, value in entry.items():
-            if (d := known.get(key)) is None:
-                hint = did_you_mean(key, list(known)) or f"there are {', '.join(known)}"
-                problems.append(Problem(f"{place}.{key}", "does not vary in this search", hint))
-                continue
-            if d.choices:
-                alike = (choice for choice in d.choices if spelled(choice) == spelled(value))
-                values[key] = next(alike, None)
-                good, wanted = values[key] is not None, f"none of {', '.join(d.choices)}"
-            else:
-                kind = int if d.integers else int | float
-                good = isinstance(value, kind) and d.low <= value <= d.high
-                wanted = f"no {'integer' if d.integers else 'number'} between {d.low} and {d.high}"
-            if not good:
-                problems.append(Problem(f"{place}.{key}", f"{value} is {wanted}"))
-        if whole and (missing := [key for key in known if key not in entry]):
-            problems.append(Problem(place, f"sampler=grid needs {', '.join(missing)} as well"))
     raise_problems(problems)
     return entries
 
@@ -371,7 +311,6 @@ class Trials:
                 study_name=self.it.config["name"],
                 storage=storage,
                 direction="maximize" if ranking.larger_is_better else "minimize",
-                sampler=self._sampler(0),
                 pruner=build_pruner(settings.pruner, settings.pruner_options),
                 load_if_exists=True,
             )
@@ -397,8 +336,7 @@ class Trials:
             try:
                 self._optuna.distributions.check_distribution_compatibility(old or new, new)
             except ValueError:
-                values = ", ".join(getattr(old, "choices", [str(old)]))
-                message = f"the study began with other values: {values}"
+                message = f"the study began with other values: {old}"
                 problems.append(Problem(d.name, message, "search those, or begin another sweep"))
         raise_problems(problems)
         now = list(identity(override.text for override in self._base))
@@ -406,16 +344,12 @@ class Trials:
         if before is None:
             self._study.set_user_attr(_OVERRIDES, now)
             return
-        old, new = (dict(t.lstrip("+~").split("=", 1) for t in texts) for texts in (before, now))
-        changed = [
-            f"{key}: {old.get(key, 'not given')} -> {new.get(key, 'not given')}"
-            for key in {**old, **new}
-            if old.get(key) != new.get(key) and not trains_the_same(key)
-        ]
+        texts = sorted({*before} ^ {*now})
+        changed = [t for t in texts if not trains_the_same(t.lstrip("+~").partition("=")[0])]
         if changed and self.it.config["resume_policy"] != "override":
             raise CheckpointError(
-                f"the study {self._study.study_name!r} began with other values: "
-                f"{', '.join(changed)}: give the former ones, take another run_dir or "
+                f"the study {self._study.study_name!r} began with other values (only one of "
+                f"both has {', '.join(changed)}): give the former ones, take another run_dir or "
                 "sweep.storage, or mix the results of both: resume_policy=override"
             )
 

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from conf.errors import ConfigError
-from scripts.list_runs import duration, read_run, runs, varied
+from scripts.list_runs import read_run, runs, varied
 from trainer.runs.directory import RunDirectory
 from trainer.runs.lock import RunLock
 from trainer.runs.status import RunDirectoryError
@@ -19,7 +19,6 @@ CONFIG = {
     "seed": 0,
     "model": {"_target_": "models.mlp.MLP", "width": 8},
     "trainer": {"max_epochs": 3},
-    "callbacks": {"checkpoint": {"save_top_k": 1, "monitor": "auto", "mode": "auto"}},
 }
 
 
@@ -41,7 +40,9 @@ def made(place, state="finished", best=None, **config):
     torn = '{"step": 15, "epo'
     (path / "metrics.jsonl").write_text("".join(json.dumps(li) + "\n" for li in lines) + torn)
     if state is not None:
-        directory.finish(state, results={} if best is None else {"best/val/loss": best})
+        facts = {"metric": "val/loss", "value": best, "step": 5}
+        results = {"val/loss": 2.0} if state == "finished" else None
+        directory.finish(state, results=results, best=facts if best else None)
     directory.release()
     return path
 
@@ -64,23 +65,6 @@ def test_what_a_finished_run_tells(capsys):
     assert run["bytes"] == size
 
 
-@pytest.mark.parametrize(
-    ("monitor", "metrics", "expected"),
-    [
-        pytest.param("auto", {"val/loss": 2.0, "val/accuracy": 0.5}, "val/accuracy", id="auto"),
-        pytest.param("train/loss", {"train/epoch_loss": 1.0}, "train/epoch_loss", id="named"),
-        pytest.param(None, {"val/loss": 2.0}, None, id="the newest"),
-        pytest.param("auto", {"val/loss": None}, None, id="not finite"),
-    ],
-)
-def test_the_best_of_a_run_that_has_not_ended(monitor, metrics, expected):
-    path = made("net/a", "failed", callbacks={"mine": {"save_top_k": 1, "monitor": monitor}})
-    index = {"names": {"best": {"metrics": metrics}}}
-    (path / "checkpoints" / "index.json").write_text(json.dumps(index))
-    run = read_run(path)
-    assert (run["metric"], run["best"]) == (expected, metrics.get(expected))
-
-
 def test_killed_and_running_runs_are_told_apart_in_rows_of_one_line(capsys):
     assert runs([]) == 0
     assert capsys.readouterr().out == "no runs in runs\n"
@@ -101,16 +85,15 @@ def test_damaged_runs_are_listed_all_the_same(capsys):
     whole, damaged = made("net/a"), made("net/b")
     for name in ("status.json", "manifest.json", "config.yaml", "metrics.jsonl"):
         (damaged / name).write_bytes(b"{\xff")
-    (damaged / "checkpoints" / "index.json").write_text("[]")
     (made("net/c") / "status.json").write_text('{"state": "finished", "seconds": 1e400}')
-    other_types = {"state": "finished", "results": [1], "seconds": "y"}
+    other_types = {"state": "finished", "best": [1], "seconds": "y"}
     (made("net/d") / "status.json").write_text(json.dumps(other_types))
     found = {run["run"]: run for run in listed(capsys)}
     states = [found[f"runs/net/{name}"]["status"] for name in "abcd"]
     assert states == ["finished", "damaged", "damaged", "finished"]
     run = found[str(damaged)]
     assert (run["name"], run["epoch"], run["best"]) == ("net", None, None)
-    assert (found["runs/net/d"]["best"], found["runs/net/d"]["seconds"]) == (None, None)
+    assert (found["runs/net/d"]["best"], found["runs/net/d"]["seconds"]) == (None, 0.0)
     assert found[str(whole)]["epoch"] == 2
     assert runs([]) == 0
 
@@ -169,7 +152,7 @@ def test_two_runs_side_by_side(capsys):
         "model.width": [8, "-"],
         "model.depth": ["-", 2],
     }
-    assert pairs["metrics"] == {"best/val/loss": [0.5, None], "val/loss": [None, 2.25]}
+    assert pairs["metrics"] == {"val/loss": [2.0, 2.25]}
     assert pairs["run"]["status"] == ["finished", "failed"]
     runs(["diff", str(left), str(right)])
     assert "mine.Net" in capsys.readouterr().out
@@ -179,10 +162,3 @@ def test_two_runs_side_by_side(capsys):
     for argv, text in ((["diff", "a"], "required: B"), (["a", "b"], "unrecognized")):
         with pytest.raises(ConfigError, match=f"command line: .*{text}"):
             runs(argv)
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(None, ""), (7.46, "7.5s"), (200, "3m 20s"), (3720, "1h 02m")]
-)
-def test_durations(seconds, text):
-    assert duration(seconds) == text
