@@ -29,7 +29,6 @@ from trainer.runs.status import (
     read_metrics,
     read_status,
     seconds_of,
-    seconds_until_killed,
 )
 
 _DIFF = "Show two runs side by side: where their configurations differ, and their metrics."
@@ -116,8 +115,6 @@ def read_run(path: Path) -> dict[str, Any]:
     overrides = _read(lambda p: own_values(p.read_text("utf-8")), path / OVERRIDES)
     last = next(iter([*read_metrics(path, _TAIL)][-1:]), {})
     best = _node(status.get("best"))
-    running = status.get("state") == "running"
-    seconds = seconds_until_killed(path, status) if running else seconds_of(status)
     sizes = {}  # a file with several names counts once
     for place, _, files in os.walk(path):
         for name in files:
@@ -134,7 +131,7 @@ def read_run(path: Path) -> dict[str, Any]:
         "max_epochs": _node(config.get("trainer")).get("max_epochs"),
         "metric": best.get("metric"),
         "best": best.get("value"),
-        "seconds": seconds if status else None,
+        "seconds": seconds_of(status) if status else None,
         "bytes": sum(sizes.values()),
         "sweep": str(path.parent) if (path.parent / "leaderboard.csv").exists() else None,
         "overrides": overrides if isinstance(overrides, list) else [],

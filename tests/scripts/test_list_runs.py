@@ -2,7 +2,6 @@
 
 import json
 import os
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -96,20 +95,6 @@ def test_damaged_runs_are_listed_all_the_same(capsys):
     assert (found["runs/net/d"]["best"], found["runs/net/d"]["seconds"]) == (None, 0.0)
     assert found[str(whole)]["epoch"] == 2
     assert runs([]) == 0
-
-
-@pytest.mark.parametrize(
-    ("later", "seconds"),
-    [pytest.param(-60, 60, id="once"), pytest.param(60, 0, id="not-beyond-now")],
-)
-def test_the_last_start_of_a_killed_run_counts(later, seconds):
-    path, now = made("net/killed", None), datetime.now(UTC)
-    status = json.loads((path / "status.json").read_text())
-    began = now + timedelta(seconds=min(0, 2 * later))
-    (path / "status.json").write_text(json.dumps({**status, "updated": began.isoformat()}))
-    for file in path.rglob("*.jsonl"):
-        os.utime(file, (now.timestamp() + later, now.timestamp() + later))
-    assert read_run(path)["seconds"] == pytest.approx(seconds, abs=20)
 
 
 def test_sweeps_are_found_and_links_are_not_followed(capsys):
