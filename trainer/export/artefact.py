@@ -30,7 +30,6 @@ from trainer.export.formats import (
     WEIGHTS,
     Answer,
     Exportable,
-    Network,
     Preprocessing,
     build_network,
     check_libraries,
@@ -47,6 +46,7 @@ from trainer.files.atomic import (
 )
 from trainer.inference.predictor import named_tensors
 from trainer.inference.run import Run, open_split
+from trainer.runs.status import read_json
 from trainer.strategies.strategy import Strategy
 from trainer.targets.instantiate import instantiate
 from trainer.tasks.supervised import Supervised
@@ -77,7 +77,8 @@ def export_run(
     """
     if name != WEIGHTS:
         check_libraries(name)
-    with _new_folder(run, out, name if write is None else "quantized", overwrite) as (made, folder):
+    folder = out or run.path / "exports" / (name if write is None else "quantized")
+    with _new_folder(folder, overwrite) as made:
         facts = asdict(run.facts) | {
             "format": name,
             "file": "model.safetensors" if name == WEIGHTS else GRAPHS[name].file,
@@ -103,8 +104,7 @@ def _graph_of(
 ) -> Exportable:
     """Return the graph of a run's model; `facts` grow by those about it. Raises ModelError."""
     model, task = run.model(checkpoint), run.trainer(checkpoint).task
-    pipeline = build_pipeline(run.config, "eval")
-    network, outside = build_network(model, task, pipeline, preprocessing)
+    network, outside = build_network(model, task, build_pipeline(run.config, "eval"), preprocessing)
     samples, real = samples_of(run, outside)
     dtype = str(samples.dtype).removeprefix("torch.")
     facts |= {
@@ -115,29 +115,14 @@ def _graph_of(
     }
     if preprocessing == "inside":
         facts["output"] = run.facts.outputs["kind"]
-        if real:
-            plain, inputs = (
-                Network(model, task, nn.Sequential()),
-                samples_of(run, [*pipeline.steps]),
-            )
-            moved = (off.max() for off, _ in _differences(plain, inputs[0], network, samples))
-            facts["verified"]["difference_of_preprocessing"] = float(max(moved))
     return Exportable(network, samples, facts)
 
 
 def _write_graph(graph: Exportable, path: Path) -> None:
     form, facts = GRAPHS[graph.facts["format"]], graph.facts
     form.write(graph, path)
-    answer = form.load(path)
-    facts["verified"]["largest_difference"] = largest_difference(graph, answer)
+    facts["verified"]["largest_difference"] = largest_difference(graph, form.load(path))
     facts["notes"] = [form.remark] if form.remark else []
-    if form.compiles:
-        facts["speed"] = {
-            f"{kind}ms_of_{size}": milliseconds(way, graph.samples[:size].clone())
-            for size in (1, _SAMPLES)
-            for kind, way in (("", answer), ("eager_", graph.network))
-        }
-        facts["notes"].append(", ".join(f"{k} {v:.3g}" for k, v in facts["speed"].items()))
 
 
 def largest_difference(graph: Exportable, answer: Answer, quantized: bool = False) -> float:
@@ -153,7 +138,10 @@ def largest_difference(graph: Exportable, answer: Answer, quantized: bool = Fals
         reason = "its values do not fit 8 bits; callbacks=[default,qat] trains for them"
     for size in _BATCHES:
         batch = graph.samples[:size].clone()
-        for off, scale in _differences(graph.network, batch, answer, batch):
+        with torch.inference_mode():
+            wanted, found = named_tensors(graph.network(batch)), named_tensors(answer(batch))
+        for name, value in wanted.items():
+            off, scale = _difference(value, found.get(name))
             largest = max(largest, float(off.max()))
             told = float(off.square().mean().sqrt() if quantized else off.max())
             if not told <= tolerance * max(scale, least):
@@ -164,19 +152,13 @@ def largest_difference(graph: Exportable, answer: Answer, quantized: bool = Fals
     return largest
 
 
-def _differences(
-    one: Answer, inputs: Tensor, other: Answer, others_inputs: Tensor
-) -> Iterator[tuple[Tensor, float]]:
-    """Yield the differences of each output of one to that of the other, and its largest value."""
-    with torch.inference_mode():
-        wanted, found = named_tensors(one(inputs)), named_tensors(other(others_inputs))
-    for name, value in wanted.items():
-        if name not in found or found[name].shape != value.shape:
-            yield torch.tensor([torch.inf]), 0.0
-        elif not value.is_floating_point():  # class numbers of pixels
-            yield (found[name] != value).float(), 1.0
-        else:
-            yield (found[name].to(value) - value).abs(), float(value.abs().max())
+def _difference(value: Tensor, found: Tensor | None) -> tuple[Tensor, float]:
+    """Return how far an output is from the network's, and the network's largest value."""
+    if found is None or found.shape != value.shape:
+        return torch.tensor([torch.inf]), 0.0
+    if not value.is_floating_point():  # class numbers of pixels
+        return (found != value).float(), 1.0
+    return (found.to(value) - value).abs(), float(value.abs().max())
 
 
 def samples_of(run: Run, names: Iterable[str]) -> tuple[Tensor, bool]:
@@ -250,26 +232,20 @@ def _load_weights(path: Path, facts: Mapping[str, Any]) -> nn.Module:
 
 
 @contextmanager
-def _new_folder(
-    run: Run, out: Path | None, name: str, overwrite: bool
-) -> Iterator[tuple[Path, Path]]:
-    """Yield a folder to write into, and its final path, which it gets at the end (I7).
+def _new_folder(folder: Path, overwrite: bool) -> Iterator[Path]:
+    """Yield a folder to write into, which takes the place of `folder` at the end (I7).
 
-    out: default RUN/exports/NAME. Raises ModelError for a folder that exists and may not be
-    replaced, StorageError.
+    Raises ModelError for a folder that exists and may not be replaced, StorageError.
     """
-    folder = out or run.path / "exports" / name
-    if folder.exists() and not overwrite:
-        raise ModelError(f"out={folder} exists: overwrite=true replaces it")
-    if folder.exists() and not (folder / FACTS).is_file():
-        raise ModelError(f"out={folder} is no export: it has no {FACTS}, so it is not replaced")
+    if folder.exists() and not (overwrite and (folder / FACTS).is_file()):
+        raise ModelError(f"out={folder} exists: overwrite=true replaces it if it holds {FACTS}")
     made = folder.with_name(f"{TEMPORARY}{folder.name[:100]}")
     old = made.with_name(f"{made.name}-old")
     try:
-        folder.parent.mkdir(parents=out is None, exist_ok=True)
+        folder.parent.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(made, ignore_errors=True)  # of a command that was killed
         made.mkdir()
-        yield made, folder
+        yield made
         if folder.exists():  # moved away whole before it is removed
             os.replace(folder, old)
         os.replace(made, folder)
@@ -308,26 +284,15 @@ def evaluate_artefact(
     Raises ModelError for a file that was not exported by Regimen or cannot be loaded, and for one
     whose format runs code when it is read unless `allow_code`.
     """
-    beside = path.parent / FACTS
-    try:
-        facts: dict[str, Any] = json.loads(beside.read_text(encoding="utf-8"))
-        name, described, output = facts["format"], (facts["file"], facts["sha256"]), facts["output"]
-        form = None if name == WEIGHTS else GRAPHS[name]
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise ModelError(
-            f"artefact={path}: {beside} is missing or damaged: regimen export writes both"
-        ) from error
+    facts = read_json(path.parent / FACTS)
+    form = GRAPHS.get(facts.get("format", WEIGHTS))
     fault = None
-    if output not in _EVALUATED:
-        known = ", ".join(_EVALUATED)
-        fault = f" is {name!r} with output {output!r}: only {known} can be evaluated"
-    elif not path.is_file() or described != (path.name, digest(path)):
-        fault = f" is not the file that {beside} describes: export again"
+    if not path.is_file() or (facts.get("file"), facts.get("sha256")) != (path.name, digest(path)):
+        fault = f" is not the file that {FACTS} beside it describes: export again"
+    elif facts["output"] not in _EVALUATED:
+        fault = f" has the output {facts['output']!r}, not one of {', '.join(_EVALUATED)}"
     elif form is not None and form.runs_code and not allow_code:
-        fault = (
-            f": a file of format {name} runs code when it is loaded: "
-            "set allow_code=true if you trust its author"
-        )
+        fault = " runs code when it is loaded: set allow_code=true if you trust its author"
     if fault is not None:
         raise ModelError(f"artefact={path}{fault}")
     try:

@@ -1,4 +1,4 @@
-"""The network that is exported, each format: how it is written and loaded again; and the card."""
+"""The network that is exported; how each format is written and loaded again; the card beside it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import importlib
 import importlib.util
 import json
 import logging
-import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import yaml
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
@@ -29,9 +29,8 @@ from trainer.task import Task
 Preprocessing = Literal["outside", "inside"]
 Answer = Callable[[Tensor], Any]  # from a batch of inputs to a tensor, or several by name
 _LOST: Any = torch.jit.TracerWarning  # type: ignore[attr-defined] # Python that a trace forgets
-_COMPILERS = ("g++", "clang++", "c++")
 WEIGHTS = "safetensors"  # the format without a graph
-_CURVE = 20  # validations that the card lists
+_LISTED = 20  # validations that the card lists
 _FINE_TUNED = "models.pretrained.fine_tune"  # returns the network that it is given
 
 
@@ -82,15 +81,13 @@ def build_network(
     names = list(pipeline.steps)
     if preprocessing == "outside":
         return Network(model, task), names
-    inside: list[nn.Module] = []
+    mean, std = torch.zeros(1), torch.ones(1)
     while names and isinstance(step := pipeline.steps[names[-1]], ToFloat | Standardize):
         names.pop()
-        mean, std = torch.zeros(1), torch.ones(1)
-        if isinstance(step, Standardize):
-            mean, std = (constant.clone() for constant in step.beside(mean))
-        inside.insert(0, Normalize(mean, std))
         if isinstance(step, ToFloat):
-            return Network(model, task, nn.Sequential(*inside)), names
+            return Network(model, task, Normalize(mean, std)), names
+        first_mean, first_std = step.beside(mean)
+        mean, std = first_mean + first_std * mean, first_std * std
     last = f"transforms.eval.{names[-1]}" if names else "transforms.eval"
     raise ModelError(
         f"{last} cannot be part of a graph that takes bytes: only data.transforms.ToFloat and "
@@ -127,21 +124,14 @@ class Format:
     line: str  # of Python, that loads the file as `network`
     needs: tuple[str, ...] = ()  # libraries of the extra `onnx`
     remark: str = ""
-    compiles: bool = False  # with the machine's C++ compiler
     runs_code: bool = True  # when it is loaded
 
 
 def check_libraries(name: str) -> None:
-    """Refuse a format whose libraries or compiler are not installed. Raises ModelError."""
-    form = GRAPHS[name]
-    for library in form.needs:
+    """Refuse a format whose libraries are not installed. Raises ModelError."""
+    for library in GRAPHS[name].needs:
         if importlib.util.find_spec(library) is None:
             raise ModelError(f"format={name} needs {library}: pip install -e '.[onnx]'")
-    if form.compiles and not any(map(shutil.which, _COMPILERS)):
-        raise ModelError(
-            f"format={name} needs a C++ compiler, and none of {', '.join(_COMPILERS)} is in PATH: "
-            "install one (apt install g++), or use format=torch_export"
-        )
 
 
 @contextmanager
@@ -238,12 +228,11 @@ def _inductor() -> Any:
 
 def _write_package(graph: Exportable, path: Path) -> None:
     facts = {"aot_inductor.metadata": {"regimen": json.dumps(graph.facts)}}
+    options: Any = {"package_path": str(path), "inductor_configs": facts}
     program = exported_program(graph)
     try:
         with silently(), torch.inference_mode():
-            _inductor().aoti_compile_and_package(
-                program, package_path=str(path), inductor_configs=facts
-            )
+            _inductor().aoti_compile_and_package(program, **options)
     except Exception as error:
         raise ModelError(
             f"the model cannot be compiled: {one_line(error)}; format=torch_export may do"
@@ -284,7 +273,6 @@ GRAPHS: Mapping[str, Format] = {
         _write_package,
         _load_package,
         "import torch; network = torch._inductor.aoti_load_package({path!r})",
-        compiles=True,
         remark="the package is machine code for this kind of CPU and this version of torch; C++ "
         "programs set AOTI_RUNTIME_CHECK_INPUTS=1, or a wrong size reads out of bounds",
     ),
@@ -312,70 +300,31 @@ def provenance(run: Run, checkpoint: str) -> dict[str, Any]:
 
 def model_card(run: Run, facts: Mapping[str, Any], folder: Path) -> str:
     """Return the card as Markdown; `folder` is where the file will be."""
-    origin, verified = facts["provenance"], facts["verified"]
-    average, target = origin["average"], (run.config.data.train or {}).get("_target_", "not named")
-    by_caller = ", ".join(f"`{name}`" for name in facts["transforms_of_the_caller"])
-    checked = [
-        f"- Against the model in PyTorch on samples: {verified['samples']}; largest difference "
-        f"{verified['largest_difference']:.2g}"
+    origin = dict(facts["provenance"])
+    config, results = origin.pop("config"), origin.pop("results")
+    validations = [
+        {key: value for key, value in line.items() if key == "step" or key.startswith("val/")}
+        for line in run.metrics
+        if any(key.startswith("val/") for key in line)
     ]
-    if (moved := verified.get("difference_of_preprocessing")) is not None:
-        checked.append(f"- Preprocessing in the graph against that of training: {moved:.2g}")
-    quantized, after = facts.get("quantization"), facts.get("after", {})
-    sizes = {name: [value, after[name]] for name, value in facts.get("before", {}).items()}
-    validated = [line for line in run.metrics if any(key.startswith("val/") for key in line)]
-    names = sorted({key for line in validated for key in line if key.startswith("val/")})
-    curve = {line["step"]: [line.get(n) for n in names] for line in validated[-_CURVE:]}
+    about = {**facts, "provenance": origin, "validations": validations[-_LISTED:]}
+    told = yaml.safe_dump(about, sort_keys=False, allow_unicode=True, default_flow_style=None)
     sections = {
-        "Input and output": [
-            f"- Input: {json.dumps(facts['input'])}",
-            f"- Output: {facts['output']}",
-            f"- Classes: {', '.join(facts['classes'] or ()) or 'not named'}",
-            f"- Transforms that the caller applies before, in this order: {by_caller or 'none'}",
-        ],
         "To run it": ["```python", *how_to_load(facts, folder), "```"],
-        "Where it comes from": [
-            f"- Run `{origin['run']}`, checkpoint `{origin['checkpoint']}` (sha256 "
-            f"`{origin['sha256']}`), step {origin['step']}",
-            f"- Weights: {f'the average of `callbacks.{average}`' if average else 'as trained'}",
-            *(f"- Data: `{target}`, {_listed(split)}" for split in origin["data"] or [{}]),
-            f"- Versions: {_listed(origin['versions'])}",
-        ],
         f"Metrics of the checkpoint (step {origin['step']})": [
-            f"- {name}: {value:.4f}" for name, value in origin["results"].items()
+            f"- {name}: {value:.4f}" for name, value in results.items()
         ],
-        "Quantization": quantized
-        and [
-            f"Quantized: {_listed(quantized)}.",
-            "",
-            *_table(["", "in floats", "quantized"], sizes),
-        ],
-        "Validations of the run": _table(["step", *names], curve),
-        "Verified": checked,
+        "What it takes, where it comes from, how it was verified": ["```yaml", told, "```"],
         "Limits": [
             "- The metrics hold for data like the run's. Nothing was measured on any other data.",
             "- Fairness, calibration and robustness were not measured.",
         ],
-        "Configuration": ["```yaml", origin["config"].rstrip("\n"), "```"],
+        "Configuration": ["```yaml", config.rstrip("\n"), "```"],
     }
-    model = f"Model: `{run.facts.model['_target_']}`, as `{facts['format']}`: {facts['file']}."
-    lines = [f"# {origin['name']}", "", model, ""]
+    lines = [f"# {origin['name']}", ""]
     for title, content in sections.items():
         lines += [f"## {title}", "", *content, ""] if content else []
     return "\n".join(lines)
-
-
-def _listed(values: Mapping[str, Any]) -> str:
-    return ", ".join(f"{key} {value}" for key, value in values.items())
-
-
-def _table(head: list[str], rows: Mapping[Any, Sequence[float | None]]) -> list[str]:
-    cells = [
-        [str(name), *("" if value is None else f"{value:.4g}" for value in values)]
-        for name, values in rows.items()
-    ]
-    lines = [head, ["---"] * len(head), *cells] if cells else []
-    return [f"| {' | '.join(line)} |" for line in lines]
 
 
 def how_to_load(facts: Mapping[str, Any], folder: Path) -> list[str]:
