@@ -56,13 +56,7 @@ def map_leaves(function: Callable[[Any], Any], batch: Any) -> Any:
 
 def map_tensors(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
     """Apply a function to every tensor of nested containers; the containers are new ones."""
-
-    def mapped(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
-            return function(leaf)
-        return set(leaf) if isinstance(leaf, set) else leaf
-
-    return map_leaves(mapped, batch)
+    return map_leaves(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, batch)
 
 
 def to_device(

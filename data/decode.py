@@ -1,13 +1,11 @@
 """Decode image files, JPEG by torchvision and other formats by Pillow; large JPEG files in part."""
 
-import importlib
 import io
 import os
 import stat
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,6 +25,9 @@ LARGE_PIXELS = 2_000_000
 # Those that Pillow may open; of others, some start programs.
 FORMATS = ("JPEG", "PNG", "BMP", "GIF", "WEBP", "TIFF", "PPM")
 _MODES = {1: "L", 3: "RGB"}
+# Four times as fast on small images as Pillow, with the same pixels. Not the function around it,
+# which warns at each call that it is deprecated (0.29).
+_decode_jpeg = torch.ops.image.decode_jpeg.default
 Channels = Literal[1, 3]  # of a picture that is read, whatever the file holds
 
 
@@ -46,21 +47,16 @@ def decode_image(data: bytes, path: Path | str, channels: int = 3) -> Tensor:
     _check_size(width, height, path)
     # Pillow decodes CMYK (also Adobe's inverted form) and the grey of colour files; and it decodes
     # what torchvision cannot, or raises.
-    if components in (1, channels) and (decode := _torchvision_decoder()) is not None:
+    if components in (1, channels):
         with suppress(RuntimeError):
             # Channels: 1 = grey, 3 = RGB, as in torchvision.io.ImageReadMode; upright by EXIF.
-            return decode(torch.frombuffer(bytearray(data), dtype=torch.uint8), channels, True)
-    try:
-        with _opened(data) as opened:
-            _check_size(*opened.size, path)
-            upright = ImageOps.exif_transpose(opened)
-            return _planes(_to_eight_bits(upright, path).convert(_MODES[channels]))
-    except UnreadableError:
-        raise
-    except Exception as error:
-        unknown = isinstance(error, UnidentifiedImageError)
-        why = "no image format that is known" if unknown else reason(error)
-        raise UnreadableError(f"cannot decode {path}: {why}") from error
+            content = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            decoded: Tensor = _decode_jpeg(content, channels, True)
+            return decoded
+    with _opened(data, path) as opened:
+        _check_size(*opened.size, path)
+        upright = ImageOps.exif_transpose(opened)
+        return _planes(_to_eight_bits(upright, path).convert(_MODES[channels]))
 
 
 def as_tensor(image: Image.Image) -> Tensor:
@@ -90,13 +86,10 @@ class LargeJpeg:
         if scale == 1:
             return _cut(decode_image(self.data, self.path, self.channels), box, size)
         top, left, tall, wide = (side / scale for side in box)
-        try:
-            with _opened(self.data) as image:
-                turn = _orientation(image)
-                image.draft(None, (image.width // scale, image.height // scale))
-                upright = ImageOps.exif_transpose(image).convert(_MODES[self.channels])
-        except Exception as error:
-            raise UnreadableError(f"cannot decode {self.path}: {reason(error)}") from error
+        with _opened(self.data, self.path) as image:
+            turn = _orientation(image)
+            image.draft(None, (image.width // scale, image.height // scale))
+            upright = ImageOps.exif_transpose(image).convert(_MODES[self.channels])
         # The file's last rows and columns are rounded up to a whole pixel; they may come first now.
         left += (upright.width - self.width / scale) * (turn in (2, 3, 6, 7))
         top += (upright.height - self.height / scale) * (turn in (3, 4, 7, 8))
@@ -108,15 +101,12 @@ def open_image(path: str, channels: int = 3) -> Tensor | LargeJpeg:
     """Return a large JPEG file for a part of it to be decoded; decode what else there is."""
     data = _content(path)
     width, height, components = _frame(data)
-    if not LARGE_PIXELS <= width * height <= MAX_PIXELS or components not in (1, channels):
-        return decode_image(data, path, channels)
-    try:
-        with _opened(data) as image:
+    if LARGE_PIXELS <= width * height <= MAX_PIXELS and components in (1, channels):
+        with suppress(UnreadableError), _opened(data, path) as image:
             sideways = _orientation(image) in (5, 6, 7, 8)
-    except Exception:
-        return decode_image(data, path, channels)
-    sides = (width, height) if sideways else (height, width)
-    return LargeJpeg(data, path, channels, *sides)
+            sides = (width, height) if sideways else (height, width)
+            return LargeJpeg(data, path, channels, *sides)
+    return decode_image(data, path, channels)
 
 
 def quick_form(step: Any) -> Any:
@@ -128,8 +118,7 @@ def quick_form(step: Any) -> Any:
     if type(step) not in (v2.RandomResizedCrop, v2.Resize) or not step.antialias:
         return step
     mode = getattr(step.interpolation, "value", step.interpolation)
-    plain = mode == "bilinear" and step.size is not None and not getattr(step, "max_size", None)
-    return _Resizing(step) if plain else step
+    return step if mode != "bilinear" or getattr(step, "max_size", None) else _Resizing(step)
 
 
 class _Resizing:
@@ -181,8 +170,18 @@ def _content(path: Path | str) -> bytes:
     raise UnreadableError(f"cannot read {path}: it is not a regular file")
 
 
-def _opened(data: bytes) -> Image.Image:
-    return Image.open(io.BytesIO(data), formats=FORMATS)
+@contextmanager
+def _opened(data: bytes, path: Path | str) -> Iterator[Image.Image]:
+    """Open a file with Pillow; whatever fails on the way is an UnreadableError that names it."""
+    try:
+        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+            yield image
+    except UnreadableError:
+        raise
+    except Exception as error:
+        unknown = isinstance(error, UnidentifiedImageError)
+        why = "no image format that is known" if unknown else reason(error)
+        raise UnreadableError(f"cannot decode {path}: {why}") from error
 
 
 def _orientation(image: Image.Image) -> int:
@@ -206,20 +205,6 @@ def _check_size(width: int, height: int, path: Path | str) -> None:
         raise UnreadableError(f"refused to decode {path}: {size}")
 
 
-@cache
-def _torchvision_decoder() -> Callable[[Tensor, int, bool], Tensor] | None:
-    """Return torchvision's JPEG operator, four times as fast on small images as Pillow.
-
-    Not the function around it, which warns at each call that it is deprecated (0.29). None if
-    there is no such operator: Pillow gives the same pixels.
-    """
-    with suppress(ImportError, AttributeError, RuntimeError):
-        importlib.import_module("torchvision.io")  # registers it
-        operator: Callable[[Tensor, int, bool], Tensor] = torch.ops.image.decode_jpeg.default
-        return operator
-    return None
-
-
 def _planes(image: Image.Image) -> Tensor:
     pixels = np.asarray(image)
     planes = pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1)
@@ -228,11 +213,9 @@ def _planes(image: Image.Image) -> Tensor:
 
 def _to_eight_bits(image: Image.Image, path: Path | str) -> Image.Image:
     """Scale 16-bit greys to 8 bits; Pillow's conversion would clip them at 255."""
-    if image.mode == "F":
-        raise UnreadableError(f"cannot decode {path}: floating point pixels have no known range")
-    if not image.mode.startswith("I"):
+    if not image.mode.startswith(("I", "F")):
         return image
-    values = np.asarray(image).astype(np.int64)
-    if values.min() < 0 or values.max() > 65535:
-        raise UnreadableError(f"cannot decode {path}: 32-bit pixels have no known range")
-    return Image.fromarray((values >> 8).astype(np.uint8))
+    values = np.asarray(image)
+    if image.mode == "F" or values.min() < 0 or values.max() > 65535:
+        raise UnreadableError(f"cannot decode {path}: {image.mode} pixels have no known range")
+    return Image.fromarray((values.astype(np.int64) >> 8).astype(np.uint8))

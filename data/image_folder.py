@@ -5,7 +5,6 @@ import glob
 import hashlib
 import logging
 import math
-import mmap
 import os
 import tempfile
 import unicodedata
@@ -120,24 +119,26 @@ class ImageFolder(Pictures):
         """Return the file of a sample."""
         return os.path.join(self._prefix, super().path(index))
 
+    def _kept(self, indices: Sequence[int] | None) -> Tensor | None:
+        """Return images of the cache, or all; None unless all are there, of one size."""
+        images = None if self.cache is None else self.cache.images
+        return None if images is None else images.batch(indices)
+
     def decoded(self, index: int) -> Any:
         """Return the image of the cache; else of its file, or a large JPEG file as it is."""
-        images = None if self.cache is None else self.cache.batch([index])
-        if images is not None:
+        if (images := self._kept([index])) is not None:
             return images[0]
-        by_part = self.scaled and getattr(self.transform, "takes_files", False)
-        return (open_image if by_part else read_image)(self.path(index), self.channels)
+        return (open_image if self.scaled else read_image)(self.path(index), self.channels)
 
     def tensors(self) -> tuple[Tensor, Tensor | None] | None:
         """Return all samples as one batch, before the transforms, if the cache holds them so."""
-        images = None if self.cache is None else self.cache.batch(None)
+        images = self._kept(None)
         return None if images is None else (images, self.targets)
 
     def batch(self, indices: Sequence[int]) -> Any:
         """Return a whole batch from the cache; None where images have to be seen one by one."""
-        if self.cache is None or self.targets is None or not acts_on_batches(self.transform):
-            return None
-        if (images := self.cache.batch(indices)) is None:
+        images = self._kept(indices) if acts_on_batches(self.transform) else None
+        if images is None or self.targets is None:
             return None
         rows = torch.from_numpy(np.array(indices))
         return self.brought_to_form(images), self.targets.index_select(0, rows)
@@ -148,6 +149,42 @@ def memory_file() -> IO[bytes]:
     if hasattr(os, "memfd_create"):  # not limited by /dev/shm
         return open(os.memfd_create("regimen"), "w+b")
     return tempfile.TemporaryFile()
+
+
+class MappedImages:
+    """Decoded images in a file that is mapped into memory; a worker maps it itself.
+
+    Raises ValueError for a file of another length.
+    """
+
+    def __init__(
+        self, path: str, samples: int, channels: int, file: IO[bytes] | None = None
+    ) -> None:
+        self._place, self._file = (path, samples, channels), file
+        # Private pages that are never written: all processes share those of the file.
+        content = np.memmap(path, np.uint8, "c")
+        pixels = len(content) - samples * 16
+        self._sizes = np.frombuffer(content[pixels:].tobytes(), np.int64).reshape(samples, 2)
+        lengths = self._sizes.prod(1) * channels
+        if lengths.sum() != pixels:
+            raise ValueError(f"{path} is not whole")
+        self._pixels, self._offsets = torch.from_numpy(content[:pixels]), lengths.cumsum() - lengths
+
+    def __reduce__(self) -> Any:
+        return MappedImages, self._place
+
+    def batch(self, indices: Sequence[int] | None) -> Tensor | None:
+        """Return images (n, C, H, W), or all; None if sizes differ or one is not there."""
+        rows = slice(None) if indices is None else np.asarray(indices)
+        sizes, offsets = self._sizes[rows], self._offsets[rows]
+        if not sizes[0].all() or (sizes != sizes[0]).any():
+            return None
+        shape = (self._place[2], *sizes[0].tolist())
+        if indices is None:
+            return self._pixels.view(-1, *shape)
+        length = math.prod(shape)
+        every = self._pixels.as_strided((len(self._pixels) - length + 1, length), (1, 1))
+        return every.index_select(0, torch.from_numpy(offsets)).view(-1, *shape)
 
 
 @dataclass(eq=False)
@@ -166,18 +203,8 @@ class ImageCache:
     kind: Literal["ram", "disk", "device"]
     folder: Path
     most_bytes: int
+    images: MappedImages | None = None
     _tried: bool = False
-    _place: tuple[str, int, int] | None = None  # where workers find it: path, samples, channels
-    _pixels: Tensor | None = None
-    _file: IO[bytes] | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_pixels": None, "_file": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        if self._place is not None:
-            self._map(*self._place)
 
     def fill(self, files: Pictures, interrupted: Callable[[], bool]) -> None:
         """Decode all images, once; if interrupted, the next call starts again."""
@@ -189,10 +216,10 @@ class ImageCache:
                 place = f" to data.cache_dir={self.folder}"
                 self._in_folder(files, interrupted)
             else:
-                self._file = memory_file()
-                self._write(files, self._file, interrupted)
-                path = f"/proc/{os.getpid()}/fd/{self._file.fileno()}"
-                self._map(path, len(files), files.channels)
+                file = memory_file()
+                self._write(files, file, interrupted)
+                path = f"/proc/{os.getpid()}/fd/{file.fileno()}"
+                self.images = MappedImages(path, len(files), files.channels, file)
         except InterruptedError:
             self._tried = False
         except OSError as error:
@@ -202,27 +229,13 @@ class ImageCache:
                 *(self.kind, place, error.strerror or error),
             )
 
-    def batch(self, indices: Sequence[int] | None) -> Tensor | None:
-        """Return images (n, C, H, W), or all; None if sizes differ or one is not cached."""
-        if self._pixels is None:
-            return None
-        rows = slice(None) if indices is None else np.asarray(indices)
-        sizes, offsets = self._sizes[rows], self._offsets[rows]
-        if not sizes[0].all() or (sizes != sizes[0]).any():
-            return None
-        shape = (self._channels, *sizes[0].tolist())
-        if indices is None:
-            return self._pixels.view(-1, *shape)
-        length = math.prod(shape)
-        every = self._pixels.as_strided((len(self._pixels) - length + 1, length), (1, 1))
-        return every.index_select(0, torch.from_numpy(offsets)).view(-1, *shape)
-
     def _in_folder(self, files: Pictures, interrupted: Callable[[], bool]) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"{_identity(files)}.images"
-        part = path.with_suffix(".part")
+        part, form = path.with_suffix(".part"), (str(path), len(files), files.channels)
         with locked(path.with_suffix(".lock"), interrupted):
-            if path.exists() and self._map(str(path), len(files), files.channels):
+            with contextlib.suppress(FileNotFoundError, ValueError):
+                self.images = MappedImages(*form)
                 os.utime(path)
                 return
             try:
@@ -235,7 +248,7 @@ class ImageCache:
                 part.replace(path)
             finally:
                 part.unlink(missing_ok=True)
-            self._map(str(path), len(files), files.channels)
+            self.images = MappedImages(*form)
 
     def _write(self, files: Pictures, file: IO[bytes], interrupted: Callable[[], bool]) -> None:
         """Write all images, decoded by threads without the GIL, and their sizes."""
@@ -264,32 +277,16 @@ class ImageCache:
         file.write(sizes.data)
         file.flush()
 
-    def _map(self, path: str, samples: int, channels: int) -> bool:
-        """Map a file into memory; return False if its length is wrong."""
-        with open(path, "rb") as file:
-            pixels = os.fstat(file.fileno()).st_size - samples * 16
-            if pixels <= 0:
-                return False
-            # Private pages that are never written: all processes share those of the file.
-            content = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), np.uint8)
-        self._sizes = np.frombuffer(content[pixels:].tobytes(), np.int64).reshape(samples, 2)
-        lengths = self._sizes.prod(1) * channels
-        if lengths.sum() != pixels:
-            return False
-        self._channels, self._offsets = channels, np.cumsum(lengths) - lengths
-        self._pixels, self._place = torch.from_numpy(content[:pixels]), (path, samples, channels)
-        return True
-
 
 def _identity(files: Pictures) -> str:
     """Return a digest of the files' names, sizes and times, and of the decoders' versions."""
     versions = f"{_LAYOUT} {files.channels} {PIL.__version__} {torchvision.__version__}"
     digest = hashlib.sha256(versions.encode())
     for path in map(files.path, range(len(files))):
-        told = "absent"
+        digest.update(os.fsencode(path) + b"\0")
         with contextlib.suppress(OSError):
-            told = f"{os.stat(path).st_size} {os.stat(path).st_mtime_ns}"
-        digest.update(os.fsencode(path) + f"\0{told}\0".encode())
+            facts = os.stat(path)
+            digest.update(f"{facts.st_size} {facts.st_mtime_ns}\0".encode())
     return digest.hexdigest()[:32]
 
 
@@ -332,20 +329,17 @@ def image_folder(
     splits must have the same.
     """
     tree = Path(root).expanduser()
-    if not tree.is_dir():
-        raise DataError(f"data.root={root} is no folder: set data.root=DIR with DIR/train/<class>/")
     if not (tree / "train").is_dir():
-        found = ", ".join(_folders_of(tree)[:5]) or "none"
+        found = ", ".join(_folders_of(tree)[:5]) if tree.is_dir() else "it is no folder"
         way_out = "put the images into data.root/train/<class>/"
-        raise DataError(f"data.root={root} has no folder 'train' (folders: {found}): {way_out}")
+        raise DataError(f"data.root={root} has no folder 'train' ({found}): {way_out}")
     classes = _folders_of(tree / "train")
     if not classes:
         raise DataError(f"data.root: {tree}/train has no class folders: expected <class>/*.jpg")
-    seen: dict[str, str] = {}
-    for name in classes:
-        if (earlier := seen.setdefault(unicodedata.normalize("NFC", name), name)) != name:
-            both = f"{earlier!r} and {name!r}, look the same (Unicode forms): merge them"
-            raise DataError(f"data.root: two folders of {tree}/train, {both}")
+    alike = [unicodedata.normalize("NFC", name) for name in classes]
+    if twice := next((name for name in alike if alike.count(name) > 1), None):
+        both = f"two folders of {tree}/train look the same (Unicode forms), {twice!r}: merge them"
+        raise DataError(f"data.root: {both}")
     cuts = is_cut(split, (tree / "val").is_dir(), val_fraction, folds)
     folder = tree / ("train" if cuts else split)
     if not folder.is_dir():
@@ -353,9 +347,8 @@ def image_folder(
         return None
     here = _folders_of(folder)
     if here != classes:
-        told = [f"lacks {name}" for name in classes if name not in here]
-        told += [f"has {name} that train lacks" for name in here if name not in classes]
-        differ = f"the class folders of {folder} and train differ: {split} {', '.join(told[:5])}"
+        names = ", ".join(sorted({*here} ^ {*classes})[:5])
+        differ = f"the class folders of {folder} and of train differ: one has {names}"
         raise DataError(f"data.root: {differ}; with other classes their numbers would shift")
     paths, targets = _scan(folder, classes)
     if cuts:
@@ -395,16 +388,18 @@ def _files_below(folder: Path, name: str, ignored: list[str]) -> list[str]:
     """
     found: list[str] = []
     visited: set[str] = set()
-    for here, folders, files in os.walk(folder / name, followlinks=True, onerror=_unlisted):
-        real = os.path.realpath(here)
-        new = real not in visited
+    prefix = os.path.join(folder, "")
+    for here, folders, files in os.walk(prefix + name, followlinks=True, onerror=_unlisted):
+        if (real := os.path.realpath(here)) in visited:
+            folders.clear()
+            continue
         visited.add(real)
-        folders[:] = sorted(inner for inner in folders if new and not inner.startswith("."))
-        within = os.path.relpath(here, folder) if name or here != str(folder) else ""
-        for file in files if new else ():
+        folders[:] = sorted(inner for inner in folders if not inner.startswith("."))
+        for file in files:
             if not file.startswith("."):
                 known = os.path.splitext(file)[1].lower() in EXTENSIONS
-                (found if known else ignored).append(os.path.join(within, file))
+                path = os.path.join(here, file).removeprefix(prefix)
+                (found if known else ignored).append(path)
     return sorted(found)
 
 

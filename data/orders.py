@@ -67,63 +67,32 @@ class LowMemory:
         return Permutation(len(self), self.seed, ORDER, epoch)
 
 
-class FirstOf:
-    """The first `samples` of an order's epoch 0 in every epoch, for `trainer.overfit_batches`."""
-
-    def __init__(self, order: Order, samples: int) -> None:
-        self.indices = np.array(order(0)[: min(samples, len(order))])
-
-    def __len__(self) -> int:
-        return len(self.indices)
-
-    def __call__(self, epoch: int) -> Indices:
-        """Return the same samples, whatever the epoch."""
-        return self.indices
-
-
 class Weighted:
-    """Samples drawn with a probability proportional to their weights.
+    """Samples drawn, with replacement, with a probability proportional to their weights.
 
     weights: one for each sample. num_samples: of an epoch; null = as many as there are samples.
-    replacement: whether a sample may come twice in an epoch.
     """
 
     def __init__(
-        self,
-        dataset: Sized,
-        seed: int,
-        weights: Sequence[float],
-        num_samples: int | None = None,
-        replacement: bool = True,
+        self, dataset: Sized, seed: int, weights: Sequence[float], num_samples: int | None = None
     ) -> None:
         self.seed = seed
         self.weights = np.asarray(weights, dtype=np.float64)
         self.num_samples = len(dataset) if num_samples is None else num_samples
-        self.replacement = replacement
-        key, samples, some = "loader.sampler.weights", len(dataset), np.count_nonzero(self.weights)
-        if self.weights.shape != (samples,):
-            raise DataError(f"{key}: {len(weights)} weights for {samples} samples")
-        if not np.isfinite(self.weights).all() or self.weights.min() < 0 or not some:
-            raise DataError(f"{key}: they must be finite, none negative, not all 0")
-        if not replacement and self.num_samples > some:
-            asked = f"loader.sampler.num_samples={self.num_samples} without replacement"
-            raise DataError(f"{asked}: only {some} samples have a weight above 0")
+        if self.weights.shape != (len(dataset),):
+            wrong = f"{len(weights)} weights for {len(dataset)} samples"
+            raise DataError(f"loader.sampler.weights: {wrong}")
+        if not 0 < self.weights.sum() < np.inf or self.weights.min() < 0:
+            raise DataError("loader.sampler.weights: finite, none negative, not all 0")
 
     def __len__(self) -> int:
         return self.num_samples
 
     def __call__(self, epoch: int) -> Indices:
         """Draw the epoch's samples."""
-        state = random_state(self.seed, ORDER, epoch)
-        if self.replacement:
-            bounds = np.cumsum(self.weights)
-            draws = state.random_sample(self.num_samples) * bounds[-1]
-            return np.asarray(np.searchsorted(bounds, draws, side="right"), dtype=np.int64)
-        # The smallest exponential variates are a weighted draw without replacement
-        # (Efraimidis and Spirakis 2006); weight 0 gives infinity.
-        with np.errstate(divide="ignore", invalid="ignore"):
-            clocks = -np.log1p(-state.random_sample(len(self.weights))) / self.weights
-        return np.asarray(np.argsort(clocks, kind="stable")[: self.num_samples], dtype=np.int64)
+        bounds = np.cumsum(self.weights)
+        drawn = random_state(self.seed, ORDER, epoch).random_sample(self.num_samples)
+        return np.asarray(np.searchsorted(bounds, drawn * bounds[-1], side="right"), np.int64)
 
 
 class ClassBalanced(Weighted):
@@ -143,33 +112,23 @@ class ClassBalanced(Weighted):
 
 
 class Subset:
-    """Some of the samples, in a new random order each epoch (or as listed).
+    """Some of the samples, in a new random order each epoch (or as they stand).
 
-    indices: which; or size: how many (an int) or what share (a float), stratified where the data
-    set has classes, the same for every `seed` and chosen by `subset_seed`.
+    size: how many (an int) or what share (a float), stratified where the data set has classes, the
+    same for every `seed` and chosen by `subset_seed`.
     """
 
     def __init__(
         self,
         dataset: Any,
         seed: int,
-        indices: Sequence[int] | None = None,
-        size: int | float | None = None,
+        size: int | float,
         subset_seed: int = 0,
         shuffle: bool = True,
     ) -> None:
-        if (indices is None) == (size is None):
-            raise DataError("loader.sampler: a subset takes either indices or size")
         self.seed = seed
         self.shuffle = shuffle
         samples = len(dataset)
-        if size is None:
-            self.indices = np.asarray(indices, dtype=np.int64)
-            low, high = (min(self.indices, default=0), max(self.indices, default=0))
-            if low < 0 or high >= samples:
-                ends = f"loader.sampler.indices go from {low} to {high}"
-                raise DataError(f"{ends}, but the {samples} samples count from 0")
-            return
         wanted = size if isinstance(size, int) else round(size * samples)
         if not 0 < wanted <= samples:
             raise DataError(f"loader.sampler.size={size} of {samples} samples is none or too many")
@@ -193,10 +152,8 @@ class Subset:
 def classes_of(dataset: Any) -> npt.NDArray[Any]:
     """Return the class of every sample, from the data set's `targets`. Raises DataError."""
     if (classes := labels_of(dataset)) is None:
-        raise DataError(
-            f"loader.sampler: {type(dataset).__name__} has no `targets` to count classes by; "
-            "give it that attribute, or use data.orders.Weighted with weights of your own"
-        )
+        what = f"{type(dataset).__name__} has no `targets` to count classes by"
+        raise DataError(f"loader.sampler: {what}; data.orders.Weighted takes weights of your own")
     return classes
 
 

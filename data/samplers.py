@@ -1,6 +1,6 @@
 """The samples of each update: chosen by an order or a sampler, split over ranks and devices."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, Protocol
 
@@ -66,7 +66,7 @@ class UpdateSampler:
 
     updates: Any  # Updates, or an Order that is cut into them
     _: KW_ONLY
-    batch_size: int | None
+    batch_size: int  # of an order
     drop_last: bool = False
     gradient_accumulation_steps: int = 1
     rank: int = 0
@@ -74,8 +74,6 @@ class UpdateSampler:
 
     def __post_init__(self) -> None:
         if callable(self.updates):
-            if self.batch_size is None:
-                raise DataError("loader.batch_size is needed unless loader.batch_sampler is set")
             self.updates = OrderedUpdates(self.updates, self.batch_size, self.drop_last)
 
     def __len__(self) -> int:
@@ -94,8 +92,8 @@ class UpdateSampler:
             first = number * size + min(number, extra)
             own = tuple(indices[first : first + size + (number < extra)])
             some, start = (own, first) if own else ((indices[0],), 0)
-            place = (start, total, m, micro_batches, epoch, update)
-            pieces.append(Piece(some, len(own), *place))
+            piece = Piece(some, len(own), start, total, m, micro_batches, epoch, update)
+            pieces.append(piece)
         return pieces
 
     def walk(self, epoch: int, start: int, stop: int) -> Iterator[Piece]:
@@ -119,22 +117,20 @@ def as_order(sampler: Any, seed: int) -> Order:
     repeated and is refused.
     """
     own = callable(sampler) and hasattr(sampler, "__len__")
-    order: Order = sampler if own else SamplerOrder(sampler, seed)
-    return order
+    return sampler if own else SamplerOrder(sampler, seed)
 
 
 def as_updates(batch_sampler: Any, seed: int) -> Updates:
     """Return updates: `batch_sampler` itself if it makes them, else the batches it yields."""
     own = hasattr(batch_sampler, "samples")
-    updates: Updates = batch_sampler if own else GivenBatches(batch_sampler, seed)
-    return updates
+    return batch_sampler if own else GivenBatches(batch_sampler, seed)
 
 
-def own_samples(updates: Updates) -> Indices | None:
-    """Return the samples that may replace a broken one: those of epoch 0; None: all there are."""
+def own_samples(updates: Updates) -> Sequence[int] | Indices:
+    """Return the samples that may replace a broken one: those of epoch 0."""
     everything = (Sequential, Shuffled, LowMemory)
     if isinstance(updates, OrderedUpdates) and isinstance(updates.order, everything):
-        return None
+        return range(len(updates.order))
     drawn = [np.asarray(updates.samples(0, update)) for update in range(len(updates))]
     return np.unique(np.concatenate(drawn))
 

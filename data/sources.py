@@ -135,15 +135,8 @@ def _digits() -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
 
     They are read from its file: importing scikit-learn takes about half as long as torch.
     """
-    package = find_spec("sklearn")
-    folders = package.submodule_search_locations if package is not None else None
-    file = Path(folders[0] if folders else "", "datasets", "data", "digits.csv.gz")
-    if not file.is_file():  # another version keeps it elsewhere
-        from sklearn.datasets import load_digits
-
-        images, targets = load_digits(return_X_y=True)
-        return images, targets
-    rows = np.loadtxt(file, delimiter=",")
+    package = Path(find_spec("sklearn").origin)  # type: ignore[union-attr,arg-type]
+    rows = np.loadtxt(package.with_name("datasets") / "data" / "digits.csv.gz", delimiter=",")
     return rows[:, :-1], rows[:, -1].astype(np.int64)
 
 
@@ -213,9 +206,8 @@ def _torchvision(name: str, root: Path, train: bool, download: bool) -> Any:
         try:
             return getattr(datasets, name)(str(root), train=train, download=download)
         except Exception as error:
-            way_out = "set download=true or point data.root to the files"
-            way_out = "check the network, or put the files there by hand" if download else way_out
             why = f"{name} is not usable in data.root={root} ({reason(error)})"
+            way_out = "put the files there by hand, or download them: data.download=true"
             raise DataError(f"{why}: {way_out}") from error
 
 

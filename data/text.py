@@ -103,15 +103,16 @@ class Prompts:
         return self._sample([0] * self.context, 0)[0], 1, 0
 
     def __getitem__(self, index: int) -> tuple[Tensor, int, int]:
-        text, size, known = self.texts[index], len(self.vocabulary), {}
+        text, size = self.texts[index], len(self.vocabulary)
         numbers = {character: number for number, character in enumerate(self.vocabulary)}
-        for c in text:
-            known[c] = list(c.encode()) if self.encoding == "bytes" else [numbers.get(c, size)]
-        unknown = "".join(c for c, tokens in known.items() if max(tokens) >= size)
+        tokens = [[numbers.get(character, size)] for character in text]
+        if self.encoding == "bytes":
+            tokens = [list(character.encode()) for character in text]
+        unknown = "".join(c for c, own in zip(text, tokens, strict=True) if max(own) >= size)
         if unknown or not text:
             what = f"{unknown[:20]!r} is not in its vocabulary" if unknown else "it is empty"
             raise UnreadableError(f"{self.path(index)}: the run cannot continue it: {what}")
-        return self._sample([token for character in text for token in known[character]], index)
+        return self._sample([token for own in tokens for token in own], index)
 
     def _sample(self, numbers: list[int], index: int) -> tuple[Tensor, int, int]:
         tokens = torch.tensor(numbers[-self.context :])
@@ -130,9 +131,8 @@ def find_prompts(source: str, lines: Iterable[str] = ()) -> tuple[list[str], lis
         try:
             lines = Path(source).expanduser().read_text(encoding="utf-8").split("\n")
         except (OSError, UnicodeDecodeError) as error:
-            why = getattr(error, "strerror", None) or reason(error)
             way_out = "give a text file with one prompt a line, or - for standard input"
-            raise DataError(f"source={source}: cannot read it ({why}): {way_out}") from error
+            raise DataError(f"source={source}: {reason(error)}: {way_out}") from error
     found = [(f"{source}:{n}", line) for n, line in enumerate(lines, start=1) if line.strip()]
     if not found:
         raise DataError(f"source={source} holds no prompt: one a line")

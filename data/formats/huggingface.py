@@ -66,18 +66,18 @@ class ArrowRows:
         return picture if self._picture else {"kind": "array"}
 
     def __getitem__(self, index: int) -> Any:
-        return self.sample(self.table[index], index)
+        return self.sample(self.table[index])
 
-    def sample(self, row: Mapping[str, Any], index: int) -> Any:
-        """Return the sample of a row; `index` is for messages."""
+    def sample(self, row: Mapping[str, Any]) -> Any:
+        """Return the sample of a row."""
         value = row[self._columns["input"]]
         if value is None:
-            raise DataError(f"row {index}, column {self._columns['input']!r}: no value")
+            raise DataError(f"column {self._columns['input']!r}: no value")
         if self._picture:
             content = value["bytes"] or Path(value["path"]).read_bytes()
-            value = decode_image(content, f"row {index} ({value['path']})", self.channels)
+            value = decode_image(content, value["path"] or "its picture", self.channels)
         elif not isinstance(value, str):
-            value = self._tensor(value, index)
+            value = _tensor(value)
         elif self._tokenizer is not None:
             padded = {"padding": "max_length", "max_length": self._length}
             found = self._tokenizer(value, truncation=True, **padded)
@@ -86,7 +86,7 @@ class ArrowRows:
         if "target" not in self._columns:
             return value
         target = row[self._columns["target"]]
-        return value, self._class(target) if self._numbers else self._tensor(target, index)
+        return value, self._class(target) if self._numbers else _tensor(target)
 
     def _class(self, value: Any) -> int:
         if self._numbered:
@@ -96,13 +96,10 @@ class ArrowRows:
             raise DataError(f"column {column!r}: class {value!r} is not among those of train")
         return self._numbers[str(value)]
 
-    def _tensor(self, value: Any, index: int) -> torch.Tensor:
-        try:
-            numbers = torch.as_tensor(np.asarray(value))
-        except (TypeError, ValueError) as error:
-            shown = ", ".join(self._columns.values())
-            raise DataError(f"row {index} ({shown}): {shortened(error)}") from error
-        return numbers.float() if numbers.is_floating_point() else numbers
+
+def _tensor(value: Any) -> torch.Tensor:
+    numbers = torch.as_tensor(np.asarray(value))
+    return numbers.float() if numbers.is_floating_point() else numbers
 
 
 def huggingface(

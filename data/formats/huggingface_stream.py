@@ -19,26 +19,18 @@ class StreamedRows:
     def __init__(self, rows: ArrowRows, seed: int, buffer: int | None) -> None:
         table = rows.table
         self._table = table if buffer is None else table.shuffle(seed=seed, buffer_size=buffer)
-        self._rows = rows
+        self.load = rows.sample  # of a row that is needed
         self._epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch, whose number the order of a shuffled stream depends on."""
         self._epoch = epoch
 
-    def __iter__(self) -> Iterator[tuple[int, Mapping[str, Any]]]:
-        return self.iter_from(0)
-
-    def iter_from(self, position: int) -> Iterator[tuple[int, Mapping[str, Any]]]:
-        """Yield numbers and rows from a position on."""
+    def iter_from(self, position: int) -> Iterator[Mapping[str, Any]]:
+        """Yield rows from a position on."""
         table = self._table.skip(position) if position else self._table
         table.set_epoch(self._epoch)  # a table made by `skip` begins at epoch 0
-        return enumerate(table, start=position)
-
-    def load(self, item: tuple[int, Mapping[str, Any]]) -> Any:
-        """Return the sample of a row: (input, target), or the input alone without a target."""
-        number, row = item
-        return self._rows.sample(row, number)
+        return iter(table)
 
 
 def streamed(

@@ -5,15 +5,14 @@ import logging
 import os
 import tarfile
 from collections.abc import Iterable
+from functools import cache
 from hashlib import sha256
 from itertools import groupby
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
-from zipfile import BadZipFile
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from fsspec.core import url_to_fs
 from torch import Tensor
@@ -25,11 +24,10 @@ from data.splits import Split, class_names, is_cut, rows_of_train
 from data.transforms import Transform
 
 logger = logging.getLogger(__name__)
-_LAYOUT = 1  # version of the index files
-# Arrays with an entry for each sample: where its image lies in its shard and how many bytes it has,
-# the image's name, and the label as text; in an index of several shards also the shard's number.
-_PARTS = {"offsets": np.int64, "sizes": np.int64, "names": np.bytes_, "labels": np.bytes_}
-ShardIndex = dict[str, npt.NDArray[Any]]
+_LAYOUT = 2  # version of the index files
+# An index is an array with an entry for each sample: the number of its shard, where its image lies
+# there and how many bytes it has, the image's name, and the label as text.
+_ENTRY = ("shard", "offset", "size", "name", "label")
 
 
 class TarShards(Pictures):
@@ -42,48 +40,47 @@ class TarShards(Pictures):
         self,
         root: str,
         paths: list[str],
-        index: ShardIndex,
+        index: Any,
         classes: list[str],
         channels: Channels = 3,
         transform: Transform | None = None,
     ) -> None:
-        super().__init__(index["names"], channels, None, transform)
+        super().__init__(index["name"], channels, None, transform)
         self._root, self._paths, self._index, self.classes = root, paths, index, classes
-        self._files: dict[int, int] = {}  # descriptors of this process, by shard
         numbers = {name.encode(): number for number, name in enumerate(classes)}
-        for row, label in enumerate(index["labels"]):
+        for row, label in enumerate(index["label"]):
             if label not in numbers:
                 found = f"{self.path(row)}: class {label.decode()!r}"
                 raise DataError(f"{found} is not among those of train")
-        self.targets = torch.tensor([numbers[label] for label in index["labels"]])
+        self.targets = torch.tensor([numbers[label] for label in index["label"]])
 
     def path(self, index: int) -> str:
         """Return the shard of a sample and its name there."""
-        return f"{self._paths[int(self._index['shards'][index])]}:{super().path(index)}"
+        return f"{self._paths[self._index['shard'][index]]}:{super().path(index)}"
 
     def decoded(self, index: int) -> Tensor:
         """Return a picture as uint8 (C, H, W). Raises DataError."""
         return decode_image(self._content(index), self.path(index), self.channels)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_files": {}}  # a worker opens the shards itself
-
     def _content(self, index: int) -> bytes:
-        shard, start, size = (int(self._index[k][index]) for k in ("shards", "offsets", "sizes"))
+        shard, start, size, *_ = self._index[index].tolist()
         content: bytes
         try:
             if "://" in self._root:
                 files = url_to_fs(self._root)[0]
                 content = files.cat_file(self._paths[shard], start=start, end=start + size)
             else:
-                if shard not in self._files:
-                    self._files[shard] = os.open(self._paths[shard], os.O_RDONLY | os.O_CLOEXEC)
-                content = os.pread(self._files[shard], size, start)
+                content = os.pread(_descriptor(self._paths[shard]), size, start)
         except Exception as error:  # fsspec's file systems raise what their libraries do
             raise DataError(f"cannot read {self.path(index)}: {reason(error)}") from error
         if len(content) != size:
             raise DataError(f"{self.path(index)}: the shard is shorter than when it was indexed")
         return content
+
+
+@cache  # of this process; reading by position, others may share it
+def _descriptor(path: str) -> int:
+    return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
 
 def tar_shards(
@@ -116,13 +113,13 @@ def tar_shards(
     if place is None and "://" not in root:
         place = Path(root) / ".index"
     index = _indexed(root, train, label, place, keep_index)
-    labels, numbers = np.unique(index["labels"], return_inverse=True)
+    labels, numbers = np.unique(index["label"], return_inverse=True)
     names = {name.decode() for name in labels}
     classes = class_names(names, num_classes, len(numbers), f"data.root={root}")
     paths = train
     if is_cut(split, bool(_shards(root, "val")), val_fraction, folds):
         rows = rows_of_train(split, numbers, val_fraction, split_seed, fold, folds)
-        index = {name: part[rows] for name, part in index.items()}
+        index = index[rows]
     elif split != "train":
         if not (paths := _shards(root, split)):
             lacking = "data.root=%s has no shards for %s: the run goes without it"
@@ -142,24 +139,23 @@ def _shards(root: str, split: str) -> list[str]:
     return sorted(map(str, found))
 
 
-def _indexed(root: str, paths: list[str], label: str, place: Path | None, keep: bool) -> ShardIndex:
+def _indexed(root: str, paths: list[str], label: str, place: Path | None, keep: bool) -> Any:
     """Return the index of shards, each from its file in `place` if it is there."""
     parts = [_shard_index(root, path, label, place, keep) for path in paths]
     for number, part in enumerate(parts):
-        part["shards"] = np.full(len(part["offsets"]), number)
-    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+        part["shard"] = number
+    return np.concatenate(parts)
 
 
-def _shard_index(root: str, path: str, label: str, place: Path | None, keep: bool) -> ShardIndex:
+def _shard_index(root: str, path: str, label: str, place: Path | None, keep: bool) -> Any:
     files = url_to_fs(root)[0]
     facts = files.info(path)
     known = f"{_LAYOUT} {path} {facts['size']} {facts.get('mtime') or files.ukey(path)} {label}"
-    kept = None if place is None else place / f"{sha256(known.encode()).hexdigest()[:24]}.npz"
+    kept = None if place is None else place / f"{sha256(known.encode()).hexdigest()[:24]}.npy"
     if kept is not None and kept.is_file():
         try:
-            with np.load(kept, allow_pickle=False) as found:
-                return {name: found[name] for name in _PARTS}
-        except (OSError, ValueError, KeyError, BadZipFile) as error:
+            return np.load(kept, allow_pickle=False)
+        except (OSError, ValueError, EOFError) as error:
             logger.warning("%s is damaged and made again: %s", kept, reason(error))
     logger.info("indexing %s", path)
     try:  # the headers and labels are read once, from the beginning to the end
@@ -171,14 +167,13 @@ def _shard_index(root: str, path: str, label: str, place: Path | None, keep: boo
         raise DataError(f"{path}: not an uncompressed tar file, or cut off: {error}") from error
     if not rows:
         raise DataError(f"{path}: the shard holds no samples")
-    columns = zip(_PARTS.items(), zip(*rows, strict=True), strict=True)
-    index: ShardIndex = {name: np.array(values, dtype=kind) for (name, kind), values in columns}
+    index = np.rec.fromrecords(rows, names=_ENTRY)  # type: ignore[call-overload]
     if kept is None or not keep:
         return index
     try:  # what cannot be written is made again by the next run
         kept.parent.mkdir(parents=True, exist_ok=True)
         with NamedTemporaryFile(dir=kept.parent, suffix=".part", delete=False) as part:
-            np.savez(part, **index)  # type: ignore[arg-type]
+            np.save(part, index)
         os.replace(part.name, kept)
     except OSError as error:
         logger.warning("cannot keep the index %s (%s): set data.cache_dir", kept, error.strerror)
@@ -195,14 +190,14 @@ def _split_name(member: tarfile.TarInfo) -> tuple[str, str]:
 def _sample(
     path: str, archive: tarfile.TarFile, name: str, members: Iterable[tarfile.TarInfo], label: str
 ) -> tuple[Any, ...]:
-    """Return the entries of a sample in the index, in the order of `_PARTS`."""
+    """Return a sample's entry in the index, the number of the shard being 0."""
     suffix, _, field = label.partition(".")
     image: tuple[Any, ...] = ()
     value = None
     for member in members:
         ending = _split_name(member)[1]
         if ending in EXTENSIONS:
-            image = member.offset_data, member.size, os.fsencode(member.name)
+            image = 0, member.offset_data, member.size, os.fsencode(member.name)
         elif ending == f".{suffix}":
             content = archive.extractfile(member).read()  # type: ignore[union-attr]
             try:

@@ -1,8 +1,6 @@
 """Tables from CSV and Parquet files: rows of features, and a number or a class to predict."""
 
 import csv
-import functools
-import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -23,10 +21,10 @@ from data.transforms import Transform
 
 _SUFFIXES = (".csv", ".tsv", ".parquet")
 _MISSING = frozenset({"", "NA", "N/A", "NaN", "nan", "null", "None", "?"})
-_MOST_CATEGORIES = 1000
 
 Missing = Literal["error", "mean"]
 Numbers = npt.NDArray[np.float64]
+Cells = list[str | None]
 # How a column becomes inputs, as plain values, which checkpoints and `inference.json` keep: its
 # `name`; `categories`, one input for each; or None, and the `mean` and `std` of numbers.
 Feature = Mapping[str, Any]
@@ -37,7 +35,7 @@ class Columns:
     """The cells of a file as text, by column; None where one is missing."""
 
     path: Path
-    cells: dict[str, list[str | None]]
+    cells: dict[str, Cells]
     first_row: int  # number of the first row, as a spreadsheet shows it
 
     def __len__(self) -> int:
@@ -47,7 +45,7 @@ class Columns:
         """Return where a cell is, for a message."""
         return f"{self.path}: row {self.first_row + row}, column {name!r}"
 
-    def column(self, name: str, key: str) -> list[str | None]:
+    def column(self, name: str, key: str) -> Cells:
         """Return the column that a key of the configuration names. Raises DataError."""
         if name not in self.cells:
             known = ", ".join(map(repr, self.cells))
@@ -56,17 +54,15 @@ class Columns:
 
     def numbers(self, name: str, missing: Missing, key: str) -> Numbers:
         """Return a column as numbers, NaN where a value is missing. Raises DataError."""
-        found = np.empty(len(self))
+        found = np.full(len(self), math.nan)
         for row, cell in enumerate(self.column(name, key)):
-            why = "no value; data.missing=mean fills it in" if missing == "error" else ""
-            found[row] = math.nan
-            if cell is not None:
-                why = f"{cell!r} is not a finite number; are they categories (data.categorical)?"
-                with suppress(ValueError):
-                    found[row] = float(cell)
-                    why = why if math.isinf(found[row]) else ""
-            if why:
-                raise DataError(f"{self.place(row, name)}: {why}")
+            with suppress(ValueError):
+                found[row] = math.nan if cell is None else float(cell)
+            if math.isfinite(found[row]) or (cell is None and missing == "mean"):
+                continue
+            why = f"{cell!r} is not a finite number; are they categories (data.categorical)?"
+            why = why if cell is not None else "no value; data.missing=mean fills it in"
+            raise DataError(f"{self.place(row, name)}: {why}")
         return found
 
     def encoded(self, feature: Feature, missing: Missing) -> Numbers:
@@ -90,53 +86,39 @@ class Columns:
 
 
 def read_columns(path: str | Path) -> Columns:
-    """Read a whole file; the splits of a run share one reading. Raises DataError."""
+    """Read a whole file. Raises DataError."""
     path = Path(path).expanduser()
-    try:
-        return _read(path, path.stat().st_mtime_ns)
-    except OSError as error:
-        raise DataError(f"data.path: cannot read {path}: {error.strerror}") from error
-
-
-@functools.lru_cache(maxsize=3)  # train, val and test
-def _read(path: Path, modified: int) -> Columns:
     if path.suffix not in _SUFFIXES:
         raise DataError(f"data.path: {path} is none of {', '.join(_SUFFIXES)}")
     try:
-        names, rows, first = (_parquet if path.suffix == ".parquet" else _csv)(path)
+        names, columns, first = (_parquet if path.suffix == ".parquet" else _csv)(path)
     except (OSError, ValueError, NotImplementedError, csv.Error) as error:  # Arrow's are such
         raise DataError(f"{path}: cannot be read as {path.suffix[1:]}: {error}") from error
-    why = ""
-    if twice := {name for name in names if names.count(name) > 1}:
-        why = f"two columns are named {min(twice)!r}"
-    elif not names or "" in names:
-        why = "the first row must name every column"
-    elif not rows:
-        why = "the table has no rows"
-    for number, row in enumerate(rows, first):
-        if len(row) != len(names):
-            why = why or f"row {number} has {len(row)} cells, the header {len(names)}"
-    if why:
-        raise DataError(f"{path}: {why}")
-    return Columns(path, dict(zip(names, map(list, zip(*rows, strict=True)), strict=True)), first)
+    if not names or len({*names, ""}) <= len(names):
+        raise DataError(f"{path}: each column needs a name of its own, in the first row: {names}")
+    if not columns or not columns[0]:
+        raise DataError(f"{path}: the table has no rows")
+    return Columns(path, dict(zip(names, columns, strict=True)), first)
 
 
-def _csv(path: Path) -> tuple[list[str], Sequence[Sequence[str | None]], int]:
+def _csv(path: Path) -> tuple[list[str], list[Cells], int]:
     delimiter = "\t" if path.suffix == ".tsv" else ","
     with open(path, newline="", encoding="utf-8-sig") as file:
         names, *rows = [*csv.reader(file, delimiter=delimiter, strict=True)] or [[]]
-    stripped = ([cell.strip() for cell in row] for row in rows)
-    return names, [[None if cell in _MISSING else cell for cell in row] for row in stripped], 2
+    for number, row in enumerate(rows, 2):
+        if len(row) != len(names):
+            raise ValueError(f"row {number} has {len(row)} cells, the header {len(names)}")
+    columns = (map(str.strip, column) for column in zip(*rows, strict=True))
+    return names, [[None if cell in _MISSING else cell for cell in c] for c in columns], 2
 
 
-def _parquet(path: Path) -> tuple[list[str], Sequence[Sequence[str | None]], int]:
+def _parquet(path: Path) -> tuple[list[str], list[Cells], int]:
     try:
         from pyarrow import parquet
     except ModuleNotFoundError as error:
         raise DataError("data.path: a .parquet file needs pyarrow: pip install pyarrow") from error
     table = parquet.read_table(path)
-    columns = [[_text(value) for value in column.to_pylist()] for column in table.columns]
-    return table.column_names, [*zip(*columns, strict=True)], 1
+    return table.column_names, [[*map(_text, c.to_pylist())] for c in table.columns], 1
 
 
 def _text(value: Any) -> str | None:
@@ -184,13 +166,6 @@ class Table(TensorSamples):
         """Return how the columns are encoded, by the training rows: what a checkpoint keeps."""
         scale = None if self.target_scale is None else list(self.target_scale)
         return {"features": self.features, "classes": self.classes, "target_scale": scale}
-
-    def fingerprint(self) -> str:
-        """Return a digest of the encoded rows and their targets."""
-        digest = hashlib.sha256(repr(self.features).encode())
-        for values in (self.inputs, self.targets):
-            digest.update(b"" if values is None else values.numpy().tobytes())
-        return digest.hexdigest()[:16]
 
 
 def table(
@@ -245,7 +220,8 @@ def table(
     fitted = known.get("features") or [_fitted(train, rows, n, categorical) for n in names]
     _check_width(train, fitted, channels)
     if standardize_target and classes is None:
-        scale = known.get("target_scale") or _scale(train, target, rows)
+        values = train.numbers(target, "error", "data.target")[rows]
+        scale = known.get("target_scale") or (float(values.mean()), float(values.std()) or 1.0)
     columns, rows = train, {"train": rows, "val": rest[val], "test": test}[split]
     if (own := {"val": val_file, "test": test_file}.get(split)) is not None:
         columns = read_columns(own)
@@ -271,11 +247,6 @@ def _fitted(train: Columns, rows: Indices, name: str, categorical: Sequence[str]
             categorical = [name]
     if name in (categorical or ()):
         categories = in_order({cell for row in rows if (cell := cells[row]) is not None})
-        if (many := len(categories)) > _MOST_CATEGORIES:
-            most = f"{many} categories, more than {_MOST_CATEGORIES}"
-            raise DataError(
-                f"{train.path}: column {name!r} has {most}: leave it out of data.features"
-            )
         return {"name": name, "categories": categories, "mean": 0.0, "std": 1.0}
     values = train.numbers(name, "mean", "data.features")[rows]
     known = values[~np.isnan(values)]
@@ -283,11 +254,6 @@ def _fitted(train: Columns, rows: Indices, name: str, categorical: Sequence[str]
         raise DataError(f"{train.path}: column {name!r} has no value in the training rows")
     mean, std = float(known.mean()), float(known.std()) or 1.0
     return {"name": name, "categories": None, "mean": mean, "std": std}
-
-
-def _scale(train: Columns, target: str, rows: Indices) -> tuple[float, float]:
-    values = train.numbers(target, "error", "data.target")[rows]
-    return float(values.mean()), float(values.std()) or 1.0
 
 
 def _check_width(train: Columns, features: Sequence[Feature], channels: int | None) -> None:

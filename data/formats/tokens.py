@@ -114,8 +114,7 @@ class TokenBlocks:
         """Return the blocks [n, context + 1], each with the token after its last."""
         firsts = [self._first(index) for index in indices]
         windows = np.stack([self._file[first : first + self.context + 1] for first in firsts])
-        always_below = self.path.suffix == ".txt" and self._most >= 256
-        if not always_below and int(windows.max()) >= self._most:
+        if int(windows.max()) >= self._most:
             row, place = np.argwhere(windows >= self._most)[0]
             token = f"token {firsts[row] + place} is {windows[row, place]}"
             most = f"data.num_classes is {self.num_classes} (and data.dtype {self.dtype})"

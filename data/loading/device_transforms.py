@@ -33,8 +33,8 @@ class Ragged(NamedTuple):
 
     def __str__(self) -> str:
         """List some of the sizes."""
-        sizes = sorted({tuple(image.shape[-2:]) for image in self.images})
-        return ", ".join(f"{height} x {width}" for height, width in sizes[:3])
+        sizes = sorted({f"{image.shape[-2]} x {image.shape[-1]}" for image in self.images})
+        return ", ".join(sizes[:3])
 
 
 def collate_ragged(samples: Sequence[Any]) -> Any:
@@ -70,8 +70,7 @@ def defer(pipeline: Pipeline, stage: str) -> None:
 def check_per_sample(pipeline: Pipeline, key: str) -> None:
     """Raise DataError if a step that single images cannot have would get them."""
     for name, step in pipeline.steps.items():
-        once = getattr(step, "lasting", False) or getattr(step, "masks", False)
-        if hasattr(step, "of_epoch") or (hasattr(step, "draw") and once):
+        if any(getattr(step, kind, False) for kind in ("of_epoch", "lasting", "masks")):
             raise DataError(
                 f"{key}.{name}: {type(step).__name__} treats whole batches, and what follows, the "
                 "data set or loader.collate_fn takes single samples: use torchvision's form of it, "
@@ -128,9 +127,8 @@ class DeviceTransforms:
                     raise
                 raise DataError(f"transforms.{name} failed: {reason(error)}") from error
         if isinstance(inputs, Ragged):
-            differ = f"their images differ in size ({inputs})"
-            way_out = "see transforms, which may crop or resize them to one"
-            raise DataError(f"samples cannot be put into a batch, {differ}: {way_out}")
+            differ = f"samples cannot be put into a batch, their images differ in size ({inputs})"
+            raise DataError(f"{differ}: see transforms, which may crop or resize them to one")
         parts[:2] = [inputs, targets][: len(parts)]
         if isinstance(batch, Mapping):
             return dict(zip(batch, parts, strict=True))

@@ -101,14 +101,14 @@ class Fetcher:
 
     on_error: "raise", "replace" (by a sample that the broken one's index and the seed determine:
     the update stays whole) or "drop" (the piece shrinks: evaluation counts nothing twice).
-    `replacements`: the samples that may stand in for others; None: all of the data set.
+    `replacements`: the samples that may stand in for others.
     """
 
     dataset: Any
     collate: Collate
     seed: int
     on_error: str
-    replacements: Indices | None = None
+    replacements: Sequence[int] | Indices
     interrupted: Callable[[], bool] = never  # asked before each sample
     # The index that is being loaded, at `slot`: workers share it with the main process.
     watch: Any = field(default_factory=lambda: [-1])
@@ -121,18 +121,15 @@ class Fetcher:
         except BaseException as error:
             if isinstance(error, BrokenOff) or not is_fault(error):
                 raise
-            failure: Exception | None = memory_error(error)
-            if failure is None:
-                text = str(error)
-                if not isinstance(error, DataError):
-                    shown = ", ".join(map(str, piece.indices[:6]))
-                    shown += ", ..." if len(piece.indices) > 6 else ""
-                    text = (
-                        f"samples {shown} cannot be put into a batch (do their shapes and types "
-                        f"agree? see transforms, loader.collate_fn): {reason(error)}"
-                    )
-                failure = DataError(text)
-                failure.add_note(traceback.format_exc())
+            text = str(error)
+            if not isinstance(error, DataError):
+                shown = ", ".join(map(str, piece.indices[:6]))
+                text = (
+                    f"samples {shown} cannot be put into a batch (do their shapes and types "
+                    f"agree? see transforms, loader.collate_fn): {reason(error)}"
+                )
+            failure = memory_error(error) or DataError(text)
+            failure.add_note(traceback.format_exc())
             return Fetched(None, piece, failure=failure)
 
     def name(self, index: int) -> str:
@@ -159,7 +156,7 @@ class Fetcher:
 
     def _replaced(self, index: int, epoch: int, skipped: list[Skipped]) -> Any:
         """Load one sample or its replacement, which is drawn for with the sample's own key."""
-        others, candidate = self.replacements, index
+        candidate = index
         for attempt in range(REPLACEMENTS):
             try:
                 return self._load(candidate, epoch, index)
@@ -167,9 +164,8 @@ class Fetcher:
                 if self.on_error == "raise":
                     raise
                 skipped.append(Skipped(candidate, path_of(self.dataset, candidate), str(error)))
-            drawn = key(self.seed, REPLACEMENT, index, attempt)
-            candidate = drawn % len(self.dataset if others is None else others)
-            candidate = candidate if others is None else int(others[candidate])
+            drawn = key(self.seed, REPLACEMENT, index, attempt) % len(self.replacements)
+            candidate = int(self.replacements[drawn])
         raise DataError(f"sample {index} and {REPLACEMENTS - 1} replacements could not be loaded")
 
     def _kept(self, piece: Piece, skipped: list[Skipped]) -> tuple[list[Any], Piece]:
@@ -266,15 +262,12 @@ class Workers:
                 self.processes.append(process)
         except Exception as error:
             self.close(patient=False)
-            failure = memory_error(error)
-            if isinstance(error, TypeError | AttributeError | pickle.PicklingError):
-                why = f"the data set cannot be sent to worker processes ({reason(error)})"
-                keys = "loader.num_workers=0 or loader.multiprocessing_context=fork"
-                raise DataError(f"{why}: make it picklable, or set {keys}") from error
-            if isinstance(error, OSError):
+            if isinstance(error, OSError | MemoryError):
                 said = f"the loader's workers cannot be started; {HINT}: {reason(error)}"
-                failure = WorkerError(said)
-            raise failure or error from error
+                raise WorkerError(said) from error
+            why = f"the data set cannot be sent to worker processes ({reason(error)})"
+            keys = "loader.num_workers=0 or loader.multiprocessing_context=fork"
+            raise DataError(f"{why}: make it picklable, or set {keys}") from error
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
@@ -333,11 +326,9 @@ class Workers:
         process = self.processes[worker]
         process.join(_MOMENT)
         code = process.exitcode or 0
-        end = (
-            f"was killed by {signal.Signals(-code).name}"
-            if code < 0
-            else f"left with exit code {code}"
-        )
+        end = f"left with exit code {code}"
+        if code < 0:
+            end = f"was killed by {signal.Signals(-code).name}"
         who = f"loader worker {worker} (pid {process.pid})"
         return WorkerError(f"{who} {end} at {self._sample(worker)}; {HINT}")
 
@@ -391,9 +382,8 @@ def _work(channel: socket.socket, fetcher: Fetcher, worker: int, watch: Any, ini
             return
         except Exception as error:
             text = f"a batch cannot be sent from a worker process ({reason(error)}): let samples"
-            way_out = "hold tensors and plain values only, or set loader.num_workers=0"
-            failure = memory_error(error) or DataError(f"{text} {way_out}")
-            _send(channel, Fetched(None, fetched.piece, failure=failure))
+            failure = DataError(f"{text} hold tensors and plain values, or loader.num_workers=0")
+            _send(channel, Fetched(None, fetched.piece, failure=memory_error(error) or failure))
 
 
 class _Pickler(pickle.Pickler):

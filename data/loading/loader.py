@@ -74,13 +74,13 @@ class Kept:
         if self._tried:
             return
         self._tried = True
-        samples, name = self.dataset.tensors(), type(self.dataset).__name__
-        size, most = bytes_of(samples), f"data.cache_bytes={self.most_bytes}"
-        why = f"{len(self.dataset)} samples take {size} bytes, more than {most}"
-        if samples is None:
-            why = f"{name} holds images of several sizes, or that cannot be decoded"
+        samples = self.dataset.tensors()
+        size = bytes_of(samples)
         if samples is None or size > self.most_bytes:
-            logger.warning("warning: data.cache=device: %s: they stay in host memory", why)
+            why = f"its samples take {size} bytes, more than data.cache_bytes={self.most_bytes}"
+            why = "images of several sizes, or that cannot be decoded" if samples is None else why
+            name = type(self.dataset).__name__
+            logger.warning("warning: data.cache=device: %s stays in host memory: %s", name, why)
             return
         self._samples, self.ready = to_device(samples, self.device, non_blocking=False), True
         logger.info("data.cache=device: %d bytes on %s", size, self.device)
@@ -137,14 +137,13 @@ class Loader:
     def __post_init__(self) -> None:
         self.dataset = as_dataset(self.dataset)
         if isinstance(self.dataset, Stream) and self.on_error != "raise":
-            why = (
-                "cannot be kept for a stream, whose samples come once: leave broken ones out in it"
-            )
-            raise DataError(f"data.on_error=skip {why}, and set data.on_error=raise")
+            why = "cannot be kept for a stream, whose samples come once; set data.on_error=raise"
+            raise DataError(f"data.on_error=skip {why}")
         self.skipped: list[Skipped] = []
-        others = own_samples(self.sampler.updates) if self.on_error == "replace" else None
-        put_together = self.collate_fn or collate
-        self._fetcher = Fetcher(self.dataset, put_together, self.seed, self.on_error, others)
+        among_own = self.on_error == "replace"
+        others = own_samples(self.sampler.updates) if among_own else range(len(self.dataset))
+        form = self.collate_fn or collate
+        self._fetcher = Fetcher(self.dataset, form, self.seed, self.on_error, others)
         self._pins = self.pin_memory and torch.accelerator.is_available()
         self._workers: Workers | None = None
         self._busy = False  # an epoch was begun and has not ended
@@ -231,9 +230,9 @@ class Loader:
                 self.skipped.append(entry)
                 logger.warning("data.on_error=skip: left out %s", entry.reason)
         if (many := len(self.skipped)) > self.max_skipped:
+            most = f"{many} samples could not be loaded, more than data.max_skipped="
             listed = "; ".join(entry.reason for entry in self.skipped[:3])
-            most = f"more than data.max_skipped={self.max_skipped}"
-            raise DataError(f"{many} samples could not be loaded, {most}: {listed}")
+            raise DataError(f"{most}{self.max_skipped}: {listed}")
         batch = map_leaves(_pinned, fetched.batch) if self._pins else fetched.batch
         return MicroBatch(batch, fetched.piece)
 

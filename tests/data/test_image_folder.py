@@ -77,12 +77,12 @@ TWINS = ("train/caf\u00e9", "train/cafe\u0301")
 @pytest.mark.parametrize(
     ("removed", "made", "text"),
     [
-        (["."], [], "is no folder"),
+        (["."], [], "it is no folder"),
         (["train"], [], "has no folder 'train'"),
         (["train/cat", "train/dog"], [], "no class folders"),
         ([], ["train/eel"], "eel holds no images"),
-        (["test/dog"], [], "differ: test lacks dog"),
-        ([], ["test/eel"], "test has eel that train"),
+        (["test/dog"], [], "test and of train differ: one has dog"),
+        ([], ["test/eel"], "one has eel"),
         ([], TWINS, "look the same"),
     ],
 )

@@ -274,7 +274,7 @@ def data_facts(sets: Mapping[str, Any]) -> dict[str, Any]:
     if not known:
         return {}
     first = known.get("train", next(iter(known.values())))
-    fingerprints = {split: str(dataset.fingerprint()) for split, dataset in known.items()}
+    fingerprints = {split: fingerprint(dataset) for split, dataset in known.items()}
     return {"statistics": first.statistics(), "fingerprints": fingerprints}
 
 

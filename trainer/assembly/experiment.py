@@ -15,7 +15,7 @@ from conf.fields import declared
 from conf.schema import Config, EvalLoaderConfig
 from data.loading.device_transforms import DeviceTransforms, collate_ragged
 from data.loading.loader import Kept, Loader, can_be_kept
-from data.orders import FirstOf, Order, Sequential
+from data.orders import Order, Sequential
 from data.samplers import Updates, UpdateSampler, as_order, as_updates, default_order
 from data.transforms import Pipeline
 from trainer.assembly.check import check_targets
@@ -157,11 +157,9 @@ def build_evaluator(
 def train_loader(config: Config, data: Data, strategy: Strategy) -> Loader:
     """Build the training loader: `loader.batch_size` samples an update over all devices."""
     options, dataset = config.loader, data.sets["train"]
-    chosen = _chosen(config, dataset)
-    given = options.batch_sampler is not None and config.trainer.overfit_batches is None
     sampler = UpdateSampler(
-        chosen,
-        batch_size=None if given else options.batch_size,
+        _chosen(config, dataset),
+        batch_size=options.batch_size,
         drop_last=options.drop_last,
         gradient_accumulation_steps=config.trainer.gradient_accumulation_steps,
         rank=strategy.group.rank,
@@ -185,10 +183,10 @@ def eval_loader(
     """
     if dataset is None or limit == 0:
         return None
-    whole, group = Sequential(len(dataset)), strategy.group
+    group = strategy.group
     samples = limited(len(dataset) if samples is None else samples, limit, config)
     sampler = UpdateSampler(
-        whole if samples == len(dataset) else FirstOf(whole, samples),
+        Sequential(samples),
         batch_size=(config.loader.eval_batch_size or config.loader.batch_size) * group.world_size,
         rank=group.rank,
         world_size=group.world_size,
@@ -212,7 +210,7 @@ def _chosen(config: Config, dataset: Any) -> Order | Updates:
     """Return the object that chooses and orders the training samples."""
     options, samples = config.loader, overfit_samples(config, dataset)
     if samples is not None:
-        return FirstOf(Sequential(len(dataset)), samples)
+        return Sequential(samples)
     for name, made_of in (("batch_sampler", as_updates), ("sampler", as_order)):
         if (node := getattr(options, name)) is None:
             continue

@@ -20,7 +20,7 @@ from torchvision import tv_tensors
 
 from data.errors import DataError, WorkerError
 from data.loading.loader import Loader
-from data.orders import Sequential, Shuffled, Subset, Weighted
+from data.orders import Sequential, Shuffled, Weighted
 from data.samplers import GivenBatches, SamplerOrder, UpdateSampler
 from data.sources import Digits
 
@@ -319,12 +319,11 @@ def test_training_replaces_by_a_rule_and_tells_it_once(
 @pytest.mark.parametrize(
     "order",
     [
-        lambda data: Subset(data, 5, [3, 11, 4, 9]),
         lambda data: Weighted(data, 5, [float(i in (3, 4, 9)) for i in range(20)], 20),
         lambda data: SamplerOrder([3, 11, 4, 9], 5),
         lambda data: GivenBatches([[3, 4], [11, 9]], 5),
     ],
-    ids=["subset", "weighted", "torch", "batches"],
+    ids=["weighted", "torch", "batches"],
 )
 def test_a_replacement_is_one_of_the_samplers_own(noisy: Any, order: Any) -> None:
     dataset = noisy(bad=BAD)
