@@ -188,10 +188,9 @@ def table(
 ) -> Table | None:
     """Open one split of a file, or of a folder with a train file and perhaps val and test.
 
-    What has no file of its own is cut from train by its fraction, stratified by class; with `folds`
-    val is fold number `fold` of what test leaves. Columns are encoded and targets standardised by
-    the training rows. `channels`: how many inputs are expected. `statistics`: a checkpoint's
-    (`Table.statistics`), in place of the training rows' if the columns are the same.
+    What has no file of its own is cut from train, stratified by class; with `folds` val is a fold
+    of what test leaves. Columns and targets are encoded by the training rows, or by a checkpoint's
+    `statistics` if the columns are the same. `channels`: how many inputs are expected.
     """
     place = Path(path).expanduser()
     if (file := file_of(place, "train", _SUFFIXES)) is None:
@@ -222,10 +221,10 @@ def table(
     if standardize_target and classes is None:
         values = train.numbers(target, "error", "data.target")[rows]
         scale = known.get("target_scale") or (float(values.mean()), float(values.std()) or 1.0)
-    columns, rows = train, {"train": rows, "val": rest[val], "test": test}[split]
-    if (own := {"val": val_file, "test": test_file}.get(split)) is not None:
-        columns = read_columns(own)
-        rows = np.arange(len(columns))
+    rows = {"train": rows, "val": rest[val], "test": test}[split]
+    own = {"train": None, "val": val_file, "test": test_file}[split]
+    columns = train if own is None else read_columns(own)
+    rows = rows if own is None else np.arange(len(columns))
     if not len(rows):
         return None
     targets = _targets(columns, target, classes, scale)
