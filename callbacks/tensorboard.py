@@ -19,19 +19,11 @@ from typing import Any
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # type: ignore[import-untyped]
 from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
-from tensorboard.compat.proto.tensor_pb2 import TensorProto  # type: ignore[import-untyped]
-from tensorboard.plugins.hparams import (  # type: ignore[import-untyped]
-    api_pb2,
-    metadata,
-    plugin_data_pb2,
-)
-from tensorboard.plugins.text import metadata as texts  # type: ignore[import-untyped]
 from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignore[import-untyped]
-from torch.utils.tensorboard import summary as summaries
-from torch.utils.tensorboard.summary import custom_scalars, histogram_raw, image, pr_curve_raw
+from torch.utils.tensorboard import summary as made
 
 from callbacks.support import require
-from callbacks.trackers.recorder import UNFINISHED, Recorder, Value, config_of, leaves, varied
+from callbacks.trackers.recorder import UNFINISHED, Recorder, config_of, leaves, varied
 from trainer.callback import Results, saver_of
 from trainer.media import Histogram, Media, PRCurve
 from trainer.runs.status import TENSORBOARD, command
@@ -39,7 +31,6 @@ from trainer.state import LogPoint
 from trainer.trainer import Trainer
 
 _SUFFIX = ".regimen"
-_TYPES = {bool: api_pb2.DATA_TYPE_BOOL, str: api_pb2.DATA_TYPE_STRING}  # others are numbers
 _log = logging.getLogger(__name__)
 
 
@@ -85,21 +76,18 @@ class TensorBoard(Recorder):
         ordered = sorted(dict.fromkeys(names), key=lambda name: not name.startswith("loss"))
         stages = "train/", "train/epoch_", "val/", "test/"
         charts = {n: ["Multiline", [f"^{stage}{n}$" for stage in stages]] for n in ordered}
-        self._write(summary=custom_scalars({"training and validation": charts}))  # type: ignore[no-untyped-call]
+        self._write(summary=made.custom_scalars({"training and validation": charts}))  # type: ignore[no-untyped-call]
         settings, swept = dict(leaves(config_of(self.run, trainer.config_text))), varied(self.run)
+        chosen = {k for k in settings if any(fnmatchcase(k, p) for p in self._hparams)}
         # A group that is swept (`model`) has its override's value.
-        chosen: dict[str, Value | None] = {k: settings.get(k, given) for k, given in swept.items()}
-        chosen |= {
-            k: v for k, v in settings.items() if any(fnmatchcase(k, p) for p in self._hparams)
-        }
-        if shown := {key: value for key, value in chosen.items() if value is not None}:
+        shown = {k: settings.get(k, swept.get(k)) for k in swept or chosen}
+        if any(value is not None for value in shown.values()):
             saver = saver_of(trainer.callbacks)
             monitor = None if saver is None else saver.monitor
             compared = [f"best/{monitor}"] if monitor else [f"val/{name}" for name in names]
-            compared += [f"test/{name}" for name in names]
-            columns = {k: v for k, v in shown.items() if not swept or k in swept}
-            self._write(summary=_columns(columns, bool(swept), compared))
-            self._write(summary=summaries.hparams(shown, {})[1])  # type: ignore[no-untyped-call]  # its row
+            metrics = dict.fromkeys([*compared, *(f"test/{name}" for name in names)], 0)
+            for summary in made.hparams(shown, metrics)[:2]:  # type: ignore[no-untyped-call]
+                self._write(summary=summary)  # the columns, and the run's row
 
     def record(self, at: LogPoint, values: Mapping[str, float]) -> None:
         """Write scalars."""
@@ -115,14 +103,10 @@ class TensorBoard(Recorder):
         self.attempt(lambda: self._write(graph_def=graph))
 
     def end(self, step: int, results: Results) -> None:
-        """Close the session of the HParams tab; a run that can go on leaves it open."""
-        if results.state not in UNFINISHED:
-            failed = results.state == "failed"
-            status = api_pb2.STATUS_FAILURE if failed else api_pb2.STATUS_SUCCESS
-            info = plugin_data_pb2.SessionEndInfo(status=status)
-            summary = _tab(metadata.SESSION_END_INFO_TAG, session_end_info=info)
+        """Mark a success in the HParams tab."""
+        if results.state not in (*UNFINISHED, "failed"):
             # A run that is resumed after all makes a running TensorBoard forget what is beyond.
-            self._write(step=step + 1, summary=summary)
+            self._write(step=step + 1, summary=made.hparams({}, {})[2])  # type: ignore[no-untyped-call]
 
     def _write(self, **event: Any) -> None:
         """Append an event completely, or raise OSError and leave the file unchanged.
@@ -153,31 +137,14 @@ class TensorBoard(Recorder):
 
 def _summary(name: str, value: Media) -> Summary:
     if isinstance(value, str):
-        # torch's function adds a part to the name.
-        tensor = TensorProto(dtype="DT_STRING", string_val=[value.encode()])
-        made = texts.create_summary_metadata(name, "")
-        return Summary(value=[Summary.Value(tag=name, metadata=made, tensor=tensor)])
+        return made.text(name, value)  # type: ignore[no-untyped-call]
     if isinstance(value, Histogram):
         edges, counts = value.edges.tolist(), value.counts.tolist()
         sums = sum(counts), value.total, value.squares
-        return histogram_raw(name, edges[0], edges[-1], *sums, edges[1:], counts)  # type: ignore[no-untyped-call]
+        return made.histogram_raw(name, edges[0], edges[-1], *sums, edges[1:], counts)  # type: ignore[no-untyped-call]
     if isinstance(value, PRCurve):
         right = value.true_positives, value.false_positives
         wrong = value.true_negatives, value.false_negatives
         shares = value.precision, value.recall
-        return pr_curve_raw(name, *right, *wrong, *shares, len(value.thresholds))  # type: ignore[no-untyped-call]
-    return image(name, value, dataformats="HWC")  # type: ignore[no-untyped-call]
-
-
-def _columns(settings: Mapping[str, Value], differs: bool, metrics: Sequence[str]) -> Summary:
-    """Return the summary that declares settings and metrics: the columns of the HParams tab."""
-    kinds = {k: _TYPES.get(type(v), api_pb2.DATA_TYPE_FLOAT64) for k, v in settings.items()}
-    infos = [api_pb2.HParamInfo(name=k, type=kind, differs=differs) for k, kind in kinds.items()]
-    named = [api_pb2.MetricInfo(name=api_pb2.MetricName(tag=tag)) for tag in metrics]
-    experiment = api_pb2.Experiment(hparam_infos=infos, metric_infos=named)
-    return _tab(metadata.EXPERIMENT_TAG, experiment=experiment)
-
-
-def _tab(tag: str, **data: Any) -> Summary:
-    made = metadata.create_summary_metadata(plugin_data_pb2.HParamsPluginData(**data))
-    return Summary(value=[Summary.Value(tag=tag, metadata=made, tensor=metadata.NULL_TENSOR)])
+        return made.pr_curve_raw(name, *right, *wrong, *shares, len(value.thresholds))  # type: ignore[no-untyped-call]
+    return made.image(name, value, dataformats="HWC")  # type: ignore[no-untyped-call]

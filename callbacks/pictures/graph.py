@@ -1,6 +1,5 @@
 """The graph of the model, traced with one sample, for TensorBoard."""
 
-import logging
 import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
@@ -14,23 +13,23 @@ from torch.utils.tensorboard import SummaryWriter
 
 from callbacks.support import require
 from callbacks.tensorboard import TensorBoard
+from callbacks.trackers.recorder import Recorder
 from data.batch import MicroBatch, inputs_of
-from trainer.callback import Callback
 from trainer.trainer import Trainer
 
-_log = logging.getLogger(__name__)
 
-
-class Graph(Callback):
+class Graph(Recorder):
     """Write the graph of the model, traced with the first sample, once.
 
     It needs the TensorBoard callback: no other tool shows graphs. A model that cannot be traced is
     a warning.
     """
 
+    of_run = False
     takes_shards = False
 
     def __init__(self) -> None:
+        super().__init__()
         self._inputs: Any = None
         self._boards: list[TensorBoard] = []
 
@@ -46,22 +45,19 @@ class Graph(Callback):
 
     def on_log(self, trainer: Trainer, scalars: Mapping[str, float]) -> None:
         """Trace the model at the first log line."""
-        if self._inputs is None:
-            return
-        inputs, self._inputs = self._inputs, None
-        modes = [(module, module.training) for module in trainer.model.modules()]
+        if self._inputs is not None:
+            modes = [(module, module.training) for module in trainer.model.modules()]
+            self.attempt(self._trace, trainer)
+            self._inputs = None
+            for module, mode in modes:
+                module.training = mode
+
+    def _trace(self, trainer: Trainer) -> None:
         with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
             # torch's tracer warns about values that it treats as constants
             warnings.simplefilter("ignore")
-            try:
-                with SummaryWriter(folder) as writer:
-                    writer.add_graph(trainer.model, (inputs,))
-                (path,) = Path(folder).iterdir()
-                graphs = [event.graph_def for event in EventFileLoader(str(path)).Load()]
-                self._boards[0].write_graph(max(graphs, key=len))
-            except Exception as error:
-                reason = " ".join(str(error).split())[:200]
-                _log.warning("callbacks.%s: the model cannot be traced: %s", self.name, reason)
-            finally:
-                for module, mode in modes:
-                    module.training = mode
+            with SummaryWriter(folder) as writer:
+                writer.add_graph(trainer.model, (self._inputs,))
+            (path,) = Path(folder).iterdir()
+            graphs = [event.graph_def for event in EventFileLoader(str(path)).Load()]
+            self._boards[0].write_graph(max(graphs, key=len))

@@ -20,8 +20,8 @@ from trainer.runs.status import INFERENCE, RunDirectoryError, read_json
 from trainer.trainer import Trainer
 
 _TILE = 96  # pixels that a small picture is enlarged to, at least
-_TEXT, _LINE, _GAP = 14, 18, 4  # pixels: size of letters, height of a line, between pictures
-_LETTERS = 20  # of the name of a class
+_TEXT, _GAP = 14, 4  # pixels: size of letters, between pictures
+_LETTERS = 14  # of the name of a class
 
 
 class ValidationPicture(Callback):
@@ -84,7 +84,7 @@ def is_due(count: int, every: int | None) -> bool:
     """Return whether the `count`-th time is due: each `every`-th, or the 1st, 4th, 16th, 64th..."""
     if every is not None:
         return count % every == 0
-    return count & (count - 1) == 0 and count.bit_length() % 2 == 1
+    return (math.log2(count) / 2).is_integer()
 
 
 def class_names(trainer: Trainer, count: int) -> list[str]:
@@ -118,8 +118,8 @@ def pixels(images: Tensor) -> Tensor:
     The darkest value of all is black, the brightest white.
     """
     values = images.detach().float().cpu()
-    low, high = values.min(), values.max()
-    shares = ((values - low) / (high - low).clamp(min=1e-12)).nan_to_num().clamp(0, 1)
+    low, high = values.aminmax()
+    shares = ((values - low) / (high - low).clamp(min=1e-12)).nan_to_num()
     return (shares * 255 + 0.5).byte().expand(-1, 3, -1, -1)
 
 
@@ -129,18 +129,17 @@ def sheet(
     """Return images, uint8 [n, 3, H, W], side by side, small ones enlarged, above captions."""
     factor = max(1, math.ceil(_TILE / max(images.shape[2:])))
     large = images.repeat_interleave(factor, 2).repeat_interleave(factor, 3)
-    font, lines = ImageFont.load_default(_TEXT), [caption.split("\n") for caption in captions]
-    widest = math.ceil(max((font.getlength(part) for parts in lines for part in parts), default=0))
-    below = _LINE * max(map(len, lines), default=0)
-    tiles = nn.functional.pad(large, (0, max(0, widest - large.shape[3]), 0, below), value=255)
+    font, ruler = ImageFont.load_default(_TEXT), ImageDraw.Draw(Pillow.new("L", (1, 1)))
+    sizes = [ruler.multiline_textbbox((0, 0), caption, font)[2:] for caption in captions]
+    wide, below = (math.ceil(max(part)) for part in zip(*sizes, (0, 0), strict=True))
+    tiles = nn.functional.pad(large, (0, max(0, wide - large.shape[3]), 0, below), value=255)
     grid = make_grid(tiles, nrow=columns, padding=_GAP, pad_value=255)
     canvas = Pillow.fromarray(grid.permute(1, 2, 0).contiguous().numpy())
     draw, (height, width) = ImageDraw.Draw(canvas), tiles.shape[2:]
-    for index, parts in enumerate(lines):
+    for index, caption in enumerate(captions):
         row, column = divmod(index, columns)
-        x, y = _GAP + column * (width + _GAP), (row + 1) * (height + _GAP) - below
-        for place, part in enumerate(parts):
-            draw.text((x, y + place * _LINE), part, colors[index] if colors else "black", font)
+        place = _GAP + column * (width + _GAP), (row + 1) * (height + _GAP) - below
+        draw.text(place, caption, colors[index] if colors else "black", font)
     return np.asarray(canvas)
 
 
@@ -150,22 +149,20 @@ def matrix(values: NDArray[np.float64], names: Sequence[str], text: str = "{:.0f
     Names and values are written where there are at most 20 classes.
     """
     count, font = len(values), ImageFont.load_default(_TEXT)
-    names = [name[:12] for name in names] if count <= 20 else []
-    longest = math.ceil(max(map(font.getlength, names), default=0))
-    cell = max(48, longest + 8) if names else max(6, 720 // count)
-    left, top, size = longest + 2 * _GAP, 2 * _LINE, cell * count
+    names = names if count <= 20 else []
+    edge = _GAP + math.ceil(max(map(font.getlength, names), default=_TEXT))
+    cell = max(48, edge) if names else max(6, 720 // count)
     shares = (values / max(float(values.max(initial=0.0)), 1e-12))[..., None]
     shades = Pillow.fromarray((255 - shares * (215, 150, 0)).astype(np.uint8))
-    canvas = Pillow.new("RGB", (max(left + size, 240), top + size), "white")
-    canvas.paste(shades.resize((size, size), Pillow.Resampling.NEAREST), (left, top))
+    canvas = Pillow.new("RGB", (edge + cell * count,) * 2, "white")
+    canvas.paste(shades.resize((cell * count,) * 2, Pillow.Resampling.NEAREST), (edge, edge))
     draw = ImageDraw.Draw(canvas)
-    draw.text((_GAP, 0), "rows: labels, columns: predictions", "grey", font)
     for row, name in enumerate(names):
-        along = cell * row + cell // 2
-        draw.text((left - _GAP, top + along), name, "black", font, anchor="rm")
-        draw.text((left + along, top), name, "black", font, anchor="md")
+        along = edge + cell * row + cell // 2
+        draw.text((edge - _GAP, along), name, "black", font, anchor="rm")
+        draw.text((along, edge - _GAP), name, "black", font, anchor="md")
         for column in np.nonzero(values[row])[0].tolist():
             color = "white" if shares[row, column] > 0.6 else "black"
-            place = left + cell * column + cell // 2, top + along
+            place = edge + cell * column + cell // 2, along
             draw.text(place, text.format(values[row, column]), color, font, anchor="mm")
     return np.asarray(canvas)

@@ -36,7 +36,7 @@ class TrainingSamples(Callback):
         check_least(count=count, every_n_epochs=every_n_epochs)
         self._count = count
         self._every = every_n_epochs
-        self.kept: list[Any] = []  # images that wait for a log line, and their labels or None
+        self.kept: list[Tensor] = []  # images that wait for a log line, and their labels
 
     def on_update_start(self, trainer: Trainer, micro_batches: Sequence[MicroBatch]) -> None:
         """Keep a copy of the first images, on their device."""
@@ -45,20 +45,17 @@ class TrainingSamples(Callback):
             return
         inputs, *others = batch if isinstance(batch, (tuple, list)) else (batch,)
         if is_picture(inputs):
-            known = [t[: self._count] for t in others[:1] if isinstance(t, Tensor) and t.ndim == 1]
-            self.kept = [inputs[: self._count].clone(), known[0] if known else None]
+            labels = [t for t in others[:1] if isinstance(t, Tensor) and t.ndim == 1]
+            self.kept = [part[: self._count].clone() for part in (inputs, *labels)]
 
     def on_log(self, trainer: Trainer, scalars: Mapping[str, float]) -> None:
         """Show them at the next log line, where waiting for the device is allowed."""
         if not self.kept:
             return
-        (images, labels), self.kept = self.kept, []
-        captions: list[str] = []
-        if labels is not None:
-            count = getattr(trainer.task, "num_classes", None) or 0
-            known = dict(enumerate(class_names(trainer, count)))
-            predicts = labels.is_floating_point()  # values, no classes
-            captions = [f"{x:.4g}" if predicts else known.get(x, str(x)) for x in labels.tolist()]
+        (images, *labels), self.kept = self.kept, []
+        count = getattr(trainer.task, "num_classes", None) or 0
+        names = dict(enumerate(class_names(trainer, count)))
+        captions = [names.get(x, str(x)) for part in labels for x in part.tolist()]
         trainer.log_image("samples/train", sheet(pixels(images), captions))
 
 

@@ -4,7 +4,6 @@ import importlib
 import logging
 import os
 import re
-import tempfile
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -12,11 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from callbacks.support import require
-from callbacks.trackers.recorder import Names, Tracker, as_file, leaves
+from callbacks.trackers.recorder import Names, Tracker, as_text, leaves
 from trainer.callback import Results
 from trainer.media import Media
-from trainer.runs.directory import CONFIG
 
 _STATUS = {"finished": "FINISHED", "pruned": "FINISHED", "failed": "FAILED"}  # others: KILLED
 _SCHEMES = ("", "file", "sqlite", "postgresql", "mysql", "mssql", "http", "https", "databricks")
@@ -63,7 +63,7 @@ class MLflow(Tracker):
             logging.getLogger(library).setLevel(logging.WARNING)
         self._client = client = importlib.import_module("mlflow").MlflowClient(self.tracking_uri)
         self._id, store = tracked.get("run_id", ""), str(client.tracking_uri)
-        if self._id and tracked.get("store") == store:
+        if self._id:
             try:
                 client.update_run(self._id, status="RUNNING")
                 return dict(tracked), ""
@@ -80,11 +80,8 @@ class MLflow(Tracker):
         params = [param(_key(k), str(v)[:_LONGEST]) for k, v in leaves(names.config)]
         for at in range(0, len(params), _PARAMS):
             client.log_batch(self._id, params=params[at : at + _PARAMS])
-        if (config := self.run / CONFIG).exists():
-            client.log_artifact(self._id, str(config))
-        address = f"mlflow ui --backend-store-uri {store} --host 127.0.0.1"
-        address = f"run {self._id} on {store}" if store.startswith("http") else address
-        return {"run_id": self._id, "store": store}, address
+        client.log_dict(self._id, names.config, "config.yaml")
+        return {"run_id": self._id}, f"run {self._id} in {store}"
 
     def send(self, step: int, values: Mapping[str, float | Media]) -> None:
         """Send values at a step, or store a file `<name>/step-<step>`."""
@@ -92,12 +89,11 @@ class MLflow(Tracker):
         for name, value in values.items():
             if isinstance(value, float | int):
                 metrics.append(metric(_key(name), float(value), int(now * 1000), step))
-                continue
-            ending, content = as_file(value)
-            with tempfile.TemporaryDirectory() as folder:
-                path = Path(folder) / f"step-{step:08d}.{ending}"
-                path.write_bytes(content)
-                self._client.log_artifact(self._id, str(path), _key(name))
+            elif isinstance(value, np.ndarray):
+                self._client.log_image(self._id, value, f"{_key(name)}/step-{step:08d}.png")
+            else:
+                ending, text = as_text(value)
+                self._client.log_text(self._id, text, f"{_key(name)}/step-{step:08d}.{ending}")
         if metrics:
             self._client.log_batch(self._id, metrics=metrics)
 

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from PIL import Image as Pillow
-
 from callbacks.support import require
 from trainer.callback import Callback, Results
 from trainer.files.atomic import TEMPORARY, AppendLog, storage_error, write_json
@@ -178,13 +176,14 @@ class Tracker(Recorder):
         there = spec is not None and spec.origin is not None  # a folder of that name is no package
         missing = f"the package {self.package} is not installed: pip install {self.package}"
         require(there, missing)
-        self.rows = 0  # sent by all processes of the run
         self._names: Names
-        self._branch: int | None = None  # the step from which a branched run has other values
-        self._reached = False
-        self._retry_at = 0.0
-        self._tracked: Mapping[str, str] = {}
-        self._sent: dict[str, int] = {}
+        self._known: dict[str, Any] = {}  # what is written down: tracked, sent, rows
+        self._retry_at: float | None = 0.0  # None: it is reached
+
+    @property
+    def rows(self) -> int:
+        """How often all processes of the run have sent values."""
+        return int(self._known.get("rows", 0))
 
     def connect(self, names: "Names", tracked: Mapping[str, str]) -> tuple[dict[str, str], str]:
         """Go on with the tracked run that `tracked` names, or begin one.
@@ -202,7 +201,10 @@ class Tracker(Recorder):
     def begin(self, trainer: Trainer) -> None:
         """Reach the tracker, and send what it has missed."""
         self._names = names_of(self.run, trainer.config_text)
-        self._branch = trainer.state.global_step if trainer.branched else None
+        self._known = read_json(self.run / FOLDER / f"{self.name}.json")
+        last = max(self._known.get("sent", {}).values(), default=0)
+        if trainer.branched and last > trainer.state.global_step:
+            self._known = {}
         self._reach()
 
     def record(self, at: LogPoint, values: Mapping[str, float]) -> None:
@@ -217,7 +219,8 @@ class Tracker(Recorder):
 
     def end(self, step: int, results: Results) -> None:
         """Send how the run ended, and what is missing until then."""
-        self._retry_at = 0.0
+        if self._retry_at is not None:
+            self._retry_at = 0.0
         self._reach()
         whole = self.artifacts and results.state not in UNFINISHED
         self.send_end(results, self.files() if whole else {})
@@ -225,7 +228,7 @@ class Tracker(Recorder):
     def failed(self, error: Exception) -> None:
         """Warn of the first failure, and pause."""
         super().failed(error)
-        self._reached, self._retry_at = False, time.monotonic() + _PAUSE
+        self._retry_at = time.monotonic() + _PAUSE
 
     def files(self) -> dict[str, Path]:
         """Return the files of the run directory for the tracker, by their places in it.
@@ -252,43 +255,29 @@ class Tracker(Recorder):
 
     def _reach(self) -> bool:
         """Connect unless it is connected or was down a moment ago; return whether it is."""
-        if self._reached or time.monotonic() < self._retry_at:
-            return self._reached
-        known = read_json(self.run / FOLDER / f"{self.name}.json")
-        tracked, self._sent = known.get("tracked", {}), known.get("sent", {})
-        if self._branch is not None and max(self._sent.values(), default=0) > self._branch:
-            tracked = {}
-        self._tracked, address = self.connect(self._names, tracked)
-        self._reached, self._branch, self.rows = True, None, known.get("rows", 0)
-        if self._tracked != tracked:
-            self._sent, self.rows = {}, 0
-            self._remember()
+        if self._retry_at is None or time.monotonic() < self._retry_at:
+            return self._retry_at is None
+        before = self._known.get("tracked", {})
+        tracked, address = self.connect(self._names, before)
+        if tracked != before:
+            self._known = {"tracked": tracked, "rows": 0, "sent": {}}
             _log.info("callbacks.%s: %s", self.name, address)
+        self._retry_at = None
         for line in read_metrics(self.run):
             values = {k: float(v) for k, v in line.items() if k != "step" and v is not None}
             self._send(int(line["step"]), values)
         return True
 
     def _send(self, step: int, values: Mapping[str, float | Media]) -> None:
-        """Write down what is new, and send it: a kill between the two must not repeat it."""
-        fresh = {k: v for k, v in values.items() if step > self._sent.get(k, -1)}
-        if not fresh.keys() - {"epoch"}:
-            return
-        before = self._sent
-        self._sent = {**before, **dict.fromkeys(fresh, step)}
-        self.rows += 1
-        self._remember()
-        try:
+        """Send what is new, and write it down."""
+        sent = self._known["sent"]
+        fresh = {k: v for k, v in values.items() if step > sent.get(k, -1)}
+        if fresh.keys() - {"epoch"}:
             self.send(step, fresh)
-        except Exception:
-            self._sent = before
-            self._remember()
-            raise
-
-    def _remember(self) -> None:
-        (self.run / FOLDER).mkdir(exist_ok=True)
-        facts = {"tracked": self._tracked, "rows": self.rows, "sent": self._sent}
-        write_json(self.run / FOLDER / f"{self.name}.json", facts)
+            sent |= dict.fromkeys(fresh, step)
+            self._known["rows"] += 1
+            (self.run / FOLDER).mkdir(exist_ok=True)
+            write_json(self.run / FOLDER / f"{self.name}.json", self._known)
 
 
 class Names(NamedTuple):
@@ -332,19 +321,15 @@ def leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Value | None]]:
         yield prefix, str(node) if isinstance(node, list) else node
 
 
-def as_file(value: Media) -> tuple[str, bytes]:
-    """Return the ending and the content of the file that shows something."""
+def as_text(value: Histogram | PRCurve | str) -> tuple[str, str]:
+    """Return the ending and the content of the file that shows something, but an image."""
     if isinstance(value, str):
-        return "md", value.encode()
+        return "md", value
     if isinstance(value, PRCurve):
         rows = zip(value.thresholds, value.precision, value.recall, strict=True)
-        return "csv", table([("threshold", "precision", "recall"), *rows]).encode()
-    if isinstance(value, Histogram):
-        rows = zip(value.edges[:-1], value.edges[1:], value.counts, strict=True)
-        return "csv", table([("left", "right", "count"), *rows]).encode()
-    file = io.BytesIO()
-    Pillow.fromarray(value).save(file, "PNG")
-    return "png", file.getvalue()
+        return "csv", table([("threshold", "precision", "recall"), *rows])
+    rows = zip(value.edges[:-1], value.edges[1:], value.counts, strict=True)
+    return "csv", table([("left", "right", "count"), *rows])
 
 
 def table(rows: Iterable[Sequence[Any]]) -> str:

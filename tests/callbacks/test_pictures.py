@@ -144,13 +144,14 @@ def test_each_is_shown_at_its_own_interval_and_by_default_ever_less_often() -> N
 def test_names_and_numbers_are_written_at_their_places_and_captions_fit() -> None:
     names = ["cat", "dog", "a very long name"]
     blank, written = (matrix(np.eye(3) * 7, n) for n in (["", "", ""], names))
-    dark = (written < 90).all(2)
-    assert dark[:60].any() and dark[60:, :60].any()  # noqa: PT018 (above the columns, at the rows)
+    dark, edge = (written < 90).all(2), len(written) // 4  # a cell is as wide as the longest name
+    for place in (dark[:edge, edge:], dark[edge:, :edge]):  # above the columns, at the rows
+        assert all(part.any() for part in np.array_split(place, 3, axis=place.shape[1] > edge))
     assert blank.shape[1] < written.shape[1]
     tiles = torch.zeros(3, 3, 8, 8, dtype=torch.uint8)
     bare, told = sheet(tiles), sheet(tiles, ["aeroplane 100%\nis automobile", "cat 50%", "dog"])
     assert bare.shape == (4 + 96 + 4, 3 * 100 + 4, 3)
-    assert told.shape[0] == bare.shape[0] + 2 * 18
+    assert told.shape[0] > bare.shape[0] + 2 * 10
     letters = (told[4 + 96 :] < 128).all(2).any(0)
     assert all(part.any() for part in np.array_split(letters, 3))
 
@@ -362,7 +363,6 @@ def test_texts_of_a_run_are_logged_once(tmp_path: Path) -> None:
     texts = {name: shown for name, ((_, shown),) in gallery.shown.items()}
     assert texts["run/config"] == "    seed: 3"
     assert texts["run/overrides"] == "    - seed=3"
-    assert "updates 6" in texts["run/plan"]
 
 
 def test_a_graph_needs_tensorboard_and_a_model_that_can_be_traced(
@@ -380,7 +380,7 @@ def test_a_graph_needs_tensorboard_and_a_model_that_can_be_traced(
     callbacks = {"tensorboard": TensorBoard(), "graph": Graph()}
     make_trainer(callbacks, tmp_path / "a", model=Untraceable(4, 2).double()).fit()
     (warning,) = (record.getMessage() for record in caplog.records)
-    assert warning == "callbacks.graph: the model cannot be traced: not this one"
+    assert warning == "callbacks.graph: not this one; training continues without it"
 
     make_trainer({"tensorboard": TensorBoard(), "graph": Graph()}, tmp_path / "b").fit()
     board = EventAccumulator(str(tmp_path / "b" / "tensorboard"))
