@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from conf.errors import ConfigError
-from scripts.list_runs import read_run, runs, varied
+from scripts.list_runs import runs, varied
 from trainer.runs.directory import RunDirectory
 from trainer.runs.lock import RunLock
 from trainer.runs.status import RunDirectoryError
