@@ -146,9 +146,7 @@ class OptimizerWords:
 
     lr: float | None = natural(None, "learning rate")
     weight_decay: float | None = natural(None, "weight decay")
-    param_groups: Values | list[Any] | None = option(
-        None, "rules: other values for some parameters"
-    )
+    param_groups: Values | None = option(None, "rules: other values for some parameters")
     optimizers: Named | None = option(None, "several optimizers by name, instead of one")
     extra: dict[str, Any] = field(default_factory=dict)
 

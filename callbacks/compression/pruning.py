@@ -73,9 +73,11 @@ def _parsed(node: Any, settings: Settings) -> list[tuple[GroupRule, Settings]]:
     Raises ConfigError.
     """
     problems: list[Problem] = []
-    rules = []
-    for rule in parse_rules(node, "rules", problems):
-        of_groups = [key for key in ("frozen", "layer_decay") if getattr(rule, key)]
+    rules, parsed = [], list[GroupRule]()
+    with noted(problems):
+        parsed = parse_rules(node, "rules")
+    for rule in parsed:
+        of_groups = [key for key in ("frozen", "layers") if getattr(rule, key)]
         if foreign := [*(rule.overrides.keys() - _SETTINGS), *of_groups]:
             hints = {key: did_you_mean(key, (*SELECTORS, *_SETTINGS)) for key in foreign}
             problems += (Problem(f"{rule.key}.{k}", "unknown key", h) for k, h in hints.items())

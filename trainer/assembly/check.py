@@ -116,7 +116,7 @@ def _task_problems(parts: Assembly) -> Iterator[Problem]:
         if getattr(type(task), step) is getattr(Task, step):
             yield Problem("task._target_", missing_step(type(task), step))
         yield from _monitor_problems(parts.config, task.metric_names())
-    names = [section.name for section in sections(parts.config.optimizer, "optimizer", [])]
+    names = [section.name for section in sections(parts.config.optimizer)]
     if task.turns and set(task.turns) != set(names):
         yield Problem(
             "optimizer.optimizers",
@@ -150,7 +150,7 @@ def _strategy_problems(config: Config) -> Iterator[Problem]:
         if node and not getattr(locate(node["_target_"]), "takes_shards", True):
             message = f"{node['_target_']} needs whole parameters, and strategy=fsdp shards them"
             yield Problem(f"callbacks.{name}", message, hint="use strategy=ddp")
-    for section in sections(config.optimizer, "optimizer", []):
+    for section in sections(config.optimizer):
         kind = locate(path) if (path := section.target.get("_target_")) else None
         if not isinstance(kind, type):
             continue

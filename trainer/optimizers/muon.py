@@ -38,16 +38,12 @@ class Muon(torch.optim.Muon):
         adjust_lr_fn: Literal["original", "match_rms_adamw", "spectral_unclamped"] | None = None,
         normalized: bool = False,
     ) -> None:
-        # torch checks the shapes in the constructor, not when a group is added.
+        # Its constructor checks the options, and refuses what is no matrix.
         one = [nn.Parameter(torch.zeros(1, 1))]
         super().__init__(
             one, lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn
         )
-        self.param_groups.clear()
-        self.defaults["normalized"] = normalized
-        params = list(params)
-        for group in params if params and isinstance(params[0], dict) else [{"params": params}]:
-            self.add_param_group(group)
+        torch.optim.Optimizer.__init__(self, params, self.defaults | {"normalized": normalized})
         shapes = [tuple(p.shape) for group in self.param_groups for p in group["params"]]
         if wrong := [shape for shape in shapes if len(shape) < 2]:
             raise ValueError(f"Muon trains matrices and kernels, not shape {wrong[0]}")

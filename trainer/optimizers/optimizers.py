@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from conf.errors import ConfigError, Problem, did_you_mean, raise_problems, some
+from conf.errors import ConfigError, Problem, did_you_mean, noted, raise_problems, some
 from trainer.optimizers.param_groups import (
     DEFAULT,
     Claim,
@@ -25,6 +25,7 @@ from trainer.optimizers.param_groups import (
     first_rule,
     parse_rules,
     parse_selector,
+    refuse,
 )
 from trainer.optimizers.state import begin_with_zeros, damped, pack, unpack
 from trainer.targets.instantiate import instantiate
@@ -217,81 +218,67 @@ def build_optimizers(
     """Build the optimizers of an `optimizer` node over `model` and over `others` by name.
 
     Freezes the parameters of rules with `frozen`. `prefer_fused` selects torch's fused kernels
-    where the node leaves the choice open. Raises `ParamGroupError` with all problems.
+    where the node leaves the choice open. Raises `ParamGroupError`.
     """
+    found, known = sections(node, key), candidates(model, others)
     problems: list[Problem] = []
-    found, known = sections(node, key, problems), candidates(model, others)
-    shared = []  # rules that hold within each of several optimizers
-    if "optimizers" in node:
-        shared = parse_rules(node.get("param_groups"), f"{key}.param_groups", problems)
+    shared: list[GroupRule] = []  # rules that hold within each of several optimizers
+    with noted(problems):
+        if "optimizers" in node:
+            shared = parse_rules(node.get("param_groups"), f"{key}.param_groups")
     claims = {}
     for section in found:
-        rules = parse_rules(section.own["param_groups"], f"{section.key}.param_groups", problems)
-        rest = GroupRule("", section.key)
-        takes: Selector = rest.accepts
-        if (chosen := section.own["params"]) is not None:
-            takes = parse_selector(chosen, f"{section.key}.params", problems)
-        elif rules and section is not found[-1]:  # which takes what is left
-            takes = partial(first_rule, rules)
-        claims[section.name] = Claim(takes, [*rules, *shared, rest])
+        with noted(problems):
+            rules = parse_rules(section.own["param_groups"], f"{section.key}.param_groups")
+            rest = GroupRule("", section.key)
+            takes: Selector = rest.accepts
+            if (chosen := section.own["params"]) is not None:
+                takes = parse_selector(chosen, f"{section.key}.params")
+            elif rules and section is not found[-1]:  # which takes what is left
+                takes = partial(first_rule, rules)
+            claims[section.name] = Claim(takes, [*rules, *shared, rest])
     raise_problems(problems, ParamGroupError)
     groups, frozen = divide(model, known, claims)
     built = {s.name: _build(s, groups[s.name], prefer_fused) for s in found}
     return Optimizers(built, {c.tensor: c.name for c in known}, frozen, found)
 
 
-def sections(node: Mapping[str, Any], key: str, problems: list[Problem]) -> list[Section]:
+def sections(node: Mapping[str, Any], key: str = "optimizer") -> list[Section]:
     """Return the optimizers of a node: the node itself, or those under `optimizers`.
 
     A null entry is dropped. Hyper-parameters beside `optimizers` are the defaults of all of them.
     """
-    children: Mapping[Any, Any] = {SINGLE: node}
-    if "optimizers" in node:
-        children = node["optimizers"]
-        if not isinstance(children, Mapping) or not any(children.values()):
-            message = f"must be a dict of optimizers by name, not {children!r}"
-            problems.append(Problem(f"{key}.optimizers", message))
-            return []
+    children = node.get("optimizers", {SINGLE: node})
+    if not isinstance(children, Mapping) or not any(children.values()):
+        refuse(f"{key}.optimizers", f"must be a dict of optimizers by name, not {children!r}")
     shared = {k: v for k, v in node.items() if k not in ("optimizers", *OWN)}
     found = []
     for name, child in children.items():
         where = key if child is node else f"{key}.optimizers.{name}"
-        if isinstance(child, Mapping):
-            target = {k: v for k, v in {**shared, **child}.items() if k not in OWN}
-            if not target.get("_target_"):
-                message = "has no _target_, such as torch.optim.AdamW"
-                problems.append(Problem(where, message))
-            found.append(Section(str(name), where, target, {k: child.get(k) for k in OWN}))
-        elif child is not None:
-            problems.append(Problem(where, f"must be a node with a _target_, not {child!r}"))
+        if child is None:
+            continue
+        if not isinstance(child, Mapping):
+            refuse(where, f"must be a node with a _target_, not {child!r}")
+        target = {k: v for k, v in {**shared, **child}.items() if k not in OWN}
+        if not target.get("_target_"):
+            refuse(where, "has no _target_, such as torch.optim.AdamW")
+        found.append(Section(str(name), where, target, {k: child.get(k) for k in OWN}))
     return found
 
 
 def _build(section: Section, groups: Sequence[ParamGroup], prefer_fused: bool) -> Optimizer:
-    key, target = section.key, section.target
-    made = partial(construct, Optimizer, ParamGroupError, key)
-    shards = {n: p for g in groups for n, p in g.parameters.items() if hasattr(p, "device_mesh")}
+    make = partial(construct, Optimizer, ParamGroupError, section.key)
     resolved = [{"params": list(g.parameters.values()), "name": g.name} for g in groups]
-    if not (prefer_fused or shards or any(g.rule.overrides or g.lr_factor != 1.0 for g in groups)):
-        return made(target, resolved)
+    if not (prefer_fused or any(g.rule.overrides or g.lr_factor != 1.0 for g in groups)):
+        return make(section.target, resolved)
     # Only an instance shows which hyper-parameters a group can have, and their defaults.
-    probe = made(target, [nn.Parameter(torch.zeros(1, 1))])
-    defaults, kind = probe.defaults, type(probe).__name__
+    probe = make(section.target, [nn.Parameter(torch.zeros(1, 1))])
+    defaults = probe.defaults
     problems: list[Problem] = []
     for options, group in zip(resolved, groups, strict=True):
         options |= _resolved(group, defaults, problems)
-    shardable = not shards or isinstance(probe, SHARDED_FUSED)
-    if defaults.get("fused") and not shardable:
-        message = f"torch has no fused kernel of {kind} for strategy=fsdp"
-        problems.append(Problem(f"{key}.fused", message, "leave it out"))
-    uneven = [n for n, p in shards.items() if p.ndim > 1 and len(p) % p.device_mesh.size()]
-    if uneven and isinstance(probe, torch.optim.LBFGS):
-        message = (
-            f"{kind} flattens its parameters into one vector, which torch cannot do with uneven "
-            f"shards: the rows of {some(uneven)} cannot be divided evenly among the processes"
-        )
-        problems.append(Problem(key, message, "strategy=ddp trains it"))
     raise_problems(problems, ParamGroupError)
+    sharded = any(hasattr(p, "device_mesh") for g in groups for p in g.parameters.values())
     # The choice is open; fused SGD cannot apply dampening to a parameter whose first gradient
     # comes later than others'.
     if (
@@ -299,14 +286,14 @@ def _build(section: Section, groups: Sequence[ParamGroup], prefer_fused: bool) -
         and defaults.get("fused", True) is None
         and not (defaults.get("foreach") or defaults.get("differentiable"))
         and not any(damped({**defaults, **group}) for group in resolved)
-        and shardable
+        and (not sharded or isinstance(probe, SHARDED_FUSED))
     ):
-        built = made(target | {"fused": True}, [dict(group) for group in resolved])
+        built = make(section.target | {"fused": True}, [dict(group) for group in resolved])
         # torch 2.11's fused Adagrad runs on CPUs only and lacks this attribute, which all fused
         # optimizers for GPUs have.
         if hasattr(built, "_step_supports_amp_scaling"):
             return built
-    return made(target, resolved)
+    return make(section.target, resolved)
 
 
 def construct(
@@ -335,36 +322,36 @@ def _resolved(
 ) -> dict[str, Any]:
     # The hyper-parameters of a group that differ from the optimizer's defaults.
     resolved: dict[str, Any] = {}
-    for name, value in group.rule.overrides.items():
+    given = group.rule.overrides
+    for name, value in given.items():
         key, stem = f"{group.rule.key}.{name}", name.removesuffix("_scale")
-        if name in defaults:
-            resolved[name] = _checked(key, value, defaults[name], problems)
-        elif stem == name or type(defaults.get(stem)) not in (int, float):
-            message = (
-                f"the optimizer has no hyper-parameter {name!r}, only {', '.join(defaults)},"
-                " and lr_scale for a multiple of lr"
-            )
-            problems.append(Problem(key, message, did_you_mean(name, [*defaults, "lr_scale"])))
-        elif stem in group.rule.overrides:
+        scaled = stem != name and type(defaults.get(stem)) in (int, float)
+        if name not in defaults and not scaled:
+            message = f"the optimizer has no hyper-parameter {name!r}, only {', '.join(defaults)}"
+            hint = did_you_mean(name, defaults) or "lr_scale is a multiple of lr"
+            problems.append(Problem(key, message, hint))
+        elif scaled and stem in given:
             problems.append(Problem(key, f"{stem} is set as well", "remove one of the two"))
+        elif need := _need(value, 1.0 if scaled else defaults[name]):
+            problems.append(Problem(key, f"must be {need}, not {value!r}"))
+        elif scaled:
+            resolved[stem] = defaults[stem] * value
         else:
-            resolved[stem] = defaults[stem] * _checked(key, value, 1.0, problems)
+            resolved[name] = tuple(value) if isinstance(value, list) else value
     if group.lr_factor != 1.0:
         resolved["lr"] = resolved.get("lr", defaults["lr"]) * group.lr_factor
     return resolved
 
 
-def _checked(key: str, value: Any, default: Any, problems: list[Problem]) -> Any:
-    # torch does not check the values of groups: they are of the same type as the default.
-    need, number = None, type(value) in (int, float) and math.isfinite(value)
+def _need(value: Any, default: Any) -> str | None:
+    # What a value should be, as torch does not check those of groups: of the default's type.
     if isinstance(default, bool):
-        need = None if isinstance(value, bool) else "true or false"
-    elif isinstance(default, int | float):
-        need = "a number" if not number else "0 or more" if value < 0 <= default else None
-    elif isinstance(default, tuple | list):
+        return None if isinstance(value, bool) else "true or false"
+    if isinstance(default, int | float):
+        if not (type(value) in (int, float) and math.isfinite(value)):
+            return "a number"
+        return "0 or more" if value < 0 <= default else None
+    if isinstance(default, tuple | list):
         fits = isinstance(value, tuple | list) and len(value) == len(default)
-        need, value = None if fits else f"a list of {len(default)}", tuple(value) if fits else value
-    if need:
-        problems.append(Problem(key, f"must be {need}, not {value!r}"))
-        return default
-    return value
+        return None if fits else f"a list of {len(default)}"
+    return None

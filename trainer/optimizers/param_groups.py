@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from operator import eq, ge, gt, le, lt
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from torch import nn
 
@@ -16,7 +15,7 @@ from trainer.targets.allow_list import locate
 
 DEFAULT = "default"  # the group of the parameters that no rule accepts
 SELECTORS = ("match", "module", "kind", "except")
-_OWN = (*SELECTORS, "name", "frozen", "layers", "layer_decay")
+_OWN = (*SELECTORS, "frozen", "layers", "layer_decay")
 
 _NORM_NAME = re.compile(r"Norm([123]d)?$")
 _MODULES: dict[str, tuple[type[nn.Module], ...]] = {
@@ -38,6 +37,11 @@ _COMPARE = {"<": lt, "<=": le, "==": eq, ">=": ge, ">": gt}
 
 class ParamGroupError(ConfigError, ValueError):
     """An `optimizer` section of the config is invalid."""
+
+
+def refuse(key: str, message: str, hint: str | None = None) -> NoReturn:
+    """Raise `ParamGroupError` for one key."""
+    raise ParamGroupError(Problem(key, message, hint))
 
 
 class Candidate(NamedTuple):
@@ -83,7 +87,7 @@ class GroupRule(NamedTuple):
     accepts: Selector = lambda candidate: True
     overrides: Mapping[str, Any] = {}
     frozen: bool = False
-    layer_decay: float | None = None
+    layer_decay: float = 1.0
     layers: Sequence[re.Pattern[str]] = ()
 
 
@@ -117,9 +121,8 @@ def divide(
     frozen here. With several claims, the name of a group begins with that of its optimizer.
     Raises `ParamGroupError` with all problems.
     """
-    problems: list[Problem] = []
     rules = [rule for claim in claims.values() for rule in claim.rules[:-1]]
-    layers = {r.key: _layers(r, model, found, problems) for r in rules if r.layer_decay is not None}
+    layers = {rule.key: _layers(rule, model, found) for rule in rules if rule.layers}
     groups: dict[tuple[str, int, int], ParamGroup] = {}  # by optimizer, rule and layer
     frozen: dict[str, nn.Parameter] = {}
     used: set[str] = set()
@@ -132,7 +135,7 @@ def divide(
             frozen[candidate.name] = candidate.tensor
         elif rule:
             depth, factor = layers.get(rule.key, {}).get(candidate.name, (0, 1.0))
-            layer = str(depth) if rule.layer_decay is not None else ""
+            layer = str(depth) if rule.layers else ""
             words = (owner if len(claims) > 1 else "", rule.name, layer)
             group = ParamGroup(".".join(filter(None, words)) or DEFAULT, rule, factor, {})
             place = owner, claims[owner].rules.index(rule), depth
@@ -140,16 +143,12 @@ def divide(
         else:
             homeless.append(candidate.name)
     ordered = {name: [groups[key] for key in sorted(groups) if key[0] == name] for name in claims}
-    problems += unused(rules, used, found)
+    problems = list(unused(rules, used, found))
     if homeless:
         problems.append(Problem("optimizer.optimizers", f"no optimizer takes {some(homeless)}"))
     for name, claim in claims.items():
         if not ordered[name]:
             problems.append(Problem(claim.rules[-1].key, "has no trainable parameter left"))
-    for name, count in Counter(group.name for group in groups.values()).items():
-        if count > 1:
-            message = f"two parameter groups would be called {name!r}"
-            problems.append(Problem("optimizer", message, "rename a rule"))
     raise_problems(problems, ParamGroupError)
     for tensor in frozen.values():
         tensor.requires_grad_(False)
@@ -157,23 +156,22 @@ def divide(
 
 
 def _layers(
-    rule: GroupRule, model: nn.Module, found: Sequence[Candidate], problems: list[Problem]
+    rule: GroupRule, model: nn.Module, found: Sequence[Candidate]
 ) -> dict[str, tuple[int, float]]:
     # Of each parameter: the number of its layer from the input on, and the factor of its rate.
     places: Mapping[str, Any] = {c.name: _place(c.name, rule.layers) for c in found}
-    if len(set(places.values()) - {None}) < 2:
+    if len({*places.values()} - {None}) < 2:
         places = _timm_layers(model) or places
-    layers = sorted(set(places.values()) - {None})
-    missing = [c.name for c in found if rule.accepts(c) and places.get(c.name) is None]
-    if missing:
-        problems.append(Problem(f"{rule.key}.layers", f"no pattern matches {missing[0]}"))
-    elif len(layers) < 2:
+    depths = {place: i for i, place in enumerate(sorted({*places.values()} - {None}))}
+    for candidate in found:
+        if rule.accepts(candidate) and places.get(candidate.name) is None:
+            refuse(f"{rule.key}.layers", f"no pattern matches {candidate.name}")
+    if len(depths) < 2:
         hint = r"give patterns from the input on, such as blocks\.(\d+)"
-        problems.append(Problem(f"{rule.key}.layers", "finds one layer only", hint))
-    decays = {
-        p: (i, (rule.layer_decay or 1.0) ** (len(layers) - 1 - i)) for i, p in enumerate(layers)
-    }
-    return {name: decays[place] for name, place in places.items() if place is not None}
+        refuse(f"{rule.key}.layers", "finds one layer only", hint)
+    factors = [rule.layer_decay**above for above in reversed(range(len(depths)))]
+    placed = {name: depths[place] for name, place in places.items() if place is not None}
+    return {name: (depth, factors[depth]) for name, depth in placed.items()}
 
 
 def _place(name: str, layers: Sequence[re.Pattern[str]]) -> tuple[int, int] | None:
@@ -209,101 +207,85 @@ def unused(
             yield Problem(key, "matches no parameter", hint)
 
 
-def parse_rules(rules: Any, key: str, problems: list[Problem]) -> list[GroupRule]:
-    """Parse a dict (null entries are dropped) or a list of rules; append to `problems`."""
-    if isinstance(rules, list | tuple):
-        names = [node.get("name") if isinstance(node, Mapping) else None for node in rules]
-        named = {str(name or f"rule_{i}"): rules[i] for i, name in enumerate(names)}
-        if len(named) < len(rules):
-            problems.append(Problem(key, "gives the same name to two rules"))
-        rules = named
+def parse_rules(rules: Any, key: str) -> list[GroupRule]:
+    """Parse a dict of rules, of which null entries are dropped.
+
+    Raises `ParamGroupError` with the first problem of each rule.
+    """
     if not isinstance(rules, Mapping | None):
-        problems.append(Problem(key, f"must be a dict or a list of rules, not {rules!r}"))
-        return []
-    parsed = []
+        refuse(key, f"must be a dict of rules, not {rules!r}")
+    parsed, problems = [], list[Problem]()
     for name, node in (rules or {}).items():
-        where = f"{key}.{name}"
-        if name == DEFAULT or not re.fullmatch(r"[\w\-./]+", str(name)):
-            message = f"a rule's name has letters, digits and ._-/ only, and is not {DEFAULT!r}"
-            problems.append(Problem(where, message))
-        elif isinstance(node, Mapping):
-            parsed.append(_parse_rule(str(name), node, where, problems))
-        elif node is not None:
-            message = f"must be a rule such as {{match: bias$}}, not {node!r}"
-            problems.append(Problem(where, message))
+        with noted(problems):
+            if node is not None:
+                parsed.append(_parse_rule(str(name), node, f"{key}.{name}"))
+    raise_problems(problems, ParamGroupError)
     return parsed
 
 
-def _parse_rule(name: str, node: Mapping[str, Any], key: str, problems: list[Problem]) -> GroupRule:
+def _parse_rule(name: str, node: Any, key: str) -> GroupRule:
+    if name == DEFAULT or not re.fullmatch(r"[\w\-/]+", name):
+        refuse(key, f"a rule's name has letters, digits and _-/ only, and is not {DEFAULT!r}")
+    if not isinstance(node, Mapping):
+        refuse(key, f"must be a rule such as {{match: bias$}}, not {node!r}")
     selector = {word: node[word] for word in SELECTORS if word in node}
     if not selector:
-        hint = f"give it {', '.join(SELECTORS[:-1])} or except"
-        problems.append(Problem(key, "selects nothing", hint))
+        refuse(key, "selects nothing", f"give it {', '.join(SELECTORS[:-1])} or except")
     frozen, decay, layers = node.get("frozen", False), node.get("layer_decay"), node.get("layers")
     if not isinstance(frozen, bool):
-        problems.append(Problem(f"{key}.frozen", f"must be true or false, not {frozen!r}"))
+        refuse(f"{key}.frozen", f"must be true or false, not {frozen!r}")
     if (decay is None) != (layers is None):
-        problems.append(Problem(key, "needs both layer_decay and layers, or neither"))
+        refuse(key, "needs both layer_decay and layers, or neither")
     if decay is not None and not (type(decay) in (int, float) and 0 < decay <= 1):
-        message = f"must be a number in (0, 1], not {decay!r}"
-        problems.append(Problem(f"{key}.layer_decay", message))
-    patterns = [] if layers is None else _each(_pattern, layers, f"{key}.layers", problems)
-    accepts = parse_selector(selector, key, problems)
+        refuse(f"{key}.layer_decay", f"must be a number in (0, 1], not {decay!r}")
+    patterns = [] if layers is None else _each(_pattern, layers, f"{key}.layers")
     overrides = {word: value for word, value in node.items() if word not in _OWN}
-    return GroupRule(name, key, accepts, overrides, frozen is True, decay, patterns)
+    accepts = parse_selector(selector, key)
+    return GroupRule(name, key, accepts, overrides, frozen, decay or 1.0, patterns)
 
 
-def parse_selector(node: Any, key: str, problems: list[Problem]) -> Selector:
+def parse_selector(node: Any, key: str) -> Selector:
     """Parse `match`, `module`, `kind`, all of which hold, and `except`, of which none does.
 
-    Appends to `problems`.
+    Raises `ParamGroupError`.
     """
-    hold, unless = _tests(node, SELECTORS, key, problems), []
-    if isinstance(node, Mapping) and node.get("except") is not None:
-        unless = _tests(node["except"], SELECTORS[:-1], f"{key}.except", problems)
+    hold, unless = _tests(node, SELECTORS, key), []
+    if node.get("except") is not None:
+        unless = _tests(node["except"], SELECTORS[:-1], f"{key}.except")
     return lambda c: (
         all(any(holds(c) for holds in tests) for tests in hold)
         and not any(holds(c) for tests in unless for holds in tests)
     )
 
 
-def _tests(
-    node: Any, words: Sequence[str], key: str, problems: list[Problem]
-) -> list[list[Selector]]:
+def _tests(node: Any, words: Sequence[str], key: str) -> list[list[Selector]]:
     # For each key the tests of its values, of which one must hold.
     if not isinstance(node, Mapping):
-        problems.append(Problem(key, f"must be a dict with {', '.join(words)}, not {node!r}"))
-        return []
+        refuse(key, f"must be a dict with {', '.join(words)}, not {node!r}")
+    for word in node.keys() - {*words}:
+        refuse(f"{key}.{word}", "unknown key", did_you_mean(str(word), words))
     makers = {"match": _matches, "module": _lies_in, "kind": _is_kind}
-    found = []
-    for word, value in node.items():
-        if word not in words:
-            hint = did_you_mean(str(word), words)
-            problems.append(Problem(f"{key}.{word}", "unknown key", hint))
-        elif word in makers and value is not None:
-            found.append(_each(makers[word], value, f"{key}.{word}", problems))
-    return found
+    return [
+        _each(makers[word], value, f"{key}.{word}")
+        for word, value in node.items()
+        if word in makers and value is not None
+    ]
 
 
-def _each(make: Callable[[str], T], value: Any, key: str, problems: list[Problem]) -> list[T]:
+def _each(make: Callable[[str], T], value: Any, key: str) -> list[T]:
     # What is made of a text, or of each text of a list.
     texts = [value] if isinstance(value, str) else value
-    made: list[T] = []
-    if isinstance(texts, list | tuple) and texts and all(isinstance(t, str) for t in texts):
-        for text in texts:
-            with noted(problems), problems_at(key):
-                made.append(make(text))
-    else:
-        problems.append(Problem(key, f"must be a string or a list of strings, not {value!r}"))
-    return made
+    if not (isinstance(texts, list) and texts and all(isinstance(t, str) for t in texts)):
+        refuse(key, f"must be a string or a list of strings, not {value!r}")
+    with problems_at(key):
+        return [make(text) for text in texts]
 
 
 def _pattern(text: str) -> re.Pattern[str]:
     try:
         return re.compile(text)
     except re.error as error:
-        message = f"{text!r} is not a valid regular expression: {error}"
-        raise ParamGroupError(message) from None
+        refuse("", f"{text!r} is not a valid regular expression: {error}")
 
 
 def _matches(text: str) -> Selector:
@@ -321,14 +303,14 @@ def _is_kind(kind: str) -> Selector:
     if kind in _KINDS:
         return lambda c: _one_is(kind, c.owners)
     known = f"neither one of {', '.join(_KINDS)} nor a comparison such as ndim<=1"
-    raise ParamGroupError(Problem("", f"{kind!r} is {known}", did_you_mean(kind, _KINDS)))
+    refuse("", f"{kind!r} is {known}", did_you_mean(kind, _KINDS))
 
 
 def _lies_in(text: str) -> Selector:
     kind = text if text in _MODULES else locate(text) if "." in text else None
     if not isinstance(kind, str | type):
         known = f"neither the import path of a class nor one of {', '.join(_MODULES)}"
-        raise ParamGroupError(Problem("", f"{text!r} is {known}", did_you_mean(text, _MODULES)))
+        refuse("", f"{text!r} is {known}", did_you_mean(text, _MODULES))
     return lambda c: _one_is(kind, c.path)
 
 
