@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import (
     SequentialLR,
 )
 
-from conf.errors import Problem, did_you_mean, problems_at, raise_problems
+from conf.errors import Problem, did_you_mean, problems_at, some
 from conf.interpolation import RESERVED, fill, leaves
 from trainer.lr_schedulers.functions import aliases, function_of
 from trainer.lr_schedulers.schedule import (
@@ -35,26 +35,9 @@ from trainer.targets.allow_list import locate
 logger = logging.getLogger("regimen")
 
 OUTER = ("interval", "monitor", "warmup")  # keys of ours, in the outermost node only
+_BUILT = ("functions", "schedulers")  # of which objects are made for the target
 EXAMINED = 10_000  # updates, at most, that are walked before a run
 _WARMUP: Mapping[str, Any] = {"steps": 0, "epochs": 0, "start_factor": 0.01, "shape": "linear"}
-
-
-def _inner_nodes(node: Mapping[str, Any], key: str) -> dict[str, Mapping[str, Any]]:
-    # The nodes under `schedulers`, a dict (null is dropped) or a list, by their keys.
-    children = node.get("schedulers") or {}
-    pairs = children.items() if isinstance(children, Mapping) else enumerate(children)
-    inner = {f"{key}.schedulers.{name}": child for name, child in pairs if child is not None}
-    for where, child in inner.items():
-        _require_target(child, where)
-        for word in OUTER:
-            if child.get(word) is not None:
-                refuse(f"{where}.{word}", f"must be set in {key}, for all its schedulers")
-    return inner
-
-
-def _require_target(node: Any, key: str) -> None:
-    if not isinstance(node, Mapping) or not node.get("_target_"):
-        refuse(key, "has no _target_, such as torch.optim.lr_scheduler.StepLR")
 
 
 def build_lr_schedule(
@@ -112,13 +95,15 @@ def warn_of_long_warmups(
 
 
 def parse_warmup(node: Any, key: str, interval: str, steps_per_epoch: int | None) -> Warmup:
-    """Parse `{steps | epochs, start_factor, shape}`. Raises `ScheduleError` with all problems.
+    """Parse `{steps | epochs, start_factor, shape}`. Raises `ScheduleError`.
 
     With `epochs` the factor changes after every update, or once an epoch if the schedule does.
     """
     if not isinstance(node, Mapping | None):
         refuse(key, f"must be a dict with steps or epochs, not {node!r}")
     given = {**_WARMUP, **{word: v for word, v in (node or {}).items() if v is not None}}
+    for word in given.keys() - _WARMUP:
+        refuse(f"{key}.{word}", "unknown key", f"there are {', '.join(_WARMUP)}")
     steps, epochs, start, shape = (given[word] for word in _WARMUP)
     above = start or shape != "exponential"
     need = {
@@ -127,27 +112,20 @@ def parse_warmup(node: Any, key: str, interval: str, steps_per_epoch: int | None
         "shape": (shape in ("linear", "exponential"), "one of linear, exponential"),
         "start_factor": (_in(start, 1) and above, "from 0 to 1 (exponential: above 0)"),
     }
-    problems = [
-        Problem(f"{key}.{word}", f"must be {wanted}, not {given[word]!r}")
-        for word, (fits, wanted) in need.items()
-        if not fits
-    ]
-    hint = f"there are {', '.join(_WARMUP)}"
-    problems += [Problem(f"{key}.{word}", "unknown key", hint) for word in given.keys() - _WARMUP]
+    for word, (fits, wanted) in need.items():
+        if not fits:
+            refuse(f"{key}.{word}", f"must be {wanted}, not {given[word]!r}")
     if steps and epochs:
-        problems.append(Problem(key, "has steps and epochs", "remove one of the two"))
+        refuse(key, "has steps and epochs", "remove one of the two")
     if epochs and steps_per_epoch is None and interval == "step":
-        message = "the length of an epoch is not known"
-        problems.append(Problem(f"{key}.epochs", message, "give steps"))
-    raise_problems(problems, ScheduleError)
+        refuse(f"{key}.epochs", "the length of an epoch is not known", "give steps")
     if interval == "epoch" and not steps:
         return Warmup(round(epochs), "epoch", float(start), shape)
     return Warmup(round(steps or epochs * (steps_per_epoch or 0)), "step", float(start), shape)
 
 
 def _in(value: Any, highest: float = math.inf) -> bool:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    return number and math.isfinite(value) and 0 <= value <= highest
+    return type(value) in (int, float) and math.isfinite(value) and 0 <= value <= highest
 
 
 @dataclass
@@ -168,7 +146,6 @@ class _Builder:
     settings: dict[str, Any] = field(default_factory=dict)
 
     def track(self, node: Mapping[str, Any], key: str) -> Track:
-        _require_target(node, key)
         steps, per_epoch = self.updates, self.steps_per_epoch
         self.interval = node.get("interval") or "step"
         if self.interval not in ("step", "epoch"):
@@ -180,7 +157,8 @@ class _Builder:
             steps = self.updates = max(1, steps - warmup.updates(per_epoch))
             if self.interval == "epoch":
                 steps = math.ceil(steps / per_epoch) if per_epoch else None
-        scheduler, monitor = self.scheduler(node, steps, key), node.get("monitor")
+        inner = {name: value for name, value in node.items() if name not in OUTER}
+        scheduler, monitor = self.scheduler(inner, steps, key), node.get("monitor")
         settings = {where.removeprefix(f"{key}."): v for where, v in self.settings.items()}
         ramp = warmup._asdict() if warmup.ticks else {}
         settings |= {f"warmup.{name}": value for name, value in ramp.items()}
@@ -188,12 +166,13 @@ class _Builder:
         with problems_at(f"{key}.monitor"):
             return Track(scheduler, self.interval, monitor, warmup, self.group_names, settings)
 
-    def scheduler(self, node: Mapping[str, Any], steps: int | None, key: str) -> Any:
+    def scheduler(self, node: Any, steps: int | None, key: str) -> Any:
+        if not isinstance(node, Mapping) or not node.get("_target_"):
+            refuse(key, "has no _target_, such as torch.optim.lr_scheduler.StepLR")
         kind = locate(node["_target_"])
-        own = (*OUTER, "functions", "schedulers")  # keys that are not arguments of the target
         lengths = {"total_steps": steps, "steps_per_epoch": self.steps_per_epoch}
         known = {name: length for name, length in lengths.items() if length is not None}
-        arguments = fill({k: v for k, v in node.items() if k not in own}, known)
+        arguments = fill({k: v for k, v in node.items() if k not in _BUILT}, known)
         for where, value in leaves(arguments, key):
             if any(f"${{{name}}}" in str(value) for name in RESERVED):
                 _known(None, where)
@@ -211,13 +190,15 @@ class _Builder:
             if "lr_lambda" in arguments:
                 hint = 'write functions: {default: ...} instead, such as "0.97 ** epoch"'
                 refuse(f"{key}.lr_lambda", "is what functions gives", hint)
-            objects["lr_lambda"] = self.functions(node["functions"], steps, key)
-        if children := _inner_nodes(node, key):
-            parts, ends = [steps] * len(children), milestones or []
-            if kind is SequentialLR and len(ends) == len(children) - 1:
+            objects["lr_lambda"] = self.functions(node["functions"], key)
+        children = node.get("schedulers") or {}  # a dict, of which null is dropped, or a list
+        named = children.items() if isinstance(children, Mapping) else enumerate(children)
+        if kept := [(f"{key}.schedulers.{n}", child) for n, child in named if child is not None]:
+            parts, ends = [steps] * len(kept), milestones or []
+            if kind is SequentialLR and len(ends) == len(kept) - 1:
                 ends = zip([0, *ends], [*ends, steps], strict=True)
                 parts = [None if end is None else max(1, end - begin) for begin, end in ends]
-            pairs = zip(children.items(), parts, strict=True)
+            pairs = zip(kept, parts, strict=True)
             objects["schedulers"] = [self.scheduler(c, part, where) for (where, c), part in pairs]
         if kind in (OneCycleLR, CyclicLR) and arguments.get("max_lr") is None:
             arguments["max_lr"] = [float(group["lr"]) for group in self.optimizer.param_groups]
@@ -228,7 +209,7 @@ class _Builder:
             refuse(key, message, "set lr_scheduler.total_steps to ${total_steps}")
         return made
 
-    def functions(self, functions: Any, steps: int | None, key: str) -> list[Any]:
+    def functions(self, functions: Any, key: str) -> list[Any]:
         # Of each group that of its name, its rule or optimizer, or `default`.
         per_epoch, by_step = self.steps_per_epoch, self.interval == "step"
         self.settings[f"{key}.functions"] = functions
@@ -243,22 +224,23 @@ class _Builder:
             step = tick if by_step else tick * (per_epoch or 1)
             return {"step": float(step), "epoch": float(step // (per_epoch or 1)), **constant}
 
-        known = {alias for group in self.all_names for alias in aliases(group)}
+        known = {alias for group in self.all_names for alias in aliases(group)} | {DEFAULT}
         several = isinstance(functions, Mapping) and "_target_" not in functions
         made = {}
         for name, source in (functions if several else {DEFAULT: functions}).items():
             where = f"{key}.functions.{name}"
-            if source is not None and name not in (DEFAULT, *known):
-                message = "there is no parameter group of this name, only "
-                hint = did_you_mean(str(name), known)
-                refuse(where, message + ", ".join(self.all_names), hint)
+            if source is not None and name not in known:
+                message = f"there is no parameter group of this name, only {some(self.all_names)}"
+                refuse(where, message, did_you_mean(str(name), known))
             if source is not None:
-                made[name] = function_of(source, values, steps or 2, where)
+                made[name] = function_of(source, values, where)
+        chosen = []
         for group in self.group_names:
-            if not made.keys() & {*aliases(group), DEFAULT}:
+            names = [name for name in (*aliases(group), DEFAULT) if name in made]
+            if not names:
                 refuse(f"{key}.functions", f"has no function for group {group!r}, and no default")
-        choices = ([*aliases(group), DEFAULT] for group in self.group_names)
-        return [next(made[name] for name in names if name in made) for names in choices]
+            chosen.append(made[names[0]])
+        return chosen
 
 
 def _share(value: Any, steps: int | None, key: str) -> int:
