@@ -25,13 +25,13 @@ from conf.other_words import our_key
 from conf.schema import OWN_KEYS, Config
 from trainer.assembly.data import build_transforms, cache_problems, fold_problems
 from trainer.assembly.parts import OFFERED, Assembly, with_classes, wrong_class
-from trainer.optimizers.optimizers import UNSHARDED, sections
+from trainer.optimizers.optimizers import UNSHARDED, Optimizers, sections
 from trainer.optimizers.state import needs_closure
 from trainer.options import horizon
 from trainer.state import epoch_metric
 from trainer.strategies.strategy import Strategy
 from trainer.targets.allow_list import TargetError, locate
-from trainer.targets.instantiate import instantiate, node_problems, nodes_in
+from trainer.targets.instantiate import node_problems, nodes_in
 from trainer.task import Task, missing_step
 from trainer.update.gradients import without_effect
 
@@ -45,11 +45,6 @@ _PARTS = re.compile(
 )
 # Of optimizers and schedules: keys of ours, and arguments that are computed from what they hold.
 _APART = (*chain(*OWN_KEYS.values()), "milestones", "step_size", "max_lr")
-_BY_CLASS = (nn.CrossEntropyLoss, nn.NLLLoss, nn.MultiMarginLoss)
-_BY_VALUE = (
-    *(nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.SoftMarginLoss),
-    *(nn.BCEWithLogitsLoss, nn.PoissonNLLLoss),
-)
 _MONITOR = re.compile(r"((optimizer\.optimizers\.[^.]+\.)?lr_scheduler|callbacks\.[^.]+)\.monitor")
 
 
@@ -59,7 +54,7 @@ def check_targets(config: Config) -> None:
     parts = stand_ins(config)
     first = [*_task_problems(parts), *_strategy_problems(config)]
     about = {p.key.rpartition(".")[0] for p in first}
-    others = [*_loss_problems(config), *_part_problems(parts), *fold_problems(config)]
+    others = [*_part_problems(parts), *fold_problems(config)]
     raise_problems([*first, *(p for p in others if p.key not in about)])
 
 
@@ -168,23 +163,6 @@ def _strategy_problems(config: Config) -> Iterator[Problem]:
             yield Problem("strategy.comm_hook_options", str(error))
 
 
-def _loss_problems(config: Config) -> Iterator[Problem]:
-    """Call torch's losses on two tiny samples: torch checks their arguments only when called."""
-    for key, node in nodes_in(with_classes(config.task, _CLASSES).get("loss"), "task.loss"):
-        if (kind := locate(node["_target_"])) not in (*_BY_CLASS, *_BY_VALUE):
-            continue
-        with suppress(ConfigError):  # of its constructor: reported with the task's
-            loss = instantiate(node, _key_=key)
-            weights = [getattr(loss, name, None) for name in ("weight", "pos_weight")]
-            sizes = [len(w) for w in weights if w is not None and w.ndim]
-            output = torch.zeros(2, *(sizes or [3])[:1])
-            by_class = torch.zeros(2, dtype=torch.int64)
-            try:
-                loss(output, by_class if kind in _BY_CLASS else torch.zeros_like(output))
-            except (ValueError, RuntimeError) as error:
-                yield Problem(key, f"{node['_target_']}: {error}")
-
-
 def _part_problems(parts: Assembly) -> list[Problem]:
     """Build the other parts that need no data, in a run's order; return their problems."""
     config = parts.config
@@ -208,20 +186,24 @@ def _part_problems(parts: Assembly) -> list[Problem]:
     with noted(found):
         _ = parts.checkpointed
     with noted(found):
-        sparse = {getattr(m, "weight", 0) for m in model.modules() if getattr(m, "sparse", 0)}
-        for name, optimizer in parts.optimizers.items():
-            dense = {p for g in optimizer.param_groups for p in g["params"]} - sparse
-            if isinstance(optimizer, torch.optim.SparseAdam) and dense:
-                names = sorted(parts.optimizers.names[p] for p in dense)
-                message = f"SparseAdam takes sparse gradients, and that of {names[0]} is dense"
-                hint = "Embedding(sparse=True) makes them; other optimizers take both"
-                where = f"{parts.optimizers.sections[name].key}._target_"
-                found.append(Problem(where, message, hint))
+        found += _dense_problems(parts.optimizers, model)
         _ = parts.schedule
     for name, callback in vars(parts).get("callbacks", {}).items():
         with noted(found), problems_at(f"callbacks.{name}"):
             callback.check(model)
     return found
+
+
+def _dense_problems(optimizers: Optimizers, model: nn.Module) -> Iterator[Problem]:
+    sparse = {getattr(m, "weight", 0) for m in model.modules() if getattr(m, "sparse", 0)}
+    for section, optimizer in zip(
+        optimizers.sections.values(), optimizers.optimizers.values(), strict=True
+    ):
+        given = [p for group in optimizer.param_groups for p in group["params"]]
+        dense = [optimizers.names[p] for p in given if p not in sparse]
+        if isinstance(optimizer, torch.optim.SparseAdam) and dense:
+            message = f"SparseAdam takes sparse gradients, and that of {dense[0]} is dense"
+            yield Problem(f"{section.key}._target_", message, "Embedding(sparse=True) makes them")
 
 
 class _Unfilled(TorchFunctionMode):

@@ -198,8 +198,7 @@ def set_cache(config: Config, split: str, dataset: Any) -> None:
     """Let a data set keep its decoded images. Raises ConfigError where a device cannot."""
     options = config.data
     if options.cache == "device" and split in SPLITS:
-        transform = getattr(dataset, "transform", None)
-        raise_problems(_not_kept(config, split, type(dataset), transform))
+        raise_problems(_not_kept(config, split, type(dataset), getattr(dataset, "transform", None)))
     if options.cache == "none" or config.dry_run:
         return
     if isinstance(dataset, ImageFolder):
@@ -231,8 +230,7 @@ def cache_problems(config: Config) -> Iterable[Problem]:
             with suppress(ConfigError):  # of the transforms: reported as such
                 pipeline = build_pipeline(config, _stage_of(split))
                 _defer(config, split, kind, pipeline)
-        for problem in _not_kept(config, split, kind, pipeline):
-            found.setdefault(problem.key, problem)
+        found |= {problem.key: problem for problem in _not_kept(config, split, kind, pipeline)}
     return found.values()
 
 
@@ -249,23 +247,22 @@ def _kind(path: str) -> type | None:
 
 def _not_kept(config: Config, split: str, kind: type, transform: Any) -> Iterator[Problem]:
     instead = f"set data.cache={'ram' if issubclass(kind, ImageFolder) else 'none'}"
-    single = "takes single samples, and data.cache=device gathers whole batches"
-    if not can_be_kept(kind):
+    steps = transform.steps if isinstance(transform, Pipeline) else {}
+    if not can_be_kept(kind) or (transform is not None and not isinstance(transform, Pipeline)):
         message = f"is device, but data.{split} ({kind.__name__}) cannot be kept there"
-        more = "or give the class a method tensors() that returns all samples as one batch"
+        more = "or give it a method tensors() that returns all samples, and the group transforms"
         yield Problem("data.cache", message, f"{instead}, {more}")
     elif (key := _own_collate(config, split)) is not None:
         message = "puts single samples together, and data.cache=device gathers whole batches"
         yield Problem(key, message, f"leave it out, or {instead}")
-    elif transform is not None and not isinstance(transform, Pipeline):
-        yield Problem(f"data.{split}.transform", single, f"use the group transforms, or {instead}")
-    steps = transform.steps if isinstance(transform, Pipeline) else {}
     # Those before a step for single samples could do without.
     for name in [name for name, step in steps.items() if batch_form(step) is None] or steps:
         written = type(getattr(steps[name], "step", steps[name]))  # which a quick form stands for
+        message = (
+            f"{written.__name__} takes single samples; data.cache=device gathers whole batches"
+        )
         hint = f"use a step for batches, as transforms=on_device does, or {instead}"
-        key = f"transforms.{_stage_of(split)}.{name}"
-        yield Problem(key, f"{written.__name__} {single}", hint)
+        yield Problem(f"transforms.{_stage_of(split)}.{name}", message, hint)
 
 
 def data_facts(sets: Mapping[str, Any]) -> dict[str, Any]:

@@ -214,10 +214,9 @@ def _chosen(config: Config, dataset: Any) -> Order | Updates:
     for name, made_of in (("batch_sampler", as_updates), ("sampler", as_order)):
         if (node := getattr(options, name)) is None:
             continue
+        known = {"seed": config.seed, "targets": getattr(dataset, "targets", None)}
         asked = [n for n in parameters_of(node["_target_"]) or {} if n in OFFERED and n not in node]
-        given = dict.fromkeys(asked, dataset)
-        given |= {"seed": config.seed} if "seed" in asked else {}
-        given |= {"targets": dataset.targets} if "targets" in asked else {}
+        given = {n: known.get(n, dataset) for n in asked}
         sampler = instantiate(node, _key_=f"loader.{name}", **given)
         if (reason := wrong_class(f"loader.{name}", type(sampler))) is not None:
             raise TargetError(Problem(f"loader.{name}._target_", reason))

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
 from conf.errors import Problem
 from trainer.errors import ModelError
-from trainer.task import Metric
 from trainer.tasks.losses import Loss
-from trainer.tasks.supervised import Scores, Supervised
+from trainer.tasks.supervised import Metrics, Scores, Supervised
 
 
 class Classification(Supervised):
@@ -29,7 +28,7 @@ class Classification(Supervised):
         num_classes: int,
         loss: Loss | None = None,
         top_k: Sequence[int] = (1,),
-        metrics: Mapping[str, Metric | None] | None = None,
+        metrics: Metrics | None = None,
     ) -> None:
         super().__init__(loss or nn.CrossEntropyLoss(), metrics)
         self.num_classes = num_classes

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
-from trainer.errors import ModelError
-from trainer.task import Metric
 from trainer.tasks.losses import Loss
 from trainer.tasks.metrics import Perplexity
-from trainer.tasks.supervised import Scores, Supervised
+from trainer.tasks.supervised import Metrics, Scores, Supervised
 
 
 class LanguageModel(Supervised):
@@ -29,10 +28,10 @@ class LanguageModel(Supervised):
         num_classes: int,
         loss: Loss | None = None,
         ignore_index: int = -100,
-        metrics: Mapping[str, Metric | None] | None = None,
+        metrics: Metrics | None = None,
     ) -> None:
         loss = loss or nn.CrossEntropyLoss(ignore_index=ignore_index)
-        super().__init__(loss, {"perplexity": Perplexity(ignore_index), **(metrics or {})})
+        super().__init__(loss, metrics, perplexity=Perplexity(ignore_index))
         self.num_classes = num_classes
         self._ignore_index = ignore_index
 
@@ -41,14 +40,9 @@ class LanguageModel(Supervised):
         logits: Tensor = model(inputs)
         return logits.transpose(1, 2)
 
-    def check(self, output: Tensor, target: Tensor) -> None:
-        """Raise ModelError unless the output has logits for each position."""
-        wanted = (len(target), self.num_classes, target.shape[1])
-        if output.shape != wanted:
-            raise ModelError(
-                f"the model's output has shape {list(output.transpose(1, -1).shape)}, but "
-                f"{self.num_classes} tokens require [{wanted[0]}, {wanted[2]}, {wanted[1]}]"
-            )
+    def shape(self, target: Tensor) -> Sequence[Any]:
+        """Return that of one logit for each token and position."""
+        return len(target), self.num_classes, *target.shape[1:]
 
     def scores(self, output: Tensor, target: Tensor) -> Scores:
         """Count the tokens that are predicted correctly."""

@@ -12,7 +12,6 @@ from conf.errors import Problem
 from data.batch import least_of
 from trainer.errors import ModelError
 from trainer.task import SUM
-from trainer.tasks.penalties import GradientPenalty
 
 _CROSS_ENTROPIES = (nn.CrossEntropyLoss, nn.NLLLoss)
 
@@ -47,18 +46,22 @@ class Losses:
         self.terms = {n: m if isinstance(m, Term) else Term(m) for n, m in kept.items()}
         parts = {name: term.loss for name, term in self.terms.items()}
         # What a penalty is taken with respect to; None for a loss on the output.
-        self.wrt = {n: m.wrt if isinstance(m, GradientPenalty) else None for n, m in parts.items()}
+        self.wrt = {name: getattr(module, "wrt", None) for name, module in parts.items()}
         if all(self.wrt.values()):
             raise ModelError("task.loss has only gradient penalties: add a loss on the output")
-        for name, module in parts.items():
-            smoothing = getattr(module, "label_smoothing", 0.0)
-            if smoothing < 0:  # which torch takes as none
+        reductions = {name: getattr(module, "reduction", "mean") for name, module in parts.items()}
+        for name, module in parts.items():  # torch looks at these at the first batch, if at all
+            key, smoothing = f"task.loss.{name}".rstrip("."), getattr(module, "label_smoothing", 0)
+            if not 0 <= smoothing <= 1:
                 message = f"label_smoothing must be between 0.0 and 1.0, got {smoothing}"
-                raise ModelError(Problem(f"task.loss.{name}".rstrip("."), message))
+                raise ModelError(Problem(key, message))
+            if reductions[name] not in ("mean", "sum", "none"):
+                message = f"reduction must be mean, sum or none, got {reductions[name]}"
+                raise ModelError(Problem(key, message))
         entropies = {n: m for n, m in parts.items() if isinstance(m, _CROSS_ENTROPIES)}
         # Terms that torch divides by something other than the number of samples.
-        self.counted = [name for name, module in entropies.items() if module.reduction == "mean"]
-        self.summed = [n for n, m in parts.items() if getattr(m, "reduction", "mean") == "sum"]
+        self.counted = [name for name in entropies if reductions[name] == "mean"]
+        self.summed = [name for name, reduction in reductions.items() if reduction == "sum"]
         # `ignore_index` of the first cross entropy.
         self.ignored = next((module.ignore_index for module in entropies.values()), None)
 
@@ -71,13 +74,12 @@ class Losses:
     def counting(self, target: Tensor) -> tuple[Tensor, Tensor | int]:
         """Return class labels, of which those that are ignored equal none, and how many count."""
         if target.is_floating_point():
-            return target.argmax(1), target.shape[0]
-        if self.ignored is None:
-            return target, target.shape[0]
-        if isinstance(count := _valid(target, self.ignored), int):
-            return target, target.shape[0]
-        labels = target if self.ignored < 0 else target.where(target != self.ignored, -1)
-        return labels, count
+            return target.argmax(1), len(target)
+        if (ignored := self.ignored) is None:
+            return target, len(target)
+        count = _valid(target, ignored)
+        known = isinstance(count, int) or ignored < 0
+        return target if known else target.where(target != ignored, -1), count
 
     @property
     def modules(self) -> dict[str, nn.Module]:
@@ -111,25 +113,21 @@ class Losses:
 
     def __call__(
         self, output: Any, target: Any, inputs: Any = None, model: nn.Module | None = None
-    ) -> tuple[Tensor | dict[str, Tensor], Mapping[str, Any]]:
-        """Return the loss, or its weighted terms by name, and the denominators.
+    ) -> tuple[dict[str, Tensor], Mapping[str, Any]]:
+        """Return the weighted terms of the loss by name, and the denominators.
 
         Gradient penalties need `inputs` (from `watched`) and `model`.
         """
         values = {}
         for name, term in self.terms.items():
-            wrt = self.wrt.get(name)
-            if not wrt:
+            if (wrt := self.wrt[name]) is None:
                 value = _value(term.loss, output, target)
                 values[name] = value if term.weight == 1 else value * term.weight
             elif torch.is_grad_enabled():
                 trained = [] if model is None else model.parameters()
                 sources = [inputs] if wrt == "inputs" else [p for p in trained if p.requires_grad]
                 values[name] = term.loss(output, target, sources) * term.weight
-        counts: Mapping[str, Any] = self.counts(target)
-        if self.summed:
-            counts = {**counts, **{name: SUM for name in self.summed if name in values}}
-        return values, counts
+        return values, {**self.counts(target), **{n: SUM for n in self.summed if n in values}}
 
 
 def by_place(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
-from trainer.task import Metric
 from trainer.tasks.losses import Loss
 from trainer.tasks.metrics import MicroF1
-from trainer.tasks.supervised import Scores, Supervised
+from trainer.tasks.supervised import Metrics, Scores, Supervised
 
 
 class MultiLabel(Supervised):
@@ -27,11 +26,9 @@ class MultiLabel(Supervised):
         self,
         loss: Loss | None = None,
         threshold: float = 0.5,
-        metrics: Mapping[str, Metric | None] | None = None,
+        metrics: Metrics | None = None,
     ) -> None:
-        super().__init__(
-            loss or nn.BCEWithLogitsLoss(), {"f1": MicroF1(threshold), **(metrics or {})}
-        )
+        super().__init__(loss or nn.BCEWithLogitsLoss(), metrics, f1=MicroF1(threshold))
         self.threshold = threshold
 
     def monitor(self) -> str:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
-from trainer.task import Metric
 from trainer.tasks.losses import Loss
 from trainer.tasks.metrics import R2
-from trainer.tasks.supervised import Scores, Supervised
+from trainer.tasks.supervised import Metrics, Scores, Supervised
 
 
 class Regression(Supervised):
@@ -22,12 +21,8 @@ class Regression(Supervised):
     output_kind = "values"
     score_names = ("mae",)
 
-    def __init__(
-        self,
-        loss: Loss | None = None,
-        metrics: Mapping[str, Metric | None] | None = None,
-    ) -> None:
-        super().__init__(loss or nn.MSELoss(), {"r2": R2(), **(metrics or {})})
+    def __init__(self, loss: Loss | None = None, metrics: Metrics | None = None) -> None:
+        super().__init__(loss or nn.MSELoss(), metrics, r2=R2())
 
     def answer(self, model: nn.Module, inputs: Any) -> Tensor:
         """Return the values [n], or [n, outputs]."""

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
 from trainer.errors import ModelError
-from trainer.task import Metric
 from trainer.tasks.losses import Loss
 from trainer.tasks.metrics import MeanIoU
-from trainer.tasks.supervised import Scores, Supervised
+from trainer.tasks.supervised import Metrics, Scores, Supervised
 
 
 class Segmentation(Supervised):
@@ -30,10 +29,10 @@ class Segmentation(Supervised):
         num_classes: int,
         loss: Loss | None = None,
         ignore_index: int = 255,
-        metrics: Mapping[str, Metric | None] | None = None,
+        metrics: Metrics | None = None,
     ) -> None:
         loss = loss or nn.CrossEntropyLoss(ignore_index=ignore_index)
-        super().__init__(loss, {"miou": MeanIoU(num_classes), **(metrics or {})})
+        super().__init__(loss, metrics, miou=MeanIoU(num_classes))
         self.num_classes = num_classes
         self._ignore_index = ignore_index
 

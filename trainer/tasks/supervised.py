@@ -14,6 +14,7 @@ from trainer.task import Metric, StepOutput, Task
 from trainer.tasks.losses import Loss, Losses
 
 Scores = dict[str, tuple[Tensor, Tensor | int]]
+Metrics = Mapping[str, Metric | None]
 
 
 class Supervised(Task):
@@ -26,10 +27,12 @@ class Supervised(Task):
     score_names: Sequence[str] = ()
     num_classes: int | None = None  # set by tasks whose targets are class indices
 
-    def __init__(self, loss: Loss, metrics: Mapping[str, Metric | None] | None = None) -> None:
+    def __init__(self, loss: Loss, metrics: Metrics | None = None, **own: Metric) -> None:
+        """`own`: metrics of the task itself, in front of those that are given."""
         self.losses = Losses(loss)
         self.count_names = self.losses.counted
-        self._metrics = {name: m for name, m in (metrics or {}).items() if m is not None}
+        named = {**own, **(metrics or {})}
+        self._metrics = {name: metric for name, metric in named.items() if metric is not None}
         for name, metric in self._metrics.items():
             if lacking := [n for n in ("reset", "update", "compute") if not hasattr(metric, n)]:
                 raise ValueError(f"metrics.{name}: {called(metric)} has no {', '.join(lacking)}")
@@ -52,8 +55,7 @@ class Supervised(Task):
             return
         if not isinstance(output, Tensor):
             kind = "nothing (None)" if output is None else f"a {type(output).__name__}"
-            message = f"the model returned {kind}, where the task takes a tensor"
-            raise ModelError(f"{message}: return the model's output itself")
+            raise ModelError(f"the model returned {kind}, where the task takes a tensor")
         if [*output.shape] != [*wanted]:
             classes = f"={self.num_classes}" if self.num_classes else ""
             raise ModelError(
@@ -67,7 +69,7 @@ class Supervised(Task):
         names = [*self.losses.names, *self.score_names]
         for name, metric in self._metrics.items():
             keys = getattr(metric, "keys", ())
-            several = isinstance(keys, Sequence) and not isinstance(keys, str) and keys
+            several = isinstance(keys, list | tuple) and keys
             names += [f"{name}_{key}" for key in keys] if several else [name]
         return names
 

@@ -85,7 +85,7 @@ def test_what_shows_only_in_the_object_cannot_be_kept_either() -> None:
 
     with pytest.raises(ConfigError, match=r"data\.cache: is device, but data\.val \(Own\) cannot"):
         set_cache(config, "val", Own(torch.zeros(2, 3, 4, 4), torch.zeros(2), []))
-    with pytest.raises(ConfigError, match=r"data\.val\.transform: takes single samples"):
+    with pytest.raises(ConfigError, match=r"data\.val \(Digits\) cannot be kept there"):
         set_cache(config, "val", Digits("val", transform=lambda image: image))
     whole = Digits("val", transform=Pipeline({"to_float": ToFloat()}, "transforms.eval"))
     with pytest.raises(ConfigError, match=r"transforms\.eval\.to_float: ToFloat takes single"):

@@ -160,7 +160,7 @@ def test_labels_of_places_give_the_loss_of_torch(kind, shape, reduction) -> None
     )
     target = torch.randint(3, (3, *shape), generator=generator)
     values, _ = Losses(loss)(one, target)
-    value = values[""] if isinstance(values, dict) else values
+    value = values[""]
     expected = loss(other, target)
     torch.testing.assert_close(value, expected, rtol=0, atol=1e-12)
     gradients = [torch.autograd.grad(v.sum(), x)[0] for v, x in ((value, one), (expected, other))]
