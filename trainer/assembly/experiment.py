@@ -27,7 +27,6 @@ from trainer.assembly.data import (
 )
 from trainer.assembly.parts import OFFERED, Assembly, build_strategy, wrong_class
 from trainer.callback import Average, Callback
-from trainer.lr_schedulers.build import warn_of_long_warmups
 from trainer.options import TrainerOptions, count, horizon
 from trainer.rng import seed_everything, set_switches
 from trainer.strategies.strategy import Strategy, workers_of
@@ -104,8 +103,6 @@ def build(
         config_text=config_text,
     )
     trainer.data_facts = data_facts(data.sets)
-    if strategy.group.is_main:
-        warn_of_long_warmups(parts.schedule, total, steps)
     # Dropout masks differ between processes; the weights, drawn above, do not.
     seed_everything(config.seed, strategy.group.rank)
     trainer.random.keep()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,8 +30,6 @@ from trainer.lr_schedulers.schedule import (
 from trainer.optimizers.optimizers import Optimizers, construct
 from trainer.optimizers.param_groups import DEFAULT
 from trainer.targets.allow_list import locate
-
-logger = logging.getLogger("regimen")
 
 OUTER = ("interval", "monitor", "warmup")  # keys of ours, in the outermost node only
 _BUILT = ("functions", "schedulers")  # of which objects are made for the target
@@ -82,16 +79,6 @@ def build_lr_schedule(
         if not (guessed and "Tried to step" in str(error)):  # beyond the end of a OneCycleLR
             raise
     return schedule
-
-
-def warn_of_long_warmups(
-    schedule: LRSchedule, total_steps: int | None, steps_per_epoch: int | None
-) -> None:
-    """Warn if a warm-up takes the whole run, which is allowed for short trials."""
-    ramp = max((t.warmup.updates(steps_per_epoch) for t in schedule.tracks.values()), default=0)
-    if total_steps is not None and ramp >= total_steps:
-        message = "warning: the warm-up takes %d updates, the run ends at %d"
-        logger.warning(message, ramp, total_steps)
 
 
 def parse_warmup(node: Any, key: str, interval: str, steps_per_epoch: int | None) -> Warmup:

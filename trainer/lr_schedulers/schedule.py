@@ -76,9 +76,7 @@ class Track:
         group_names: Sequence[str] = (),
         settings: Mapping[str, Any] | None = None,
     ) -> None:
-        parameters = inspect.signature(scheduler.step).parameters.values()
-        variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-        follows = any(p.default is p.empty and p.kind not in variadic for p in parameters)
+        follows = "metrics" in inspect.signature(scheduler.step).parameters
         if follows and not monitor:
             message = "must be the metric that the scheduler monitors, such as val/loss"
             hint = None if settings else 'LRSchedule.wrap(scheduler, monitor="val/loss")'
@@ -151,10 +149,8 @@ class Track:
 
     def differences(self, state: Mapping[str, Any]) -> Iterator[str]:
         """Yield the settings that differ from those of `state`."""
-        there, here, own = state["settings"], self.settings, type_name(self.scheduler)
-        if state["type"] != own:
-            yield f"it is {own}, it was {state['type']}"
-            return
+        own = type_name(self.scheduler)
+        here, there = {"type": own, **self.settings}, {"type": state["type"], **state["settings"]}
         for key in here | there:
             if here.get(key) != there.get(key):
                 yield f"lr_scheduler.{key} is {here.get(key)!r}, it was {there.get(key)!r}"
@@ -162,7 +158,7 @@ class Track:
             if name not in state["groups"]:
                 yield f"group {name!r} had no schedule"
         # Only of torch's schedulers it is known which of their lists are by group.
-        if not (here and own.startswith("torch.")) and self.group_names != state["groups"]:
+        if not (self.settings and own.startswith("torch.")) and self.group_names != state["groups"]:
             yield "the parameter groups, or their order, have changed"
 
     def load_state_dict(self, state: Mapping[str, Any], updates: int, epochs: int) -> None:
@@ -343,12 +339,8 @@ class LRSchedule:
         """Raise `ScheduleError` if a validation is monitored and there is none."""
         for track in self.tracks.values():
             if (track.monitor or "").startswith("val/") and not (has_data and validates):
-                reason = "no validation before the end" if has_data else "no validation set"
-                refuse(
-                    "lr_scheduler.monitor",
-                    f"{track.monitor}: there is {reason}, and the rates would never change",
-                    "monitor train/loss, or choose a schedule without a metric",
-                )
+                message = f"{track.monitor} is never measured: there is no validation"
+                refuse("lr_scheduler.monitor", message, "monitor train/loss")
 
 
 def curve(

@@ -155,13 +155,8 @@ class Optimizers:
 
         torch's `zero_grad` is avoided: its profiler label costs more than the rest of it.
         """
-        for optimizer in self.optimizers.values():
-            if type(optimizer).zero_grad is not Optimizer.zero_grad:
-                optimizer.zero_grad()  # a subclass may do more
-                continue
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    parameter.grad = None
+        for parameter in self.parameters():
+            parameter.grad = None
 
     def keep_rates(self) -> None:
         """Store the learning rates as those of the last update, without waiting for the device."""

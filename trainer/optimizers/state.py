@@ -41,6 +41,8 @@ class _Place(NamedTuple):
 
 
 _NOWHERE = _Place("", [], "")
+# Entries of torch's groups that are no hyper-parameters.
+_OF_PARAMETERS = ("params", "param_names", "name")
 _NOTHING: Mapping[str, Any] = {"groups": {}, "state": {}, "shared": {}}
 
 
@@ -120,11 +122,6 @@ def type_name(instance: object) -> str:
     return f"{type(instance).__module__}.{type(instance).__qualname__}"
 
 
-def hyper_parameters(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of a torch group that are not its parameters."""
-    return {k: v for k, v in options.items() if k not in ("params", "param_names", "name")}
-
-
 def pack(of: Optimizers) -> dict[str, Any]:
     """Return types, groups, hyper-parameters and state; the tensors are shared, not copied."""
     packed: dict[str, Any] = {}
@@ -144,8 +141,9 @@ def pack(of: Optimizers) -> dict[str, Any]:
                 "containers can be saved"
             ) from None
     for group in of.groups():
+        own = {k: v for k, v in group.options.items() if k not in _OF_PARAMETERS}
         packed[group.optimizer_name]["groups"][group.name] = {
-            "hyper_parameters": plain_part(hyper_parameters(group.options)),
+            "hyper_parameters": plain_part(own),
             "parameters": {of.names[p]: _described(p) for p in group.options["params"]},
         }
     frozen = {name: _described(tensor) for name, tensor in of.frozen.items()}
@@ -182,7 +180,6 @@ def unpack(of: Optimizers, saved: Mapping[str, Any], restore_hyper_parameters: b
                     for key, value in section["state"].get(name, {}).items()
                 }
                 for name, parameter in zip(names, group.options["params"], strict=True)
-                if there[name].group  # else it was frozen, and begins without state
             }
             options, shared = dict(known["hyper_parameters"]), dict(section["shared"])
             loaded.append((group, states, options, shared))

@@ -169,14 +169,8 @@ def refusal(path: object) -> str | None:
         return None
     if (found := listed(path)) is None:
         return f"target {path!r} is not allowed; {_how_to_allow(path)}"
-    if (reason := _refused_name(*found)) is None:
-        return None
-    # Something that is named by where it is defined has a public name as well.
-    module, last = found[0], path.rpartition(".")[2]
-    public = "." in found[1] and _refused_name(module, last) is None
-    known = public and hasattr(sys.modules.get(module), last)
-    hint = f"; did you mean '{module}.{last}'?" if known else ""
-    return f"{path!r} is not allowed: {reason}{hint}"
+    reason = _refused_name(*found)
+    return None if reason is None else f"{path!r} is not allowed: {reason}"
 
 
 def _refused_name(module: str, name: str) -> str | None:
@@ -184,7 +178,7 @@ def _refused_name(module: str, name: str) -> str | None:
     if f"{module}.{name}" in CONSTRUCTORS:
         return None
     if "." in name:
-        return "it is not directly in a listed module"
+        return f"only names directly in {module} are, such as {module}.{name.rpartition('.')[2]}"
     if name.startswith("_"):
         return "it is private"
     kept = any(fnmatchcase(name, pattern) for pattern in offer.without)
@@ -329,20 +323,14 @@ def _working_folder() -> str:
 def _how_to_allow(path: str) -> str:
     root, folder = path.partition(".")[0], _working_folder()
     files = os.listdir(folder) if os.access(folder, os.R_OK) else []
-    here = [name for file in files if (name := file.removesuffix(".py")).isidentifier()]
-    near = nearest(root, [*_ROOTS, *here], cutoff=0.75)
-    if near not in (None, root) and importlib.machinery.PathFinder.find_spec(root) is None:
-        return f"did you mean {near}?"
     module, _, name = path.rpartition(".")
-    near = nearest(module, _offers(), cutoff=0.85)
+    near = nearest(module, [*_offers(), *(file.removesuffix(".py") for file in files)], cutoff=0.8)
     if near not in (None, module):
         return f"did you mean {near}.{name}?"
     # Of installed libraries only the exact path: `torch` as a whole could run anything.
-    known = root in sys.stdlib_module_names or root in _ROOTS
-    way = "put the package in the folder where you start"
-    if Path(folder, root).is_dir():
-        way = "give each of its folders an __init__.py"
-    return f"if you trust it, start with `--allow-target {path if known else root}`, or {way}"
+    allowed = path if root in sys.stdlib_module_names or root in _ROOTS else root
+    way = "put it in the folder where you start, in packages with an __init__.py"
+    return f"if you trust it, start with `--allow-target {allowed}`, or {way}"
 
 
 def _is_path(path: str) -> bool:

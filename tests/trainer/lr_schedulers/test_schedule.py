@@ -25,7 +25,7 @@ from schedules_by_hand import (
 )
 from toys import through_a_file
 from trainer.errors import CheckpointError
-from trainer.lr_schedulers.build import build_lr_schedule, warn_of_long_warmups
+from trainer.lr_schedulers.build import build_lr_schedule
 from trainer.lr_schedulers.schedule import LRSchedule, curve
 from trainer.optimizers.optimizers import Optimizers, build_optimizers
 
@@ -125,13 +125,8 @@ def test_a_curve_has_few_points_and_a_last_one() -> None:
     assert curve(nothing, optimizers(), 1) == {"first": [(0, 0.4)], "default": [(0, 0.1)]}
 
 
-def test_a_warm_up_longer_than_the_run_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:
-    chosen = node("cosine", "lr_scheduler.warmup.steps=50")
-    over = optimizers()
-    schedule = build_lr_schedule(chosen, over, TOTAL, PER_EPOCH)
-    warn_of_long_warmups(schedule, TOTAL, PER_EPOCH)
-    assert caplog.text.count("the warm-up takes 50 updates, the run ends at 48") == 1
-    assert walk(over, schedule)[-1][0] < 0.4
+def test_a_warm_up_may_be_longer_than_the_run() -> None:
+    assert walked(node("cosine", "lr_scheduler.warmup.steps=50"))[-1][0] < 0.4
 
 
 @pytest.mark.parametrize("warm", [pytest.param(False, id="plain"), pytest.param(True, id="warm")])
@@ -194,7 +189,7 @@ def test_a_plateau_schedule_keeps_what_it_has_seen_and_how_far_it_came_down() ->
 @pytest.mark.parametrize(
     ("chosen", "message"),
     [
-        (["cosine"], r"CosineAnnealingLR, it was .*StepLR"),
+        (["cosine"], r"CosineAnnealingLR', it was .*StepLR"),
         (["step", "lr_scheduler.gamma=0.5"], "lr_scheduler.gamma is 0.5, it was 0.1"),
         (["step", "lr_scheduler.step_size=3"], "step_size is 3, it was 2"),
         (["step", "lr_scheduler.interval=step"], r"step_size is 14, it was 2 \(\+1"),

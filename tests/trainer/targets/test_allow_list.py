@@ -105,10 +105,8 @@ def test_a_refusal_names_the_key_the_nearest_name_and_the_way_out(folder: Path) 
     assert "--allow-target somewhere" in (refusal("somewhere.deep.Net") or "")
     assert "--allow-target transformers`" in (refusal("transformers.AutoModel") or "")
     (folder / "my_networks.py").touch()
-    assert "did you mean my_networks?" in (refusal("my_netwroks.Net") or "")
-    importlib.import_module("torch.nn.modules.linear")
-    public = refusal("torch.nn.modules.linear.Linear") or ""
-    assert "did you mean 'torch.nn.Linear'?" in public
+    assert "did you mean my_networks.Net?" in (refusal("my_netwroks.Net") or "")
+    assert "such as torch.nn.Linear" in (refusal("torch.nn.modules.linear.Linear") or "")
     node = {"_target_": "torch.nn.Identity", "x": [{"_target_": "os.system"}], "y": {"_target_": 3}}
     keys = [p.key for p in refused_targets(node, "model")]
     assert keys == ["model.x.0._target_", "model.y._target_"]
