@@ -211,12 +211,11 @@ def _write_table(file: BinaryIO, suffix: str, columns: Sequence[str], rows: Sequ
         table = arrow.table({name: [row.get(name) for row in rows] for name in columns})
         parquet.write_table(table, file)
     else:
-        text = io.TextIOWrapper(file, encoding="utf-8", errors="surrogateescape", newline="")
+        text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
         writer.writerow(columns)
         writer.writerows([_cell(row.get(name, "")) for name in columns] for row in rows)
-        text.flush()
-        text.detach()
+        file.write(text.getvalue().encode(errors="surrogateescape"))
 
 
 def _cell(value: Any) -> Any:

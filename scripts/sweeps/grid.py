@@ -1,6 +1,7 @@
 """`train -m key=a,b ...`: one job for each combination, each in a process of its own."""
 
 import multiprocessing
+import re
 import signal
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -17,6 +18,7 @@ from scripts.composition.overrides import Swept, distinct
 from scripts.sweeps.leaderboard import NOT_STARTED
 from scripts.sweeps.sweep import Sweep, has_finished
 
+_NUMBER = re.compile(r"[-+]?[\d.]+([eE][-+]?\d+)?")
 _LAUNCHERS = ("local", "submitit", "ray", "null")  # choices of `sweep` that search nothing
 
 
@@ -69,7 +71,8 @@ def check_built(arguments: Arguments, jobs: Sequence[Sequence[Swept]]) -> tuple[
     number of accelerators. Raises ConfigError.
     """
     kinds = {
-        tuple(o.text for o in job if o.varies and not _is_number(o.value)): job for job in jobs
+        tuple(o.text for o in job if o.varies and not _NUMBER.fullmatch(o.value)): job
+        for job in jobs
     }
     logger.info("checking %d of %d jobs before the first starts", len(kinds), len(jobs))
     given = [_arguments_of(arguments, job) for job in kinds.values()]
@@ -113,11 +116,3 @@ def built(given: Sequence[Arguments]) -> tuple[list[Problem], str | None, int]:
 
 def _arguments_of(arguments: Arguments, job: Sequence[Swept]) -> Arguments:
     return replace(arguments, overrides=tuple(o.text for o in job), multirun=False)
-
-
-def _is_number(value: str) -> bool:
-    try:
-        float(value)
-    except ValueError:
-        return False
-    return True

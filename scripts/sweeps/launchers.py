@@ -113,11 +113,9 @@ class LocalLauncher(Launcher):
         self._names = (named or list(map(str, range(devices))))[:devices] if self.quiet else []
         self._shown = 0  # bytes of the errors of the job that has the terminal
         threads = share_of_threads(jobs).get(THREADS) or os.environ.get(THREADS, "all")
-        count, self.description = len(self._names), f"up to {jobs} jobs at a time, {threads} thread"
-        self.description += f"{'s' * (threads != '1')} each"
-        if count:
-            each = f"sweep.jobs_per_device={per_device}"
-            self.description += f", on {count} device{'s' * (count > 1)} ({each})"
+        self.description = f"up to {jobs} jobs at a time; threads of each: {threads}"
+        if self._names:
+            self.description += f"; devices: {', '.join(self._names)}, jobs on each: {per_device}"
 
     def start(self, job: Job, argv: Sequence[str], running: Collection[Job]) -> bool:
         """Start a job beside others and return at once; return False if there is no device now."""
@@ -127,9 +125,8 @@ class LocalLauncher(Launcher):
         job.devices = []
         if self._names and strategy.get("accelerator") != "cpu":
             used = Counter(name for other in running for name in other.devices)
-            free = sorted(
-                (n for n in self._names if used[n] < self._per_device), key=used.__getitem__
-            )
+            room = [name for name in self._names if used[name] < self._per_device]
+            free = sorted(room, key=used.__getitem__)
             if len(free) < (count := min(wanted, len(self._names))):
                 return False
             job.devices = free[:count]
@@ -285,14 +282,11 @@ class SubmititLauncher(Launcher):
         named = {f"{self._cluster}_python": python} if self._cluster in ("slurm", "local") else {}
         try:
             executor = submitit.AutoExecutor(folder, cluster=self._cluster, **named)
-            executor.update_parameters(**self._options)
+            # A job is one task on one node, which starts its processes itself.
+            executor.update_parameters(**self._options, nodes=1, tasks_per_node=1)
         except Exception as error:
-            message = str(error).splitlines()[0] if str(error) else type(error).__name__
             hint = f"{_OPTIONS}.cluster=local tries it on this machine"
-            raise ConfigError(Problem(_OPTIONS, message, hint)) from error
-        if self._options.get("tasks_per_node", 1) != 1 or self._options.get("nodes", 1) != 1:
-            message = "a job is one task on one node, which starts its processes itself"
-            raise ConfigError(Problem(_OPTIONS, message, "leave out nodes and tasks_per_node"))
+            raise ConfigError(Problem(_OPTIONS, _first_line(error), hint)) from error
         return executor
 
 
@@ -305,11 +299,9 @@ class RayLauncher(Launcher):
         self._ray = _package("ray")
         try:
             # No retries of Ray's own: sweep.retries counts.
-            remote = self._ray.remote(**{"num_cpus": 1, **options, "max_retries": 0})
-            self._task = remote(lambda job: job())
+            self._task = self._ray.remote(**{**options, "max_retries": 0})(lambda job: job())
         except (ValueError, TypeError) as error:
-            raise ConfigError(Problem(_OPTIONS, str(error).splitlines()[0])) from error
-        self._own = False  # whether Ray was started here
+            raise ConfigError(Problem(_OPTIONS, _first_line(error))) from error
 
     def start(self, job: Job, argv: Sequence[str], running: Collection[Job]) -> bool:
         """Submit a job to Ray, which starts it when there is room."""
@@ -330,9 +322,8 @@ class RayLauncher(Launcher):
             self._ray.cancel(job.task)
 
     def close(self) -> None:
-        """Shut Ray down if it was started here."""
-        if self._own:
-            self._ray.shutdown()
+        """Leave Ray, or end the one that was started here."""
+        self._ray.shutdown()
 
     def _begin(self) -> None:
         quiet = {"log_to_driver": False, "logging_level": logging.WARNING}
@@ -340,14 +331,19 @@ class RayLauncher(Launcher):
         try:
             self._ray.init(self._address, include_dashboard=False, **quiet)
         except Exception as error:  # Ray raises many types when it cannot start
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
-            raise ResourceError(f"Ray cannot be started or reached: {reason}") from error
-        self._own = True
+            raise ResourceError(f"no Ray was started or reached: {_first_line(error)}") from error
         for number, handler in handlers.items():  # Ray's own would leave at once on SIGTERM
             signal.signal(number, handler)
         # Tasks belong to the process that submits them: Ray kills those of a process that is lost.
         kill = f"kill {os.getpid()} (on {socket.gethostname()})"
         logger.info("they end with this process; what cancels them, and lets them save: %s", kill)
+
+
+AnyLauncher = LocalLauncher | SubmititLauncher | RayLauncher
+CLUSTERS: Mapping[str, type[SubmititLauncher | RayLauncher]] = {
+    "submitit": SubmititLauncher,
+    "ray": RayLauncher,
+}
 
 
 def _package(name: str) -> Any:
@@ -356,3 +352,7 @@ def _package(name: str) -> Any:
     except ImportError:
         message = f"{name} takes the package {name}: pip install {name}"
         raise ConfigError(Problem("sweep.launcher", message)) from None
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,7 @@ from scripts.cli.console import logger
 from scripts.cli.signals import handling
 from scripts.composition.overrides import Swept, belongs_outside, identity
 from scripts.sweeps import leaderboard
-from scripts.sweeps.launchers import (
-    PATIENCE,
-    LocalLauncher,
-    RayLauncher,
-    SubmititLauncher,
-    options_of,
-)
+from scripts.sweeps.launchers import CLUSTERS, PATIENCE, AnyLauncher, LocalLauncher, options_of
 from scripts.sweeps.leaderboard import FILE, NOT_STARTED, RUNNING, Job, Ranking
 from scripts.sweeps.report import write_report
 from trainer.errors import StorageError
@@ -72,20 +67,15 @@ class Sweep:
         self.metric: str | None = None  # of the task, if it is known
         self.decided = False  # whether jobs are compared by it whatever they log
         self.heard: list[int] = []  # signals that ask the sweep to end
-        self.launcher: LocalLauncher | SubmititLauncher | RayLauncher
-        if self.settings.launcher != "local":
+        self.launcher: AnyLauncher
+        if (cluster := CLUSTERS.get(self.settings.launcher)) is not None:
             options = options_of(self.settings.launcher_options, arguments.overrides)
-            submitit = self.settings.launcher == "submitit"
-            self.launcher = (SubmititLauncher if submitit else RayLauncher)(options)
+            self.launcher = cluster(options)
         given = self.settings.group_by or []
         self.group_by = [given] if isinstance(given, str) else given
-        there = f"there are {', '.join(varied)}" if varied else None
+        message = "{!r} does not vary between the jobs"
         raise_problems(
-            Problem(
-                "sweep.group_by",
-                f"{key!r} does not vary between the jobs",
-                did_you_mean(key, varied) or there,
-            )
+            Problem("sweep.group_by", message.format(key), did_you_mean(key, varied))
             for key in self.group_by
             if key not in varied
         )
@@ -104,13 +94,9 @@ class Sweep:
 
         Raises StorageError if it cannot be made, RunDirectoryError if another process holds it.
         """
-        if self.found is not None:
-            self.folder = self.found
-        elif self.config["run_dir"] is None:
-            self.folder = reserve(_sweeps(self.config), timestamp())
-        else:
-            self.folder = Path(self.config["run_dir"])
-            make_folder(self.folder)
+        given = self.found or self.config["run_dir"]
+        self.folder = Path(given) if given else reserve(_sweeps(self.config), timestamp())
+        make_folder(self.folder)
         lock = RunLock(self.folder)
         if (holder := lock.acquire()) is not None:
             message = f"the sweep in {self.folder} is in use by {holder}"
@@ -243,14 +229,11 @@ class Sweep:
             result = "" if value is None else f" {ranking.name} {value:.4f}"
             why = f": {job.reason}" if job.failed else ""
             facts.insert(0, on_one_line(f"job {job.number} {job.state}{result}{why}"))
-        facts += [
-            f"best {ranking.name} {ranking.value(best):.4f} (job {best.number})"
-            for best in ranking.compared()[:1]
-        ]
+        if compared := ranking.compared():
+            best = compared[0]
+            facts.append(f"best {ranking.name} {ranking.value(best):.4f} (job {best.number})")
         if (left := self.count - done) and not self.ended:
-            minutes = seconds * left / 60
-            about = f"{60 * minutes:.0f} s" if minutes < 1.5 else f"{minutes:.0f} min"
-            facts.append(f"about {about if minutes < 90 else f'{minutes / 60:.1f} h'} left")
+            facts.append(f"about {timedelta(seconds=round(seconds * left))} left")
         print("; ".join(facts), flush=True)
 
     def write(self) -> None:
@@ -287,13 +270,11 @@ def say_progress(job: Job, metric: str) -> None:
     if time.monotonic() - job.told < _EVERY:
         return
     job.told = time.monotonic()
-    lines = list(read_metrics(job.run_dir, _TAIL))
-    for last in lines[-1:]:
-        values = [line[metric] for line in lines if isinstance(line.get(metric), float)]
-        value = f", {metric} {values[-1]:.4f}" if values else ""
+    last = {k: v for line in read_metrics(job.run_dir, _TAIL) for k, v in line.items()}
+    if last:
+        value = f", {metric} {last[metric]}" if metric in last else ""
         epochs = (job.config.get("trainer") or {}).get("max_epochs")
-        of = f" of {epochs}" if epochs else ""
-        where = f"epoch {last.get('epoch')}{of}, step {last.get('step')}"
+        where = f"epoch {last.get('epoch')} of {epochs}, step {last.get('step')}"
         print(f"job {job.number}: {where}{value}", flush=True)
 
 

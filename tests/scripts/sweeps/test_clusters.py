@@ -83,7 +83,7 @@ def test_a_launcher_needs_its_package(name, job, sweep_of, monkeypatch):
     ("options", "text"),
     [
         pytest.param("+{}.bogus=1", "sweep.launcher_options: .*bogus", id="unknown"),
-        pytest.param("+{}.tasks_per_node=2", "one task on one node", id="tasks"),
+        pytest.param("+{}.tasks_per_node=2", "multiple values .*tasks_per_node", id="tasks"),
         pytest.param("{}.cluster=slurm", "slurm", id="no-slurm-here"),
     ],
 )

@@ -27,7 +27,7 @@ def test_jobs_run_side_by_side(job, sweep_of, capfd):
     assert sweep_of("run_dir=there", "optimizer.lr=0.6", "seed=1,2", "sweep.jobs=2") == 0
     assert [row["status"] for row in board()] == ["finished", "finished"]
     out, err = capfd.readouterr()
-    assert "\nup to 2 jobs at a time, " in out
+    assert "\nup to 2 jobs at a time; threads of each: " in out
     assert "2 of 2 done; best val/accuracy 0.4000 (job " in out
     assert "job output" not in out + err
     assert Path("there/output/1.txt").read_text() == "job output 0.6\n"
@@ -146,7 +146,7 @@ def test_a_long_job_tells_now_and_then_where_it_is(tmp_path, capsys, monkeypatch
     for _ in range(5):
         sweep_module.say_progress(job, "val/loss")
     told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("job")]
-    assert told == ["job 3: epoch 1 of 4, step 15, val/loss 0.5000"] * 2
+    assert told == ["job 3: epoch 1 of 4, step 15, val/loss 0.5"] * 2
 
 
 def test_mistakes_of_targets_are_found_in_a_process_of_its_own():
