@@ -74,7 +74,6 @@ def test_the_block_fits_the_terminal_and_its_commands_can_be_pasted(
     ("reason", "said"),
     [
         pytest.param(None, None, id="horizon"),
-        pytest.param(MAX_TIME, "ended by its time limit (trainer.max_time=0:10:00)", id="time"),
         pytest.param(PRUNED, "pruned: its search ended it early", id="pruned"),
         pytest.param(EARLY, f"ended early: {EARLY}", id="early"),
     ],

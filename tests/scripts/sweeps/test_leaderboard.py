@@ -58,17 +58,11 @@ def test_groups_have_a_mean_and_a_deviation(tmp_path, capsys):
     assert [line.split() for line in shown] == [line.split() for line in groups]
 
 
-@pytest.mark.parametrize(
-    ("keys", "expected"),
-    [
-        pytest.param(["optimizer.lr", "seed"], ["lr", "seed"], id="last-part"),
-        pytest.param(["a.x.lr", "b.x.lr"], ["a.x.lr", "b.x.lr"], id="as-long-as-needed"),
-        pytest.param(["a.x.lr", "a.y.lr"], ["x.lr", "y.lr"], id="no-longer"),
-        pytest.param(["lr", "optimizer.lr"], ["lr", "optimizer.lr"], id="one-ends-as-another"),
-    ],
-)
-def test_keys_are_shortened_to_distinct_ends(keys, expected):
-    assert short_keys(keys) == expected
+def test_keys_are_shortened_to_distinct_ends():
+    assert short_keys(["optimizer.lr", "seed"]) == ["lr", "seed"]
+    assert short_keys(["a.x.lr", "b.x.lr"]) == ["a.x.lr", "b.x.lr"]
+    assert short_keys(["a.x.lr", "a.y.lr"]) == ["x.lr", "y.lr"]
+    assert short_keys(["lr", "optimizer.lr"]) == ["lr", "optimizer.lr"]
 
 
 def test_the_best_are_shown_and_reasons_stay_on_one_line(capsys, monkeypatch):

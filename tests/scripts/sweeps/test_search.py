@@ -348,13 +348,10 @@ def space_of(*texts):
     ("text", "expected"),
     [
         pytest.param("model.in_features=interval(16,64)", ["16", "64"], id="integers"),
-        pytest.param("model.in_features=interval(16.0,64.0)", ["16.0", "64.0"], id="as-floats"),
         pytest.param("optimizer.lr=interval(1,2)", ["1.0", "2.0"], id="a-key-of-floats"),
         pytest.param("optimizer.lr=interval(1e-3,1)", ["0.001", "1.0"], id="exponents"),
-        pytest.param("seed=choice(3,4)", ["3", "4"], id="choices"),
         pytest.param("seed=range(2,9,3)", ["2", "8"], id="a-range-has-steps"),
         pytest.param("optimizer.lr=range(0.1,0.5,0.1)", ["0.1", "0.4"], id="a-range-of-floats"),
-        pytest.param("seed=range(9,2,-3)", ["3", "9"], id="backwards"),
         pytest.param("seed=range(5,6)", ["5"], id="a-range-of-one"),
     ],
 )
@@ -362,14 +359,8 @@ def test_the_sample_values_of_a_space(text, expected):
     assert [job[0].value for job in samples(space_of(text))] == expected
 
 
-def test_each_choice_of_a_space_is_checked():
-    more = ["optimizer.weight_decay=choice(0,1,2,3,4,5,6)"]
-    found = samples(space_of(f"seed=choice({','.join(map(str, range(90)))})", *more))
-    assert [seed.value for seed, _ in found] == [str(n) for n in range(90)]
-    assert {decay.value for _, decay in found} == set("0123456")
-
-
 def test_the_values_of_a_grid_and_what_optuna_calls_them():
+    ends = [["1.0", "2.0"], ["1", "3"], ["16", "96"], ["mlp", "none"], ["0.001", "1.0"]]
     rate, seed, stepped, words, _ = space = space_of(
         *("optimizer.lr=interval(1,2)", "seed=interval(1,3)", "model.in_features=range(16,97,16)"),
         *("model=choice(mlp,none)", "optimizer.weight_decay=tag(log,interval(1e-3,1))"),
@@ -377,6 +368,7 @@ def test_the_values_of_a_grid_and_what_optuna_calls_them():
     assert [values_of(d) for d in (seed, stepped, words)] == [
         [1, 2, 3], [16, 32, 48, 64, 80, 96], ["mlp", "none"],
     ]  # fmt: skip
+    assert [[job[n].value for job in samples(space)] for n in range(5)] == ends
     with pytest.raises(ConfigError, match=r"^optimizer.lr: sampler=grid takes choices"):
         values_of(rate)
     assert [str(distribution(d)) for d in space] == [

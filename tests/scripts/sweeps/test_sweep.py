@@ -48,15 +48,13 @@ def keep_configs(folder):
         pytest.param(["~a.b", "seed=1,2"], [["~a.b", "seed=1"], ["~a.b", "seed=2"]], id="delete"),
         pytest.param(["+model.x=1,2"], [["+model.x=1"], ["+model.x=2"]], id="add"),
         pytest.param(["a.b=[1,2],[3]"], [["a.b=[1,2]"], ["a.b=[3]"]], id="lists"),
+        pytest.param(
+            ["strategy=glob(*dp,exclude=f*)"], [["strategy=ddp"], ["strategy=dp"]], id="glob"
+        ),
     ],
 )
 def test_the_jobs_of_a_command_line(argv, expected):
     assert jobs(*argv) == expected
-
-
-def test_a_glob_takes_all_choices_of_a_group():
-    assert ["strategy=ddp"] in jobs("strategy=glob(*)")
-    assert jobs("strategy=glob(*dp,exclude=f*)") == [["strategy=ddp"], ["strategy=dp"]]
 
 
 @pytest.mark.parametrize(
