@@ -279,13 +279,9 @@ class EpochLines(Callback):
     """
 
     def on_log(self, trainer: Trainer, scalars: Mapping[str, float]) -> None:
-        """Print the mean loss of an epoch that ends."""
-        if (loss := scalars.get("train/epoch_loss")) is not None:
-            self.on_validation_end(trainer, {"train/epoch_loss": loss})
-
-    def on_validation_end(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:
-        """Print the metrics."""
-        if trainer.is_main:
+        """Print the mean loss of an epoch that ends, or the metrics of a validation."""
+        metrics = {k: v for k, v in scalars.items() if k == "train/epoch_loss" or k[:4] == "val/"}
+        if metrics and trainer.is_main:
             state, last = trainer.state, trainer.options.max_epochs
             where = f"epoch {state.epoch}" + (f"/{last}" if last is not None else "")
             values = ", ".join(f"{key} {value:.4g}" for key, value in metrics.items())

@@ -77,6 +77,7 @@ class Trainer:
         self.compiled = self.model if compiled is None else compiled
         freezes = any(callback.freezes for callback in self.callbacks.values())
         self.strategy.some_unused = bool(task.turns) or freezes
+        self.strategy.autocast = self.precision.autocast
         self.wrapped = self.strategy.wrap(self.compiled)
         steps = self.options.gradient_accumulation_steps
         self.train_loader = as_source(train_loader, "train_loader", steps)

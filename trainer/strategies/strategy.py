@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -19,9 +19,8 @@ from data.batch import map_tensors
 from trainer.distributed import Group
 from trainer.errors import ResourceError
 
-# Unshared memory in bytes, on Linux, of a process that has imported torch and built a small model,
-# and of a forked worker that has loaded a batch.
-_PROCESS, _WORKER = 300 * 2**20, 50 * 2**20
+# Unshared memory in bytes, on Linux, of a process that has imported torch and built a small model.
+_PROCESS = 300 * 2**20
 
 
 def describe_device(device: torch.device) -> str:
@@ -51,29 +50,20 @@ def check_processes(processes: int, accelerator: str = "auto", backend: str = "a
             f"strategy.devices={processes}: this machine has {torch.cuda.device_count()} GPUs; "
             "strategy.accelerator=cpu trains on the CPU"
         )
-    _check_memory("strategy.devices", "processes", processes, processes, _PROCESS)
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if processes > max(8, memory // _PROCESS):
+        raise ResourceError(
+            f"strategy.devices={processes}: the processes need at least "
+            f"{processes * _PROCESS / 2**30:.0f} GiB, and this machine has {memory / 2**30:.0f} GiB"
+        )
 
 
 def workers_of(asked: int | Literal["auto"]) -> int:
-    """Return the worker processes of one loader; auto: a process's share of the cores, at most 8.
-
-    Raises ResourceError if the machine lacks the memory for them.
-    """
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if asked == "auto":
-        share = (os.cpu_count() or 1) // ranks
-        return min(share, 8) if share > 1 else 0  # one core computes: it gains nothing
-    _check_memory("loader.num_workers", "workers", asked, asked * ranks, _WORKER)
-    return asked
-
-
-def _check_memory(key: str, kind: str, value: int, count: int, each: int) -> None:
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if count > max(8, memory // each):
-        raise ResourceError(
-            f"{key}={value}: {count} {kind} need at least {count * each / 2**30:.0f} GiB, and "
-            f"this machine has {memory / 2**30:.0f} GiB and {os.cpu_count()} cores: lower {key}"
-        )
+    """Return the workers of one loader; auto: a process's share of the cores, at most 8."""
+    if asked != "auto":
+        return asked
+    share = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return min(share, 8) if share > 1 else 0  # one core computes: it gains nothing
 
 
 class Strategy:
@@ -100,6 +90,8 @@ class Strategy:
             self.device = torch.device("cuda", 0)  # torch.cuda.set_device needs an index
         self.computing = [self.device]  # the devices of this process
         self.group = group or Group()
+        # The context of the run's forward passes.
+        self.autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def setup(self) -> None:
         """Select the device and join the process group; `group.leave` is the counterpart."""
@@ -192,34 +184,28 @@ class DataParallel(Strategy):
         """Split each forward pass over the GPUs, if there are two or more."""
         if len(self.device_ids) < 2:
             return model
-        inner = _InFormat(model)
+        inner = _InFormat(model, self.autocast)
         parallel = nn.DataParallel(inner, self.device_ids, self._output_device, self._dim)
-
-        def note(*_: Any) -> None:
-            kinds = [kind for kind in ("cuda", "cpu") if torch.is_autocast_enabled(kind)]
-            inner.formats = {kind: torch.get_autocast_dtype(kind) for kind in kinds}
 
         def gather(_: Any, inputs: Any, outputs: Any) -> Any:
             return map_tensors(lambda t: t.to(self.device), outputs)  # that of the targets
 
-        parallel.register_forward_pre_hook(note)
         parallel.register_forward_hook(gather)
         return parallel
 
 
 class _InFormat(nn.Module):
-    """Compute in the autocast dtype of the caller. Autocast is a state of each thread, and torch
-    passes to the threads of replicas whether it is enabled, but not its dtype."""
+    """Compute in the run's format. Autocast is a state of each thread, and torch passes to the
+    threads of replicas whether it is enabled, but not its dtype."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(
+        self, model: nn.Module, autocast: Callable[[], AbstractContextManager[Any]]
+    ) -> None:
         super().__init__()
-        self.model = model
-        self.formats: dict[str, torch.dtype] = {}
+        self.model, self._autocast = model, autocast
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        with ExitStack() as formats:
-            for kind, dtype in self.formats.items():
-                formats.enter_context(torch.autocast(kind, dtype=dtype))
+        with self._autocast():
             return self.model(*inputs, **named)
 
 

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from data.batch import MicroBatch, Piece, map_tensors
 from trainer.state import TrainState
@@ -31,9 +31,6 @@ class PlainBatches:
 
     def epoch(self, epoch: int, start: int = 0, stop: int | None = None) -> Iterator[MicroBatch]:
         """Yield the micro-batches of the updates `start` to `stop` of an epoch."""
-        sampler = getattr(self._loader, "sampler", None)
-        if isinstance(sampler, DistributedSampler):
-            sampler.set_epoch(epoch)
         for update, batch in enumerate(itertools.islice(_walked(self._loader), stop)):
             if update < start:
                 continue

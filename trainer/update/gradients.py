@@ -268,7 +268,7 @@ def explain(
     micro_batches: Sequence[MicroBatch],
     losses: Sequence[Tensor],
 ) -> tuple[int, str]:
-    """Name the origin of a non-finite update: a sample, a parameter, the loss or a gradient.
+    """Name the origin of a non-finite update: a sample, the loss or a gradient.
 
     With its distance from the origin: of several processes the one that is closest tells it.
     """
@@ -280,17 +280,14 @@ def explain(
             row = int(bad.reshape(len(bad), -1).any(1).int().argmax())
             sample = indices[row] if row < len(indices) else row
             return 0, f"sample {sample} holds NaN or infinity, {where}: {advice}"
-    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    for name, weight in model.named_parameters():
-        if _nonfinite(weight).any():
-            return 1, f"parameter {name} is not finite, {where}: {advice}"
-    name = next((name for name, grad in grads.items() if _nonfinite(grad).any()), "")
+    grads = ((name, p.grad) for name, p in model.named_parameters() if p.grad is not None)
+    name = next((name for name, grad in grads if _nonfinite(grad).any()), "")
     # A non-finite loss makes all gradients non-finite.
     of_loss = not name or any(_nonfinite(loss).any() for loss in losses)
     what = "loss" if of_loss else f"gradient of {name}"
     seen = [str(i) for m in micro_batches for i in m.piece.indices]
     shown = f"; samples {', '.join(seen[:8])}{', ...' if len(seen) > 8 else ''}" if seen else ""
-    return 2 if of_loss else 3, f"the {what} is not finite, {where}{shown}: {advice}"
+    return 1 if of_loss else 2, f"the {what} is not finite, {where}{shown}: {advice}"
 
 
 def _nonfinite(tensor: Tensor) -> Tensor:

@@ -194,11 +194,11 @@ class _FrozenStatistics(AbstractContextManager[None]):
         self._kept: list[list[dict[str, Tensor | None]]] = []
 
     def __enter__(self) -> None:
-        self._kept.append([dict(norm._buffers) for norm in self._norms])
+        self._kept.append([norm._buffers for norm in self._norms])
         for norm in self._norms:
-            for name, buffer in norm._buffers.items():
-                norm._buffers[name] = None if buffer is None else buffer.clone()
+            copies = {n: None if b is None else b.clone() for n, b in norm._buffers.items()}
+            norm._buffers = copies
 
     def __exit__(self, *error: Any) -> None:
         for norm, buffers in zip(self._norms, self._kept.pop(), strict=True):
-            norm._buffers.update(buffers)
+            norm._buffers = buffers

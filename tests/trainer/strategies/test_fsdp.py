@@ -93,14 +93,13 @@ def alone():
 
 
 OPTIONS = [
-    pytest.param({}, id="whole"),
-    pytest.param({"wrap_modules": ["Block"]}, id="blocks"),
-    pytest.param({"wrap_modules": ["Block"], "reshard_after_forward": False}, id="no_reshard"),
+    pytest.param(2, {}, id="whole"),
+    pytest.param(3, {"wrap_modules": ["Block"]}, id="blocks"),
+    pytest.param(2, {"wrap_modules": ["Block"], "reshard_after_forward": False}, id="no_reshard"),
 ]
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize(("world_size", "options"), OPTIONS)
 def test_shards_change_nothing(alone, ranks, world_size, options):
     for metrics, content in ranks(world_size, in_group(train, **options)):
         assert metrics == pytest.approx(alone[0], rel=0, abs=1e-10)
@@ -142,13 +141,12 @@ def go_on(strategy, folder):
     return finished(trainer)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_a_resume_from_shards_is_exact(ranks, tmp_path, world_size):
+def test_a_resume_from_shards_is_exact(ranks, tmp_path):
     def interrupted(strategy):
         return save_shards(strategy, tmp_path), go_on(strategy, tmp_path)
 
     options = {"sharded_checkpoint": True, "wrap_modules": ["Block"]}
-    for whole, resumed in ranks(world_size, in_group(interrupted, **options)):
+    for whole, resumed in ranks(3, in_group(interrupted, **options)):
         whole_state = torch.load(io.BytesIO(whole[1]), weights_only=True)
         assert whole_state["model"]["2.weight"].device.type == "cpu"
         assert_same(whole[1], resumed[1], 0)
