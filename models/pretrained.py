@@ -1,13 +1,11 @@
 """Trained weights: read without executing code, and loaded into a network for other data."""
 
-import importlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from fnmatch import fnmatchcase
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Literal
 
 import torch
@@ -41,15 +39,6 @@ def no_initial_weights() -> Iterator[None]:
 def weights_wanted() -> bool:
     """Return whether a model should load its initial weights; False on the meta device."""
     return _wanted.get() and torch.get_default_device().type != "meta"
-
-
-def import_library(package: str, install: str) -> ModuleType:
-    """Import a package that is no dependency. Raises NetworkError with the way to install it."""
-    try:
-        return importlib.import_module(package)
-    except ImportError:
-        message = f"model={package} needs the package {package}: pip install {install}"
-        raise NetworkError(message) from None
 
 
 def fine_tune(

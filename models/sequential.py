@@ -30,22 +30,17 @@ def from_layers(
         model.add_module("head", nn.LazyLinear(num_classes))
     model.eval()  # no dropout, and no change of BatchNorm's statistics
     x = torch.zeros(1, *input_shape)
-    way = [f"input {_shape(x)}"]
     for name, layer in model.named_children():
         what = f"model.layers.{name} ({layer})"
         try:
             out = layer(x)
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
-            reason = f"{str(error).strip().splitlines()[0]} [{' -> '.join(way)}]"
-            message = f"{what} does not accept its input of shape {_shape(x)}: {reason}"
+            shape = "x".join(map(str, x.shape[1:])) or "scalar"
+            reason = str(error).strip().splitlines()[0]
+            message = f"{what} does not accept its input of shape {shape}: {reason}"
             raise NetworkError(message) from error
         if not isinstance(out, Tensor):
             kind = type(out).__name__
             raise NetworkError(f"{what} returns a {kind}; layers in a list must return one tensor")
         x = out
-        way.append(f"{name} {_shape(x)}")
     return model.train()
-
-
-def _shape(x: Tensor) -> str:
-    return "x".join(map(str, x.shape[1:])) or "scalar"

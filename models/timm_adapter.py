@@ -4,8 +4,9 @@ from typing import Any
 
 from torch import nn
 
+from data.errors import import_package
 from models.layers import NetworkError
-from models.pretrained import import_library, weights_wanted
+from models.pretrained import weights_wanted
 from trainer.errors import CheckpointError
 
 
@@ -17,7 +18,7 @@ def build(
     **arguments: Any,
 ) -> nn.Module:
     """Build timm's model `name`; `arguments` (such as `drop_rate`) go to `timm.create_model`."""
-    timm = import_library("timm", "timm")
+    timm = import_package("timm", "timm")
     if name.split(".")[0] not in timm.list_models():
         near = ", ".join(timm.list_models(f"*{name[:6]}*")[:3]) or "see timm.list_models()"
         raise NetworkError(f"model.name: timm has no model {name!r}; similar: {near}")

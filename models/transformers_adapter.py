@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from data.errors import import_package
 from models.layers import NetworkError
-from models.pretrained import import_library, weights_wanted
+from models.pretrained import weights_wanted
 from trainer.errors import CheckpointError
 
 
@@ -53,7 +54,7 @@ def build(
     With `config` it is a model type, such as `bert`, built without weights from these values; no
     network is needed. Weights are read from .safetensors files only, and no code of the hub runs.
     """
-    transformers = import_library("transformers", "'regimen[transformers]'")
+    transformers = import_package("transformers", "transformers")
     if not auto.startswith("AutoModelFor") or not hasattr(transformers, auto):
         raise NetworkError(f"model.auto: transformers has no {auto!r}; try AutoModelForCausalLM")
     kind = getattr(transformers, auto)

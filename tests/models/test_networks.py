@@ -197,7 +197,7 @@ def test_a_mapping_keeps_names_drops_none_and_sizes_lazy_layers() -> None:
         ),
         pytest.param(
             lambda: from_layers(layers(33), [1, 4, 4]),
-            r"model\.layers\.6 \(Linear\(in_features=33.*1x4x4 -> 0 8x4x4[^\n]*$",
+            r"model\.layers\.6 \(Linear\(in_features=33.* of shape 32: [^\n]*$",
             id="misfit",
         ),
     ],

@@ -13,6 +13,7 @@ import torchvision
 from torch import nn
 from torch.hub import get_dir
 
+from data.errors import MissingPackageError
 from models import torchvision_adapter
 from models.layers import NetworkError
 from models.pretrained import fine_tune, load_weights, no_initial_weights
@@ -282,7 +283,7 @@ def test_timm_is_given_its_own_words(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(NetworkError, match="vit_smell"):
         from_timm("vit_smell", 7)
     monkeypatch.setitem(sys.modules, "timm", None)
-    with pytest.raises(NetworkError, match="pip install timm"):
+    with pytest.raises(MissingPackageError, match=r"regimen\[timm\]"):
         from_timm("resnet18", 7)
 
 
