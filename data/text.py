@@ -108,9 +108,10 @@ class Prompts:
         tokens = [[numbers.get(character, size)] for character in text]
         if self.encoding == "bytes":
             tokens = [list(character.encode()) for character in text]
-        unknown = "".join(c for c, own in zip(text, tokens, strict=True) if max(own) >= size)
+        unknown = [c for c, own in zip(text, tokens, strict=True) if max(own) >= size]
         if unknown or not text:
-            what = f"{unknown[:20]!r} is not in its vocabulary" if unknown else "it is empty"
+            shown = "".join(dict.fromkeys(unknown))[:20]
+            what = f"{shown!r} is not in its vocabulary" if unknown else "it is empty"
             raise UnreadableError(f"{self.path(index)}: the run cannot continue it: {what}")
         return self._sample([token for own in tokens for token in own], index)
 
