@@ -1,15 +1,11 @@
 """`regimen doctor`: whether this machine can train, a line for each part and its cure."""
 
 import json
-import multiprocessing
 import os
 import resource
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
-from functools import partial
 from pathlib import Path
 
 from scripts.cli.arguments import command_parser
@@ -20,7 +16,6 @@ from trainer.runs.directory import versions
 _GIB = 2**30
 _OPEN_FILES = 1024
 _SPACE = 5 * _GIB
-_PAIR_SECONDS = 120  # two imports of torch on a busy machine are part of it
 _SINCE = {"fp16": (7, 0), "tf32": (8, 0), "bf16": (8, 0), "fp8": (8, 9)}  # compute capabilities
 
 Finding = tuple[str, str | None]  # what was found, and what to do where that is not good
@@ -62,8 +57,6 @@ def _checks() -> Iterator[tuple[str, Callable[[], Finding]]]:
     yield "torch", lambda: (f"{torch.__version__}, built for {kind}", None)
     yield "driver", lambda: of_driver(cuda, gpus > 0)
     yield "devices", lambda: _devices(gpus)
-    for backend in ("gloo", "nccl") if gpus > 1 else ("gloo",):
-        yield f"two processes ({backend})", partial(pair, backend)
 
 
 def _threads() -> Finding:
@@ -121,38 +114,3 @@ def _devices(gpus: int) -> Finding:
 def of_capability(capability: tuple[int, int]) -> str:
     """Return the number formats of a GPU of a compute capability."""
     return ", ".join(["fp32", *(name for name, low in _SINCE.items() if capability >= low)])
-
-
-def pair(backend: str) -> Finding:
-    """Let two processes of this machine meet; none outlives it."""
-    context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder, context.Pool(2) as pool:
-        ranks = [(backend, f"{folder}/store", rank) for rank in range(2)]
-        try:
-            pool.starmap_async(_meet, ranks).get(_PAIR_SECONDS)
-        except multiprocessing.TimeoutError:
-            failure = f"they did not find each other within {_PAIR_SECONDS} s"
-        except Exception as error:
-            failure = str(error).strip().partition("\n")[0] or type(error).__name__
-        else:
-            return "found each other and added up their numbers", None
-    variable = f"{backend.upper()}_SOCKET_IFNAME"
-    cure = f"let this host's name resolve (/etc/hosts), or {variable}=lo; strategy=single works"
-    return failure, cure
-
-
-def _meet(backend: str, store: str, rank: int) -> None:
-    # One of the two processes, which may print when it meets the other.
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, 1)
-    os.dup2(null, 2)
-    import torch
-    import torch.distributed as dist
-
-    limit, place = timedelta(seconds=_PAIR_SECONDS / 4), f"file://{store}"
-    dist.init_process_group(backend, init_method=place, rank=rank, world_size=2, timeout=limit)
-    number = torch.tensor([rank + 1.0], device=f"cuda:{rank}" if backend == "nccl" else "cpu")
-    dist.all_reduce(number)
-    dist.destroy_process_group()
-    if number.item() != 3.0:
-        raise ValueError(f"1 + 2 was {number.item()}")

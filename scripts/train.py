@@ -1,8 +1,7 @@
 """`train experiment=resnet18 [key=value ...]`: train, or with -m sweep."""
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from scripts import regimen
 
@@ -37,7 +36,7 @@ def train(argv: Sequence[str]) -> int:
             return search(arguments)
         return sweep(arguments)
     composed = compose(arguments)
-    for doubt in (*clashes(), *_doubts(composed.config)):
+    for doubt in clashes():
         logger.warning("warning: %s", doubt)
     if trial := (composed.config.get("sweep") or {}).get("trial"):
         refuse_untyped("sweep", {"trial": trial}, composed.overrides)
@@ -56,23 +55,6 @@ def train(argv: Sequence[str]) -> int:
             from scripts.runs.run import run as start
     with composed.locating():
         return start(request)
-
-
-def _doubts(config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what was hardly meant by whoever started this process."""
-    from scripts.cli.console import is_job
-
-    if is_job():
-        return
-    sweep, tasks = config.get("sweep"), os.environ.get("SLURM_NTASKS", "")
-    if sweep is not None and not sweep.get("trial"):
-        yield "sweep has no effect without -m: this is one run"
-    first = os.environ.get("SLURM_PROCID", "0") == "0"
-    if tasks.isdigit() and int(tasks) > 1 and first and "RANK" not in os.environ:
-        yield (
-            f"SLURM_NTASKS={tasks} and no RANK: srun starts a run of its own for each task; for "
-            "one run of all start torchrun once a node: srun --ntasks-per-node=1 torchrun ..."
-        )
 
 
 if __name__ == "__main__":

@@ -158,16 +158,11 @@ def _rate_table(curves: Mapping[str, Sequence[tuple[int, float]]], width: int) -
 
 
 def _memory(memory: Mapping[str, int | None], samples: int) -> Iterator[str]:
-    parts = {name: count for name, count in memory.items() if (name, count) != ("data", 0)}
-    total = size(sum(count or 0 for count in parts.values()))
-    rows = [["part", "size"], *([name, size(count)] for name, count in parts.items())]
-    rows.append(["estimate", f"more than {total}" if None in parts.values() else total])
-    yield from aligned(rows, 80, right=("size",))
-    others = " and its workspace" if "data" in parts else ", its workspace and the data"
-    more = f"the framework{others} need additional memory"
-    yield f"activations of {samples} samples at a time; {more}"
-    if memory["data"] is None:
-        yield "data.cache=device: how much the decoded images take shows when they are decoded"
+    total = sum(count or 0 for count in memory.values())
+    rows = {"part": "size"} | {name: size(count) for name, count in memory.items()}
+    rows["estimate"] = "at least " * (None in memory.values()) + size(total)
+    yield from aligned([*rows.items()], 80, right=("size",))
+    yield f"activations of {samples} samples at a time; the framework needs additional memory"
 
 
 def _notes(experiment: Experiment, memory: Mapping[str, int | None]) -> Iterator[str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer.callback import saver_of
-from trainer.files.layout import WIDTH, folded_command, packed
+from trainer.files.layout import WIDTH, packed
 from trainer.runs.status import TENSORBOARD, command
 from trainer.state import MAX_TIME, Kind, epoch_metric
 
@@ -98,7 +98,7 @@ def final_block(
     rows = [("run", str(run_dir))]
     rows += [(name, line) for name, of in facts.items() for line in packed(of, width, ", ")]
     for name, typed in _commands(request, experiment, run_dir):
-        rows.append((name, folded_command(typed, columns and width)))
+        rows.append((name, typed))
     return "\n" + "\n".join(f"{name:<8} {line}" for name, line in rows)
 
 

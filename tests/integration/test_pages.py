@@ -44,7 +44,7 @@ COMMAND = re.compile(
 )
 NOT_HERE = {  # by what they begin with, or hold
     "regimen demo": "does not end; tests/integration/test_demo.py",
-    "regimen doctor": "half a minute; tests/scripts/test_doctor.py",
+    "regimen doctor": "tests/scripts/test_doctor.py",
     "regimen new": "tests/integration/test_projects.py",
     "--config-dir conf model=mine": "below, with its files",
     "sweep=submitit": "needs SLURM; its local executor: tests/scripts/sweeps/test_clusters.py",

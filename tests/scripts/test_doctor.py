@@ -1,7 +1,6 @@
 """`regimen doctor`: the checks of a machine and their cures."""
 
 import json
-import multiprocessing
 import os
 import resource
 import shutil
@@ -46,10 +45,9 @@ def test_the_driver(
 
 @pytest.fixture
 def found(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    """Return what the command finds on a machine of certain limits, without its long checks."""
+    """Return what the command finds on a machine of certain limits."""
 
     def found(code: int, threads: str = "1", files: int = 4096, free: float = 9.0):
-        monkeypatch.setattr(module, "pair", lambda _: GOOD)
         monkeypatch.setenv("OMP_NUM_THREADS", threads)
         monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
         monkeypatch.setattr(resource, "getrlimit", lambda which: (files, files))
@@ -77,10 +75,8 @@ def test_each_part_that_is_short_has_a_cure(found, machine, name: str, cure: str
 
 def test_the_command_looks_at_every_part(found) -> None:
     parts = found(0, threads="2,1", files=resource.RLIM_INFINITY)
-    assert [part["name"] for part in parts] == [
-        *("versions", "threads", "open files", "disk", "torch", "driver", "devices"),
-        "two processes (gloo)",
-    ]
+    names = ["versions", "threads", "open files", "disk", "torch", "driver", "devices"]
+    assert [part["name"] for part in parts] == names
 
 
 def test_a_check_that_fails_is_one_line(
@@ -103,14 +99,3 @@ def test_a_check_that_fails_is_one_line(
 )
 def test_the_formats_of_a_gpu(capability: tuple[int, int], formats: str) -> None:
     assert module.of_capability(capability) == formats
-
-
-@pytest.mark.slow
-def test_two_processes_of_this_machine_meet_or_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert module.pair("gloo") == ("found each other and added up their numbers", None)
-    failure, cure = module.pair("nothing")
-    assert "nothing" in failure
-    assert "NOTHING_SOCKET_IFNAME=lo" in str(cure)
-    monkeypatch.setattr(module, "_PAIR_SECONDS", 0.2)  # no process is there so soon
-    assert module.pair("gloo")[0] == "they did not find each other within 0.2 s"
-    assert multiprocessing.active_children() == []

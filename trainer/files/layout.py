@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -42,14 +41,6 @@ def packed(items: Sequence[str], width: int, gap: str) -> list[str]:
         else:
             lines.append(item)
     return lines
-
-
-def folded_command(command: str, width: int | None, indent: str = "    ") -> str:
-    """Break a command of the shell between its words, so that it can be pasted nevertheless."""
-    if width is None or len(command) <= width:
-        return command
-    words = [shlex.quote(word) for word in shlex.split(command)]
-    return f" \\\n{indent}".join(packed(words, width - len(indent) - len(" \\"), " "))
 
 
 def aligned(

@@ -43,7 +43,6 @@ from scripts.cli.keys import (
     read_keys,
 )
 from scripts.cli.shadow import ROOT
-from scripts.train import train
 from trainer.errors import StorageError
 from trainer.files.layout import aligned, indented_lines, visible
 
@@ -263,34 +262,6 @@ def test_this_machine_is_read_as_torch_reads_it() -> None:
     count, accelerated = asked.stdout.split()
     assert threads() == int(count)
     assert known_device() in ((None,) if accelerated == "True" else (None, "cpu"))
-
-
-@pytest.mark.parametrize(
-    ("environment", "words", "told"),
-    [
-        pytest.param({}, ["sweep.jobs=2"], "sweep has no effect without -m", id="sweep"),
-        pytest.param(AS_JOB, ["sweep.jobs=2"], "", id="job"),
-        pytest.param({"SLURM_NTASKS": "4"}, [], "torchrun once a node", id="srun"),
-        pytest.param({"SLURM_NTASKS": "4", "SLURM_PROCID": "1"}, [], "", id="srun-another"),
-        pytest.param({"SLURM_NTASKS": "4", "RANK": "0"}, [], "", id="torchrun"),
-        pytest.param({"SLURM_NTASKS": "1"}, [], "", id="one-task"),
-    ],
-)
-def test_what_was_hardly_meant_is_told(
-    environment: dict[str, str],
-    words: list[str],
-    told: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("scripts.runs.run.run", lambda request: 0)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    with console():
-        assert train(["experiment=resnet18", *words]) == 0
-    warnings = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
-    assert len(warnings) == bool(told)
-    assert told in "".join(warnings)
 
 
 class Kept(logging.Handler):

@@ -1,25 +1,15 @@
 """Lines and tables that fit."""
 
 import io
-import shlex
 
 import pytest
 
 from trainer.files.layout import (
     aligned,
     columns_of,
-    folded_command,
     packed,
     size_of,
 )
-
-
-@pytest.mark.parametrize("width", [30, 60, 200])
-def test_a_folded_command_is_the_same_command(width):
-    command = "tensorboard --logdir_spec 'a run:/tmp/a run/tensorboard' --host 127.0.0.1"
-    shown = folded_command(command, width)
-    assert shlex.split(shown.replace("\\\n", "")) == shlex.split(command)
-    assert ("\n" in shown) == (width < len(command))
 
 
 def test_an_item_longer_than_a_line_has_its_own_and_a_file_has_no_width():
