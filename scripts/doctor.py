@@ -16,7 +16,6 @@ from trainer.runs.directory import versions
 _GIB = 2**30
 _OPEN_FILES = 1024
 _SPACE = 5 * _GIB
-_SINCE = {"fp16": (7, 0), "tf32": (8, 0), "bf16": (8, 0), "fp8": (8, 9)}  # compute capabilities
 
 Finding = tuple[str, str | None]  # what was found, and what to do where that is not good
 
@@ -95,7 +94,7 @@ def of_driver(cuda: str | None, works: bool) -> Finding:
 
 
 def _devices(gpus: int) -> Finding:
-    """Name the devices with the number formats in which they are fast."""
+    """Name the devices; of a CPU the number formats in which it is fast."""
     import torch
 
     from trainer.update.precision import cpu_formats
@@ -106,11 +105,5 @@ def _devices(gpus: int) -> Finding:
     named += ["mps"] * torch.backends.mps.is_available()
     for number in range(gpus):
         facts = torch.cuda.get_device_properties(number)
-        formats = of_capability((facts.major, facts.minor))
-        named.append(f"cuda:{number} {facts.name} {facts.total_memory / _GIB:.0f} GiB ({formats})")
+        named.append(f"cuda:{number} {facts.name} {facts.total_memory / _GIB:.0f} GiB")
     return ", ".join(named), None
-
-
-def of_capability(capability: tuple[int, int]) -> str:
-    """Return the number formats of a GPU of a compute capability."""
-    return ", ".join(["fp32", *(name for name, low in _SINCE.items() if capability >= low)])

@@ -28,6 +28,7 @@ from scripts.cli.arguments import Request
 from scripts.cli.console import describe, exit_code, importing, log_to_stderr, set_up
 from scripts.cli.signals import Handler, end_with_parent, handling, leave_after_second_interrupt
 from trainer.errors import PeerError, SilentPeerError, leave_at_once
+from trainer.files.atomic import write_json
 from trainer.files.layout import indented_lines, visible
 from trainer.runs.status import amend_failure
 
@@ -67,15 +68,10 @@ class Notes:
         self.run_dir, self.stopping = folder / "run_dir", folder / "stop"
         self.finished = folder / "finished"
 
-    def write(self, name: str, content: Any) -> None:
-        """Write a file as JSON, whole at every moment."""
-        temporary = self.folder / f".{name}"
-        temporary.write_text(json.dumps(content))
-        temporary.replace(self.folder / name)
-
     def sign(self, rank: int, failure: Failure | None = None) -> None:
         """Tell the id of this process, and how it failed; in place of an earlier attempt's."""
-        self.write(f"rank-{rank}", {"pid": os.getpid(), "failure": failure and asdict(failure)})
+        told = {"pid": os.getpid(), "failure": failure and asdict(failure)}
+        write_json(self.folder / f"rank-{rank}", told)
 
     def signed(self) -> list[dict[str, Any]]:
         """Return what the processes have told."""
@@ -99,7 +95,6 @@ def launch(request: Request) -> int:
     check_processes(processes, strategy["accelerator"], strategy["backend"])
     # Unlike torchrun, which sets 1: the processes share the cores.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     # `_answer` reports a failure, once.
     logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
     notes = Notes(Path(tempfile.mkdtemp(prefix="regimen-")))
@@ -117,7 +112,8 @@ def launch(request: Request) -> int:
     )
     error = None
     try:
-        notes.write("request", {"request": asdict(request), "path": sys.path})
+        asked = {"request": asdict(request), "path": sys.path}
+        (notes.folder / "request").write_text(json.dumps(asked))
         # -P: a folder `scripts` in the working directory would shadow ours.
         command = ("-P", "-m", "scripts.runs.launch", str(os.getpid()), str(notes.folder))
         with handling(_passing_on(notes)):

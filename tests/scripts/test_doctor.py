@@ -91,11 +91,3 @@ def test_a_check_that_fails_is_one_line(
     assert (good.split(), end) == (["good", "one"], "to look at: 1 of 2")
     assert "OSError: no such" in bad
     assert "\x1b" not in bad
-
-
-@pytest.mark.parametrize(
-    ("capability", "formats"),
-    [((6, 1), "fp32"), ((7, 5), "fp32, fp16"), ((9, 0), "fp32, fp16, tf32, bf16, fp8")],
-)
-def test_the_formats_of_a_gpu(capability: tuple[int, int], formats: str) -> None:
-    assert module.of_capability(capability) == formats

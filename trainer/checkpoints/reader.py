@@ -201,13 +201,6 @@ def _misfits(payload: Mapping[str, Any]) -> Iterator[str]:
         count = state["counters"].get(name)
         if type(count) is not int or count < 0:
             yield f"state.counters.{name} is no count but {count!r}"[:200]
-    lists = {"rng": payload["rng"], **{k: state[k] for k, kind in _STATE.items() if kind is list}}
-    for key, values in lists.items():
-        if len(values) != state["world_size"] or not all(isinstance(v, dict) for v in values):
-            yield f"{key} is no list of a dict for each of {state['world_size']} processes"
-    for name, value in payload["model"].items():
-        if not isinstance(value, torch.Tensor) and not str(name).endswith("_extra_state"):
-            yield f"model.{name} is no tensor but {type(value).__name__}"
     pending, visited = [payload], 0  # a value that stands in several places is visited in each
     while pending:
         member, visited = pending.pop(), visited + 1

@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import functools
 import json
 import logging
 import os
@@ -24,10 +23,7 @@ _kept: set[int] = set()  # descriptors that a forked process closes
 
 def storage_error(path: Path, error: OSError) -> StorageError:
     """Return a StorageError with the reason why `path` could not be written."""
-    if error.errno in (errno.ENOENT, errno.ENOTDIR) and not path.parent.is_dir():
-        reason = f"the folder {path.parent} does not exist"
-    else:
-        reason = os.strerror(error.errno or errno.EIO).lower()
+    reason = os.strerror(error.errno or errno.EIO).lower()
     return StorageError(f"cannot write {path}: {reason}")
 
 
@@ -115,7 +111,6 @@ def sync_folder(folder: Path) -> None:
 
 def keep_from_children(descriptor: int) -> None:
     """Have processes forked from here on close their copy of `descriptor`: they may live longer."""
-    _register()
     _kept.add(descriptor)
 
 
@@ -126,13 +121,12 @@ def forget(descriptor: int) -> bool:
     return found
 
 
-@functools.cache  # once, and only by a process that keeps something
-def _register() -> None:
-    def close() -> None:
-        while _kept:
-            os.close(_kept.pop())
+def _close_kept() -> None:
+    while _kept:
+        os.close(_kept.pop())
 
-    os.register_at_fork(after_in_child=close)
+
+os.register_at_fork(after_in_child=_close_kept)
 
 
 def _temporary(path: Path) -> Path:

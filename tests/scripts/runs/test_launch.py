@@ -38,7 +38,7 @@ def ended(codes, seconds):
 def test_the_cause_of_the_others_is_told(tmp_path, told, codes, seconds, stopping, expected):
     notes = Notes(tmp_path)
     for failure in told:
-        notes.write(f"rank-{failure.rank}", {"pid": 1, "failure": asdict(failure)})
+        notes.sign(failure.rank, failure)
     if stopping:
         notes.stopping.touch()
     found = first_failure(ended(codes, seconds) if codes else None, 3 if OWN in told else 2, notes)

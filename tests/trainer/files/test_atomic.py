@@ -98,7 +98,7 @@ def test_what_failed_is_said_in_one_line(tmp_path, monkeypatch, number, reason):
         write_text(path, "x")
     assert caught.value.exit_code == 7
     assert names(tmp_path) == []
-    missing = f"the folder {tmp_path / 'no'} does not exist"
+    missing = f"{tmp_path / 'no' / 'a.txt'}: no such file"
     for write in (lambda path: write_text(path, "x"), AppendLog):
         with pytest.raises(StorageError, match=missing):
             write(tmp_path / "no" / "a.txt")
@@ -183,7 +183,7 @@ def test_a_log_holds_lines_with_their_level_and_is_opened_where_it_is(tmp_path):
     (tmp_path / "victim").write_text("torn")
     (tmp_path / "log").symlink_to(tmp_path / "victim")
     known = list(logging._handlerList)
-    for place, reason in {"log": "symbolic links", "no/log": "does not exist"}.items():
+    for place, reason in {"log": "symbolic links", "no/log": "no such file"}.items():
         with pytest.raises(StorageError, match=reason):
             LogFileHandler(tmp_path / place)
     assert logging._handlerList == known  # at exit there is none to be closed
