@@ -39,17 +39,19 @@ class MicroBatch:
 
 
 def rebuild(like: Any, items: list[Any]) -> Any:
-    """Return a tuple, list or namedtuple of the type of `like` with new items."""
+    """Return a tuple, list, set or namedtuple of the type of `like` with new items."""
     if hasattr(like, "_fields"):
         return type(like)(*items)
+    if isinstance(like, set):
+        return set(items)
     return tuple(items) if isinstance(like, tuple) else items
 
 
 def map_leaves(function: Callable[[Any], Any], batch: Any) -> Any:
-    """Apply a function to every leaf of nested dicts, lists, tuples and namedtuples."""
+    """Apply a function to every leaf of nested dicts, lists, tuples, sets and namedtuples."""
     if isinstance(batch, Mapping):
         return {name: map_leaves(function, value) for name, value in batch.items()}
-    if isinstance(batch, list | tuple):
+    if isinstance(batch, list | tuple | set):
         return rebuild(batch, [map_leaves(function, value) for value in batch])
     return function(batch)
 
