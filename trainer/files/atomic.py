@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import functools
 import json
 import logging
 import os
@@ -111,6 +112,7 @@ def sync_folder(folder: Path) -> None:
 
 def keep_from_children(descriptor: int) -> None:
     """Have processes forked from here on close their copy of `descriptor`: they may live longer."""
+    _register()
     _kept.add(descriptor)
 
 
@@ -121,12 +123,13 @@ def forget(descriptor: int) -> bool:
     return found
 
 
-def _close_kept() -> None:
-    while _kept:
-        os.close(_kept.pop())
+@functools.cache  # once, and only by a process that keeps something
+def _register() -> None:
+    def close() -> None:
+        while _kept:
+            os.close(_kept.pop())
 
-
-os.register_at_fork(after_in_child=_close_kept)
+    os.register_at_fork(after_in_child=close)
 
 
 def _temporary(path: Path) -> Path:
