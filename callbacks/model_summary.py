@@ -2,8 +2,11 @@
 
 import logging
 import sys
+from typing import Any
 
-from data.batch import map_tensors
+from torch import Tensor
+
+from data.batch import rebuild
 from trainer.assembly.summary import render, summarize
 from trainer.callback import Callback
 from trainer.files.layout import WIDTH, columns_of
@@ -29,13 +32,23 @@ class ModelSummary(Callback):
         with trainer.random.aside():
             micro_batch = next(trainer.draw(trainer.state.epoch))[0]
             trainer.train_loader.close()
-        task = trainer.task
-        batch = map_tensors(lambda t: t[:2] if t.ndim else t, micro_batch.batch)
+        task, count = trainer.task, micro_batch.piece.count
+        batch, autocast = _two_of(micro_batch.batch, count), trainer.precision.autocast
         for step in (task.prediction_step, task.training_step):  # which may prepare the inputs
-            autocast = trainer.precision.autocast
-            summary = summarize(trainer.model, batch, self._depth, step, autocast, compute=True)
+            given = trainer.model, batch, self._depth, step, autocast
+            summary = summarize(*given, compute=True, samples=min(count, 2))
             if summary.problem is None:
                 break
         if trainer.is_main:
             width = min(WIDTH, columns_of(sys.stderr) or WIDTH)
             _log.info("%s", render(summary, width))
+
+
+def _two_of(part: Any, count: int) -> Any:
+    """Return two samples of a batch, whose tensors and lists may have an item for each."""
+    if isinstance(part, Tensor):
+        return part[:2] if part.ndim else part
+    if isinstance(part, list | tuple):
+        whole = len(part) != count
+        return rebuild(part, [_two_of(item, count) for item in part]) if whole else part[:2]
+    return {k: _two_of(v, count) for k, v in part.items()} if isinstance(part, dict) else part

@@ -1,5 +1,6 @@
 """The graph of the model, traced with one sample, for TensorBoard."""
 
+import copy
 import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
@@ -46,18 +47,15 @@ class Graph(Recorder):
     def on_log(self, trainer: Trainer, scalars: Mapping[str, float]) -> None:
         """Trace the model at the first log line."""
         if self._inputs is not None:
-            modes = [(module, module.training) for module in trainer.model.modules()]
             self.attempt(self._trace, trainer)
             self._inputs = None
-            for module, mode in modes:
-                module.training = mode
 
     def _trace(self, trainer: Trainer) -> None:
         with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
             # torch's tracer warns about values that it treats as constants
             warnings.simplefilter("ignore")
             with SummaryWriter(folder) as writer:
-                writer.add_graph(trainer.model, (self._inputs,))
+                writer.add_graph(copy.deepcopy(trainer.model), (self._inputs,))
             (path,) = Path(folder).iterdir()
             graphs = [event.graph_def for event in EventFileLoader(str(path)).Load()]
             self._boards[0].write_graph(max(graphs, key=len))

@@ -43,6 +43,7 @@ def make_plan(request: Request, experiment: Experiment, folder: Path) -> None:
         None if first is None else first.batch,
         call=lambda model, batch: _loss(trainer.task, model, batch),
         autocast=trainer.precision.autocast,
+        samples=None if first is None else first.piece.count,
     )
     largest, updates = _updates(experiment)
     optimizers = [optimizer for _, optimizer in trainer.optimizers.items()]

@@ -21,6 +21,7 @@ from callbacks.profiler import Profiler
 from callbacks.support import CallbackError
 from callbacks.tensorboard import TensorBoard
 from callbacks.throughput import Throughput
+from data.batch import MicroBatch, Piece
 from toys import Log
 from trainer.errors import DivergedError
 from trainer.media import histogram_of
@@ -186,3 +187,25 @@ def test_the_hint_comes_once_and_not_for_the_first_interval(caplog: Any) -> None
     assert [record.getMessage() for record in caplog.records] == [
         "42% of the time is spent waiting for data: set loader.num_workers=auto"
     ]
+
+
+class Detector(torch.nn.Module):
+    """Answers for a list of pictures, as torchvision's detectors do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = torch.nn.Conv2d(3, 2, 1).double()
+
+    def forward(self, pictures: list[torch.Tensor]) -> torch.Tensor:
+        return self.body(torch.stack(pictures)).mean((1, 2, 3))
+
+
+def test_a_summary_of_pictures_in_a_list_counts_samples(make_trainer: Any, caplog: Any) -> None:
+    pictures = list(torch.rand(4, 3, 8, 8, dtype=torch.float64))
+    trainer = make_trainer({}, model=Detector(), validated=False)
+    micro_batch = MicroBatch((pictures,), Piece((), 4, 0, 4, 0, 1, 0, 0))
+    trainer.draw = lambda epoch: iter([[micro_batch]])
+    with caplog.at_level(logging.INFO):
+        ModelSummary().on_fit_start(trainer)
+    assert "N x 2 x 8 x 8" in caplog.text
+    assert "a sample takes 768FLOPs" in caplog.text  # 2 * 3 * 2 * 64

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,11 +18,10 @@ from data.batch import map_tensors
 from trainer.files.layout import aligned, count, size
 from trainer.optimizers.state import take_step
 from trainer.rng import preserved
-from trainer.task import first_tensor, tensors_of
+from trainer.task import tensors_of
 
 Call = Callable[[nn.Module, Any], Any]
 Context = Callable[[], AbstractContextManager[Any]]
-Shapes = dict[str, list[tuple[int, ...]]]  # of all outputs of a module, by its name
 
 
 class ModuleRow(NamedTuple):
@@ -37,8 +35,7 @@ class ModuleRow(NamedTuple):
     flops: int | None  # of the forward pass of one sample; a multiply-add counts as two
 
 
-@dataclass(frozen=True, slots=True)
-class Summary:
+class Summary(NamedTuple):
     """The rows, of which the first is the model's, and what one sample takes."""
 
     rows: tuple[ModuleRow, ...]
@@ -47,101 +44,105 @@ class Summary:
     problem: str | None = None  # why the forward pass failed
 
 
+class _Seen(NamedTuple):
+    """What was seen in a forward pass."""
+
+    shapes: dict[str, list[tuple[int, ...]]]  # of all outputs of a module, by its name
+    flops: FlopCounterMode
+    saved: int  # bytes
+
+
 def summarize(
     model: nn.Module,
     example: Any,
     depth: int = 2,
-    call: Call | None = None,
+    call: Call = nn.Module.__call__,
     autocast: Context = nullcontext,
     compute: bool = False,
+    samples: int | None = None,
 ) -> Summary:
     """Describe the modules down to `depth`, after one forward pass on `example`, a batch.
 
-    `call(model, example)` is the pass (default: `model(example)`); with a task's `training_step`
-    the loss is included. BatchNorm needs two samples or more. The pass is on the meta device, or on
-    the model's device if that fails; with `compute` a CPU is tried first: a run computes more than
-    that anyway, while torch imports sympy for the meta device, which takes seconds. Parameters,
-    buffers, attributes, random states and the training mode are left unchanged.
+    `call(model, example)` is the pass; with a task's `training_step` the loss is included.
+    `samples`: of the batch, by default the length of its first tensor; BatchNorm needs two or more.
+    The pass is on the meta device, or on the model's device if that fails; with `compute` a CPU is
+    tried first: a run computes more than that anyway, while torch imports sympy for the meta
+    device, which takes seconds. Parameters, buffers, attributes, random states and the training
+    mode are left unchanged.
     """
-    first = first_tensor(example)
-    samples = len(first) if first is not None and first.ndim else 1
-    shapes, counter, saved, problem = _observed(model, example, call, autocast, compute)
-    counted = counter.get_flop_counts()
+    samples = samples or next((len(t) for t in tensors_of(example) if t.ndim), 1)
+    seen, problem = _try(model, example, call, autocast, compute)
+    flops = seen.flops.get_flop_counts() if seen else {}
     rows = []
     for name, module in model.named_modules():
         if name.count(".") + bool(name) > depth:
             continue
-        own, outputs = list(module.parameters()), shapes.get(name)
-        sizes = [
+        own, shapes = list(module.parameters()), seen.shapes.get(name) if seen else None
+        outputs = [
             " x ".join("N" if i == 0 and n == samples else str(n) for i, n in enumerate(shape))
-            for shape in outputs or ()
+            for shape in shapes or ()
         ]
-        flops = sum(counted.get(f"_Step.model.{name}".rstrip("."), {}).values())
         row = ModuleRow(
             name,
             type(module).__name__,
-            ", ".join(size or "scalar" for size in sizes),
+            ", ".join(output or "scalar" for output in outputs),
             sum(p.numel() for p in own),
             sum(p.numel() for p in own if p.requires_grad),
-            None if outputs is None else flops // samples,
+            None
+            if shapes is None
+            else sum(flops.get(f"_Step.model.{name}".rstrip("."), {}).values()) // samples,
         )
         rows.append(row)
-    if problem is not None:
+    if seen is None:
         return Summary(tuple(rows), None, None, problem)
-    return Summary(tuple(rows), counter.get_total_flops() // samples, saved // samples)
+    return Summary(tuple(rows), seen.flops.get_total_flops() // samples, seen.saved // samples)
 
 
 class _Step(nn.Module):
     """A model and its call as one module, whose tensors `functional_call` can replace."""
 
-    def __init__(self, model: nn.Module, call: Call | None) -> None:
+    def __init__(self, model: nn.Module, call: Call) -> None:
         super().__init__()
         self.model, self._call = model, call
 
     def forward(self, example: Any) -> Any:
-        return self.model(example) if self._call is None else self._call(self.model, example)
+        return self._call(self.model, example)
 
 
-def _observed(
-    model: nn.Module, example: Any, call: Call | None, autocast: Context, compute: bool
-) -> tuple[Shapes, FlopCounterMode, int, str | None]:
-    """Return shapes, FLOPs and saved bytes of a pass, and why it failed: the rest is useful."""
-    problem: str | None = "its parameters are sharded"  # their modules do not accept replacements
+def _try(
+    model: nn.Module, example: Any, call: Call, autocast: Context, compute: bool
+) -> tuple[_Seen | None, str | None]:
+    """Return what is seen in a pass, or why it failed."""
+    if any(hasattr(p, "full_tensor") for p in model.parameters()):
+        return None, "its parameters are sharded"  # their modules do not accept replacements
     own = next((p.device for p in model.parameters()), torch.device("cpu"))
     # torch has kernels on CPUs that it counts no FLOPs of: of recurrent modules, and up to 2.11 of
     # attention.
     counted = any("flash_attention_for_cpu" in str(operator) for operator in flop_registry)
     counted = counted and not any(isinstance(module, nn.RNNBase) for module in model.modules())
-    meta = torch.device("meta")
-    places = (own, meta) if compute and own.type == "cpu" and counted else (meta, own)
-    sharded = any(hasattr(p, "full_tensor") for p in model.parameters())
-    for device in () if sharded else places:
+    places, problem = [torch.device("meta"), own], None
+    for device in reversed(places) if compute and own.type == "cpu" and counted else places:
         try:
-            return *_observe(_Step(model, call), example, device, autocast), None
+            return _observe(_Step(model, call), example, device, autocast), None
         except Exception as error:
             # A tensor created on the CPU, an operator without a meta kernel, ...: the own device's
             # error is the one to tell.
             if device == own:
-                reason = str(error).strip().partition("\n")[0]
-                problem = f"{type(error).__name__}: {reason}"
-    return {}, FlopCounterMode(display=False), 0, problem
+                problem = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+    return None, problem
 
 
-def _observe(
-    step: _Step, example: Any, device: torch.device, autocast: Context
-) -> tuple[Shapes, FlopCounterMode, int]:
-    """Return the shapes of outputs, FLOPs, and the bytes that autograd saves, of one pass."""
-    shapes: Shapes = {}
+def _observe(step: _Step, example: Any, device: torch.device, autocast: Context) -> _Seen:
+    shapes: dict[str, list[tuple[int, ...]]] = {}
     saved: dict[int, int] = {}  # the bytes of a storage
     alive: list[Tensor] = []  # the address of a freed storage would be reused
 
-    def known(tensor: Tensor) -> Tensor:
+    def save(tensor: Tensor, own: bool = False) -> Tensor:
+        storage = tensor.untyped_storage()
+        # All meta tensors have the data pointer 0.
+        saved.setdefault(int(storage._cdata), 0 if own else storage.nbytes())
         alive.append(tensor)
         return tensor
-
-    def save(tensor: Tensor) -> Tensor:
-        saved.setdefault(_storage(tensor), tensor.untyped_storage().nbytes())
-        return known(tensor)
 
     def leave(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
         if found := [tuple(tensor.shape) for tensor in tensors_of(output)]:
@@ -151,9 +152,8 @@ def _observe(
     for name, tensor in (*step.named_parameters(), *step.named_buffers()):
         on_meta = device.type == "meta"
         own = torch.empty_like(tensor, device=device) if on_meta else tensor.detach().clone()
-        tensors[name] = known(own.requires_grad_(tensor.requires_grad))
-    batch = map_tensors(lambda t: known(t.to(device)), example)
-    saved |= {_storage(tensor): 0 for tensor in alive}
+        tensors[name] = save(own.requires_grad_(tensor.requires_grad), own=True)
+    batch = map_tensors(lambda tensor: save(tensor.to(device), own=True), example)
     # What the pass assigns to attributes is put back.
     before = [(module, dict(vars(module))) for module in step.model.modules()]
     flops, saving = FlopCounterMode(display=False), torch.autograd.graph.saved_tensors_hooks
@@ -168,11 +168,7 @@ def _observe(
         for module, attributes in before:
             vars(module).clear()
             vars(module).update(attributes)
-    return shapes, flops, sum(saved.values())
-
-
-def _storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)  # all meta tensors have the data pointer 0
+    return _Seen(shapes, flops, sum(saved.values()))
 
 
 def render(summary: Summary, width: int = 100) -> str:
