@@ -73,15 +73,12 @@ def read_facts(folder: Path) -> InferenceFacts:
     """Read a run's `inference.json`. Raises RunDirectoryError."""
     path = folder / INFERENCE
     found = read_json(path)
-    if not found:
+    try:
+        return InferenceFacts(**{one.name: found[one.name] for one in fields(InferenceFacts)})
+    except KeyError as error:
         raise RunDirectoryError(
-            f"{path} is missing, which training writes when it begins: resume=auto writes it again"
-        )
-    if lacking := [one.name for one in fields(InferenceFacts) if one.name not in found]:
-        raise RunDirectoryError(
-            f"{path} is damaged, or of another version: it has no {', '.join(lacking)}"
-        )
-    return InferenceFacts(**{one.name: found[one.name] for one in fields(InferenceFacts)})
+            f"{path} is missing or has no {error}: training writes it, with resume=auto again"
+        ) from error
 
 
 def _input_form(dataset: Any) -> dict[str, Any]:
@@ -102,8 +99,9 @@ def _input_form(dataset: Any) -> dict[str, Any]:
     known = [form for form in forms if form is not None]
     if len(known) < len(forms):
         return {"kind": "array"}
-    size = list(known[0][1:]) if len({form[1:] for form in known}) == 1 else None
-    return {"kind": "picture", "channels": max(form[0] for form in known), "size": size}
+    channels, sizes = max(form[0] for form in known), [list(form[1:]) for form in known]
+    size = sizes[0] if sizes[0] == sizes[-1] else None
+    return {"kind": "picture", "channels": channels, "size": size}
 
 
 def _picture_form(value: Any) -> tuple[int, int, int] | None:
@@ -296,38 +294,38 @@ class Rows:
     def __call__(self, answers: Answers) -> list[Row]:
         """Return a row for each sample that was read."""
         kind, values = self.facts.outputs["kind"], answers.values
-        output, rows = values.get(OUTPUT), list[Row]()
-        if not answers.indices:
+        count, output = len(answers.indices), values.get(OUTPUT)
+        if not count:
             return []
         if output is None:
-            return _columns(values, len(answers.indices))
+            return _columns(values, count)
+        both = list(zip(answers.indices, output, strict=True))
         if kind == "classes":
             best = output.topk(min(self.top_k, output.shape[1]), dim=1)
-            more = ((f"top{n}", f"probability{n}") for n in range(2, best.indices.shape[1] + 1))
-            names = [("prediction", "probability"), *more]
-            for numbers, shares in zip(best.indices.tolist(), best.values.tolist(), strict=True):
-                row: Row = {}
-                for (name, share_name), number, share in zip(names, numbers, shares, strict=True):
-                    row |= {name: self._name(number), share_name: share}
-                rows.append(row)
-            return rows
+            return list(map(self._ranked, best.indices.tolist(), best.values.tolist()))
         if kind == "labels":
             least = float(self.facts.outputs.get("threshold", 0.5))
-            for shares in output.tolist():
-                found = {self._name(i): share for i, share in enumerate(shares) if share > least}
-                rows.append({"prediction": list(found), "probability": list(found.values())})
-            return rows
+            above = [
+                {self._name(i): p for i, p in enumerate(t.tolist()) if p > least} for _, t in both
+            ]
+            return [{"prediction": [*f], "probability": [*f.values()]} for f in above]
         if kind == "values":
             mean, std = self.facts.outputs.get("scale", (0.0, 1.0))
             scaled = output * std + mean  # in the units of the file, as training standardised them
-            return _columns({OUTPUT: scaled}, len(output), math.inf)
-        both = zip(answers.indices, output, strict=True)
+            return _columns({OUTPUT: scaled}, count, math.inf)
         if kind == "mask":
             return [{"prediction": self.mask_of(index, mask)} for index, mask in both]
         if kind == "text" and self.prompts is not None:
             texts = ((self.prompts[index], self._text(tokens.tolist())) for index, tokens in both)
             return [{"prompt": prompt, "prediction": text} for prompt, text in texts]
-        return _columns(values, len(answers.indices))
+        return _columns(values, count)
+
+    def _ranked(self, numbers: Sequence[int], shares: Sequence[float]) -> Row:
+        row: Row = {"prediction": self._name(numbers[0]), "probability": shares[0]}
+        for place in range(1, len(numbers)):
+            row[f"top{place + 1}"] = self._name(numbers[place])
+            row[f"probability{place + 1}"] = shares[place]
+        return row
 
     def _name(self, number: int) -> str:
         return self.facts.classes[number] if self.facts.classes else str(number)

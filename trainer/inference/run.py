@@ -19,7 +19,7 @@ from conf.check import parse
 from conf.errors import ConfigError, Problem
 from conf.schema import Config
 from conf.yaml_file import plain_values
-from data.decode import decode_image, read_image
+from data.decode import read_image
 from data.errors import DataError
 from data.image_folder import Pictures
 from data.loading.fetch import collate
@@ -50,8 +50,6 @@ from trainer.targets.allow_list import allow, close
 from trainer.trainer import Trainer
 
 logger = logging.getLogger("regimen")
-
-_SPLITS = ("test", "val")
 
 
 def load_run(path: str | Path, device: str = "auto", allow_targets: Iterable[str] = ()) -> Run:
@@ -132,10 +130,9 @@ class Run:
     ) -> list[Row]:
         """Return a row for each picture, as `predict` writes them: prediction, probability...
 
-        images: file names, the bytes of picture files, PIL pictures, uint8 tensors or arrays
-        [C, H, W] (arrays [H, W] and [H, W, C] too); or, if the run's data are not pictures, a
-        tensor [n, ...] of inputs after the transforms. `batch_size`: default
-        `loader.eval_batch_size`, or `loader.batch_size`.
+        images: file names, PIL pictures, uint8 tensors or arrays [C, H, W] (arrays [H, W] and
+        [H, W, C] too); or, if the run's data are not pictures, a tensor [n, ...] of inputs after
+        the transforms. `batch_size`: default `loader.eval_batch_size`, or `loader.batch_size`.
         Raises DataError for anything else.
         """
         samples = iter(images if self.facts.inputs["kind"] != "picture" else self._pictures(images))
@@ -172,8 +169,6 @@ class Run:
 
     def loader(self, split: str = "val") -> Iterator[Any]:
         """Yield the batches of the run's own val or test data, transformed, on its device."""
-        if split not in _SPLITS:
-            raise ValueError(f"split is {split!r}, not one of {', '.join(_SPLITS)}")
         config = as_trained(self.config, best_or_last(self.path / "checkpoints"))
         loader, _ = build_split(config, build_strategy(config), split)
         return (micro.batch for micro in loader.epoch(0))
@@ -194,11 +189,9 @@ class Run:
         """Yield pictures, given in any usual form, as the samples of the run's data."""
         form = pictures_for(self.facts, self.config, [])
         channels = form.channels
-        for image in [images] if isinstance(images, (str, bytes, os.PathLike)) else images:
+        for image in [images] if isinstance(images, (str, os.PathLike)) else images:
             if isinstance(image, (str, os.PathLike)):
                 tensor = read_image(Path(image), channels)
-            elif isinstance(image, bytes):
-                tensor = decode_image(image, "the picture", channels)
             else:
                 if hasattr(image, "convert"):  # Pillow's
                     image = image.convert("L" if channels == 1 else "RGB")
