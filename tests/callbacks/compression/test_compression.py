@@ -61,7 +61,7 @@ LARGE = [[1, 0, 0], [1, 0, 1]]
         # Norms: 8.60 and 5.41; 7.21 and 7.00.
         pytest.param({**SLICES, "scope": "layer"}, 0.5, ROWS, id="rows"),
         # Root mean squares of rows: 4.97 and 3.12; 5.10 and 4.95.
-        pytest.param(SLICES, 0.5, ROWS, id="sizes"),
+        pytest.param(SLICES, 0.75, ([[1, 1, 1], [1, 1, 1]], ROWS[1]), id="sizes"),
         # Of columns: sums 3, 13, 3.5 and 11, 6.25, over two weights each.
         pytest.param({**SLICES, "norm": 1.0, "dim": 1}, 0.6, COLUMNS, id="columns-global"),
     ],
