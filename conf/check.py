@@ -1,24 +1,25 @@
 """Hold a composed configuration against the schema, and list everything that is wrong with it."""
 
+import copy
 import dataclasses
 import math
 import re
 import types
 import typing
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
-from conf import fields
 from conf.errors import Problem, did_you_mean, nearest, raise_problems
-from conf.fields import REQUIRED, Rule, declared, members, rule_of
+from conf.fields import REQUIRED, Key, declared, is_open, members
 from conf.interpolation import children, join, walk
 from conf.other_words import VALUES, our_key
 from conf.schema import Config
+from conf.yaml_file import word
 
 MISSING = "???"
 T = TypeVar("T")
 _NAMES = {int: "an integer", float: "a number", str: "text", bool: "true or false"}
-_ANY = Rule("")
 _FINITE = ("optimizer.", "lr_scheduler.")  # nodes whose numbers are hyper-parameters
 
 
@@ -44,46 +45,36 @@ def _section(raw: Any, schema: type, key: str) -> Iterator[Problem]:
     if not isinstance(raw, dict):
         yield Problem(key, f"expected a section of keys, got {shown(raw)}")
         return
-    known, hints = declared(schema), typing.get_type_hints(schema)
-    if not fields.is_open(schema):
+    known, inner = declared(schema), list[Problem]()
+    if not is_open(schema):
         yield from (unknown(key, str(n), list(known)) for n in raw if n not in known)
-    inner: list[Problem] = []
     for name, one in known.items():
-        here, rule = join(key, name), rule_of(one)
-        if name in raw:
-            inner += _value(raw[name], hints[name], rule, here)
-        elif fields.default_of(one) is REQUIRED:
-            inner.append(_missing(here, rule))
+        if name in raw or one.default is REQUIRED:
+            inner += _value(raw.get(name, MISSING), one, join(key, name))
     yield from inner
     if not inner and hasattr(schema, "conflicts"):
         for problem in _built(schema, raw).conflicts():
-            yield dataclasses.replace(problem, key=join(key, problem.key))
+            yield replace(problem, key=join(key, problem.key))
 
 
-def _value(value: Any, annotation: Any, rule: Rule, key: str) -> Iterator[Problem]:
-    section = fields.dataclass_in(annotation)
-    named = [m for m in members(annotation) if typing.get_origin(m) is dict]
+def _value(value: Any, one: Key, key: str) -> Iterator[Problem]:
+    named = [m for m in members(one.type) if typing.get_origin(m) is dict]
     child = typing.get_args(named[0])[1] if named else Any
     if value == MISSING:
-        yield _missing(key, rule)
-    elif section is not None and not (value is None and _takes(annotation, None)):
-        yield from _section(value, section, key)
-    elif isinstance(value, dict) and child is not Any and rule.words is None:
+        yield _missing(key, one)
+    elif one.section is not None and not (value is None and _takes(one.type, None)):
+        yield from _section(value, one.section, key)
+    elif isinstance(value, dict) and child is not Any and one.words is None:
         for here, inner in children(value, key):
-            yield from _value(inner, child, rule, here)
-    elif not _takes(annotation, value):
-        hint = _type_hint(annotation, value, key)
-        yield Problem(key, f"expected {spelled(annotation, rule)}, got {shown(value)}", hint)
-    elif (limit := rule.expects(value)) is not None:
+            yield from _value(inner, replace(one, type=child), here)
+    elif not _takes(one.type, value):
+        yield Problem(key, f"expected {spelled(one)}, got {shown(value)}", _hint(one, value, key))
+    elif (limit := one.expects(value)) is not None:
         yield Problem(key, f"expected {limit}, got {shown(value)}")
-    elif isinstance(value, dict):
-        if rule.node and "_target_" not in value:
-            yield Problem(join(key, "_target_"), "missing: the path of a class or function")
-        if rule.words is not None:
-            several = children(value.get("optimizers"), f"{key}.optimizers")
-            for here, node in ((key, value), *several):
-                if isinstance(node, dict):
-                    yield from _section(node, rule.words, here)
+    elif isinstance(value, dict) and one.words is not None:
+        yield from _section(value, one.words, key)
+    elif isinstance(value, dict) and one.node and "_target_" not in value:
+        yield Problem(join(key, "_target_"), "missing: the path of a class or function")
 
 
 def _everywhere(raw: Any) -> Iterator[Problem]:
@@ -94,7 +85,7 @@ def _everywhere(raw: Any) -> Iterator[Problem]:
                 # A callback's name, for one, is part of the names of its files.
                 yield Problem(join(key, name), "a name is a plain word, without / and ..")
         if node == MISSING:
-            yield _missing(key, _ANY)
+            yield _missing(key, Key())
         elif type(node) is int and not -(2**63) <= node < 2**63:
             yield Problem(key, f"expected an integer of at most 64 bits, got {shown(node)}")
         elif isinstance(node, float) and math.isnan(node):
@@ -103,8 +94,8 @@ def _everywhere(raw: Any) -> Iterator[Problem]:
             yield Problem(key, f"expected a finite number, got {shown(node)}")
 
 
-def _missing(key: str, rule: Rule) -> Problem:
-    meaning = f" ({rule.doc})" if rule.doc else ""
+def _missing(key: str, one: Key) -> Problem:
+    meaning = f" ({one.doc})" if one.doc else ""
     return Problem(key, f"missing a value{meaning}", hint=f"give it as {key}=...")
 
 
@@ -140,30 +131,29 @@ def _takes(annotation: Any, value: Any) -> bool:
     return type(value) is (annotation or type(None)) or (annotation is float and type(value) is int)
 
 
-def spelled(annotation: Any, rule: Rule) -> str:
+def spelled(one: Key) -> str:
     """Spell what a key takes, for people."""
     parts: dict[str, None] = {}
-    for member in members(annotation):
+    for member in members(one.type):
         origin, args = typing.get_origin(member), typing.get_args(member)
         if origin is Literal:
             parts.update(dict.fromkeys(map(str, args)))
         elif origin is list:
-            parts[f"a list, each item {spelled(args[0], _ANY)}"] = None
+            parts[f"a list, each item {spelled(Key(type=args[0]))}"] = None
         elif origin is dict:
             parts["a section of keys"] = None
         else:
             parts["null" if member is type(None) else _NAMES.get(member, str(member))] = None
     text = " or ".join(parts) if len(parts) < 3 else f"one of {', '.join(parts)}"
-    limit = rule.expects(-math.inf) if rule.at_least is not None or rule.above is not None else None
-    return f"{text} ({limit.replace('a number ', '')})" if limit else text
+    return f"{text} ({one.limit})" if one.limit else text
 
 
-def _type_hint(annotation: Any, value: Any, key: str) -> str | None:
-    kinds = members(annotation)
+def _hint(one: Key, value: Any, key: str) -> str | None:
+    kinds = members(one.type)
     choices = [str(c) for m in kinds if typing.get_origin(m) is Literal for c in typing.get_args(m)]
     if isinstance(value, bool) and not {int, float, bool} & set(kinds):
         return "YAML reads yes, no, on and off as true and false: quote the word"
-    if isinstance(value, list) and value and _takes(annotation, value[0]):
+    if isinstance(value, list) and value and _takes(one.type, value[0]):
         return f"several jobs: -m {key}={','.join(map(str, value))}, without brackets"
     if str in kinds and isinstance(value, int | float):
         return "quote it if it is text: \"'...'\" on the command line"
@@ -173,22 +163,22 @@ def _type_hint(annotation: Any, value: Any, key: str) -> str | None:
     return None
 
 
-def _built(annotation: Any, value: Any) -> Any:
-    """Return a value that fits its type, with dataclasses in place of sections."""
-    schema = fields.dataclass_in(annotation)
-    if schema is None or value is None:
-        return value
-    known, hints = declared(schema), typing.get_type_hints(schema)
-    values = {name: _built(hints[name], v) for name, v in value.items() if name in known}
-    if fields.is_open(schema):
-        values["extra"] = {name: v for name, v in value.items() if name not in known}
+def _built(schema: type, raw: dict[str, Any]) -> Any:
+    """Return the object of a section whose values fit, with those of the sections in it."""
+    known = declared(schema)
+    values = {name: value for name, value in raw.items() if name in known}
+    for name, value in values.items():
+        if (section := known[name].section) is not None and value is not None:
+            values[name] = _built(section, value)
+    if is_open(schema):
+        values["extra"] = {name: value for name, value in raw.items() if name not in known}
     return schema(**values)
 
 
 def shown(value: Any) -> str:
     """Spell a value of a configuration for a message, briefly and with its type."""
     if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
+        return word(value)
     kinds: dict[type, str] = {dict: " (section)", list: " (list)", str: " (text)"}
     text = repr(value)
     return (text if len(text) <= 80 else f"{text[:77]}...") + kinds.get(type(value), "")
@@ -199,15 +189,15 @@ def fill_defaults(raw: dict[str, Any], schema: type = Config) -> dict[str, Any]:
 
     Keys that have no effect with the chosen strategy stay out, unless they were written.
     """
-    chosen = raw.get("name", "single")  # of a strategy; elsewhere no rule asks for it
+    chosen = raw.get("name", "single")  # of a strategy; elsewhere no key asks for it
     filled: dict[str, Any] = {}
-    hints = typing.get_type_hints(schema)
     for name, one in declared(schema).items():
-        users, default = rule_of(one).strategies, fields.default_of(one)
-        section = fields.dataclass_in(hints[name])
-        given = raw.get(name, {} if dataclasses.is_dataclass(default) else default)
-        if section is not None and isinstance(given, dict):
-            filled[name] = fill_defaults(given, section)
-        elif name in raw or (given is not REQUIRED and (not users or chosen in users)):
+        default = {} if dataclasses.is_dataclass(one.default) else copy.copy(one.default)
+        given = raw.get(name, default)
+        if one.section is not None and isinstance(given, dict):
+            filled[name] = fill_defaults(given, one.section)
+        elif name in raw or (
+            given is not REQUIRED and (not one.strategies or chosen in one.strategies)
+        ):
             filled[name] = given
     return {**filled, **{name: value for name, value in raw.items() if name not in filled}}

@@ -3,49 +3,62 @@
 import dataclasses
 import math
 import operator
+import re
 import types
 import typing
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-# What a rule's `check` returns: what was expected instead, or None where the value is fine.
+# What a key's `check` returns: what was expected instead, or None where the value is fine.
 Check = Callable[[Any], str | None]
-REQUIRED = object()
+REQUIRED: Any = ...  # no default
 _COMPARE: Mapping[str, Any] = {">=": operator.ge, ">": operator.gt, "<=": operator.le}
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
-    """The meaning and the limits of one key; limits apply to numbers."""
+class Key:
+    """What a key means, what it is by default, and what it may hold."""
 
-    doc: str
-    at_least: float | None = None
-    above: float | None = None
-    at_most: float | None = None
+    doc: str = ""
+    default: Any = REQUIRED  # of a section its schema
+    limits: Mapping[str, float] = field(default_factory=dict)  # of numbers, such as {">=": 0}
     infinite: bool = False  # whether .inf is a value
     check: Check | None = None
     node: bool = False  # a dict must have a `_target_`
-    words: type | None = None  # the keys of an open node that we know, and check where they occur
+    words: type | None = None  # the keys of an open node that we know
     strategies: tuple[str, ...] = ()  # the strategies for which the key has an effect; (): all
+    type: Any = Any  # as annotated
+
+    @property
+    def section(self) -> "type | None":
+        """The schema of the section that the key stands for, if it stands for one."""
+        return next(filter(dataclasses.is_dataclass, members(self.type)), None)
+
+    @property
+    def within(self) -> "type | None":
+        """The schema of the keys that we know within it."""
+        return self.section or self.words
+
+    @property
+    def limit(self) -> str:
+        """The limits in words; empty where there are none."""
+        return " and ".join(f"{sign} {limit}" for sign, limit in self.limits.items())
 
     def expects(self, value: object) -> str | None:
         """Say what was expected instead of `value`, whose type is right; None if it is fine."""
         if isinstance(value, int | float) and not isinstance(value, bool):
-            limits = {">=": self.at_least, ">": self.above, "<=": self.at_most}
-            given = {sign: limit for sign, limit in limits.items() if limit is not None}
             finite = isinstance(value, int) or math.isfinite(value) or self.infinite
-            kept = (_COMPARE[sign](value, limit) for sign, limit in given.items())
+            kept = (_COMPARE[sign](value, limit) for sign, limit in self.limits.items())
             if not (finite and all(kept)):
-                shown = [f"a number {sign} {limit}" for sign, limit in given.items()]
-                return " and ".join(shown) or "a finite number"
+                return f"a number {self.limit}" if self.limits else "a finite number"
         return self.check(value) if self.check and value is not None else None
 
 
-def option(default: Any, doc: str, **limits: Any) -> Any:
+def option(default: Any, doc: str, **how: Any) -> Any:
     """Declare a key of a dataclass: a default (REQUIRED: none), its meaning and its limits."""
-    metadata = {"rule": Rule(doc, **limits)}
+    metadata = {"key": Key(doc, default, **how)}
     if default is REQUIRED:
         return field(metadata=metadata)
     if isinstance(default, list | dict):
@@ -55,15 +68,12 @@ def option(default: Any, doc: str, **limits: Any) -> Any:
     return field(default=default, metadata=metadata)
 
 
-def rule_of(declared: "dataclasses.Field[Any]") -> Rule:
-    """Return the rule that a field was declared with."""
-    rule: Rule = declared.metadata["rule"]
-    return rule
-
-
-def declared(schema: type) -> Mapping[str, "dataclasses.Field[Any]"]:
+def declared(schema: type) -> Mapping[str, Key]:
     """Return the keys that a schema declares, in order; not what else its objects hold."""
-    return {f.name: f for f in dataclasses.fields(schema) if "rule" in f.metadata}
+    hints, found = typing.get_type_hints(schema), dataclasses.fields(schema)
+    return {
+        f.name: replace(f.metadata["key"], type=hints[f.name]) for f in found if "key" in f.metadata
+    }
 
 
 def is_open(schema: type) -> bool:
@@ -71,25 +81,10 @@ def is_open(schema: type) -> bool:
     return any(f.name == "extra" for f in dataclasses.fields(schema))
 
 
-def default_of(declared_field: "dataclasses.Field[Any]") -> Any:
-    """Return a fresh default of a field, or REQUIRED."""
-    if declared_field.default_factory is not dataclasses.MISSING:
-        return declared_field.default_factory()
-    if declared_field.default is dataclasses.MISSING:
-        return REQUIRED
-    return declared_field.default
-
-
 def members(annotation: Any) -> tuple[Any, ...]:
     """Return the types that a union takes; of any other type itself."""
     union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
     return typing.get_args(annotation) if union else (annotation,)
-
-
-def dataclass_in(annotation: Any) -> type | None:
-    """Return the section that a type stands for, if it stands for one."""
-    found = (m for m in members(annotation) if isinstance(m, type))
-    return next((m for m in found if dataclasses.is_dataclass(m)), None)
 
 
 def plain_name(value: str) -> str | None:
@@ -116,17 +111,14 @@ def share(value: object) -> str | None:
 
 def duration(value: object) -> str | None:
     """Require seconds, or hours, minutes and seconds as '1:30:00'."""
-    if isinstance(value, str):
-        parts = value.split(":")
-        if len(parts) != 3 or not all(part.isdecimal() for part in parts):
-            return "seconds, or a quoted 'hours:minutes:seconds'"
-        if not any(map(int, parts)) or max(map(int, parts[1:])) > 59:
-            return "hours, minutes and seconds (up to 59 of these two), and more than 0"
+    parts = re.fullmatch(r"\d+:[0-5]?\d:[0-5]?\d", value) if isinstance(value, str) else True
+    if not parts or not re.search("[1-9]", str(value)):
+        return "seconds, or a quoted 'hours:minutes:seconds' (up to 59 of these two), more than 0"
     return None
 
 
-count = partial(option, at_least=1)
-natural = partial(option, at_least=0)
-positive = partial(option, above=0)
+count = partial(option, limits={">=": 1})
+natural = partial(option, limits={">=": 0})
+positive = partial(option, limits={">": 0})
 node = partial(option, node=True)
 path = partial(option, check=plain_path)

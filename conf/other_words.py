@@ -1,8 +1,6 @@
 """Keys of other frameworks, and keys without their section: what they are called here."""
 
-from typing import get_type_hints
-
-from conf.fields import dataclass_in, declared, rule_of
+from conf.fields import declared
 from conf.schema import Config
 
 _WARMUP = "lr_scheduler/warmup=linear and lr_scheduler.warmup"
@@ -84,9 +82,7 @@ def _with_section(name: str) -> str | None:
     """Return the key of the root, or of its first section, that has a name."""
     if name in declared(Config):
         return name
-    hints = get_type_hints(Config)
     for section, one in declared(Config).items():
-        schema = dataclass_in(hints[section]) or rule_of(one).words
-        if schema is not None and section != "sweep" and name in declared(schema):
+        if one.within and section != "sweep" and name in declared(one.within):
             return f"{section}.{name}"
     return None

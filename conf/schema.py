@@ -26,7 +26,7 @@ Node = dict[str, Any]
 Named = dict[str, Node | None]
 Workers = int | Literal["auto"]
 Start = Literal["fork", "spawn", "forkserver"]  # of worker processes
-_workers = partial(natural, at_most=MAX_WORKERS)
+_workers = partial(option, limits={">=": 0, "<=": MAX_WORKERS})
 
 
 @dataclass(kw_only=True, slots=True)
@@ -40,7 +40,7 @@ class DataConfig:
     test: Node | None = node(None, "test set; null = none")
     predict: Node | None = node(None, "samples without labels; null = none")
     fold: int | None = natural(None, "which part of train and val is validated on, from 0")
-    folds: int | None = option(None, "parts for k-fold cross-validation", at_least=2)
+    folds: int | None = option(None, "parts for k-fold cross-validation", limits={">=": 2})
     cache: Literal["none", "ram", "disk", "device"] = option(
         "none", "where decoded images are kept, or, on the training device, all samples"
     )
@@ -147,7 +147,9 @@ class OptimizerWords:
     lr: float | None = natural(None, "learning rate")
     weight_decay: float | None = natural(None, "weight decay")
     param_groups: Values | None = option(None, "rules: other values for some parameters")
-    optimizers: Named | None = option(None, "several optimizers by name, instead of one")
+    optimizers: "dict[str, OptimizerWords | None] | None" = option(
+        None, "several optimizers by name, instead of one"
+    )
     extra: dict[str, Any] = field(default_factory=dict)
 
 
@@ -173,7 +175,9 @@ class TrialConfig:
 class SweepConfig:
     """What `train -m` does with its jobs; from `n_trials` on, a search (`sweep=optuna`)."""
 
-    jobs: int | None = count(None, "jobs at a time; null = 1, on a cluster all", at_most=1024)
+    jobs: int | None = option(
+        None, "jobs at a time; null = 1, on a cluster all", limits={">=": 1, "<=": 1024}
+    )
     jobs_per_device: int = count(1, "how many of them share a GPU")
     fail_fast: bool = option(False, "start no further job once one has failed")
     retries: int = natural(0, "further starts of a job lost to a signal or to a lack of memory")
@@ -201,7 +205,7 @@ class Config:
     """The whole configuration."""
 
     name: str = option(REQUIRED, "of the run, which goes to `runs/NAME/TIME`", check=plain_name)
-    seed: int = natural(0, "of order, augmentation and weights", at_most=2**32 - 1)
+    seed: int = option(0, "of order, augmentation and weights", limits={">=": 0, "<=": 2**32 - 1})
     run_dir: str | None = path(None, "put the run exactly here")
     resume: str | None = path(None, "auto, or the path of a run or checkpoint")
     resume_policy: Literal["error", "keep", "override"] = option(

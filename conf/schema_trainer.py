@@ -6,16 +6,17 @@ Neither imports torch: the dataclasses are built while a configuration is checke
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
 from conf.errors import Problem
-from conf.fields import count, default_of, duration, natural, option, positive, rule_of, share
+from conf.fields import count, declared, duration, natural, option, positive, share
 
 # Keys that have an effect with some strategies only.
+_BOTH = ("ddp", "fsdp")
 _of_dp, _of_ddp, _of_fsdp, _of_both = (
-    partial(option, strategies=users) for users in (("dp",), ("ddp",), ("fsdp",), ("ddp", "fsdp"))
+    partial(option, strategies=users) for users in (("dp",), ("ddp",), ("fsdp",), _BOTH)
 )
 
 
@@ -136,15 +137,23 @@ class StrategyConfig:
         "auto", "how many, or their numbers; under torchrun the world decides"
     )
     backend: Literal["auto", "nccl", "gloo"] = _of_both("auto", "auto = nccl on GPUs, gloo on CPUs")
-    timeout: float = _of_both(1800.0, "seconds after which a silent process has failed", above=0)
-    max_restarts: int = _of_both(0, "restarts from the last checkpoint if one dies", at_least=0)
+    timeout: float = positive(
+        1800.0, "seconds after which a silent process has failed", strategies=_BOTH
+    )
+    max_restarts: int = natural(
+        0, "restarts from the last checkpoint if one dies", strategies=_BOTH
+    )
     device_ids: list[int] | None = _of_dp(None, "GPUs; null = all")
-    output_device: int | None = _of_dp(None, "GPU that gathers; null = the first", at_least=0)
+    output_device: int | None = natural(
+        None, "GPU that gathers; null = the first", strategies=("dp",)
+    )
     dim: int = _of_dp(0, "dimension along which a batch is split")
     find_unused_parameters: bool | None = _of_ddp(None, "some are unused; null = by the task")
     static_graph: bool = _of_ddp(False, "the same parameters each time")
     gradient_as_bucket_view: bool = _of_ddp(True, "saves a copy of the gradients")
-    bucket_cap_mb: float | None = _of_ddp(None, "MB exchanged at once; null = torch's", above=0)
+    bucket_cap_mb: float | None = positive(
+        None, "MB exchanged at once; null = torch's", strategies=("ddp",)
+    )
     broadcast_buffers: bool = _of_ddp(True, "rank 0's buffers (BatchNorm's statistics) for all")
     sync_batchnorm: bool = _of_both(False, "BatchNorm's statistics over all processes")
     comm_hook: Literal["fp16_compress", "bf16_compress", "powersgd"] | None = _of_ddp(
@@ -174,10 +183,9 @@ class StrategyConfig:
         if self.backend == "nccl" and self.accelerator in ("cpu", "mps"):
             message = f"nccl connects GPUs, but strategy.accelerator is {self.accelerator}"
             yield Problem("backend", message)
-        for declared in fields(self):
-            users = rule_of(declared).strategies
-            changed = getattr(self, declared.name) != default_of(declared)
-            if users and self.name not in users and changed:
-                choices = " or ".join(f"strategy={user}" for user in users)
+        for name, one in declared(StrategyConfig).items():
+            idle = one.strategies and self.name not in one.strategies
+            if idle and getattr(self, name) != one.default:
+                choices = " or ".join(f"strategy={user}" for user in one.strategies)
                 message = f"has no effect with strategy={self.name}, only with {choices}"
-                yield Problem(declared.name, message)
+                yield Problem(name, message)

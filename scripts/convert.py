@@ -18,7 +18,7 @@ def convert(argv: Sequence[str]) -> int:
     parser.add_argument("checkpoint", type=Path, help="a file such as checkpoints/last.pt")
     parser.add_argument("target", type=Path, help="the file to write")
     arguments = parser.parse_intermixed_args(argv)
-    greet("cpu")
+    greet()
     log_to_stderr(verbose=True)
     from trainer.checkpoints.archive import write_archive
     from trainer.checkpoints.reader import read_whole

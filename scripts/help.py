@@ -8,7 +8,6 @@ import os
 import re
 import shlex
 import textwrap
-import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -17,12 +16,12 @@ from pathlib import Path
 
 from conf.check import spelled
 from conf.errors import ConfigError, Problem, did_you_mean
-from conf.fields import REQUIRED, dataclass_in, declared, default_of, rule_of
+from conf.fields import REQUIRED, Key, declared
 from conf.interpolation import join
 from conf.schema import Config
 from conf.yaml_file import word
 from scripts.cli.arguments import Arguments, command_parser, parser
-from scripts.composition.compose import answer_by_hydra, config_text
+from scripts.composition.compose import config_text
 from scripts.composition.folders import CONF
 from scripts.regimen import COMMANDS
 from trainer.runs.status import MANIFEST
@@ -52,12 +51,12 @@ Groups = dict[str, dict[str, Path]]  # the file of each choice of each group
 
 
 @dataclass(slots=True)
-class Key:
+class Entry:
     """One key: its value by default, what it means, and the choices whose files have it."""
 
     name: str
-    value: str = ""
-    meaning: str = ""
+    value: str
+    meaning: str
     choices: list[str] = field(default_factory=list)
 
 
@@ -74,8 +73,8 @@ def answer(arguments: Arguments) -> bool:
         print(text, end="", flush=True)  # before its mistakes, wherever both go
         if problems:
             raise ConfigError(problems)
-    elif arguments.asks_for_text:
-        answer_by_hydra(arguments)
+    elif arguments.shell_completion:
+        completion([text.removeprefix("install=") for text in arguments.overrides])
     else:
         return False
     return True
@@ -100,13 +99,12 @@ def topic_text(groups: Groups, topic: str) -> str:
     known: list[str] = []
     for name, files in below(groups, group).items():
         parts += [] if rest else [f"{name}=CHOICE:", *_described(files)]
-        for key in keys_of(name, files):
-            known.append(key.name)
-            if rest and not f"{key.name}.".startswith(f"{topic}."):
-                continue
-            value, meaning = f"={key.value}" if key.value else "", f"  {key.meaning}".rstrip()
-            some = f" [{', '.join(key.choices)}]" if 0 < len(key.choices) < len(files) else ""
-            parts.append(_filled(f"{key.name}{value}{meaning}{some}"))
+        for one in keys_of(name, files):
+            known.append(one.name)
+            if f"{one.name}.".startswith(f"{topic.strip('/').replace('/', '.')}."):
+                value, meaning = f"={one.value}" if one.value else "", f"  {one.meaning}".rstrip()
+                of = f" [{', '.join(one.choices)}]" if 0 < len(one.choices) < len(files) else ""
+                parts.append(_filled(f"{one.name}{value}{meaning}{of}"))
         parts += [] if rest else [""]
     if not parts:
         raise ConfigError(Problem(topic, "there is no such key", did_you_mean(topic, known)))
@@ -154,39 +152,41 @@ def description(path: Path) -> str:
     return ""
 
 
-def keys_of(group: str, files: Mapping[str, Path]) -> list[Key]:
-    """Return the keys of a group such as `optimizer` or `lr_scheduler/warmup`."""
-    prefix = group.replace("/", ".")
+def key_of(group: str) -> Key | None:
+    """Return the key that a group such as `optimizer` is named after, if the schema has it."""
     section: type | None = Config
     for name in group.split("/"):
         one = declared(section).get(name) if section else None
-        hint = typing.get_type_hints(section)[name] if one else None
-        section = (dataclass_in(hint) or rule_of(one).words) if one else None
-    found = {key.name: key for key in schema_keys(section, prefix)} if section else {}
+        section = one.within if one else None
+    return one
+
+
+def keys_of(group: str, files: Mapping[str, Path]) -> list[Entry]:
+    """Return the keys of a group such as `optimizer` or `lr_scheduler/warmup`."""
+    prefix, key = group.replace("/", "."), key_of(group)
+    within = key.within if key else None
+    found = {one.name: one for one in schema_keys(within, prefix)} if within else {}
     for choice, path in files.items():
-        for key in _written(path, prefix):
-            known = found.setdefault(key.name, key)
-            known.meaning = known.meaning or key.meaning
-            known.value = key.value if known.value in ("", "null") else known.value
+        for one in _written(path, prefix):
+            known = found.setdefault(one.name, one)
+            known.meaning = known.meaning or one.meaning
+            known.value = one.value if known.value in ("", "null") else known.value
             known.choices.append(choice)
     return list(found.values())
 
 
-def schema_keys(section: type, prefix: str) -> Iterator[Key]:
+def schema_keys(section: type, prefix: str = "") -> Iterator[Entry]:
     """Yield the keys of a section and of those inside it, as the schema declares them."""
-    hints = typing.get_type_hints(section)
     for name, one in declared(section).items():
-        inner, rule, default = dataclass_in(hints[name]), rule_of(one), default_of(one)
-        here = join(prefix, name)
-        if inner is not None:
-            yield from schema_keys(inner, here)
+        if one.section is not None:
+            yield from schema_keys(one.section, join(prefix, name))
             continue
-        takes = "" if rule.node or rule.words else f" ({spelled(hints[name], rule)})"
-        value = "" if default is REQUIRED or isinstance(default, dict | list) else word(default)
-        yield Key(here, value, f"{rule.doc}{takes}")
+        takes = "" if one.node or one.words else f" ({spelled(one)})"
+        shown = one.default is not REQUIRED and not isinstance(one.default, list | dict)
+        yield Entry(join(prefix, name), word(one.default) if shown else "", f"{one.doc}{takes}")
 
 
-def _written(path: Path, prefix: str) -> Iterator[Key]:
+def _written(path: Path, prefix: str) -> Iterator[Entry]:
     """Yield the keys of a YAML file with the comments behind them."""
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     if any(line.startswith("# @package _global_") for line in lines):
@@ -199,7 +199,7 @@ def _written(path: Path, prefix: str) -> Iterator[Key]:
         parents = [*((i, n) for i, n in parents if i < indent), (indent, name)]
         path_in_file = [n for _, n in parents]
         if not _SKIPPED.intersection(path_in_file) and (value or meaning):
-            yield Key(".".join([prefix, *path_in_file]), value, meaning)
+            yield Entry(".".join([prefix, *path_in_file]), value, meaning)
 
 
 _COMPLETION = """\
@@ -273,7 +273,7 @@ def completions(line: str) -> list[str]:
     if words == ["regimen"]:
         return [name for name in COMMANDS if name.startswith(last)]
     if not equals:
-        names = [*groups, *(known.name for known in schema_keys(Config, "")), *_OF_RUNS]
+        names = [*groups, *(known.name for known in schema_keys(Config)), *_OF_RUNS]
         return [f"{name}=" for name in dict.fromkeys(names) if name.startswith(last)]
     if key in _OF_RUNS:
         runs = (place for place, _, files in os.walk("runs") if MANIFEST in files)

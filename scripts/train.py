@@ -14,11 +14,11 @@ def main() -> None:
 def train(argv: Sequence[str]) -> int:
     """Do what a command line asks for; torch is imported once its keys and types are sound."""
     from scripts.cli.arguments import Request, parse_arguments
-    from scripts.cli.console import asked_device, greet, importing, log_to_stderr, logger
+    from scripts.cli.console import greet, importing, log_to_stderr, logger
 
     arguments = parse_arguments(argv)
     if not arguments.asks_for_text:
-        greet(asked_device(arguments.overrides))
+        greet()
     from scripts.cli.shadow import clashes
     from scripts.composition.compose import compose  # after the first line: it imports Hydra
     from scripts.composition.overrides import refuse_untyped

@@ -5,6 +5,7 @@ import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -17,7 +18,6 @@ from conf.yaml_file import dump
 PRIMARY = "train"
 MAX_OVERRIDE = 8_000  # characters; Hydra's parser takes a second for a list of this length
 MAX_BRACKETS = 20  # open at once
-INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 
 
 def option(*names: str, default: Any = None, **how: Any) -> Any:
@@ -35,19 +35,21 @@ class Arguments:
     """A parsed command line."""
 
     overrides: tuple[str, ...] = option(
-        default=(), nargs="*", help="key=value, group=choice, +key=value, ~key"
+        "overrides", default=(), nargs="*", help="key=value, group=choice, +key=value, ~key"
     )
     help: bool = flag("--help", "-h", help="groups, experiments and options")
     version: bool = flag("--version", help="versions of Regimen and Hydra")
     multirun: bool = flag("--multirun", "-m", help="one job for each combination of values")
     run: bool = flag("--run", "-r", help="one job; the default")
-    cfg: str | None = option(
-        "--cfg", "-c", choices=("job", "hydra", "all"), help="print the config, run nothing"
-    )
+    cfg: str | None = option("--cfg", "-c", choices=("job",), help="print the config, run nothing")
     resolve: bool = flag("--resolve", help="with --cfg: interpolations replaced")
     package: str | None = option("--package", "-p", help="with --cfg: only this part: optimizer")
     config_dirs: tuple[str, ...] = option(
-        *("--config-dir", "-cd"), default=(), action="append", help="a further folder, found first"
+        *("--config-dir", "-cd"),
+        default=(),
+        action="append",
+        dest="config_dirs",
+        help="a further folder, found first",
     )
     config_name: str = option(
         *("--config-name", "-cn"), default=PRIMARY, help=f"the primary config (default: {PRIMARY})"
@@ -56,19 +58,18 @@ class Arguments:
         "--config-path", "-cp", help="the folder of configs instead of Regimen's"
     )
     allow_targets: tuple[str, ...] = option(
-        "--allow-target", default=(), action="append", help="a package that _target_ may name"
+        "--allow-target",
+        default=(),
+        action="append",
+        dest="allow_targets",
+        help="a package that _target_ may name",
     )
-    info: str | None = option(
-        "--info", "-i", nargs="?", const="all", choices=INFO, help="how it composes"
-    )
-    hydra_help: bool = flag("--hydra-help", help="Hydra's own help")
-    shell_completion: bool = flag("--shell-completion", "-sc", help="install=bash, uninstall=bash")
+    shell_completion: bool = flag("--shell-completion", "-sc", help="install=bash, zsh or fish")
 
     @property
     def asks_for_text(self) -> bool:
         """Whether help, a configuration or the like is asked for instead of a run."""
-        flags = self.help, self.version, self.hydra_help, self.shell_completion
-        return any(flags) or bool(self.cfg or self.info)
+        return bool(self.help or self.version or self.shell_completion or self.cfg)
 
 
 class AnsweredError(SystemExit):
@@ -100,10 +101,7 @@ def parser() -> argparse.ArgumentParser:
     it = _Parser(prog=PRIMARY, add_help=False, allow_abbrev=False, argument_default=absent)
     for one in fields(Arguments):
         how = dict(one.metadata)
-        if names := how.pop("names"):
-            it.add_argument(*names, dest=one.name, **how)
-        else:
-            it.add_argument(one.name, **how)
+        it.add_argument(*how.pop("names"), **how)
     return it
 
 
@@ -124,11 +122,8 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
 def _oversized(text: str) -> Problem | None:
     if len(text) > MAX_OVERRIDE:
         return Problem(text[:40] + "...", f"longer than {MAX_OVERRIDE} characters")
-    depth = deepest = 0
-    for character in text:
-        depth += (character in "[{(") - (character in "]})")
-        deepest = max(deepest, depth)
-    if max(deepest, text.partition("=")[0].count(".")) > MAX_BRACKETS:
+    depths = accumulate((c in "[{(") - (c in "]})") for c in text)
+    if max(0, *depths, text.partition("=")[0].count(".")) > MAX_BRACKETS:
         return Problem(text[:40] + "...", f"nested deeper than {MAX_BRACKETS} levels")
     return None
 

@@ -1,7 +1,7 @@
 """What a command prints beside its answer, and how it ends: the `error:` line and the exit code.
 
-One line comes first, before torch is imported, so it names a device only where no other can be
-meant. What libraries say goes to the log. Streams whose reader has left take what is written.
+One line comes first, before torch is imported. What libraries say goes to the log. Streams whose
+reader has left take what is written.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import ctypes
 import gc
 import logging
 import os
-import platform
 import sys
 import sysconfig
 import traceback
@@ -31,8 +30,6 @@ logger = logging.getLogger("regimen")
 log_file = logging.getLogger("regimen.log")  # for `train.log`: the terminal does not show it
 _JOB = "REGIMEN_SWEEP_JOB"
 AS_JOB: Mapping[str, str] = {_JOB: "1"}  # what the environment of a job of a sweep has
-_TOPOLOGY = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
-_DRIVERS = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/kfd", "/dev/dxg", "/proc/driver/nvidia")
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 _MOST_KEPT, _LARGEST_KEPT = 2**31 - 1, 2**25  # bytes: the most that mallopt takes
 _LESS_MEMORY = (
@@ -154,47 +151,11 @@ def is_job() -> bool:
     return os.environ.get(_JOB) == "1"
 
 
-def greet(asked: str = "auto") -> None:
-    """Print versions, device and threads to stderr; not in jobs of a sweep, nor on other ranks.
-
-    `asked`: the kind of device that the command line asks for.
-    """
-    if is_job() or os.environ.get("RANK", "0") != "0":
-        return
-    count, device = threads(), known_device(asked)
-    facts = [f"{name} {metadata.version(name)}" for name in ("regimen", "torch")]
-    facts.append(f"{f'{device}, ' if device else ''}{count} thread{'s' * (count != 1)}")
-    encoding = getattr(sys.stderr, "encoding", None) or "ascii"
-    dot = "·" if encoding.lower().startswith("utf") else "-"
-    print(*facts, sep=f" {dot} ", file=sys.stderr, flush=True)
-
-
-def asked_device(overrides: Sequence[str], key: str = "strategy.accelerator") -> str:
-    """Return the kind of device that a command line names; auto where it names none."""
-    given = [text.partition("=")[2] for text in overrides if text.lstrip("+").startswith(f"{key}=")]
-    return given[-1].partition(":")[0] if given else "auto"
-
-
-def known_device(asked: str = "auto") -> str | None:
-    """Return the kind of device that will compute; None where torch has to look."""
-    if asked in ("cpu", "cuda", "mps"):
-        return asked
-    if sys.platform == "darwin":
-        return None if platform.machine() == "arm64" else "cpu"
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-    driver = sys.platform != "linux" or any(Path(path).exists() for path in _DRIVERS)
-    return None if driver and not hidden else "cpu"
-
-
-def threads() -> int:
-    """Return how many threads an operation of torch will use, by its own default on this CPU."""
-    for name in ("MKL_NUM_THREADS", "OMP_NUM_THREADS"):  # torch asks MKL first
-        given = os.environ.get(name, "").partition(",")[0]
-        if given.isdigit() and int(given):
-            return int(given)
-    # MKL counts no hyper-threads: those of a core share a list.
-    lists = (_TOPOLOGY.format(cpu) for cpu in usable_cpus())
-    return len({Path(p).read_text() if os.path.exists(p) else p for p in lists})
+def greet() -> None:
+    """Print versions to stderr; not in jobs of a sweep, nor on other ranks."""
+    if not is_job() and os.environ.get("RANK", "0") == "0":
+        facts = (f"{name} {metadata.version(name)}" for name in ("regimen", "torch"))
+        print(*facts, sep=", ", file=sys.stderr, flush=True)
 
 
 def usable_cpus() -> Collection[int]:

@@ -10,8 +10,8 @@ import json
 import os
 import re
 import textwrap
-import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from inspect import getdoc
 from pathlib import Path
@@ -19,11 +19,11 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 from conf.check import parsed, spelled
 from conf.errors import Problem, nearest
-from conf.fields import REQUIRED, Check, declared, default_of, members, option, rule_of
+from conf.fields import REQUIRED, Check, count, declared, members, natural, option, positive
 from conf.schema import Config
 from conf.yaml_file import word
 from scripts.cli.arguments import AnsweredError, Arguments, parse_arguments
-from scripts.cli.console import asked_device, greet, log_to_stderr
+from scripts.cli.console import greet, log_to_stderr
 
 Format = Literal["onnx", "torch_export", "torchscript", "aoti", "safetensors"]
 Split = Literal["test", "val"]
@@ -89,7 +89,7 @@ class Prediction(OfRun):
         "predict of the run's data; of a language model a file with one prompt a line, or -",
     )
     out: str = option("predictions.csv", "the suffix says which: .csv, .jsonl, .parquet")
-    top_k: int | None = option(None, "the likeliest classes that are written, 1", at_least=1)
+    top_k: int | None = count(None, "the likeliest classes that are written, 1")
     device: str | None = option(
         None,
         "null: what the machine has",
@@ -103,13 +103,11 @@ class Prediction(OfRun):
         "raise", "a broken file ends it with exit 3, or its row has the reason"
     )
     overwrite: bool = option(False, "replace a table that exists")
-    max_new_tokens: int | None = option(
-        None, "of a language model, after a prompt: 200", at_least=1
-    )
+    max_new_tokens: int | None = count(None, "of a language model, after a prompt: 200")
     sampling: Literal["greedy", "random"] | None = option(
         None, "greedy: the likeliest token; random: of the top_k likeliest, by seed and prompt"
     )
-    temperature: float | None = option(None, "1.0, for sampling=random", above=0)
+    temperature: float | None = positive(None, "1.0, for sampling=random")
 
     @property
     def saved(self) -> str:
@@ -181,8 +179,8 @@ class Quantization(Written):
         "static: weights and activations; dynamic: weights of matrix products, for transformers; "
         "auto: static where most weights are of convolutions",
     )
-    samples: int = option(512, "that ranges are taken from, unless qat has learnt them", at_least=1)
-    max_drop: float = option(0.01, "more accuracy lost is an error, nothing written", at_least=0)
+    samples: int = count(512, "that ranges are taken from, unless qat has learnt them")
+    max_drop: float = natural(0.01, "more accuracy lost is an error, nothing written")
     split: Split | None = option(None, f"where it is measured: {_SPLIT}")
 
 
@@ -195,9 +193,9 @@ class Demo(OfRun):
       regimen demo run=RUN_DIR [key=value ...]
     """
 
-    port: int = option(8000, "0 takes one that is free", at_least=0, at_most=65535)
+    port: int = option(8000, "0 takes one that is free", limits={">=": 0, "<=": 65535})
     host: str = option("127.0.0.1", "any other, such as 0.0.0.0, asks for a printed password")
-    top_k: int = option(5, "how many of the likeliest classes are shown", at_least=1)
+    top_k: int = count(5, "how many of the likeliest classes are shown")
     device: Literal["auto", "cpu", "cuda", "mps"] = option("auto", "where it is computed")
 
     def conflicts(self) -> Iterator[Problem]:
@@ -219,16 +217,14 @@ def read_keys(command: type[T], argv: Sequence[str]) -> tuple[T, Arguments]:
     if arguments.help:
         print(help_of(command))
         raise AnsweredError
-    place = "device" if "device" in known else "strategy.accelerator"
-    named = command.overrides or place in known
-    greet(asked_device(arguments.overrides, place) if named else "cpu")
+    greet()
     log_to_stderr(os.environ.get("RANK", "0") == "0")
     raw: dict[str, Any] = {}
-    others, roots, hints = [], declared(Config), typing.get_type_hints(command)
+    others, roots = [], declared(Config)
     for override in arguments.overrides:
         key, equals, text = override.partition("=")
         if equals and key in known:
-            raw[key] = _value(text, hints[key])
+            raw[key] = _value(text, members(known[key].type))
         elif command.overrides and (key in roots or nearest(key, [*known, *roots]) not in known):
             others.append(override)
         else:
@@ -238,22 +234,19 @@ def read_keys(command: type[T], argv: Sequence[str]) -> tuple[T, Arguments]:
     return keys, replace(own, allow_targets=arguments.allow_targets)
 
 
-def _value(text: str, annotation: Any) -> Any:
-    kinds = members(annotation)
+def _value(text: str, kinds: Collection[Any]) -> Any:
     if text == "null" and type(None) in kinds:
         return None
-    try:
+    with suppress(ValueError):
         return json.loads(text) if {int, float, bool} & {*kinds} else text
-    except ValueError:
-        return text
+    return text
 
 
 def help_of(command: type[OfRun]) -> str:
     """Return a command's docstring and its keys: defaults, meanings, what they take."""
-    lines, hints = [str(getdoc(command)), ""], typing.get_type_hints(command)
+    lines = [str(getdoc(command)), ""]
     for name, one in declared(command).items():
-        default, rule = default_of(one), rule_of(one)
-        value = "" if default is REQUIRED else word(default)
-        text = f"{f'{name}={value}':<24} {rule.doc} ({spelled(hints[name], rule)})"
+        value = "" if one.default is REQUIRED else word(one.default)
+        text = f"{f'{name}={value}':<24} {one.doc} ({spelled(one)})"
         lines.append(textwrap.fill(text, 98, initial_indent="  ", subsequent_indent=" " * 27))
     return "\n".join(lines)

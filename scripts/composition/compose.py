@@ -5,7 +5,6 @@ that all mistakes of a command line are reported together. Nothing here imports 
 `_target_` was replaced: what it takes of the earlier one's arguments, only it can tell.
 """
 
-import argparse
 import itertools
 import math
 import os
@@ -19,13 +18,13 @@ from typing import Any
 
 from hydra.core.override_parser.types import Override
 from hydra.types import RunMode
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from conf.check import check, fill_defaults, shown
 from conf.errors import ConfigError, Problem, did_you_mean, raise_problems
 from conf.interpolation import RESERVED, Interpolations, leaves, mapped, walk
-from scripts.cli.arguments import Arguments, parse_arguments, parser
+from scripts.cli.arguments import Arguments, parse_arguments
 from scripts.composition.folders import REFUSED, Folders, opened
 from scripts.composition.overrides import Dimension, Overrides, Swept, first_lines
 from scripts.composition.tree import Source, Tree, shown_path
@@ -76,42 +75,18 @@ def config_text(arguments: Arguments) -> tuple[str, list[Problem]]:
         raw = it.unresolved()
     resolved = it.resolved(raw)
     it.check(resolved, incomplete=True)
-    part: Any = OmegaConf.create(escape_reserved(resolved) if arguments.resolve else raw)
-    wanted = arguments.package
-    if wanted not in (None, "_global_"):
-        part = OmegaConf.select(part, wanted)
-        if part is None and wanted not in (known := dict(walk(resolved))):
-            hint = did_you_mean(wanted, known)
-            it.problems.append(Problem("--package", f"there is no {wanted}", hint))
-            it.stop_if_wrong()
-    text = OmegaConf.to_yaml(part) if isinstance(part, DictConfig | ListConfig) else f"{part}\n"
-    return text, it.found()
-
-
-def answer_by_hydra(arguments: Arguments) -> None:
-    """Let Hydra print its own help, search path or completions."""
-    name, overrides = arguments.config_name, list(arguments.overrides)
-    with _composing(arguments, whole=True) as it:
-        hydra = it.folders.hydra
-        try:
-            if arguments.shell_completion:
-                hydra.shell_completion(name, overrides)
-                return
-            it.parsed()
-            it.stop_if_wrong()
-            if arguments.cfg:
-                hydra.show_cfg(name, overrides, arguments.cfg, arguments.package, arguments.resolve)
-            elif arguments.info:
-                hydra.show_info(arguments.info, name, overrides)
-            else:
-                hydra.hydra_help(name, parser(), argparse.Namespace(overrides=overrides))
-        except REFUSED as error:
-            it.problems.append(Problem("", first_lines(error)))
+    parts = dict(walk(resolved if arguments.resolve else raw))
+    key = (arguments.package or "").removeprefix("_global_")
+    if key not in parts:
+        it.problems.append(Problem("--package", f"there is no {key}", did_you_mean(key, parts)))
+        it.stop_if_wrong()
+    part = parts[key]
+    return OmegaConf.to_yaml(part) if isinstance(part, dict | list) else f"{part}\n", it.found()
 
 
 @contextmanager
-def _composing(arguments: Arguments, whole: bool = False) -> Iterator["Composition"]:
-    with opened(arguments, whole) as folders:
+def _composing(arguments: Arguments) -> Iterator["Composition"]:
+    with opened(arguments) as folders:
         yield (it := Composition(folders, arguments))
     it.stop_if_wrong()
 

@@ -41,12 +41,11 @@ def _examined(path: Path, version: tuple[int, int]) -> Document:
 class Folder(ConfigSource):
     """A folder of YAML files, each checked before Hydra reads it; paths outside are refused.
 
-    Hydra is given their defaults lists only, but for what it prints itself (`whole`): `Tree` merges
-    what they hold.
+    Hydra is given their defaults lists only: `Tree` merges what they hold.
     """
 
-    def __init__(self, folder: Path, provider: str, together: "Folders", whole: bool) -> None:
-        self.path, self.provider, self.whole = str(folder), provider, whole
+    def __init__(self, folder: Path, provider: str, together: "Folders") -> None:
+        self.path, self.provider = str(folder), provider
         self.together = together  # all folders, this one among them
 
     def __deepcopy__(self, memo: object) -> "Folder":
@@ -85,8 +84,7 @@ class Folder(ConfigSource):
     def load_config(self, config_path: str) -> ConfigResult:
         """Read a file; one that cannot be read is a problem, and empty."""
         document = self.read(config_path)
-        keys = ("defaults",) if not self.whole else document.values
-        config = OmegaConf.create({k: document.values[k] for k in keys if k in document.values})
+        config = OmegaConf.create({k: v for k, v in document.values.items() if k == "defaults"})
         # Hydra requires `# @package` on the first line; ours may have the command there.
         return ConfigResult(self.provider, self.path, config, {"package": document.package})
 
@@ -125,6 +123,7 @@ class Folder(ConfigSource):
         *words, name = (text or str(value)).partition("@")[0].split() or [""]
         inside = name.lstrip("/") if name.startswith("/") or not here else f"{here}/{name}"
         known, group, groups = self.together, name.lstrip("/"), self.together.chosen
+        override = f"write `override /{group}: {value}`"
         if any(re.search(r"(^|[/@])hydra([/.@]|$)", word) for word in (text or str(value)).split()):
             yield f"{text or value}: {NO_HYDRA}", None
         elif ".." in Path(f"{name}/{value}").parts:
@@ -132,20 +131,18 @@ class Folder(ConfigSource):
         elif problem := choice_problem(group, value) if text else None:
             yield f"{group}: {problem}", None
         elif "override" in words and not known.is_group(inside):
-            slash = f"write `override /{group}: ...`, with a slash"
-            hint = slash if known.is_group(group) else did_you_mean(inside, groups)
+            hint = override if known.is_group(group) else did_you_mean(inside, groups)
             yield f"`{text}`: there is no group {inside}", hint
         elif text.startswith("/") and "@" not in text and group in groups:
-            yield f"{group} has a choice already", f"write `override /{group}: ...`"
+            yield f"{group} has a choice already", override
         else:
             for choice in value if isinstance(value, builtins.list) else [value]:
                 file, somewhere = f"{inside}/{choice}" if text else inside, known.is_group(inside)
                 if not isinstance(choice, str) or "${" in file or name == "_self_":
                     continue
                 if known.find(file) is None and (somewhere or "optional" not in words):
-                    hint = did_you_mean(choice, known.options(inside))
-                    if text and known.is_group(group) and not somewhere:
-                        hint = f"write `override /{group}: {choice}`"
+                    meant = text and known.is_group(group) and not somewhere
+                    hint = override if meant else did_you_mean(choice, known.options(inside))
                     yield f"there is no {file}.yaml", hint
 
 
@@ -197,7 +194,7 @@ class Folders:
 
 
 @contextmanager
-def opened(arguments: Arguments, whole: bool = False) -> Iterator[Folders]:
+def opened(arguments: Arguments) -> Iterator[Folders]:
     """Set up Hydra over the user's folders and ours, in this order; tear it down at the end."""
     named = [("--config-dir", "command-line", folder) for folder in arguments.config_dirs]
     named.append(("--config-path", "main", arguments.config_path or str(CONF)))
@@ -212,7 +209,7 @@ def opened(arguments: Arguments, whole: bool = False) -> Iterator[Folders]:
             hydra = GlobalHydra.instance().hydra
             assert hydra is not None
             it = Folders(hydra)
-            it.folders += [Folder(path, provider, it, whole) for path, provider in places]
+            it.folders += [Folder(path, provider, it) for path, provider in places]
             sources = hydra.config_loader.get_sources()
             sources[:] = [sources[0], *it.folders, sources[-1]]  # Hydra's own, and its schema
             yield it

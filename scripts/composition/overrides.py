@@ -4,9 +4,9 @@ import functools
 import json
 import re
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -14,6 +14,7 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
 from conf.errors import ConfigError, Problem, did_you_mean, raise_problems
+from scripts.cli.arguments import quoted
 
 if TYPE_CHECKING:
     from scripts.composition.folders import Folders
@@ -27,8 +28,7 @@ SINGLE_CHOICE = (
 # In which a bare word is looked for.
 _GROUPS = ("experiment", *NEEDED, "lr_scheduler", "callbacks", "transforms", "debug", "sweep")
 _LONGEST = 255  # bytes of a key, which Hydra looks for among the names of folders
-NO_HYDRA = "Hydra's own keys cannot be set: Regimen does not run Hydra's jobs"
-_INSTEAD = {"run.dir": "run_dir=DIR", "sweep.dir": "run_dir=DIR", "searchpath": "--config-dir DIR"}
+NO_HYDRA = "Hydra's own keys cannot be set; run_dir=DIR and --config-dir DIR can"
 
 # Keys whose changes affect the place, the speed or the output of a run, but not its result.
 _HARMLESS = {
@@ -83,27 +83,24 @@ class Overrides:
     def parse(self, texts: Sequence[str], sweep: bool = False) -> list[Override]:
         """Parse each text, collecting all mistakes."""
         parser = OverridesParser.create(self.folders.hydra.config_loader)
-        parsed, index = [], 0
-        while index < len(texts):
-            text, first = texts[index], index
-            index += 1
+        parsed, rest = [], list(texts)
+        while rest:
             try:
-                override = parser.parse_overrides([text])[0]
+                override = parser.parse_overrides(rest[:1])[0]
             except Exception as error:  # of the grammar, or an internal one of the parser
-                taken, hint = self._meant(texts[first:])
-                index = first + taken
+                taken, hint = self._meant(rest)
                 reason = first_lines(error).removeprefix("LexerNoViableAltException: ")
                 told = "not an override" if hint else f"not an override: {reason}"
-                self.note(" ".join(texts[first:index]), told, hint)
+                self.note(" ".join(rest[:taken]), told, hint)
+                del rest[:taken]
                 continue
-            key = override.key_or_group
+            text, key = rest.pop(0), override.key_or_group
             if not key:
                 self.note(text, "not an override: there is no key before the equals sign")
             elif len(key.encode()) > _LONGEST:
                 self.note(f"{text[:40]}...", f"longer than {_LONGEST} bytes")
             elif re.match(r"hydra([./@]|$)", key) or (override.package or "").startswith("hydra"):
-                instead = _INSTEAD.get(key.removeprefix("hydra."))
-                self.note(key, NO_HYDRA, f"use {instead}" if instead else None)
+                self.note(key, NO_HYDRA)
             elif override.is_sweep_override() and not sweep:
                 hint = f"-m sweeps over them; {key}=[...] is a list; \"{key}='...'\" is text"
                 self.note(key, f"several values in {text!r}", hint)
@@ -113,18 +110,16 @@ class Overrides:
 
     def _meant(self, texts: Sequence[str]) -> tuple[int, str | None]:
         """Return how many words belong together to what is no override, and how to write them."""
-        word = texts[0]
-        for end in range(2, len(texts) + 1):  # the shell cuts `[a, b]` at its blank
-            if _open_brackets(word) > _open_brackets(whole := " ".join(texts[:end])) == 0:
-                return end, f"quote it: '{whole}'"
+        word, lines = texts[0], list(accumulate(texts, "{} {}".format))
+        for count, line in enumerate(lines, 1):  # the shell cuts `[a, b]` at its blank
+            if _open_brackets(word) > _open_brackets(line) == 0:
+                return count, f"quote it: '{line}'"
         if "=" in word:
             return 1, "write $HOME for ~, or quote the text" if "=~" in word else _as_text(word)
-        spelled = re.match(r"([^\s=:]+)( ?= ?|: ?| )([^\s=]+)(?!\S)", " ".join(texts))
+        spelled = re.match(r"([^\s=:]+)( ?= ?|: ?| )([^\s=]+)(?!\S)", lines[-1])
         if spelled and (spelled[2] != " " or self.folders.is_group(word)):
-            blanks = ", without blanks around =" if "=" in spelled[2] else ""
-            ends = range(1, len(texts) + 1)
-            taken = next(end for end in ends if len(" ".join(texts[:end])) >= spelled.end())
-            return taken, f"write {spelled[1]}={spelled[3]}{blanks}"
+            taken = sum(len(line) < spelled.end() for line in lines) + 1
+            return taken, f"write {spelled[1]}={spelled[3]}"
         found = [f"{g}={word}" for g in _GROUPS if self.folders.find(f"{g}/{word}") is not None]
         return 1, f"did you mean {' or '.join(found)}?" if found else "write key=value"
 
@@ -202,23 +197,12 @@ class Overrides:
             return f"~{element}"
         for name in value if isinstance(value, list) else [value]:
             if not isinstance(name, str) or self.folders.find(f"{group}/{name}") is None:
-                hints = [*self._places(group, str(name)), listed]
-                self.note(group, f"there is no {group}={name}", " ".join(hints))
+                near = did_you_mean(str(name), self.folders.options(group))
+                hint = f"{near} {listed}" if near else listed
+                self.note(group, f"there is no {group}={name}", hint)
                 return None
         added = override.is_add() and element not in known()
         return ("+" if added else "") + str(override.input_line).lstrip("+")
-
-    def _places(self, group: str, name: str) -> Iterator[str]:
-        """Say which choice was meant, or why its file was not found."""
-        if ".." in Path(group, name).parts or Path(name).is_absolute():
-            return
-        if any(Path(f.path, group, f"{name}.yml").is_file() for f in self.folders.folders):
-            yield f"its file must be called {name}.yaml;"
-        for beside in ("conf", "configs", "config"):
-            if (path := Path(beside, group, f"{name}.yaml")).is_file():
-                yield f"{path} is read with --config-dir {beside};"
-        if near := did_you_mean(name, self.folders.options(group)):
-            yield near
 
 
 def _open_brackets(text: str) -> int:
@@ -230,13 +214,13 @@ def _as_text(text: str) -> str | None:
     key, _, value = text.partition("=")
     if not value or value[0] in "[{'\"":  # the mistake is within a list, a mapping or a text
         return None
-    quoted = "{}='{}'".format(key, value.replace("'", r"\'"))
+    text = f"{key}={quoted(value)}"
     try:
-        OverridesParser.create().parse_override(quoted)
+        OverridesParser.create().parse_override(text)
     except Exception:
         return None
-    plain = re.search(r'["$`\\!]', quoted) is None
-    return "quote it: " + (f'"{quoted}"' if plain else shlex.quote(quoted))
+    plain = re.search(r'["$`\\!]', text) is None
+    return "quote it: " + (f'"{text}"' if plain else shlex.quote(text))
 
 
 def choice_problem(group: str, value: Any) -> str | None:

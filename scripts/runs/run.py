@@ -20,14 +20,7 @@ from conf.errors import ConfigError, Problem
 from conf.schema import Config
 from models.pretrained import no_initial_weights
 from scripts.cli.arguments import Request
-from scripts.cli.console import (
-    asked_device,
-    describe,
-    exit_code,
-    is_job,
-    known_device,
-    log_file,
-)
+from scripts.cli.console import describe, exit_code, is_job, log_file
 from scripts.cli.signals import stop_signals
 from scripts.runs.plan import make_plan
 from scripts.runs.report import best_of, final_block, result_line, results_of
@@ -124,10 +117,10 @@ def run(request: Request, note: Path | None = None) -> int:
     strategy.setup()
     try:
         with strategy.group.failing_together(), kept_log() as log:
-            if known_device(asked_device(request.overrides)) != "cpu":  # the first line named it
-                device, count = strategy.device, strategy.devices
-                number = f", the first of {count}" if count > 1 else ""
-                logger.info("device: %s (%s)%s", device, describe_device(device), number)
+            device, count, threads = strategy.device, strategy.devices, torch.get_num_threads()
+            number = f", the first of {count}" if count > 1 else ""
+            shown = ", ".join(dict.fromkeys((str(device), describe_device(device))))
+            logger.info("device: %s%s, threads: %d", shown, number, threads)
             configs = strategy.group.gather(request.config)  # of processes that torchrun started
             problems = [
                 Problem("", f"config differs on rank {rank}: {', '.join(keys)}")

@@ -46,8 +46,9 @@ def test_the_closing_block_names_the_next_steps(finished):
     for text in (str(folder), "val/accuracy", "tensorboard --logdir", f"evaluate run={folder}"):
         assert text in run.out
     assert "error:" not in run.err
-    versions, *_ = run.err.splitlines()
-    assert re.fullmatch(r"regimen \S+ · torch \S+ · (\w+, )?\d+ threads?", versions)
+    versions, device, *_ = run.err.splitlines()
+    assert re.fullmatch(r"regimen \S+, torch \S+", versions)
+    assert re.fullmatch(r"device: .+, threads: \d+", device)
     assert run.err.count("regimen 0.") == 1
     epochs = [line for line in run.err.splitlines() if line.startswith("epoch ")]
     assert epochs

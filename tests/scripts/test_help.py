@@ -19,7 +19,7 @@ from scripts.cli.arguments import parse_arguments
 from scripts.cli.shadow import ROOT
 from scripts.composition.compose import compose
 from scripts.composition.folders import CONF
-from scripts.help import answer, completion, completions, schema_keys
+from scripts.help import _SCRIPTS, answer, completion, completions, schema_keys
 from scripts.regimen import COMMANDS
 from scripts.schema import schema, schema_text
 
@@ -75,9 +75,9 @@ def test_help_of_a_group_shows_choices_and_keys_with_their_meanings(
     assert "loader.batch_size" in text
 
 
-def test_help_needs_no_torch() -> None:
-    code = "import sys; from scripts.train import train; train(['--help']);"
-    code += "sys.exit('torch' in sys.modules)"
+def test_help_and_a_configuration_need_no_torch() -> None:
+    code = "import sys; from scripts.train import train; from scripts.composition import compose;"
+    code += "train(['--help']); compose(['experiment=resnet18']); sys.exit('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], timeout=60, stdout=subprocess.DEVNULL)
     assert done.returncode == 0
 
@@ -94,26 +94,9 @@ def test_the_config_of_a_job(capsys: pytest.CaptureFixture[str]) -> None:
     assert "lrr: 1" in capsys.readouterr().out  # before the mistakes
 
 
-@pytest.mark.parametrize(
-    ("argv", "expected"),
-    [
-        pytest.param(["--version"], "Hydra 1.3", id="version"),
-        pytest.param(["--info", "defaults"], "optimizer/sgd", id="defaults"),
-        pytest.param(["--info", "searchpath"], "conf", id="searchpath"),
-        pytest.param(["--hydra-help"], "hydra", id="hydra-help"),
-        pytest.param(["--cfg", "hydra", "-p", "hydra.job"], "name: train", id="hydra-config"),
-        pytest.param(["-sc", "query=bash"], "optimizer=adamw", id="hydra-completion"),
-    ],
-)
-def test_what_hydra_answers(
-    argv: list[str],
-    expected: str,
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("COMP_LINE", "train optimizer=ada")
-    monkeypatch.setenv("COMP_POINT", "19")
-    assert expected in printed(capfd, *argv)
+def test_versions_and_the_script_of_a_shell(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "Hydra 1.3" in printed(capsys, "--version")
+    assert printed(capsys, "-sc", "install=bash") == _SCRIPTS["bash"]
 
 
 @pytest.mark.parametrize(
@@ -121,11 +104,10 @@ def test_what_hydra_answers(
     [
         pytest.param(["--help", "optimiser"], "did you mean optimizer", id="group"),
         pytest.param(["--help", "trainer.precison"], "did you mean trainer.precision", id="key"),
-        pytest.param(["--info", "nonsense"], "invalid choice", id="unknown-topic"),
-        pytest.param(
-            ["--shell-completion", "install=nonsense"], "bash fish zsh", id="unknown-shell"
-        ),
-        pytest.param(["--cfg", "hydra", "hydra.run.dir=x"], "hydra", id="hydras-keys"),
+        pytest.param(["-sc", "install=nonsense"], "'bash', 'zsh', 'fish'", id="shell"),
+        pytest.param(["--cfg", "hydra"], "choose from 'job'", id="hydra"),
+        pytest.param(["--cfg", "job", "-p", "optimiser"], "did you mean optimizer", id="part"),
+        pytest.param(["--cfg", "job", "hydra.run.dir=x"], "Hydra's own keys", id="hydras-keys"),
     ],
 )
 def test_a_question_that_has_no_answer(argv: list[str], message: str) -> None:
@@ -202,7 +184,7 @@ def test_the_documentation_says_what_the_schema_says() -> None:
     rows = dict(re.findall(r"^\| `([\w.]+)` \|(.*)\|$", text, re.M))
     assert set(Config.__dataclass_fields__) <= rows.keys()
     assert {"optimizer.lr", "loader.eval.timeout"} <= rows.keys()
-    for key in schema_keys(Config, ""):
+    for key in schema_keys(Config):
         words = re.findall(r"[\w.]+", f"{key.value} {key.meaning}")
         assert set(words) <= set(re.findall(r"[\w.]+", rows[key.name])), key
 

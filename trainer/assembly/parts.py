@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, cast
 
@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from conf.errors import Problem, noted, problems_at, raise_problems
-from conf.fields import rule_of
+from conf.fields import declared
 from conf.interpolation import fill, mapped
 from conf.schema import Config
 from conf.schema_trainer import StrategyConfig
@@ -135,7 +135,7 @@ def build_strategy(config: Config) -> Strategy:
         options.sync_batchnorm,
     )
     name = "fsdp" if options.name == "fsdp" else "ddp"  # under torchrun `single` is one of ddp
-    own = [f.name for f in fields(options) if rule_of(f).strategies == (name,)]
+    own = [key for key, one in declared(StrategyConfig).items() if one.strategies == (name,)]
     values: dict[str, Any] = {key: getattr(options, key) for key in own}
     if name == "ddp":
         return DDP(processes, **values)

@@ -1,6 +1,5 @@
 """What a command prints beside its answer, how it ends, its keys, and who answers to its name."""
 
-import io
 import logging
 import os
 import platform
@@ -18,20 +17,16 @@ import torch
 from conf.errors import ConfigError
 from conf.fields import declared
 from data.errors import UnreadableError
-from scripts.cli import console as module
 from scripts.cli.arguments import AnsweredError
 from scripts.cli.console import (
     AS_JOB,
-    asked_device,
     describe,
     exit_code,
     greet,
     is_library,
-    known_device,
     log_to_stderr,
     quiet_others,
     report,
-    threads,
 )
 from scripts.cli.keys import (
     Demo,
@@ -54,7 +49,7 @@ MINE = "/home/me/project/mine.py"
 
 @pytest.fixture(autouse=True)
 def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", *AS_JOB):
+    for name in ("RANK", *AS_JOB):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")
 
@@ -211,57 +206,18 @@ def test_help_names_every_key(command: type[OfRun], capsys: pytest.CaptureFixtur
     }
 
 
-def test_the_first_line_names_versions_device_and_threads(
+def test_the_first_line_names_versions_once_a_run(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "3,2")
-    greet("cpu")
-    out, err = capsys.readouterr()
+    greet()
+    told = capsys.readouterr()
     version = torch.__version__.partition("+")[0]
-    assert (out, err.endswith(f" · torch {version} · cpu, 3 threads\n")) == ("", True)
-    raw = io.BytesIO()
-    monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(raw, encoding="ascii"))
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    greet("cpu")
-    assert raw.getvalue().endswith(b" - cpu, 1 thread\n")
-    for name, value in (("RANK", "1"), *AS_JOB.items()):  # once a run
+    assert (told.out, told.err.endswith(f", torch {version}\n")) == ("", True)
+    for name, value in (("RANK", "1"), *AS_JOB.items()):
         with monkeypatch.context() as other:
             other.setenv(name, value)
-            greet("cpu")
-    assert raw.getvalue().count(b"\n") == 1
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="drivers are looked for on Linux only")
-@pytest.mark.parametrize(
-    ("drivers", "visible", "overrides", "expected"),
-    [
-        pytest.param((), None, [], "cpu", id="no driver"),
-        pytest.param(("/",), None, ["seed=1"], None, id="a driver"),
-        pytest.param(("/",), "", [], "cpu", id="hidden"),
-        pytest.param(("/",), None, ["strategy.accelerator=cpu"], "cpu", id="asked"),
-        pytest.param((), None, ["+strategy.accelerator=cuda:1"], "cuda", id="of a number"),
-    ],
-)
-def test_a_device_that_torch_has_to_find_is_not_guessed(
-    monkeypatch: pytest.MonkeyPatch,
-    drivers: tuple[str, ...],
-    visible: str | None,
-    overrides: list[str],
-    expected: str | None,
-) -> None:
-    monkeypatch.setattr(module, "_DRIVERS", drivers)
-    if visible is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert known_device(asked_device(overrides)) == expected
-
-
-@pytest.mark.slow
-def test_this_machine_is_read_as_torch_reads_it() -> None:
-    code = "import torch; print(torch.get_num_threads(), torch.accelerator.is_available())"
-    asked = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    count, accelerated = asked.stdout.split()
-    assert threads() == int(count)
-    assert known_device() in ((None,) if accelerated == "True" else (None, "cpu"))
+            greet()
+    assert capsys.readouterr().err == ""
 
 
 class Kept(logging.Handler):

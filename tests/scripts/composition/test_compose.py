@@ -1,7 +1,5 @@
 """From a command line to a configuration."""
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +11,7 @@ from hydra.version import VersionBase
 from conf.check import parse
 from conf.errors import ConfigError, Problem
 from conf.yaml_file import dump
-from scripts.cli.arguments import parse_arguments
-from scripts.composition.compose import compose, config_text
+from scripts.composition.compose import compose
 from scripts.composition.overrides import identity
 from trainer.assembly.check import check_targets
 
@@ -152,25 +149,6 @@ def test_a_choice_cannot_leave_the_folder(mine: Path) -> None:
 )
 def test_a_bad_command_line_is_answered_in_one_message(typed: str, text: str) -> None:
     assert text in refused(*typed.split(" "))
-
-
-def test_a_file_that_is_not_found_is_looked_for(mine: Path, monkeypatch: Any) -> None:
-    write(mine, "conf/model/other.yaml", "_target_: mine.Net\n")
-    write(mine, "experiment/short.yml", f"{EXPERIMENT}name: short\n")
-    monkeypatch.chdir(mine)
-    assert "there is no model=other; conf/model/other.yaml is read with --config-dir conf" in (
-        refused("model=other")
-    )
-    said = refused("--config-dir", str(mine), "experiment=short")
-    assert "its file must be called short.yaml" in said
-    with pytest.raises(ConfigError, match=r"there is no optimiser.*did you mean optimizer\?"):
-        config_text(parse_arguments(["--cfg", "job", "-p", "optimiser"]))
-
-
-def test_nothing_of_torch_is_imported() -> None:
-    code = "import sys; from scripts.composition import compose; compose(['experiment=resnet18']);"
-    command = [sys.executable, "-c", f"{code} sys.exit('torch' in sys.modules)"]
-    assert subprocess.run(command, timeout=60).returncode == 0
 
 
 @pytest.mark.parametrize(

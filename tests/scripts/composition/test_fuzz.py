@@ -12,7 +12,7 @@ from conf.errors import ConfigError
 from scripts.composition.compose import compose
 
 INPUTS = settings(
-    max_examples=150,
+    max_examples=60,
     deadline=timedelta(seconds=5),
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
