@@ -51,7 +51,7 @@ Groups = dict[str, dict[str, Path]]  # the file of each choice of each group
 
 
 @dataclass(slots=True)
-class Entry:
+class Line:
     """One key: its value by default, what it means, and the choices whose files have it."""
 
     name: str
@@ -161,7 +161,7 @@ def key_of(group: str) -> Key | None:
     return one
 
 
-def keys_of(group: str, files: Mapping[str, Path]) -> list[Entry]:
+def keys_of(group: str, files: Mapping[str, Path]) -> list[Line]:
     """Return the keys of a group such as `optimizer` or `lr_scheduler/warmup`."""
     prefix, key = group.replace("/", "."), key_of(group)
     within = key.within if key else None
@@ -175,7 +175,7 @@ def keys_of(group: str, files: Mapping[str, Path]) -> list[Entry]:
     return list(found.values())
 
 
-def schema_keys(section: type, prefix: str = "") -> Iterator[Entry]:
+def schema_keys(section: type, prefix: str = "") -> Iterator[Line]:
     """Yield the keys of a section and of those inside it, as the schema declares them."""
     for name, one in declared(section).items():
         if one.section is not None:
@@ -183,10 +183,10 @@ def schema_keys(section: type, prefix: str = "") -> Iterator[Entry]:
             continue
         takes = "" if one.node or one.words else f" ({spelled(one)})"
         shown = one.default is not REQUIRED and not isinstance(one.default, list | dict)
-        yield Entry(join(prefix, name), word(one.default) if shown else "", f"{one.doc}{takes}")
+        yield Line(join(prefix, name), word(one.default) if shown else "", f"{one.doc}{takes}")
 
 
-def _written(path: Path, prefix: str) -> Iterator[Entry]:
+def _written(path: Path, prefix: str) -> Iterator[Line]:
     """Yield the keys of a YAML file with the comments behind them."""
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     if any(line.startswith("# @package _global_") for line in lines):
@@ -199,7 +199,7 @@ def _written(path: Path, prefix: str) -> Iterator[Entry]:
         parents = [*((i, n) for i, n in parents if i < indent), (indent, name)]
         path_in_file = [n for _, n in parents]
         if not _SKIPPED.intersection(path_in_file) and (value or meaning):
-            yield Entry(".".join([prefix, *path_in_file]), value, meaning)
+            yield Line(".".join([prefix, *path_in_file]), value, meaning)
 
 
 _COMPLETION = """\
