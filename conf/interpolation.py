@@ -58,15 +58,17 @@ def mapped(node: Any, change: Callable[[Any], Any]) -> Any:
     return change(node)
 
 
-def fill(node: Any, values: Mapping[str, int]) -> Any:
+def fill(node: Any, values: Mapping[str, int | None]) -> Any:
     """Return a copy of plain containers with `${total_steps}` and its like replaced.
 
     A text that is nothing but the interpolation becomes the number itself; inside a longer one it
-    is replaced by its digits. A name that `values` lacks stays as it is.
+    is replaced by its digits. A name without a value stays as it is.
     """
 
     def change(text: Any) -> Any:
         for name, value in values.items() if isinstance(text, str) else ():
+            if value is None:
+                continue
             if text == f"${{{name}}}":
                 return value
             text = text.replace(f"${{{name}}}", str(value))

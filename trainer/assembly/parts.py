@@ -241,8 +241,7 @@ class Assembly:
 
         Callbacks that average weights come first, and the one that saves checkpoints comes last.
         """
-        known = {"total_steps": self.total_steps, "steps_per_epoch": self.steps_per_epoch}
-        lengths = {name: length for name, length in known.items() if length is not None}
+        lengths = {"total_steps": self.total_steps, "steps_per_epoch": self.steps_per_epoch}
         built = build_named(fill(self.config.callbacks, lengths), "callbacks")
         kept = {name: callback for name, callback in built.items() if callback is not None}
         turns = {n: isinstance(c, Saver) - c.changes_weights for n, c in kept.items()}

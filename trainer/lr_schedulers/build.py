@@ -158,8 +158,7 @@ class _Builder:
             refuse(key, "has no _target_, such as torch.optim.lr_scheduler.StepLR")
         kind = locate(node["_target_"])
         lengths = {"total_steps": steps, "steps_per_epoch": self.steps_per_epoch}
-        known = {name: length for name, length in lengths.items() if length is not None}
-        arguments = fill({k: v for k, v in node.items() if k not in _BUILT}, known)
+        arguments = fill({k: v for k, v in node.items() if k not in _BUILT}, lengths)
         for where, value in leaves(arguments, key):
             if any(f"${{{name}}}" in str(value) for name in RESERVED):
                 _known(None, where)
@@ -212,9 +211,9 @@ class _Builder:
             return {"step": float(step), "epoch": float(step // (per_epoch or 1)), **constant}
 
         known = {alias for group in self.all_names for alias in aliases(group)} | {DEFAULT}
-        several = isinstance(functions, Mapping) and "_target_" not in functions
         made = {}
-        for name, source in (functions if several else {DEFAULT: functions}).items():
+        given = functions if isinstance(functions, Mapping) else {DEFAULT: functions}
+        for name, source in given.items():
             where = f"{key}.functions.{name}"
             if source is not None and name not in known:
                 message = f"there is no parameter group of this name, only {some(self.all_names)}"

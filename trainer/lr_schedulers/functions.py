@@ -16,7 +16,6 @@ from typing import Any
 from conf.errors import problems_at
 from trainer.lr_schedulers.schedule import refuse
 from trainer.targets.allow_list import locate
-from trainer.targets.instantiate import instantiate
 
 Function = Callable[[int], float]
 Values = Callable[[int], Mapping[str, float]]  # the variables of an expression at a step
@@ -124,16 +123,13 @@ def aliases(group: str) -> list[str]:
 
 
 def function_of(source: Any, values: Values, key: str) -> Function:
-    """Return the function of an expression, an import path or a node.
+    """Return the function of an expression or an import path.
 
     `values` returns the variables of an expression at a step. Raises `ScheduleError`.
     """
-    path = isinstance(source, str) and _IMPORT_PATH.fullmatch(source)
-    if isinstance(source, Mapping) or path:
+    if isinstance(source, str) and _IMPORT_PATH.fullmatch(source):
         with problems_at(key):
-            made = locate(source) if path else instantiate(dict(source), _key_=key)
-        if not callable(made):
-            refuse(key, f"is not a function of a step: {made!r}")
+            made = locate(source)
         # torch saves the attributes of callable objects, but nothing of functions.
         return lambda step: made(step)
     if isinstance(source, bool) or not isinstance(source, str | int | float):

@@ -31,7 +31,6 @@ _LISTS = (list, tuple, set, frozenset)
 _COMPARED = ("builtins", "torch", "torch.nn.modules.module", "collections.abc")
 # Exceptions by which a constructor rejects a value.
 _REFUSALS = (TypeError, ValueError, ArithmeticError, AssertionError, NotImplementedError)
-Problems = Iterator[Problem]
 
 
 def nodes_in(value: Any, key: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
@@ -89,13 +88,16 @@ def node_problems(
         elif not isinstance(value, _HELD.get(name, object)):
             wanted = "a list" if name == "_args_" else "true or false"
             wrong(name, f"expected {wanted}, got {value!r}")
-    target = node["_target_"]
+    target, known = node["_target_"], parameters_of(node["_target_"])
+    args = node["_args_"] if isinstance(node.get("_args_"), list) else []
+    placed = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+    places = [name for name, p in (known or {}).items() if p.kind in placed]
     with noted(found), problems_at(join(key, "_target_")):
         locate(target)
-        found += _refused_arguments(node, key)
-    if (known := parameters_of(target)) is None:
+        if under(target, _BUILDERS):
+            found += _unpickling({**node, **dict(zip(places, args, strict=False))}, key)
+    if known is None:
         return found
-    args, places = _positional(node), _by_place(known)
     kinds = {p.kind for p in known.values()}
     if not positional:  # otherwise the caller's arguments replace the node's
         for index, (name, value) in enumerate(zip(places, args, strict=False)):
@@ -124,12 +126,8 @@ def node_problems(
     return found
 
 
-def _refused_arguments(node: dict[Any, Any], key: str) -> Problems:
-    """Yield the arguments of a node that would unpickle a file or fetch code."""
-    if not under(node["_target_"], _BUILDERS):
-        return
-    places = _by_place(parameters_of(node["_target_"]) or {})
-    given = {**node, **dict(zip(places, _positional(node), strict=False))}
+def _unpickling(given: dict[Any, Any], key: str) -> Iterator[Problem]:
+    """Yield the arguments of a builder that would unpickle a file or fetch code."""
     for where, value in walk(given, key):
         if value and where.rpartition(".")[2] in _UNPICKLED:
             yield Problem(where, "not allowed here: it would unpickle a file")
@@ -169,16 +167,6 @@ def takes(node: Any, name: str) -> bool:
     if known is None or name in known or name in SPECIAL:
         return True
     return any(p.kind is Parameter.VAR_KEYWORD for p in known.values())
-
-
-def _positional(node: Mapping[str, Any]) -> list[Any]:
-    args = node.get("_args_")
-    return args if isinstance(args, list) else []
-
-
-def _by_place(parameters: Mapping[str, Parameter]) -> list[str]:
-    placed = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
-    return [name for name, p in parameters.items() if p.kind in placed]
 
 
 def _mismatch(parameter: Parameter, value: Any) -> str | None:
