@@ -62,15 +62,15 @@ KNOWN_TO_ALL = ("conf.errors", "conf.interpolation", "conf.schema_trainer", "dat
 # Code lines (no blank line, comment, docstring) and files: a budget. A number goes down with what
 # is thrown away, and up in the commit that brings a new capability.
 BUDGET = {
-    "conf": 1030,
-    "data": 3285,
-    "models": 755,
-    "trainer": 9170,
-    "callbacks": 2687,
-    "scripts": 5260,
-    "the six packages": 22166,
-    "tests": 21160,
-    "benchmarks": 1525,
+    "conf": 1018,
+    "data": 3155,
+    "models": 742,
+    "trainer": 8722,
+    "callbacks": 2463,
+    "scripts": 4713,
+    "the six packages": 20813,
+    "tests": 20798,
+    "benchmarks": 1486,
 }
 FILES = {"the six packages": 196, "tests": 131}
 

@@ -185,13 +185,13 @@ def test_the_main_process_decides_for_all(study, trial):
     told = []
 
     class Other(Group):
-        rank, world_size = 1, 2
-
         def broadcast(self, value):
             told.append(value)
             return {0: None, 1: "val/loss", 2: None}.get(len(told) - 1, True)
 
-    it = SimpleNamespace(group=Other(), is_main=False, state=TrainState(), done=False)
+    other = Other()
+    other.rank, other.world_size = 1, 2
+    it = SimpleNamespace(group=other, is_main=False, state=TrainState(), done=False)
     it.metrics = {"val/loss": 1.0}
     callback = trial()
     callback.setup(it)

@@ -142,7 +142,6 @@ def test_debug_overfit(run, lines) -> None:
     assert len(trained) < 60
     assert values(lines(), "train/loss")[-1] <= 0.2 < values(lines(), "train/loss")[-2]
     assert values(lines(), "train/epoch_accuracy")[-1] > 0.9
-    assert "overfitting: 60 updates of" in done.err
     assert "near zero" in done.out
 
 
