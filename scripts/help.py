@@ -21,7 +21,7 @@ from conf.interpolation import join
 from conf.schema import Config
 from conf.yaml_file import word
 from scripts.cli.arguments import Arguments, command_parser, parser
-from scripts.composition.compose import config_text
+from scripts.composition.compose import config_text, print_by_hydra
 from scripts.composition.folders import CONF
 from scripts.regimen import COMMANDS
 from trainer.runs.status import MANIFEST
@@ -73,6 +73,8 @@ def answer(arguments: Arguments) -> bool:
         print(text, end="", flush=True)  # before its mistakes, wherever both go
         if problems:
             raise ConfigError(problems)
+    elif arguments.cfg:
+        print_by_hydra(arguments)
     elif arguments.shell_completion:
         completion([text.removeprefix("install=") for text in arguments.overrides])
     else:

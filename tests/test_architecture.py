@@ -67,9 +67,9 @@ BUDGET = {
     "models": 742,
     "trainer": 8722,
     "callbacks": 2463,
-    "scripts": 4713,
-    "the six packages": 20813,
-    "tests": 20798,
+    "scripts": 4730,
+    "the six packages": 20830,
+    "tests": 20800,
     "benchmarks": 1486,
 }
 FILES = {"the six packages": 196, "tests": 131}

@@ -41,7 +41,9 @@ class Arguments:
     version: bool = flag("--version", help="versions of Regimen and Hydra")
     multirun: bool = flag("--multirun", "-m", help="one job for each combination of values")
     run: bool = flag("--run", "-r", help="one job; the default")
-    cfg: str | None = option("--cfg", "-c", choices=("job",), help="print the config, run nothing")
+    cfg: str | None = option(
+        "--cfg", "-c", choices=("job", "hydra", "all"), help="print the config, run nothing"
+    )
     resolve: bool = flag("--resolve", help="with --cfg: interpolations replaced")
     package: str | None = option("--package", "-p", help="with --cfg: only this part: optimizer")
     config_dirs: tuple[str, ...] = option(

@@ -84,9 +84,24 @@ def config_text(arguments: Arguments) -> tuple[str, list[Problem]]:
     return OmegaConf.to_yaml(part) if isinstance(part, dict | list) else f"{part}\n", it.found()
 
 
+def print_by_hydra(arguments: Arguments) -> None:
+    """Let Hydra print its own configuration, or that and the job's: `--cfg hydra`, `--cfg all`."""
+    name, overrides = arguments.config_name, list(arguments.overrides)
+    with _composing(arguments, whole=True) as it:
+        it.parsed()
+        it.stop_if_wrong()
+        shown = arguments.cfg, arguments.package, arguments.resolve
+        try:
+            it.folders.hydra.show_cfg(name, overrides, *shown)
+        except SystemExit:
+            it.problems.append(Problem("--package", f"there is no {arguments.package}"))
+        except REFUSED as error:
+            it.problems.append(Problem("", first_lines(error)))
+
+
 @contextmanager
-def _composing(arguments: Arguments) -> Iterator["Composition"]:
-    with opened(arguments) as folders:
+def _composing(arguments: Arguments, whole: bool = False) -> Iterator["Composition"]:
+    with opened(arguments, whole) as folders:
         yield (it := Composition(folders, arguments))
     it.stop_if_wrong()
 

@@ -41,11 +41,12 @@ def _examined(path: Path, version: tuple[int, int]) -> Document:
 class Folder(ConfigSource):
     """A folder of YAML files, each checked before Hydra reads it; paths outside are refused.
 
-    Hydra is given their defaults lists only: `Tree` merges what they hold.
+    Hydra is given their defaults lists only, but for what it prints itself (`whole`): `Tree` merges
+    what they hold.
     """
 
-    def __init__(self, folder: Path, provider: str, together: "Folders") -> None:
-        self.path, self.provider = str(folder), provider
+    def __init__(self, folder: Path, provider: str, together: "Folders", whole: bool) -> None:
+        self.path, self.provider, self.whole = str(folder), provider, whole
         self.together = together  # all folders, this one among them
 
     def __deepcopy__(self, memo: object) -> "Folder":
@@ -84,7 +85,8 @@ class Folder(ConfigSource):
     def load_config(self, config_path: str) -> ConfigResult:
         """Read a file; one that cannot be read is a problem, and empty."""
         document = self.read(config_path)
-        config = OmegaConf.create({k: v for k, v in document.values.items() if k == "defaults"})
+        taken = {k: v for k, v in document.values.items() if self.whole or k == "defaults"}
+        config = OmegaConf.create(taken)
         # Hydra requires `# @package` on the first line; ours may have the command there.
         return ConfigResult(self.provider, self.path, config, {"package": document.package})
 
@@ -194,7 +196,7 @@ class Folders:
 
 
 @contextmanager
-def opened(arguments: Arguments) -> Iterator[Folders]:
+def opened(arguments: Arguments, whole: bool = False) -> Iterator[Folders]:
     """Set up Hydra over the user's folders and ours, in this order; tear it down at the end."""
     named = [("--config-dir", "command-line", folder) for folder in arguments.config_dirs]
     named.append(("--config-path", "main", arguments.config_path or str(CONF)))
@@ -209,7 +211,7 @@ def opened(arguments: Arguments) -> Iterator[Folders]:
             hydra = GlobalHydra.instance().hydra
             assert hydra is not None
             it = Folders(hydra)
-            it.folders += [Folder(path, provider, it) for path, provider in places]
+            it.folders += [Folder(path, provider, it, whole) for path, provider in places]
             sources = hydra.config_loader.get_sources()
             sources[:] = [sources[0], *it.folders, sources[-1]]  # Hydra's own, and its schema
             yield it

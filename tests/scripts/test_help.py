@@ -96,6 +96,8 @@ def test_the_config_of_a_job(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_versions_and_the_script_of_a_shell(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Hydra 1.3" in printed(capsys, "--version")
+    assert "name: train" in printed(capsys, "--cfg", "hydra", "-p", "hydra.job")
+    assert "max_epochs: 7" in printed(capsys, "--cfg", "all", "trainer.max_epochs=7")
     assert printed(capsys, "-sc", "install=bash") == _SCRIPTS["bash"]
 
 
@@ -105,7 +107,7 @@ def test_versions_and_the_script_of_a_shell(capsys: pytest.CaptureFixture[str]) 
         pytest.param(["--help", "optimiser"], "did you mean optimizer", id="group"),
         pytest.param(["--help", "trainer.precison"], "did you mean trainer.precision", id="key"),
         pytest.param(["-sc", "install=nonsense"], "'bash', 'zsh', 'fish'", id="shell"),
-        pytest.param(["--cfg", "hydra"], "choose from 'job'", id="hydra"),
+        pytest.param(["--cfg", "hydra", "-p", "trainer"], "there is no trainer", id="of Hydra"),
         pytest.param(["--cfg", "job", "-p", "optimiser"], "did you mean optimizer", id="part"),
         pytest.param(["--cfg", "job", "hydra.run.dir=x"], "Hydra's own keys", id="hydras-keys"),
     ],
