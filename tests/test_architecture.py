@@ -65,10 +65,10 @@ BUDGET = {
     "conf": 1018,
     "data": 3155,
     "models": 742,
-    "trainer": 8722,
+    "trainer": 8738,
     "callbacks": 2463,
     "scripts": 4730,
-    "the six packages": 20830,
+    "the six packages": 20846,
     "tests": 20800,
     "benchmarks": 1486,
 }

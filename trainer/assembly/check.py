@@ -31,7 +31,7 @@ from trainer.options import horizon
 from trainer.state import epoch_metric
 from trainer.strategies.strategy import Strategy
 from trainer.targets.allow_list import TargetError, locate
-from trainer.targets.instantiate import node_problems, nodes_in
+from trainer.targets.instantiate import instantiate, node_problems, nodes_in
 from trainer.task import Task, missing_step
 from trainer.update.gradients import without_effect
 
@@ -45,6 +45,11 @@ _PARTS = re.compile(
 )
 # Of optimizers and schedules: keys of ours, and arguments that are computed from what they hold.
 _APART = (*chain(*OWN_KEYS.values()), "milestones", "step_size", "max_lr")
+_BY_CLASS = (nn.CrossEntropyLoss, nn.NLLLoss, nn.MultiMarginLoss)
+_BY_VALUE = (
+    *(nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.SoftMarginLoss),
+    *(nn.BCEWithLogitsLoss, nn.PoissonNLLLoss),
+)
 _MONITOR = re.compile(r"((optimizer\.optimizers\.[^.]+\.)?lr_scheduler|callbacks\.[^.]+)\.monitor")
 
 
@@ -54,7 +59,7 @@ def check_targets(config: Config) -> None:
     parts = stand_ins(config)
     first = [*_task_problems(parts), *_strategy_problems(config)]
     about = {p.key.rpartition(".")[0] for p in first}
-    others = [*_part_problems(parts), *fold_problems(config)]
+    others = [*_loss_problems(config), *_part_problems(parts), *fold_problems(config)]
     raise_problems([*first, *(p for p in others if p.key not in about)])
 
 
@@ -97,6 +102,23 @@ def _node_problems(config: Config) -> Iterator[Problem]:
             provided = ("transform",)
         called = bool(part) and section in OWN_KEYS  # with the parameters, or with an optimizer
         yield from node_problems(node, key, called, provided, _APART if called else None, our_key)
+
+
+def _loss_problems(config: Config) -> Iterator[Problem]:
+    """Call torch's losses on two tiny samples: torch checks their arguments only when called."""
+    for key, node in nodes_in(with_classes(config.task, _CLASSES).get("loss"), "task.loss"):
+        if (kind := locate(node["_target_"])) not in (*_BY_CLASS, *_BY_VALUE):
+            continue
+        with suppress(ConfigError):  # of its constructor: reported with the task's
+            loss = instantiate(node, _key_=key)
+            weights = [getattr(loss, name, None) for name in ("weight", "pos_weight")]
+            sizes = [len(w) for w in weights if w is not None and w.ndim]
+            output = torch.zeros(2, *(sizes or [3])[:1])
+            by_class = torch.zeros(2, dtype=torch.int64)
+            try:
+                loss(output, by_class if kind in _BY_CLASS else torch.zeros_like(output))
+            except (ValueError, RuntimeError) as error:
+                yield Problem(key, f"{node['_target_']}: {error}")
 
 
 def _task_problems(parts: Assembly) -> Iterator[Problem]:

@@ -50,14 +50,11 @@ class Losses:
         if all(self.wrt.values()):
             raise ModelError("task.loss has only gradient penalties: add a loss on the output")
         reductions = {name: getattr(module, "reduction", "mean") for name, module in parts.items()}
-        for name, module in parts.items():  # torch looks at these at the first batch, if at all
-            key, smoothing = f"task.loss.{name}".rstrip("."), getattr(module, "label_smoothing", 0)
-            if not 0 <= smoothing <= 1:
+        for name, module in parts.items():
+            smoothing = getattr(module, "label_smoothing", 0)
+            if not 0 <= smoothing <= 1:  # torch takes less than 0 as none
                 message = f"label_smoothing must be between 0.0 and 1.0, got {smoothing}"
-                raise ModelError(Problem(key, message))
-            if reductions[name] not in ("mean", "sum", "none"):
-                message = f"reduction must be mean, sum or none, got {reductions[name]}"
-                raise ModelError(Problem(key, message))
+                raise ModelError(Problem(f"task.loss.{name}".rstrip("."), message))
         entropies = {n: m for n, m in parts.items() if isinstance(m, _CROSS_ENTROPIES)}
         # Terms that torch divides by something other than the number of samples.
         self.counted = [name for name in entropies if reductions[name] == "mean"]
