@@ -47,20 +47,14 @@ def cp(argv: Sequence[str]) -> int:
     files = groups.get(group, {})
     if choice not in files:
         known = [f"{group}/{choice}" for group, files in groups.items() for choice in files]
-        inside = f"{group} has {', '.join(files)}" if files else "`regimen ls` lists them"
-        message = f"there is no config {arguments.source!r}: name group/choice"
-        raise ConfigError(Problem("", message, did_you_mean(arguments.source, known) or inside))
+        message = f"there is no config {arguments.source!r}: name group/choice, as `regimen ls`"
+        raise ConfigError(Problem("", message, did_you_mean(arguments.source, known)))
     if arguments.target.endswith("/") or target.is_dir():
         target /= files[choice].name
     if target.suffix != ".yaml":
         raise ConfigError(Problem("", f"{target}: the name of a config ends in .yaml"))
     _write_new(target, files[choice].read_text(encoding="utf-8"))
     print(f"written to {on_one_line(target)}")
-    place = target.absolute().parent
-    if place.as_posix().endswith(f"/{group}"):  # else no --config-dir makes it a choice
-        root = os.path.relpath(place.parents[group.count("/")])
-        words = ["train", "--config-dir", root, f"{group}={target.stem}"]
-        print(f"use it with: {shlex.join(words)}")
     return 0
 
 

@@ -102,16 +102,6 @@ def final_block(
     return "\n" + "\n".join(f"{name:<8} {line}" for name, line in rows)
 
 
-def result_line(
-    experiment: Experiment, results: Mapping[str, float], spent: Mapping[Kind, float]
-) -> str:
-    """Return what a job of a sweep prints in the end."""
-    tested = [f"test/{value}" for value in _values(results, "test")]
-    best = [f"best {text}" for text in _best(best_of(experiment))]
-    facts = [*best, *tested, *_trained(experiment, spent)]
-    return "\n".join(packed(facts, WIDTH, ", "))
-
-
 def _trained(experiment: Experiment, spent: Mapping[Kind, float]) -> list[str]:
     """Return how far a run came, and why it ended before its horizon, if it did."""
     state = experiment.trainer.state

@@ -20,10 +20,10 @@ from conf.errors import ConfigError, Problem
 from conf.schema import Config
 from models.pretrained import no_initial_weights
 from scripts.cli.arguments import Request
-from scripts.cli.console import describe, exit_code, is_job, log_file
+from scripts.cli.console import describe, exit_code, log_file
 from scripts.cli.signals import stop_signals
 from scripts.runs.plan import make_plan
-from scripts.runs.report import best_of, final_block, result_line, results_of
+from scripts.runs.report import best_of, final_block, results_of
 from scripts.runs.resume import Resume, changes, find_resume
 from trainer import snapshot
 from trainer.assembly.check import check_targets
@@ -284,11 +284,8 @@ def _train(it: BuiltRun, note: Path | None) -> None:
     it.record_end(results)
     trainer.end(results)
     if it.directory is not None:
-        if is_job():
-            print(result_line(experiment, results.metrics, spent))
-        else:
-            place, columns = it.directory.path, columns_of(sys.stdout)
-            print(final_block(request, experiment, place, results.metrics, spent, columns))
+        place, columns = it.directory.path, columns_of(sys.stdout)
+        print(final_block(request, experiment, place, results.metrics, spent, columns))
 
 
 def _test(experiment: Experiment) -> dict[str, float]:

@@ -51,11 +51,10 @@ def start_process(
     output: Path,
     environment: Mapping[str, str] | None = None,
     folder: str | None = None,
-    shown: bool = False,
 ) -> "subprocess.Popen[bytes]":
     """Start `train` in a group of its own; it saves and ends when this process dies.
 
-    It prints into a file, or with `shown` its errors only. `folder`: its working directory.
+    It prints into the file `output`. `folder`: its working directory.
     """
 
     def prepare() -> None:
@@ -75,7 +74,7 @@ def start_process(
             cwd=folder,
             env={**os.environ, **(environment or {}), **AS_JOB},
             stdin=subprocess.DEVNULL,
-            stdout=None if shown else file,
+            stdout=file,
             stderr=file,
             process_group=0,  # a Ctrl-C of the terminal is forwarded once, by the sweep
             preexec_fn=prepare,
@@ -83,9 +82,8 @@ def start_process(
 
 
 class Launcher:
-    """What jobs are started by. `quiet`: what they print goes to their files alone."""
+    """What jobs are started by; what they print goes to their files."""
 
-    quiet = True
     cancelled = False  # whether the jobs were asked to end
 
     def close(self) -> None:
@@ -100,18 +98,16 @@ class Launcher:
 
 
 class LocalLauncher(Launcher):
-    """Run up to `jobs` jobs side by side; a single one has the terminal and the whole machine.
+    """Run up to `jobs` jobs side by side; a single one has the whole machine.
 
     `devices`: how many accelerators there are; a job has some of its own, or shares them with
     `per_device` others.
     """
 
     def __init__(self, jobs: int, per_device: int, devices: int) -> None:
-        self.quiet = jobs > 1
         self._jobs, self._per_device = jobs, per_device
         named = [name.strip() for name in os.environ.get(VISIBLE, "").split(",") if name.strip()]
-        self._names = (named or list(map(str, range(devices))))[:devices] if self.quiet else []
-        self._shown = 0  # bytes of the errors of the job that has the terminal
+        self._names = (named or list(map(str, range(devices))))[:devices] if jobs > 1 else []
         threads = share_of_threads(jobs).get(THREADS) or os.environ.get(THREADS, "all")
         self.description = f"up to {jobs} jobs at a time; threads of each: {threads}"
         if self._names:
@@ -132,20 +128,12 @@ class LocalLauncher(Launcher):
             job.devices = free[:count]
             environment[VISIBLE] = ",".join(job.devices)
         environment |= share_of_threads(self._jobs, wanted)  # the processes of a job share them
-        self._shown = job.output.stat().st_size if job.output.exists() else 0
-        job.task = start_process(TRAIN, argv, job.output, environment, shown=not self.quiet)
+        job.task = start_process(TRAIN, argv, job.output, environment)
         return True
 
     def poll(self, job: Job) -> int | None:
         """Return the code that a job has ended with, -N: killed by signal N; None: it runs."""
         code: int | None = job.task.poll()
-        if not self.quiet:
-            with suppress(OSError), job.output.open("rb") as file:
-                file.seek(self._shown)
-                said = file.read()
-                self._shown += len(said)
-                sys.stderr.write(said.decode(errors="replace"))
-                sys.stderr.flush()
         return code
 
     def send(self, number: int, running: Collection[Job]) -> None:

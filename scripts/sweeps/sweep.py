@@ -167,11 +167,10 @@ class Sweep:
         ended and is not restarted.
         """
         launcher, queue, running = self.launcher, list[Job](), list[Job]()
-        most = self.settings.jobs or (math.inf if launcher.quiet else 1)
+        most = self.settings.jobs or (1 if self.settings.launcher == "local" else math.inf)
         sent = 0  # signals
         began, before = time.monotonic(), self._done()
-        if launcher.quiet:
-            print(launcher.description, flush=True)
+        print(launcher.description, flush=True)
         while True:
             while not self.ended and len(running) < most:
                 job = queue.pop(0) if queue else ask()
@@ -213,22 +212,19 @@ class Sweep:
         return sum(job.state not in (NOT_STARTED, RUNNING, "preempted") for job in self.jobs)
 
     def _say_start(self, job: Job) -> None:
-        # A job that runs alone prints its result, its warnings and its error itself.
         given = job.overrides
         varied = " ".join(f"{key}={given[key]}" for key in self.varied if key in given)
         again = f" (start {job.starts})" if job.starts > 1 else ""
         line = on_one_line(f"{varied}  ->  {job.run_dir}{again}")
-        before = "" if self.launcher.quiet else "\n"
-        print(f"{before}[{self.jobs.index(job) + 1}/{self.count}] {line}", flush=True)
+        print(f"[{self.jobs.index(job) + 1}/{self.count}] {line}", flush=True)
 
     def _say_end(self, job: Job, seconds: float) -> None:
         ranking, done = self.ranking, self._done()
-        facts = [f"{done} of {self.count} done"]
-        if self.launcher.quiet:
-            value = ranking.value(job)
-            result = "" if value is None else f" {ranking.name} {value:.4f}"
-            why = f": {job.reason}" if job.failed else ""
-            facts.insert(0, on_one_line(f"job {job.number} {job.state}{result}{why}"))
+        value = ranking.value(job)
+        result = "" if value is None else f" {ranking.name} {value:.4f}"
+        why = f": {job.reason}" if job.failed else ""
+        told = on_one_line(f"job {job.number} {job.state}{result}{why}")
+        facts = [told, f"{done} of {self.count} done"]
         if compared := ranking.compared():
             best = compared[0]
             facts.append(f"best {ranking.name} {ranking.value(best):.4f} (job {best.number})")

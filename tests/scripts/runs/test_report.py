@@ -9,7 +9,7 @@ import pytest
 
 from callbacks.checkpoint import Checkpoint
 from scripts.cli.arguments import Request
-from scripts.runs.report import final_block, result_line, shares
+from scripts.runs.report import final_block, shares
 from scripts.runs.run import kept_log
 from trainer.files.atomic import LogFileHandler
 from trainer.state import KINDS, MAX_TIME, PRUNED, Timer, TrainState
@@ -81,9 +81,11 @@ def test_the_block_fits_the_terminal_and_its_commands_can_be_pasted(
 )
 def test_why_a_run_ended_is_said_in_words(experiment, reason, said):
     experiment.trainer.state.stop_reason = reason
-    line = result_line(experiment, RESULTS, SIX_SECONDS).replace("\n", ", ")
-    told = "best val/accuracy 0.9000 at step 40, test/accuracy 0.8000, 1 epoch, 60 updates, 6.0 s"
-    assert line == ", ".join(filter(None, [told, said]))
+    request = Request({}, [], {}, ["experiment=resnet18"])
+    text = final_block(request, experiment, Path("run"), RESULTS, SIX_SECONDS)
+    lines = [line[9:] for line in text.splitlines() if line.startswith("trained  ")]
+    assert ", ".join(lines) == ", ".join(filter(None, ["1 epoch, 60 updates, 6.0 s", said]))
+    assert "\nbest     val/accuracy 0.9000 at step 40\n" in text
 
 
 def test_shares_are_of_the_whole_time_and_the_largest_comes_first():
