@@ -99,7 +99,7 @@ def _devices(gpus: int) -> Finding:
 
     from trainer.update.precision import cpu_formats
 
-    fast = ", ".join(["fp32", *sorted(cpu_formats() or ())])
+    fast = ", ".join(["fp32", *sorted(cpu_formats())])
     emulated = "" if "bf16" in fast else "; trainer.precision=bf16 works, but slowly"
     named = [f"cpu ({fast}; {torch.backends.cpu.get_cpu_capability()}{emulated})"]
     named += ["mps"] * torch.backends.mps.is_available()

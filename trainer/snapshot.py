@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-def take(trainer: Trainer, on_main: Callable[[Any], Any] | None = None) -> dict[str, Any]:
+def take(trainer: Trainer, on_main: Callable[[Any], Any] = on_host) -> dict[str, Any]:
     """Return everything that the rest of the run depends on; a collective of all processes.
 
-    The main process, which writes it, does `on_main` to it (default: `on_host`); shards stay where
+    The main process, which writes it, does `on_main` to it; shards stay where
     they are.
     """
     strategy = trainer.strategy
@@ -71,7 +71,7 @@ def take(trainer: Trainer, on_main: Callable[[Any], Any] | None = None) -> dict[
         "config": trainer.config_text,
         "format_version": FORMAT_VERSION,
     }
-    return dict((on_main or on_host)(payload)) if trainer.is_main else payload
+    return dict(on_main(payload)) if trainer.is_main else payload
 
 
 def restore(
@@ -113,7 +113,7 @@ def go_on(trainer: Trainer, resume: Path | str) -> None:
     path, payload = found
     store = CheckpointStore(path.parent)
     own = trainer.run_dir is not None and path.parent.parent.resolve() == trainer.run_dir.resolve()
-    if own and max(store.steps(), default=0) > saved_step(payload):
+    if own and max(store.steps(), default=0) > log_point_of(payload).step:
         raise CheckpointError(
             f"{path}: run_dir holds checkpoints of later steps: go on with resume='auto', or give "
             "Trainer another run_dir"
@@ -218,14 +218,10 @@ def name_of(role: str, payload: Mapping[str, Any]) -> str | None:
     return roles.get(role)
 
 
-def saved_step(payload: Mapping[str, Any]) -> int:
-    """Return the step at which a checkpoint was taken."""
-    return int(payload["state"]["counters"]["global_step"])
-
-
 def log_point_of(payload: Mapping[str, Any]) -> LogPoint:
     """Return the step and the epoch of a checkpoint's weights."""
-    return LogPoint(saved_step(payload), int(payload["state"]["counters"]["epoch"]))
+    counters = payload["state"]["counters"]
+    return LogPoint(int(counters["global_step"]), int(counters["epoch"]))
 
 
 class Unsaved:

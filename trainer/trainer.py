@@ -270,14 +270,11 @@ class Trainer:
         Returns whether the run ends here.
         """
         logs, validates = self._log_is_due(), self._validation_is_due()
-        if logs or validates:
-            with self.random.aside():
-                if logs:
-                    self._log()
-                if validates:
-                    self._validate()
-                self.hooks.emit("on_boundary", self)
-        else:
+        with self.random.aside() if logs or validates else nullcontext():
+            if logs:
+                self._log()
+            if validates:
+                self._validate()
             self.hooks.emit("on_boundary", self)
         self._agree()
         return self._ended

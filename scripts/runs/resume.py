@@ -120,7 +120,7 @@ def find_resume(raw: dict[str, Any], runs: Path) -> Resume | None:
         return _checked(Resume(raw, None, path, payload), raw)
     found = _checked(Resume(raw, run, path, payload), raw)
     step = going_back_to(run)
-    if step is not None and snapshot.saved_step(payload) > step:
+    if step is not None and snapshot.log_point_of(payload).step > step:
         raise CheckpointError(
             f"{path}: the run was killed while it went back to step {step}: complete that with "
             f"run_dir={run} resume=auto; what lies beyond is kept in {run}/abandoned"
@@ -259,7 +259,7 @@ class Moment:
         for state in callbacks.values():
             sizes |= state.get("sizes", {}) if isinstance(state, dict) else {}
         ranking = tuple(int(step) for step, _ in saver.get("ranking", ()))
-        return cls(snapshot.saved_step(payload), sizes, ranking)
+        return cls(snapshot.log_point_of(payload).step, sizes, ranking)
 
 
 def going_back_to(run: Path) -> int | None:

@@ -249,7 +249,7 @@ def load_trainer(
     with no_initial_weights():  # the checkpoint brings its own
         trainer = build_evaluator(config, num_classes, strategy)
     snapshot.load_weights(trainer, payload, path)
-    trainer.state.global_step = snapshot.saved_step(payload)
+    trainer.state.global_step = snapshot.log_point_of(payload).step
     return trainer
 
 

@@ -54,13 +54,13 @@ class Replicas(Strategy):
         self.devices = group.world_size
         self.gradient_scale = float(group.world_size)  # over which gradients are averaged
         self._sync_batchnorm = given.sync_batchnorm
-        self._share = Share()
+        self.counts = True  # whether this process's samples do: one without any borrows one
 
     def prepare(self, model: nn.Module) -> nn.Module:
         """Move the model to the device; with `sync_batchnorm` replace its BatchNorm layers."""
         if self._sync_batchnorm and self.device.type == "cpu":
             group = dist.new_group(backend="gloo", timeout=self.group.timeout)
-            synchronize(model, group, self._share)
+            synchronize(model, group, lambda: self.counts)
         elif self._sync_batchnorm:
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
         return super().prepare(model)
@@ -68,12 +68,12 @@ class Replicas(Strategy):
     @contextmanager
     def accumulate(self, wrapped: nn.Module, last: bool, counts: bool = True) -> Iterator[None]:
         """Exchange gradients in the last micro-batch of an update only."""
-        self._share.counts = counts
+        self.counts = counts
         try:
             with self._exchanging(wrapped, last):
                 yield
         finally:
-            self._share.counts = True
+            self.counts = True
 
     def _exchanging(self, wrapped: nn.Module, last: bool) -> AbstractContextManager[Any]:
         """Return the context in which `wrapped` exchanges gradients if `last`, else keeps them."""
@@ -209,26 +209,23 @@ class DDP(Replicas):
         )
 
 
-@dataclass(slots=True)
-class Share:
-    """Whether this process's samples count: a process without any in a short batch borrows one."""
-
-    counts: bool = True
-
-
-def synchronize(model: nn.Module, group: Any, share: Share) -> None:
+def synchronize(model: nn.Module, group: Any, counts: Callable[[], bool]) -> None:
     """Let BatchNorm take mean and variance over the samples of all processes; in place.
 
-    Processes may have different numbers of samples. nn.SyncBatchNorm, which is used on GPUs, counts
-    borrowed samples as well.
+    This process's take part while `counts()`. Processes may have different numbers of samples.
+    nn.SyncBatchNorm, which is used on GPUs, counts borrowed samples as well.
     """
     for module in model.modules():
         if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d):
-            module.forward = partial(_normalize, module, module.forward, group, share)  # type: ignore[method-assign]
+            module.forward = partial(_normalize, module, module.forward, group, counts)  # type: ignore[method-assign]
 
 
 def _normalize(
-    norm: Any, plain: Callable[[Tensor], Tensor], group: Any, share: Share, input: Tensor
+    norm: Any,
+    plain: Callable[[Tensor], Tensor],
+    group: Any,
+    counts: Callable[[], bool],
+    input: Tensor,
 ) -> Tensor:
     """Normalize (N, C, ...); in training a collective. Raises ValueError for a single value."""
     if not norm.training:  # without communication: numbers of batches may differ
@@ -236,31 +233,27 @@ def _normalize(
     x = input.to(torch.promote_types(input.dtype, torch.float32))
     dims = [0, *range(2, x.ndim)]
     shape = [1, -1, *[1] * (x.ndim - 2)]
-    counts = float(share.counts)
+    weight = float(counts())
     # `x` is part of the graph even if it does not count: backward is a collective, too.
-    own = torch.cat([x.new_tensor([x.numel() / x.shape[1]]), x.sum(dims)]) * counts
+    own = torch.cat([x.new_tensor([x.numel() / x.shape[1]]), x.sum(dims)]) * weight
     total, sums = _Sum.apply(own, group).split([1, x.shape[1]])
     if total <= 1:
         raise ValueError("Expected more than 1 value per channel when training")
     mean = sums / total
     centered = x - mean.view(shape)
-    variance = _Sum.apply(centered.square().sum(dims) * counts, group) / total
-    _remember(norm, mean.detach(), (variance * total / (total - 1)).detach())
+    variance = _Sum.apply(centered.square().sum(dims) * weight, group) / total
+    if norm.running_mean is not None:
+        norm.num_batches_tracked.add_(1)
+        # Without a momentum they are the mean over all batches.
+        momentum = 1 / float(norm.num_batches_tracked) if norm.momentum is None else norm.momentum
+        unbiased = (variance * total / (total - 1)).detach()
+        norm.running_mean.lerp_(mean.detach().to(norm.running_mean.dtype), momentum)
+        norm.running_var.lerp_(unbiased.to(norm.running_var.dtype), momentum)
     normalized = centered * torch.rsqrt(variance + norm.eps).view(shape)
     if norm.affine:
         normalized = normalized * norm.weight.view(shape) + norm.bias.view(shape)
     result: Tensor = normalized.to(input.dtype)
     return result
-
-
-def _remember(norm: Any, mean: Tensor, variance: Tensor) -> None:
-    """Update the running statistics; without a momentum they are the mean over all batches."""
-    if norm.running_mean is None:
-        return
-    norm.num_batches_tracked.add_(1)
-    momentum = 1 / float(norm.num_batches_tracked) if norm.momentum is None else norm.momentum
-    norm.running_mean.lerp_(mean.to(norm.running_mean.dtype), momentum)
-    norm.running_var.lerp_(variance.to(norm.running_var.dtype), momentum)
 
 
 class _Sum(torch.autograd.Function):

@@ -141,9 +141,8 @@ def _forget_gathered(model: nn.Module) -> None:
 
 
 def _part(value: Any, like: Any) -> Any:
-    if isinstance(value, DTensor) or not isinstance(value, Tensor):  # already a shard
-        return value
-    if not isinstance(like, DTensor) or value.shape != like.shape:
+    whole = isinstance(value, Tensor) and not isinstance(value, DTensor)  # else already a shard
+    if not whole or not isinstance(like, DTensor) or value.shape != like.shape:
         return value
     value = value.to(like.device, copy=True)
     # Every process has the whole tensor, so nothing has to be sent.

@@ -28,7 +28,7 @@ def describe_device(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
 
 
-def count_devices(devices: int | Sequence[int] | str, accelerator: str = "auto") -> int:
+def count_devices(devices: int | Sequence[int] | str, accelerator: str) -> int:
     """Return the number of devices of this machine that `strategy.devices` selects."""
     if isinstance(devices, int):
         return devices
@@ -37,7 +37,7 @@ def count_devices(devices: int | Sequence[int] | str, accelerator: str = "auto")
     return max(1, torch.cuda.device_count()) if accelerator in ("auto", "cuda") else 1
 
 
-def check_processes(processes: int, accelerator: str = "auto", backend: str = "auto") -> None:
+def check_processes(processes: int, accelerator: str, backend: str) -> None:
     """Raise ResourceError if the machine lacks the memory or the GPUs for these processes."""
     on_gpus = accelerator in ("auto", "cuda") and torch.cuda.is_available()
     if backend == "nccl" and not on_gpus:
@@ -161,8 +161,8 @@ class DataParallel(Strategy):
         devices: int | Sequence[int] | str = "auto",
         accelerator: str = "auto",
     ) -> None:
-        super().__init__(None if accelerator in ("auto", "cuda") else accelerator)
         on_gpus = accelerator in ("auto", "cuda")
+        super().__init__(None if on_gpus else accelerator)
         self.device_ids = _numbers(device_ids, devices) if on_gpus else []
         self._output_device = output_device
         self._dim = dim

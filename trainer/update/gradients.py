@@ -45,12 +45,6 @@ def total_norm(parameters: Iterable[Tensor], norm_type: float, alike: bool = Fal
     return norm
 
 
-def are_alike(parameters: Sequence[Tensor]) -> bool:
-    """Return whether parameters are plain tensors of one device and one dtype."""
-    plain = all(type(p) in (Tensor, nn.Parameter) for p in parameters)
-    return plain and len({(p.device, p.dtype) for p in parameters}) == 1
-
-
 def largest(parameters: Iterable[Tensor]) -> Tensor:
     """Return the largest entry of all parameters; NaN if any is NaN."""
     return _norm([p.detach() for p in parameters], math.inf)

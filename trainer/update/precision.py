@@ -27,7 +27,6 @@ _KEY = "trainer.activation_checkpointing"
 _AS_IT_IS = nullcontext()
 # Flags of a CPU, and the format that they add without emulation.
 _CPU_FLAGS = {"avx512_bf16": "bf16", "amx_bf16": "bf16", "bf16": "bf16", "avx512_fp16": "fp16"}
-_CPU_INFO = Path("/proc/cpuinfo")
 NAMES = ("fp32", "tf32", "bf16", "fp16", "bf16_true", "fp64")
 
 
@@ -104,11 +103,10 @@ class Precision:
             self.scaler.load_state_dict(dict(state))
 
 
-def cpu_formats(cpuinfo: Path = _CPU_INFO) -> set[str] | None:
-    """Return which of bf16 and fp16 the CPU computes in without emulation; None if unknown."""
-    if not cpuinfo.exists():
-        return None
-    words = set(cpuinfo.read_text(errors="replace").split())
+def cpu_formats() -> set[str]:
+    """Return which of bf16 and fp16 the CPU is known to compute in without emulation."""
+    cpuinfo = Path("/proc/cpuinfo")  # of Linux
+    words = cpuinfo.read_text(errors="replace").split() if cpuinfo.exists() else []
     return {name for flag, name in _CPU_FLAGS.items() if flag in words}
 
 

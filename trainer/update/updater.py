@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from data.batch import MicroBatch, joined
@@ -19,7 +19,6 @@ from trainer.update.gradients import (
     LOWER,
     Guard,
     add_noise,
-    are_alike,
     clip,
     explain,
     largest,
@@ -51,7 +50,7 @@ class Turn:
         self.searching = [o for o in optimizers if needs_closure(type(o))]
         self._sizes: list[int] = []
         self._parameters: list[Tensor] = []
-        self.alike = False  # whether the parameters are of one device and dtype
+        self.alike = False  # whether they are plain tensors of one device and dtype
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -59,7 +58,8 @@ class Turn:
         groups = [group["params"] for o in self.every for group in o.param_groups]
         if (sizes := list(map(len, groups))) != self._sizes:
             self._sizes, self._parameters = sizes, [p for group in groups for p in group]
-            self.alike = are_alike(self._parameters)
+            kinds = {(type(p), p.device, p.dtype) for p in self._parameters}
+            self.alike = len(kinds) == 1 and kinds.pop()[0] in (Tensor, nn.Parameter)
         return self._parameters
 
 

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from trainer.strategies.ddp import Share, synchronize
+from trainer.strategies.ddp import synchronize
 from trainer.update.precision import checkpoint_modules
 
 KINDS = [
@@ -51,7 +51,7 @@ def each(ranks, world_size, compute):
 
     def run(rank):
         dist.init_process_group("gloo", rank=rank, world_size=world_size)
-        result = compute(rank, dist.group.WORLD, Share(counts=rank < world_size - 1))
+        result = compute(rank, dist.group.WORLD, lambda: rank < world_size - 1)
         dist.barrier()
         dist.destroy_process_group()
         return result
@@ -64,11 +64,11 @@ def test_parts_are_normalized_as_the_whole_is(ranks, kind, shape, options):
     world_size, whole = 3, batches(shape)
     expected, buffers, gradients = passes(kind(4, **options).double(), whole)
 
-    def compute(rank, group, share):
+    def compute(rank, group, counts):
         norm = kind(4, **options).double()
-        synchronize(norm, group, share)
+        synchronize(norm, group, counts)
         own = [parts(batch, world_size)[rank] for batch in whole]
-        return passes(norm, own, float(share.counts))
+        return passes(norm, own, float(counts()))
 
     found = each(ranks, world_size, compute)
     for i, value in enumerate(expected):
@@ -87,8 +87,8 @@ def test_evaluation_and_names_are_torchs(ranks):
     plain(batches((3, 2))[0])
     plain.eval()
 
-    def compute(rank, group, share):
-        synchronize(plain, group, share)
+    def compute(rank, group, counts):
+        synchronize(plain, group, counts)
         asked = [plain(b).detach() for b in batches((3, 2))[: 1 + rank]]  # nobody waits
         return asked[0], list(plain.state_dict())
 
@@ -99,13 +99,13 @@ def test_evaluation_and_names_are_torchs(ranks):
 
 
 def test_activations_computed_again_leave_statistics_alone(ranks):
-    def compute(rank, group, share):
+    def compute(rank, group, counts):
         results = []
         for again in (False, True):
             torch.manual_seed(0)
             model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).double()
             model = nn.Sequential(model)
-            synchronize(model, group, share)
+            synchronize(model, group, counts)
             if again:
                 checkpoint_modules(model, ["0"])
             results.append(passes(model, [b[:, :, 0, 0] for b in batches((3, 2))]))
