@@ -37,7 +37,7 @@ def count_devices(devices: int | Sequence[int] | str, accelerator: str) -> int:
     return max(1, torch.cuda.device_count()) if accelerator in ("auto", "cuda") else 1
 
 
-def check_processes(processes: int, accelerator: str, backend: str) -> None:
+def check_processes(processes: int, accelerator: str = "auto", backend: str = "auto") -> None:
     """Raise ResourceError if the machine lacks the memory or the GPUs for these processes."""
     on_gpus = accelerator in ("auto", "cuda") and torch.cuda.is_available()
     if backend == "nccl" and not on_gpus:
