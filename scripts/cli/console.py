@@ -155,7 +155,8 @@ def greet() -> None:
     """Print versions to stderr; not in jobs of a sweep, nor on other ranks."""
     if not is_job() and os.environ.get("RANK", "0") == "0":
         facts = (f"{name} {metadata.version(name)}" for name in ("regimen", "torch"))
-        print(*facts, sep=", ", file=sys.stderr, flush=True)
+        sys.stderr.write(f"{', '.join(facts)}\n")  # at once: a signal must not part the line
+        sys.stderr.flush()
 
 
 def usable_cpus() -> Collection[int]:

@@ -109,7 +109,7 @@ class LocalLauncher(Launcher):
         named = [name.strip() for name in os.environ.get(VISIBLE, "").split(",") if name.strip()]
         self._names = (named or list(map(str, range(devices))))[:devices] if jobs > 1 else []
         threads = share_of_threads(jobs).get(THREADS) or os.environ.get(THREADS, "all")
-        self.description = f"up to {jobs} jobs at a time; threads of each: {threads}"
+        self.description = f"jobs at a time: {jobs}; threads of each: {threads}"
         if self._names:
             self.description += f"; devices: {', '.join(self._names)}, jobs on each: {per_device}"
 

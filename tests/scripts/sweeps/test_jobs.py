@@ -27,7 +27,7 @@ def test_jobs_run_side_by_side(job, sweep_of, capfd):
     assert sweep_of("run_dir=there", "optimizer.lr=0.6", "seed=1,2", "sweep.jobs=2") == 0
     assert [row["status"] for row in board()] == ["finished", "finished"]
     out, err = capfd.readouterr()
-    assert "\nup to 2 jobs at a time; threads of each: " in out
+    assert "\njobs at a time: 2; threads of each: " in out
     assert "2 of 2 done; best val/accuracy 0.4000 (job " in out
     assert "job output" not in out + err
     assert Path("there/output/1.txt").read_text() == "job output 0.6\n"
