@@ -4,6 +4,7 @@ import copy
 import functools
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from trainer.optimizers.param_groups import ParamGroupError
 from trainer.optimizers.state import needs_closure
 from trainer.targets.allow_list import TargetError
 
-CONF = Path(__file__).resolve().parents[3] / "conf"
+CONF = Path(__file__).resolve().parents[3] / "conf" / "optimizer"
 
 
 class Small(nn.Module):
@@ -27,9 +28,8 @@ class Small(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.patch_embed = nn.Linear(3, 4)
-        self.blocks = nn.Sequential(
-            *(nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4)) for _ in "ab")
-        )
+        parts = (nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4)) for _ in "ab")
+        self.blocks = nn.Sequential(*parts)
         self.head = nn.Linear(4, 2)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -87,38 +87,29 @@ def muon_and_adamw(model: nn.Module) -> list[Optimizer]:
     ]
 
 
+SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=5e-4)
 # What each file says, written out by hand.
-BY_HAND: dict[str, Callable[[nn.Module], Optimizer | list[Optimizer]]] = {
-    "adafactor": lambda m: torch.optim.Adafactor(m.parameters(), lr=0.01),
-    "adagrad": lambda m: torch.optim.Adagrad(m.parameters(), lr=0.01),
-    "adam": lambda m: torch.optim.Adam(m.parameters(), lr=1e-3),
-    "adamw": lambda m: torch.optim.AdamW(m.parameters(), lr=1e-3, weight_decay=0.05),
-    "lbfgs": lambda m: torch.optim.LBFGS(
-        m.parameters(), lr=1, history_size=10, line_search_fn="strong_wolfe"
-    ),
-    "muon": muon_and_adamw,
-    "nadam": lambda m: torch.optim.NAdam(m.parameters(), lr=2e-3),
-    "radam": lambda m: torch.optim.RAdam(m.parameters(), lr=1e-3),
-    "rmsprop": lambda m: torch.optim.RMSprop(m.parameters(), lr=1e-3, momentum=0.9),
-    "sgd": lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4),
-    "sgd_nesterov": lambda m: torch.optim.SGD(
-        m.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4, nesterov=True
-    ),
+BY_HAND: dict[str, Any] = {
+    "adafactor": partial(torch.optim.Adafactor, lr=0.01),
+    "adagrad": partial(torch.optim.Adagrad, lr=0.01),
+    "adam": partial(torch.optim.Adam, lr=1e-3),
+    "adamw": partial(torch.optim.AdamW, lr=1e-3, weight_decay=0.05),
+    "lbfgs": partial(torch.optim.LBFGS, history_size=10, line_search_fn="strong_wolfe"),
+    "nadam": partial(torch.optim.NAdam, lr=2e-3),
+    "radam": partial(torch.optim.RAdam, lr=1e-3),
+    "rmsprop": partial(torch.optim.RMSprop, lr=1e-3, momentum=0.9),
+    "sgd": SGD,
+    "sgd_nesterov": partial(SGD, nesterov=True),
 }
 
 
-def test_every_file_is_written_out_by_hand_here() -> None:
-    files = {path.stem for path in (CONF / "optimizer").glob("*.yaml")}
-    assert files == {*BY_HAND, "gan"}  # which has networks of its own: see below
-
-
-@pytest.mark.parametrize("name", list(BY_HAND))
+@pytest.mark.parametrize("name", [*BY_HAND, "muon"])
 def test_a_shipped_optimizer_does_what_plain_torch_does(name: str) -> None:
     model, other = network(), network()
     begin = [p.detach().clone() for p in model.parameters()]
     optimizers = build_optimizers(model, node(f"optimizer={name}"))
-    by_hand = BY_HAND[name](other)
-    theirs = train(other, by_hand if isinstance(by_hand, list) else [by_hand])
+    by_hand = muon_and_adamw(other) if name == "muon" else [BY_HAND[name](other.parameters())]
+    theirs = train(other, by_hand)
     ours = train(model, list(optimizers.optimizers.values()))
     assert largest_difference(ours, theirs) < 1e-12
     assert largest_difference(ours, begin) > 1e-4
@@ -146,20 +137,18 @@ RULES_BY_HAND: dict[str, Callable[[str], tuple[float, float] | None]] = {
 }
 
 
-def test_every_set_of_rules_is_written_out_by_hand_here() -> None:
-    files = (CONF / "optimizer" / "param_groups").glob("*.yaml")
-    assert {path.stem for path in files} == RULES_BY_HAND.keys()
+def test_every_file_is_written_out_by_hand_here() -> None:
+    files = {path.relative_to(CONF).as_posix() for path in CONF.rglob("*.yaml")}
+    shipped = [*BY_HAND, "muon", "gan", *(f"param_groups/{name}" for name in RULES_BY_HAND)]
+    assert files == {f"{name}.yaml" for name in shipped}
 
 
 @pytest.mark.parametrize("name", list(RULES_BY_HAND))
 def test_shipped_rules_do_what_groups_written_out_do(name: str) -> None:
     model, other = network(), network()
     optimizers = build_optimizers(model, node("optimizer=adamw", f"optimizer/param_groups={name}"))
-    by_hand = []
-    for parameter_name, parameter in other.named_parameters():
-        values = RULES_BY_HAND[name](parameter_name)
-        if values is not None:
-            by_hand.append({"params": [parameter], "lr": values[0], "weight_decay": values[1]})
+    values = [(p, RULES_BY_HAND[name](n)) for n, p in other.named_parameters()]
+    by_hand = [{"params": [p], "lr": v[0], "weight_decay": v[1]} for p, v in values if v]
     ours = train(model, list(optimizers.optimizers.values()))
     theirs = train(other, [torch.optim.AdamW(by_hand)])
     assert largest_difference(ours, theirs) < 1e-12
@@ -206,7 +195,13 @@ def test_several_optimizers_take_parameters_by_their_rules_and_the_last_the_rest
     assert optimizers.learning_rates() == {"slow.norm": 0.1, "slow.head": 0.1, "fast": 0.2}
 
 
-PLAIN = {"_target_": "torch.optim.SGD"}
+PLAIN: dict[str, Any] = {"_target_": "torch.optim.SGD"}
+HEAD, BLOCKS = (PLAIN | {"params": {"match": name}} for name in ("^head", "^blocks"))
+NORM = {"norm": {"module": "norm"}}
+
+
+def both(*nodes: Any) -> dict[str, Any]:
+    return {"optimizers": dict(zip("ab", nodes, strict=False))}
 
 
 @pytest.mark.parametrize(
@@ -218,47 +213,18 @@ PLAIN = {"_target_": "torch.optim.SGD"}
         (PLAIN | {"lrr": 1}, "lrr"),
         ({"_target_": "torch.nn.ReLU"}, "ReLU"),
         ({"_target_": "torch.optim.Muon"}, "Muon only supports 2D parameters"),
-        (
-            {"_target_": "torch.optim.LBFGS", "param_groups": {"norm": {"module": "norm"}}},
-            "parameter groups",
-        ),
+        ({"_target_": "torch.optim.LBFGS", "param_groups": NORM}, "parameter groups"),
         ({"optimizers": 3}, "must be a dict of optimizers"),
-        ({"optimizers": {"a": 3}}, "optimizers.a: must be a node"),
-        (
-            {
-                "optimizers": {
-                    "a": PLAIN | {"params": {"match": "^head"}},
-                    "b": PLAIN | {"params": {"match": "^blocks"}},
-                }
-            },
-            "no optimizer takes patch_embed.weight, patch_embed.bias",
-        ),
-        (
-            {"optimizers": {"a": PLAIN, "b": PLAIN}},
-            "optimizer.optimizers.b: has no trainable parameter left",
-        ),
-        (
-            {"optimizers": {"a": PLAIN | {"params": {"kind": "matrixx"}}, "b": PLAIN}},
-            "optimizer.optimizers.a.params.kind: 'matrixx'",
-        ),
+        (both(3), "optimizers.a: must be a node"),
+        (both(HEAD, BLOCKS), "no optimizer takes patch_embed.weight, patch_embed.bias"),
+        (both(PLAIN, PLAIN), "optimizer.optimizers.b: has no trainable parameter left"),
+        (both(PLAIN | {"params": {"kind": "matrixx"}}), "optimizers.a.params.kind: 'matrixx'"),
     ],
 )
 def test_an_optimizer_that_cannot_be_built_is_refused(chosen: dict[str, Any], message: str) -> None:
     with pytest.raises((ParamGroupError, TargetError), match=re.escape(message)) as caught:
         build_optimizers(network(), chosen)
     assert getattr(caught.value, "exit_code", None) == 2
-
-
-def test_fused_kernels_are_preferred_where_the_choice_is_open() -> None:
-    adam = {"_target_": "torch.optim.Adam"}
-    for chosen, expected in (
-        (adam, True),
-        ({**adam, "fused": False}, False),
-        ({**adam, "foreach": True}, None),
-    ):
-        optimizers = build_optimizers(network(), chosen, prefer_fused=True)
-        assert optimizers.groups()[0].options["fused"] is expected
-    build_optimizers(network(), {"_target_": "torch.optim.RMSprop"}, prefer_fused=True)
 
 
 def test_plain_optimizers_are_wrapped_as_they_are_and_their_groups_get_names() -> None:
@@ -293,14 +259,6 @@ def test_wrapping_refuses_parameters_that_are_left_out_foreign_or_double() -> No
     pair = {n: torch.optim.SGD(model.parameters(), lr=0.1) for n in "ab"}
     with pytest.raises(ParamGroupError, match=r"two groups have patch_embed.weight"):
         Optimizers.wrap(pair, model)
-
-
-def test_zero_grad_drops_the_gradients_of_all() -> None:
-    model = network()
-    optimizers = build_optimizers(model, node("optimizer=muon"))
-    model(torch.zeros(1, 3, dtype=torch.float64)).sum().backward()
-    optimizers.zero_grad()
-    assert all(p.grad is None for p in model.parameters())
 
 
 def test_the_rates_of_an_update_stay_when_a_tensor_changes() -> None:

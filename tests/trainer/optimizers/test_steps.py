@@ -16,73 +16,63 @@ from trainer.optimizers.state import can_leave_out, take_step
 ONES = torch.ones(3)
 
 
-def steps_of_sgd(late: int, fused: bool, **options: Any) -> tuple[list[Tensor], Optimizer]:
+def steps_of_sgd(late: int, begun: bool = True, **options: Any) -> list[Tensor]:
     """Take four steps with two parameters, of which one has no gradient before step `late`."""
     generator = torch.Generator().manual_seed(0)
-    parameters = [nn.Parameter(torch.ones(5, 3)), nn.Parameter(torch.ones(4))]
-    optimizer = torch.optim.SGD(parameters, lr=0.1, fused=fused, **options)
-    Optimizers({"o": optimizer}, {p: str(i) for i, p in enumerate(parameters)})
+    parameters = [nn.Parameter(torch.ones(50, 3)), nn.Parameter(torch.ones(4))]
+    optimizer = torch.optim.SGD(parameters, lr=0.1, weight_decay=0.1, **options)
+    if begun:
+        Optimizers({"o": optimizer}, {p: str(i) for i, p in enumerate(parameters)})
     for step in range(4):
         for index, parameter in enumerate(parameters):
             gradient = torch.randn(parameter.shape, generator=generator)
             parameter.grad = gradient if index == 0 or step >= late else None
         optimizer.step()
-    return [p.detach() for p in parameters], optimizer
+    return [p.detach() for p in parameters]
 
 
-@pytest.mark.parametrize("late", [0, 2])
-@pytest.mark.parametrize("momentum", [0.9, 0.0])
-@pytest.mark.parametrize("nesterov", [False, True])
-def test_fused_sgd_takes_a_parameter_that_comes_late(
-    late: int, momentum: float, nesterov: bool
+@pytest.mark.parametrize(("momentum", "nesterov"), [(0.9, False), (0.9, True), (0.0, False)])
+def test_fused_sgd_takes_a_parameter_that_comes_late(momentum: float, nesterov: bool) -> None:
+    options = {"momentum": momentum, "nesterov": nesterov}
+    for late in (0, 2):
+        fused, plain = (steps_of_sgd(late, fused=chosen, **options) for chosen in (True, False))
+        torch.testing.assert_close(fused, plain, rtol=1e-6, atol=1e-6)
+    # Momentum of zeros begins as torch does, to the bit.
+    pairs = (steps_of_sgd(0, begun, fused=True, **options) for begun in (True, False))
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*pairs, strict=True))
+
+
+DAMPED = {"momentum": 0.9, "dampening": 0.5}
+DAMPED_GROUP = {"momentum": 0.9, "param_groups": {"weights": {"kind": "matrix", "dampening": 0.3}}}
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "fused"),
+    [
+        pytest.param("Adam", {}, True, id="open"),
+        pytest.param("Adam", {"fused": False}, False, id="not wanted"),
+        pytest.param("Adam", {"foreach": True}, None, id="another chosen"),
+        pytest.param("RMSprop", {}, None, id="none"),
+        pytest.param("SGD", DAMPED, None, id="damped"),
+        pytest.param("SGD", DAMPED_GROUP, None, id="damped group"),
+        pytest.param("Adagrad", {}, None, id="no kernel"),
+    ],
+)
+def test_fused_kernels_are_preferred_where_there_is_a_choice(
+    kind: str, options: dict[str, Any], fused: bool | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = {"momentum": momentum, "weight_decay": 0.1, "nesterov": nesterov and momentum > 0}
-    fused, _ = steps_of_sgd(late, True, **options)
-    plain, _ = steps_of_sgd(late, False, **options)
-    for ours, theirs in zip(fused, plain, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
-
-
-def test_momentum_of_zeros_begins_as_torch_does_to_the_bit() -> None:
-    torch.manual_seed(0)
-    gradients = [torch.randn(50, 3) for _ in range(3)]
-    ends = []
-    for zeros in (True, False):
-        parameter = nn.Parameter(torch.ones(50, 3))
-        options = {"momentum": 0.9, "weight_decay": 0.1, "nesterov": True}
-        optimizer = torch.optim.SGD([parameter], lr=0.1, fused=True, **options)
-        if zeros:
-            Optimizers({"o": optimizer}, {parameter: "p"})
-        for gradient in gradients:
-            parameter.grad = gradient.clone()
-            optimizer.step()
-        ends.append(parameter.detach())
-    assert torch.equal(*ends)
-
-
-def test_damped_momentum_is_not_fused() -> None:
-    damped: dict[str, Any] = {"_target_": "torch.optim.SGD", "momentum": 0.9, "dampening": 0.5}
-    groups = {"weights": {"kind": "matrix", "dampening": 0.3}}
-    damped_group = {"_target_": "torch.optim.SGD", "momentum": 0.9, "param_groups": groups}
-    for node in (damped, damped_group):
-        optimizers = build_optimizers(nn.Linear(4, 3), node, prefer_fused=True)
-        assert not any(group.options["fused"] for group in optimizers.groups())
-
-
-def test_where_torch_has_no_fused_kernel_another_is_taken(monkeypatch) -> None:
-    """As torch 2.11 for Adagrad on CUDA, which notices at the first step."""
     real = torch.optim.Adagrad.__init__
 
     @functools.wraps(real)
-    def without_kernel(self, *args, **kwargs):
+    def without_kernel(self: Any, *args: Any, **kwargs: Any) -> None:
+        """As torch 2.11 for Adagrad on CUDA, which notices at the first step."""
         real(self, *args, **kwargs)
         vars(self).pop("_step_supports_amp_scaling", None)
 
     monkeypatch.setattr(torch.optim.Adagrad, "__init__", without_kernel)
-    node = {"_target_": "torch.optim.Adagrad", "lr": 0.1}
-    optimizers = build_optimizers(nn.Linear(2, 2), node, prefer_fused=True)
-    (optimizer,) = optimizers.optimizers.values()
-    assert not optimizer.param_groups[0]["fused"]
+    node = {"_target_": f"torch.optim.{kind}", **options}
+    optimizers = build_optimizers(nn.Linear(4, 3), node, prefer_fused=True)
+    assert {group.options.get("fused") for group in optimizers.groups()} == {fused}
 
 
 def one_step(prepare: Callable[[Optimizer], object] = id) -> Optimizer:
@@ -156,12 +146,17 @@ def test_a_step_that_is_differentiated_through_keeps_its_graph() -> None:
 def test_muon_takes_a_kernel_as_a_matrix(
     memory_format: torch.memory_format, normalized: bool
 ) -> None:
+    formats = {torch.contiguous_format, torch.channels_last}
+    (other,) = formats - {memory_format}
     generator = torch.Generator().manual_seed(0)
     begin = torch.randn(4, 3, 3, 3, generator=generator, dtype=torch.float64)
     kernel = nn.Parameter(begin.to(memory_format=memory_format, copy=True))
     matrix = nn.Parameter(begin.flatten(1).clone())
     ours, plain = Muon([kernel], lr=0.1, normalized=normalized), torch.optim.Muon([matrix], lr=0.1)
-    for _ in range(3):
+    for step in range(3):
+        if step == 2:  # it goes on with a momentum of another layout
+            state = ours.state[kernel]
+            state["momentum_buffer"] = state["momentum_buffer"].to(memory_format=other)
         grad = torch.randn(4, 3, 3, 3, generator=generator, dtype=torch.float64)
         kernel.grad, matrix.grad = grad, grad.flatten(1)  # a gradient of either layout
         with torch.no_grad():
@@ -186,19 +181,3 @@ def test_muon_leaves_out_a_step_where_the_device_says_so() -> None:
         muon.step()
         assert torch.equal(kernel, before) is bool(bad)
         assert torch.equal(muon.state[kernel]["momentum_buffer"], kept) is bool(bad)
-
-
-def test_muon_goes_on_with_a_momentum_of_another_layout() -> None:
-    kernel = nn.Parameter(torch.randn(4, 3, 3, 3).to(memory_format=torch.channels_last))
-    permuted = nn.Parameter(kernel.detach().clone())
-    ours, other = Muon([kernel]), Muon([permuted])
-    momentum = torch.randn(4, 3, 3, 3)
-    ours.state[kernel]["momentum_buffer"] = momentum.contiguous()
-    other.state[permuted]["momentum_buffer"] = momentum.to(memory_format=torch.channels_last)
-    kernel.grad = permuted.grad = torch.randn(4, 3, 3, 3)
-    ours.step()
-    other.step()
-    assert torch.equal(kernel, permuted)
-    assert torch.equal(
-        ours.state[kernel]["momentum_buffer"], other.state[permuted]["momentum_buffer"]
-    )
