@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 from torch.optim import SGD, Optimizer
@@ -28,6 +27,7 @@ from torch.optim.lr_scheduler import (
 )
 
 from scripts.composition.compose import compose
+from toys import through_a_file
 from trainer.lr_schedulers.build import build_lr_schedule
 from trainer.lr_schedulers.schedule import LRSchedule
 from trainer.optimizers.optimizers import Optimizers, build_optimizers
@@ -68,7 +68,7 @@ BY_HAND: dict[str, tuple[str, Callable[[Optimizer], Any]]] = {
 }
 
 
-FILES = [pytest.param(name, id=name) for name in BY_HAND]
+FILES = list(BY_HAND)
 
 
 def optimizers(lrs: list[float] | None = None) -> Optimizers:
@@ -111,10 +111,27 @@ def walk(
     return seen
 
 
+def scheduled(
+    chosen: dict[str, Any], rates: list[float] | None = None, total: int = TOTAL
+) -> tuple[Optimizers, LRSchedule]:
+    """Return new optimizers and a new schedule over them."""
+    over = optimizers(rates)
+    return over, build_lr_schedule(chosen, over, total, PER_EPOCH)
+
+
+def carry_over(
+    before: tuple[Optimizers, LRSchedule],
+    after: tuple[Optimizers, LRSchedule],
+    *hyper_parameters: bool,
+) -> None:
+    """Load the state of optimizers and schedule into others, each with its hyper-parameters."""
+    for one, other, restore in zip(before, after, hyper_parameters or (True, True), strict=True):
+        other.load_state_dict(through_a_file(one.state_dict()), hyper_parameters=restore)
+
+
 def walked(chosen: dict[str, Any], end: int = TOTAL, total: int = TOTAL) -> list[list[float]]:
-    """Return the same of a new schedule over new optimizers."""
-    over = optimizers()
-    return walk(over, build_lr_schedule(chosen, over, total, PER_EPOCH), 0, end)
+    """Return learning rates and momenta of a new schedule over new optimizers."""
+    return walk(*scheduled(chosen, total=total), 0, end)
 
 
 def walk_by_hand(name: str, updates: int = TOTAL) -> list[list[float]]:
