@@ -1,5 +1,7 @@
 """Losses made of terms, and penalties on gradients, against the same written by hand."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,6 +16,7 @@ from toys import (
     distance,
     loader,
     network,
+    of_output,
     points,
     trainer_of,
 )
@@ -42,76 +45,52 @@ def trained(loss, steps: int, data: Samples) -> Trainer:
 
 
 @pytest.mark.parametrize("steps", [1, 3])
-@pytest.mark.parametrize(("smoothing", "weights"), [(0.0, None), (0.1, None), (0.0, [1, 2, 5])])
-def test_soft_targets(steps: int, smoothing: float, weights: list[float] | None) -> None:
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}, {"weight": vector([1, 2, 5])}])
+def test_soft_targets(options: dict[str, Any], steps: int) -> None:
     """torch divides by the number of samples there, not by their weights."""
-    data, weight = soft_points(), vector(weights or [1, 1, 1])
-    loss = nn.CrossEntropyLoss(weights and weight, label_smoothing=smoothing)
+    data, loss = soft_points(), nn.CrossEntropyLoss(**options)
+    trainer = trained(loss, steps, data)  # in float64, as the weights are from here on
+    assert_equal(trainer.model, by_hand(of_output(loss), data))
 
+
+SUM = nn.CrossEntropyLoss(reduction="sum")
+PENALTIES = {
+    "of the loss": GradientPenalty("inputs", SUM),
+    "of the outputs": GradientPenalty(),
+    "from a norm": GradientPenalty(target=1.0),
+    "on parameters": GradientPenalty("parameters", nn.CrossEntropyLoss()),
+}
+
+
+def penalised(kind: str) -> dict[str, nn.Module]:
+    return {"ce": nn.CrossEntropyLoss(), "penalty": Term(PENALTIES[kind], 0.3)}
+
+
+@pytest.mark.parametrize("kind", list(PENALTIES))
+def test_penalties_are_those_written_by_hand(kind: str) -> None:
     def hand(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        mixed = y * (1 - smoothing) + smoothing / CLASSES
-        return -(mixed * weight.double() * model(x).log_softmax(1)).sum(1).mean()
-
-    assert_equal(trained(loss, steps, data).model, by_hand(hand, data))
-
-
-def test_class_weights_follow_the_number_format() -> None:
-    task = Classification(3, nn.CrossEntropyLoss(weight=vector([1, 2, 5])))
-    task.to(torch.device("cpu"), torch.float64)
-    value, counts = task.losses(torch.zeros(4, 3).double(), torch.tensor([0, 1, 2, 2]))
-    assert value[""].dtype == torch.float64
-    assert counts[""].item() == 13
-
-
-def of_inputs(loss: bool) -> dict[str, nn.Module]:
-    node = GradientPenalty("inputs", nn.CrossEntropyLoss(reduction="sum") if loss else None)
-    return {"ce": nn.CrossEntropyLoss(), "penalty": Term(node, 0.3)}
-
-
-@pytest.mark.parametrize("steps", [1, 2, 3, 8])
-@pytest.mark.parametrize("of_loss", [pytest.param(True, id="loss"), pytest.param(False, id="sum")])
-def test_penalty_on_inputs(of_loss: bool, steps: int) -> None:
-    data = points()
-
-    def hand(model: nn.Module, x: Tensor, y: Tensor, weight: float = 0.3) -> Tensor:
         x = x.clone().requires_grad_()
         output = model(x)
-        score = F.cross_entropy(output, y, reduction="sum") if of_loss else output.sum()
+        loss = F.cross_entropy(output, y)
+        if kind == "on parameters":
+            slopes = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+            return loss + 0.3 * sum(s.square().sum() for s in slopes)
+        score = SUM(output, y) if kind == "of the loss" else output.sum()
         (slope,) = torch.autograd.grad(score, x, create_graph=True)
-        return F.cross_entropy(output, y) + weight * slope.square().sum(1).mean()
+        norm = slope.norm(dim=1) - float(kind == "from a norm")
+        return loss + 0.3 * norm.square().mean()
 
-    trainer = trained(of_inputs(of_loss), steps, data)
-    assert_equal(trainer.model, by_hand(hand, data))
-    without = by_hand(lambda m, x, y: hand(m, x, y, 0.0), data)
-    assert distance(trainer.model, without) > 1e-4
-
-
-def test_penalty_on_the_distance_from_a_norm_and_on_parameters() -> None:
     data = points()
-    of_parameters = Term(GradientPenalty("parameters", nn.CrossEntropyLoss()), 0.3)
-
-    def distant(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        x = x.clone().requires_grad_()
-        output = model(x)
-        (slope,) = torch.autograd.grad(output.sum(), x, create_graph=True)
-        return F.cross_entropy(output, y) + (slope.norm(dim=1) - 1).square().mean()
-
-    def steep(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        loss = F.cross_entropy(model(x), y)
-        slopes = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
-        return loss + 0.3 * sum(s.square().sum() for s in slopes)
-
-    guarded = 1e-8  # the root, against 0
-    for penalty, hand, steps in (
-        (GradientPenalty(target=1.0), distant, 2),
-        (of_parameters, steep, 1),
-    ):
-        got = trained({"ce": nn.CrossEntropyLoss(), "penalty": penalty}, steps, data)
-        assert_equal(got.model, by_hand(hand, data), guarded)
+    wanted, without = by_hand(hand, data), by_hand(of_output(F.cross_entropy), data)
+    assert distance(wanted, without) > 1e-4
+    for steps in (1,) if kind == "on parameters" else (1, 2, 3, 8):
+        got = trained(penalised(kind), steps, data)
+        # The root is guarded against 0.
+        assert_equal(got.model, wanted, 1e-8 if kind == "from a norm" else 1e-12)
 
 
 def test_terms_are_logged_and_penalties_are_of_training_alone() -> None:
-    trainer = trained(of_inputs(True), 2, points())
+    trainer = trained(penalised("of the loss"), 2, points())
     metrics = trainer.metrics
     assert metrics["train/loss"] == pytest.approx(
         metrics["train/loss_ce"] + metrics["train/loss_penalty"]
@@ -127,16 +106,10 @@ def test_terms_are_logged_and_penalties_are_of_training_alone() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        pytest.param(
-            lambda: GradientPenalty("inputs", nn.CrossEntropyLoss()), "reduction: sum", id="mean"
-        ),
-        pytest.param(lambda: GradientPenalty("parameters"), "needs a loss", id="no-loss"),
-        pytest.param(lambda: Losses(GradientPenalty()), "only gradient penalties", id="alone"),
-        pytest.param(
-            lambda: Losses(of_inputs(True)).watched(torch.zeros(2, dtype=torch.long)),
-            "floating-point tensor",
-            id="tokens",
-        ),
+        (lambda: GradientPenalty("inputs", nn.CrossEntropyLoss()), "reduction: sum"),
+        (lambda: GradientPenalty("parameters"), "needs a loss"),
+        (lambda: Losses(GradientPenalty()), "only gradient penalties"),
+        (lambda: Losses(penalised("of the loss")).watched(torch.zeros(2).long()), "floating-point"),
     ],
 )
 def test_what_cannot_be_penalised_is_refused(make, message: str) -> None:
