@@ -119,11 +119,7 @@ def scheduled(
     return over, build_lr_schedule(chosen, over, total, PER_EPOCH)
 
 
-def carry_over(
-    before: tuple[Optimizers, LRSchedule],
-    after: tuple[Optimizers, LRSchedule],
-    *hyper_parameters: bool,
-) -> None:
+def carry_over(before: tuple[Any, Any], after: tuple[Any, Any], *hyper_parameters: bool) -> None:
     """Load the state of optimizers and schedule into others, each with its hyper-parameters."""
     for one, other, restore in zip(before, after, hyper_parameters or (True, True), strict=True):
         other.load_state_dict(through_a_file(one.state_dict()), hyper_parameters=restore)
