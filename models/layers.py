@@ -95,10 +95,10 @@ class Block(nn.Module):
         return x + self.mlp(self.norm2(x))  # type: ignore[no-any-return]
 
 
-def initialise(model: nn.Module, std: float = 0.02) -> None:
+def initialise(model: nn.Module) -> None:
     """Initialize linear and embedding weights from a truncated normal, and biases to zero."""
     for module in model.modules():
         if isinstance(module, nn.Linear | nn.Embedding):
-            nn.init.trunc_normal_(module.weight, std=std)
+            nn.init.trunc_normal_(module.weight, std=0.02)
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)

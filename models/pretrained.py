@@ -1,10 +1,10 @@
 """Trained weights: read without executing code, and loaded into a network for other data."""
 
+import fnmatch
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal
 
@@ -90,24 +90,27 @@ def load_weights(
     unexpected: only in the weights. Another shape elsewhere raises CheckpointError.
     """
     own = model.state_dict()
-    names = [*state, *own]
+    names, dropped = [*state, *own], set[str]()
     for pattern in drop:
-        if not any(fnmatchcase(name, pattern) for name in names):
+        if not (found := fnmatch.filter(names, pattern)):
             raise NetworkError(f"model.drop: {pattern!r} matches no name among {some(names, 4)}")
-    dropped = [n for n in dict.fromkeys(names) if any(fnmatchcase(n, p) for p in drop)]
+        dropped.update(found)
     layers = [name for name, module in model.named_modules() if isinstance(module, Head)]
     head = layers[-1] if head is None and layers else head
     first = next((n for n, p in model.named_parameters() if p.ndim == 4), None)
     kept: dict[str, Tensor] = {}
     adapted, resized = [], []
     for name, value in state.items():
-        wanted = own.get(name, value).shape
-        body = value.shape[1:] == wanted[1:]
-        if name not in dropped and body and name.startswith(f"{head}.") and value.shape != wanted:
+        has, wanted = value.shape, own.get(name, value).shape
+        if name in dropped:
+            continue
+        if name.startswith(f"{head}.") and has != wanted and has[1:] == wanted[1:]:
             resized.append(name)
-        elif name not in dropped:
-            adapted += [name] if name == first and value.shape[1] != wanted[1] else []
-            kept[name] = _adapted(value, wanted[1]) if name in adapted else value
+        elif name == first and has[1] != wanted[1]:
+            adapted.append(name)
+            kept[name] = _adapted(value, wanted[1])
+        else:
+            kept[name] = value
     try:
         result = model.load_state_dict(kept, strict=False)
     except RuntimeError as error:  # of torch: a line for each of another shape
@@ -152,9 +155,8 @@ def read_weights(
         state: Mapping[str, Tensor] = fetch(entry)
     else:
         path = Path(source).expanduser()
-        state = _from_file(
-            path / f"checkpoints/{checkpoint}.pt" if path.is_dir() else path, average
-        )
+        file = path / f"checkpoints/{checkpoint}.pt" if path.is_dir() else path
+        state = _from_file(file, average)
     chosen = {name.removeprefix(prefix): v for name, v in state.items() if name.startswith(prefix)}
     if not chosen:
         raise CheckpointError(f"{source} has no name with the prefix {prefix!r}")
@@ -180,7 +182,7 @@ def _from_file(path: Path, average: bool) -> Mapping[str, Tensor]:
         for kept in (loaded.get("ema"), *(loaded.get("callbacks") or {}).values()):
             if isinstance(kept, Mapping) and kept.get("model") and kept.get("averaged", 1):
                 log.info("%s: loading the average of the weights instead of the last ones", path)
-                loaded = {"model": kept["model"]}
+                loaded = kept
                 break
     for key in ("model", "state_dict"):
         if isinstance(loaded, Mapping) and isinstance(loaded.get(key), Mapping):
@@ -191,29 +193,29 @@ def _from_file(path: Path, average: bool) -> Mapping[str, Tensor]:
 
 
 def resize_head(model: nn.Module, num_classes: int, outputs: int) -> None:
-    """Replace each linear or convolution layer with `outputs` outputs by one with `num_classes`."""
-    for name, layer in [*model.named_modules()]:
-        if isinstance(layer, Head) and num_classes != outputs == layer.weight.shape[0]:
-            model.set_submodule(name, _like(layer, outputs=num_classes), strict=True)
+    """Give each linear or convolution layer with `outputs` outputs `num_classes` new ones."""
+    for layer in model.modules():
+        if isinstance(layer, Head) and num_classes != outputs == len(layer.weight):
+            for value in layer.parameters():
+                value.data = value.new_empty(num_classes, *value.shape[1:])
+            outs = "out_features" if isinstance(layer, nn.Linear) else "out_channels"
+            setattr(layer, outs, num_classes)
+            layer.reset_parameters()
 
 
 @torch.no_grad()
 def resize_input(model: nn.Module, in_channels: int, trained: bool) -> None:
-    """Replace the first convolution by one with `in_channels` input channels.
+    """Give the first convolution `in_channels` input channels.
 
     `trained` weights compute the same result for grey images as before; untrained ones keep the
     distribution of the network's own initialization.
     """
-    found = next(((n, m) for n, m in model.named_modules() if isinstance(m, nn.Conv2d)), None)
-    if found is None:
+    first = next((module for module in model.modules() if isinstance(module, nn.Conv2d)), None)
+    if first is None:
         raise NetworkError(f"{type(model).__name__} has no convolution for model.in_channels")
-    name, old = found
-    new = _like(old, inputs=in_channels)
-    repeated = old.weight[:, torch.arange(in_channels) % old.in_channels]
-    new.weight.copy_(_adapted(old.weight, in_channels) if trained else repeated)
-    if old.bias is not None and new.bias is not None:
-        new.bias.copy_(old.bias)
-    model.set_submodule(name, new, strict=True)
+    repeated = first.weight[:, torch.arange(in_channels) % first.in_channels]
+    first.weight.data = _adapted(first.weight, in_channels) if trained else repeated
+    first.in_channels = in_channels
 
 
 def _adapted(weight: Tensor, in_channels: int) -> Tensor:
@@ -224,14 +226,3 @@ def _adapted(weight: Tensor, in_channels: int) -> Tensor:
     """
     total = weight.sum(dim=1, keepdim=True)
     return (total / in_channels).expand(-1, in_channels, -1, -1).contiguous()
-
-
-def _like(layer: Head, inputs: int | None = None, outputs: int | None = None) -> Head:
-    options: dict[str, Any] = {"bias": layer.bias is not None}
-    if isinstance(layer, nn.Linear):
-        return nn.Linear(inputs or layer.in_features, outputs or layer.out_features, **options)
-    if layer.groups != 1:
-        raise NetworkError("a grouped convolution cannot be resized")
-    for name in ("kernel_size", "stride", "padding", "dilation", "padding_mode"):
-        options[name] = getattr(layer, name)
-    return nn.Conv2d(inputs or layer.in_channels, outputs or layer.out_channels, **options)

@@ -8,7 +8,7 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from models.layers import make_activation
+from models.layers import height_width, make_activation
 
 
 class BasicBlock(nn.Module):
@@ -61,7 +61,7 @@ class Bottleneck(nn.Module):
 
 
 # The type of the blocks and their number in each stage (Table 1 of the paper).
-DEPTHS: dict[int, tuple[type[BasicBlock | Bottleneck], tuple[int, int, int, int]]] = {
+DEPTHS: dict[int, tuple[type[BasicBlock | Bottleneck], tuple[int, ...]]] = {
     18: (BasicBlock, (2, 2, 2, 2)),
     34: (BasicBlock, (3, 4, 6, 3)),
     50: (Bottleneck, (3, 4, 6, 3)),
@@ -89,34 +89,27 @@ class ResNet(nn.Module):
     ) -> None:
         super().__init__()
         if stem == "auto":
-            side = max(image_size) if isinstance(image_size, list) else image_size or 0
-            stem = "imagenet" if side > 64 else "cifar"
+            stem = "imagenet" if max(height_width(image_size or 0)) > 64 else "cifar"
         block, counts = DEPTHS[depth]
         kernel, stride = (3, 1) if stem == "cifar" else (7, 2)
         self.conv1 = nn.Conv2d(in_channels, 64, kernel, stride, padding=kernel // 2, bias=False)
         self.bn1 = nn.BatchNorm2d(64)
         self.act1 = make_activation(activation)
         self.maxpool = nn.Identity() if stem == "cifar" else nn.MaxPool2d(3, 2, padding=1)
-
-        def stage(channels: int, width: int, blocks: int, stride: int) -> nn.Sequential:
-            first = block(channels, width, stride, activation)
-            wide = width * block.expansion
-            return nn.Sequential(
-                first, *(block(wide, width, 1, activation) for _ in range(blocks - 1))
-            )
-
-        wider = block.expansion
-        self.layer1 = stage(64, 64, counts[0], 1)
-        self.layer2 = stage(64 * wider, 128, counts[1], 2)
-        self.layer3 = stage(128 * wider, 256, counts[2], 2)
-        self.layer4 = stage(256 * wider, 512, counts[3], 2)
+        channels, stages = 64, [nn.Sequential() for _ in counts]
+        for number, stage in enumerate(stages):
+            width, stride = 64 * 2**number, 2 if number else 1
+            for _ in range(counts[number]):
+                stage.append(block(channels, width, stride, activation))
+                channels, stride = width * block.expansion, 1
+        self.layer1, self.layer2, self.layer3, self.layer4 = stages
         self.avgpool = nn.AdaptiveAvgPool2d(1)
         self.flatten = nn.Flatten()
-        self.fc = nn.Linear(512 * wider, num_classes)
+        self.fc = nn.Linear(channels, num_classes)
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-            elif zero_init_residual and isinstance(module, BasicBlock | Bottleneck):
+            elif zero_init_residual and isinstance(module, block):
                 last = module.bn2 if isinstance(module, BasicBlock) else module.bn3
                 nn.init.zeros_(last.weight)
 

@@ -11,11 +11,7 @@ from trainer.errors import CheckpointError
 
 
 def build(
-    name: str,
-    num_classes: int,
-    in_channels: int = 3,
-    pretrained: bool = False,
-    **arguments: Any,
+    name: str, num_classes: int, in_channels: int = 3, pretrained: bool = False, **arguments: Any
 ) -> nn.Module:
     """Build timm's model `name`; `arguments` (such as `drop_rate`) go to `timm.create_model`."""
     timm = import_package("timm", "timm")
@@ -24,9 +20,6 @@ def build(
         raise NetworkError(f"model.name: timm has no model {name!r}; similar: {near}")
     given = {"num_classes": num_classes, "in_chans": in_channels, **arguments}
     try:
-        model: nn.Module = timm.create_model(
-            name, pretrained=pretrained and weights_wanted(), **given
-        )
+        return timm.create_model(name, pretrained=pretrained and weights_wanted(), **given)  # type: ignore[no-any-return]
     except OSError as error:
         raise CheckpointError(f"model.pretrained: no weights for {name}: {error}") from error
-    return model

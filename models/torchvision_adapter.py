@@ -17,11 +17,7 @@ _INCEPTIONS = ("googlenet", "inception_v3")
 
 
 def build(
-    name: str,
-    num_classes: int,
-    in_channels: int = 3,
-    weights: str | None = None,
-    **arguments: Any,
+    name: str, num_classes: int, in_channels: int = 3, weights: str | None = None, **arguments: Any
 ) -> nn.Module:
     """Build torchvision's model `name`; `arguments` go to its builder.
 
@@ -49,19 +45,19 @@ def build(
             has = ", ".join(entries.__members__) or "none"
             raise NetworkError(f"model.weights: {name} has no {weights!r}; it has: {has}")
         entry = entries[weights]
-        given["num_classes"] = len(entry.meta["categories"])
-        if given["num_classes"] != num_classes and family == "detection":
+        outputs = given["num_classes"] = len(entry.meta["categories"])
+        if outputs != num_classes and family == "detection":
             raise NetworkError(
                 f"model.num_classes={num_classes}: the trained head of {name} has "
-                f"{given['num_classes']} classes and cannot be resized; remove model.weights"
+                f"{outputs} classes and cannot be resized; remove model.weights"
             )
         model = builder(**given | arguments)
         if weights_wanted():
             # The files of the Inceptions have the auxiliary outputs, too.
             model.load_state_dict(fetch(entry), strict=name not in _INCEPTIONS)
-        resize_head(model, num_classes, outputs=given["num_classes"])
+        resize_head(model, num_classes, outputs)
     if in_channels != 3:
-        resize_input(model, in_channels, trained=weights is not None)
+        resize_input(model, in_channels, weights is not None)
     if family == "segmentation":
         model.register_forward_hook(_main_output)
     return model  # type: ignore[no-any-return]

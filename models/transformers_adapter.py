@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from data.errors import import_package
+from data.errors import import_package, shortened
 from models.layers import NetworkError
 from models.pretrained import weights_wanted
 from trainer.errors import CheckpointError
@@ -34,8 +34,7 @@ class Logits(nn.Module):
         """
         named = {self.main_input: inputs} if isinstance(inputs, Tensor) else inputs
         if labels is None:
-            logits: Tensor = self.model(**named).logits
-            return logits
+            return self.model(**named).logits  # type: ignore[no-any-return]
         # Else transformers would move the labels by one place, which the data have done already.
         moved = {"shift_labels": labels} if self._follows else {}
         found = self.model(**named, labels=labels, **moved)
@@ -59,27 +58,20 @@ def build(
         raise NetworkError(f"model.auto: transformers has no {auto!r}; try AutoModelForCausalLM")
     kind = getattr(transformers, auto)
     causal = auto == "AutoModelForCausalLM"
-    labels = {} if causal else {"num_labels": num_classes}
+    sizes = {"vocab_size" if causal else "num_labels": num_classes}
+    safe = {"trust_remote_code": False}
     failure: type[Exception] = NetworkError
     try:
         if config is not None:
-            sizes = {"vocab_size": num_classes} if causal else labels
             described = transformers.AutoConfig.for_model(name, **{**config, **sizes})
         else:
-            described = transformers.AutoConfig.from_pretrained(
-                name, trust_remote_code=False, **labels
-            )
+            given = safe if causal else safe | sizes
+            described = transformers.AutoConfig.from_pretrained(name, **given)
         if config is not None or not pretrained or not weights_wanted():
-            return Logits(kind.from_config(described, trust_remote_code=False))
+            return Logits(kind.from_config(described, **safe))
         failure = CheckpointError
-        loaded: nn.Module = kind.from_pretrained(
-            name,
-            config=described,
-            trust_remote_code=False,
-            use_safetensors=True,
-            ignore_mismatched_sizes=True,  # a head for other classes begins anew
-            dtype=torch.float32,
-        )
+        # A head for other classes begins anew.
+        options = {"use_safetensors": True, "ignore_mismatched_sizes": True, **safe}
+        return Logits(kind.from_pretrained(name, config=described, dtype=torch.float32, **options))
     except (OSError, ValueError, KeyError) as error:
-        raise failure(f"model.name={name}: {' '.join(str(error).split())[:300]}") from error
-    return Logits(loaded)
+        raise failure(f"model.name={name}: {shortened(error)}") from error
