@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -98,6 +99,19 @@ def sent(rows: Tensor, device: torch.device) -> Tensor:
     if device.type != "cuda":
         return rows.to(device)
     return rows.contiguous().pin_memory().to(device, non_blocking=True)
+
+
+def gathered(samples: Any, indices: Sequence[int], device: torch.device) -> Any:
+    """Return rows of a nested batch on a device as a batch there, without waiting for it."""
+    rows = sent(torch.from_numpy(np.array(indices)), device)
+
+    def chosen(tensor: Tensor) -> Tensor:
+        found = tensor.index_select(0, rows)
+        if (least := least_of(tensor)) is not None and found.device.type != "cpu":
+            note_least(found, least)  # it is not more than this
+        return found
+
+    return map_tensors(chosen, samples)
 
 
 def least_of(tensor: Tensor) -> int | None:

@@ -28,7 +28,7 @@ _TRIES = 10  # boxes that torchvision draws at most
 _FINE = 2**24  # steps in which the brightness of floating images is averaged
 
 
-@dataclass(eq=False, repr=False)
+@dataclass
 class RandomHorizontalFlip:
     """Mirror each image with probability p; with `masks`, its target (n, ..., H, W) as well."""
 
@@ -58,7 +58,7 @@ class RandomHorizontalFlip:
         return result
 
 
-@dataclass(eq=False, repr=False)
+@dataclass
 class AlternatingFlip(RandomHorizontalFlip):
     """Mirror a random half of the images in even epochs and the other half in odd ones.
 
@@ -79,7 +79,7 @@ class RandomVerticalFlip(RandomHorizontalFlip):
     axis: ClassVar[int] = -2
 
 
-@dataclass(eq=False, repr=False)
+@dataclass
 class RandomCrop:
     """Cut a random size x size window from each image, padded first on all sides.
 
@@ -109,9 +109,7 @@ class RandomCrop:
 
     def on_masks(self, masks: Tensor, top: Tensor, left: Tensor) -> Tensor:
         """Cut the same windows from targets."""
-        flat = masks.reshape(len(masks), -1, *masks.shape[-2:])
-        cut = self._windows(flat, top, left, self.mask_fill)
-        return cut.reshape(*masks.shape[:-2], *_pair(self.size))
+        return self._windows(masks, top, left, self.mask_fill)
 
     def _windows(self, images: Tensor, top: Tensor, left: Tensor, fill: float) -> Tensor:
         if self.padding and self.padding_mode == "constant":
@@ -119,19 +117,20 @@ class RandomCrop:
         elif self.padding:
             images = F.pad(images, [self.padding], padding_mode=self.padding_mode)
         images = images.contiguous()
-        samples, channels, height, width = images.shape
+        height, width = images.shape[-2:]
         tall, wide = _pair(self.size)
         # Whole rows are copied: where each begins in memory.
-        planes = torch.arange(channels, device=images.device) * (height * width)
+        each = images.shape[1:].numel()
+        planes = torch.arange(0, each, height * width, device=images.device)
         within_plane = torch.arange(tall, device=images.device) * width
-        each = torch.arange(samples, device=images.device) * (channels * height * width)
-        corners = each + top * width + left
+        first = torch.arange(len(images), device=images.device) * each
+        corners = first + top * width + left
         starts = corners[:, None] + (planes[:, None] + within_plane).view(-1)
         every = images.view(-1).as_strided((images.numel() - wide + 1, wide), (1, 1))
-        return every.index_select(0, starts.view(-1)).view(samples, channels, tall, wide)
+        return every.index_select(0, starts.view(-1)).view(*images.shape[:-2], tall, wide)
 
 
-@dataclass(eq=False, repr=False)
+@dataclass
 class RandomErasing:
     """Overwrite a random box of each image by `value` with probability p (Zhong et al. 2017).
 
@@ -158,28 +157,26 @@ class RandomErasing:
         rows[:, erased] = top, left, tall * found, wide
         return tuple(torch.from_numpy(rows))
 
-    def __call__(
-        self, images: Tensor, top: Tensor, left: Tensor, tall: Tensor, wide: Tensor
-    ) -> Tensor:
+    def __call__(self, images: Tensor, *box: Tensor) -> Tensor:
         values = (self.value,) if isinstance(self.value, int | float) else tuple(self.value)
         value = constants(values, images.device, images.dtype)
         if _of_numpy(images):
             result = images if self.in_place else images.clone()
-            boxes = zip(*(side.tolist() for side in (top, left, tall, wide)), strict=True)
+            boxes = zip(*(side.tolist() for side in box), strict=True)
             written = value.numpy()
             for image, (i, j, h, w) in zip(result.numpy(), boxes, strict=True):
                 if h:
                     image[:, i : i + h, j : j + w] = written
             return result
         inside = []  # slices by tensors would wait for a device
-        for first, length, side in zip((top, left), (tall, wide), images.shape[-2:], strict=True):
+        for first, length, side in zip(box[:2], box[2:], images.shape[-2:], strict=True):
             positions = torch.arange(side, device=images.device)
             inside.append((positions >= first[:, None]) & (positions < (first + length)[:, None]))
-        box = inside[0][:, :, None] & inside[1][:, None]
-        return torch.where(box[:, None], value, images)
+        erased = inside[0][:, :, None] & inside[1][:, None]
+        return torch.where(erased[:, None], value, images)
 
 
-@dataclass(eq=False, repr=False)
+@dataclass
 class RandomResizedCrop:
     """Scale a random box of each image to `size`, bilinear without antialiasing."""
 
@@ -192,11 +189,8 @@ class RandomResizedCrop:
         wides, talls = _boxes(draws, height * width, self.scale, self.ratio)
         fits = (wides > 0) & (wides <= width) & (talls > 0) & (talls <= height)
         *drawn, found = _first(fits, talls, wides)
-        middle = [height, width]
-        if width / height < min(self.ratio):
-            middle[0] = round(width / min(self.ratio))
-        elif width / height > max(self.ratio):
-            middle[1] = round(height * max(self.ratio))
+        narrow, broad = round(width / min(self.ratio)), round(height * max(self.ratio))
+        middle = min(height, narrow), min(width, broad)
         some, corner, box = torch.from_numpy(found), [], []
         for whole, side, half in zip((height, width), drawn, middle, strict=True):
             length = torch.from_numpy(np.where(found, side, half))
@@ -205,17 +199,15 @@ class RandomResizedCrop:
             box.append(length)
         return *corner, *box
 
-    def __call__(
-        self, images: Tensor, top: Tensor, left: Tensor, tall: Tensor, wide: Tensor
-    ) -> Tensor:
-        height, width = images.shape[-2:]
+    def __call__(self, images: Tensor, *box: Tensor) -> Tensor:
+        (top, left, tall, wide), (height, width) = box, images.shape[-2:]
         zero = torch.zeros_like(top, dtype=torch.float32)
         x = wide / width, zero, (2 * left + wide) / width - 1
         y = zero, tall / height, (2 * top + tall) / height - 1
         return _sampled(images, x, y, _pair(self.size), "bilinear", "border")
 
 
-@dataclass(eq=False, repr=False)
+@dataclass
 class RandomAffine:
     """Rotate, translate and scale each image about its centre; pixels from outside are 0.
 
@@ -246,7 +238,7 @@ class RandomAffine:
         return _sampled(images, x_of, y_of, (height, width), self.interpolation, "zeros")
 
 
-@dataclass(eq=False, repr=False)
+@dataclass
 class ColorJitter:
     """Change brightness, contrast and saturation of each image, in a random order.
 

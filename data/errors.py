@@ -1,6 +1,8 @@
 """Errors of data: each has an exit code and a one-line message."""
 
 import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
 
 
@@ -31,6 +33,15 @@ class WorkerError(Exception):
     exit_code = 8
 
 
+@contextmanager
+def explained(what: str, *kinds: type[Exception]) -> Iterator[None]:
+    """Raise errors of these kinds as a DataError: what could not be done, and the reason."""
+    try:
+        yield
+    except kinds as error:
+        raise DataError(f"{what}: {reason(error)}") from error
+
+
 def import_package(package: str, extra: str) -> ModuleType:
     """Import a package of an extra. Raises MissingPackageError with what installs it."""
     try:
@@ -48,10 +59,10 @@ def is_fault(error: BaseException) -> bool:
     return not getattr(error, "from_outside", isinstance(error, KeyboardInterrupt))
 
 
-def shortened(text: object, limit: int = 300) -> str:
-    """Return the text on one line of at most `limit` characters."""
+def shortened(text: object) -> str:
+    """Return the text on one line of at most 300 characters."""
     line = " ".join(str(text).split())
-    return line if len(line) <= limit else f"{line[: limit - 3]}..."
+    return line if len(line) <= 300 else f"{line[:297]}..."
 
 
 def reason(error: BaseException) -> str:

@@ -8,14 +8,13 @@ import math
 import os
 import tempfile
 import unicodedata
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 import PIL
 import torch
 import torchvision
@@ -23,7 +22,7 @@ from torch import Tensor
 
 from data.decode import Channels, open_image, read_image
 from data.errors import DataError, UnreadableError
-from data.sources import locked, resized
+from data.sources import Interrupted, locked, resized
 from data.splits import Split, is_cut, rows_of_train
 from data.transforms import Transform, acts_on_batches
 
@@ -37,6 +36,7 @@ _LAYOUT = 1  # version of a cache: the pixels of all images, then each image's h
 _PART = 256  # images between two checks whether to stop
 
 
+@dataclass(eq=False, repr=False)
 class Pictures:
     """Picture files, decoded when asked for: samples are images, or with `targets` (image, class).
 
@@ -45,20 +45,15 @@ class Pictures:
 
     transforms_in_batches = True
 
-    def __init__(
-        self,
-        names: npt.ArrayLike,
-        channels: Channels = 3,
-        size: Sequence[int] | None = None,
-        transform: Transform | None = None,
-        targets: Tensor | None = None,
-    ) -> None:
+    names: Any
+    channels: Channels = 3
+    size: Sequence[int] | None = None
+    transform: Transform = None
+    targets: Tensor | None = None
+
+    def __post_init__(self) -> None:
         # One byte string instead of many objects: forked workers then share its memory.
-        self.names = np.array([*map(os.fsencode, names)], np.bytes_)  # type: ignore[arg-type]
-        self.targets = targets
-        self.channels = channels
-        self.size = size
-        self.transform = transform
+        self.names = np.array([*map(os.fsencode, self.names)], np.bytes_)
 
     def __len__(self) -> int:
         return len(self.names)
@@ -94,6 +89,8 @@ class Pictures:
 class ImageFolder(Pictures):
     """Image files (paths relative to `folder`) and their classes."""
 
+    targets: Tensor
+
     def __init__(
         self,
         folder: Path | str,
@@ -101,7 +98,7 @@ class ImageFolder(Pictures):
         targets: Sequence[int],
         classes: list[str],
         channels: Channels = 3,
-        transform: Transform | None = None,
+        transform: Transform = None,
     ) -> None:
         labels = torch.tensor(targets, dtype=torch.int64)
         super().__init__(paths, channels, None, transform, labels)
@@ -110,7 +107,7 @@ class ImageFolder(Pictures):
         self.cache: ImageCache | None = None
         self.scaled = False  # whether large JPEG files go to the first transform undecoded
 
-    def fill_cache(self, interrupted: Callable[[], bool]) -> None:
+    def fill_cache(self, interrupted: Interrupted) -> None:
         """Decode all images into the cache, if there is one; called before the first batch."""
         if self.cache is not None:
             self.cache.fill(self, interrupted)
@@ -130,15 +127,14 @@ class ImageFolder(Pictures):
             return images[0]
         return (open_image if self.scaled else read_image)(self.path(index), self.channels)
 
-    def tensors(self) -> tuple[Tensor, Tensor | None] | None:
+    def tensors(self) -> tuple[Tensor, Tensor] | None:
         """Return all samples as one batch, before the transforms, if the cache holds them so."""
-        images = self._kept(None)
-        return None if images is None else (images, self.targets)
+        return None if (images := self._kept(None)) is None else (images, self.targets)
 
     def batch(self, indices: Sequence[int]) -> Any:
         """Return a whole batch from the cache; None where images have to be seen one by one."""
         images = self._kept(indices) if acts_on_batches(self.transform) else None
-        if images is None or self.targets is None:
+        if images is None:
             return None
         rows = torch.from_numpy(np.array(indices))
         return self.brought_to_form(images), self.targets.index_select(0, rows)
@@ -206,7 +202,7 @@ class ImageCache:
     images: MappedImages | None = None
     _tried: bool = False
 
-    def fill(self, files: Pictures, interrupted: Callable[[], bool]) -> None:
+    def fill(self, files: Pictures, interrupted: Interrupted) -> None:
         """Decode all images, once; if interrupted, the next call starts again."""
         if self._tried:
             return
@@ -229,7 +225,7 @@ class ImageCache:
                 *(self.kind, place, error.strerror or error),
             )
 
-    def _in_folder(self, files: Pictures, interrupted: Callable[[], bool]) -> None:
+    def _in_folder(self, files: Pictures, interrupted: Interrupted) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"{_identity(files)}.images"
         part, form = path.with_suffix(".part"), (str(path), len(files), files.channels)
@@ -250,7 +246,7 @@ class ImageCache:
                 part.unlink(missing_ok=True)
             self.images = MappedImages(*form)
 
-    def _write(self, files: Pictures, file: IO[bytes], interrupted: Callable[[], bool]) -> None:
+    def _write(self, files: Pictures, file: IO[bytes], interrupted: Interrupted) -> None:
         """Write all images, decoded by threads without the GIL, and their sizes."""
         logger.info("data.cache=%s: decoding %d images once", self.kind, len(files))
 
@@ -317,9 +313,9 @@ def image_folder(
     val_fraction: float = 0.1,
     split_seed: int = 0,
     channels: Channels = 3,
-    transform: Transform | None = None,
-    fold: int | None = None,
-    folds: int | None = None,
+    transform: Transform = None,
+    fold: int = 0,
+    folds: int = 0,
 ) -> ImageFolder | None:
     """Open one split of a folder tree; None where there is no such split, which is logged.
 

@@ -7,12 +7,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-Words = npt.NDArray[np.uint64]
-Indices = npt.NDArray[np.int64]
+Words = NDArray[np.uint64]
+Indices = NDArray[np.int64]
 
 _MASK = (1 << 64) - 1
 _GAMMA, _C1, _C2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
@@ -65,7 +65,7 @@ def counted(words: Words, first: int, numbers: int) -> Words:
     return scrambled(words + steps[:, None])
 
 
-def keys(values: npt.ArrayLike, *parts: int) -> Words:
+def keys(values: ArrayLike, *parts: int) -> Words:
     """Return `key(*parts, value)` for each of many values."""
     words: Words = np.asarray(values, dtype=np.uint64) ^ np.uint64(key(*parts))
     return counted(words, 0, 1).reshape(words.shape)

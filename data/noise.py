@@ -21,7 +21,7 @@ class WithNoise:
 
     dataset: Any
     latent_dim: int
-    transform: Transform | None = None
+    transform: Transform = None
 
     def __len__(self) -> int:
         return len(self.dataset)

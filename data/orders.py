@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
+from numpy.typing import NDArray
 
 from data.errors import DataError
 from data.keys import ORDER, Indices, Permutation, random_state
@@ -119,12 +119,7 @@ class Subset:
     """
 
     def __init__(
-        self,
-        dataset: Any,
-        seed: int,
-        size: int | float,
-        subset_seed: int = 0,
-        shuffle: bool = True,
+        self, dataset: Any, seed: int, size: int | float, subset_seed: int = 0, shuffle: bool = True
     ) -> None:
         self.seed = seed
         self.shuffle = shuffle
@@ -149,7 +144,7 @@ class Subset:
         return self.indices[random_state(self.seed, ORDER, epoch).permutation(len(self))]
 
 
-def classes_of(dataset: Any) -> npt.NDArray[Any]:
+def classes_of(dataset: Any) -> NDArray[Any]:
     """Return the class of every sample, from the data set's `targets`. Raises DataError."""
     if (classes := labels_of(dataset)) is None:
         what = f"{type(dataset).__name__} has no `targets` to count classes by"
@@ -157,8 +152,7 @@ def classes_of(dataset: Any) -> npt.NDArray[Any]:
     return classes
 
 
-def labels_of(dataset: Any) -> npt.NDArray[Any] | None:
+def labels_of(dataset: Any) -> NDArray[Any] | None:
     """Return the class of every sample; None of those that have none, or measurements."""
-    targets = getattr(dataset, "targets", None)
-    found = None if targets is None else np.asarray(targets)
-    return None if found is None or found.ndim != 1 or found.dtype.kind == "f" else found
+    found = np.asarray(getattr(dataset, "targets", None))
+    return None if found.ndim != 1 or found.dtype.kind == "f" else found

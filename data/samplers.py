@@ -92,8 +92,7 @@ class UpdateSampler:
             first = number * size + min(number, extra)
             own = tuple(indices[first : first + size + (number < extra)])
             some, start = (own, first) if own else ((indices[0],), 0)
-            piece = Piece(some, len(own), start, total, m, micro_batches, epoch, update)
-            pieces.append(piece)
+            pieces.append(Piece(some, len(own), start, total, m, micro_batches, epoch, update))
         return pieces
 
     def walk(self, epoch: int, start: int, stop: int) -> Iterator[Piece]:
@@ -122,8 +121,7 @@ def as_order(sampler: Any, seed: int) -> Order:
 
 def as_updates(batch_sampler: Any, seed: int) -> Updates:
     """Return updates: `batch_sampler` itself if it makes them, else the batches it yields."""
-    own = hasattr(batch_sampler, "samples")
-    return batch_sampler if own else GivenBatches(batch_sampler, seed)
+    return batch_sampler if hasattr(batch_sampler, "samples") else GivenBatches(batch_sampler, seed)
 
 
 def own_samples(updates: Updates) -> Sequence[int] | Indices:
@@ -131,8 +129,7 @@ def own_samples(updates: Updates) -> Sequence[int] | Indices:
     everything = (Sequential, Shuffled, LowMemory)
     if isinstance(updates, OrderedUpdates) and isinstance(updates.order, everything):
         return range(len(updates.order))
-    drawn = [np.asarray(updates.samples(0, update)) for update in range(len(updates))]
-    return np.unique(np.concatenate(drawn))
+    return np.unique(np.concatenate([updates.samples(0, u) for u in range(len(updates))]))
 
 
 class _Sampler:

@@ -31,9 +31,9 @@ class DigitScenes(TensorSamples):
         image_size: int = 32,
         most: int = 3,
         split_seed: int = 0,
-        transform: Transform | None = None,
-        fold: int | None = None,
-        folds: int | None = None,
+        transform: Transform = None,
+        fold: int = 0,
+        folds: int = 0,
     ) -> None:
         if image_size % 2 or not 1 <= most <= 4:
             raise DataError(f"scenes of {image_size} pixels and {most} digits: even, and 1 to 4")

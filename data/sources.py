@@ -11,14 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
 
 from data.errors import DataError, reason
+from data.keys import Indices
 from data.splits import Split, cut, train_and_val
 from data.transforms import Transform, acts_on_batches
+
+Interrupted = Callable[[], bool]  # asked again and again while something is awaited
 
 
 @dataclass(eq=False, repr=False)
@@ -32,7 +34,7 @@ class TensorSamples:
 
     inputs: Tensor
     targets: Tensor | None
-    transform: Transform | None = None
+    transform: Transform = None
 
     def __len__(self) -> int:
         return len(self.inputs)
@@ -76,7 +78,7 @@ class ImageTensors(TensorSamples):
         images: Tensor,
         targets: Tensor,
         classes: Sequence[str],
-        transform: Transform | None = None,
+        transform: Transform = None,
     ) -> None:
         super().__init__(images, targets, transform)
         self.classes = list(classes)
@@ -113,9 +115,9 @@ class Digits(ImageTensors):
         split: Split,
         image_size: int = 16,
         split_seed: int = 0,
-        transform: Transform | None = None,
-        fold: int | None = None,
-        folds: int | None = None,
+        transform: Transform = None,
+        fold: int = 0,
+        folds: int = 0,
     ) -> None:
         images, targets = _digits()
         rest, test = cut(targets, 270, split_seed)
@@ -130,7 +132,7 @@ class Digits(ImageTensors):
         )
 
 
-def _digits() -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
+def _digits() -> tuple[Any, Indices]:
     """Return the pixels (1797, 64) and labels that `sklearn.datasets.load_digits` returns.
 
     They are read from its file: importing scikit-learn takes about half as long as torch.
@@ -158,9 +160,9 @@ class _Downloaded(ImageTensors):
         val_size: int | None = None,
         split_seed: int = 0,
         download: bool = True,
-        transform: Transform | None = None,
-        fold: int | None = None,
-        folds: int | None = None,
+        transform: Transform = None,
+        fold: int = 0,
+        folds: int = 0,
     ) -> None:
         source = _torchvision(self.kind, Path(root).expanduser(), split != "test", download)
         images, targets = torch.as_tensor(source.data), torch.as_tensor(source.targets).long()
@@ -212,7 +214,7 @@ def _torchvision(name: str, root: Path, train: bool, download: bool) -> Any:
 
 
 @contextmanager
-def locked(path: Path, interrupted: Callable[[], bool] = lambda: False) -> Iterator[None]:
+def locked(path: Path, interrupted: Interrupted = lambda: False) -> Iterator[None]:
     """Hold a lock file; waiting processes poll it. Raises InterruptedError, and other OSErrors."""
     with path.open("w") as lock:
         while True:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
+from numpy.typing import ArrayLike
 
 from data.errors import DataError
 from data.keys import SPLIT, Indices, random_state
@@ -14,7 +14,7 @@ from data.keys import SPLIT, Indices, random_state
 Split = Literal["train", "val", "test"]
 
 
-def cut(targets: npt.ArrayLike, wanted: int, seed: int) -> tuple[Indices, Indices]:
+def cut(targets: ArrayLike, wanted: int, seed: int) -> tuple[Indices, Indices]:
     """Return (rest, part): sorted indices, `wanted` of them in the part, stratified by target.
 
     By largest remainders; each class keeps at least one sample outside the part.
@@ -37,7 +37,7 @@ def cut(targets: npt.ArrayLike, wanted: int, seed: int) -> tuple[Indices, Indice
 
 
 def fold_of(
-    samples: int, fold: int, folds: int, seed: int, targets: npt.ArrayLike | None = None
+    samples: int, fold: int, folds: int, seed: int, targets: ArrayLike | None = None
 ) -> tuple[Indices, Indices]:
     """Return (rest, part): sorted indices of fold number `fold` of `folds`, and of all others.
 
@@ -62,17 +62,17 @@ def fold_of(
 
 
 def train_and_val(
-    targets: npt.ArrayLike, val_size: int, seed: int, fold: int | None, folds: int | None
+    targets: ArrayLike, val_size: int, seed: int, fold: int, folds: int
 ) -> tuple[Indices, Indices]:
     """Return the sorted indices of train and val: a cut of `val_size`, or a fold and the rest."""
-    if fold is None or folds is None:
+    if not folds:
         return cut(targets, val_size, seed)
     labels = np.asarray(targets)
     return fold_of(len(labels), fold, folds, seed, labels)
 
 
 def unlabelled_parts(
-    samples: int, held_out: int, stream: int, seed: int, fold: int | None, folds: int | None
+    samples: int, held_out: int, stream: int, seed: int, fold: int, folds: int
 ) -> dict[str, Indices]:
     """Return the samples of train, val and test, `held_out` each of the last two.
 
@@ -80,29 +80,29 @@ def unlabelled_parts(
     """
     order = random_state(seed, SPLIT, stream).permutation(samples)
     val, test, train = order[:held_out], order[held_out : 2 * held_out], order[2 * held_out :]
-    if fold is not None and folds is not None:
+    if folds:
         pool = np.sort(np.concatenate([val, train]))
         rest, part = fold_of(len(pool), fold, folds, seed)
         train, val = pool[rest], pool[part]
     return {"train": train, "val": val, "test": test}
 
 
-def is_cut(split: str, has_val: bool, val_fraction: float, folds: int | None) -> bool:
+def is_cut(split: str, has_val: bool, val_fraction: float, folds: int) -> bool:
     """Return whether a split takes a part of what is there for train.
 
     A missing val is cut from train; with folds both are parts of train, and a val of its own is
     left aside.
     """
-    return split != "test" and (folds is not None or (not has_val and val_fraction > 0))
+    return split != "test" and (folds > 0 or (not has_val and val_fraction > 0))
 
 
 def rows_of_train(
     split: str,
-    targets: npt.ArrayLike,
+    targets: ArrayLike,
     val_fraction: float,
     seed: int,
-    fold: int | None,
-    folds: int | None,
+    fold: int,
+    folds: int,
 ) -> Indices:
     """Return the rows of train that `split`, train or val, takes where it `is_cut`."""
     wanted = max(1, round(val_fraction * len(np.asarray(targets))))

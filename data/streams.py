@@ -27,7 +27,7 @@ class Stream:
 
     source: Any
     length: int | None = None
-    transform: Transform | None = None
+    transform: Transform = None
 
     def __post_init__(self) -> None:
         if self.length is None and not hasattr(self.source, "__len__"):

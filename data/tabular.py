@@ -20,9 +20,9 @@ class Diabetes(TensorSamples):
         self,
         split: Split,
         split_seed: int = 0,
-        transform: Transform | None = None,
-        fold: int | None = None,
-        folds: int | None = None,
+        transform: Transform = None,
+        fold: int = 0,
+        folds: int = 0,
     ) -> None:
         from sklearn.datasets import load_diabetes
 

@@ -41,9 +41,9 @@ class StandardLibraryText:
         shift: bool = False,
         split_seed: int = 0,
         modules: Sequence[str] | None = None,
-        transform: Transform | None = None,
-        fold: int | None = None,
-        folds: int | None = None,
+        transform: Transform = None,
+        fold: int = 0,
+        folds: int = 0,
     ) -> None:
         texts = [text for module in modules or MODULES.split() for text in docstrings(module)]
         held_out = len(texts) // 10  # of the strings, for val and for test each
@@ -88,7 +88,7 @@ class Prompts:
     texts: Sequence[str]
     vocabulary: Sequence[str]
     context: int
-    transform: Transform | None = None
+    transform: Transform = None
     encoding: str = "characters"
 
     def __len__(self) -> int:

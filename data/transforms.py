@@ -10,15 +10,17 @@ import torch
 from PIL import Image
 from torch import Tensor
 from torch.nn.functional import interpolate
+from torchvision.transforms import v2
+from torchvision.transforms.v2 import functional as F
 
 from data.decode import as_tensor
 from data.errors import DataError, reason
 from data.keys import Draws
 
-Transform = Callable[[Any], Any]
+Transform = Callable[[Any], Any] | None
 
 # torchvision's transforms whose result for a batch is bit-equal to that for each image.
-_PER_PIXEL = frozenset({"Identity", "Normalize", "ToDtype"})
+_PER_PIXEL = (v2.Identity, v2.Normalize, v2.ToDtype)
 
 
 def acts_on_batches(transform: Any) -> bool:
@@ -27,11 +29,7 @@ def acts_on_batches(transform: Any) -> bool:
     None does. Transforms of your own declare it by an attribute `acts_on_batches = True`.
     """
     own = transform is None or getattr(transform, "acts_on_batches", None)
-    if own is not None:
-        return bool(own)
-    kind = type(transform)
-    known = kind.__module__.startswith("torchvision.transforms.v2.")
-    return known and kind.__name__ in _PER_PIXEL
+    return type(transform) in _PER_PIXEL if own is None else bool(own)
 
 
 @functools.cache
@@ -124,8 +122,7 @@ class Standardize:
             mean, std = self.beside(image)
             fits = image.shape[-3] == len(mean)
             if not fits or image.dtype != torch.uint8 or image.device.type != "cpu":
-                values = to_float(image)
-                return values.sub_(mean).div_(std) if fits and values is not image else self(values)
+                return self(to_float(image))
             # x / 255 - mean is one operation, with the same roundings; it is quick where all but
             # one operand are as large as an image.
             shape = image.shape[-3:]
@@ -199,17 +196,10 @@ class Shifted(Mirrored):
         self.pixels = pixels
 
     def _more(self, views: Tensor) -> Tensor:
-        moved = [_moved(views, -self.pixels), _moved(views, self.pixels)]
-        return torch.cat([views, *moved], -4)
-
-
-def _moved(images: Tensor, pixels: int) -> Tensor:
-    """Read images (..., H, W) from so many pixels further down and right, reflected at the edge."""
-    for axis in (-2, -1):
-        last = images.shape[axis] - 1
-        places = (torch.arange(last + 1, device=images.device) + pixels).abs()
-        images = images.index_select(axis, last - (last - places).abs())
-    return images
+        wide = F.pad(views, [self.pixels], padding_mode="reflect")
+        moved = wide[..., : views.shape[-2], : views.shape[-1]]
+        opposite = wide[..., 2 * self.pixels :, 2 * self.pixels :]
+        return torch.cat([views, moved, opposite], -4)
 
 
 def average_views(model: Callable[[Tensor], Tensor], views: Tensor) -> Tensor:

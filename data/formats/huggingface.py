@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from data.decode import Channels, decode_image
-from data.errors import DataError, import_package, reason, shortened
+from data.errors import DataError, explained, import_package
 from data.splits import Split, class_names, is_cut, rows_of_train
 from data.transforms import Transform
 
@@ -26,11 +26,11 @@ class ArrowRows:
         self,
         table: Any,
         columns: Mapping[str, str],
-        classes: list[str] | None = None,
-        channels: Channels = 3,
-        tokenizer: str | None = None,
-        length: int = 128,
-        transform: Transform | None = None,
+        classes: list[str] | None,
+        channels: Channels,
+        tokenizer: str | None,
+        length: int,
+        transform: Transform = None,
     ) -> None:
         features = table.features
         self._numbered = type(features.get(columns.get("target"))).__name__ == "ClassLabel"
@@ -43,10 +43,8 @@ class ArrowRows:
         self._tokenizer, self._length = None, length
         if tokenizer is not None:
             auto = import_package("transformers", "transformers").AutoTokenizer
-            try:
+            with explained(f"data.tokenizer={tokenizer}", OSError, ValueError):
                 self._tokenizer = auto.from_pretrained(tokenizer, trust_remote_code=False)
-            except (OSError, ValueError) as error:
-                raise DataError(f"data.tokenizer={tokenizer}: {shortened(error)}") from error
         if classes is not None:
             self.classes = classes
             self.targets = torch.tensor([self._class(value) for value in table[columns["target"]]])
@@ -113,9 +111,9 @@ def huggingface(
     val_fraction: float = 0.1,
     split_seed: int = 0,
     channels: Channels = 3,
-    transform: Transform | None = None,
-    fold: int | None = None,
-    folds: int | None = None,
+    transform: Transform = None,
+    fold: int = 0,
+    folds: int = 0,
     num_classes: int | None = None,
 ) -> ArrowRows | None:
     """Open one split of a folder of `save_to_disk`, of files, or of a name on the hub.
@@ -149,13 +147,11 @@ def open_tables(path: str, name: str | None, streaming: bool = False) -> dict[st
     datasets = import_package("datasets", "huggingface")
     folder = Path(path).expanduser()
     given = str(folder) if folder.exists() else path
-    try:
+    with explained(f"data.path={path}", Exception):  # of the hub, of file systems, of each format
         if any((folder / file).is_file() for file in ("dataset_dict.json", "state.json")):
             found = datasets.load_from_disk(given)
         else:
             found = datasets.load_dataset(given, name, streaming=streaming)
-    except Exception as error:  # of the hub, of file systems, of each format
-        raise DataError(f"data.path={path}: {shortened(reason(error))}") from error
     return dict(found) if hasattr(found, "keys") else {"train": found}
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from data.decode import Channels
-from data.errors import DataError, reason, shortened
+from data.errors import DataError, explained
 from data.formats.huggingface import ArrowRows, check_columns, open_tables, split_of
 from data.splits import Split
 
@@ -58,10 +58,8 @@ def streamed(
     if hasattr(table, "to_iterable_dataset"):  # saved on disk
         table = table.to_iterable_dataset(num_shards=1)  # its order does not depend on workers
     if table.features is None:
-        try:
+        with explained(f"data.path={path}", Exception):  # of file systems and of each format
             table = table._resolve_features()  # from the first rows; CSV and JSON tell no types
-        except Exception as error:  # of file systems and of each format
-            raise DataError(f"data.path={path}: {shortened(reason(error))}") from error
     check_columns(path, table, columns)
     rows = ArrowRows(table, columns, None, channels, tokenizer, length)
     return StreamedRows(rows, seed, buffer)

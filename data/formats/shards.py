@@ -18,7 +18,7 @@ from fsspec.core import url_to_fs
 from torch import Tensor
 
 from data.decode import Channels, decode_image
-from data.errors import DataError, reason
+from data.errors import DataError, explained, reason
 from data.image_folder import EXTENSIONS, Pictures
 from data.splits import Split, class_names, is_cut, rows_of_train
 from data.transforms import Transform
@@ -42,8 +42,8 @@ class TarShards(Pictures):
         paths: list[str],
         index: Any,
         classes: list[str],
-        channels: Channels = 3,
-        transform: Transform | None = None,
+        channels: Channels,
+        transform: Transform,
     ) -> None:
         super().__init__(index["name"], channels, None, transform)
         self._root, self._paths, self._index, self.classes = root, paths, index, classes
@@ -65,14 +65,13 @@ class TarShards(Pictures):
     def _content(self, index: int) -> bytes:
         shard, start, size, *_ = self._index[index].tolist()
         content: bytes
-        try:
+        # fsspec's file systems raise what their libraries do.
+        with explained(f"cannot read {self.path(index)}", Exception):
             if "://" in self._root:
                 files = url_to_fs(self._root)[0]
                 content = files.cat_file(self._paths[shard], start=start, end=start + size)
             else:
                 content = os.pread(_descriptor(self._paths[shard]), size, start)
-        except Exception as error:  # fsspec's file systems raise what their libraries do
-            raise DataError(f"cannot read {self.path(index)}: {reason(error)}") from error
         if len(content) != size:
             raise DataError(f"{self.path(index)}: the shard is shorter than when it was indexed")
         return content
@@ -91,9 +90,9 @@ def tar_shards(
     split_seed: int = 0,
     channels: Channels = 3,
     cache_dir: str | None = None,
-    transform: Transform | None = None,
-    fold: int | None = None,
-    folds: int | None = None,
+    transform: Transform = None,
+    fold: int = 0,
+    folds: int = 0,
     keep_index: bool = True,
     num_classes: int | None = None,
 ) -> TarShards | None:
@@ -131,11 +130,9 @@ def tar_shards(
 
 def _shards(root: str, split: str) -> list[str]:
     """Return the paths of a split's shards, sorted."""
-    try:
+    with explained(f"data.root={root} cannot be listed", Exception):  # as above
         files, place = url_to_fs(root)
         found = [*files.glob(f"{place}/{split}*.tar"), *files.glob(f"{place}/{split}/*.tar")]
-    except Exception as error:  # fsspec's file systems raise what their libraries do
-        raise DataError(f"data.root={root} cannot be listed: {reason(error)}") from error
     return sorted(map(str, found))
 
 
@@ -158,13 +155,14 @@ def _shard_index(root: str, path: str, label: str, place: Path | None, keep: boo
         except (OSError, ValueError, EOFError) as error:
             logger.warning("%s is damaged and made again: %s", kept, reason(error))
     logger.info("indexing %s", path)
-    try:  # the headers and labels are read once, from the beginning to the end
-        with files.open(path, "rb") as file, tarfile.open(fileobj=file, mode="r:") as archive:
-            members = (member for member in archive if member.isfile())
-            samples = groupby(members, key=lambda member: _split_name(member)[0])
-            rows = [_sample(path, archive, name, inside, label) for name, inside in samples]
-    except tarfile.TarError as error:
-        raise DataError(f"{path}: not an uncompressed tar file, or cut off: {error}") from error
+    with (  # the headers and labels are read once, from the beginning to the end
+        explained(f"{path}: not an uncompressed tar file, or cut off", tarfile.TarError),
+        files.open(path, "rb") as file,
+        tarfile.open(fileobj=file, mode="r:") as archive,
+    ):
+        members = (member for member in archive if member.isfile())
+        samples = groupby(members, key=lambda member: _split_name(member)[0])
+        rows = [_sample(path, archive, name, inside, label) for name, inside in samples]
     if not rows:
         raise DataError(f"{path}: the shard holds no samples")
     index = np.rec.fromrecords(rows, names=_ENTRY)  # type: ignore[call-overload]
@@ -200,11 +198,9 @@ def _sample(
             image = 0, member.offset_data, member.size, os.fsencode(member.name)
         elif ending == f".{suffix}":
             content = archive.extractfile(member).read()  # type: ignore[union-attr]
-            try:
+            place = f"{path}:{member.name}: no label in it"
+            with explained(place, ValueError, KeyError, TypeError):
                 value = str(json.loads(content)[field] if field else content.decode().strip())
-            except (ValueError, KeyError, TypeError) as error:
-                place = f"{path}:{member.name}"
-                raise DataError(f"{place}: no label in it: {reason(error)}") from error
             if not value:
                 raise DataError(f"{path}:{member.name}: the label is empty")
     if not image or value is None:

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from data.errors import DataError
+from data.errors import DataError, explained, import_package
 from data.keys import Indices
 from data.sources import TensorSamples
 from data.splits import Split, cut, file_of, in_order, train_and_val
@@ -23,7 +23,7 @@ _SUFFIXES = (".csv", ".tsv", ".parquet")
 _MISSING = frozenset({"", "NA", "N/A", "NaN", "nan", "null", "None", "?"})
 
 Missing = Literal["error", "mean"]
-Numbers = npt.NDArray[np.float64]
+Numbers = NDArray[np.float64]
 Cells = list[str | None]
 # How a column becomes inputs, as plain values, which checkpoints and `inference.json` keep: its
 # `name`; `categories`, one input for each; or None, and the `mean` and `std` of numbers.
@@ -90,10 +90,9 @@ def read_columns(path: str | Path) -> Columns:
     path = Path(path).expanduser()
     if path.suffix not in _SUFFIXES:
         raise DataError(f"data.path: {path} is none of {', '.join(_SUFFIXES)}")
-    try:
+    kinds = (OSError, ValueError, NotImplementedError, csv.Error)  # Arrow's are such
+    with explained(f"{path}: cannot be read as {path.suffix[1:]}", *kinds):
         names, columns, first = (_parquet if path.suffix == ".parquet" else _csv)(path)
-    except (OSError, ValueError, NotImplementedError, csv.Error) as error:  # Arrow's are such
-        raise DataError(f"{path}: cannot be read as {path.suffix[1:]}: {error}") from error
     if not names or len({*names, ""}) <= len(names):
         raise DataError(f"{path}: each column needs a name of its own, in the first row: {names}")
     if not columns or not columns[0]:
@@ -113,11 +112,7 @@ def _csv(path: Path) -> tuple[list[str], list[Cells], int]:
 
 
 def _parquet(path: Path) -> tuple[list[str], list[Cells], int]:
-    try:
-        from pyarrow import parquet
-    except ModuleNotFoundError as error:
-        raise DataError("data.path: a .parquet file needs pyarrow: pip install pyarrow") from error
-    table = parquet.read_table(path)
+    table = import_package("pyarrow.parquet", "parquet").read_table(path)
     return table.column_names, [[*map(_text, c.to_pylist())] for c in table.columns], 1
 
 
@@ -138,7 +133,7 @@ class Table(TensorSamples):
         columns: Columns,
         features: Sequence[Feature],
         missing: Missing = "error",
-        transform: Transform | None = None,
+        transform: Transform = None,
         rows: Indices | None = None,
         targets: Tensor | None = None,
         classes: list[str] | None = None,
@@ -151,7 +146,7 @@ class Table(TensorSamples):
         inputs = np.concatenate([columns.encoded(f, missing) for f in features], axis=1)
         targets = None if targets is None else targets[torch.from_numpy(self.rows)]
         super().__init__(torch.from_numpy(inputs.astype(np.float32)[self.rows]), targets, transform)
-        self.target_scale = target_scale and (float(target_scale[0]), float(target_scale[1]))
+        self.target_scale = target_scale and tuple(target_scale)
         self.classes = classes
 
     def path(self, index: int) -> str:
@@ -164,7 +159,7 @@ class Table(TensorSamples):
 
     def statistics(self) -> dict[str, Any]:
         """Return how the columns are encoded, by the training rows: what a checkpoint keeps."""
-        scale = None if self.target_scale is None else list(self.target_scale)
+        scale = self.target_scale and list(self.target_scale)
         return {"features": self.features, "classes": self.classes, "target_scale": scale}
 
 
@@ -181,9 +176,9 @@ def table(
     val_fraction: float = 0.1,
     test_fraction: float = 0.1,
     split_seed: int = 0,
-    transform: Transform | None = None,
-    fold: int | None = None,
-    folds: int | None = None,
+    transform: Transform = None,
+    fold: int = 0,
+    folds: int = 0,
     statistics: Mapping[str, Any] | None = None,
 ) -> Table | None:
     """Open one split of a file, or of a folder with a train file and perhaps val and test.
@@ -197,7 +192,7 @@ def table(
         raise DataError(f"data.path={path}: no such file, nor a folder with a train.csv")
     train = read_columns(file)
     test_file = file_of(place, "test", _SUFFIXES)
-    val_file = None if folds is not None else file_of(place, "val", _SUFFIXES)
+    val_file = None if folds else file_of(place, "val", _SUFFIXES)
     names = [n for n in train.cells if n != target] if features is None else list(features)
     if not names:
         raise DataError(f"data.path={path}: no column but data.target={target} to predict from")
@@ -258,7 +253,7 @@ def _fitted(train: Columns, rows: Indices, name: str, categorical: Sequence[str]
 def _check_width(train: Columns, features: Sequence[Feature], channels: int | None) -> None:
     widths = {feature["name"]: len(feature["categories"] or "x") for feature in features}
     width = sum(widths.values())
-    if channels is not None and channels != width:
+    if channels not in (None, width):
         shown = ", ".join(f"{name} {inputs}" for name, inputs in widths.items())[:500]
         what = f"the columns of {train.path} give {width} inputs ({shown})"
         raise DataError(f"data.channels={channels}, but {what}: set data.channels={width}")

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from data.errors import DataError
+from data.errors import DataError, explained
 from data.keys import SPLIT, key
 from data.splits import Split, file_of, is_cut
 from data.transforms import Transform, acts_on_batches
@@ -40,7 +40,7 @@ class TokenBlocks:
     shift: bool = False
     seed: int = 0
     parts: Sequence[Part] | None = None
-    transform: Transform | None = None
+    transform: Transform = None
 
     def __post_init__(self) -> None:
         self._file, self._offset = _mapped(self.path, self.dtype), 0
@@ -131,9 +131,9 @@ def token_blocks(
     val_fraction: float = 0.1,
     shift: bool = False,
     split_seed: int = 0,
-    transform: Transform | None = None,
-    fold: int | None = None,
-    folds: int | None = None,
+    transform: Transform = None,
+    fold: int = 0,
+    folds: int = 0,
 ) -> TokenBlocks | None:
     """Open one split of `root`: a folder with train, val and test files, or a single file.
 
@@ -152,27 +152,25 @@ def token_blocks(
     if cuts:
         tokens = len(_mapped(path, dtype))
         first, last = tokens - round(tokens * val_fraction), tokens
-        if fold is not None and folds is not None:
+        if folds:
             first, last = fold * tokens // folds, (fold + 1) * tokens // folds
         parts = [(first, last)] if split == "val" else [(0, first), (last, tokens)]
     return TokenBlocks(path, context, num_classes, dtype, shift, split_seed, parts, transform)
 
 
-def _mapped(path: Path, dtype: str) -> npt.NDArray[Any]:
+def _mapped(path: Path, dtype: str) -> NDArray[Any]:
     """Map a token file. Raises DataError for one that holds no tokens."""
     if path.suffix not in _SUFFIXES:
         raise DataError(f"{path}: expected a file of the kinds {', '.join(_SUFFIXES)}")
-    try:
+    with explained(f"{path}: cannot be read as tokens", OSError, ValueError, EOFError):
         if path.suffix == ".npy":
-            tokens: npt.NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
+            tokens: NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
         else:
             kind = np.dtype("uint8" if path.suffix == ".txt" else f"<{np.dtype(dtype).str[1:]}")
             size = path.stat().st_size
             if size % kind.itemsize or not size:
                 raise DataError(f"{path}: {size} bytes are no list of {kind} (data.dtype)")
             tokens = np.memmap(path, kind, mode="r")
-    except (OSError, ValueError, EOFError) as error:
-        raise DataError(f"{path}: cannot be read as tokens: {error}") from error
     if tokens.ndim != 1 or tokens.dtype.kind not in "ui":
         raise DataError(f"{path}: holds {tokens.dtype} {list(tokens.shape)}, not a row of integers")
     return tokens

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torchvision.transforms import v2
 
 from data.batch import Piece, rebuild, sent
 from data.batch_transforms import RandomCrop
@@ -21,9 +22,6 @@ from data.errors import DataError, reason
 from data.keys import LASTING, MICRO_BATCH, SAMPLE, Draws, key, keys, preserved_rng, seed_rng
 from data.loading.fetch import collate
 from data.transforms import Pipeline, Standardize, ToFloat, acts_on_batches
-
-_MIXES = frozenset({"MixUp", "CutMix"})
-_CHOICES = frozenset({"RandomChoice", "RandomApply", "Compose"})
 
 
 class Ragged(NamedTuple):
@@ -154,13 +152,9 @@ def _fused(steps: Mapping[str, Any]) -> dict[str, Any]:
 
 def mixes_samples(step: Any) -> bool:
     """Return whether a step mixes samples: MixUp, CutMix, a choice of them, or `mixes_samples`."""
-    if getattr(step, "mixes_samples", False):
-        return True
-    if not type(step).__module__.startswith("torchvision.transforms.v2."):
-        return False
-    name = type(step).__name__
-    parts = getattr(step, "transforms", ())
-    return name in _MIXES or (name in _CHOICES and all(mixes_samples(part) for part in parts))
+    if isinstance(step, v2.RandomChoice | v2.RandomApply | v2.Compose):
+        return all(map(mixes_samples, step.transforms))
+    return isinstance(step, v2.MixUp | v2.CutMix) or getattr(step, "mixes_samples", False)
 
 
 _MOST_AHEAD = 2**18  # samples whose draws of an epoch are kept, some 16 bytes each
@@ -186,15 +180,14 @@ class _Step:
     _form: tuple[Any, ...] = ()  # epoch and size that the table is of
     _table: list[Tensor] = field(default_factory=list)
 
-    def __call__(self, inputs: Any, targets: Any, piece: Piece) -> tuple[Any, Any]:
+    def __call__(self, inputs: Any, targets: Any, piece: Piece) -> Any:
         transform, masks = self.transform, getattr(self.transform, "masks", False)
         if mixes_samples(transform):
             place = (piece.epoch, piece.update, piece.micro_batch, piece.start)
             number = zlib.crc32(self.name.removeprefix("device.").encode())
             with preserved_rng():
                 seed_rng(key(self.seed, MICRO_BATCH, *place, number))
-                inputs, targets = transform(inputs, targets)
-            return inputs, targets
+                return transform(inputs, targets)
         if isinstance(inputs, Ragged):  # one by one; perhaps they have one size then
             if masks:
                 raise DataError(f"images differ in size ({inputs}), and have masks")

@@ -33,6 +33,7 @@ from data.batch import Piece, rebuild
 from data.errors import DataError, UnreadableError, WorkerError, is_fault, reason
 from data.image_folder import memory_file
 from data.keys import LOADER, REPLACEMENT, SAMPLE, Indices, key, preserved_rng, seed_rng
+from data.sources import Interrupted
 
 Collate = Callable[[Sequence[Any]], Any]
 REPLACEMENTS = 16  # attempts to replace a broken sample
@@ -109,10 +110,9 @@ class Fetcher:
     seed: int
     on_error: str
     replacements: Sequence[int] | Indices
-    interrupted: Callable[[], bool] = never  # asked before each sample
-    # The index that is being loaded, at `slot`: workers share it with the main process.
+    interrupted: Interrupted = never  # asked before each sample
+    # The index that is being loaded: a worker shares it with the main process.
     watch: Any = field(default_factory=lambda: [-1])
-    slot: int = 0
 
     def __call__(self, piece: Piece) -> Fetched:
         """Return a piece's batch, or an error as a value. Raises BrokenOff if interrupted."""
@@ -131,6 +131,12 @@ class Fetcher:
             failure = memory_error(error) or DataError(text)
             failure.add_note(traceback.format_exc())
             return Fetched(None, piece, failure=failure)
+
+    def load(self, pieces: Iterable[Piece], interrupted: Interrupted) -> Iterator[Fetched]:
+        """Yield what is fetched of pieces, in their order, until interrupted."""
+        self.interrupted = interrupted
+        with contextlib.suppress(BrokenOff):
+            yield from map(self, pieces)
 
     def name(self, index: int) -> str:
         """Name a sample by its index and, where there is one, its file."""
@@ -158,24 +164,16 @@ class Fetcher:
         """Load one sample or its replacement, which is drawn for with the sample's own key."""
         candidate = index
         for attempt in range(REPLACEMENTS):
-            try:
-                return self._load(candidate, epoch, index)
-            except DataError as error:
-                if self.on_error == "raise":
-                    raise
-                skipped.append(Skipped(candidate, path_of(self.dataset, candidate), str(error)))
+            if found := self._loaded(candidate, epoch, index, skipped):
+                return found[0]
             drawn = key(self.seed, REPLACEMENT, index, attempt) % len(self.replacements)
             candidate = int(self.replacements[drawn])
         raise DataError(f"sample {index} and {REPLACEMENTS - 1} replacements could not be loaded")
 
     def _kept(self, piece: Piece, skipped: list[Skipped]) -> tuple[list[Any], Piece]:
         """Load the samples that can be loaded; an empty piece gets a sample and `count` 0."""
-        found = {}
-        for index in piece.indices:
-            try:
-                found[index] = self._load(index, piece.epoch, index)
-            except DataError as error:
-                skipped.append(Skipped(index, path_of(self.dataset, index), str(error)))
+        tried = {index: self._loaded(index, piece.epoch, index, skipped) for index in piece.indices}
+        found = {index: samples[0] for index, samples in tried.items() if samples}
         if not found:  # of files without labels all may be broken
             own, first = getattr(self.dataset, "stand_in", None), piece.indices[0]
             stand_in = own() if callable(own) else self._replaced(first, piece.epoch, skipped)
@@ -184,22 +182,27 @@ class Fetcher:
             piece = replace(piece, indices=tuple(found), count=len(found) if piece.count else 0)
         return [*found.values()], piece
 
-    def _load(self, index: int, epoch: int, keyed_by: int) -> Any:
+    def _loaded(self, index: int, epoch: int, keyed_by: int, skipped: list[Skipped]) -> list[Any]:
+        """Return a sample; none where it is left out."""
         if self.interrupted():
             raise BrokenOff
-        self.watch[self.slot] = index
+        self.watch[0] = index
         seed_rng(key(self.seed, SAMPLE, epoch, keyed_by))
         try:
-            return self.dataset[index]
+            return [self.dataset[index]]
         except BaseException as error:
             if memory_error(error) or not is_fault(error):
                 raise
+            path = path_of(self.dataset, index)
             text = str(error) if isinstance(error, DataError) else reason(error)
             if isinstance(error, UnreadableError) and self.on_error == "raise":
                 text = f"{text}; data.on_error=skip leaves such samples out"
-            named = str(path_of(self.dataset, index)) in text
-            where = f"sample {index}" if named else self.name(index)
-            raise DataError(f"{where}: {text}") from error
+            where = f"sample {index}" if str(path) in text else self.name(index)
+            failure = DataError(f"{where}: {text}")
+            if self.on_error == "raise":
+                raise failure from error
+            skipped.append(Skipped(index, path, str(failure)))
+            return []
 
 
 def offers(kind: type, method: str, *other_ways: str) -> bool:
@@ -246,7 +249,7 @@ class Workers:
         self.processes: list[BaseProcess] = []
         self._channels: list[socket.socket] = []
         start = multiprocessing.get_context(self.context)
-        self._watch = start.RawArray("q", [-1] * self.number)
+        self._watch = [start.RawArray("q", [-1]) for _ in range(self.number)]
         # Before multiprocessing waits for its daemons, which would ignore its SIGTERM.
         self._end = Finalize(self, _end, (self._channels, self.processes), exitpriority=1)
         # No signal hits a worker before it ignores them.
@@ -255,7 +258,7 @@ class Workers:
             for worker in range(self.number):
                 ours, theirs = socket.socketpair()
                 self._channels.append(ours)
-                arguments = (theirs, self.fetcher, worker, self._watch, self.init)
+                arguments = (theirs, self.fetcher, worker, self._watch[worker], self.init)
                 process = start.Process(target=_work, args=arguments, daemon=True)  # type: ignore[attr-defined]
                 with theirs:
                     process.start()
@@ -271,9 +274,7 @@ class Workers:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
-    def load(
-        self, pieces: Iterable[Piece], interrupted: Callable[[], bool]
-    ) -> Iterator[Fetched | None]:
+    def load(self, pieces: Iterable[Piece], interrupted: Interrupted) -> Iterator[Fetched | None]:
         """Yield what is fetched of pieces, in their order; None, the last, if interrupted.
 
         Raises WorkerError if a worker is lost, or hangs.
@@ -298,7 +299,7 @@ class Workers:
                 process.kill()
         self._end()
 
-    def _next(self, worker: int, interrupted: Callable[[], bool]) -> Fetched | None:
+    def _next(self, worker: int, interrupted: Interrupted) -> Fetched | None:
         channel, look = self._channels[worker], min(_LOOK, self.timeout or _LOOK)
         channel.settimeout(look)
         # Looks are counted: the time in which this process was stopped itself is not.
@@ -326,14 +327,13 @@ class Workers:
         process = self.processes[worker]
         process.join(_MOMENT)
         code = process.exitcode or 0
-        end = f"left with exit code {code}"
-        if code < 0:
-            end = f"was killed by {signal.Signals(-code).name}"
+        killed = f"was killed by {signal.Signals(-code).name}" if code < 0 else ""
+        end = killed or f"left with exit code {code}"
         who = f"loader worker {worker} (pid {process.pid})"
         return WorkerError(f"{who} {end} at {self._sample(worker)}; {HINT}")
 
     def _sample(self, worker: int) -> str:
-        index = self._watch[worker]
+        index = self._watch[worker][0]
         return "no sample yet" if index < 0 else self.fetcher.name(index)
 
 
@@ -346,7 +346,6 @@ def _end(channels: Sequence[socket.socket], processes: Sequence[BaseProcess]) ->
         process.join(max(0.0, deadline - time.monotonic()))
     for process in processes:
         process.kill()
-    for process in processes:
         process.join()
 
 
@@ -357,7 +356,7 @@ def _work(channel: socket.socket, fetcher: Fetcher, worker: int, watch: Any, ini
     signal.pthread_sigmask(signal.SIG_UNBLOCK, PARENTS_SIGNALS)
     torch.set_num_threads(1)
     seed_rng(key(fetcher.seed, LOADER, worker))
-    fetcher.watch, fetcher.slot = watch, worker
+    fetcher.watch = watch
     parent = os.getppid()
     channel.settimeout(5.0)
     try:
@@ -366,24 +365,24 @@ def _work(channel: socket.socket, fetcher: Fetcher, worker: int, watch: Any, ini
     except Exception as error:
         _send(channel, WorkerError(reason(error)))
         return
-    while os.getppid() == parent:
-        try:
-            piece = _receive(channel)
-        except TimeoutError:
-            continue
-        except (EOFError, ConnectionError):
-            return
-        if piece is None:
-            return
-        fetched = fetcher(piece)
-        try:
-            _send(channel, fetched)
-        except ConnectionError:
-            return
-        except Exception as error:
-            text = f"a batch cannot be sent from a worker process ({reason(error)}): let samples"
-            failure = DataError(f"{text} hold tensors and plain values, or loader.num_workers=0")
-            _send(channel, Fetched(None, fetched.piece, failure=memory_error(error) or failure))
+    with contextlib.suppress(EOFError, ConnectionError):
+        while os.getppid() == parent:
+            try:
+                piece = _receive(channel)
+            except TimeoutError:
+                continue
+            if piece is None:
+                return
+            fetched = fetcher(piece)
+            try:
+                _send(channel, fetched)
+            except ConnectionError:
+                raise
+            except Exception as error:
+                text = f"a batch cannot be sent from a worker process ({reason(error)})"
+                way_out = "let samples hold tensors and plain values, or loader.num_workers=0"
+                failure = memory_error(error) or DataError(f"{text}: {way_out}")
+                _send(channel, Fetched(None, fetched.piece, failure=failure))
 
 
 class _Pickler(pickle.Pickler):

@@ -4,37 +4,18 @@ import functools
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, astuple, dataclass
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from data.batch import (
-    MicroBatch,
-    Piece,
-    least_of,
-    map_leaves,
-    map_tensors,
-    note_least,
-    sent,
-    to_device,
-)
+from data.batch import MicroBatch, Piece, gathered, map_leaves, map_tensors, to_device
 from data.errors import DataError
 from data.loading.device_transforms import DeviceTransforms
-from data.loading.fetch import (
-    BrokenOff,
-    Collate,
-    Fetched,
-    Fetcher,
-    Skipped,
-    Workers,
-    collate,
-    never,
-    offers,
-)
+from data.loading.fetch import Collate, Fetched, Fetcher, Skipped, Workers, collate, never, offers
 from data.samplers import UpdateSampler, own_samples
+from data.sources import Interrupted
 from data.streams import Stream, as_dataset
 
 logger = logging.getLogger(__name__)
@@ -87,15 +68,7 @@ class Kept:
 
     def batch(self, indices: Sequence[int]) -> Any:
         """Return samples as a batch on the device, without waiting for it."""
-        rows = sent(torch.from_numpy(np.array(indices)), self.device)
-
-        def gathered(tensor: Tensor) -> Tensor:
-            found = tensor.index_select(0, rows)
-            if (least := least_of(tensor)) is not None and found.device.type != "cpu":
-                note_least(found, least)  # it is not more than this
-            return found
-
-        return map_tensors(gathered, self._samples)
+        return gathered(self._samples, indices, self.device)
 
 
 @dataclass(eq=False)
@@ -147,7 +120,7 @@ class Loader:
         self._pins = self.pin_memory and torch.accelerator.is_available()
         self._workers: Workers | None = None
         self._busy = False  # an epoch was begun and has not ended
-        self._interrupted: Callable[[], bool] = never
+        self._interrupted: Interrupted = never
 
     def __len__(self) -> int:
         return len(self.sampler)
@@ -170,34 +143,25 @@ class Loader:
         elif self.num_workers:
             source = self._from_workers(pieces)
         else:
-            source = self._fetched_here(pieces)
+            source = map(self._received, self._fetcher.load(pieces, self._interrupted))
         if self.prefetch and self.device.type == "cuda":
             yield from one_ahead(source, self._moved, self.device)
         else:
             yield from map(self._moved, source)
 
-    def heed(self, interrupted: Callable[[], bool]) -> None:
+    def heed(self, interrupted: Interrupted) -> None:
         """End the epoch as soon as `interrupted` returns true.
 
         It is called between two samples, or once a second while workers load. A sample that is
         being loaded is finished.
         """
         self._interrupted = interrupted
-        if not self.num_workers:
-            self._fetcher.interrupted = interrupted
 
     def close(self, patient: bool = True) -> None:
         """End the workers; those that hang (or all, if not `patient`) are killed."""
         workers, self._workers, self._busy = self._workers, None, False
         if workers is not None:
             workers.close(patient)
-
-    def _fetched_here(self, pieces: Iterator[Piece]) -> Iterator[MicroBatch]:
-        try:
-            for piece in pieces:
-                yield self._received(self._fetcher(piece))
-        except BrokenOff:
-            return
 
     def _from_workers(self, pieces: Iterator[Piece]) -> Iterator[MicroBatch]:
         self._workers = workers = self._workers or Workers(
@@ -247,12 +211,11 @@ class Loader:
 
     def skipped_state(self) -> list[list[Any]]:
         """Return the samples that were left out, as plain values for a checkpoint."""
-        return [[entry.index, entry.path, entry.reason] for entry in self.skipped]
+        return [list(astuple(entry)) for entry in self.skipped]
 
     def load_skipped_state(self, state: Iterable[Sequence[Any]]) -> None:
         """Load the samples that were left out."""
-        entries = {int(index): Skipped(int(index), path, str(why)) for index, path, why in state}
-        self.skipped[:] = entries.values()
+        self.skipped[:] = {entry[0]: Skipped(*entry) for entry in state}.values()
 
 
 def _pinned(leaf: Any) -> Any:
