@@ -1,7 +1,6 @@
 """Stop a run that no longer improves."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from callbacks.support import AUTO, Monitor, check_least, require
@@ -36,16 +35,16 @@ class EarlyStopping(Callback):
         self.best: float | None = None
         self.waited = 0  # validations, or epochs, since the best one
         self.looked_at = 0  # step; a boundary that a signal interrupted is repeated
-        self.epoch: int | None = None  # the epoch then
+        self.epoch = 0  # the epoch then
         self.last = 0.0  # and the value
 
     def setup(self, trainer: Trainer) -> None:
         """Resolve the metric. Raises CallbackError if the run does not compute it."""
-        with problems_at(f"callbacks.{self.name}"):
+        key = f"callbacks.{self.name}"
+        with problems_at(key):
             self._judge.resolve(trainer)
-        self.monitor = self._judge.name
+        self.monitor = name = self._judge.name
         if self.patience:
-            key, name = f"callbacks.{self.name}", self.monitor
             none = f"this task has no metric to monitor; set {key}.monitor"
             require(name is not None, f"{key}.patience={self.patience}: {none}")
             hint = f"monitor train/loss, or remove the callback with '~{key}'"
@@ -54,27 +53,19 @@ class EarlyStopping(Callback):
 
     def on_fit_start(self, trainer: Trainer) -> None:
         """Repeat a stop that was due when the checkpoint was saved."""
-        if self.epoch is None:  # a new run
-            self.epoch = trainer.state.epoch
         if trainer.branched:  # other hyper-parameters may mend what was not finite
             self.last = 0.0
         self._stop_if_due(trainer)
 
-    def on_validation_end(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:
-        """Compare the metric of a validation."""
-        if self._judge.on_validation:
-            self._look(trainer)
-
     def on_boundary(self, trainer: Trainer) -> None:
-        """Compare the training metric of an epoch."""
-        state = trainer.state
-        at_end = not state.position and state.global_step > self.looked_at
-        if at_end and self.monitor is not None and not self._judge.on_validation:
-            self._look(trainer)
-
-    def _look(self, trainer: Trainer) -> None:
+        """Compare the metric of a validation, or the training metric of an epoch."""
+        if self.monitor is None or not self._judge.is_new(trainer.state, self.looked_at):
+            return
         self.looked_at, self.epoch = trainer.state.global_step, trainer.state.epoch
-        self.last = value = self._judge.value(trainer.metrics)
+        known = ", ".join(sorted(trainer.metrics))
+        there = f"monitor={self.monitor}: no such metric; there are: {known}"
+        require(self.monitor in trainer.metrics, there)
+        self.last = value = trainer.metrics[self.monitor]
         if self._judge.better(value, self.best, self.min_delta):
             self.best, self.waited = value, 0
         else:
@@ -84,10 +75,9 @@ class EarlyStopping(Callback):
     def _stop_if_due(self, trainer: Trainer) -> None:
         if self.check_finite and not math.isfinite(self.last):
             trainer.state.request_stop(f"{self.monitor} is {self.last}")
-        if self.patience is None or self.waited < self.patience:
-            return
+        patient = self.patience is None or self.waited < self.patience
         # The epoch of the look: a resume between two looks must not stop a run.
-        if self.epoch is not None and self.epoch >= self.min_epochs:
+        if not patient and self.epoch >= self.min_epochs:
             best = "it was never a number" if self.best is None else f"best {self.best:.4g}"
             unit = "validation" if self._judge.on_validation else "epoch"
             looks = f"{self.waited} {unit}{'s' * (self.waited != 1)}"

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,7 +37,6 @@ class RunningAverage(Average):
         """Start from a loaded average or from the model's weights; later calls do nothing."""
         if self._tensors:
             return
-        parameters = {id(parameter) for parameter in model.parameters()}
         averages: dict[int, Tensor] = {}  # tied weights have several names and one average
         for name, tensor in model.state_dict(keep_vars=True).items():
             if not isinstance(tensor, Tensor):
@@ -45,7 +45,7 @@ class RunningAverage(Average):
                 # What was loaded is sharded as the parameters are, by the strategy.
                 average = self._loaded.get(name, tensor.detach()).to(tensor, copy=True)
                 averages[id(tensor)] = average
-                follows = id(tensor) in parameters or self._use_buffers
+                follows = isinstance(tensor, nn.Parameter) or self._use_buffers
                 moves = follows and (tensor.is_floating_point() or tensor.is_complex())
                 (self._averaged if moves else self._copied).append((average, tensor))
             self._tensors[name] = averages[id(tensor)]
@@ -105,6 +105,7 @@ class RunningAverage(Average):
         self._tensors, self._averaged, self._copied = {}, [], []
 
 
+@dataclass(eq=False)
 class EMA(RunningAverage):
     """Keep `average = decay * average + (1 - decay) * weights`, after every applied update.
 
@@ -114,18 +115,16 @@ class EMA(RunningAverage):
     checkpoint, use the average; training never does. A checkpoint holds both `model` and `ema`.
     """
 
-    def __init__(
-        self,
-        decay: float = 0.999,
-        warmup: bool = True,
-        update_every: int = 1,
-        use_buffers: bool = True,
-        use_for_evaluation: bool = True,
-    ) -> None:
-        super().__init__(use_for_evaluation, use_buffers)
-        require(0 <= decay < 1, f"decay={decay}: choose at least 0 and less than 1")
-        check_least(update_every=update_every)
-        self._decay, self._warmup, self._update_every = decay, warmup, update_every
+    decay: float = 0.999
+    warmup: bool = True
+    update_every: int = 1
+    use_buffers: bool = True
+    use_for_evaluation: bool = True
+
+    def __post_init__(self) -> None:
+        super().__init__(self.use_for_evaluation, self.use_buffers)
+        require(0 <= self.decay < 1, f"decay={self.decay}: choose at least 0 and less than 1")
+        check_least(update_every=self.update_every)
 
     def on_update_end(self, trainer: Trainer) -> None:
         """Update the average, unless the update was skipped.
@@ -134,9 +133,9 @@ class EMA(RunningAverage):
         used.
         """
         step = trainer.state.global_step
-        if not trainer.state.skipped_in_a_row and step % self._update_every == 0:
-            most = (1 + step) / (10 + step) if self._warmup else 1.0
-            rule = get_ema_multi_avg_fn(min(self._decay, most))  # type: ignore[no-untyped-call]
+        if not trainer.state.skipped_in_a_row and step % self.update_every == 0:
+            most = (1 + step) / (10 + step) if self.warmup else 1.0
+            rule = get_ema_multi_avg_fn(min(self.decay, most))  # type: ignore[no-untyped-call]
             self.update(rule)
         else:
             self.take_buffers()  # they change between two updates of the average

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from callbacks.support import check_least
+from callbacks.support import check_least, gradients_of
 from trainer.callback import Callback
 from trainer.trainer import Trainer
 
@@ -32,11 +32,7 @@ class Histograms(Callback):
         last = state.position + 1 == trainer.steps_per_epoch
         due = (state.epoch + 1) % self.every_n_epochs == 0
         if self.gradients and last and due and trainer.is_main:
-            self._gradients |= {
-                name: parameter.grad.detach().clone()
-                for name, parameter in trainer.model.named_parameters()
-                if parameter.grad is not None
-            }
+            self._gradients |= gradients_of(trainer.model)
 
     def on_epoch_end(self, trainer: Trainer) -> None:
         """Log the histograms."""

@@ -1,17 +1,13 @@
 """The learning rate range test."""
 
-import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 
-from callbacks.support import require
+from callbacks.support import logger, require
 from trainer.callback import Callback
 from trainer.files.atomic import write_json
 from trainer.trainer import Trainer
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -76,7 +72,7 @@ class LRFinder(Callback):
         losses = [loss if math.isfinite(loss) else None for loss in self.losses]
         write_json(path, {"suggestion": found, "lr": self.rates, "loss": losses})
         told = "nothing: the loss never fell" if found is None else f"{found:.4g}"
-        _log.info("learning rate range test: suggests %s (%s)", told, path)
+        logger.info("learning rate range test: suggests %s (%s)", told, path)
 
     def on_exception(self, trainer: Trainer, error: BaseException) -> None:
         """Write the report: the run may have diverged at the largest rates."""
@@ -84,9 +80,9 @@ class LRFinder(Callback):
 
     def suggestion(self) -> float | None:
         """Return the rate at which the smoothed loss falls fastest; None if it never falls."""
-        steps = zip(pairwise(self._smoothed()), self.rates, strict=False)
-        falls = ((later - former, rate) for (former, later), rate in steps)
-        slope, rate = min(falls, default=(0.0, None))
+        smooth = self._smoothed()
+        steps = zip(smooth, smooth[1:], self.rates, strict=False)
+        slope, rate = min(((b - a, rate) for a, b, rate in steps), default=(0.0, None))
         return rate if slope < 0 else None
 
     def _rate(self, update: int) -> float:

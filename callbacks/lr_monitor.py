@@ -1,13 +1,7 @@
 """Log the learning rate of every parameter group."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from trainer.callback import Callback
-
-if TYPE_CHECKING:
-    from trainer.trainer import Trainer
+from trainer.trainer import Trainer
 
 
 class LRMonitor(Callback):

@@ -1,18 +1,16 @@
 """Log a summary of the model before training."""
 
-import logging
 import sys
 from typing import Any
 
 from torch import Tensor
 
+from callbacks.support import logger
 from data.batch import rebuild
 from trainer.assembly.summary import render, summarize
 from trainer.callback import Callback
 from trainer.files.layout import WIDTH, columns_of
 from trainer.trainer import Trainer
-
-_log = logging.getLogger(__name__)
 
 
 class ModelSummary(Callback):
@@ -41,7 +39,7 @@ class ModelSummary(Callback):
                 break
         if trainer.is_main:
             width = min(WIDTH, columns_of(sys.stderr) or WIDTH)
-            _log.info("%s", render(summary, width))
+            logger.info("%s", render(summary, width))
 
 
 def _two_of(part: Any, count: int) -> Any:

@@ -42,7 +42,7 @@ class Progress(Callback):
         self._bars: list[_Bar] = []  # of the run and of its epoch
         self._best: float | None = None  # of the monitored metric, so far
         self._columns: dict[str, str] = {}  # of the table, empty
-        self._closing: dict[str, float] = {}  # of the epoch that ends here
+        self._fresh: dict[str, float] = {}  # of an epoch and a validation, not shown yet
         self._due = self._begun = self._started = 0.0  # times: next line, epoch, run
         self._first_step = 0  # of this process
 
@@ -67,7 +67,6 @@ class Progress(Callback):
         """Start the bar of an epoch."""
         self._begun = time.monotonic()
         self._due = self._begun + self._every_seconds
-        self._closing = {}
         if self._bars:
             self._close_bars(1)
             name = f"epoch {_numbered(trainer, trainer.state.epoch + 1)}"
@@ -82,20 +81,18 @@ class Progress(Callback):
 
     def on_log(self, trainer: Trainer, scalars: Mapping[str, float]) -> None:
         """Show the logged values."""
-        self._closing |= {k: v for k, v in scalars.items() if k == _EPOCH_LOSS}
+        self._fresh |= {k: v for k, v in scalars.items() if k == _EPOCH_LOSS}
         if _LOSS not in scalars or not trainer.is_main:
             return
         state, loss = trainer.state, _text({_LOSS: scalars[_LOSS]})
         if self._bars:
             self._bars[1].set_postfix_str(loss, refresh=False)
         elif state.position and self._is_due():
-            where = f"epoch {_numbered(trainer, state.epoch + 1)}"
-            text = (
-                f"{where}, step {{n_fmt}}/{{total_fmt}}: {loss} ({{rate_fmt}}, {{remaining}} left)"
-            )
             pace: dict[str, Any] = {"initial": self._first_step, "total": trainer.total_steps}
             pace["elapsed"] = time.monotonic() - self._started
-            _say(tqdm.format_meter(state.global_step, **pace, unit="step", bar_format=text))
+            form = "step {n_fmt}/{total_fmt}: " + loss + " ({rate_fmt}, {remaining} left)"
+            text = tqdm.format_meter(state.global_step, **pace, unit="step", bar_format=form)
+            _say(f"epoch {_numbered(trainer, state.epoch + 1)}, {text}")
 
     def on_validation_start(self, trainer: Trainer) -> None:
         """Show that the run validates."""
@@ -116,23 +113,20 @@ class Progress(Callback):
             _say(f"epoch {_numbered(trainer, trainer.state.epoch)}: {text}")
 
     def on_validation_end(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:
-        """Show the metrics: with the line of the epoch that ends here, or in one of their own."""
-        if not trainer.state.position or trainer.done:
-            self._closing |= metrics
-        else:
-            self._show(trainer, trainer.state.epoch + 1, metrics)
+        """Keep the metrics for the line of the epoch that ends here, or for one of their own."""
+        self._fresh |= metrics
 
     def on_boundary(self, trainer: Trainer) -> None:
-        """Show an epoch, after its validation."""
-        if not trainer.state.position:
-            self._show(trainer, trainer.state.epoch, self._closing)
+        """Show an epoch with its validation, or a validation within it."""
+        if self._fresh or not trainer.state.position:
+            self._show(trainer)
 
     def on_fit_end(self, trainer: Trainer) -> None:
-        """Show an incomplete epoch, after `max_steps` or a signal."""
-        if trainer.state.position:
-            # Of an epoch that a signal ends no mean was logged; on all processes, as it adds up.
-            self._closing = trainer.updater.epoch_means(ended=False) | self._closing
-            self._show(trainer, trainer.state.epoch + 1, self._closing)
+        """Show an epoch that a stop has ended early."""
+        if trainer.state.position and not trainer.done:
+            # Of such an epoch no mean was logged; on all processes, as it adds up.
+            self._fresh = trainer.updater.epoch_means(ended=False)
+            self._show(trainer)
 
     def teardown(self, trainer: Trainer) -> None:
         """Remove the bars and the log filters."""
@@ -166,12 +160,14 @@ class Progress(Callback):
             bar.close()
         del self._bars[first:]
 
-    def _show(self, trainer: Trainer, epoch: int, values: Mapping[str, float]) -> None:
-        """Log values as a line; below bars the terminal has them as a row instead."""
+    def _show(self, trainer: Trainer) -> None:
+        """Log what is fresh as a line; below bars the terminal has it as a row instead."""
+        values, self._fresh = self._fresh, {}
         if not trainer.is_main:
             return
         shown = {k: values[k] for k in sorted(values) if k == _EPOCH_LOSS or k.startswith("val/")}
-        number, step = _numbered(trainer, epoch), trainer.state.global_step
+        step, within = trainer.state.global_step, trainer.state.position > 0
+        number = _numbered(trainer, trainer.state.epoch + within)
         took = f"{time.monotonic() - self._begun:.1f} s"
         _say(f"epoch {number}, step {step}: {_text(shown)} ({took})")
         if not self._bars:

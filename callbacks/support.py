@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from conf.errors import ConfigError
-from trainer.state import epoch_metric
+from trainer.state import TrainState, epoch_metric
 
 if TYPE_CHECKING:
+    from torch import Tensor, nn
+
     from trainer.trainer import Trainer
 
 AUTO = "auto"
+logger = logging.getLogger("callbacks")
 _SMALLER = {"loss", "error", "perplexity", "mae", "mse", "rmse", "nll", "wer", "cer"}
 _LARGER = {"accuracy", "acc", "precision", "recall", "f1", "auc", "auroc", "map", "r2"}
 _LARGER |= {"iou", "miou", "dice"}
@@ -44,9 +48,23 @@ def steps_of(key: str, value: float, whole: int | None) -> int:
     require(sound, f"{key}={value}: choose a whole number, or a share of the run up to 1.0")
     if not isinstance(value, float) or value > 1:
         return int(value)
-    unknown = "is a share of a run whose length is not known: give a number"
-    require(whole is not None, f"{key}={value} {unknown}")
-    return int(value * (whole or 0))
+    if whole is None:
+        unknown = "is a share of a run whose length is not known: give a number"
+        raise CallbackError(f"{key}={value} {unknown}")
+    return int(value * whole)
+
+
+def gradients_of(model: nn.Module) -> dict[str, Tensor]:
+    """Return copies of the gradients of a model's parameters, by name."""
+    grads = ((name, parameter.grad) for name, parameter in model.named_parameters())
+    return {name: grad.detach().clone() for name, grad in grads if grad is not None}
+
+
+def is_due(count: int, every: int | None) -> bool:
+    """Return whether the `count`-th time is due: each `every`-th, or the 1st, 4th, 16th, 64th..."""
+    if every is not None:
+        return count % every == 0
+    return (math.log2(count) / 2).is_integer()
 
 
 class Monitor:
@@ -74,9 +92,8 @@ class Monitor:
     def _find_sign(self) -> None:
         if not self._compared or self.name in (None, AUTO):
             return
-        words = re.split(r"[/_:]", str(self.name).lower())
-        words += [word.rstrip("0123456789") for word in words]
-        found = next((w for w in words if w in _SMALLER | _LARGER), None)
+        words = re.findall(r"f1|r2|[a-z]+", str(self.name).lower())
+        found = next((word for word in words if word in _SMALLER | _LARGER), None)
         known, hint = self._mode != AUTO or found is not None, "say mode=max or mode=min"
         require(known, f"mode={AUTO}: is a larger {self.name} better? {hint}")
         rises = found in _LARGER if self._mode == AUTO else self._mode == "max"
@@ -86,6 +103,11 @@ class Monitor:
     def on_validation(self) -> bool:
         """Whether the metric is computed by a validation."""
         return self.name is not None and self.name.startswith("val/")
+
+    def is_new(self, state: TrainState, seen: int) -> bool:
+        """Whether a boundary has a new value: of a validation or an epoch, after step `seen`."""
+        here = state.validated_at == state.global_step if self.on_validation else not state.position
+        return here and state.global_step > seen
 
     def better(self, value: float, than: float | None, min_delta: float = 0.0) -> bool:
         """Whether `value` improves on `than` by more than `min_delta`; NaN never does."""
@@ -100,10 +122,3 @@ class Monitor:
     def best_first(self, values: Mapping[int, float]) -> list[tuple[int, float]]:
         """Return steps and their values, the best first; of equal values the earlier."""
         return sorted(sorted(values.items()), key=lambda pair: self.rank(pair[1]))
-
-    def value(self, metrics: Mapping[str, float]) -> float:
-        """Return the metric. Raises CallbackError with the available names if it is missing."""
-        if self.name is None or self.name not in metrics:
-            known = ", ".join(sorted(metrics)) or "none yet"
-            raise CallbackError(f"monitor={self.name}: no such metric; there are: {known}")
-        return metrics[self.name]

@@ -1,6 +1,6 @@
 """Stochastic weight averaging: the mean of the weights at the ends of the last epochs."""
 
-import logging
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -8,12 +8,11 @@ import torch
 from torch.optim.swa_utils import get_swa_multi_avg_fn
 
 from callbacks.ema import RunningAverage
-from callbacks.support import steps_of
+from callbacks.support import logger, steps_of
 from trainer.trainer import Trainer
 
-_log = logging.getLogger(__name__)
 
-
+@dataclass(eq=False)
 class SWA(RunningAverage):
     """Keep the mean of the weights at the end of every epoch after `start_epoch`.
 
@@ -25,18 +24,15 @@ class SWA(RunningAverage):
     Izmailov et al., Averaging Weights Leads to Wider Optima and Better Generalization, 2018.
     """
 
+    start_epoch: float = 0.75
+    update_bn: bool = True
+    bn_batches: int | None = None
+    use_for_evaluation: bool = True
     persistent = ("averaged",)
 
-    def __init__(
-        self,
-        start_epoch: float = 0.75,
-        update_bn: bool = True,
-        bn_batches: int | None = None,
-        use_for_evaluation: bool = True,
-    ) -> None:
-        super().__init__(use_for_evaluation, use_buffers=False)
-        steps_of("start_epoch", start_epoch, 1)
-        self._start_epoch, self._update_bn, self._bn_batches = start_epoch, update_bn, bn_batches
+    def __post_init__(self) -> None:
+        super().__init__(self.use_for_evaluation, use_buffers=False)
+        steps_of("start_epoch", self.start_epoch, 1)
         self.averaged = 0  # epochs
 
     @property
@@ -47,7 +43,7 @@ class SWA(RunningAverage):
     def setup(self, trainer: Trainer) -> None:
         """Resolve `start_epoch`. Raises CallbackError for a share without max_epochs."""
         key = f"callbacks.{self.name}.start_epoch"
-        self._first = steps_of(key, self._start_epoch, trainer.options.max_epochs)
+        self._first = steps_of(key, self.start_epoch, trainer.options.max_epochs)
 
     def on_epoch_end(self, trainer: Trainer) -> None:
         """Add the weights at the end of this epoch to the average."""
@@ -55,15 +51,15 @@ class SWA(RunningAverage):
             return
         self.update(get_swa_multi_avg_fn(), self.averaged)  # type: ignore[no-untyped-call]
         self.averaged += 1
-        if self._update_bn:
+        if self.update_bn:
             with self.exchanged(trainer.model), trainer.timer.spending("evaluation"):
-                _measure(trainer, self._bn_batches)
+                _measure(trainer, self.bn_batches)
                 self.take_buffers()
 
     def on_fit_end(self, trainer: Trainer) -> None:
         """Warn if no epoch was averaged."""
         if not self.averaged:
-            _log.warning("callbacks.%s: the run ended before its start_epoch", self.name)
+            logger.warning("callbacks.%s: the run ended before its start_epoch", self.name)
 
 
 @torch.no_grad()

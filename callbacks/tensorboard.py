@@ -8,7 +8,6 @@ neither lists nor None.
 
 import errno
 import io
-import logging
 import os
 import socket
 import time
@@ -22,8 +21,8 @@ from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-
 from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignore[import-untyped]
 from torch.utils.tensorboard import summary as made
 
-from callbacks.support import require
-from callbacks.trackers.recorder import UNFINISHED, Recorder, config_of, leaves, varied
+from callbacks.support import logger, require
+from callbacks.trackers.recorder import UNFINISHED, Recorder, leaves, names_of
 from trainer.callback import Results, saver_of
 from trainer.media import Histogram, Media, PRCurve
 from trainer.runs.status import TENSORBOARD, command
@@ -31,7 +30,6 @@ from trainer.state import LogPoint
 from trainer.trainer import Trainer
 
 _SUFFIX = ".regimen"
-_log = logging.getLogger(__name__)
 
 
 class TensorBoard(Recorder):
@@ -55,8 +53,8 @@ class TensorBoard(Recorder):
 
     def begin(self, trainer: Trainer) -> None:
         """Start a file, and truncate those of a resumed run to their sizes in the checkpoint."""
-        folder, served, number = self.run / TENSORBOARD, command(self.run), len(self.sizes)
-        _log.info("follow the run: %s", served)
+        folder, number = self.run / TENSORBOARD, len(self.sizes)
+        logger.info("follow the run: %s", command(self.run))
         for path in folder.glob(f"events.out.tfevents.*{_SUFFIX}"):
             if path.name not in self.sizes:
                 path.unlink()
@@ -77,10 +75,11 @@ class TensorBoard(Recorder):
         stages = "train/", "train/epoch_", "val/", "test/"
         charts = {n: ["Multiline", [f"^{stage}{n}$" for stage in stages]] for n in ordered}
         self._write(summary=made.custom_scalars({"training and validation": charts}))  # type: ignore[no-untyped-call]
-        settings, swept = dict(leaves(config_of(self.run, trainer.config_text))), varied(self.run)
+        run = names_of(self.run, trainer.config_text)
+        settings = dict(leaves(run.config))
         chosen = {k for k in settings if any(fnmatchcase(k, p) for p in self._hparams)}
         # A group that is swept (`model`) has its override's value.
-        shown = {k: settings.get(k, swept.get(k)) for k in swept or chosen}
+        shown = {k: settings.get(k, run.varied.get(k)) for k in run.varied or chosen}
         if any(value is not None for value in shown.values()):
             saver = saver_of(trainer.callbacks)
             monitor = None if saver is None else saver.monitor

@@ -1,12 +1,8 @@
 """Log the speed of the training, with a hint if it waits for data."""
 
-import logging
-
-from callbacks.support import require
+from callbacks.support import logger, require
 from trainer.callback import Callback
 from trainer.trainer import Trainer
-
-_log = logging.getLogger(__name__)
 
 
 class Throughput(Callback):
@@ -22,9 +18,7 @@ class Throughput(Callback):
     def __init__(self, hint_share: float = 0.3) -> None:
         require(0 <= hint_share <= 1, f"hint_share={hint_share}: choose a fraction from 0 to 1")
         self._hint_share = hint_share
-        self._intervals = 0
-        self._samples = 0
-        self._updates = 0
+        self._intervals = self._samples = self._updates = 0
 
     def on_fit_start(self, trainer: Trainer) -> None:
         """Start counting here: the samples before a resume took no time of this process."""
@@ -42,7 +36,7 @@ class Throughput(Callback):
         if self._intervals > 1 and share > self._hint_share:
             self._hint_share = 1.0
             message = "%.0f%% of the time is spent waiting for data: set loader.num_workers=auto"
-            _log.info(message, 100 * share)
+            logger.info(message, 100 * share)
         return {
             "time/samples_per_second": samples / seconds,
             "time/step_seconds": seconds / updates,

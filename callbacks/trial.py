@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from callbacks.support import Monitor, logger
 from conf.errors import ConfigError, Problem
 from trainer.callback import Callback
 from trainer.errors import CheckpointError, RunError, StorageError
@@ -30,7 +30,6 @@ _DATABASE = (".db", ".sqlite", ".sqlite3")
 _NO_PLACE = ("ArgumentError", "NoSuchModuleError")  # of SQLAlchemy: the URL is wrong
 _LIBRARIES = ("sqlalchemy", "alembic", "sqlite3", "optuna")
 _DAMAGED = ("not a database", "malformed", "no such table", "no such column")
-_log = logging.getLogger(__name__)
 
 
 class Trial(Callback):
@@ -60,26 +59,18 @@ class Trial(Callback):
         if at is not None and trainer.state.global_step >= at:
             trainer.state.request_stop(PRUNED)
 
-    def on_validation_end(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:
-        """Report a metric of the validation."""
-        if self._metric.startswith("val/"):
-            self._look(trainer)
-
     def on_boundary(self, trainer: Trainer) -> None:
-        """Report a metric of the training, at the end of an epoch."""
+        """Report the metric, where there is a new value."""
         state = trainer.state
-        at_end = not state.position and state.global_step > self._reported_at
-        if at_end and not self._metric.startswith("val/"):
-            self._look(trainer)
-
-    def _look(self, trainer: Trainer) -> None:
-        self._reported_at = trainer.state.global_step
+        if not Monitor(self._metric, compared=False).is_new(state, self._reported_at):
+            return
+        self._reported_at = state.global_step
         if trainer.group.broadcast(trainer.is_main and self._ends_here(trainer)):
-            trainer.state.request_stop(PRUNED)
+            state.request_stop(PRUNED)
 
     def _ends_here(self, trainer: Trainer) -> bool:
         if (value := trainer.metrics.get(self._metric)) is None:
-            _log.warning("warning: %s is not logged: the search learns nothing", self._metric)
+            logger.warning("warning: %s is not logged: the search learns nothing", self._metric)
             return False
         at = trainer.state.global_step
         step = at if trainer.options.validate_every_n_steps else trainer.state.epoch
@@ -94,9 +85,9 @@ class Trial(Callback):
                     return False
                 self._trial.set_user_attr(PRUNED_AT, at)
         except RunError as error:
-            _log.warning("warning: %s: this validation is not reported to it", error)
+            logger.warning("warning: %s: this validation is not reported to it", error)
             return False
-        _log.info("pruned: %s %.6g at step %d is behind the other jobs", self._metric, value, at)
+        logger.info("pruned: %s %.6g at step %d is behind the other jobs", self._metric, value, at)
         return True
 
     def _open(self) -> None:

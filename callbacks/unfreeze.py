@@ -1,17 +1,14 @@
 """Fine-tuning in stages: unfreeze parameters after a number of epochs or steps."""
 
-import logging
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import Tensor, nn
 
-from callbacks.support import require
+from callbacks.support import logger, require
 from trainer.callback import Callback
 from trainer.trainer import Trainer
-
-_log = logging.getLogger(__name__)
 
 
 class Unfreeze(Callback):
@@ -32,8 +29,7 @@ class Unfreeze(Callback):
     def __init__(self, stages: Mapping[str, Mapping[str, Any] | None]) -> None:
         self._stages = {name: stage for name, stage in stages.items() if stage is not None}
         for name, stage in self._stages.items():
-            unknown = stage.keys() - {"pattern", "epoch", "step"}
-            sound = "pattern" in stage and not {"epoch", "step"} <= stage.keys() and not unknown
+            sound = {"pattern"} in (stage.keys() - {"epoch"}, stage.keys() - {"step"})
             hint = "give pattern, and at most one of epoch and step"
             require(sound, f"stages.{name}={dict(stage)}: {hint}")
         self._members: dict[str, list[nn.Parameter]] = {}
@@ -41,16 +37,13 @@ class Unfreeze(Callback):
 
     def setup(self, trainer: Trainer) -> None:
         """Find the parameters of each stage, and freeze them."""
-        self._members = {name: [] for name in self._stages}
-        for parameter_name, parameter in trainer.model.named_parameters():
-            for name, stage in self._stages.items():
-                if fnmatchcase(parameter_name, stage["pattern"]):
-                    self._members[name].append(parameter)
-                    break
-        for name, members in self._members.items():
+        left = dict(trainer.model.named_parameters())
+        for name, stage in self._stages.items():
+            matched = [found for found in left if fnmatchcase(found, stage["pattern"])]
+            self._members[name] = members = [left.pop(found) for found in matched]
             key = f"callbacks.{self.name}.stages.{name}"
             unmatched = "matches no parameter, or only those of earlier stages"
-            require(bool(members), f"{key}.pattern={self._stages[name]['pattern']}: {unmatched}")
+            require(bool(members), f"{key}.pattern={stage['pattern']}: {unmatched}")
             frozen = "the model was built with some of these frozen, so that no optimizer has them"
             require(all(member.requires_grad for member in members), f"{key}: {frozen}")
             set_trainable(trainer.model, members, trains=False)
@@ -61,12 +54,8 @@ class Unfreeze(Callback):
         self._settle_norms(trainer.model)
         self.on_update_end(trainer)
 
-    def on_epoch_start(self, trainer: Trainer) -> None:
-        """Unfreeze the stages that begin with this epoch."""
-        self.on_update_end(trainer)
-
     def on_update_end(self, trainer: Trainer) -> None:
-        """Unfreeze the stages that begin at this step."""
+        """Unfreeze the stages that begin at this step or epoch."""
         state = trainer.state
         for name in sorted(self._frozen):
             stage = self._stages[name]
@@ -77,7 +66,9 @@ class Unfreeze(Callback):
                 set_trainable(trainer.model, self._members[name], trains=True)
                 self._settle_norms(trainer.model)
                 message = "epoch %d, step %d: %s trains from here on"
-                _log.info(message, state.epoch, state.global_step, name)
+                logger.info(message, state.epoch, state.global_step, name)
+
+    on_epoch_start = on_update_end
 
     def _settle_norms(self, model: nn.Module) -> None:
         members = {id(p) for parameters in self._members.values() for p in parameters}

@@ -1,10 +1,8 @@
 """Prune weights while the network trains."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,27 +10,19 @@ from torch import Tensor, nn
 from callbacks.support import check_least, require, steps_of
 from conf.errors import Problem, did_you_mean, noted, problems_at, raise_problems
 from trainer.callback import Average, Callback
-from trainer.optimizers.param_groups import (
-    SELECTORS,
-    GroupRule,
-    candidates,
-    first_rule,
-    parse_rules,
-    unused,
-)
+from trainer.optimizers import param_groups
+from trainer.optimizers.param_groups import GroupRule
 from trainer.rng import derived
-
-if TYPE_CHECKING:
-    from trainer.trainer import Trainer
+from trainer.trainer import Trainer
 
 _METHODS, _SCOPES = ("l1", "random", "ln_structured"), ("global", "layer")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False)
 class Settings:
     """How the weights of a rule are pruned. Raises CallbackError."""
 
-    sparsity: float
+    sparsity: float = 0.5
     initial_sparsity: float = 0.0
     method: str = "l1"
     scope: str = "global"
@@ -55,11 +45,7 @@ class Settings:
         return self.sparsity + (self.initial_sparsity - self.sparsity) * (1 - done) ** 3
 
 
-_SETTINGS = [field.name for field in fields(Settings)]
-
-
-@dataclass(frozen=True, slots=True)
-class Pool:
+class Pool(NamedTuple):
     """Weights that are compared with each other: those of a rule, or of one layer of it."""
 
     rule: str
@@ -67,23 +53,21 @@ class Pool:
     members: Mapping[str, nn.Parameter]
 
 
-def _parsed(node: Any, settings: Settings) -> list[tuple[GroupRule, Settings]]:
+def _parsed(node: Any, settings: Mapping[str, Any]) -> list[tuple[GroupRule, Settings]]:
     """Parse rules in the form of parameter groups; each may replace some of `settings`.
 
     Raises ConfigError.
     """
-    problems: list[Problem] = []
-    rules, parsed = [], list[GroupRule]()
+    rules, problems, known = [], list[Problem](), (*param_groups.SELECTORS, *settings)
     with noted(problems):
-        parsed = parse_rules(node, "rules")
-    for rule in parsed:
-        of_groups = [key for key in ("frozen", "layers") if getattr(rule, key)]
-        if foreign := [*(rule.overrides.keys() - _SETTINGS), *of_groups]:
-            hints = {key: did_you_mean(key, (*SELECTORS, *_SETTINGS)) for key in foreign}
-            problems += (Problem(f"{rule.key}.{k}", "unknown key", h) for k, h in hints.items())
-            continue
-        with noted(problems), problems_at(rule.key):
-            rules.append((rule, replace(settings, **rule.overrides)))
+        for rule in param_groups.parse_rules(node, "rules"):
+            of_groups = {key for key in ("frozen", "layers") if getattr(rule, key)}
+            for key in of_groups | rule.overrides.keys() - settings:
+                hint = did_you_mean(key, known)
+                problems.append(Problem(f"{rule.key}.{key}", "unknown key", hint))
+            with noted(problems), problems_at(rule.key):
+                own = {key: rule.overrides.get(key, value) for key, value in settings.items()}
+                rules.append((rule, Settings(**own)))
     if not rules and not problems:
         problems.append(Problem("rules", "there is none", "such as {convs: {module: conv}}"))
     _refuse(problems)
@@ -95,9 +79,10 @@ def _pools(rules: Sequence[tuple[GroupRule, Settings]], model: nn.Module) -> lis
 
     Raises ConfigError where a rule takes none, or one that its method cannot prune.
     """
-    every, found = [rule for rule, _ in rules], candidates(model)
-    owners = {c.name: first_rule(every, c) for c in found}
-    problems = list(unused(every, {rule.key for rule in owners.values() if rule}, found))
+    every, found = [rule for rule, _ in rules], param_groups.candidates(model)
+    owners = {c.name: param_groups.first_rule(every, c) for c in found}
+    used = {rule.key for rule in owners.values() if rule}
+    problems = list(param_groups.unused(every, used, found))
     pools = []
     for rule, settings in rules:
         taken = {c.name: c.tensor for c in found if owners[c.name] is rule}
@@ -146,8 +131,8 @@ def extend(pool: Pool, pruned: Mapping[str, Tensor], level: float, seed: int) ->
         pruned[name].logical_or_(part.view(score.shape))
 
 
-@dataclass(eq=False)
-class Pruning(Callback):
+@dataclass(eq=False, kw_only=True)
+class Pruning(Settings, Callback):
     """Set weights to zero and keep them there: masks are applied after every update.
 
     `rules`: by name, as in `optimizer.param_groups` (`match`, `module`, `kind`, `except`); the
@@ -164,12 +149,6 @@ class Pruning(Callback):
     """
 
     rules: Mapping[str, Mapping[str, Any] | None]
-    sparsity: float = 0.5
-    initial_sparsity: float = 0.0
-    method: str = "l1"
-    scope: str = "global"
-    norm: float = 2.0
-    dim: int = 0
     start_step: float = 0
     end_step: float | None = None
     every_n_steps: int = 1
@@ -177,8 +156,8 @@ class Pruning(Callback):
     takes_shards = False
 
     def __post_init__(self) -> None:
-        settings = Settings(**{name: getattr(self, name) for name in _SETTINGS})
-        self._rules = _parsed(self.rules, settings)
+        super().__post_init__()
+        self._rules = _parsed(self.rules, {f.name: getattr(self, f.name) for f in fields(Settings)})
         check_least(every_n_steps=self.every_n_steps)
         plan = self.schedule(1)
         alike = isinstance(self.start_step, float) == isinstance(self.end_step, float)

@@ -4,11 +4,9 @@ Layers are convolutions and linear layers of exactly torch's classes: a subclass
 anything.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,9 +15,7 @@ from torch import Tensor, nn
 from callbacks.support import require, steps_of
 from conf.errors import ConfigError, problems_at
 from trainer.callback import Callback
-
-if TYPE_CHECKING:
-    from trainer.trainer import Trainer
+from trainer.trainer import Trainer
 
 _LEVELS = 255  # of activations, as unsigned integers of 8 bits
 _LARGEST = 127  # of weights, as signed ones
@@ -95,7 +91,8 @@ class QuantizationAwareTraining(Callback):
         if not self._layers:
             kinds = ", ".join(kind.__name__ for kind in _ROUNDED)
             raise ConfigError(f"the model has no layer to quantize: {kinds}")
-        # The smallest and largest values of each layer's inputs: running, and of this update.
+        # The smallest value of each layer's inputs, negated, and the largest: running, and of
+        # this update.
         self._range, self._seen = torch.zeros(2, 2, len(self._layers))
 
     def setup(self, trainer: Trainer) -> None:
@@ -129,11 +126,11 @@ class QuantizationAwareTraining(Callback):
         if torch.is_grad_enabled():
             with torch.no_grad():
                 low, high = x.detach().aminmax()
-                self._seen[0, number] = torch.minimum(self._seen[0, number], low)
-                self._seen[1, number] = torch.maximum(self._seen[1, number], high)
+                seen = self._seen[:, number]
+                seen.copy_(seen.maximum(torch.stack([-low, high])))
         if not (self._known and self.rounds):
             return given
-        low, high = self._range[0, number], self._range[1, number]
+        low, high = -self._range[0, number], self._range[1, number]
         scale = ((high - low) / _LEVELS).clamp_min(_SMALLEST)
         zero = (-low / scale).round().clamp(0, _LEVELS).to(torch.int32)
         rounded = torch.fake_quantize_per_tensor_affine(x.float(), scale, zero, 0, _LEVELS)
@@ -146,8 +143,7 @@ class QuantizationAwareTraining(Callback):
             if group.world_size > 1:  # the group only sums: each process has its own row
                 own = torch.zeros(group.world_size, *seen.shape, device=seen.device)
                 own[group.rank] = seen
-                every = group.reduce(own)
-                seen = torch.stack([every[:, 0].amin(0), every[:, 1].amax(0)])
+                seen = group.reduce(own).amax(0)
             self._range.lerp_(seen, 1 - self._momentum if self._known else 1.0)  # the first sets it
             self._known = True
             self.rounds = trainer.state.global_step >= self._start
@@ -162,12 +158,12 @@ class QuantizationAwareTraining(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the ranges by the names of layers; `regimen quantize` reads them by this key."""
-        low, high = self._range
+        low, high = -self._range[0], self._range[1]
         ranges = {"layers": self._layers, "low": low, "high": high, "known": self._known}
         return {"fake_quantization": ranges}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over the ranges."""
         ranges = state["fake_quantization"]
-        self._range.copy_(torch.stack([ranges["low"], ranges["high"]]))
+        self._range.copy_(torch.stack([-ranges["low"], ranges["high"]]))
         self._known = bool(ranges["known"])

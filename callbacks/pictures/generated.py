@@ -5,14 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from callbacks.pictures.picture import (
-    ValidationPicture,
-    class_names,
-    code_block,
-    is_picture,
-    pixels,
-    sheet,
-)
+from callbacks.pictures.picture import ValidationPicture, class_names, code_block, is_picture, sheet
 from callbacks.support import check_least, require
 from data.batch import inputs_of
 from trainer.trainer import Trainer
@@ -34,7 +27,7 @@ class GeneratedImages(ValidationPicture):
 
     def show(self, trainer: Trainer, *parts: Tensor) -> None:
         """Log the images."""
-        trainer.log_image("generated/val", sheet(pixels(parts[0]), columns=8))
+        trainer.log_image("generated/val", sheet(parts[0], columns=8))
 
 
 class GeneratedText(ValidationPicture):

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from callbacks.support import check_least
+from callbacks.support import check_least, gradients_of
 from trainer.callback import Callback
 from trainer.trainer import Trainer
 
@@ -32,11 +32,9 @@ class LayerStatistics(Callback):
         """Copy gradients and weights before the step; of each turn, where a task has turns."""
         if (trainer.state.global_step + 1) % self._every or not trainer.is_main:
             return
-        for name, parameter in trainer.model.named_parameters():
-            if parameter.grad is not None:
-                self._gradients[name] = parameter.grad.detach().clone()
-            if parameter.requires_grad and name not in self._before:
-                self._before[name] = parameter.detach().clone()
+        self._gradients |= gradients_of(trainer.model)
+        weights = {n: p for n, p in trainer.model.named_parameters() if p.requires_grad}
+        self._before = {n: p.detach().clone() for n, p in weights.items()} | self._before
 
     def on_update_end(self, trainer: Trainer) -> None:
         """Compute the norms of the gradients and of the changes."""

@@ -13,7 +13,7 @@ from PIL import ImageDraw, ImageFont
 from torch import Tensor, nn
 from torchvision.utils import make_grid
 
-from callbacks.support import check_least
+from callbacks.support import check_least, is_due
 from trainer.callback import Callback
 from trainer.media import Image
 from trainer.runs.status import INFERENCE, RunDirectoryError, read_json
@@ -80,13 +80,6 @@ class ValidationPicture(Callback):
             self.show(trainer, *joined)
 
 
-def is_due(count: int, every: int | None) -> bool:
-    """Return whether the `count`-th time is due: each `every`-th, or the 1st, 4th, 16th, 64th..."""
-    if every is not None:
-        return count % every == 0
-    return (math.log2(count) / 2).is_integer()
-
-
 def class_names(trainer: Trainer, count: int) -> list[str]:
     """Return the names of the classes, or their numbers if the data have no names."""
     names: Any = None
@@ -126,8 +119,12 @@ def pixels(images: Tensor) -> Tensor:
 def sheet(
     images: Tensor, captions: Sequence[str] = (), colors: Sequence[Any] = (), columns: int = 4
 ) -> Image:
-    """Return images, uint8 [n, 3, H, W], side by side, small ones enlarged, above captions."""
+    """Return images [n, C, H, W] side by side, small ones enlarged, above captions.
+
+    Those that are not uint8 have any range, as `pixels` says.
+    """
     factor = max(1, math.ceil(_TILE / max(images.shape[2:])))
+    images = images if images.dtype == torch.uint8 else pixels(images)
     large = images.repeat_interleave(factor, 2).repeat_interleave(factor, 3)
     font, ruler = ImageFont.load_default(_TEXT), ImageDraw.Draw(Pillow.new("L", (1, 1)))
     sizes = [ruler.multiline_textbbox((0, 0), caption, font)[2:] for caption in captions]

@@ -6,16 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from callbacks.pictures.picture import (
-    ValidationPicture,
-    class_names,
-    is_due,
-    is_picture,
-    labels_of,
-    pixels,
-    sheet,
-)
-from callbacks.support import check_least
+from callbacks.pictures.picture import ValidationPicture, class_names, is_picture, labels_of, sheet
+from callbacks.support import check_least, is_due
 from data.batch import MicroBatch
 from trainer.callback import Callback
 from trainer.trainer import Trainer
@@ -56,7 +48,7 @@ class TrainingSamples(Callback):
         count = getattr(trainer.task, "num_classes", None) or 0
         names = dict(enumerate(class_names(trainer, count)))
         captions = [names.get(x, str(x)) for part in labels for x in part.tolist()]
-        trainer.log_image("samples/train", sheet(pixels(images), captions))
+        trainer.log_image("samples/train", sheet(images, captions))
 
 
 class ValidationSamples(ValidationPicture):
@@ -116,4 +108,4 @@ def _judged(trainer: Trainer, images: Tensor, labels: Tensor, answers: Tensor) -
         wrong = known and label != answer
         captions.append(f"{names[answer]} {share:.0%}" + f"\nis {names[label]}" * wrong)
         colors.append(_WRONG if wrong else _RIGHT if known else _UNKNOWN)
-    return sheet(pixels(images), captions, colors)
+    return sheet(images, captions, colors)

@@ -5,7 +5,7 @@ import re
 import numpy as np
 from PIL import Image as Pillow
 
-from callbacks.trackers.recorder import Recorder, as_text, config_of, leaves, table
+from callbacks.trackers.recorder import Recorder, as_text, leaves, names_of, table
 from trainer.callback import Results
 from trainer.files.atomic import write_text
 from trainer.media import Media
@@ -30,7 +30,7 @@ class CSV(Recorder):
         for path in (folder / "shown").rglob("step-*"):
             if int(path.stem.removeprefix("step-")) > last:
                 path.unlink()
-        settings = leaves(config_of(self.run, trainer.config_text))
+        settings = leaves(names_of(self.run, trainer.config_text).config)
         write_text(folder / "config.csv", table([("key", "value"), *settings]))
 
     def show(self, step: int, name: str, value: Media) -> None:

@@ -4,7 +4,6 @@ import csv
 import importlib.util
 import io
 import json
-import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -12,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from callbacks.support import require
+from callbacks.support import logger, require
 from trainer.callback import Callback, Results
 from trainer.files.atomic import TEMPORARY, AppendLog, storage_error, write_json
 from trainer.media import Histogram, Media, PRCurve
@@ -26,7 +25,6 @@ UNFINISHED = ("preempted", "stopped")  # ends after which a run can go on
 FOLDER = "trackers"  # in the run directory
 Value = bool | int | float | str
 _PAUSE = 60.0  # seconds until a tracker that was down is tried again
-_log = logging.getLogger(__name__)
 
 
 class MetricsLog(Callback):
@@ -41,7 +39,6 @@ class MetricsLog(Callback):
     persistent = ("sizes", "step", "keys")
 
     def __init__(self) -> None:
-        self._path: Path | None = None
         self._log: AppendLog | None = None
         self.sizes = {METRICS: 0}
         self.step = -1
@@ -50,8 +47,7 @@ class MetricsLog(Callback):
     def setup(self, trainer: Trainer) -> None:
         """Open the file. Raises StorageError if it cannot be opened."""
         if trainer.run_dir is not None and trainer.is_main:
-            self._path = trainer.run_dir / METRICS
-            self._log = AppendLog(self._path)
+            self._log = AppendLog(trainer.run_dir / METRICS)
 
     def on_fit_start(self, trainer: Trainer) -> None:
         """Remove the lines that were written after the checkpoint."""
@@ -60,10 +56,10 @@ class MetricsLog(Callback):
 
     def on_log(self, trainer: Trainer, scalars: Mapping[str, float]) -> None:
         """Append a line."""
-        if self._path is None:
-            return
         if self._log is None:  # the test, after the training
-            self._log = AppendLog(self._path)
+            self.setup(trainer)
+        if self._log is None:
+            return
         step, epoch = trainer.log_point
         if step != self.step:
             self.step, self.keys = step, []
@@ -71,8 +67,7 @@ class MetricsLog(Callback):
         self.keys += fresh
         if fresh:
             numbers = {k: v if math.isfinite(v) else None for k, v in fresh.items()}
-            row = {"step": step, "epoch": epoch, **numbers}
-            self._log.write(json.dumps(row, allow_nan=False))
+            self._log.write(json.dumps({"step": step, "epoch": epoch, **numbers}, allow_nan=False))
 
     def teardown(self, trainer: Trainer) -> None:
         """Close the file; `on_log` opens it again."""
@@ -142,12 +137,13 @@ class Recorder(Callback):
 
     def failed(self, error: Exception) -> None:
         """Warn of the first failure."""
-        if not self._warned:
-            self._warned = True
-            path = error.filename if isinstance(error, OSError) else None
-            told = storage_error(Path(path), error) if path else error  # type: ignore[arg-type]
-            reason = str(told).strip().partition("\n")[0] or type(error).__name__
-            _log.warning("callbacks.%s: %s; training continues without it", self.name, reason)
+        if self._warned:
+            return
+        self._warned, told = True, error
+        if isinstance(error, OSError) and error.filename:
+            told = storage_error(Path(error.filename), error)
+        reason = str(told).strip().partition("\n")[0] or type(error).__name__
+        logger.warning("callbacks.%s: %s; training continues without it", self.name, reason)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -177,13 +173,8 @@ class Tracker(Recorder):
         missing = f"the package {self.package} is not installed: pip install {self.package}"
         require(there, missing)
         self._names: Names
-        self._known: dict[str, Any] = {}  # what is written down: tracked, sent, rows
-        self._retry_at: float | None = 0.0  # None: it is reached
-
-    @property
-    def rows(self) -> int:
-        """How often all processes of the run have sent values."""
-        return int(self._known.get("rows", 0))
+        self.known: dict[str, Any] = {}  # what is written down: tracked, sent, rows (sendings)
+        self._reached, self._retry_at = False, 0.0
 
     def connect(self, names: "Names", tracked: Mapping[str, str]) -> tuple[dict[str, str], str]:
         """Go on with the tracked run that `tracked` names, or begin one.
@@ -201,10 +192,10 @@ class Tracker(Recorder):
     def begin(self, trainer: Trainer) -> None:
         """Reach the tracker, and send what it has missed."""
         self._names = names_of(self.run, trainer.config_text)
-        self._known = read_json(self.run / FOLDER / f"{self.name}.json")
-        last = max(self._known.get("sent", {}).values(), default=0)
+        self.known = read_json(self.run / FOLDER / f"{self.name}.json")
+        last = max(self.known.get("sent", {}).values(), default=0)
         if trainer.branched and last > trainer.state.global_step:
-            self._known = {}
+            self.known = {}
         self._reach()
 
     def record(self, at: LogPoint, values: Mapping[str, float]) -> None:
@@ -219,8 +210,7 @@ class Tracker(Recorder):
 
     def end(self, step: int, results: Results) -> None:
         """Send how the run ended, and what is missing until then."""
-        if self._retry_at is not None:
-            self._retry_at = 0.0
+        self._retry_at = 0.0
         self._reach()
         whole = self.artifacts and results.state not in UNFINISHED
         self.send_end(results, self.files() if whole else {})
@@ -228,7 +218,7 @@ class Tracker(Recorder):
     def failed(self, error: Exception) -> None:
         """Warn of the first failure, and pause."""
         super().failed(error)
-        self._retry_at = time.monotonic() + _PAUSE
+        self._reached, self._retry_at = False, time.monotonic() + _PAUSE
 
     def files(self) -> dict[str, Path]:
         """Return the files of the run directory for the tracker, by their places in it.
@@ -250,66 +240,56 @@ class Tracker(Recorder):
                 left -= size
         if missing := len(inodes) - len(taken):
             text = "callbacks.%s: max_megabytes=%g leaves out %d files"
-            _log.info(text, self.name, self.max_megabytes, missing)
+            logger.info(text, self.name, self.max_megabytes, missing)
         return taken
 
     def _reach(self) -> bool:
         """Connect unless it is connected or was down a moment ago; return whether it is."""
-        if self._retry_at is None or time.monotonic() < self._retry_at:
-            return self._retry_at is None
-        before = self._known.get("tracked", {})
-        tracked, address = self.connect(self._names, before)
-        if tracked != before:
-            self._known = {"tracked": tracked, "rows": 0, "sent": {}}
-            _log.info("callbacks.%s: %s", self.name, address)
-        self._retry_at = None
-        for line in read_metrics(self.run):
-            values = {k: float(v) for k, v in line.items() if k != "step" and v is not None}
-            self._send(int(line["step"]), values)
-        return True
+        if not self._reached and time.monotonic() >= self._retry_at:
+            before = self.known.get("tracked", {})
+            tracked, address = self.connect(self._names, before)
+            if tracked != before:
+                self.known = {"tracked": tracked, "rows": 0, "sent": {}}
+                logger.info("callbacks.%s: %s", self.name, address)
+            self._reached = True
+            for line in read_metrics(self.run):
+                values = {k: float(v) for k, v in line.items() if k != "step" and v is not None}
+                self._send(int(line["step"]), values)
+        return self._reached
 
     def _send(self, step: int, values: Mapping[str, float | Media]) -> None:
         """Send what is new, and write it down."""
-        sent = self._known["sent"]
+        sent = self.known["sent"]
         fresh = {k: v for k, v in values.items() if step > sent.get(k, -1)}
         if fresh.keys() - {"epoch"}:
             self.send(step, fresh)
             sent |= dict.fromkeys(fresh, step)
-            self._known["rows"] += 1
+            self.known["rows"] += 1
             (self.run / FOLDER).mkdir(exist_ok=True)
-            write_json(self.run / FOLDER / f"{self.name}.json", self._known)
+            write_json(self.run / FOLDER / f"{self.name}.json", self.known)
 
 
 class Names(NamedTuple):
-    """How a run is called in a tracker, and its configuration."""
+    """How a run is called in a tracker, its configuration, and what varies in its sweep."""
 
     project: str  # the configuration's `name`
     run: str  # its folder, or what varies in a job of a sweep
     sweep: str | None  # the same for all jobs of one
     config: dict[str, Any]
+    varied: dict[str, str | None]  # with the values as the run's overrides say
 
 
 def names_of(run: Path, config_text: str) -> Names:
-    """Return the names of the run in a directory."""
-    config, swept = config_of(run, config_text), varied(run)
-    project = str(config.get("name") or run.parent.name)
-    pairs = [f"{k.rpartition('.')[2]}={value}" for k, value in swept.items() if value is not None]
-    sweep = f"{project}/{run.parent.name}" if swept else None
-    return Names(project, ",".join(pairs) or run.name, sweep, config)
-
-
-def config_of(run: Path, text: str) -> dict[str, Any]:
-    """Return the configuration that a run's directory has, or else `text`."""
-    file = run / CONFIG
-    return own_values(file.read_text(encoding="utf-8") if file.exists() else text) or {}
-
-
-def varied(run: Path) -> dict[str, str | None]:
-    """Return what the sweep that a run is a job of varies, with the values as its overrides say."""
-    swept = read_json(run.parent / SWEEP).get("swept")
-    texts = own_values((run / OVERRIDES).read_text(encoding="utf-8")) if swept else []
+    """Return the names of the run in a directory; without a `config.yaml` by `config_text`."""
+    file, keys = run / CONFIG, read_json(run.parent / SWEEP).get("swept") or []
+    config = own_values(file.read_text(encoding="utf-8") if file.exists() else config_text) or {}
+    texts = own_values((run / OVERRIDES).read_text(encoding="utf-8")) if keys else []
     given = dict(str(text).lstrip("+~").partition("=")[::2] for text in texts)
-    return {key: given.get(key) for key in swept or []}
+    varied = {key: given.get(key) for key in keys}
+    project = str(config.get("name") or run.parent.name)
+    pairs = [f"{k.rpartition('.')[2]}={value}" for k, value in varied.items() if value is not None]
+    sweep = f"{project}/{run.parent.name}" if varied else None
+    return Names(project, ",".join(pairs) or run.name, sweep, config, varied)
 
 
 def leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Value | None]]:

@@ -76,7 +76,7 @@ class WandB(Tracker):
     def send(self, step: int, values: Mapping[str, float | Media]) -> None:
         """Send values at a step, or what is shown there."""
         shown = {name: self._shown(name, value) for name, value in values.items()}
-        self._run.log({_STEP: step, **shown}, step=self.rows, commit=True)
+        self._run.log({_STEP: step, **shown}, step=self.known["rows"], commit=True)
 
     def _shown(self, name: str, value: float | Media) -> Any:
         library = self._library

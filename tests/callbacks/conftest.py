@@ -1,8 +1,5 @@
 """A small regression with BatchNorm, trained by the real trainer, and what a resume is made of."""
 
-from __future__ import annotations
-
-import io
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,10 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from toys import StopAt, through_a_file, trainer_of
 from trainer import snapshot
 from trainer.callback import Callback, Results
-from trainer.options import TrainerOptions
-from trainer.strategies.strategy import Strategy
 from trainer.task import StepOutput, Task
 from trainer.trainer import Trainer
 
@@ -52,48 +48,23 @@ def make_trainer() -> MakeTrainer:
         callbacks: Mapping[str, Callback],
         run_dir: Path | None = None,
         *,
-        model: nn.Module | None = None,
         lr: float = 0.05,
         validated: bool = True,
-        batches: list[Any] | None = None,
-        scheduler: Callable[[Any], Any] | None = None,
-        **options: Any,
+        spoilt: int | None = None,
+        **more: Any,
     ) -> Trainer:
-        model = model or make_model()
-        optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+        batches, val = make_batches(5, seed=0), make_batches(2, seed=1)
+        if spoilt is not None:
+            batches[spoilt][0].fill_(float("nan"))
+        options = {"model": make_model(), "val": val if validated else None, "lr": lr}
+        options |= {"callbacks": callbacks, "log_every_n_steps": 2, **more}
+        trainer = trainer_of(Regression(), batches, **options)
         if run_dir is not None:
             run_dir.mkdir(exist_ok=True)
-        return Trainer(
-            model,
-            Regression(),
-            optimizer,
-            batches or make_batches(5, seed=0),
-            make_batches(2, seed=1) if validated else None,
-            scheduler(optimizer) if scheduler else None,
-            Strategy("cpu"),
-            callbacks=callbacks,
-            options=TrainerOptions(**{"max_epochs": 2, "log_every_n_steps": 2, **options}),
-            run_dir=run_dir,
-        )
+        trainer.run_dir = run_dir
+        return trainer
 
     return make
-
-
-class StopAt(Callback):
-    """End a run after a step, as a signal would."""
-
-    def __init__(self, step: int) -> None:
-        self._step = step
-
-    def on_update_end(self, trainer: Trainer) -> None:
-        if trainer.state.global_step == self._step:
-            trainer.state.request_stop("SIGTERM", 143)
-
-
-@pytest.fixture
-def stop_at() -> Callable[[int], Callback]:
-    """Return the callback that ends a run after a step."""
-    return StopAt
 
 
 @pytest.fixture
@@ -101,23 +72,20 @@ def carry_over() -> Callable[[Trainer, Trainer], None]:
     """Return a function that makes the second trainer go on where the first one is."""
 
     def carry(source: Trainer, target: Trainer) -> None:
-        file = io.BytesIO()
-        torch.save(snapshot.take(source), file)
-        file.seek(0)
-        snapshot.restore(target, torch.load(file, weights_only=True))
+        snapshot.restore(target, through_a_file(snapshot.take(source)))
 
     return carry
 
 
 @pytest.fixture
-def run_twice(make_trainer: Any, tmp_path: Path, stop_at: Any, carry_over: Any) -> Any:
+def run_twice(make_trainer: Any, tmp_path: Path, carry_over: Any) -> Any:
     """Return a function that trains `whole`, and `cut` with an interruption and a process lost."""
 
     def run(make: Callable[[str], Callback], cut: int) -> None:
         whole = make_trainer({"tracker": make("whole")}, tmp_path / "whole")
         whole.fit()
         whole.end(Results("finished"))
-        first = make_trainer({"tracker": make("cut"), "stop": stop_at(cut)}, tmp_path / "cut")
+        first = make_trainer({"tracker": make("cut"), "stop": StopAt(cut)}, tmp_path / "cut")
         second, third = (make_trainer({"tracker": make("cut")}, tmp_path / "cut") for _ in "23")
         first.fit()
         first.end(Results("preempted", code=143))

@@ -103,27 +103,18 @@ def test_range_test_ends_and_reports_when_the_loss_explodes(
     assert json.loads((tmp_path / "lr_finder.json").read_text())["loss"]
 
 
-def test_suggestion_is_the_steepest_descent() -> None:
-    finder = LRFinder(smoothing=0.0)
-    finder.rates, finder.losses = [1, 2, 3, 4, 5], [5.0, 4.5, 2.0, 1.9, 9.0]
-    assert finder.suggestion() == 2
-    finder.losses = [1.0, 2.0, 3.0, 4.0, 5.0]
-    assert finder.suggestion() is None
-
-
-def test_the_loss_is_smoothed_with_a_correction_for_its_start() -> None:
-    finder = LRFinder(stop_factor=1.9, smoothing=0.5, updates=9)
-    optimizers = SimpleNamespace(groups=lambda: [SimpleNamespace(options={})])
-    trainer: Any = SimpleNamespace(state=TrainState(), optimizers=optimizers)
-    trainer.learning_rates = lambda: {"all": 0.1}
-    finder.on_fit_start(trainer)
-    for loss in (2.0, 2.0, 2.0, 5.0):  # smoothed: 2, 2, 2, 3.6
-        trainer.state.updates += 1
-        finder.on_log(trainer, {"train/loss": loss})
-    assert trainer.state.stop_request is None
-    trainer.state.updates += 1
-    finder.on_log(trainer, {"train/loss": 5.0})  # 4.32
-    assert trainer.state.stop_request is not None
+@pytest.mark.parametrize(
+    ("smoothing", "losses", "expected"),
+    [
+        pytest.param(0.0, [5.0, 4.5, 2.0, 1.9, 9.0], 2, id="the steepest descent"),
+        pytest.param(0.0, [1.0, 2.0, 3.0, 4.0, 5.0], None, id="none"),
+        pytest.param(0.5, [4.0, 3.0, 2.9, 2.9, 2.9], 1, id="smoothed from its start on"),
+    ],
+)
+def test_suggestion(smoothing: float, losses: list[float], expected: int | None) -> None:
+    finder = LRFinder(smoothing=smoothing)
+    finder.rates, finder.losses = [1, 2, 3, 4, 5], losses
+    assert finder.suggestion() == expected
 
 
 def test_histograms_rates_and_memory_are_logged_at_their_places(
@@ -159,31 +150,23 @@ def test_histogram_of_values_that_are_not_finite() -> None:
     assert histogram_of(torch.tensor([math.nan]), bins=2).counts.tolist() == [0, 0]
 
 
-def interval(callback: Throughput, seconds: float, waited: float, updates: int = 10) -> Any:
-    trainer: Any = SimpleNamespace(
-        state=TrainState(samples=100, updates=5), timer=SimpleNamespace(total=seconds, data=waited)
-    )
+def test_throughput_of_an_interval_and_a_hint_that_comes_once(caplog: Any) -> None:
+    state, timer = TrainState(samples=100, updates=5), SimpleNamespace(total=4.0, data=1.0)
+    trainer: Any = SimpleNamespace(state=state, timer=timer)
+    callback, shown = Throughput(hint_share=0.3), []
     callback.on_fit_start(trainer)
-    trainer.state.samples += 8 * updates
-    trainer.state.updates += updates
-    return callback.scalars(trainer)
-
-
-def test_throughput_of_an_interval() -> None:
-    assert interval(Throughput(), seconds=4.0, waited=1.0) == {
+    assert callback.scalars(trainer) == {}
+    with caplog.at_level(logging.INFO):
+        for waited in (3.6, 1.0, 1.68, 2.0):  # of the first it says nothing
+            state.samples, state.updates = state.samples + 80, state.updates + 10
+            timer.data = waited
+            shown.append(callback.scalars(trainer))
+    assert shown[1] == {
         "time/samples_per_second": 20.0,
         "time/step_seconds": 0.4,
         "time/data_wait": 0.1,
         "time/data_share": 0.25,
     }
-    assert interval(Throughput(), seconds=1.0, waited=0.0, updates=0) == {}
-
-
-def test_the_hint_comes_once_and_not_for_the_first_interval(caplog: Any) -> None:
-    callback = Throughput(hint_share=0.3)
-    with caplog.at_level(logging.INFO):
-        for waited in (0.9, 0.2, 0.42, 0.5):
-            interval(callback, seconds=1.0, waited=waited)
     assert [record.getMessage() for record in caplog.records] == [
         "42% of the time is spent waiting for data: set loader.num_workers=auto"
     ]

@@ -19,12 +19,13 @@ from callbacks.pictures.generated import GeneratedImages, GeneratedText
 from callbacks.pictures.graph import Graph
 from callbacks.pictures.layers import LayerStatistics
 from callbacks.pictures.masks import Masks, overlay
-from callbacks.pictures.picture import is_due, matrix, pixels, sheet
+from callbacks.pictures.picture import matrix, pixels, sheet
 from callbacks.pictures.samples import Misclassified, TrainingSamples, ValidationSamples
 from callbacks.pictures.texts import Texts
-from callbacks.support import CallbackError
+from callbacks.support import CallbackError, is_due
 from callbacks.tensorboard import TensorBoard
 from callbacks.trackers.recorder import MetricsLog
+from toys import StopAt
 from trainer.callback import Callback
 from trainer.media import PRCurve
 from trainer.optimizers.optimizers import Optimizers
@@ -164,14 +165,14 @@ def test_names_and_numbers_are_written_at_their_places_and_captions_fit() -> Non
     ],
 )
 def test_a_resumed_run_shows_what_it_would_have_shown(
-    stop_at: Any, carry_over: Any, tag: str, kind: type[Callback], stop: int, steps: list[int]
+    carry_over: Any, tag: str, kind: type[Callback], stop: int, steps: list[int]
 ) -> None:
     def run(*extra: Any) -> tuple[Gallery, Trainer]:
         gallery = Gallery()
         callbacks = {"gallery": gallery, "kind": kind(), **dict(extra)}
         return gallery, trainer_of(callbacks, max_epochs=6, log_every_n_steps=3)
 
-    (whole, all_of_it), (first, begun), (second, rest) = run(), run(("stop", stop_at(stop))), run()
+    (whole, all_of_it), (first, begun), (second, rest) = run(), run(("stop", StopAt(stop))), run()
     for trainer in (all_of_it, begun):
         torch.manual_seed(5)  # of the dropout masks
         trainer.fit()
@@ -229,7 +230,7 @@ def test_counts_curves_and_the_most_surely_wrong_are_those_of_counting(
         lambda values, names, text="": drawn.append(values) or np.zeros((1, 1, 3), np.uint8),
     )
     monkeypatch.setattr(
-        "callbacks.pictures.samples.pixels", lambda images: seen.append(images) or plain(images)
+        "callbacks.pictures.picture.pixels", lambda images: seen.append(images) or plain(images)
     )
     task: Task = Classification(CLASSES)
     if kind == "labels":

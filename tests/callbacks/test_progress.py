@@ -15,6 +15,7 @@ import pytest
 
 from callbacks import progress as module
 from callbacks.progress import Progress
+from toys import StopAt
 from trainer.callback import Callback, Saver
 
 _PART = re.compile(r"\x1b\[(\d*)([A-Za-z])|(.)", re.DOTALL)
@@ -215,10 +216,10 @@ def test_now_and_then_a_line_within_an_epoch_or_a_long_validation(
 
 
 def test_a_resumed_epoch_begins_where_it_was_and_the_best_before_it_counts(
-    make_trainer: Any, tmp_path: Any, stop_at: Any, carry_over: Any
+    make_trainer: Any, tmp_path: Any, carry_over: Any
 ) -> None:
     terminal, callbacks = Terminal(), {"progress": Progress(), "judge": Judge(before=0.0)}
-    first, second = make_trainer({"stop": stop_at(3)}), make_trainer(callbacks, tmp_path)
+    first, second = make_trainer({"stop": StopAt(3)}), make_trainer(callbacks, tmp_path)
     first.fit()
     carry_over(first, second)
     with console(terminal.stream):
@@ -249,10 +250,10 @@ def test_a_validation_is_told_once_where_it_happened(make_trainer: Any, capsys: 
 
 @pytest.mark.parametrize("every", [1, 3, 50])
 def test_the_loss_of_an_epoch_is_that_of_its_samples_also_where_a_signal_ends_it(
-    make_trainer: Any, stop_at: Any, capsys: Any, every: int
+    make_trainer: Any, capsys: Any, every: int
 ) -> None:
     with console():
-        trainer = make_trainer({"progress": Progress(), "s": stop_at(8)}, log_every_n_steps=every)
+        trainer = make_trainer({"progress": Progress(), "s": StopAt(8)}, log_every_n_steps=every)
         losses: list[float] = []
         step = trainer.task.training_step
 

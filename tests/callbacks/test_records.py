@@ -24,6 +24,7 @@ from tensorboard.util import tensor_util
 from callbacks.tensorboard import TensorBoard
 from callbacks.trackers.csv import CSV
 from callbacks.trackers.recorder import MetricsLog
+from toys import StopAt
 from trainer.callback import Callback, Results
 from trainer.errors import StorageError
 from trainer.media import PRCurve
@@ -96,13 +97,13 @@ def test_all_have_each_value_once_at_its_step(make_trainer: Any, tmp_path: Path)
 
 @pytest.mark.parametrize(("cut", "torn"), [(3, True), (5, False), (6, True)])
 def test_a_resumed_run_leaves_the_records_of_one_never_interrupted(
-    make_trainer: Any, tmp_path: Path, stop_at: Any, carry_over: Any, cut: int, torn: bool
+    make_trainer: Any, tmp_path: Path, carry_over: Any, cut: int, torn: bool
 ) -> None:
     whole, run = tmp_path / "whole", tmp_path / "cut"
     straight = make_trainer(recorders(), whole)
     straight.fit()
     straight.end(Results("finished"))
-    first = make_trainer({**recorders(), "stop": stop_at(cut)}, run)
+    first = make_trainer({**recorders(), "stop": StopAt(cut)}, run)
     lost, second = (make_trainer(recorders(), run) for _ in range(2))
     first.fit()
     carry_over(first, lost)

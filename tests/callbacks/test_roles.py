@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +13,6 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from callbacks.checkpoint import Checkpoint
 from callbacks.ema import EMA
 from scripts.runs.report import best_of
 from scripts.runs.resume import Moment
@@ -23,7 +21,7 @@ from trainer import snapshot
 from trainer.assembly.parts import Assembly
 from trainer.callback import Average, Callback, Hooks, Results, Saver
 from trainer.errors import ModelError
-from trainer.media import PRCurve, as_image
+from trainer.media import as_image
 from trainer.state import LogPoint
 from trainer.strategies.strategy import Strategy
 
@@ -96,9 +94,7 @@ def test_averages_and_savers_of_ones_own_have_their_roles(make_trainer: Any) -> 
     assert Moment.of(snapshot.take(trainer)).best == (7,)
 
 
-def test_pruning_comes_first_and_checkpoints_last_under_any_name(
-    make_trainer: Any, tmp_path: Path
-) -> None:
+def test_pruning_comes_first_and_checkpoints_last_under_any_name() -> None:
     nodes: dict[str, Any] = {
         "saves": {"_target_": "callbacks.checkpoint.Checkpoint"},
         "ema": {"_target_": "callbacks.ema.EMA", "decay": 0.5},
@@ -108,15 +104,7 @@ def test_pruning_comes_first_and_checkpoints_last_under_any_name(
         },
     }
     config: Any = SimpleNamespace(callbacks=nodes)
-    callbacks = Assembly(config, Strategy()).callbacks
-    assert list(callbacks) == ["smaller", "ema", "saves"]
-    trainer = make_trainer(callbacks, tmp_path)
-    trainer.fit()
-    saver = callbacks["saves"]
-    assert isinstance(saver, Checkpoint)
-    experiment: Any = SimpleNamespace(trainer=trainer)
-    assert saver.best_result() is not None
-    assert best_of(experiment) == saver.best_result()
+    assert list(Assembly(config, Strategy()).callbacks) == ["smaller", "ema", "saves"]
 
 
 def test_a_leaderboard_goes_by_the_metric_of_the_best() -> None:
@@ -172,24 +160,15 @@ class Figure:
         Image.new("RGB", (5, 3), (255, 0, 0)).save(file, format)
 
 
-def test_all_that_is_logged_reaches_all_that_receive_it(make_trainer: Any) -> None:
-    trackers = [Tracker(), Tracker()]
-    trainer = make_trainer(dict(zip("ab", trackers, strict=True)), max_epochs=1)
+def test_a_figure_is_an_image_and_where_nobody_receives_nothing_is_read(make_trainer: Any) -> None:
+    tracker = Tracker()
+    trainer = make_trainer({"a": tracker}, max_epochs=1)
     trainer.fit()
-    curve = PRCurve(*(np.zeros(3) for _ in range(5)))
-    trainer.log_image("an/image", torch.tensor([[0.0, 0.5], [1.0, 0.25]]))
-    trainer.log_histogram("a/histogram", np.arange(8), bins=4)
-    trainer.log_text("a/text", "**bold**")
     trainer.log_figure("a/figure", Figure())
-    trainer.log_pr_curve("a/curve", curve)
-    for got in (tracker.got for tracker in trackers):
-        assert {point for _, point in got.values()} == {LogPoint(step=5, epoch=1)}
-        assert got["an/image"][0][:, :, 0].tolist() == [[0, 128], [255, 64]]
-        assert got["a/histogram"][0].counts.tolist() == [2, 2, 2, 2]
-        assert got["a/text"][0] == "**bold**"
-        assert (got["a/figure"][0] == [255, 0, 0]).all()
-        assert got["a/curve"][0] == curve
-    deaf = make_trainer({})  # where nobody receives it, nothing is read
+    image, point = tracker.got["a/figure"]
+    assert point == LogPoint(step=5, epoch=1)
+    assert (image == [255, 0, 0]).all()
+    deaf = make_trainer({})
     with torch.device("meta"):
         deaf.log_image("image", torch.empty(3, 4, 4))  # has no values to read
         deaf.log_histogram("histogram", torch.empty(4))

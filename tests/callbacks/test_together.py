@@ -28,7 +28,7 @@ from callbacks.tensorboard import TensorBoard
 from callbacks.throughput import Throughput
 from callbacks.trackers.recorder import MetricsLog
 from callbacks.unfreeze import Unfreeze
-from scripts.composition.compose import compose
+from toys import StopAt
 from trainer.callback import Callback
 
 _HOST_READS = {"aten._local_scalar_dense.default", "aten.is_nonzero.default"}
@@ -115,14 +115,14 @@ class StopInValidation(Callback):
 
 @pytest.mark.parametrize("cuts", [[3], [5], [10], [12], [4, 7, 11], ["validation"]], ids=str)
 def test_resumed_as_if_never_interrupted(
-    make_trainer: Any, tmp_path: Path, stop_at: Any, carry_over: Any, cuts: list[Any]
+    make_trainer: Any, tmp_path: Path, carry_over: Any, cuts: list[Any]
 ) -> None:
     whole = make_trainer(everything(), tmp_path / "whole", max_epochs=6)
     whole.fit()
     assert "has not improved" in str(whole.state.stop_reason)
     trainer = None
     for cut in [*cuts, None]:
-        stop = StopInValidation() if cut == "validation" else stop_at(cut)
+        stop = StopInValidation() if cut == "validation" else StopAt(cut)
         following = make_trainer({**everything(), "stop": stop}, tmp_path / "cut", max_epochs=6)
         if trainer is not None:
             carry_over(trainer, following)
@@ -137,10 +137,10 @@ def test_resumed_as_if_never_interrupted(
     "lost", ["early_stopping", "checkpoint", "tensorboard", "metrics_log", "ema"]
 )
 def test_each_state_is_needed_for_that(
-    make_trainer: Any, tmp_path: Path, stop_at: Any, carry_over: Any, lost: str
+    make_trainer: Any, tmp_path: Path, carry_over: Any, lost: str
 ) -> None:
     whole = make_trainer(everything(), tmp_path / "whole", max_epochs=6)
-    first = make_trainer({**everything(), "stop": stop_at(12)}, tmp_path / "cut", max_epochs=6)
+    first = make_trainer({**everything(), "stop": StopAt(12)}, tmp_path / "cut", max_epochs=6)
     second = make_trainer(everything(), tmp_path / "cut", max_epochs=6)
     whole.fit()
     first.fit()
@@ -152,14 +152,14 @@ def test_each_state_is_needed_for_that(
 
 @pytest.mark.parametrize("cut", [4, 9])
 def test_a_range_test_goes_on_after_a_resume(
-    make_trainer: Any, tmp_path: Path, stop_at: Any, carry_over: Any, cut: int
+    make_trainer: Any, tmp_path: Path, carry_over: Any, cut: int
 ) -> None:
     def trainer(run: str, **more: Callback) -> Any:
         finder = LRFinder(min_lr=1e-5, max_lr=1e-1, updates=9)
         options = {"max_epochs": 50, "log_every_n_steps": 1}
         return make_trainer({"finder": finder, **more}, tmp_path / run, **options)
 
-    whole, first, second = trainer("whole"), trainer("cut", stop=stop_at(cut)), trainer("cut")
+    whole, first, second = trainer("whole"), trainer("cut", stop=StopAt(cut)), trainer("cut")
     whole.fit()
     first.fit()
     carry_over(first, second)
@@ -167,23 +167,6 @@ def test_a_range_test_goes_on_after_a_resume(
     reports = [(tmp_path / run / "lr_finder.json").read_text() for run in ("whole", "cut")]
     assert reports[0] == reports[1]
     assert second.state.updates == 9
-
-
-DEFAULT = ["progress", "tensorboard", "lr_monitor", "throughput", "memory", "model_summary"]
-DEFAULT += ["early_stopping", "checkpoint"]
-
-
-@pytest.mark.parametrize(
-    ("override", "names"),
-    [
-        pytest.param("callbacks=none", [], id="none"),
-        pytest.param("callbacks=[ema,default]", ["ema", *DEFAULT], id="before"),
-        pytest.param("callbacks=ema", ["ema"], id="alone"),
-        pytest.param("~callbacks.checkpoint", DEFAULT[:-1], id="dropped"),
-    ],
-)
-def test_composed(override: str, names: list[str]) -> None:
-    assert list(compose(["experiment=resnet18", override]).config["callbacks"]) == names
 
 
 @pytest.mark.parametrize(

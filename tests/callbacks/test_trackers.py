@@ -13,6 +13,7 @@ from callbacks.trackers.mlflow import MLflow
 from callbacks.trackers.recorder import MetricsLog, Names, Tracker, names_of
 from callbacks.trackers.wandb import WandB
 from conf.errors import ConfigError
+from toys import StopAt
 from trainer import snapshot
 from trainer.callback import Callback, Results
 
@@ -63,10 +64,10 @@ def test_a_resumed_run_goes_on_without_doubled_points(run_twice: Any, cut: int) 
 
 
 def test_other_hyper_parameters_begin_another_tracked_run(
-    make_trainer: Any, tmp_path: Path, stop_at: Any, carry_over: Any
+    make_trainer: Any, tmp_path: Path, carry_over: Any
 ) -> None:
     store: Store = {}
-    first = make_trainer({"tracker": Listed(store), "stop": stop_at(5)}, tmp_path)
+    first = make_trainer({"tracker": Listed(store), "stop": StopAt(5)}, tmp_path)
     second = make_trainer({"tracker": Listed(store)}, tmp_path)
     third = make_trainer({"tracker": Listed(store)}, tmp_path, lr=0.01)
     first.fit()
@@ -110,7 +111,7 @@ def test_a_tracker_that_is_down_is_one_warning_and_gets_all_when_it_is_back(
 
 @pytest.mark.parametrize("next_start", [False, True])
 def test_what_a_tracker_missed_is_sent_at_the_end_or_by_the_next_start(
-    make_trainer: Any, tmp_path: Path, stop_at: Any, carry_over: Any, next_start: bool
+    make_trainer: Any, tmp_path: Path, carry_over: Any, next_start: bool
 ) -> None:
     class Outage(Callback):
         def on_update_end(self, trainer: Any) -> None:
@@ -120,7 +121,7 @@ def test_what_a_tracker_missed_is_sent_at_the_end_or_by_the_next_start(
     make_trainer({"tracker": Listed(whole)}, tmp_path / "whole").fit()
     tracker = Listed(store)
     callbacks = {"outage": Outage(), "log": MetricsLog(), "tracker": tracker}
-    stop = stop_at(7 if next_start else None)
+    stop = StopAt(7 if next_start else None)
     first = make_trainer({**callbacks, "stop": stop}, tmp_path / "cut")
     second = make_trainer({"log": MetricsLog(), "tracker": Listed(store)}, tmp_path / "cut")
     first.fit()

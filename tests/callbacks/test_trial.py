@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from callbacks.trial import PRUNED_AT, PRUNER, Trial, open_storage
+from toys import StopAt
 from trainer import snapshot
 from trainer.callback import Callback
 from trainer.distributed import Group
@@ -61,11 +62,11 @@ def trained(make_trainer, callbacks, **options):
     ids=["by-epochs", "by-steps", "of-training"],
 )
 def test_a_metric_is_reported_once_and_changes_nothing(
-    study, trial, make_trainer, stop_at, carry_over, metric, options, steps
+    study, trial, make_trainer, carry_over, metric, options, steps
 ):
     it = study({"name": "median", "options": {}}, metric)
-    first = trained(make_trainer, {"trial": trial(), "stop": stop_at(7)}, **options)
-    again = make_trainer({"trial": trial(), "stop": stop_at(99)}, **options)
+    first = trained(make_trainer, {"trial": trial(), "stop": StopAt(7)}, **options)
+    again = make_trainer({"trial": trial(), "stop": StopAt(99)}, **options)
     carry_over(first, again)
     again.fit()
     assert not again.state.pruned
@@ -197,6 +198,7 @@ def test_the_main_process_decides_for_all(study, trial):
     callback.setup(it)
     callback.on_fit_start(it)
     assert it.state.stop_request is None
-    callback.on_validation_end(it, {})
+    it.state.global_step = it.state.validated_at = 5
+    callback.on_boundary(it)
     assert it.state.stop_request == (PRUNED, 0)
     assert callback._trial is None  # only the main process opens it

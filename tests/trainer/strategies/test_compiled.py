@@ -104,7 +104,7 @@ def prune(strategy, **compiling):
     """Return weights, average and masks after two epochs of gradual pruning."""
     head = {"match": "^2", "method": "random", "kind": "matrix"}
     rules = {"head": head, "all": {"kind": "matrix"}}
-    pruning, ema = Pruning(rules, start_step=1, end_step=5, every_n_steps=2), EMA(0.9)
+    pruning, ema = Pruning(rules=rules, start_step=1, end_step=5, every_n_steps=2), EMA(0.9)
     callbacks = {"pruning": pruning, "ema": ema}
     trainer = make_trainer(strategy, blocks, callbacks, compiling, clip_grad_norm=0.3)
     trainer.fit()
