@@ -200,11 +200,9 @@ class Hooks:
         for callback in callbacks:
             parts = check_hooks(callback)
             self.asks_for_batches |= bool(parts)
-            for name, base in _HOOKS.items():
-                hook = getattr(callback, name)
-                if getattr(type(callback), name) is not base:
-                    asks = name == "on_update_end" and parts
-                    self._listeners[name].append(_with_batch(hook, parts) if asks else hook)
+            for name, hook in _overridden(callback).items():
+                asks = name == "on_update_end" and parts
+                self._listeners[name].append(_with_batch(hook, parts) if asks else hook)
 
     def emit(self, hook: str, *args: Any) -> None:
         """Call `hook` of every callback that overrides it."""
@@ -219,17 +217,19 @@ class Hooks:
 _HOOKS = {n: hook for n, hook in vars(Callback).items() if n[0] != "_" and inspect.isfunction(hook)}
 
 
+def _overridden(callback: Callback) -> dict[str, Any]:
+    own = [n for n, base in _HOOKS.items() if getattr(type(callback), n) is not base]
+    return {name: getattr(callback, name) for name in own}
+
+
 def check_hooks(callback: Callback) -> list[str]:
     """Return which of `batch` and `outputs` its `on_update_end` asks for.
 
     Raises ModelError for a hook with wrong parameters; warns of names that are nearly a hook's.
     """
     asked: list[str] = []
-    for name, base in _HOOKS.items():
-        hook = getattr(callback, name)
-        if getattr(type(callback), name) is base:
-            continue
-        given, own = list(inspect.signature(base).parameters)[1:], inspect.signature(hook)
+    for name, hook in _overridden(callback).items():
+        given, own = list(inspect.signature(_HOOKS[name]).parameters)[1:], inspect.signature(hook)
         further = UPDATE_PARTS if name == "on_update_end" else ()
         parts = [part for part in further if part in own.parameters]
         try:

@@ -1,7 +1,5 @@
 """The processes of a run: how they meet, exchange, stop and fail; one is a group, too."""
 
-from __future__ import annotations
-
 import _thread
 import json
 import os

@@ -177,7 +177,7 @@ def account(error: BaseException) -> str | None:
     place = f"module {module}" if name == "<module>" else f"{module}.{name}"
     given = [f"{name}={spelled(value)}" for name, value in _arguments(frame)[:6]]
     shown = f" with {', '.join(given)}" if given else ""
-    reason = f"{type(error).__name__}: {_brief(str(error))}".rstrip(": ")
+    reason = f"{type(error).__name__}: {brief(error)}".rstrip(": ")
     parts = [f"{place} ({frame.f_code.co_filename}, line {line}){shown}: {reason}"]
     if layer := _layer(frames[theirs[-1] :]):
         parts.append(layer)
@@ -201,7 +201,7 @@ def misfit(
         )
     if not is_misfit(error):
         return None
-    reason = f"{_brief(str(error))} (batch: {spelled(batch)})"
+    reason = f"{brief(error)} (batch: {spelled(batch)})"
     frames = list(walk_tb(error.__traceback__))
     if any(frame.f_globals.get("__name__") == "trainer.tasks.losses" for frame, _ in frames):
         if "Long" in reason or "must be Tensor, not" in reason:
@@ -254,5 +254,6 @@ def _arguments(frame: FrameType) -> list[tuple[str, Any]]:
     return [(n, values[n]) for n in names if n not in ("self", "cls") and n in values]
 
 
-def _brief(text: str) -> str:
-    return " ".join(text.split())[:300]
+def brief(error: Exception | SystemExit) -> str:
+    """Return what an error says, as one line that is not too long."""
+    return " ".join(str(error).split())[:500]

@@ -1,7 +1,5 @@
 """What a run shows besides scalars: images, histograms and curves, as plain numpy arrays."""
 
-from __future__ import annotations
-
 import io
 from typing import Any, NamedTuple
 

@@ -4,8 +4,6 @@ Names, arguments and monitors are looked at, and then `Assembly` builds its part
 the meta device.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Iterator, Sequence

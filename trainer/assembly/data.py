@@ -1,14 +1,12 @@
 """From a configuration to data sets and loaders, what is kept of the data, and their facts."""
 
-from __future__ import annotations
-
 import logging
 import typing
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -35,8 +33,7 @@ logger = logging.getLogger("regimen")
 SPLITS = ("train", "val", "test")
 
 
-@dataclass(frozen=True, slots=True)
-class Data:
+class Data(NamedTuple):
     """The data sets of a run; `train` is None for an evaluation."""
 
     sets: dict[str, Any]

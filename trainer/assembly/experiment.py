@@ -1,10 +1,8 @@
 """From a configuration to a trainer, in reading order; and its loaders."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -37,8 +35,7 @@ from trainer.trainer import Trainer
 _OF_LOADER = (*declared(EvalLoaderConfig), "worker_init_fn")
 
 
-@dataclass(frozen=True, slots=True)
-class Experiment:
+class Experiment(NamedTuple):
     """What a command needs once a configuration is built."""
 
     config: Config

@@ -23,7 +23,7 @@ from conf.schema_trainer import StrategyConfig
 from data.errors import DataError
 from trainer.callback import Callback, Saver, check_hooks
 from trainer.distributed import is_rank
-from trainer.errors import ModelError, is_misfit
+from trainer.errors import ModelError, brief, is_misfit
 from trainer.lr_schedulers.build import build_lr_schedule
 from trainer.lr_schedulers.schedule import LRSchedule
 from trainer.optimizers.optimizers import Optimizers, build_optimizers
@@ -186,8 +186,7 @@ class Assembly:
         except (RuntimeError, LookupError, AttributeError) as error:  # a layer's, of an argument
             if not is_misfit(error):
                 raise
-            reason = " ".join(str(error).split())[:300]
-            message = f"{node['_target_']} does not accept its arguments: {reason}"
+            message = f"{node['_target_']} does not accept its arguments: {brief(error)}"
             raise ModelError(Problem("model", message)) from error
         if lazy := [name for name, p in model.named_parameters() if is_lazy(p)]:
             hint = "give its layer its sizes, or call it once"

@@ -1,7 +1,5 @@
 """A model before it is trained: its modules, their outputs and FLOPs, and the memory it needs."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext

@@ -4,8 +4,6 @@
 Its key `shards` names the folder with their values, and the digests of the files in it.
 """
 
-from __future__ import annotations
-
 import pickle
 import shutil
 import uuid
@@ -20,7 +18,7 @@ from torch import Tensor
 from trainer.checkpoints.archive import DamagedCheckpointError, digest
 from trainer.distributed import Group
 from trainer.errors import CheckpointError, StorageError
-from trainer.files.atomic import TEMPORARY, storage_error, sync_folder
+from trainer.files.atomic import TEMPORARY, storage_error, storing, sync_folder
 
 SUFFIX = ".shards"
 # The types in the .metadata of the shards; torch would unpickle any other, and run its code.
@@ -67,12 +65,10 @@ def write(payload: Mapping[str, Any], target: Path, group: Group) -> dict[str, A
 
     def move() -> None:
         files[".metadata"] = digest(temporary / ".metadata")
-        try:
+        with storing(folder):
             sync_folder(temporary)
             temporary.rename(folder)
             sync_folder(folder.parent)
-        except OSError as error:
-            raise storage_error(folder, error) from error
 
     group.on_main(move)
     return {**outline, "shards": {"folder": name, "files": files}}

@@ -22,7 +22,7 @@ from trainer.checkpoints.reader import (
 )
 from trainer.checkpoints.shards import SUFFIX
 from trainer.errors import CheckpointError
-from trainer.files.atomic import link_or_copy, remove_orphans, storage_error, sync_folder
+from trainer.files.atomic import link_or_copy, remove_orphans, storing, sync_folder
 from trainer.runs.directory import now
 from trainer.runs.lock import refuse_taken
 
@@ -59,10 +59,8 @@ class CheckpointStore:
             index.write(self.folder)  # or the old digest would be compared with the new file
         write_archive(path, {**payload, "format_version": FORMAT_VERSION})
         finite = {k: float(v) if math.isfinite(v) else None for k, v in (metrics or {}).items()}
-        try:
+        with storing(path):  # the folder may vanish while the file is hashed
             entry = _enter(index, path, payload, finite)
-        except OSError as error:  # the folder vanished while the file was hashed
-            raise storage_error(path, error) from error
         self._point(index, dict.fromkeys(names, entry))
         return path
 
@@ -124,10 +122,8 @@ class CheckpointStore:
     def prepare(self) -> None:
         """Make the folder; clean it at the first call, and after a failure. Raises StorageError."""
         refuse_taken(self.folder.parent)
-        try:
+        with storing(self.folder):
             self.folder.mkdir(exist_ok=True)
-        except OSError as error:
-            raise storage_error(self.folder, error) from error
         if not self._in_order:
             self.clean()
             self._in_order = True

@@ -1,17 +1,13 @@
 """A run's model in another format: written verified, and complete or absent (I7); and tested."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os
 import shutil
-import timeit
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -24,7 +20,7 @@ from models.pretrained import no_initial_weights
 from trainer.assembly.data import build_data, build_pipeline
 from trainer.assembly.experiment import build_evaluator, eval_loader
 from trainer.checkpoints.archive import digest, read_safetensors, write_safetensors
-from trainer.errors import ModelError
+from trainer.errors import ModelError, brief
 from trainer.export.formats import (
     GRAPHS,
     WEIGHTS,
@@ -34,12 +30,11 @@ from trainer.export.formats import (
     build_network,
     check_libraries,
     model_card,
-    one_line,
     provenance,
 )
 from trainer.files.atomic import (
     TEMPORARY,
-    storage_error,
+    storing,
     sync_folder,
     write_json,
     write_text,
@@ -172,7 +167,7 @@ def samples_of(run: Run, names: Iterable[str]) -> tuple[Tensor, bool]:
             logger.warning("the run's data are not there (%s): verified with random inputs", error)
             break
         if dataset is not None:
-            loader = eval_loader(config, dataset, Strategy(torch.device("cpu")))
+            loader = eval_loader(config, dataset, Strategy("cpu"))
             inputs = one_view(next(iter(loader.epoch(0, 0, 1))).batch)
             return inputs[torch.arange(_SAMPLES) % len(inputs)], True
     form = run.facts.inputs
@@ -207,13 +202,6 @@ def with_transforms(config: Config, names: Iterable[str]) -> Config:
     return replace(config, transforms=replace(config.transforms, eval=kept))
 
 
-def milliseconds(answer: Answer, batch: Tensor) -> float:
-    """Return the time of a call: the median of 20, after three for warm-up."""
-    with torch.inference_mode():
-        times = timeit.repeat(lambda: answer(batch), number=1, repeat=23)
-    return 1e3 * median(times[3:])
-
-
 def _write_weights(model: nn.Module, path: Path, facts: dict[str, Any]) -> None:
     """Write the weights; a newly built model must load them."""
     weights = model.state_dict()
@@ -242,16 +230,15 @@ def _new_folder(folder: Path, overwrite: bool) -> Iterator[Path]:
     made = folder.with_name(f"{TEMPORARY}{folder.name[:100]}")
     old = made.with_name(f"{made.name}-old")
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(made, ignore_errors=True)  # of a command that was killed
-        made.mkdir()
-        yield made
-        if folder.exists():  # moved away whole before it is removed
-            os.replace(folder, old)
-        os.replace(made, folder)
-        sync_folder(folder.parent)
-    except OSError as error:
-        raise storage_error(folder, error) from error
+        with storing(folder):
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(made, ignore_errors=True)  # of a command that was killed
+            made.mkdir()
+            yield made
+            if folder.exists():  # moved away whole before it is removed
+                os.replace(folder, old)
+            os.replace(made, folder)
+            sync_folder(folder.parent)
     finally:
         for left in (made, old):
             shutil.rmtree(left, ignore_errors=True)
@@ -300,7 +287,7 @@ def evaluate_artefact(
     except ModelError:
         raise
     except Exception as error:
-        raise ModelError(f"artefact={path} cannot be loaded: {one_line(error)}") from error
+        raise ModelError(f"artefact={path} cannot be loaded: {brief(error)}") from error
     return metrics_of(config, answer, facts, split)
 
 
@@ -315,12 +302,11 @@ def metrics_of(
     options: Any = {"precision": "fp32", "channels_last": False, "compile": False}
     config = with_transforms(config, facts["transforms_of_the_caller"])
     config = replace(config, trainer=replace(config.trainer, **options))
-    strategy = Strategy(torch.device("cpu"))
+    strategy = Strategy("cpu")
     split, loader, num_classes = open_split(config, strategy, split)
     trainer = build_evaluator(config, num_classes, strategy, _Answering(answer, facts))
     try:
-        with torch.no_grad():
-            metrics = trainer.evaluate(loader, split)
+        metrics = trainer.evaluate(loader, split)
     finally:
         loader.close()
     if facts["output"] == "mask" and isinstance(trainer.task, Supervised):

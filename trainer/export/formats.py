@@ -1,7 +1,5 @@
 """The network that is exported; how each format is written and loaded again; the card beside it."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import json
@@ -9,10 +7,9 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import yaml
@@ -20,7 +17,7 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 from data.transforms import Pipeline, Standardize, ToFloat
-from trainer.errors import ModelError
+from trainer.errors import ModelError, brief
 from trainer.inference.predictor import OUTPUT, named_tensors
 from trainer.inference.run import Run, origin_of
 from trainer.runs.status import MANIFEST, read_json
@@ -95,8 +92,7 @@ def build_network(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Exportable:
+class Exportable(NamedTuple):
     """What is written as a graph: the network, samples of its inputs, and the facts about both."""
 
     network: Network
@@ -114,8 +110,7 @@ class Exportable:
         return {"regimen.json": json.dumps(self.facts)}
 
 
-@dataclass(frozen=True, slots=True)
-class Format:
+class Format(NamedTuple):
     """One format: how a graph is written, with its facts, and loaded again."""
 
     file: str
@@ -157,14 +152,9 @@ def exported_program(graph: Exportable) -> ExportedProgram:
         )
     except Exception as error:
         raise ModelError(
-            f"the model cannot be exported by torch.export: {one_line(error)}; "
+            f"the model cannot be exported by torch.export: {brief(error)}; "
             "format=torchscript or format=safetensors may do"
         ) from error
-
-
-def one_line(error: Exception) -> str:
-    """Return what an error of a library says, as one line that is not too long."""
-    return " ".join(str(error).split())[:300]
 
 
 def onnx_model(graph: Exportable) -> Any:
@@ -235,7 +225,7 @@ def _write_package(graph: Exportable, path: Path) -> None:
             _inductor().aoti_compile_and_package(program, **options)
     except Exception as error:
         raise ModelError(
-            f"the model cannot be compiled: {one_line(error)}; format=torch_export may do"
+            f"the model cannot be compiled: {brief(error)}; format=torch_export may do"
         ) from error
 
 

@@ -1,14 +1,14 @@
 """Write a run's model with 8-bit integers: smaller, and faster on a CPU."""
 
-from __future__ import annotations
-
 import importlib
 import logging
-import tempfile
+import re
+import timeit
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from statistics import median
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -25,7 +25,6 @@ from trainer.export.artefact import (
     export_run,
     largest_difference,
     metrics_of,
-    milliseconds,
     one_view,
     with_transforms,
 )
@@ -48,6 +47,7 @@ LEARNT = "learnt in training"
 _RANGES = "fake_quantization"  # in the state of callbacks.compression.qat
 _PRODUCTS = ("Conv", "Gemm", "MatMul")
 _STATIC = (*_PRODUCTS, "Relu", "MaxPool", "AveragePool", "GlobalAveragePool", "Add")
+_INTEGERS = {"MatMulInteger", "QuantizeLinear"}
 _BATCH = 32
 
 
@@ -79,28 +79,26 @@ def quantize_run(
         if not graph.samples.is_floating_point() and preprocessing == "outside":
             kind = graph.samples.dtype
             raise ModelError(f"the model takes {kind}, not floats: it cannot be quantized")
-        with tempfile.TemporaryDirectory(prefix="regimen-") as scratch:
-            whole = Path(scratch) / path.name
-            proto = onnx_model(graph)
-            learnt = _learnt(run, checkpoint, proto)
-            save_onnx(proto, whole, {})
-            told: dict[str, Any] = {"method": method, "weights": "int8", "ranges": "of each batch"}
-            given = None
-            if method == "static":
-                told |= {"activations": "uint8", "calibration_samples": samples}
-                told["ranges"] = LEARNT if learnt else "of training samples"
-                given = calibration(run.config, facts["transforms_of_the_caller"], samples)
-            write_integers(whole, path, given, learnt)
-            facts["quantization"] = told
-            save_onnx(importlib.import_module("onnx").load(str(path)), path, facts)
-            difference = largest_difference(graph, GRAPHS["onnx"].load(path), quantized=True)
-            facts["verified"]["largest_difference"] = difference
-            before = facts["before"] = _measured(run.config, whole, graph, split)
-            after = facts["after"] = _measured(run.config, path, graph, split)
-        for name in (name for name in before if name.endswith("/accuracy")):
-            if not before[name] - after[name] <= max_drop:
+        whole, proto = path.with_name("float.onnx"), onnx_model(graph)
+        learnt = _learnt(run, checkpoint, proto)
+        save_onnx(proto, whole, {})
+        told: dict[str, Any] = {"method": method, "weights": "int8", "ranges": "of each batch"}
+        given = None
+        if method == "static":
+            told |= {"activations": "uint8", "calibration_samples": samples}
+            told["ranges"] = LEARNT if learnt else "of training samples"
+            given = calibration(run.config, facts["transforms_of_the_caller"], samples)
+        facts["quantization"] = told
+        save_onnx(integer_model(whole, path, given, learnt), path, facts)
+        difference = largest_difference(graph, GRAPHS["onnx"].load(path), quantized=True)
+        facts["verified"]["largest_difference"] = difference
+        before = facts["before"] = _measured(run.config, whole, graph, split)
+        after = facts["after"] = _measured(run.config, path, graph, split)
+        whole.unlink()
+        for name, value in before.items():
+            if name.endswith("/accuracy") and not value - after[name] <= max_drop:
                 raise ModelError(
-                    f"{name} falls from {before[name]:.4f} to {after[name]:.4f}, by more than "
+                    f"{name} falls from {value:.4f} to {after[name]:.4f}, by more than "
                     f"max_drop={max_drop:g}: nothing is written; callbacks=[default,qat] trains "
                     "for 8 bits"
                 )
@@ -118,30 +116,31 @@ def method_for(model: nn.Module) -> Method:
     return "static" if 2 * inside > sum(p.numel() for p in model.parameters()) else "dynamic"
 
 
-def write_integers(
+def integer_model(
     whole: Path,
     path: Path,
-    samples: Iterator[dict[str, Any]] | None = None,
-    ranges: Mapping[str, Any] | None = None,
-) -> None:
-    """Write a model of ONNX with 8-bit weights: of matrix products, or with activations, too.
+    samples: Iterator[dict[str, Any]] | None,
+    ranges: Mapping[str, Any],
+) -> Any:
+    """Return a model of ONNX with 8-bit weights: of matrix products, or with activations, too.
 
-    samples: batches of inputs, for the calibration of activations; ranges: those of tensors that
-    are known, each a pair of numpy's numbers. Raises ModelError where nothing was quantized.
+    It is written to `path`. samples: batches of inputs, for the calibration of activations; ranges:
+    those of tensors that are known, each a pair of numpy's numbers. Raises ModelError where nothing
+    was quantized.
     """
     library: Any = importlib.import_module("onnxruntime.quantization")
     signed, unsigned = library.QuantType.QInt8, library.QuantType.QUInt8
     with silently():
         if samples is None:
-            integer, method, other = "MatMulInteger", "dynamic", "static"
+            method, other = "dynamic", "static"
             library.quantize_dynamic(
                 whole, path, op_types_to_quantize=["MatMul", "Gemm"], weight_type=signed
             )
         else:
-            integer, method, other = "QuantizeLinear", "static", "dynamic"
+            method, other = "static", "dynamic"
             known = {
                 name: [{"rmin": low, "rmax": high, "quant_type": unsigned}]
-                for name, (low, high) in (ranges or {}).items()
+                for name, (low, high) in ranges.items()
             }
             library.quantize_static(
                 whole,
@@ -154,12 +153,13 @@ def write_integers(
                 weight_type=signed,
                 extra_options={"TensorQuantOverrides": known},
             )
-    nodes = importlib.import_module("onnx").load(str(path)).graph.node
-    if not any(node.op_type.startswith(integer) for node in nodes):
+    proto = importlib.import_module("onnx").load(str(path))
+    if _INTEGERS.isdisjoint(node.op_type for node in proto.graph.node):
         raise ModelError(
             f"the model has no layer with weights that method={method} quantizes: "
             f"method={other} may do"
         )
+    return proto
 
 
 def _learnt(run: Run, checkpoint: str, proto: Any) -> dict[str, Any]:
@@ -176,8 +176,8 @@ def _learnt(run: Run, checkpoint: str, proto: Any) -> dict[str, Any]:
     for node in proto.graph.node:
         if node.op_type not in _PRODUCTS:
             continue
-        scopes = {e.value for e in node.metadata_props if e.key.endswith("name_scopes")}
-        places = {scope.strip("' ") for text in scopes for scope in text.strip("[]").split(",")}
+        scopes = [e.value for e in node.metadata_props if e.key.endswith("name_scopes")]
+        places = re.findall("'(.*?)'", " ".join(scopes))
         for name in (*places, node.input[1].removesuffix(".weight")):
             known, tensor = layers.get(name.removeprefix("model.")), node.input[0]
             while known is not None:
@@ -204,7 +204,7 @@ def calibration(config: Config, names: Iterable[str], samples: int) -> Iterator[
         trainer=replace(config.trainer, gradient_accumulation_steps=1, overfit_batches=None),
     )
     try:
-        found = train_loader(config, build_data(config, ("train",)), Strategy(torch.device("cpu")))
+        found = train_loader(config, build_data(config, ("train",)), Strategy("cpu"))
         for micro in found.epoch(0, 0, min(len(found), -(-samples // _BATCH))):
             yield {"input": one_view(micro.batch).numpy()}
         found.close()
@@ -224,5 +224,7 @@ def _measured(config: Config, path: Path, graph: Exportable, split: str | None) 
         except DataError as error:
             logger.warning("the run's data are not there (%s): accuracy is not measured", error)
     for size in (1, _BATCH):
-        values[f"ms_of_{size}"] = milliseconds(answer, graph.samples[:size])
+        with torch.inference_mode():
+            times = timeit.repeat(partial(answer, graph.samples[:size]), number=1, repeat=23)
+        values[f"ms_of_{size}"] = 1e3 * median(times[3:])  # the first are for warm-up
     return values

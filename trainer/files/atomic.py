@@ -29,13 +29,33 @@ def storage_error(path: Path, error: OSError) -> StorageError:
 
 
 @contextlib.contextmanager
+def storing(path: Path) -> Iterator[None]:
+    """Raise a StorageError about `path` for an OSError in the block."""
+    try:
+        yield
+    except OSError as error:
+        raise storage_error(path, error) from error
+
+
+@contextlib.contextmanager
+def _temporary(path: Path) -> Iterator[Path]:
+    # The suffix comes last: a search for *.pt must not find incomplete files.
+    name = f"{TEMPORARY}{path.name[:100]}-{os.getpid()}-{time.monotonic_ns():x}"
+    temporary = path.with_name(name)
+    try:
+        with storing(path):
+            yield temporary
+    finally:
+        _discard(temporary)  # rename() does nothing between two links to one file
+
+
+@contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """Yield a file that replaces `path`, durably, when the block ends without an exception.
 
     After an exception it is removed. Raises StorageError.
     """
-    temporary = _temporary(path)
-    try:
+    with _temporary(path) as temporary:
         # With 0o666 the user's umask decides the mode; tempfile would set 0o600.
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         with open(descriptor, "wb") as file:
@@ -48,10 +68,6 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
             finally:
                 forget(descriptor)
         sync_folder(path.parent)
-    except OSError as error:
-        raise storage_error(path, error) from error
-    finally:
-        _discard(temporary)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -70,8 +86,7 @@ def link_or_copy(source: Path, target: Path) -> None:
 
     The folder is not synced: the caller's next durable write does that.
     """
-    temporary = _temporary(target)
-    try:
+    with _temporary(target) as temporary:
         try:
             os.link(source, temporary)
         except OSError:
@@ -79,10 +94,6 @@ def link_or_copy(source: Path, target: Path) -> None:
                 shutil.copyfileobj(original, copy, 1 << 20)
         else:
             os.replace(temporary, target)
-    except OSError as error:
-        raise storage_error(target, error) from error
-    finally:
-        _discard(temporary)  # rename() does nothing between two links to one file
 
 
 def remove_orphans(folder: Path) -> None:
@@ -132,11 +143,6 @@ def _register() -> None:
     os.register_at_fork(after_in_child=close)
 
 
-def _temporary(path: Path) -> Path:
-    # The suffix comes last: a search for *.pt must not find incomplete files.
-    return path.with_name(f"{TEMPORARY}{path.name[:100]}-{os.getpid()}-{time.monotonic_ns():x}")
-
-
 def _discard(path: Path) -> None:
     try:
         if os.path.lexists(path):  # unlink on a read-only file system raises another error
@@ -155,14 +161,12 @@ class AppendLog:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._warned = False
-        try:
+        with storing(path):
             # A link in a run of somebody else's could lead anywhere.
             flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
             self._descriptor = os.open(path, flags, 0o666)
             self._size = _whole_lines(self._descriptor)
             os.ftruncate(self._descriptor, self._size)
-        except OSError as error:
-            raise storage_error(path, error) from error
 
     def write(self, line: str) -> None:
         """Append `line`, with a newline if it has none."""

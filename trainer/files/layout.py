@@ -1,7 +1,5 @@
 """Text that is safe to print, and tables that fit."""
 
-from __future__ import annotations
-
 import logging
 import os
 import re

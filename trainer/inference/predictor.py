@@ -1,7 +1,5 @@
 """What a trained model takes and answers: the facts about its data, its outputs, their rows."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -91,26 +89,23 @@ def _input_form(dataset: Any) -> dict[str, Any]:
     pipeline.steps, pipeline.deferred = {}, {}
     try:
         with preserved_rng():
-            forms = [_picture_form(inputs_of(dataset[n])) for n in {0, len(dataset) - 1}]
+            first, last = (_picture_form(inputs_of(dataset[n])) for n in (0, len(dataset) - 1))
     except Exception:  # the user's own data set, which may do anything with what it transforms
-        forms = [None]
+        return {"kind": "array"}
     finally:
         pipeline.steps, pipeline.deferred = kept
-    known = [form for form in forms if form is not None]
-    if len(known) < len(forms):
-        return {"kind": "array"}
-    channels, sizes = max(form[0] for form in known), [list(form[1:]) for form in known]
-    size = sizes[0] if sizes[0] == sizes[-1] else None
-    return {"kind": "picture", "channels": channels, "size": size}
+    size = first[1] if first[1] == last[1] else None
+    return {"kind": "picture", "channels": max(first[0], last[0]), "size": size}
 
 
-def _picture_form(value: Any) -> tuple[int, int, int] | None:
-    """Return channels, height and width of a Pillow image or a uint8 tensor [C, H, W]."""
+def _picture_form(value: Any) -> tuple[int, list[int]]:
+    """Return channels and size of a Pillow image or a uint8 tensor [C, H, W], or raise."""
     if hasattr(value, "convert"):
-        return (1 if value.mode in ("1", "L") else 3, value.height, value.width)
-    if isinstance(value, Tensor) and value.dtype == torch.uint8 and value.ndim == 3:
-        return (len(value), *value.shape[1:]) if len(value) in (1, 3) else None
-    return None
+        return 1 if value.mode in ("1", "L") else 3, [value.height, value.width]
+    channels, *size = value.shape
+    if value.dtype != torch.uint8 or len(size) != 2 or channels not in (1, 3):
+        raise ValueError("no picture")
+    return channels, size
 
 
 def named_tensors(value: Any, name: str = OUTPUT) -> dict[str, Tensor]:

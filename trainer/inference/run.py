@@ -329,7 +329,6 @@ def evaluate_run(
     trainer = load_trainer(run_dir, config, num_classes, strategy, str(path))
     if trainer.average is not None:
         logger.info("evaluating the average of callbacks.%s", trainer.average.name)
-    with torch.no_grad():
-        metrics = trainer.evaluate(loader, split, step=trainer.state.global_step)
+    metrics = trainer.evaluate(loader, split)
     loader.close()
     return split, metrics

@@ -22,7 +22,7 @@ from typing import Any, Self
 import yaml
 
 from conf.errors import Problem
-from trainer.files.atomic import remove_orphans, storage_error, write_json, write_text
+from trainer.files.atomic import remove_orphans, storing, write_json, write_text
 from trainer.runs.lock import LOCK_FILE, RunLock, is_held, refuse_taken
 from trainer.runs.status import (
     CHECKPOINTS,
@@ -42,8 +42,9 @@ CONFIG, OVERRIDES = "config.yaml", "overrides.yaml"
 OF_TRACKERS = "trackers", "wandb", "csv"  # folders that callbacks/trackers write
 _FILES = (CONFIG, OVERRIDES, LOG, METRICS, INFERENCE, STATUS)  # beside the manifest
 _FOLDERS = (TENSORBOARD, CHECKPOINTS, *OF_TRACKERS)
-_FRAMEWORKS = ("torch", "torchvision", "hydra-core", "omegaconf", "tensorboard")
-_DISTRIBUTIONS = ("regimen", *_FRAMEWORKS, "numpy", "pillow", "scikit-learn")
+_DISTRIBUTIONS = (
+    "regimen torch torchvision hydra-core omegaconf tensorboard numpy pillow scikit-learn"
+)
 _GIT_SECONDS = 10.0
 _log = logging.getLogger(__name__)
 
@@ -233,17 +234,15 @@ def timestamp() -> str:
 
 def reserve(folder: Path, stamp: str) -> Path:
     """Create `folder/stamp`, or the next free one of `stamp-2`, `stamp-3`, ..."""
-    try:
+    path, number = folder / stamp, 1
+    with storing(path):
         folder.mkdir(parents=True, exist_ok=True)
-        number = 1
         while True:
-            path = folder / (stamp if number == 1 else f"{stamp}-{number}")
             with contextlib.suppress(FileExistsError):
                 path.mkdir()
                 return path
             number += 1
-    except OSError as error:
-        raise storage_error(folder / stamp, error) from error
+            path = folder / f"{stamp}-{number}"
 
 
 def make_folder(path: Path) -> list[Path]:
@@ -252,10 +251,8 @@ def make_folder(path: Path) -> list[Path]:
     Raises StorageError.
     """
     missing = [parent for parent in path.parents if not parent.exists()]
-    try:
+    with storing(path):
         path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise storage_error(path, error) from error
     return missing
 
 
@@ -286,7 +283,7 @@ def versions() -> dict[str, str]:
     As of the first call: a process imports a library once.
     """
     found = {"python": platform.python_version()}
-    for name in _DISTRIBUTIONS:
+    for name in _DISTRIBUTIONS.split():
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
     return found

@@ -13,7 +13,7 @@ import yaml
 
 from conf.errors import ConfigError, Problem
 from trainer.errors import RunError
-from trainer.files.atomic import regular, storage_error, write_json
+from trainer.files.atomic import regular, storing, write_json
 from trainer.runs.lock import is_held
 
 MANIFEST = "manifest.json"
@@ -36,11 +36,8 @@ def check_run_dir(path: Path) -> None:
     Raises RunDirectoryError for the root of the file system, a file or a link that leads to no
     folder, StorageError for a path that the operating system does not accept.
     """
-    try:
+    with storing(path), contextlib.suppress(FileNotFoundError, NotADirectoryError):  # a new one
         os.lstat(path)
-    except OSError as error:
-        if not isinstance(error, FileNotFoundError | NotADirectoryError):  # a new directory
-            raise storage_error(path, error) from error
     if os.path.realpath(path) == os.path.realpath(os.sep):
         hint = "choose a directory for this run alone"
         raise RunDirectoryError(Problem("run_dir", f"{path} is the root of the file system", hint))

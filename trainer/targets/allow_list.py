@@ -16,12 +16,11 @@ import os
 import re
 import sys
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from conf.errors import ConfigError, Problem, did_you_mean, nearest
 
@@ -39,8 +38,7 @@ class TargetError(ConfigError):
     """A `_target_` that is refused, does not exist, or does not take its arguments."""
 
 
-@dataclass(frozen=True, slots=True)
-class Offer:
+class Offer(NamedTuple):
     """What may be named in a module, as `module.Name`."""
 
     inside: str  # the package or module in which the objects must be defined
@@ -111,7 +109,7 @@ LIBRARIES: Mapping[str, Offer] = {
 }
 
 
-@lru_cache(maxsize=1)
+@cache
 def _offers() -> Mapping[str, Offer]:
     named: dict[str, set[str]] = {}
     for file in (_HOME / "conf").rglob("*.yaml"):
@@ -162,9 +160,7 @@ def refusal(path: object) -> str | None:
     Imports nothing. It may look for the package in the working folder, without running it.
     """
     if not isinstance(path, str) or not _is_path(path):
-        text = repr(path)
-        shown = text if len(text) <= 80 else text[:77] + "..."
-        return f"{shown} is not the dotted path of a class or function"
+        return f"{path!r:.80} is not the dotted path of a class or function"
     if under(path, _extra) or _in_working_folder(path):
         return None
     if (found := listed(path)) is None:

@@ -16,6 +16,7 @@ from typing import Any, Literal, Union
 
 from conf.errors import Problem, did_you_mean, noted, problems_at, raise_problems
 from conf.interpolation import join, walk
+from trainer.errors import brief
 from trainer.targets.allow_list import TargetError, listed, locate, refusal, under
 
 # Keys of a node that are no arguments, as Hydra calls them.
@@ -160,11 +161,10 @@ def is_default(node: Any, name: str) -> bool:
 
 def takes(node: Any, name: str) -> bool:
     """Return whether a node's target is given a value under this name; if in doubt, it is."""
-    try:
+    known = None
+    with suppress(Exception):  # of a module of the user's: the check of targets tells it
         known = parameters_of(str(node.get("_target_")))
-    except Exception:  # of a module of the user's: the check of targets tells it
-        return True
-    if known is None or name in known or name in SPECIAL:
+    if known is None or name in (*known, *SPECIAL):
         return True
     return any(p.kind is Parameter.VAR_KEYWORD for p in known.values())
 
@@ -228,7 +228,7 @@ def _build(node: dict[str, Any], args: tuple[Any, ...], given: Mapping[str, Any]
         # The user's own code: a traceback is more useful.
         if hasattr(error, "exit_code") or listed(target) is None:
             raise
-        reason = " ".join(str(error).split())[:500] or type(error).__name__
+        reason = brief(error) or type(error).__name__
         message = f"{target} does not accept its arguments: {reason}"
         raise TargetError(Problem(key, message)) from error
 
