@@ -1,6 +1,7 @@
-"""What is read from disk is what was written, or it is refused in one line."""
+"""What is read from disk is what a run wrote, or it is refused in one line."""
 
 import collections
+import copy
 import functools
 import io
 import os
@@ -17,16 +18,20 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from scripts.runs.resume import saved_config
 from toy_runs import Call, refused
-from toys import differences
+from toys import CLASSES, differences, points, trainer_of
+from trainer import snapshot
+from trainer.checkpoints import reader
 from trainer.checkpoints.archive import (
     DamagedCheckpointError,
     read_safetensors,
     write_safetensors,
 )
-from trainer.checkpoints.reader import FORMAT_VERSION
+from trainer.checkpoints.reader import FORMAT_VERSION, check_payload, compare_names
 from trainer.checkpoints.store import CheckpointStore, model_only, read_checkpoint
 from trainer.errors import CheckpointError, StorageError
+from trainer.tasks.classification import Classification
 
 PAYLOAD = {
     "model": {"weight": torch.arange(2000.0), "bias": torch.ones(3)},
@@ -263,3 +268,115 @@ def test_a_file_that_cannot_be_written_is_absent(tmp_path):
     with pytest.raises(StorageError, match=r"w\.safetensors: the format does not.*complex128"):
         write_safetensors(tmp_path / "w.safetensors", {"a": torch.ones(1, dtype=torch.complex128)})
     assert list(tmp_path.iterdir()) == []
+
+
+PATH = pathlib.Path("x.pt")
+PARTS = ("model", "optimizer", "lr_scheduler", "scaler", "ema", "callbacks", "state", "rng")
+BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]\n" for i in range(1, 60))
+
+
+def make_trainer():
+    return trainer_of(Classification(CLASSES), points(), max_epochs=1)
+
+
+@pytest.fixture(scope="module")
+def whole():
+    trainer = make_trainer()
+    trainer.fit()
+    return snapshot.take(trainer)
+
+
+@pytest.fixture
+def payload(whole):
+    return copy.deepcopy(whole)
+
+
+def put(payload, path, value):
+    *parents, last = path.split("/")
+    for name in parents:
+        payload = payload[int(name) if name.isdigit() else name]
+    payload[last] = value
+
+
+ONE = torch.ones(1)
+
+
+@pytest.mark.parametrize(
+    ("held", "model", "inside", "wanted"),
+    [
+        pytest.param({}, {"b": ONE}, "b is missing", "float32[1]", id="lacks"),
+        pytest.param({"b": ONE}, {}, "b is float32[1]", "missing", id="extra"),
+        pytest.param({"b": ONE.double()}, {"b": ONE}, "b is float64[1]", "float32[1]", id="type"),
+        pytest.param(
+            {"a": ONE, "w": torch.ones(10, 4), "b": torch.ones(10)},
+            {"a": ONE, "w": torch.ones(5, 4), "b": torch.ones(5)},
+            "w is float32[10, 4]",
+            "float32[5, 4]",
+            id="shapes",
+        ),
+    ],
+)
+def test_the_first_misfit_is_named_and_the_others_counted(held, model, inside, wanted):
+    more = " (+1 more)" * (len(model) == 3)
+    message = f"x.pt: does not fit the model: {inside} in it, {wanted} in the model{more}"
+    with pytest.raises(CheckpointError, match=f"^{re.escape(message)}$"):
+        compare_names({"model": held}, model, PATH)
+    compare_names({"model": held}, held)
+
+
+@pytest.mark.parametrize("key", [*PARTS, "config"])
+def test_a_part_that_is_missing_or_of_another_type_is_named(payload, key):
+    misfit = rf"^x\.pt: [^\n]*\b{key} is (missing|no)[^\n]*$"
+    lacking = {name: value for name, value in payload.items() if name != key}
+    for spoilt in (lacking, {**payload, key: None}, {**payload, key: 7}):
+        with pytest.raises(CheckpointError, match=misfit):
+            check_payload(spoilt, PATH)
+
+
+ENDLESS: list[object] = []
+ENDLESS.append(ENDLESS)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "text"),
+    [
+        pytest.param("state/counters/global_step", -1, "no count but -1", id="negative"),
+        pytest.param("state/counters/position", "1" * 999, "no count", id="text"),
+        pytest.param("optimizer/x", torch.zeros(1).expand(10**12), "larger than what", id="huge"),
+        pytest.param("callbacks/x", ENDLESS, "expands to more", id="endless"),
+    ],
+)
+def test_a_value_that_no_run_writes_is_named(payload, monkeypatch, path, value, text):
+    monkeypatch.setattr(reader, "_MOST_VALUES", 10_000)
+    put(payload, path, value)
+    with pytest.raises(CheckpointError, match=rf"^x\.pt: [^\n]*{re.escape(text)}[^\n]*$"):
+        check_payload(payload, PATH)
+
+
+def test_a_hostile_configuration_is_refused():
+    tag = "a: !!python/object/apply:os.system ['true']\n"
+    for text in (BOMB, tag, "a: &a [*a]\n", "- 1\n", "x" * 1_000_001):
+        with pytest.raises(CheckpointError, match=r"^x\.pt: [^\n]*configuration[^\n]*$"):
+            saved_config({"config": text}, PATH)
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        *(("optimizer", {}), ("lr_scheduler/tracks", 3), ("model/0.weight", 3), ("rng", [5])),
+        *(("rng/0/python", 3), ("rng/0/torch", 3), ("state/sums/0/sums", 3)),
+    ],
+)
+def test_a_state_that_does_not_fit_is_one_line(payload, path, value):
+    put(payload, path, value)
+    with pytest.raises(CheckpointError, match=r"^[^\n]+$"):
+        snapshot.restore(make_trainer(), payload)
+
+
+def test_what_a_run_writes_fits_and_another_number_of_threads_is_said(payload):
+    check_payload(payload, PATH)
+    assert snapshot.restore(make_trainer(), payload) == []
+    before = payload["state"]["made_with"]["threads"]
+    payload["state"]["made_with"]["threads"] = before + 1
+    (note,) = snapshot.restore(make_trainer(), payload)
+    assert note.startswith(f"threads: saved with {before + 1}, goes on with {before}")

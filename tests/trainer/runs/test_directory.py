@@ -1,22 +1,28 @@
-"""A run's folder holds what repeats it, and tells how the run stands."""
+"""A run's folder holds what repeats it, tells how the run stands, and belongs to one process."""
 
 import contextlib
+import errno
+import fcntl
 import json
 import os
 import re
+import shutil
+import signal
 import socket
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
 import yaml
 
-from toy_runs import create
+from toy_runs import FORK, create, hold, kill
+from trainer.checkpoints.store import CheckpointStore
 from trainer.errors import StorageError
 from trainer.files import atomic
 from trainer.runs import directory as module
 from trainer.runs.directory import RunDirectory, name_folder, reserve
-from trainer.runs.lock import LOCK_FILE, is_held
+from trainer.runs.lock import LOCK_FILE, RunLock, is_held
 from trainer.runs.status import (
     RunDirectoryError,
     check_run_dir,
@@ -25,6 +31,11 @@ from trainer.runs.status import (
     read_metrics,
     read_status,
 )
+
+
+def ended(run, state, **end):
+    run.finish(state, **end)
+    run.release()
 
 
 def written_in(folder):
@@ -57,13 +68,11 @@ def test_a_run_holds_what_repeats_it_and_exists_once_its_manifest_does(tmp_path,
     assert (run.path / "config.yaml").read_text() == "seed: 1\n"
     overrides = (run.path / "overrides.yaml").read_text(encoding="utf-8")
     assert yaml.safe_load(overrides) == ["seed=1", "name=ü"]
-    record = run.manifest()
-    assert (record["seed"], record["created"]) == (1, record["started"])
-    assert record.keys() >= {"pid", "host", "code", "platform", "cpu_count"}
+    record, here = run.manifest(), {"pid": os.getpid(), "host": socket.gethostname()}
+    assert record.items() >= {"seed": 1, "created": record["started"], **here}.items()
+    assert record.keys() >= {"code", "platform", "cpu_count"}
     assert record["versions"].keys() >= {"python", "torch", "numpy"}
-    status = read_status(run.path)
-    here = ("running", os.getpid(), socket.gethostname())
-    assert (status["state"], status["pid"], status["host"]) == here
+    assert read_status(run.path).items() >= {"state": "running", **here}.items()
     assert module.now() > record["started"]
     run.release()
 
@@ -86,8 +95,7 @@ def test_what_is_there_already_is_refused_and_left_alone(tmp_path):
 
 def test_a_resume_and_the_end_are_recorded_in_status_and_manifest(tmp_path):
     run = create(tmp_path / "run", device="cpu")
-    run.finish("preempted", code=130)
-    run.release()
+    ended(run, "preempted", code=130, seconds=2.5)
     (run.path / "checkpoints").mkdir()
     for folder in (run.path, run.path / "checkpoints"):
         (folder / ".tmp-1-dead").write_text("half")
@@ -99,9 +107,9 @@ def test_a_resume_and_the_end_are_recorded_in_status_and_manifest(tmp_path):
     assert (began["state"], began["resume"]) == ("running", "train resume=auto")
     end = {"code": 143, "reason": "SIGTERM"}
     results = {"test/accuracy": 0.5, "val/loss": float("nan")}
-    run.finish("preempted", **end, resume="train 'name=a b'", results=results)
-    run.release()
+    ended(run, "preempted", **end, resume="train 'name=a b'", results=results, seconds=1)
     status = read_status(run.path)
+    assert (began["seconds"], status["seconds"]) == (2.5, 3.5)  # over all starts
     assert began["started"] == status["started"] < status["updated"]
     assert (status["state"], status["resume"]) == ("preempted", "train 'name=a b'")
     assert status["results"] == {"test/accuracy": 0.5, "val/loss": None}
@@ -151,17 +159,6 @@ def test_runs_of_the_same_second_get_folders_of_their_own(tmp_path):
     create(folders[0]).release()
 
 
-def test_seconds_add_up_over_all_starts(tmp_path):
-    run = create(tmp_path)
-    run.finish("preempted", seconds=2.5)
-    run.release()
-    run = RunDirectory.resume(tmp_path, facts={})
-    assert read_status(tmp_path)["seconds"] == 2.5
-    run.finish("finished", seconds=1)
-    assert read_status(tmp_path)["seconds"] == 3.5
-    run.release()
-
-
 def test_a_run_that_could_not_begin_is_none_and_can_be_begun_again(tmp_path, monkeypatch):
     (tmp_path / "plan.txt").write_text("a dry run's, which may stand beside a run")
 
@@ -201,23 +198,19 @@ def test_what_is_no_folder_cannot_be_a_run_directory(tmp_path, target):
             check_run_dir(path)
 
 
-@pytest.mark.parametrize(
-    "name", ["", "..", "a/../../x", "/abs", "a//b", "a/./b", "x\0y", "x" * 300, "é" * 150, "a/"]
-)
-def test_a_name_that_leads_elsewhere_is_refused(tmp_path, name):
-    with pytest.raises(RunDirectoryError, match=r"name: .*\Z") as caught:
-        name_folder(tmp_path / "runs", name)
-    assert caught.value.exit_code == 2
+def test_a_name_that_leads_elsewhere_is_refused(tmp_path):
+    long = ["x" * 300, "é" * 150]
+    for name in ("", "..", "a/../../x", "/abs", "a//b", "a/./b", "x\0y", *long, "a/"):
+        with pytest.raises(RunDirectoryError, match=r"name: .*\Z") as caught:
+            name_folder(tmp_path / "runs", name)
+        assert caught.value.exit_code == 2
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("name", ["a/b", "ä b", "a..b", "..a"])
-def test_a_plain_name_is_taken_unless_it_is_a_link_out_of_the_root(tmp_path, name):
-    assert name_folder(tmp_path, name) == tmp_path / name
-    (tmp_path / name).parent.mkdir(exist_ok=True)
-    (tmp_path / name).symlink_to(tmp_path.parent)
-    with pytest.raises(RunDirectoryError, match="leads out"):
-        name_folder(tmp_path, name)
+    for name in ("a/b", "ä b", "a..b", "..a"):
+        assert name_folder(tmp_path, name) == tmp_path / name
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).symlink_to(tmp_path.parent)
+        with pytest.raises(RunDirectoryError, match="leads out"):
+            name_folder(tmp_path, name)
 
 
 def test_code_is_a_commit_and_what_changed_and_no_secret(tmp_path, monkeypatch):
@@ -243,3 +236,110 @@ def test_code_is_a_commit_and_what_changed_and_no_secret(tmp_path, monkeypatch):
     assert not re.search("hunter2|swordfish", json.dumps(module.start_record({})))
     monkeypatch.setenv("PATH", "")
     assert module.code_record(tmp_path)["commit"] is None
+
+
+@pytest.fixture
+def holding():
+    """Start processes that hold a run; end them with the test."""
+    started = []
+
+    def start(path, **options):
+        ready = FORK.Event()
+        process = FORK.Process(target=hold, args=(path, ready), kwargs=options)
+        process.start()
+        started.append(process)
+        assert ready.wait(20)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.join()
+
+
+def hold_with_a_worker(path, ready):
+    create(path)
+    worker = FORK.Process(target=time.sleep, args=(5,))
+    worker.start()
+    ready.put(worker.pid)
+    worker.join()
+
+
+def test_a_worker_that_outlives_a_killed_run_does_not_hold_it(tmp_path):
+    ready = FORK.SimpleQueue()
+    process = FORK.Process(target=hold_with_a_worker, args=(tmp_path / "run", ready))
+    process.start()
+    worker = ready.get()
+    kill(process)
+    try:
+        os.kill(worker, 0)
+        assert read_status(tmp_path / "run")["state"] == "killed"
+        RunDirectory.resume(tmp_path / "run", facts={}).release()
+    finally:
+        os.kill(worker, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("content", ["", '{"pid": 1}', '{"pid": "x", "host": 1, "since": 2}'])
+def test_a_lock_without_a_readable_name_counts_while_it_is_held(tmp_path, monkeypatch, content):
+    monkeypatch.setattr("trainer.runs.lock._PATIENCE", 0.1)
+    first, second = RunLock(tmp_path), RunLock(tmp_path)
+    assert first.acquire() is None
+    first.path.write_text(content)
+    assert "unknown" in str(second.acquire())
+    assert is_held(tmp_path)
+    first.release()
+    first.path.write_text(content)
+    assert not is_held(tmp_path)
+    assert second.acquire() is None
+    second.release()
+
+
+def test_where_locks_are_not_supported_the_recorded_process_decides(tmp_path, monkeypatch, caplog):
+    def unsupported(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    run = create(tmp_path / "run")
+    assert "cannot lock" in caplog.text
+    assert is_held(run.path)
+    holder = {"pid": 2**22 + 1, "host": socket.gethostname(), "since": "x"}
+    (run.path / LOCK_FILE).write_text(json.dumps(holder))
+    assert not is_held(run.path)
+    run.release()
+
+
+def test_the_newest_unfinished_run_that_nobody_holds_is_found(tmp_path, holding):
+    assert find_unfinished(tmp_path / "none") is None
+    assert find_unfinished(tmp_path) is None
+    ended(create(tmp_path / "z-oldest"), "preempted")
+    ended(create(tmp_path / "failed"), "failed")
+    kill(holding(tmp_path / "killed"))
+    ended(create(tmp_path / "finished"), "finished")
+    living = holding(tmp_path / "running")
+    ended(create(tmp_path / "sweeps" / "x" / "0"), "failed")
+    ended(create(tmp_path / "damaged"), "failed")
+    (tmp_path / "damaged" / "status.json").write_text("")
+    assert find_unfinished(tmp_path) == tmp_path / "damaged"  # its checkpoints tell how far it is
+    shutil.rmtree(tmp_path / "damaged")
+    assert find_unfinished(tmp_path) == tmp_path / "killed"
+    resumed = RunDirectory.resume(tmp_path / "killed", facts={})
+    assert find_unfinished(tmp_path) == tmp_path / "failed"
+    ended(resumed, "finished")
+    assert find_unfinished(tmp_path) == tmp_path / "failed"
+    kill(living)
+    assert find_unfinished(tmp_path) == tmp_path / "running"
+
+
+def test_a_run_whose_folder_was_moved_writes_nothing_into_the_next_one(tmp_path, holding):
+    path = tmp_path / "run"
+    run, store = create(path), CheckpointStore(path / "checkpoints")
+    path.rename(tmp_path / "moved")
+    other = holding(path)
+    before = {file: file.read_bytes() for file in path.rglob("*")}
+    for write in (store.prepare, lambda: run.finish("finished")):
+        with pytest.raises(StorageError, match=f"another run is there now .pid {other.pid} "):
+            write()
+    assert {file: file.read_bytes() for file in path.rglob("*")} == before
+    kill(other)
+    run.release()
+    store.prepare()
