@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from conf.errors import did_you_mean
@@ -202,7 +203,7 @@ class Hooks:
             self.asks_for_batches |= bool(parts)
             for name, hook in _overridden(callback).items():
                 asks = name == "on_update_end" and parts
-                self._listeners[name].append(_with_batch(hook, parts) if asks else hook)
+                self._listeners[name].append(partial(_with_batch, hook, parts) if asks else hook)
 
     def emit(self, hook: str, *args: Any) -> None:
         """Call `hook` of every callback that overrides it."""
@@ -246,12 +247,9 @@ def check_hooks(callback: Callback) -> list[str]:
     return asked
 
 
-def _with_batch(hook: Any, names: list[str]) -> Any:
-    def listener(trainer: Trainer) -> None:
-        parts = trainer.updater.last_update()
-        hook(trainer, **{name: parts[name] for name in names})
-
-    return listener
+def _with_batch(hook: Any, names: list[str], trainer: Trainer) -> None:
+    parts = trainer.updater.last_update()
+    hook(trainer, **{name: parts[name] for name in names})
 
 
 def evaluated_average(callbacks: Mapping[str, Callback]) -> Average | None:

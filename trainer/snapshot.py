@@ -139,7 +139,7 @@ def _found(place: Path) -> tuple[Path, dict[str, Any]] | None:
 def _take_over(
     trainer: Trainer, payload: Mapping[str, Any], hyper_parameters: bool, same_run: bool
 ) -> list[str]:
-    notes: list[str] = []
+    notes = []
     state, rank = payload["state"], trainer.group.rank
     for key, now in _circumstances(trainer).items():
         if (then := state["made_with"].get(key, now)) != now:

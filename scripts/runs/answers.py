@@ -78,10 +78,10 @@ def answer(request: Request) -> int:
                 if trainer.is_main:
                     found.add(answers)
             if trainer.is_main:
-                origin = asdict(keys) | asdict(facts)
+                origin = asdict(keys) | facts._asdict()
                 origin |= origin_of(run_dir, trainer, keys.checkpoint)
                 origin |= {"samples": len(dataset), "batch_size": loader.sampler.batch_size}
-                found.write(origin | {"generation": generation and asdict(generation)})
+                found.write(origin | {"generation": generation and generation._asdict()})
                 print(found.told())
             loader.close()
     finally:

@@ -53,18 +53,16 @@ def test_the_same_numbers_follow_and_every_part_matters():
 
 def test_a_process_keeps_the_state_of_its_own_gpus_and_counts_those_that_are_gone(monkeypatch):
     kept = {number: torch.tensor([number]) for number in range(4)}
-    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: kept[device.index])
-    monkeypatch.setattr(
-        torch.cuda, "set_rng_state", lambda value, device: kept.update({device.index: value})
-    )
+    got, put = (lambda d: kept[d.index]), (lambda value, d: kept.update({d.index: value}))
+    monkeypatch.setattr(torch.cuda, "get_rng_state", got)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", put)
     state = states_of(2).state_dict()
     assert state["cuda"] == [torch.tensor([2])]
     assert states_of(1).load_state_dict(state) == []
     assert {number: int(value) for number, value in kept.items()} == {0: 0, 1: 2, 2: 2, 3: 3}
     three = states_of(0, 1, 2).state_dict()
-    assert states_of(3).load_state_dict(three) == [
-        "the random state of 2 GPUs (this process has 1)"
-    ]
+    told = "the random state of 2 GPUs (this process has 1)"
+    assert states_of(3).load_state_dict(three) == [told]
     assert int(kept[3]) == 0
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda _: pytest.fail("initialises CUDA"))
     on_cpu = RandomStates([torch.device("cpu")], lambda: 0)
@@ -104,12 +102,11 @@ def test_a_seed_repeats_and_the_next_and_other_ranks_differ(seed):
 @pytest.mark.parametrize("given", ["", ":16:8"])
 @pytest.mark.parametrize("tf32", [True, False])
 @pytest.mark.parametrize("deterministic", [True, False])
-def test_the_switches_are_set_and_reported(deterministic, tf32, given, monkeypatch):
-    if given:
-        monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", given)
+def test_the_switches_are_set_and_reported(deterministic, tf32, given):
     set_switches(deterministic=not deterministic, cudnn_benchmark=False, tf32=not tf32)
-    if not given:
-        os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
+    os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
+    if given:
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = given
     facts = set_switches(deterministic=deterministic, cudnn_benchmark=True, tf32=tf32)
     benchmark = not deterministic  # whose choice depends on timing
     assert facts == {"deterministic": deterministic, "cudnn_benchmark": benchmark, "tf32": tf32}

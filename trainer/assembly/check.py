@@ -216,14 +216,13 @@ def _part_problems(parts: Assembly) -> list[Problem]:
 
 def _dense_problems(optimizers: Optimizers, model: nn.Module) -> Iterator[Problem]:
     sparse = {getattr(m, "weight", 0) for m in model.modules() if getattr(m, "sparse", 0)}
-    for section, optimizer in zip(
-        optimizers.sections.values(), optimizers.optimizers.values(), strict=True
-    ):
+    for name, optimizer in optimizers.optimizers.items():
         given = [p for group in optimizer.param_groups for p in group["params"]]
         dense = [optimizers.names[p] for p in given if p not in sparse]
         if isinstance(optimizer, torch.optim.SparseAdam) and dense:
             message = f"SparseAdam takes sparse gradients, and that of {dense[0]} is dense"
-            yield Problem(f"{section.key}._target_", message, "Embedding(sparse=True) makes them")
+            key = f"{optimizers.sections[name].key}._target_"
+            yield Problem(key, message, "Embedding(sparse=True) makes them")
 
 
 class _Unfilled(TorchFunctionMode):

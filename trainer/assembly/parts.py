@@ -90,7 +90,7 @@ def build_node(node: dict[str, Any], key: str, **given: Any) -> Any:
 
 def build_named(nodes: Mapping[str, Any], key: str) -> dict[str, Any]:
     """Build named nodes; null becomes None. Raises one ConfigError for all of them."""
-    made: dict[str, Any] = {}
+    made = {}
     problems: list[Problem] = []
     for name, node in nodes.items():
         with noted(problems):

@@ -188,8 +188,7 @@ def write_safetensors(
 
     Tied weights are written once for each name: the format has no shared tensors.
     """
-    values: dict[str, Tensor] = {}
-    storages: set[int] = set()
+    values, storages = {}, set()
     for name, tensor in tensors.items():
         value = tensor.detach().cpu().contiguous()
         storage = value.untyped_storage().data_ptr()

@@ -6,7 +6,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +74,7 @@ def export_run(
         check_libraries(name)
     folder = out or run.path / "exports" / (name if write is None else "quantized")
     with _new_folder(folder, overwrite) as made:
-        facts = asdict(run.facts) | {
+        facts = run.facts._asdict() | {
             "format": name,
             "file": "model.safetensors" if name == WEIGHTS else GRAPHS[name].file,
             "transforms_of_the_caller": run.facts.transforms,

@@ -171,7 +171,7 @@ def _learnt(run: Run, checkpoint: str, proto: Any) -> dict[str, Any]:
         return {}
     ends = torch.stack([state["low"], state["high"]], 1).float().numpy()
     layers = dict(zip(state["layers"], ends, strict=True))
-    found: dict[str, Any] = {}
+    found = {}
     made_by = {node.output[0]: node for node in proto.graph.node}
     for node in proto.graph.node:
         if node.op_type not in _PRODUCTS:

@@ -2,11 +2,10 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field, fields
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,8 +31,7 @@ OUTPUT = "output"  # the name of an output that is one tensor
 _COLUMNS = 16  # numbers of a sample that have columns of a table; more are an array
 
 
-@dataclass(frozen=True, slots=True)
-class InferenceFacts:
+class InferenceFacts(NamedTuple):
     """The inputs and outputs of a model, as plain values."""
 
     classes: list[str] | None  # names, by class number
@@ -45,7 +43,7 @@ class InferenceFacts:
 
     def write(self, folder: Path) -> None:
         """Write `inference.json` into a run's folder, whole or not at all."""
-        write_json(folder / INFERENCE, asdict(self))
+        write_json(folder / INFERENCE, self._asdict())
 
 
 def facts_of(config: Config, data: Data, task: Task) -> InferenceFacts:
@@ -72,7 +70,7 @@ def read_facts(folder: Path) -> InferenceFacts:
     path = folder / INFERENCE
     found = read_json(path)
     try:
-        return InferenceFacts(**{one.name: found[one.name] for one in fields(InferenceFacts)})
+        return InferenceFacts(*(found[name] for name in InferenceFacts._fields))
     except KeyError as error:
         raise RunDirectoryError(
             f"{path} is missing or has no {error}: training writes it, with resume=auto again"
@@ -126,8 +124,7 @@ def named_tensors(value: Any, name: str = OUTPUT) -> dict[str, Tensor]:
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class Generation:
+class Generation(NamedTuple):
     """How the next token is chosen: the likeliest (greedy), or drawn from the `top_k` likeliest.
 
     Draws are keyed by `seed` and the number of the prompt alone: neither the batch nor the number
@@ -179,14 +176,13 @@ class Generation:
         return (shares <= wanted).sum(1).clamp(max=shares.shape[1] - 1)
 
 
-@dataclass(frozen=True, slots=True)
-class Answers:
+class Answers(NamedTuple):
     """The outputs for some samples on the host, of one process."""
 
     indices: Sequence[int]  # of the samples that were read
     values: Mapping[str, Tensor]  # what `Task.interpret` returned, [n, ...] by name
     kept: Mapping[str, Tensor]  # the values to save for each sample, [n, ...] by name
-    broken: dict[int, str] = field(default_factory=dict)  # samples not read, and why
+    broken: dict[int, str]  # samples not read, and why
 
 
 class Predictor:
@@ -244,19 +240,16 @@ class Predictor:
             raise ModelError(f"save={self._keep}: the model does not call it in its forward")
         count = len(indices)
         saved = {} if self._keep is None else _on_host(kept, count)
-        return Answers(indices, _on_host(values, count), saved)
+        return Answers(indices, _on_host(values, count), saved, {})
 
     @contextmanager
     def ready(self) -> Iterator[None]:
         """Use the evaluated weights, in evaluation mode; draws are keyed by the seed alone."""
-        trainer = self.trainer
+        trainer, module = self.trainer, self._module
         seed = derived(trainer.options.seed, "predict")
-        with ExitStack() as stack:
-            stack.enter_context(rng.preserved(trainer.strategy.device, seed))
-            stack.enter_context(trainer.evaluation_weights())
+        asked = nullcontext() if module is None else module.register_forward_hook(self._embed)
+        with asked, rng.preserved(trainer.strategy.device, seed), trainer.evaluation_weights():
             trainer.model.eval()
-            if self._module is not None:
-                stack.callback(self._module.register_forward_hook(self._embed).remove)
             yield
 
     def _embed(self, module: nn.Module, inputs: Any, output: Any) -> None:
@@ -273,8 +266,7 @@ def _on_host(value: Any, count: int) -> dict[str, Tensor]:
     return {name: tensor[:count].cpu() for name, tensor in found.items()}
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
+class Rows(NamedTuple):
     """Turn outputs into rows of a table, by the kind of the task's outputs.
 
     mask_of: writes a mask and returns its path, by index and mask. prompts: of all samples, by

@@ -161,7 +161,7 @@ def refusal(path: object) -> str | None:
     """
     if not isinstance(path, str) or not _is_path(path):
         return f"{path!r:.80} is not the dotted path of a class or function"
-    if under(path, _extra) or _in_working_folder(path):
+    if under(path, _extra) or path in CONSTRUCTORS or _in_working_folder(path):
         return None
     if (found := listed(path)) is None:
         return f"target {path!r} is not allowed; {_how_to_allow(path)}"
@@ -171,8 +171,6 @@ def refusal(path: object) -> str | None:
 
 def _refused_name(module: str, name: str) -> str | None:
     offer = _offers()[module]
-    if f"{module}.{name}" in CONSTRUCTORS:
-        return None
     if "." in name:
         return f"only names directly in {module} are, such as {module}.{name.rpartition('.')[2]}"
     if name.startswith("_"):
@@ -216,15 +214,13 @@ def locate(path: str) -> Any:
     if not callable(found):
         raise TargetError(f"target {path!r} cannot be called: it is a {type(found).__name__}")
     reason = _refused_object(module, known[1], found) if known else _not_theirs(path, parent, found)
-    if reason is not None:
+    if reason is not None and path not in CONSTRUCTORS:
         raise TargetError(f"{path!r} is not allowed: {reason}")
     return found
 
 
 def _refused_object(module: ModuleType, name: str, found: Any) -> str | None:
     offer = _offers()[module.__name__]
-    if f"{module.__name__}.{name}" in CONSTRUCTORS:
-        return None
     documented, owner = getattr(module, "__all__", None), _owner(found)
     if documented is not None and name not in documented:
         return f"{module.__name__} does not document it"

@@ -219,11 +219,12 @@ def _build(node: dict[str, Any], args: tuple[Any, ...], given: Mapping[str, Any]
     own = {n: v if keep else _built(v, join(key, n)) for n, v in node.items() if n != "_target_"}
     args = args or tuple(own.get("_args_", ()))
     arguments = {n: v for n, v in own.items() if n not in SPECIAL} | {**given}
+    call = functools.partial(locate(target), *args, **arguments)
     if own.get("_partial_"):
-        return functools.partial(locate(target), *args, **arguments)
+        return call
     try:
         with problems_at(key):
-            return locate(target)(*args, **arguments)
+            return call()
     except _REFUSALS as error:
         # The user's own code: a traceback is more useful.
         if hasattr(error, "exit_code") or listed(target) is None:

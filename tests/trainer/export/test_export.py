@@ -26,18 +26,8 @@ from scripts.composition.compose import compose
 from scripts.runs.run import run as train
 from trainer.assembly.parts import Assembly
 from trainer.errors import ModelError
-from trainer.export import artefact, quantization
+from trainer.export import artefact, formats, quantization
 from trainer.export.artefact import evaluate_artefact, export_run, samples_of
-from trainer.export.formats import (
-    GRAPHS,
-    Exportable,
-    Network,
-    build_network,
-    exported_program,
-    how_to_load,
-    onnx_model,
-    save_onnx,
-)
 from trainer.export.quantization import calibration, integer_model, method_for, quantize_run
 from trainer.inference.run import evaluate_run, load_run
 from trainer.strategies.strategy import Strategy
@@ -144,9 +134,9 @@ def test_the_lines_of_the_card_run_a_file_with_the_metrics_of_the_run(
     run, tmp_path, monkeypatch, name
 ):
     monkeypatch.chdir(tmp_path)  # where the command was typed
-    assert set(FORMATS) == {*GRAPHS, "safetensors"}
+    assert set(FORMATS) == {*formats.GRAPHS, "safetensors"}
     path, facts = export_run(run, name, Path("o"))
-    lines = how_to_load(facts, path.parent)
+    lines = formats.how_to_load(facts, path.parent)
     assert all(line in path.with_name("card.md").read_text() for line in lines)
     for size in (1, 4):
         x = torch.randn(size, 1, 16, 16)
@@ -176,7 +166,7 @@ def test_lines_make_nodes_within_nodes(tmp_path):
     save_file(weights, tmp_path / "model.safetensors")
     facts = {"format": "safetensors", "model": tuned, "file": "model.safetensors"}
     names = {}
-    exec("\n".join(how_to_load(facts, tmp_path)), names)
+    exec("\n".join(formats.how_to_load(facts, tmp_path)), names)
     x = torch.randn(2, 1, 4, 4)
     assert torch.equal(names["model"](x), expected(x))
 
@@ -191,7 +181,7 @@ def test_outputs_of_a_model_of_ones_own_have_names(run, tmp_path, monkeypatch, n
     monkeypatch.setattr(run, "model", lambda checkpoint: TwoHeads())
     x = torch.randn(3, 1, 16, 16)
     path, _ = export_run(run, name, tmp_path / name)
-    found = onnx_outputs(path, x)[1] if name == "onnx" else GRAPHS[name].load(path)(x)
+    found = onnx_outputs(path, x)[1] if name == "onnx" else formats.GRAPHS[name].load(path)(x)
     assert list(found) == ["size", "more_output1"]
     expected = TwoHeads()(x)
     for value, wanted in zip(found.values(), (expected["size"], expected["more"][0]), strict=True):
@@ -254,7 +244,7 @@ def test_without_the_data_it_is_verified_on_random_inputs(run, tmp_path, monkeyp
 def test_a_transform_that_fits_no_graph_is_named():
     pipeline = Pipeline({"scale": ToFloat(), "odd": lambda x: x, "n": Standardize([0.5], [0.5])})
     with pytest.raises(ModelError, match=r"transforms\.eval\.odd"):
-        build_network(nn.Identity(), Classification(10), pipeline, "inside")
+        formats.build_network(nn.Identity(), Classification(10), pipeline, "inside")
 
 
 def test_files_that_run_code_or_were_changed_are_not_loaded(run, tmp_path):
@@ -283,7 +273,9 @@ NETWORKS = [
 def test_every_kind_of_network_of_ours_can_be_exported(model, more, x):
     config = parse(compose(["experiment=resnet18", f"model={model}", *more]).config)
     built = Assembly(config, Strategy("cpu"), config.data.num_classes).model
-    program = exported_program(Exportable(Network(built, Task()), x, {})).module()
+    program = formats.exported_program(
+        formats.Exportable(formats.Network(built, Task()), x, {})
+    ).module()
     for inputs in (x, x[:1], torch.cat([x, x])):
         with torch.no_grad():
             torch.testing.assert_close(program(inputs), built(inputs), atol=1e-5, rtol=1e-5)
@@ -294,8 +286,8 @@ def test_every_kind_of_network_of_ours_can_be_exported(model, more, x):
 def test_the_loader_of_the_docs_answers_as_the_model_does(tmp_path):
     assert len(SOURCE.read_text().splitlines()) <= 30
     torch.manual_seed(0)
-    graph = Exportable(Network(SmallCNN(10), Task()), torch.randn(2, 1, 16, 16), {})
-    GRAPHS["torchscript"].write(graph, tmp_path / "model.ts")
+    graph = formats.Exportable(formats.Network(SmallCNN(10), Task()), torch.randn(2, 1, 16, 16), {})
+    formats.GRAPHS["torchscript"].write(graph, tmp_path / "model.ts")
     paths, loader = cpp_extension.library_paths(), str(tmp_path / "load_torchscript")
     flags = [f"-I{path}" for path in cpp_extension.include_paths()]
     flags += [f"{way}{path}" for path in paths for way in ("-L", "-Wl,-rpath,")]
@@ -397,8 +389,8 @@ def test_dynamic_takes_matrix_products_only(run, tmp_path):
     assert method_for(network) == "dynamic"
     assert method_for(run.model()) == "static"
     x = torch.randn(5, 1, 4, 4)
-    proto = onnx_model(Exportable(Network(network, Task()), x, {}))
-    save_onnx(proto, tmp_path / "float.onnx", {"classes": ["a"]})
+    proto = formats.onnx_model(formats.Exportable(formats.Network(network, Task()), x, {}))
+    formats.save_onnx(proto, tmp_path / "float.onnx", {"classes": ["a"]})
     made = integer_model(tmp_path / "float.onnx", tmp_path / "int.onnx", None, {})
     kinds = [node.op_type for node in made.graph.node]
     assert (kinds.count("MatMulInteger"), kinds.count("Conv")) == (2, 1)
