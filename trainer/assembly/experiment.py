@@ -23,13 +23,12 @@ from trainer.assembly.data import (
     data_facts,
     open_data,
 )
-from trainer.assembly.parts import OFFERED, Assembly, build_strategy, wrong_class
+from trainer.assembly.parts import OFFERED, Assembly, build_node, build_strategy
 from trainer.callback import Average, Callback
 from trainer.options import TrainerOptions, count, horizon
 from trainer.rng import seed_everything, set_switches
 from trainer.strategies.strategy import Strategy, workers_of
-from trainer.targets.allow_list import TargetError
-from trainer.targets.instantiate import instantiate, parameters_of
+from trainer.targets.instantiate import parameters_of
 from trainer.trainer import Trainer
 
 _OF_LOADER = (*declared(EvalLoaderConfig), "worker_init_fn")
@@ -213,10 +212,7 @@ def _chosen(config: Config, dataset: Any) -> Order | Updates:
         known = {"seed": config.seed, "targets": getattr(dataset, "targets", None)}
         asked = [n for n in parameters_of(node["_target_"]) or {} if n in OFFERED and n not in node]
         given = {n: known.get(n, dataset) for n in asked}
-        sampler = instantiate(node, _key_=f"loader.{name}", **given)
-        if (reason := wrong_class(f"loader.{name}", type(sampler))) is not None:
-            raise TargetError(Problem(f"loader.{name}._target_", reason))
-        return made_of(sampler, config.seed)
+        return made_of(build_node(node, f"loader.{name}", **given), config.seed)
     return default_order(dataset, config.seed, options.shuffle)
 
 
@@ -237,7 +233,7 @@ def _loader(
         values |= {name: value for name, value in own.items() if value is not None}
     for name in ("collate_fn", "worker_init_fn"):
         if values[name]:
-            values[name] = instantiate(values[name], _key_=f"loader.{name}")
+            values[name] = build_node(values[name], f"loader.{name}")
     if deferred:
         values["collate_fn"] = collate_ragged
     # Pinning would create a CUDA context, which a run on the CPU does not need.

@@ -78,7 +78,9 @@ def build_node(node: dict[str, Any], key: str, **given: Any) -> Any:
     """
     try:
         made = instantiate(node, _key_=key, **given)
-    except DataError as error:  # about an argument, as no data are open
+    except DataError as error:
+        if key.startswith("loader."):  # about the data, which only then are open
+            raise
         raise TargetError(Problem(key, str(error))) from error
     if (reason := wrong_class(key, type(made))) is not None:
         raise TargetError(Problem(f"{key}._target_", reason))

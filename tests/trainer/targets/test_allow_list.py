@@ -285,12 +285,7 @@ def timm(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     calls = []
 
     def create_model(
-        model_name,
-        pretrained=0,
-        pretrained_cfg=0,
-        pretrained_cfg_overlay=0,
-        checkpoint_path="",
-        **rest,
+        model_name, pretrained=0, pretrained_cfg=0, pretrained_cfg_overlay=0, checkpoint_path=0, **_
     ) -> None:
         calls.append(model_name)
 
