@@ -384,6 +384,7 @@ def test_a_file_that_loses_too_much_accuracy_is_not_written(run, tmp_path, monke
 
 
 def test_dynamic_takes_matrix_products_only(run, tmp_path):
+    torch.manual_seed(0)
     network = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 300), nn.Linear(300, 3))
     torch.nn.init.normal_(network[2].weight)
     assert method_for(network) == "dynamic"
