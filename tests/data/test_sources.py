@@ -12,7 +12,6 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from sklearn.datasets import load_digits
-from torchvision.transforms import v2
 
 from data.errors import DataError
 from data.image_folder import image_folder
@@ -22,7 +21,6 @@ from data.sources import Cifar10, Digits, FashionMnist, _digits, fingerprint
 from data.splits import cut, fold_of
 from data.tabular import Diabetes
 from data.text import ALPHABET, StandardLibraryText, docstrings
-from data.transforms import Pipeline, Standardize, ToFloat
 
 SPLITS = ("train", "val", "test")
 FEW = ("textwrap", "heapq", "string")  # modules that are quickly read
@@ -72,17 +70,6 @@ def test_digits_are_scikit_learns_split_once_and_for_all() -> None:
     assert image.max() > 200
     with pytest.raises(DataError, match="image_size=-3: give a side of at least one pixel"):
         Digits("train", image_size=-3)
-
-
-def test_whole_batches_are_the_samples_to_the_bit() -> None:
-    pipeline = Pipeline({"to_float": ToFloat(), "normalize": Standardize([0.3], [0.32])})
-    digits = Digits("val", transform=pipeline)
-    batch = digits.batch([5, 0, 9])
-    assert batch is not None
-    assert torch.equal(batch[0], torch.stack([digits[i][0] for i in (5, 0, 9)]))
-    assert batch[1].tolist() == [digits[i][1] for i in (5, 0, 9)]
-    random_step = Pipeline({"flip": v2.RandomHorizontalFlip(), "to_float": ToFloat()})
-    assert Digits("val", transform=random_step).batch([1, 2]) is None
 
 
 def _write_cifar(folder: Path) -> None:

@@ -2,7 +2,6 @@
 
 import random
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +11,8 @@ from data.errors import DataError
 from data.loading.loader import Loader
 from data.orders import Sequential
 from data.samplers import UpdateSampler
-from data.streams import Stream, as_dataset
+from data.streams import Stream
+from toy_batches import batches
 
 
 class Numbers(IterableDataset[tuple[torch.Tensor, int]]):
@@ -49,18 +49,6 @@ class Numbers(IterableDataset[tuple[torch.Tensor, int]]):
         return torch.tensor([float(number), self.epoch, random.random()]), number
 
 
-def _batches(
-    source: Any, epoch: int = 0, start: int = 0, workers: int = 0, **cut: Any
-) -> list[torch.Tensor]:
-    dataset = as_dataset(source)
-    sampler = UpdateSampler(Sequential(len(dataset)), batch_size=6, **cut)
-    loader = Loader(dataset, sampler, seed=9, num_workers=workers)
-    try:
-        return [micro.batch[0][: micro.piece.count] for micro in loader.epoch(epoch, start)]
-    finally:
-        loader.close()
-
-
 def _same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
     return len(one) == len(other) and all(map(torch.equal, one, other))
 
@@ -68,27 +56,27 @@ def _same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 @pytest.mark.parametrize("jumps", [False, True])
 @pytest.mark.parametrize("workers", [1, 2])
 def test_workers_do_not_change_a_stream(workers: int, jumps: bool) -> None:
-    whole = _batches(Numbers(jumps=jumps))
-    assert _same(_batches(Numbers(jumps=jumps), workers=workers), whole)
+    whole = batches(Numbers(jumps=jumps))
+    assert _same(batches(Numbers(jumps=jumps), workers=workers), whole)
     assert sorted(torch.cat(whole)[:, 0].tolist()) == list(range(20))
-    later = _batches(Numbers(jumps=jumps), epoch=2)
+    later = batches(Numbers(jumps=jumps), epoch=2)
     one = Loader(Numbers(jumps=jumps), UpdateSampler(Sequential(20), batch_size=6), seed=9)
     for epoch, expected in ((0, whole), (2, later)):  # of one loader
         assert _same([micro.batch[0] for micro in one.epoch(epoch)], expected)
     assert torch.cat(later)[:, 1].unique().tolist() == [2.0]
     assert not _same(whole, later)
     for start in range(4):  # as a resume begins
-        resumed = _batches(Numbers(jumps=jumps), epoch=2, start=start, workers=workers)
+        resumed = batches(Numbers(jumps=jumps), epoch=2, start=start, workers=workers)
         assert _same(resumed, later[start:])
 
 
 def test_ranks_share_a_stream_out() -> None:
     parts = [
-        _batches(Numbers(), rank=rank, world_size=2, gradient_accumulation_steps=2)
+        batches(Numbers(), rank=rank, world_size=2, gradient_accumulation_steps=2)
         for rank in range(2)
     ]
     pieces = [piece for pair in zip(*parts, strict=True) for piece in pair]
-    assert torch.equal(torch.cat(pieces), torch.cat(_batches(Numbers())))
+    assert torch.equal(torch.cat(pieces), torch.cat(batches(Numbers())))
 
 
 class _Raw:
@@ -110,8 +98,8 @@ class _Raw:
 def test_only_needed_samples_are_loaded_and_transformed() -> None:
     raw = _Raw()
     stream = Stream(raw, length=20, transform=lambda image: image * 10)
-    batches = _batches(stream, start=2)
-    assert torch.cat(batches)[:, 0].tolist() == [10.0 * i for i in range(12, 20)]
+    found = batches(stream, start=2)
+    assert torch.cat(found)[:, 0].tolist() == [10.0 * i for i in range(12, 20)]
     assert raw.loaded == list(range(12, 20))
 
 
@@ -126,7 +114,7 @@ def test_an_epoch_that_was_broken_off_is_forgotten() -> None:
 
 def test_a_stream_that_ends_early_is_told() -> None:
     with pytest.raises(DataError, match="ended after 20 of 30 samples: set its length to 20"):
-        _batches(Stream(Numbers(), length=30))
+        batches(Stream(Numbers(), length=30))
     with pytest.raises(DataError, match=r"_Raw has no length.*data\.streams\.Stream"):
         Stream(_Raw())
     sampler = UpdateSampler(Sequential(20), batch_size=6)

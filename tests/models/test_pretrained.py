@@ -57,6 +57,12 @@ def test_a_file_a_run_and_a_foreign_wrapper_give_the_same(saved: Path, tmp_path:
     assert same(fine_tune(net(), str(tmp_path / "w.safetensors")), expected)
     with pytest.raises(CheckpointError, match="no name with the prefix 'x'"):
         read(str(saved), prefix="x")
+    torch.save({"step": 3}, saved)
+    with pytest.raises(CheckpointError, match="not a state dict"):
+        read(str(saved))
+    saved.write_bytes(b"<html>")
+    with pytest.raises(CheckpointError, match=r"weights\.pt"):
+        read(str(saved))
 
 
 def test_another_number_of_classes_gets_a_fresh_head(
@@ -141,23 +147,6 @@ def test_code_in_a_file_is_refused_unrun(
         read(str(path))
     assert "weights_only" not in str(caught.value)
     assert not canary.exists()
-
-
-def test_a_damaged_file_is_named(saved: Path, tmp_path: Path) -> None:
-    whole = saved.read_bytes()
-    at = whole.index(next(iter(net(seed=1).state_dict().values())).numpy().tobytes()) + 5
-    flipped = whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :]
-    for content in (whole[: len(whole) // 2], b"", b"<html>", flipped):
-        saved.write_bytes(content)
-        with pytest.raises(CheckpointError, match=r"weights\.pt") as caught:
-            read(str(saved))
-        assert "weights_only" not in str(caught.value)
-    (tmp_path / "w.safetensors").write_bytes(b"<html>")
-    with pytest.raises(CheckpointError, match=r"w\.safetensors: damaged"):
-        read(str(tmp_path / "w.safetensors"))
-    torch.save({"step": 3}, tmp_path / "x.pt")
-    with pytest.raises(CheckpointError, match="not a state dict"):
-        read(str(tmp_path / "x.pt"))
 
 
 @pytest.mark.parametrize("callbacks", [{}, {"swa": 2}, {"swa": 0}], ids=str)

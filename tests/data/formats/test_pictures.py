@@ -18,10 +18,9 @@ from data.errors import DataError
 from data.formats.huggingface import huggingface
 from data.formats.huggingface_stream import streamed
 from data.formats.shards import tar_shards
-from data.loading.loader import Loader
-from data.orders import Sequential, Shuffled
-from data.samplers import UpdateSampler
+from data.orders import Shuffled
 from data.streams import Stream
+from toy_batches import batches
 
 
 def picture(number: int, form: str = "JPEG") -> bytes:
@@ -36,12 +35,8 @@ def decoded(content: bytes, folder: Path) -> torch.Tensor:
     return read_image(folder / "image")
 
 
-def batches(data: Any, workers: int = 0, epoch: int = 0, start: int = 0, order: Any = None) -> Any:
-    sampler = UpdateSampler(order or Sequential(len(data)), batch_size=4)
-    loader = Loader(data, sampler, seed=0, num_workers=workers)
-    found = [micro.batch[0] for micro in loader.epoch(epoch, start)]
-    loader.close()
-    return torch.cat(found)
+def read(*words: Any, **options: Any) -> torch.Tensor:
+    return torch.cat(batches(*words, **options))
 
 
 def sample(number: int, label: str) -> dict[str, bytes]:
@@ -94,8 +89,8 @@ def test_samples_are_those_of_the_files(shards: Path, tmp_path: Path) -> None:
     named = tar(shards, label="json.kind")
     assert named.classes == ["kind 0", "kind 1", "kind 2"]
     assert [named[index][1] for index in range(4)] == [0, 1, 2, 0]
-    order = Shuffled(20, 3)
-    assert torch.equal(batches(data, 2, 1, order=order), batches(tar(shards), 0, 1, order=order))
+    here, there = (read(tar(shards), 1, workers=n, order=Shuffled(20, 3)) for n in (0, 2))
+    assert torch.equal(here, there)
 
 
 def test_the_index_is_made_once(shards: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -209,10 +204,7 @@ def test_images_are_decoded_as_files_are(arrow: Path, tmp_path: Path) -> None:
     assert target == 1
     assert train.fingerprint() != val.fingerprint()
     assert train.fingerprint() == hub(arrow, val_fraction=0.4).fingerprint()
-    folds = [hub(arrow, "val", fold=k, folds=5) for k in range(5)]
-    assert [one.targets.bincount().tolist() for one in folds] == [[1, 1]] * 5
-    assert len(hub(arrow, "train", fold=0, folds=5)) == 8
-    assert len(hub(arrow, "test", fold=0, folds=5)) == 2
+    assert [len(hub(arrow, s, fold=0, folds=5)) for s in ("train", "val", "test")] == [8, 2, 2]
 
 
 @pytest.fixture
@@ -228,7 +220,7 @@ def lines(tmp_path: Path) -> Path:
 
 def test_a_stream_is_a_function_of_seed_and_epoch(lines: Path) -> None:
     plain = Stream(streamed(str(lines), "train", NUMBERS), 30)
-    assert batches(plain)[:, 0].tolist() == [n + 0.5 for n in range(30)]  # the files' order
+    assert read(plain)[:, 0].tolist() == [n + 0.5 for n in range(30)]  # the files' order
     assert int(plain[7][1]) == 1
     inputs, target = hub(lines, columns=NUMBERS, classification=False, val_fraction=0.0)[4]
     assert (inputs.tolist(), inputs.dtype, target.item()) == ([4.5, 2.0], torch.float32, 1)
@@ -238,13 +230,13 @@ def test_a_stream_is_a_function_of_seed_and_epoch(lines: Path) -> None:
     def opened() -> Stream:
         return Stream(streamed(str(lines), "train", NUMBERS, seed=1, buffer=8), 30)
 
-    epochs = [batches(opened(), epoch=epoch) for epoch in (0, 1)]
-    assert all(torch.equal(rows[:, 0].sort().values, batches(plain)[:, 0]) for rows in epochs)
+    epochs = [read(opened(), epoch=epoch) for epoch in (0, 1)]
+    assert all(torch.equal(rows[:, 0].sort().values, read(plain)[:, 0]) for rows in epochs)
     assert not torch.equal(*epochs)
-    assert torch.equal(batches(opened(), epoch=1, start=3), epochs[1][12:])  # as a resume begins
-    assert torch.equal(batches(opened(), workers=2, epoch=1), epochs[1])
+    assert torch.equal(read(opened(), epoch=1, start=2), epochs[1][12:])  # as a resume begins
+    assert torch.equal(read(opened(), workers=2, epoch=1), epochs[1])
     both = opened()
-    assert all(torch.equal(batches(both, epoch=n), epochs[n]) for n in (0, 1))
+    assert all(torch.equal(read(both, epoch=n), epochs[n]) for n in (0, 1))
 
 
 def test_mistakes_are_named(arrow: Path, lines: Path) -> None:

@@ -1,6 +1,5 @@
 """`data.cache`: the same samples, decoded once, in memory, in a file or on the device."""
 
-import logging
 import os
 import pickle
 from pathlib import Path
@@ -67,13 +66,15 @@ def test_broken_images_fail_as_without_a_cache(picture_tree: Path, kind: str) ->
     assert torch.equal(files[4][0], read_image(files.path(4)))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_more_than_the_bound_is_not_kept(
+@pytest.mark.parametrize("kind", [*KINDS, "in-the-way"])
+def test_what_cannot_be_kept_costs_speed_only(
     picture_tree: Path, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.WARNING):
-        files = _filled(picture_tree, kind, most_bytes=1000)
-    assert "more than data.cache_bytes=1000" in caplog.text
+    if kind == "in-the-way":
+        (picture_tree / ".cache").write_text("a file")
+    files = _filled(picture_tree, kind.replace("in-the-way", "disk"), most_bytes=1000)
+    why = "more than data.cache_bytes=1000" if kind in KINDS else "data.cache=disk: the decoded"
+    assert why in caplog.text
     assert files.batch([0]) is None
     assert files[0][0].shape == (3, 10, 12)
     assert _files_of(picture_tree, "*.*[st]") == []
@@ -106,19 +107,6 @@ def test_an_interruption_leaves_nothing_and_the_next_call_begins_anew(
     assert _files_of(picture_tree, "*.*[st]") == []  # *.images, *.part
     files.fill_cache(lambda: False)
     assert files.batch([0]) is not None
-
-
-def test_a_folder_that_cannot_be_written_costs_speed_only(
-    picture_tree: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (picture_tree / ".cache").write_text("a file in the way")
-    with caplog.at_level(logging.WARNING):
-        files = _filled(picture_tree, "disk")
-    assert "data.cache=disk: the decoded images cannot be written" in caplog.text
-    assert files[0][0].shape == (3, 10, 12)
-
-
-CPU = torch.device("cpu")
 
 
 def _leaves(loader: Loader) -> list[Any]:
@@ -158,17 +146,8 @@ def test_the_network_sees_the_same(words: list[str], built: Any) -> None:
         assert kept.kept.ready
 
 
-def test_images_of_several_sizes_stay_where_they_are(
-    picture_tree: Path, write_image: Any, built: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    write_image(picture_tree / "train" / "cat" / "wide.png", size=(19, 12))
-    words = ["experiment=resnet18", "data=image_folder", f"data.root={picture_tree}"]
-    words += ["data.image_size=12", "data.val_fraction=0", "transforms=crop_flip"]
-    words += ["loader.batch_size=4", "loader.num_workers=0"]
-    plain, kept = (built(*words, f"data.cache={cache}")[0] for cache in ("none", "device"))
-    assert _same(_leaves(plain), _leaves(kept))
-    assert "ImageFolder stays in host memory: images of several sizes" in caplog.text
-    digits = Kept(Digits("val"), CPU, 1000)
+def test_more_than_a_device_may_take_stays_in_host_memory(caplog: Any) -> None:
+    digits = Kept(Digits("val"), torch.device("cpu"), 1000)
     digits.fill()
     assert not digits.ready
     assert "its samples take 71280 bytes, more than data.cache_bytes=1000" in caplog.text

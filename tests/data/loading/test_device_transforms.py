@@ -41,15 +41,9 @@ def _images(
     digits = Digits("val")
     found = {}
     for rank in range(world):
-        sampler = UpdateSampler(
-            Shuffled(50, 1),
-            batch_size=16,
-            gradient_accumulation_steps=accumulation,
-            rank=rank,
-            world_size=world,
-        )
-        transforms = DeviceTransforms(steps, seed)
-        loader = Loader(digits, sampler, seed=3, transforms=transforms)
+        cut: Any = {"gradient_accumulation_steps": accumulation, "world_size": world, "rank": rank}
+        sampler = UpdateSampler(Shuffled(50, 1), batch_size=16, **cut)
+        loader = Loader(digits, sampler, seed=3, transforms=DeviceTransforms(steps, seed))
         for micro in loader.epoch(epoch):
             kept = zip(micro.piece.indices[: micro.piece.count], micro.batch[0], strict=False)
             found |= dict(kept)
@@ -77,12 +71,6 @@ def test_dropping_a_step_leaves_the_others_draws() -> None:
     assert not _equal(*flips)  # each draws by its name
 
 
-def test_training_rng_is_untouched() -> None:
-    before = torch.get_rng_state()
-    _images(steps={**STEPS, "mix": v2.MixUp(num_classes=10)})
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 def _piece(n: int, update: int = 0, micro_batch: int = 0) -> Piece:
     return Piece(tuple(range(n)), n, 0, n, micro_batch, 2, 0, update)
 
@@ -91,7 +79,9 @@ def _piece(n: int, update: int = 0, micro_batch: int = 0) -> Piece:
 def test_mixing_is_torchvisions_keyed_by_place(kind: Any) -> None:
     images, labels = torch.rand(8, 3, 6, 6), torch.arange(8) % 4
     transforms = DeviceTransforms({"mix": kind(num_classes=4)}, seed=1)
+    before = torch.get_rng_state()
     mixed, shares = transforms((images, labels), _piece(8))
+    assert torch.equal(torch.get_rng_state(), before)
     again = transforms((images, labels), _piece(8))
     assert torch.equal(mixed, again[0])
     assert torch.allclose(shares.sum(1), torch.ones(8))
@@ -235,7 +225,7 @@ def _words(tree: Path, *more: str) -> list[str]:
 
 @pytest.mark.parametrize("sizes", ["one-size", "sizes-differ"])
 def test_neither_cache_nor_workers_nor_the_split_change_a_bit(
-    picture_tree: Path, write_image: Any, seen: Any, sizes: str
+    picture_tree: Path, write_image: Any, seen: Any, sizes: str, caplog: Any
 ) -> None:
     if sizes == "sizes-differ":
         write_image(picture_tree / "train" / "cat" / "wide.png", size=(19, 12))
@@ -250,7 +240,9 @@ def test_neither_cache_nor_workers_nor_the_split_change_a_bit(
         seen(*words, "trainer.gradient_accumulation_steps=2", world=2),
         seen(*words, "data.cache=ram"),
         seen(*words, "data.cache=disk", "loader.num_workers=1"),
+        seen(*words, "data.cache=device"),
     ]
+    assert ("ImageFolder stays in host memory: images of" in caplog.text) == (sizes != "one-size")
     for found in others:
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[index], expected[index]) for index in expected)
