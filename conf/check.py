@@ -37,8 +37,7 @@ def parse(raw: dict[str, Any]) -> Config:
 def parsed(raw: dict[str, Any], schema: type[T]) -> T:
     """Turn the values of a schema's keys into its object; raises ConfigError with all mistakes."""
     raise_problems(check(raw, schema))
-    found: T = _built(schema, raw)
-    return found
+    return _built(schema, raw)
 
 
 def _section(raw: Any, schema: type, key: str) -> Iterator[Problem]:
@@ -53,13 +52,14 @@ def _section(raw: Any, schema: type, key: str) -> Iterator[Problem]:
             inner += _value(raw.get(name, MISSING), one, join(key, name))
     yield from inner
     if not inner and hasattr(schema, "conflicts"):
-        for problem in _built(schema, raw).conflicts():
+        built: Any = _built(schema, raw)
+        for problem in built.conflicts():
             yield replace(problem, key=join(key, problem.key))
 
 
 def _value(value: Any, one: Key, key: str) -> Iterator[Problem]:
-    named = [m for m in members(one.type) if typing.get_origin(m) is dict]
-    child = typing.get_args(named[0])[1] if named else Any
+    dicts = (typing.get_args(m) for m in members(one.type) if typing.get_origin(m) is dict)
+    _, child = next(dicts, (str, Any))
     if value == MISSING:
         yield _missing(key, one)
     elif one.section is not None and not (value is None and _takes(one.type, None)):
@@ -96,7 +96,7 @@ def _everywhere(raw: Any) -> Iterator[Problem]:
 
 def _missing(key: str, one: Key) -> Problem:
     meaning = f" ({one.doc})" if one.doc else ""
-    return Problem(key, f"missing a value{meaning}", hint=f"give it as {key}=...")
+    return Problem(key, f"missing a value{meaning}", f"give it as {key}=...")
 
 
 def unknown(section: str, name: str, known: list[str]) -> Problem:
@@ -133,17 +133,17 @@ def _takes(annotation: Any, value: Any) -> bool:
 
 def spelled(one: Key) -> str:
     """Spell what a key takes, for people."""
-    parts: dict[str, None] = {}
+    parts: list[str] = []
     for member in members(one.type):
         origin, args = typing.get_origin(member), typing.get_args(member)
         if origin is Literal:
-            parts.update(dict.fromkeys(map(str, args)))
+            parts += map(str, args)
         elif origin is list:
-            parts[f"a list, each item {spelled(Key(type=args[0]))}"] = None
+            parts.append(f"a list, each item {spelled(Key(type=args[0]))}")
         elif origin is dict:
-            parts["a section of keys"] = None
+            parts.append("a section of keys")
         else:
-            parts["null" if member is type(None) else _NAMES.get(member, str(member))] = None
+            parts.append("null" if member is type(None) else _NAMES.get(member, str(member)))
     text = " or ".join(parts) if len(parts) < 3 else f"one of {', '.join(parts)}"
     return f"{text} ({one.limit})" if one.limit else text
 
@@ -163,7 +163,7 @@ def _hint(one: Key, value: Any, key: str) -> str | None:
     return None
 
 
-def _built(schema: type, raw: dict[str, Any]) -> Any:
+def _built(schema: type[T], raw: dict[str, Any]) -> T:
     """Return the object of a section whose values fit, with those of the sections in it."""
     known = declared(schema)
     values = {name: value for name, value in raw.items() if name in known}
@@ -200,4 +200,4 @@ def fill_defaults(raw: dict[str, Any], schema: type = Config) -> dict[str, Any]:
             given is not REQUIRED and (not one.strategies or chosen in one.strategies)
         ):
             filled[name] = given
-    return {**filled, **{name: value for name, value in raw.items() if name not in filled}}
+    return {**filled, **raw, **filled}  # in this order, with these values

@@ -58,14 +58,10 @@ class Key:
 
 def option(default: Any, doc: str, **how: Any) -> Any:
     """Declare a key of a dataclass: a default (REQUIRED: none), its meaning and its limits."""
+    made = default.copy if isinstance(default, list | dict) else default  # by a schema: itself
+    given: dict[str, Any] = {"default_factory" if callable(made) else "default": made}
     metadata = {"key": Key(doc, default, **how)}
-    if default is REQUIRED:
-        return field(metadata=metadata)
-    if isinstance(default, list | dict):
-        return field(default_factory=default.copy, metadata=metadata)
-    if dataclasses.is_dataclass(default):
-        return field(default_factory=default, metadata=metadata)  # type: ignore[arg-type]
-    return field(default=default, metadata=metadata)
+    return field(metadata=metadata, **({} if default is REQUIRED else given))
 
 
 def declared(schema: type) -> Mapping[str, Key]:

@@ -16,6 +16,8 @@ MAX_SIZE = 200_000  # characters and values, once everything is written out
 MAX_CHAIN = 100  # keys, each within or referring to the next
 _REFERRING = ("oc.select", "oc.dict.keys", "oc.dict.values")
 RESOLVERS = ("oc.env", "oc.decode", "now", *_REFERRING)
+# A resolver, if there is one, and the first of its arguments; or the key alone.
+_REFERENCE = re.compile(r"(?s)^(?:\s*([\w.]+)\s*:)?([^,]*)")
 
 
 def join(key: str, name: object) -> str:
@@ -52,9 +54,9 @@ def leaves(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 def mapped(node: Any, change: Callable[[Any], Any]) -> Any:
     """Return a copy of plain containers in which each part was changed, inner ones first."""
     if isinstance(node, dict):
-        return change({name: mapped(child, change) for name, child in node.items()})
-    if isinstance(node, list | tuple):
-        return change([mapped(child, change) for child in node])
+        node = {name: mapped(child, change) for name, child in node.items()}
+    elif isinstance(node, list | tuple):
+        node = [mapped(child, change) for child in node]
     return change(node)
 
 
@@ -64,14 +66,13 @@ def fill(node: Any, values: Mapping[str, int | None]) -> Any:
     A text that is nothing but the interpolation becomes the number itself; inside a longer one it
     is replaced by its digits. A name without a value stays as it is.
     """
+    known = {f"${{{name}}}": value for name, value in values.items() if value is not None}
 
     def change(text: Any) -> Any:
-        for name, value in values.items() if isinstance(text, str) else ():
-            if value is None:
-                continue
-            if text == f"${{{name}}}":
+        for name, value in known.items() if isinstance(text, str) else ():
+            if text == name:
                 return value
-            text = text.replace(f"${{{name}}}", str(value))
+            text = text.replace(name, str(value))
         return text
 
     return mapped(node, change)
@@ -99,8 +100,7 @@ class Interpolations:
 
     def from_environment(self, key: str) -> bool:
         """Return whether an environment variable contributes to the text at a key."""
-        texts = [at for at, node in self._nodes.items() if isinstance(node, str)]
-        return above(self.source(key), texts) in self._environment
+        return above(self.source(key), self._nodes) in self._environment
 
     def source(self, key: str) -> str:
         """Return the key that holds the value which `key`, or a section above it, takes over."""
@@ -122,12 +122,10 @@ class Interpolations:
             self._note(key, "the interpolations that lead here are too many")
             return 0
         self._path.append(key)
-        size = 1
+        size, inner = 1, children(node, key)
         if isinstance(node, str):
-            size += len(node)
-        for here, child in (
-            self._targets(key, node) if isinstance(node, str) else children(node, key)
-        ):
+            size, inner = 1 + len(node), self._targets(key, node)
+        for here, child in inner:
             size += self._size(here, child)
             if here in self._environment:
                 self._environment.add(key)
@@ -138,19 +136,16 @@ class Interpolations:
     def _targets(self, key: str, text: str) -> Iterator[tuple[str, Any]]:
         """Yield what the interpolations of a text refer to."""
         for body in _bodies(text):
-            resolver = re.match(r"\s*([\w.]+)\s*:", body)
-            name = resolver[1] if resolver else None
+            ((name, reference),) = _REFERENCE.findall(body)
             if name == "oc.env":
                 self._environment.add(key)
-            if name is not None and name not in RESOLVERS:
-                self._note(
-                    key, f"${{{name}:...}} is not available: there are {', '.join(RESOLVERS)}"
-                )
+            if name and name not in RESOLVERS:
+                known = ", ".join(RESOLVERS)
+                self._note(key, f"${{{name}:...}} is not available: there are {known}")
             elif name == "oc.decode" and "\\" in body:
                 self._note(key, "oc.decode takes no escaped interpolations")
             if body in RESERVED or (name and name not in _REFERRING):
                 continue
-            reference = body[resolver.end() :].split(",")[0] if resolver else body
             if (target := self._absolute(reference.strip(), key)) is None:
                 continue
             at = above(target, self._nodes)
@@ -158,10 +153,10 @@ class Interpolations:
             # What goes through a node that is an interpolation ends there.
             if at == target or (isinstance(node, str) and "${" in node):
                 self.read.add(target)
-                if text == f"${{{body}}}" and not resolver and "${" not in body:
+                if text == f"${{{body}}}" and not name and "${" not in body:
                     self._taken[key] = target
                 yield target, node
-            elif not resolver:  # oc.select has a default for what does not exist
+            elif not name:  # oc.select has a default for what does not exist
                 near = nearest(target, self._nodes)
                 hint = f"did you mean ${{{near}}}?" if near else None
                 self._note(key, f"${{{body}}} refers to nothing", hint)
@@ -182,7 +177,7 @@ class Interpolations:
             return static
         rest = static.lstrip(".")
         parents = key.split(".")[: -(len(static) - len(rest))]
-        return ".".join([*parents, *([rest] if rest else [])]) or None
+        return ".".join([*parents, rest]).rstrip(".") or None
 
 
 def _bodies(text: str) -> list[str]:

@@ -80,9 +80,10 @@ def our_key(key: str) -> str | None:
 
 def _with_section(name: str) -> str | None:
     """Return the key of the root, or of its first section, that has a name."""
-    if name in declared(Config):
+    known = declared(Config)
+    if name in known:
         return name
-    for section, one in declared(Config).items():
+    for section, one in known.items():
         if one.within and section != "sweep" and name in declared(one.within):
             return f"{section}.{name}"
     return None

@@ -51,19 +51,20 @@ class DataConfig:
     )
     on_error: Literal["raise", "skip"] = option("raise", "what a sample that cannot be read does")
     max_skipped: int = natural(100, "unreadable samples that `skip` puts up with")
-    extra: dict[str, Any] = field(default_factory=dict)
+    extra: Values = field(default_factory=dict)
 
     def conflicts(self) -> Iterator[Problem]:
         """Say where a fold and the number of folds, or keys of decoding, do not go together."""
         if self.decode != "full" and self.cache != "none":
             message = f"is {self.decode}, but data.cache={self.cache} keeps whole images"
             yield Problem("decode", message, "set data.decode=full or data.cache=none")
-        if self.folds is not None and (self.fold is None or self.fold >= self.folds):
+        if self.folds is None:
+            if self.fold is not None:
+                yield Problem("folds", "missing: how many folds there are", "such as data.folds=5")
+        elif self.fold is None or self.fold >= self.folds:
             found = "missing" if self.fold is None else f"is {self.fold}"
             message = f"{found}, but data.folds={self.folds} has folds 0 to {self.folds - 1}"
             yield Problem("fold", message)
-        if self.folds is None and self.fold is not None:
-            yield Problem("folds", "missing: how many folds there are", "such as data.folds=5")
         if not str((self.train or {}).get("_target_")).startswith("data."):
             return  # to a user's data sets these keys may mean something else
         given = {key: value for key, value in self.extra.items() if value is not None}
@@ -76,13 +77,9 @@ class DataConfig:
             if type(value) not in (int, float) or not 0 <= value < 1:
                 yield Problem(name, f"expected a share, >= 0 and < 1, got {value!r}")
         channels = given.get("channels")
-        for name in ("mean", "std"):
+        for name in ("mean", "std") if type(channels) is int else ():
             value = given.get(name)
-            if (
-                type(channels) is int
-                and isinstance(value, list)
-                and len(value) not in (1, channels)
-            ):
+            if isinstance(value, list) and len(value) not in (1, channels):
                 message = f"has {len(value)} values for data.channels={channels}"
                 yield Problem(name, message, "give one for each channel, or one for all")
 
@@ -94,7 +91,7 @@ class TransformsConfig:
     train: Named = node({}, "of training samples; the last ones, where they can, of batches")
     eval: Named = node({}, "of samples of the other sets, in the same way")
     device: Named = node({}, "of whole training batches, on the device")
-    extra: dict[str, Any] = field(default_factory=dict)
+    extra: Values = field(default_factory=dict)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -150,7 +147,7 @@ class OptimizerWords:
     optimizers: "dict[str, OptimizerWords | None] | None" = option(
         None, "several optimizers by name, instead of one"
     )
-    extra: dict[str, Any] = field(default_factory=dict)
+    extra: Values = field(default_factory=dict)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -159,7 +156,7 @@ class LrSchedulerWords:
 
     interval: Literal["step", "epoch"] = option("step", "when it advances")
     monitor: str | None = option(None, "metric that a plateau scheduler watches")
-    extra: dict[str, Any] = field(default_factory=dict)
+    extra: Values = field(default_factory=dict)
 
 
 @dataclass(kw_only=True, slots=True)

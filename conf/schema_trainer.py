@@ -113,11 +113,11 @@ class TrainerConfig:
     @property
     def validates(self) -> bool:
         """Whether there are validations before the very end."""
-        return not (self.validate_every_n_epochs is None and self.validate_every_n_steps is None)
+        return bool(self.validate_every_n_epochs or self.validate_every_n_steps)
 
     def conflicts(self) -> Iterator[Problem]:
         """Name what cannot be meant."""
-        if self.max_epochs is None and self.max_steps is None and self.max_time is None:
+        if not (self.max_epochs or self.max_steps or self.max_time):
             message = "null, as are max_steps and max_time: nothing would end the run"
             yield Problem("max_epochs", message)
         for key in ("limit_train_batches", "overfit_batches"):

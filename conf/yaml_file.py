@@ -4,7 +4,7 @@ A file may come from anyone: what would make reading it dangerous (aliases that 
 nesting without end) is found before its values are made.
 """
 
-import functools
+import json
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,12 +23,18 @@ _PREFIX = "tag:yaml.org,2002:"
 _TAGS = ("str", "int", "float", "bool", "null", "map", "seq", "merge", "value")
 _FLOAT = re.compile(r"[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+$")
 # What YAML 1.1 makes of a bare word, where a person is likely to have meant something else.
-_TRAPS = (
-    (re.compile(r"(?i)yes|no|on|off"), "is read as {}: write true or false, or quote the word"),
-    (re.compile(r"[-+]?0[0-9_]+"), "is read as an octal number: drop the zero, or quote it"),
-    (re.compile(r"[-+]?[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?"), "is read in base 60: quote it"),
-    (re.compile(r"[-+]?[0-9.]+_[0-9_.]*(e[-+]?[0-9]+)?"), "has an underscore: write the number"),
+_TRAP = re.compile(
+    r"(?P<yes>(?i:yes|on))|(?P<no>(?i:no|off))|(?P<octal>[-+]?0[0-9_]+)"
+    r"|(?P<sixty>[-+]?[0-9][0-9_]*(?::[0-5]?[0-9])+(?:\.[0-9_]*)?)"
+    r"|(?P<parted>[-+]?[0-9.]+_[0-9_.]*(?:e[-+]?[0-9]+)?)"
 )
+_TRAPS = {
+    "yes": "is read as true: write true or false, or quote the word",
+    "no": "is read as false: write true or false, or quote the word",
+    "octal": "is read as an octal number: drop the zero, or quote it",
+    "sixty": "is read in base 60: quote it",
+    "parted": "has an underscore: write the number",
+}
 # A word that looks like a key, in a text that goes on over several lines without quotes.
 _KEY = re.compile(r"\s([A-Za-z_][\w.]*:\S+)")
 
@@ -54,14 +60,6 @@ class Document:
     problems: list[Problem] = field(default_factory=list)
     package: str | None = None  # what `# @package` among its first comments says
     readable: bool = True  # False: it has no values
-
-
-class _UnreadableError(Exception):
-    """What makes a file dangerous or impossible to read, and its line."""
-
-    def __init__(self, message: str, line: int | None = None) -> None:
-        super().__init__(message)
-        self.line = line
 
 
 def examine(path: Path, name: str) -> Document:
@@ -101,10 +99,10 @@ def _examined(text: str, name: str) -> Document:
         head = re.match(r"(?:#.*\n|\s*\n)*?#\s*@package\s+(\S+)\s*$", text, re.MULTILINE)
         document.package = head[1] if head else None
         return document
-    except _UnreadableError as error:
-        return _unreadable(str(error), name, error.line)
+    except ConfigError as error:
+        return _unreadable(str(error), name)
     except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
+        mark = getattr(error, "problem_mark", None)
         what = getattr(error, "problem", None) or getattr(error, "reason", None) or "not YAML"
         if mark is not None and "\t" in "".join(text.splitlines()[mark.line : mark.line + 1]):
             what = "a tab, which YAML does not take as indentation: use spaces"
@@ -115,32 +113,34 @@ def _examined(text: str, name: str) -> Document:
         return _unreadable(f"not YAML that can be read: {type(error).__name__}", name)
 
 
-def _root(text: str) -> yaml.MappingNode | None:
-    """Return the nodes of a text, of which no values are made yet, if it is not dangerous."""
+def _root(text: str) -> yaml.Node | None:
+    """Return the nodes of a text, of which no values are made yet.
+
+    Raises ConfigError for a dangerous one.
+    """
     if len(text.encode()) > MAX_BYTES:
-        raise _UnreadableError(f"longer than {MAX_BYTES} bytes")
+        raise ConfigError(f"longer than {MAX_BYTES} bytes")
     depth = 0  # counted by events, which need no recursion: composing a deep file would
     for event in yaml.parse(text, Loader=_Loader):
         depth += isinstance(event, yaml.CollectionStartEvent)
         depth -= isinstance(event, yaml.CollectionEndEvent)
         if depth > MAX_DEPTH:
-            raise _UnreadableError(f"nested deeper than {MAX_DEPTH} levels")
+            raise ConfigError(f"nested deeper than {MAX_DEPTH} levels")
     root = yaml.compose(text, Loader=_Loader)
-    if not isinstance(root, yaml.MappingNode | None):
-        raise _UnreadableError("expected keys and values (`key: value`)", 1)
     if root is not None and _size(root, {}, set()) > MAX_NODES:
-        raise _UnreadableError(f"its aliases write out to more than {MAX_NODES} values")
+        raise ConfigError(f"its aliases write out to more than {MAX_NODES} values")
     return root
 
 
 def _size(node: yaml.Node, known: dict[int, int], open_: set[int]) -> int:
     """Count the nodes below, an alias as often as it is used."""
     if id(node) in open_:
-        raise _UnreadableError("an alias contains itself")
+        raise ConfigError("an alias contains itself")
     if id(node) not in known:
         open_.add(id(node))
-        entries = node.value if isinstance(node, yaml.CollectionNode) else []
-        inner = [c for entry in entries for c in (entry if isinstance(entry, tuple) else (entry,))]
+        inner = node.value if isinstance(node, yaml.CollectionNode) else []
+        if isinstance(node, yaml.MappingNode):
+            inner = [part for pair in inner for part in pair]
         known[id(node)] = min(1 + sum(_size(c, known, open_) for c in inner), MAX_NODES + 1)
         open_.discard(id(node))
     return known[id(node)]
@@ -158,7 +158,9 @@ def _note(document: Document, file: str, node: yaml.Node, key: str) -> None:
         document.lines.setdefault(key, at.start_mark.line + 1)
         _note(document, file, child, key)
 
-    if node.tag.removeprefix(_PREFIX) not in _TAGS:
+    if not (key or isinstance(node, yaml.MappingNode)):
+        wrong(node, key, "expected keys and values (`key: value`)")
+    elif node.tag.removeprefix(_PREFIX) not in _TAGS:
         wrong(node, key, f"tag {node.tag!r} is not allowed")
     elif isinstance(node, yaml.SequenceNode):
         for index, child in enumerate(node.value):
@@ -190,11 +192,8 @@ def _trap(node: yaml.ScalarNode) -> str | None:
         return None
     if node.end_mark.line > node.start_mark.line and (found := _KEY.search(node.value)):
         return f"goes on to the next line: is a blank missing after the colon of {found[1]!r}?"
-    for pattern, message in _TRAPS:
-        if pattern.fullmatch(node.value):
-            truth = str(node.value.lower() in ("yes", "on")).lower()
-            return f"{node.value} {message.format(truth)}"
-    return None
+    trap = _TRAP.fullmatch(node.value)
+    return f"{node.value} {_TRAPS[trap.lastgroup or '']}" if trap else None
 
 
 # Words that OmegaConf, or our own reading of YAML, take for something else than text.
@@ -204,12 +203,11 @@ _NOT_TEXT = re.compile(
 )
 
 
-def _text(dumper: Any, value: str) -> yaml.Node:
+def _text(dumper: Any, value: str) -> Any:
     style = "'" if _NOT_TEXT.fullmatch(value) else None
     if not value.isprintable():
         style = '"'  # the only one in which YAML can escape characters
-    node: yaml.Node = dumper.represent_scalar(f"{_PREFIX}str", value, style=style)
-    return node
+    return dumper.represent_scalar(f"{_PREFIX}str", value, style=style)
 
 
 class _Dumper(yaml.SafeDumper):
@@ -222,10 +220,8 @@ class _Dumper(yaml.SafeDumper):
 
 def dump(config: dict[str, Any]) -> str:
     """Return plain containers as YAML that `--config-name` reads back to the very same values."""
-    text: str = yaml.dump(
-        _escaped(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100
-    )
-    return text
+    form: dict[str, Any] = {"sort_keys": False, "allow_unicode": True, "width": 100}
+    return str(yaml.dump(_escaped(config), Dumper=_Dumper, **form))
 
 
 def _escaped(node: Any) -> Any:
@@ -235,11 +231,9 @@ def _escaped(node: Any) -> Any:
     """
     # Backslashes right before an interpolation are halved when it is read: double them.
     final = re.compile(rf"(\\*)\$\{{(?!({'|'.join(RESERVED)})\}})")
-    doubled = functools.partial(final.sub, lambda found: f"{found[1] * 2}\\${{")
-    return mapped(node, lambda value: doubled(value) if isinstance(value, str) else value)
+    return mapped(node, lambda v: final.sub(r"\1\1\\${", v) if isinstance(v, str) else v)
 
 
 def word(value: object) -> str:
     """Return a single value as a command line writes it: `null`, `true`, `0.1`."""
-    words = {None: "null", True: "true", False: "false"}
-    return words[value] if value is None or isinstance(value, bool) else str(value)
+    return json.dumps(value) if value is None or isinstance(value, bool) else str(value)

@@ -52,7 +52,7 @@ def cp(argv: Sequence[str]) -> int:
     if arguments.target.endswith("/") or target.is_dir():
         target /= files[choice].name
     if target.suffix != ".yaml":
-        raise ConfigError(Problem("", f"{target}: the name of a config ends in .yaml"))
+        raise ConfigError(f"{target}: the name of a config ends in .yaml")
     _write_new(target, files[choice].read_text(encoding="utf-8"))
     print(f"written to {on_one_line(target)}")
     return 0
@@ -80,10 +80,9 @@ def new(argv: Sequence[str]) -> int:
     folder: Path = arguments.folder
     title = folder.resolve().name
     if len(title) > _LONGEST:
-        raise ConfigError(Problem("", f"{title[:20]}...: a name has at most {_LONGEST} letters"))
-    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        message = f"{folder} exists and is no empty folder: choose another name"
-        raise ConfigError(Problem("", message))
+        raise ConfigError(f"{title[:20]}...: a name has at most {_LONGEST} letters")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"{folder} exists and is no empty folder: choose another name")
     for name, text in project_files(title, os.path.relpath(ROOT, folder.resolve())).items():
         _write_new(folder / name, text)
         print(on_one_line(folder / name))

@@ -59,6 +59,12 @@ class Line:
     meaning: str
     choices: list[str] = field(default_factory=list)
 
+    def told(self, count: int) -> str:
+        """Return it as text; `count`: of the group's choices."""
+        value, meaning = f"={self.value}" if self.value else "", f"  {self.meaning}".rstrip()
+        of = f" [{', '.join(self.choices)}]" if 0 < len(self.choices) < count else ""
+        return _filled(f"{self.name}{value}{meaning}{of}")
+
 
 def answer(arguments: Arguments) -> bool:
     """Print what was asked for and return True; return False where a run was asked for."""
@@ -98,18 +104,16 @@ def topic_text(groups: Groups, topic: str) -> str:
     """
     group, _, rest = topic.partition(".")
     parts: list[str] = []
-    known: list[str] = []
+    lines: dict[str, str] = {}
     for name, files in below(groups, group).items():
-        parts += [] if rest else [f"{name}=CHOICE:", *_described(files)]
-        for one in keys_of(name, files):
-            known.append(one.name)
-            if f"{one.name}.".startswith(f"{topic.strip('/').replace('/', '.')}."):
-                value, meaning = f"={one.value}" if one.value else "", f"  {one.meaning}".rstrip()
-                of = f" [{', '.join(one.choices)}]" if 0 < len(one.choices) < len(files) else ""
-                parts.append(_filled(f"{one.name}{value}{meaning}{of}"))
-        parts += [] if rest else [""]
+        told = {one.name: one.told(len(files)) for one in keys_of(name, files)}
+        parts += [f"{name}=CHOICE:", *_described(files), *told.values(), ""]
+        lines |= told
+    if rest:
+        key = topic.strip("/").replace("/", ".")
+        parts = [line for name, line in lines.items() if f"{name}.".startswith(f"{key}.")]
     if not parts:
-        raise ConfigError(Problem(topic, "there is no such key", did_you_mean(topic, known)))
+        raise ConfigError(Problem(topic, "there is no such key", did_you_mean(topic, lines)))
     return "\n".join(parts)
 
 

@@ -53,14 +53,14 @@ def runs(argv: Sequence[str]) -> int:
             found.append(read_run(Path(place)))
             folders[:] = [name for name in folders if name not in (CHECKPOINTS, "tensorboard")]
     found.sort(key=lambda run: (run["created"] or "", run["run"]))
-    configs = {run["run"]: run.pop("config") for run in found}
     for name in {run["name"] for run in found}:  # runs of a name are compared with each other
-        known = [run for run in found if run["name"] == name and configs[run["run"]]]
-        for key, values in varied([configs[run["run"]] for run in known]):
+        known = [run for run in found if run["name"] == name and run["config"]]
+        for key, values in varied([run["config"] for run in known]):
             for run, value in zip(known, values, strict=True):
                 run["differs"][key] = value
     rows = [["run", "status", "epoch", "best", "duration", "size", "differs in"]]
     for run in found:
+        del run["config"]
         words = [f"{key}={_shown(value)}" for key, value in run["differs"].items()]
         words[_SHOWN:] = [f"and {len(words) - _SHOWN} more"] if len(words) > _SHOWN else []
         epochs = f"/{run['max_epochs']}" if run["max_epochs"] else ""

@@ -1,6 +1,5 @@
 """`predict run=RUN_DIR source=DIR`: a trained model's answers for files, as a table."""
 
-import json
 import os
 import sys
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ def predict(argv: Sequence[str]) -> int:
     """Do what a command line asks for; torch is imported once its keys are sound."""
     from conf.errors import Problem, raise_problems
     from conf.schema_trainer import StrategyConfig
+    from conf.yaml_file import word
     from scripts.cli.arguments import Request
     from scripts.cli.console import importing
     from scripts.cli.keys import Prediction, read_keys
@@ -40,8 +40,7 @@ def predict(argv: Sequence[str]) -> int:
     # However a run was trained (in shards, on many devices), it is asked on one; who wants more
     # says so. The kind of its device stays.
     plain = {k: v for k, v in asdict(StrategyConfig()).items() if k != "accelerator"}
-    spelled = {k: v if isinstance(v, str) else json.dumps(v) for k, v in plain.items()}
-    own = (f"strategy.{key}={value}" for key, value in spelled.items())
+    own = (f"strategy.{key}={word(value)}" for key, value in plain.items())
     composed = compose(replace(arguments, overrides=(*own, *arguments.overrides)))
     strategy = dict(composed.config["strategy"])
     if keys.device is not None:

@@ -43,7 +43,7 @@ def train(argv: Sequence[str]) -> int:
     request = Request(
         composed.config,
         composed.overrides,
-        {name: str(choice) for name, choice in composed.choices.items()},
+        composed.choices,
         list(argv),
         list(composed.arguments.allow_targets),
     )

@@ -35,7 +35,7 @@ class Arguments:
     """A parsed command line."""
 
     overrides: tuple[str, ...] = option(
-        "overrides", default=(), nargs="*", help="key=value, group=choice, +key=value, ~key"
+        default=(), nargs="*", help="key=value, group=choice, +key=value, ~key"
     )
     help: bool = flag("--help", "-h", help="groups, experiments and options")
     version: bool = flag("--version", help="versions of Regimen and Hydra")
@@ -50,7 +50,6 @@ class Arguments:
         *("--config-dir", "-cd"),
         default=(),
         action="append",
-        dest="config_dirs",
         help="a further folder, found first",
     )
     config_name: str = option(
@@ -60,10 +59,9 @@ class Arguments:
         "--config-path", "-cp", help="the folder of configs instead of Regimen's"
     )
     allow_targets: tuple[str, ...] = option(
-        "--allow-target",
+        *("--allow-target",),
         default=(),
         action="append",
-        dest="allow_targets",
         help="a package that _target_ may name",
     )
     shell_completion: bool = flag("--shell-completion", "-sc", help="install=bash, zsh or fish")
@@ -103,7 +101,7 @@ def parser() -> argparse.ArgumentParser:
     it = _Parser(prog=PRIMARY, add_help=False, allow_abbrev=False, argument_default=absent)
     for one in fields(Arguments):
         how = dict(one.metadata)
-        it.add_argument(*how.pop("names"), **how)
+        it.add_argument(*how.pop("names"), dest=one.name, **how)
     return it
 
 
@@ -136,7 +134,7 @@ class Request:
 
     config: dict[str, Any]  # resolved, plain containers
     overrides: list[str]
-    choices: dict[str, str]  # the choice of each config group
+    choices: dict[str, Any]  # the choice of each config group
     arguments: list[str]  # as typed, for `resume_command`
     allowed: list[str] = field(default_factory=list)  # packages of --allow-target
     prediction: dict[str, Any] | None = None  # the keys of `predict`; None: train
@@ -153,6 +151,11 @@ class Request:
         What a sweep does with the run is not part of it.
         """
         return dump(self.config | dict.fromkeys(("run_dir", "resume", "dry_run", "sweep")))
+
+
+def key_of(text: str) -> str:
+    """Return the key of an override, without signs."""
+    return text.lstrip("+~").partition("=")[0]
 
 
 def run_dir_override(path: Path) -> str:

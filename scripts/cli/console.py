@@ -98,14 +98,19 @@ def report(error: BaseException) -> int:
 
         if not is_first_to_fail(error):
             return code
-    text = describe(error)
+    text, trace = describe(error), ""
     if code == 1:
         shown = traceback.TracebackException.from_exception(error)
         shown.__notes__ = [note for note in shown.__notes__ or () if note != text]
-        print(visible("".join(shown.format())), end="", file=sys.stderr)
-    first, *rest = indented_lines(text)
-    print(f"error: {first}", *rest, sep="\n", file=sys.stderr)
+        trace = "".join(shown.format())
+    print_error(text, trace)
     return code
+
+
+def print_error(text: str, trace: str = "") -> None:
+    """Print the `error:` line, and before it a traceback."""
+    first, *rest = indented_lines(text)
+    print(f"{visible(trace)}error: {first}", *rest, sep="\n", file=sys.stderr)
 
 
 def exit_code(error: BaseException) -> int:

@@ -24,7 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 from conf.check import check, fill_defaults, shown
 from conf.errors import ConfigError, Problem, did_you_mean, raise_problems
 from conf.interpolation import RESERVED, Interpolations, leaves, mapped, walk
-from scripts.cli.arguments import Arguments, parse_arguments
+from scripts.cli.arguments import Arguments, key_of, parse_arguments
 from scripts.composition.folders import REFUSED, Folders, opened
 from scripts.composition.overrides import Dimension, Overrides, Swept, first_lines
 from scripts.composition.tree import Source, Tree, shown_path
@@ -60,12 +60,12 @@ def split_jobs(arguments: Arguments) -> list[list[Swept]]:
     return [list(combination) for combination in itertools.product(*lists)]
 
 
-def split_search(arguments: Arguments) -> tuple[list[str], list[Dimension]]:
+def split_search(arguments: Arguments) -> tuple[list[Swept], list[Dimension]]:
     """Separate the overrides of all jobs of a search from the dimensions it searches."""
     with _composing(arguments) as it:
-        parsed = [(o.input_line, it.typed.dimension(o)) for o in it.parsed()]
-    fixed = [str(text) for text, varied in parsed if varied is None]
-    return fixed, [varied for _, varied in parsed if varied is not None]
+        parsed = [(it.typed.dimension(o), o) for o in it.parsed()]
+        fixed = [s for varied, o in parsed if varied is None for s in it.typed.values_of(o)]
+    return fixed, [varied for varied, _ in parsed if varied is not None]
 
 
 def config_text(arguments: Arguments) -> tuple[str, list[Problem]]:
@@ -86,13 +86,12 @@ def config_text(arguments: Arguments) -> tuple[str, list[Problem]]:
 
 def print_by_hydra(arguments: Arguments) -> None:
     """Let Hydra print its own configuration, or that and the job's: `--cfg hydra`, `--cfg all`."""
-    name, overrides = arguments.config_name, list(arguments.overrides)
+    shown = arguments.cfg, arguments.package, arguments.resolve
     with _composing(arguments, whole=True) as it:
         it.parsed()
         it.stop_if_wrong()
-        shown = arguments.cfg, arguments.package, arguments.resolve
         try:
-            it.folders.hydra.show_cfg(name, overrides, *shown)
+            it.folders.hydra.show_cfg(arguments.config_name, it.overrides, *shown)
         except SystemExit:
             it.problems.append(Problem("--package", f"there is no {arguments.package}"))
         except REFUSED as error:
@@ -153,7 +152,7 @@ class Composition:
             self.stop_if_wrong()
         for override in values:
             self._apply(override)
-        chosen = [text.lstrip("+").partition("=")[0].replace("/", ".") for text in picked]
+        chosen = [key_of(text).replace("/", ".") for text in picked]
         self._tree.drop_leftovers(chosen)
         tree = fill_defaults(self._tree.values)
         self._followed = Interpolations(tree)

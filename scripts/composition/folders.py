@@ -123,10 +123,10 @@ class Folder(ConfigSource):
         Without `text`, before a colon, the value names a file.
         """
         *words, name = (text or str(value)).partition("@")[0].split() or [""]
-        inside = name.lstrip("/") if name.startswith("/") or not here else f"{here}/{name}"
+        inside = os.path.join(here, name).lstrip("/")
         known, group, groups = self.together, name.lstrip("/"), self.together.chosen
         override = f"write `override /{group}: {value}`"
-        if any(re.search(r"(^|[/@])hydra([/.@]|$)", word) for word in (text or str(value)).split()):
+        if re.search(r"(^|[\s/@])hydra([\s/.@]|$)", text or str(value)):
             yield f"{text or value}: {NO_HYDRA}", None
         elif ".." in Path(f"{name}/{value}").parts:
             yield f"{name}: is outside the folder of configs", None

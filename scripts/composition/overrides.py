@@ -14,7 +14,7 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
 from conf.errors import ConfigError, Problem, did_you_mean, raise_problems
-from scripts.cli.arguments import quoted
+from scripts.cli.arguments import key_of, quoted
 
 if TYPE_CHECKING:
     from scripts.composition.folders import Folders
@@ -282,10 +282,10 @@ def refuse_untyped(section: str, values: Mapping[str, Any], texts: Iterable[str]
     """Raise ConfigError for values of a section that files, not the overrides, have given it."""
     typed: dict[str, Any] = {}
     for text in texts:
-        key = text.lstrip("+").partition("=")[0]
-        if key == section or key.startswith(f"{section}."):
+        key = key_of(text)
+        if f"{key}.".startswith(f"{section}."):
             value: Any = OverridesParser.create().parse_override(text).value()
-            name = key[len(section) + 1 :]
+            name = key.removeprefix(section)[1:]
             whole = value if isinstance(value, dict) else {}  # or the choice of a group
             typed |= {name: value} if name else whole
     problems = []

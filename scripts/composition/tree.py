@@ -10,7 +10,7 @@ from typing import Any
 from conf.check import shown, unknown
 from conf.errors import Problem
 from conf.fields import declared
-from conf.interpolation import Interpolations, above, join
+from conf.interpolation import Interpolations, above, children, join, walk
 from conf.schema import OWN_KEYS, DataConfig, TransformsConfig
 from trainer.targets.instantiate import SPECIAL, takes
 
@@ -47,8 +47,7 @@ class Tree:
         for part in reversed(source.package.split(".") if source.package else ()):
             content = {part: content}
         for section in _OPEN if primary else _OPEN.keys() & {source.package}:
-            given = content.get(section)
-            self.declared |= {join(section, n) for n in given} if isinstance(given, dict) else set()
+            self.declared |= {key for key, _ in children(content.get(section), section)}
         self._merge(self.values, content, "", source)
 
     def _merge(self, old: dict[str, Any], new: Mapping[str, Any], key: str, source: Source) -> None:
@@ -74,17 +73,13 @@ class Tree:
                 self._merge(before, value, here, source)
             else:
                 if isinstance(before, dict | list):
-                    kept = {k: s for k, s in self.sources.items() if not _is_below(k, here)}
-                    self.sources = kept
+                    self.sources = {k: s for k, s in self.sources.items() if not _is_below(k, here)}
                 old[name] = copy.deepcopy(value)
             self.sources[here] = source
 
     def node(self, key: str) -> Any:
         """Return what stands at a key; None if it is not there."""
-        found: Any = self.values
-        for part in key.split(".") if key else ():
-            found = found.get(part) if isinstance(found, dict) else None
-        return found
+        return dict(walk(self.values)).get(key)
 
     def delete(self, key: str, value: Any, source: Source) -> str | None:
         """Delete a key; return why that cannot be, if it cannot. `value`: None, or what it has."""

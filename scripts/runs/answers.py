@@ -195,8 +195,8 @@ def mask_picture(mask: Tensor) -> Image.Image:
     """
     colours = []
     for number, shift in product(range(256), range(3)):
-        bits = [(number >> (3 * place + shift)) & 1 for place in range(3)]
-        colours.append(sum(bit << (7 - place) for place, bit in enumerate(bits)))
+        bits = ((number >> (3 * place + shift) & 1) << (7 - place) for place in range(3))
+        colours.append(sum(bits))
     picture = Image.fromarray(mask.to(torch.uint8).numpy(), mode="P")
     picture.putpalette(colours)
     return picture

@@ -25,11 +25,10 @@ from typing import TYPE_CHECKING, Any
 
 from conf.errors import ConfigError, Problem
 from scripts.cli.arguments import Request
-from scripts.cli.console import describe, exit_code, importing, log_to_stderr, set_up
+from scripts.cli.console import describe, exit_code, importing, log_to_stderr, print_error, set_up
 from scripts.cli.signals import Handler, end_with_parent, handling, leave_after_second_interrupt
 from trainer.errors import PeerError, SilentPeerError, leave_at_once
 from trainer.files.atomic import write_json
-from trainer.files.layout import indented_lines, visible
 from trainer.runs.status import amend_failure
 
 if TYPE_CHECKING:
@@ -153,10 +152,9 @@ def first_failure(error: ChildFailedError | None, processes: int, notes: Notes) 
     told = [Failure(**signed["failure"]) for signed in notes.signed() if signed["failure"]]
     stopping, lost = notes.stopping.exists(), None
     if error is not None:
-        begin = min(failure.timestamp for failure in error.failures.values())
-        ended = [(it.timestamp, rank, it) for rank, it in error.failures.items()]
-        for moment, rank, it in sorted(ended):
-            if lost is None and it.exitcode < 0 and moment < begin + _PATIENCE:
+        ended = sorted((it.timestamp, rank, it) for rank, it in error.failures.items())
+        for moment, rank, it in ended:
+            if lost is None and it.exitcode < 0 and moment < ended[0][0] + _PATIENCE:
                 name = signal.Signals(-it.exitcode).name
                 why = ", often for lack of memory" if name == "SIGKILL" else ""
                 lost = f"process {rank} (pid {it.pid}) was killed by {name}{why}"
@@ -184,10 +182,7 @@ def _answer(first: Failure, request: Request, notes: Notes) -> int:
         way_out = f"; go on with: {command}" if first.code == PeerError.exit_code else ""
     if first.problems:
         raise ConfigError(Problem(**fields) for fields in first.problems)
-    if first.code == 1:
-        print(visible(first.traceback), file=sys.stderr)
-    line, *rest = indented_lines(first.text + way_out)
-    print(f"error: {line}", *rest, sep="\n", file=sys.stderr)
+    print_error(first.text + way_out, first.traceback if first.code == 1 else "")
     return first.code
 
 

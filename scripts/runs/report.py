@@ -87,7 +87,7 @@ def final_block(
         "time": shares(spent),
         "train": _values(results, "train"),
         "val": validated and [*validated, f"(step {state.validated_at})"],
-        "best": _best(best),
+        "best": [f"{best[0]} {best[1]:.4f} at step {best[2]}"] if best else [],
         "test": tested,
     }
     if state.skipped_updates:
@@ -97,8 +97,7 @@ def final_block(
     width = (columns or WIDTH) - len("trained  ")
     rows = [("run", str(run_dir))]
     rows += [(name, line) for name, of in facts.items() for line in packed(of, width, ", ")]
-    for name, typed in _commands(request, experiment, run_dir):
-        rows.append((name, typed))
+    rows += _commands(request, experiment, run_dir)
     return "\n" + "\n".join(f"{name:<8} {line}" for name, line in rows)
 
 
@@ -115,10 +114,6 @@ def _trained(experiment: Experiment, spent: Mapping[Kind, float]) -> list[str]:
     elif state.stop_reason:
         told.append(f"ended early: {state.stop_reason}")
     return told
-
-
-def _best(best: tuple[str, float, int] | None) -> list[str]:
-    return [f"{best[0]} {best[1]:.4f} at step {best[2]}"] if best else []
 
 
 def _commands(request: Request, experiment: Experiment, run_dir: Path) -> list[tuple[str, str]]:

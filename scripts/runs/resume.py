@@ -202,12 +202,9 @@ def _shown(value: Any) -> str:
 def saved_config(payload: Mapping[str, Any], path: Path | None) -> dict[str, Any]:
     """Return the configuration in a checkpoint, which is untrusted text. Raises CheckpointError."""
     try:
-        values = plain_values(payload["config"], "its configuration") or {}
+        return dict(plain_values(payload["config"], "its configuration"))
     except ConfigError as error:
         raise CheckpointError(f"{path}: {error.problems[0]}") from error
-    if not isinstance(values, dict):
-        raise CheckpointError(f"{path}: its configuration is not a mapping")
-    return dict(values)
 
 
 def changes(old: Any, new: Any, key: str = "", given: bool = False) -> dict[str, tuple[Any, Any]]:

@@ -16,7 +16,7 @@ import torch
 from callbacks.trackers.recorder import MetricsLog
 from callbacks.trial import Trial
 from conf.check import parse
-from conf.errors import ConfigError, Problem
+from conf.errors import ConfigError, Problem, raise_problems
 from conf.schema import Config
 from models.pretrained import no_initial_weights
 from scripts.cli.arguments import Request
@@ -122,13 +122,11 @@ def run(request: Request, note: Path | None = None) -> int:
             shown = ", ".join(dict.fromkeys((str(device), describe_device(device))))
             logger.info("device: %s%s, threads: %d", shown, number, threads)
             configs = strategy.group.gather(request.config)  # of processes that torchrun started
-            problems = [
+            raise_problems(
                 Problem("", f"config differs on rank {rank}: {', '.join(keys)}")
                 for rank, other in enumerate(configs)
                 if (keys := changes(configs[0], other))
-            ]
-            if problems:
-                raise ConfigError(problems)
+            )
             place, start = strategy.group.recall_run(), attempt()
             if start != "0" and strategy.group.is_main:
                 most = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "?")

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from conf.check import parse
-from conf.errors import ConfigError, Problem, raise_problems
+from conf.errors import ConfigError, Problem, noted, raise_problems
 from scripts.cli.arguments import Arguments
 from scripts.cli.console import logger
 from scripts.composition.compose import compose, split_jobs
@@ -53,12 +53,10 @@ def sweep(arguments: Arguments) -> int:
 
 def composed(arguments: Arguments, jobs: Iterable[Sequence[Swept]]) -> list[dict[str, Any]]:
     """Compose every job; raises ConfigError with the mistakes of all, each once."""
-    configs, problems = [], []
+    configs, problems = [], list[Problem]()
     for job in jobs:
-        try:
+        with noted(problems):
             configs.append(compose(_arguments_of(arguments, job)).config)
-        except ConfigError as error:
-            problems += error.problems
     raise_problems(problems)
     return configs
 

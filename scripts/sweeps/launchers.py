@@ -26,7 +26,7 @@ from typing import IO, Any
 from conf.errors import ConfigError, Problem
 from scripts.cli.console import AS_JOB, logger, usable_cpus
 from scripts.cli.signals import end_with_parent
-from scripts.composition.overrides import refuse_untyped
+from scripts.composition.overrides import first_lines, refuse_untyped
 from scripts.sweeps.leaderboard import Job
 from trainer.errors import ResourceError, stopping_signals
 from trainer.runs.status import holds_run
@@ -274,7 +274,7 @@ class SubmititLauncher(Launcher):
             executor.update_parameters(**self._options, nodes=1, tasks_per_node=1)
         except Exception as error:
             hint = f"{_OPTIONS}.cluster=local tries it on this machine"
-            raise ConfigError(Problem(_OPTIONS, _first_line(error), hint)) from error
+            raise ConfigError(Problem(_OPTIONS, first_lines(error), hint)) from error
         return executor
 
 
@@ -289,7 +289,7 @@ class RayLauncher(Launcher):
             # No retries of Ray's own: sweep.retries counts.
             self._task = self._ray.remote(**{**options, "max_retries": 0})(lambda job: job())
         except (ValueError, TypeError) as error:
-            raise ConfigError(Problem(_OPTIONS, _first_line(error))) from error
+            raise ConfigError(Problem(_OPTIONS, first_lines(error))) from error
 
     def start(self, job: Job, argv: Sequence[str], running: Collection[Job]) -> bool:
         """Submit a job to Ray, which starts it when there is room."""
@@ -319,7 +319,7 @@ class RayLauncher(Launcher):
         try:
             self._ray.init(self._address, include_dashboard=False, **quiet)
         except Exception as error:  # Ray raises many types when it cannot start
-            raise ResourceError(f"no Ray was started or reached: {_first_line(error)}") from error
+            raise ResourceError(f"no Ray was started or reached: {first_lines(error)}") from error
         for number, handler in handlers.items():  # Ray's own would leave at once on SIGTERM
             signal.signal(number, handler)
         # Tasks belong to the process that submits them: Ray kills those of a process that is lost.
@@ -340,7 +340,3 @@ def _package(name: str) -> Any:
     except ImportError:
         message = f"{name} takes the package {name}: pip install {name}"
         raise ConfigError(Problem("sweep.launcher", message)) from None
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -22,8 +22,9 @@ from callbacks.trial import (
 )
 from conf.check import parse
 from conf.errors import ConfigError, Problem, did_you_mean, raise_problems
+from conf.interpolation import walk
 from conf.schema import SweepConfig
-from scripts.cli.arguments import Arguments, quoted
+from scripts.cli.arguments import Arguments, key_of, quoted
 from scripts.cli.console import logger
 from scripts.composition.compose import compose, split_search
 from scripts.composition.overrides import (
@@ -52,8 +53,9 @@ def search(arguments: Arguments) -> int:
     The study is a function of the seed and of the results of the jobs. A resumed study keeps its
     jobs, and interrupted ones run first. It learns nothing from a job that fails.
     """
-    texts, varied = split_search(arguments)
-    config = compose(replace(arguments, overrides=tuple(texts), multirun=False)).config
+    fixed, varied = split_search(arguments)
+    alone = replace(arguments, overrides=tuple(one.text for one in fixed), multirun=False)
+    config = compose(alone).config
     settings = parse(config).sweep or SweepConfig()
     if config["dry_run"]:
         hint = "leave -m and sweep=optuna out for the plan of one job"
@@ -64,16 +66,14 @@ def search(arguments: Arguments) -> int:
     params = [f"{k}={v}" for k, v in settings.params.items() if k.lstrip("+") not in replaced]
     single, more = split_search(replace(arguments, overrides=tuple(params)))
     raise_problems(
-        Problem("sweep.params", f"{text}: gives one value only", "use key=value outside of it")
-        for text in single
+        Problem("sweep.params", f"{one.text}: gives one value only", "use key=value outside of it")
+        for one in single
     )
     space = [typed(dimension, config) for dimension in varied + more]
     if not space:
         message = "nothing to search: give a key as interval(a,b) or choice(a,b)"
         raise ConfigError(Problem("sweep.params", message))
     refuse_outside(d.name for d in space)
-    pairs = ((text, *text.lstrip("+~").partition("=")) for text in texts)
-    fixed = [Swept(text, key, value, False) for text, key, _, value in pairs]
     jobs = [[*fixed, *values] for values in samples(space)]
     composed(arguments, jobs)
     import_optuna()
@@ -92,10 +92,7 @@ def search(arguments: Arguments) -> int:
 
 def typed(dimension: Dimension, config: Mapping[str, Any]) -> Dimension:
     """Give a dimension's numbers their type: integers only where the configuration holds one."""
-    value: Any = config
-    for name in dimension.name.split("."):
-        value = value.get(name) if isinstance(value, dict) else None
-    whole = dimension.integers and type(value) is int
+    whole = dimension.integers and type(dict(walk(config)).get(dimension.name)) is int
     kind = int if whole else float
     step = None if dimension.step is None else kind(dimension.step)
     low, high = kind(dimension.low), kind(dimension.high)
@@ -345,7 +342,7 @@ class Trials:
             self._study.set_user_attr(_OVERRIDES, now)
             return
         texts = sorted({*before} ^ {*now})
-        changed = [t for t in texts if not trains_the_same(t.lstrip("+~").partition("=")[0])]
+        changed = [text for text in texts if not trains_the_same(key_of(text))]
         if changed and self.it.config["resume_policy"] != "override":
             raise CheckpointError(
                 f"the study {self._study.study_name!r} began with other values (only one of "

@@ -17,7 +17,7 @@ import yaml
 from conf.check import parse
 from conf.errors import ConfigError, Problem, did_you_mean, raise_problems
 from conf.schema import SweepConfig
-from scripts.cli.arguments import PRIMARY, Arguments, quoted, run_dir_override
+from scripts.cli.arguments import PRIMARY, Arguments, key_of, quoted, run_dir_override
 from scripts.cli.console import logger
 from scripts.cli.signals import handling
 from scripts.composition.overrides import Swept, belongs_outside, identity
@@ -139,7 +139,7 @@ class Sweep:
 
     def words(self, job: Job) -> list[str]:
         """Return the arguments of `train` for a job."""
-        keys = {text: _key(text) for text in job.texts}
+        keys = {text: key_of(text) for text in job.texts}
         kept = [t for t, k in keys.items() if not belongs_outside(k) or k == "resume_policy"]
         if holds_run(job.run_dir):
             kept.append("resume=auto")
@@ -250,9 +250,9 @@ class Sweep:
         if self.settings.report and not self.heard:
             write_report(self.folder, self.ranking, self.varied)
         if self.ended:
-            kept = [t for t in self.arguments.overrides if _key(t) != "run_dir"]
+            kept = [t for t in self.arguments.overrides if key_of(t) != "run_dir"]
             if self.config["resume"] in (None, "auto"):
-                kept = [*(t for t in kept if _key(t) != "resume"), "resume=auto"]
+                kept = [*(t for t in kept if key_of(t) != "resume"), "resume=auto"]
             words = [*flags(self.arguments), *kept, run_dir_override(self.folder)]
             why = "interrupted" if self.heard else "sweep.fail_fast ended it"
             print(f"{why}; go on with the sweep: {shlex.join(['train', '-m', *words])}")
@@ -285,10 +285,6 @@ def flags(arguments: Arguments) -> list[str]:
     return [word for pair in pairs for word in pair]
 
 
-def _key(text: str) -> str:
-    return text.lstrip("+~").partition("=")[0]
-
-
 def _find_sweep(config: dict[str, Any]) -> Path | None:
     if config["run_dir"] is None:
         return newest_unfinished(_sweeps(config)) if config["resume"] == "auto" else None
@@ -298,7 +294,7 @@ def _find_sweep(config: dict[str, Any]) -> Path | None:
     if holds_run(folder) or (used and config["resume"] is None):
         message = f"{folder} holds a run or a sweep already"
         hint = "resume=auto goes on with it" if used else "choose another run_dir"
-        raise ConfigError([Problem("run_dir", message, hint=hint)])
+        raise ConfigError(Problem("run_dir", message, hint))
     return folder if used else None
 
 
