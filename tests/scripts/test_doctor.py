@@ -4,15 +4,12 @@ import json
 import os
 import resource
 import shutil
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from scripts import doctor as module
 from scripts.doctor import doctor
-
-GOOD: tuple[str, None] = ("", None)
 
 
 @pytest.mark.parametrize(
@@ -24,15 +21,7 @@ GOOD: tuple[str, None] = ("", None)
         pytest.param("470.1", "13.2", False, "NVIDIA driver 470.1", "CUDA 13.2", id="old"),
     ],
 )
-def test_the_driver(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    version: str | None,
-    cuda: str | None,
-    works: bool,
-    text: str,
-    cure: str | None,
-) -> None:
+def test_the_driver(tmp_path, monkeypatch, version, cuda, works, text, cure):
     command = tmp_path / "nvidia-smi"
     command.write_text(f"#!/bin/sh\n{f'echo {version}' if version else 'exit 9'}\n")
     command.chmod(0o755)
@@ -44,7 +33,7 @@ def test_the_driver(
 
 
 @pytest.fixture
-def found(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def found(monkeypatch, capsys):
     """Return what the command finds on a machine of certain limits."""
 
     def found(code: int, threads: str = "1", files: int = 4096, free: float = 9.0):
@@ -79,13 +68,12 @@ def test_the_command_looks_at_every_part(found) -> None:
     assert [part["name"] for part in parts] == names
 
 
-def test_a_check_that_fails_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def broken() -> tuple[str, None]:
+def test_a_check_that_fails_is_one_line(monkeypatch, capsys):
+    def broken():
         raise OSError("no such\x1b thing")
 
-    monkeypatch.setattr(module, "_checks", lambda: [("one", lambda: GOOD), ("two", broken)])
+    checks = [("one", lambda: ("", None)), ("two", broken)]
+    monkeypatch.setattr(module, "_checks", lambda: checks)
     assert doctor([]) == 8
     good, bad, end = capsys.readouterr().out.splitlines()
     assert (good.split(), end) == (["good", "one"], "to look at: 1 of 2")

@@ -13,12 +13,8 @@ from trainer.runs.directory import RunDirectory
 from trainer.runs.lock import RunLock
 from trainer.runs.status import RunDirectoryError
 
-CONFIG = {
-    "name": "net",
-    "seed": 0,
-    "model": {"_target_": "models.mlp.MLP", "width": 8},
-    "trainer": {"max_epochs": 3},
-}
+MLP = {"_target_": "models.mlp.MLP", "width": 8}
+CONFIG = {"name": "net", "seed": 0, "model": MLP, "trainer": {"max_epochs": 3}}
 
 
 @pytest.fixture(autouse=True)
@@ -30,10 +26,8 @@ def made(place, state="finished", best=None, **config):
     """Make a run's directory; `state` None: it still runs, as far as its files tell."""
     path = Path("runs") / place
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = yaml.safe_dump(CONFIG | config)
-    directory = RunDirectory.create(
-        path, config_yaml=text, overrides=["model=mlp", "seed=1"], facts={}
-    )
+    facts = {"config_yaml": yaml.safe_dump(CONFIG | config), "facts": {}}
+    directory = RunDirectory.create(path, overrides=["model=mlp", "seed=1"], **facts)
     (path / "checkpoints").mkdir(exist_ok=True)
     lines = [{"step": 5, "epoch": 1, "val/loss": 2.5}, {"step": 10, "epoch": 2, "val/loss": 2.25}]
     torn = '{"step": 15, "epo'
@@ -74,10 +68,8 @@ def test_killed_and_running_runs_are_told_apart_in_rows_of_one_line(capsys):
     header, *rows = (line.split() for line in capsys.readouterr().out.splitlines())
     lock.release()
     assert header[:2] == ["run", "status"]
-    assert [row[:3] for row in rows] == [
-        [str(held), "running", "2/3"],
-        [str(killed), "killed", "2/3"],
-    ]
+    told = [[str(held), "running", "2/3"], [str(killed), "killed", "2/3"]]
+    assert [row[:3] for row in rows] == told
 
 
 def test_damaged_runs_are_listed_all_the_same(capsys):
@@ -132,11 +124,8 @@ def test_two_runs_side_by_side(capsys):
     right = made("net/b", "failed", model={"_target_": "mine.Net", "depth": 2})
     runs(["diff", str(left), str(right), "--json"])
     pairs = json.loads(capsys.readouterr().out)
-    assert pairs["config"] == {
-        "model._target_": ["models.mlp.MLP", "mine.Net"],
-        "model.width": [8, "-"],
-        "model.depth": ["-", 2],
-    }
+    model = {"_target_": ["models.mlp.MLP", "mine.Net"], "width": [8, "-"], "depth": ["-", 2]}
+    assert pairs["config"] == {f"model.{key}": pair for key, pair in model.items()}
     assert pairs["metrics"] == {"val/loss": [2.0, 2.25]}
     assert pairs["run"]["status"] == ["finished", "failed"]
     runs(["diff", str(left), str(right)])

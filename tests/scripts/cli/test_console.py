@@ -9,6 +9,7 @@ import sysconfig
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from logging.handlers import MemoryHandler
 from pathlib import Path
 
 import pytest
@@ -25,21 +26,14 @@ from scripts.cli.console import (
     greet,
     is_library,
     log_to_stderr,
+    logger,
     quiet_others,
     report,
 )
-from scripts.cli.keys import (
-    Demo,
-    Evaluation,
-    Export,
-    OfRun,
-    Prediction,
-    Quantization,
-    read_keys,
-)
+from scripts.cli.keys import Demo, Evaluation, Export, OfRun, Prediction, Quantization, read_keys
 from scripts.cli.shadow import ROOT
 from trainer.errors import StorageError
-from trainer.files.layout import aligned, indented_lines, visible
+from trainer.files.layout import aligned
 
 EVIL = "a\nerror: b\x1b[2J\x9b31m\r\u202ec.png"
 TORCH = f"{sysconfig.get_path('purelib')}/torch/utils/data/dataloader.py"
@@ -70,42 +64,19 @@ def console(*more: logging.Handler) -> Iterator[None]:
         root.setLevel(kept[1])
 
 
-def host() -> None:
-    torch.empty(2**60, dtype=torch.uint8)
+def test_memory_that_gives_out_names_the_keys_to_turn() -> None:
+    device = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.\nSee docs")
+    with pytest.raises(RuntimeError) as host:
+        torch.empty(2**60, dtype=torch.uint8)
+    for error in (device, host.value, MemoryError()):
+        text = describe(error)
+        assert (exit_code(error), text.count("\n")) == (8, 0)
+        assert "trainer.gradient_accumulation_steps" in text
 
 
-def device() -> None:
-    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.\nSee docs")
-
-
-def python() -> None:
-    raise MemoryError
-
-
-@pytest.mark.parametrize("allocate", [host, device, python])
-def test_memory_that_gives_out_names_the_keys_to_turn(allocate) -> None:
-    with pytest.raises((RuntimeError, MemoryError)) as caught:
-        allocate()
-    assert exit_code(caught.value) == 8
-    text = describe(caught.value)
-    assert "trainer.gradient_accumulation_steps" in text
-    assert "\n" not in text
-
-
-def test_an_unexpected_exception_is_one_line() -> None:
-    error = ValueError("first\nsecond")
-    assert (exit_code(error), describe(error)) == (1, "ValueError: first")
-
-
-def test_text_keeps_its_lines_and_shows_its_codes() -> None:
-    assert visible("é\t1\n\x1b[0m\u202e") == "é\t1\n\\x1b[0m\\u202e"
-    assert indented_lines("first\n  second\nnone") == ["first", "  second\\nnone"]
+def test_an_error_is_one_line_and_a_traceback_shows_codes(capsys):
+    assert describe(ValueError("first\nsecond")) == "ValueError: first"
     assert aligned([["name"], [EVIL]], 200)[1].startswith(r"a\nerror: b\x1b[2J")
-
-
-def test_an_error_is_one_line_and_a_traceback_shows_codes(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
     for error in (UnreadableError(f"cannot decode {EVIL}"), StorageError(f"{Path(EVIL)}: full")):
         report(error)
         printed = capsys.readouterr().err
@@ -113,17 +84,23 @@ def test_an_error_is_one_line_and_a_traceback_shows_codes(
         assert printed.count("\n") == 1
         assert printed[:-1].isprintable()
         assert r"a\nerror: b\x1b[2J" in printed
-    report(KeyError(EVIL))
+    assert report(KeyError(EVIL)) == 1
     assert "\x1b" not in capsys.readouterr().err
 
 
-def test_log_lines_show_paths_on_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_the_terminal_shows_of_the_log(capsys, monkeypatch):
+    """Paths on one line; of a job of a sweep warnings only."""
     with console():
-        logging.getLogger("regimen").info("read %s, then %s", Path(EVIL), "x\x1b[0m")
-        logging.getLogger("regimen").info("two\n  lines")
+        logger.info("read %s, then %s", Path(EVIL), "x\x1b[0m")
+        logger.info("two\n  lines")
     first, *rest = capsys.readouterr().err.splitlines()
     assert first == r"read a\nerror: b\x1b[2J\x9b31m\r\u202ec.png, then x\x1b[0m"
     assert rest == ["two", "  lines"]
+    monkeypatch.setenv(*next(iter(AS_JOB.items())))
+    with console():
+        logger.info("run directory: here")
+        logger.warning("warning: something")
+    assert capsys.readouterr().err == "warning: something\n"
 
 
 UPDATES = """
@@ -161,9 +138,7 @@ def test_pages_are_not_taken_from_the_system_for_every_update(given: dict[str, s
         pytest.param("checkpoint=last", True, id="its-own"),
     ],
 )
-def test_a_key_is_a_command_s_or_the_configuration_s(
-    override: str, own: bool, tmp_path: Path
-) -> None:
+def test_a_key_is_a_command_s_or_the_configuration_s(override, own, tmp_path):
     (tmp_path / "config.yaml").write_text("")
     asked = read_keys(Evaluation, [f"run={tmp_path}", override])
     assert asked[0].checkpoint == ("last" if own else "best")
@@ -201,14 +176,10 @@ def test_help_names_every_key(command: type[OfRun], capsys: pytest.CaptureFixtur
     assert report(caught.value) == 0
     out, err = capsys.readouterr()
     assert err == ""
-    assert {f"{name}=" for name in declared(command)} <= {
-        w.partition("=")[0] + "=" for w in out.split()
-    }
+    assert {*declared(command)} <= {w.partition("=")[0] for w in out.split() if "=" in w}
 
 
-def test_the_first_line_names_versions_once_a_run(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_first_line_names_versions_once_a_run(capsys, monkeypatch):
     greet()
     told = capsys.readouterr()
     version = torch.__version__.partition("+")[0]
@@ -220,19 +191,8 @@ def test_the_first_line_names_versions_once_a_run(
     assert capsys.readouterr().err == ""
 
 
-class Kept(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
-def test_a_warning_of_one_s_own_code_is_a_line_and_of_a_library_for_the_log(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    kept = Kept()
+def test_a_warning_of_one_s_own_code_is_a_line_and_of_a_library_for_the_log(capsys):
+    kept = MemoryHandler(9)
     with console(kept):
         for file in (TORCH, logging.__file__, "<frozen importlib._bootstrap>", OURS):
             assert is_library(file)
@@ -241,17 +201,8 @@ def test_a_warning_of_one_s_own_code_is_a_line_and_of_a_library_for_the_log(
         warnings.showwarning(DeprecationWarning("use x"), DeprecationWarning, MINE, 7)
     line = f"warning: DeprecationWarning: use x ({MINE}:7)"
     assert capsys.readouterr().err == f"{line}\n"
-    assert kept.lines == [f"warning: UserWarning: too many workers ({TORCH}:3)", line]
-
-
-def test_a_job_of_a_sweep_prints_warnings_only(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(*next(iter(AS_JOB.items())))
-    with console():
-        logging.getLogger("regimen").info("run directory: here")
-        logging.getLogger("regimen").warning("warning: something")
-    assert capsys.readouterr().err == "warning: something\n"
+    said = [record.getMessage() for record in kept.buffer]
+    assert said == [f"warning: UserWarning: too many workers ({TORCH}:3)", line]
 
 
 # What a run does with its streams, without one: many lines to both, a bar's pieces, an exit code.
@@ -275,18 +226,16 @@ leave_with(command, [])
 
 
 @pytest.mark.parametrize(
-    ("redirection", "first", "last"),
+    ("redirection", "ends"),
     [
-        pytest.param("2>&1 | head -1", None, None, id="both-to-head"),
-        pytest.param("> /dev/full 2>&1", None, None, id="both-full"),
-        pytest.param("2> /dev/null >&-", None, None, id="closed"),
-        pytest.param("<&- >&- 2>&-", None, None, id="all-closed"),
-        pytest.param("2> /dev/null | cat", "a line to be read 0", "the end", id="read"),
+        pytest.param("2>&1 | head -1", None, id="both-to-head"),
+        pytest.param("> /dev/full 2>&1", None, id="both-full"),
+        pytest.param("2> /dev/null >&-", None, id="closed"),
+        pytest.param("<&- >&- 2>&-", None, id="all-closed"),
+        pytest.param("2> /dev/null | cat", ["a line to be read 0", "the end"], id="read"),
     ],
 )
-def test_nobody_need_read_to_the_end(
-    tmp_path: Path, redirection: str, first: str | None, last: str | None
-) -> None:
+def test_nobody_need_read_to_the_end(tmp_path, redirection, ends):
     done = tmp_path / "done"
     words = [sys.executable, "-c", COMMAND, str(done)]
     shell = f'"$0" "$@" {redirection}; exit ${{PIPESTATUS[0]}}'
@@ -296,7 +245,4 @@ def test_nobody_need_read_to_the_end(
     read = (result.stdout + result.stderr).splitlines()
     assert (result.returncode, done.exists()) == (5, True), read
     assert "Error" not in "".join(read)
-    if last is None:
-        assert len(read) <= 1
-    else:
-        assert (read[0], read[-1]) == (first, last)
+    assert read[:: len(read) - 1] == ends if ends else len(read) <= 1

@@ -72,15 +72,10 @@ def run(tmp_path):
         path.parent.mkdir(exist_ok=True)
         path.write_text(text)
 
-    def run(script, **environment):
-        ended = subprocess.run(
-            [sys.executable, "-c", script],
-            cwd=ROOT,
-            env={"PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1", **environment},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+    def run(script):
+        env = {"PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-c", script]
+        ended = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
         assert ended.returncode == 0, ended.stderr
         return ended.stdout.split()
 
@@ -138,32 +133,17 @@ def package(folder: Path, name: str) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    ("beside", "on_path", "flags", "refused"),
-    [
-        pytest.param(None, None, [], False, id="ours"),
-        pytest.param("data", None, [], False, id="in the working folder"),
-        pytest.param(None, "trainer", ["-P"], True, id="on the path"),
-    ],
-)
-def test_a_package_of_a_common_name_does_not_take_the_place_of_ours(
-    tmp_path: Path, beside: str | None, on_path: str | None, flags: list[str], refused: bool
-) -> None:
-    here, other = tmp_path / "here", tmp_path / "other"
-    here.mkdir()
-    for folder, name in ((here, beside), (other, on_path)):
-        if name is not None:
-            package(folder, name)
+@pytest.mark.parametrize("refused", [False, True])
+def test_a_package_of_a_common_name_does_not_take_the_place_of_ours(tmp_path, refused):
+    """In the working folder it comes behind ours; on the path it is refused."""
+    here, other = package(tmp_path / "here", "data"), tmp_path / "other"
+    if refused:
+        package(other, "trainer")
     code = f"import sys; sys.path.append({str(ROOT)!r}); from scripts.cli import shadow; "
     code += "shadow.refuse_shadows(); import data; print(data.__file__)"
-    done = subprocess.run(
-        [sys.executable, *flags, "-c", code],
-        cwd=here,
-        env={**os.environ, "PYTHONPATH": str(other)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    command = [sys.executable, *["-P"] * refused, "-c", code]
+    env = {**os.environ, "PYTHONPATH": str(other)}
+    done = subprocess.run(command, cwd=here, env=env, capture_output=True, text=True, timeout=60)
     if refused:
         assert done.returncode == 2
         (line,) = done.stderr.splitlines()
@@ -175,9 +155,7 @@ def test_a_package_of_a_common_name_does_not_take_the_place_of_ours(
 
 
 @pytest.mark.parametrize("line", ["from trainer import load_run", "from trainer.task import Task"])
-def test_a_script_beside_such_a_package_is_told_when_it_imports_ours(
-    tmp_path: Path, line: str
-) -> None:
+def test_a_script_beside_such_a_package_is_told_when_it_imports_ours(tmp_path, line):
     (tmp_path / "data.py").write_text("")
     (tmp_path / "go.py").write_text(f"{line}\n")
     command = [sys.executable, "go.py"]

@@ -18,6 +18,7 @@ from trainer.assembly.check import check_targets
 EXPERIMENT = "# train experiment=mine\n# @package _global_\n"
 OPEN = "model._target_=torchvision.models.resnet18"  # takes any argument
 TASKS, CHOSEN = "task._target_=trainer.tasks.", "task/loss=weighted_sum"
+MLP = "num_classes in_channels image_size activation hidden"
 FAKE = "{_target_: torchvision.datasets.FakeData, size: 8}"
 
 
@@ -136,19 +137,12 @@ def test_a_choice_cannot_leave_the_folder(mine: Path) -> None:
         assert "there is no model=" in message or "not an override" in message
 
 
-@pytest.mark.parametrize(
-    ("typed", "text"),
-    [
-        ("--config-name ../train", ""),
-        ("a=" + "[" * 5000, "nested deeper"),
-        ("a." * 300 + "b=1", "nested deeper"),
-        ("a=" + "x" * 30_000, "longer than"),
-        ("name=a\0b", "not an override"),
-    ],
-    ids=range(5),
-)
-def test_a_bad_command_line_is_answered_in_one_message(typed: str, text: str) -> None:
-    assert text in refused(*typed.split(" "))
+def test_a_bad_command_line_is_answered_in_one_message() -> None:
+    assert refused("--config-name", "../train")
+    for typed in ("a=" + "[" * 5000, "a." * 300 + "b=1"):
+        assert "nested deeper" in refused(typed)
+    assert "longer than" in refused("a=" + "x" * 30_000)
+    assert "not an override" in refused("name=a\0b")
 
 
 @pytest.mark.parametrize(
@@ -156,16 +150,12 @@ def test_a_bad_command_line_is_answered_in_one_message(typed: str, text: str) ->
     [
         ("optimizer._target_=torch.optim.SGD", "optimizer", "lr weight_decay param_groups"),
         ("task.loss._target_=torch.nn.MultiMarginLoss", "task.loss", ""),
-        (
-            "model={_target_:models.mlp.MLP,hidden:[3]}",  # given with it
-            "model",
-            "num_classes in_channels image_size activation hidden",
-        ),
+        ("model={_target_:models.mlp.MLP,hidden:[3]}", "model", MLP),  # given with it
         (f"{TASKS}segmentation.Segmentation {CHOSEN}", "task", "loss metrics num_classes"),
         # What was chosen and is not taken: the check names it.
         (f"{TASKS}gan.GAN {CHOSEN}", "task", "loss"),
     ],
-    ids=["both-take", "nested", "given-with-it", "chosen", "chosen-and-not-taken"],
+    ids=range(5),
 )
 def test_a_replaced_target_takes_over_what_it_takes(typed: str, key: str, kept: str) -> None:
     node = composed("experiment=resnet18", *typed.split())

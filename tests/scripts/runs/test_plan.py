@@ -9,14 +9,9 @@ from data.errors import DataError
 from data.orders import Sequential
 from data.samplers import UpdateSampler
 from scripts.composition.compose import compose
-from scripts.runs.plan import (
-    batch_split,
-    groups_table,
-    make_plan,
-)
+from scripts.runs.plan import batch_split, make_plan
 from trainer.assembly import build
 from trainer.files.layout import count, size
-from trainer.optimizers.optimizers import GroupRow
 
 
 def test_every_decision_is_shown(tmp_path, monkeypatch, capsys):
@@ -34,6 +29,7 @@ def test_every_decision_is_shown(tmp_path, monkeypatch, capsys):
         "Digits",
         "1,257",
         "10: 0, 1, 2",
+        "weight decay",
         "AdamW",
         "trainer.max_epochs=2, 20 updates an epoch, 40 in all",
         "64 = 1 device x 3 micro-batches x 21 or 22",
@@ -60,13 +56,6 @@ def test_data_that_cannot_be_read_end_the_plan(tmp_path, capsys):
         make_plan(request, build(request.config), tmp_path / "run")
     assert getattr(caught.value, "exit_code", None) == 3
     assert "Plan of resnet18" in capsys.readouterr().out
-
-
-def test_groups_are_lines():
-    row = GroupRow("a_rather_long_name_of_a_group", "muon (Muon)", 4, 46, 0.1, None)
-    lines = groups_table([row], 60)
-    assert max(map(len, lines)) <= 60
-    assert "weight decay" in " ".join(lines)
 
 
 def counts(n, devices, micro_batches):

@@ -17,9 +17,8 @@ from trainer.checkpoints.store import CheckpointStore
 from trainer.errors import CheckpointError
 
 STEPS = (5, 10, 15, 20)
-MOMENT = Moment(
-    5, {"metrics.jsonl": len(b'{"step": 5}\n'), "events.out.tfevents.1.regimen": 3}, best=(5,)
-)
+SIZES = {"metrics.jsonl": len(b'{"step": 5}\n'), "events.out.tfevents.1.regimen": 3}
+MOMENT = Moment(5, SIZES, best=(5,))
 CHANGING = ("replace", "link", "truncate", "unlink", "mkdir", "fsync")
 
 
@@ -176,8 +175,7 @@ def test_a_best_that_was_removed_is_chosen_anew_and_a_damaged_note_is_an_error(r
 RUN = {
     "model": {"_target_": "models.mlp.MLP", "in_features": 4, "num_classes": 2},
     "optimizer": {"_target_": "torch.optim.SGD", "lr": 0.1},
-    "data": {},
-    "callbacks": {},
+    **{"data": {}, "callbacks": {}},
     "transforms": {"train": {"affine": {"_target_": "torchvision.transforms.v2.RandomAffine"}}},
 }
 

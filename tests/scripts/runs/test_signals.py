@@ -117,13 +117,8 @@ class Swallowing(Drawing):
 def test_a_data_set_that_catches_everything_swallows_no_signal():
     dataset = Swallowing(12)
     model = nn.Linear(1, 1)
-    trainer = Trainer(
-        model,
-        Regression(),
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        loader_of(dataset),
-        strategy=Strategy("cpu"),
-    )
+    parts = Regression(), torch.optim.SGD(model.parameters(), lr=0.1), loader_of(dataset)
+    trainer = Trainer(model, *parts, strategy=Strategy("cpu"))
     seen = []
     model.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].max().item()))
     with stop_signals(trainer):

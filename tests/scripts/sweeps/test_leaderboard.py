@@ -18,20 +18,14 @@ NASTY = "<script> $x_1^{2"
 
 def ended(number, state="finished", loss=None, overrides=None, **facts):
     given = overrides or {"optimizer.lr": f"{number}"}
-    results = {} if loss is None else {"val/loss": loss}
-    return Job(
-        number, Path("s", str(number)), given, **{"state": state, "results": results} | facts
-    )
+    told = {"state": state, "results": {} if loss is None else {"val/loss": loss}} | facts
+    return Job(number, Path("s", str(number)), given, **told)
 
 
 def test_the_pruned_the_failed_and_the_waiting_come_last_and_a_study_has_its_metric():
-    jobs = [
-        ended(0, "not started"),
-        ended(1, "failed"),
-        ended(2, "running"),
-        ended(3, "pruned", 0.5),
-    ]
-    jobs.append(ended(4, results={"best/val/accuracy": 0.9, "val/loss": 1.0}))
+    jobs = [ended(n, state) for n, state in enumerate(("not started", "failed", "running"))]
+    both = {"best/val/accuracy": 0.9, "val/loss": 1.0}
+    jobs += [ended(3, "pruned", 0.5), ended(4, results=both)]
     ranking = Ranking(CONFIG, jobs, "val/loss", decided=True)
     assert [job.number for job in ranking.ranked()] == [4, 3, 1, 0, 2]
     assert [job.number for job in jobs if job.failed] == [1]

@@ -48,9 +48,7 @@ def keep_configs(folder):
         pytest.param(["~a.b", "seed=1,2"], [["~a.b", "seed=1"], ["~a.b", "seed=2"]], id="delete"),
         pytest.param(["+model.x=1,2"], [["+model.x=1"], ["+model.x=2"]], id="add"),
         pytest.param(["a.b=[1,2],[3]"], [["a.b=[1,2]"], ["a.b=[3]"]], id="lists"),
-        pytest.param(
-            ["strategy=glob(*dp,exclude=f*)"], [["strategy=ddp"], ["strategy=dp"]], id="glob"
-        ),
+        pytest.param(["strategy=glob(d*)"], [["strategy=ddp"], ["strategy=dp"]], id="glob"),
     ],
 )
 def test_the_jobs_of_a_command_line(argv, expected):
@@ -76,9 +74,7 @@ def test_a_sweep_goes_on_ranks_its_jobs_and_returns_the_first_failure(job, capfd
     assert run("name=mine", "optimizer.lr=0.3,1.5,3,0.2") == 5
     (folder,) = Path("runs/mine/sweeps").iterdir()
     rows = board(folder)
-    assert list(rows[0]) == [
-        "job", "status", "name", "optimizer.lr", "val/accuracy", "seconds", "run_dir",
-    ]  # fmt: skip
+    assert ",".join(rows[0]) == "job,status,name,optimizer.lr,val/accuracy,seconds,run_dir"
     assert [row["optimizer.lr"] for row in rows] == ["0.2", "0.3", "1.5", "3"]
     assert [row["status"] for row in rows] == ["finished", "finished", "failed", "failed"]
     assert rows[0]["val/accuracy"] == "0.8"
@@ -94,9 +90,8 @@ def test_a_sweep_goes_on_ranks_its_jobs_and_returns_the_first_failure(job, capfd
 def test_nothing_starts_before_every_configuration_is_sound(job):
     with pytest.raises(ConfigError) as caught:
         run("optimizer.lr=0.1,abc,-1", "trainer.max_epoch=1,2")
-    assert [p.key for p in caught.value.problems] == [
-        "trainer.max_epoch", "trainer.max_epoch", "optimizer.lr", "optimizer.lr",
-    ]  # fmt: skip
+    keys = [p.key for p in caught.value.problems]
+    assert keys == ["trainer.max_epoch"] * 2 + ["optimizer.lr"] * 2
     assert not Path("runs").exists()
 
 
