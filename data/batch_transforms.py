@@ -123,8 +123,7 @@ class RandomCrop:
         each = images.shape[1:].numel()
         planes = torch.arange(0, each, height * width, device=images.device)
         within_plane = torch.arange(tall, device=images.device) * width
-        first = torch.arange(len(images), device=images.device) * each
-        corners = first + top * width + left
+        corners = torch.arange(len(images), device=images.device) * each + top * width + left
         starts = corners[:, None] + (planes[:, None] + within_plane).view(-1)
         every = images.view(-1).as_strided((images.numel() - wide + 1, wide), (1, 1))
         return every.index_select(0, starts.view(-1)).view(*images.shape[:-2], tall, wide)

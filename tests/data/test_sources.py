@@ -12,6 +12,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from sklearn.datasets import load_digits
+from torchvision.transforms import v2
 
 from data.errors import DataError
 from data.image_folder import image_folder
@@ -21,6 +22,7 @@ from data.sources import Cifar10, Digits, FashionMnist, _digits, fingerprint
 from data.splits import cut, fold_of
 from data.tabular import Diabetes
 from data.text import ALPHABET, StandardLibraryText, docstrings
+from data.transforms import Pipeline, ToFloat
 
 SPLITS = ("train", "val", "test")
 FEW = ("textwrap", "heapq", "string")  # modules that are quickly read
@@ -68,6 +70,8 @@ def test_digits_are_scikit_learns_split_once_and_for_all() -> None:
     image, target = Digits("val", image_size=16)[3]
     assert (image.shape, image.dtype, type(target)) == ((1, 16, 16), torch.uint8, int)
     assert image.max() > 200
+    random_step = Pipeline({"flip": v2.RandomHorizontalFlip(), "to_float": ToFloat()})
+    assert Digits("val", transform=random_step).batch([1, 2]) is None  # one by one, each keyed
     with pytest.raises(DataError, match="image_size=-3: give a side of at least one pixel"):
         Digits("train", image_size=-3)
 
