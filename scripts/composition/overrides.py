@@ -130,7 +130,7 @@ class Overrides:
 
         `known` returns the groups that have a choice already, which `+` cannot add.
         """
-        choices, values = [], []
+        choices, values, known = [], [], functools.cache(known)
         for override in overrides:
             value = override.value()
             if isinstance(value, dict) or not self.folders.is_group(override.key_or_group):

@@ -6,6 +6,8 @@ costs its training and not 5 s of imports. The server has computed nothing, so n
 
 import contextlib
 import ctypes
+import functools
+import gc
 import importlib
 import json
 import multiprocessing
@@ -21,33 +23,25 @@ from pathlib import Path
 import pytest
 
 NEW_MOUNTS = 0x00020000  # CLONE_NEWNS
-PRELOADED = [
-    "scripts.train",
-    "scripts.evaluate",
-    "trainer.inference.run",
-    "scripts.runs.run",
-    "scripts.runs.answers",
-    "torchvision.transforms.v2",
-    "sklearn.datasets",
-    "torch._dynamo",
-]
+PRELOADED = """
+pytest sklearn.datasets torch._dynamo torch.distributed.run torchvision.transforms.v2
+scripts.train scripts.evaluate scripts.composition.compose scripts.runs.run scripts.runs.answers
+trainer.inference.run trainer.tasks.classification models.mlp models.small_cnn
+callbacks.checkpoint callbacks.early_stopping callbacks.ema callbacks.lr_monitor
+callbacks.model_summary callbacks.progress callbacks.tensorboard callbacks.throughput
+"""
 # A job of 20 updates an epoch with whatever has a state: BatchNorm, dropout, an average.
 JOB = [
-    "experiment=resnet18",
-    "model=small_cnn",
-    "optimizer=sgd_nesterov",
-    "model.dropout=0.2",
-    "callbacks=[default,ema]",
-    "loader.num_workers=0",
-    "trainer.log_every_n_steps=4",
-    "callbacks.checkpoint.every_n_steps=5",
-    "callbacks.checkpoint.save_top_k=-1",
+    *("experiment=resnet18", "model=small_cnn", "model.dropout=0.2", "optimizer=sgd_nesterov"),
+    *("callbacks=[default,ema]", "loader.num_workers=0", "trainer.log_every_n_steps=4"),
+    *("callbacks.checkpoint.every_n_steps=5", "callbacks.checkpoint.save_top_k=-1"),
 ]
 AS_ON_A_GPU = {"TRAIN_AS_ON_A_GPU": "1"}  # in the environment of one run
 
 
 def run_command(command, arguments, folder, output, environment, tmpfs):
     """Be a command such as `train` in a process of its own session."""
+    gc.freeze()  # what was imported is never collected, nor copied to look at it
     os.setsid()
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which `nohup pytest` would ignore
     multiprocessing.set_start_method("fork", force=True)  # as where the command is typed
@@ -57,10 +51,11 @@ def run_command(command, arguments, folder, output, environment, tmpfs):
     os.chdir(folder)
     if tmpfs is not None:
         mount(*tmpfs)
-    sys.argv = ["regimen", command, *arguments]
+    torchrun = command == "torchrun"
+    sys.argv = [*([] if torchrun else ["regimen"]), command, *arguments]
     if names := environment.get("STANDARD_INPUT"):
         sys.stdin = open(names)  # noqa: SIM115 (until the process ends)
-    module = importlib.import_module("scripts.regimen")
+    module = importlib.import_module("torch.distributed.run" if torchrun else "scripts.regimen")
 
     if AS_ON_A_GPU.items() <= environment.items():
         train_as_on_a_gpu()
@@ -131,11 +126,12 @@ class Running:
             assert time.monotonic() < deadline, f"waited in vain: {self.err}"
             time.sleep(0.002)
 
-    def wait(self, seconds=60):
-        """Return the exit code; the whole process group must be gone by then."""
+    def wait(self, code=None, seconds=60):
+        """Wait for the end, which has this exit code if one is given."""
         self.process.join(seconds)
-        assert self.process.exitcode is not None, f"hangs: {self.err}"
         self.code = self.process.exitcode
+        assert self.code is not None, f"hangs: {self.err}"
+        assert code in (None, self.code), f"ended with {self.code}: {self.out}\n{self.err}"
         return self
 
     def kill(self):
@@ -167,7 +163,7 @@ def as_on_a_gpu():
 def server():
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # read once, when the server imports torch
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    context.set_forkserver_preload(PRELOADED.split())
     return context
 
 
@@ -194,14 +190,8 @@ def start(server, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def train(start):
-    """Run `train ARGUMENTS` to its end."""
-    return lambda arguments, **options: start(arguments, **options).wait()
-
-
-@pytest.fixture(scope="session")
-def predict(start):
-    """Run `predict ARGUMENTS` to its end."""
-    return lambda arguments, **options: start(arguments, command="predict", **options).wait()
+    """Run `train ARGUMENTS`, or another command, to its end: a success if no code is given."""
+    return lambda arguments, code=0, **options: start(arguments, **options).wait(code)
 
 
 @pytest.fixture(scope="session")
@@ -209,8 +199,7 @@ def evaluated(train):
     """Run `evaluate run=FOLDER OVERRIDES` and return what it writes into its file."""
 
     def run(folder, *overrides):
-        done = train([f"run={folder}", *overrides], command="evaluate")
-        assert done.code == 0, done.err
+        train([f"run={folder}", *overrides], command="evaluate")
         return json.loads((folder / "evaluation.json").read_text())
 
     return run
@@ -220,9 +209,22 @@ def evaluated(train):
 def whole(train, job, tmp_path_factory):
     """A finished run of two epochs, with all its checkpoints: 5, 10, ... 40. Do not change it."""
     path = tmp_path_factory.mktemp("runs") / "whole"
-    run = train([*job, f"run_dir={path}"])
-    assert run.code == 0, run.err
+    train([*job, f"run_dir={path}"])
     return path
+
+
+@pytest.fixture(scope="session")
+def of_experiment(train, tmp_path_factory):
+    """Return the run of an experiment after one update; each is trained once."""
+
+    @functools.cache
+    def run(experiment, *more):
+        path = tmp_path_factory.mktemp("runs") / experiment
+        limits = ["trainer.max_steps=1", "loader.num_workers=0", "trainer.limit_val_batches=1"]
+        train([f"experiment={experiment}", *limits, *more, f"run_dir={path}"])
+        return path
+
+    return run
 
 
 @pytest.fixture

@@ -17,35 +17,15 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(scope="module")
-def trained(train, tmp_path_factory):
-    """Train one update of an experiment and open the run."""
-
-    def run(experiment, *more):
-        path = tmp_path_factory.mktemp("runs") / experiment
-        limits = ["trainer.max_steps=1", "loader.num_workers=0", "trainer.limit_val_batches=1"]
-        done = train([f"experiment={experiment}", *limits, *more, f"run_dir={path}"])
-        assert done.code == 0, done.err
-        return load_run(path, "cpu")
-
-    return run
-
-
 def test_the_page_answers_and_shows_its_checkpoint(whole, tmp_path):
     run = load_run(whole, "cpu")
     Image.new("L", (9, 9), 100).save(tmp_path / "a.png")
     step = whole / "checkpoints" / "step-00000020.pt"
     page = page_of(run, str(step), 3)
     (row,) = run.predict([tmp_path / "a.png"], top_k=3, checkpoint=str(step))
-    found = page.fn(str(tmp_path / "a.png"))
-    assert found == {
-        row[k]: row[p]
-        for k, p in zip(
-            ("prediction", "top2", "top3"),
-            ("probability", "probability2", "probability3"),
-            strict=True,
-        )
-    }
+    answer = {row["prediction"]: row["probability"]}
+    answer |= {row[f"top{place}"]: row[f"probability{place}"] for place in (2, 3)}
+    assert page.fn(str(tmp_path / "a.png")) == answer
     (logged,) = [n["val/accuracy"] for n in run.metrics if n["step"] == 20 and "val/accuracy" in n]
     assert "step-00000020.pt, step 20" in page.article
     assert f"val/accuracy {logged:.4f}" in page.article
@@ -54,17 +34,19 @@ def test_the_page_answers_and_shows_its_checkpoint(whole, tmp_path):
         page.fn(str(tmp_path / "b.png"))
 
 
-def test_other_tasks_answer_in_their_own_form(trained, tmp_path):
+def test_other_tasks_answer_in_their_own_form(of_experiment, tmp_path):
+    def page(*of):
+        return page_of(load_run(of_experiment(*of), "cpu"), "best", 1)
+
     Image.new("L", (32, 32), 100).save(tmp_path / "a.png")
-    masks = page_of(trained("segmentation"), "best", 1).fn(str(tmp_path / "a.png"))
-    assert masks.size == (32, 32)
-    labels = page_of(trained("multilabel"), "best", 1).fn(str(tmp_path / "a.png"))
+    assert page("segmentation").fn(str(tmp_path / "a.png")).size == (32, 32)
+    labels = page("multilabel").fn(str(tmp_path / "a.png"))
     assert all(0 <= share <= 1 for share in labels.values())
-    text = trained("char_lm", "model.dim=16", "model.depth=1", "data.context=32")
-    assert len(page_of(text, "best", 1).fn("The ", 5)) == 9
-    run = trained("regression")
-    sample = torch.zeros(run.model().in_features if hasattr(run.model(), "in_features") else 10)
-    assert page_of(run, "best", 1).fn(sample.tolist()) == run.predict([sample])[0]
+    text = page("char_lm", "model.dim=16", "model.depth=1", "data.context=32")
+    assert len(text.fn("The ", 5)) == 9
+    sample = torch.zeros(10)
+    (answer,) = load_run(of_experiment("regression"), "cpu").predict([sample])
+    assert page("regression").fn(sample.tolist()) == answer
 
 
 def test_it_listens_to_names_of_this_machine_until_a_signal(start, whole):
@@ -77,9 +59,8 @@ def test_it_listens_to_names_of_this_machine_until_a_signal(start, whole):
         assert connection.getresponse().status == status
         connection.close()
     running.send(signal.SIGTERM)
-    assert running.wait().code == 143
+    running.wait(143)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         taken = f"port={listener.getsockname()[1]}"
-        used = start([f"run={whole}", taken], command="demo").wait(120)
-    assert used.code == 2
+        used = start([f"run={whole}", taken], command="demo").wait(2, 120)
     assert "port=0 takes one that is free" in used.error

@@ -39,65 +39,51 @@ def survivors(group):
     return found
 
 
-@pytest.mark.parametrize(
-    ("number", "code", "workers"),
-    [
-        pytest.param(signal.SIGTERM, 143, 2, id="TERM"),
-        pytest.param(signal.SIGUSR1, 143, 0, id="USR1"),
-        pytest.param(signal.SIGINT, 130, 2, id="INT"),
-        pytest.param(signal.SIGHUP, 143, 2, id="HUP"),
-    ],
+SIGNALS = (
+    (signal.SIGTERM, 143, 2),
+    (signal.SIGUSR1, 143, 0),
+    (signal.SIGINT, 130, 2),
+    (signal.SIGHUP, 143, 2),
 )
-def test_a_signal_saves_and_the_same_command_goes_on(
-    start, train, job, whole, tmp_path, number, code, workers
-):
-    path = tmp_path / "run"
-    command = [*job, f"loader.num_workers={workers}", f"run_dir={path}"]
-    run = start(command)
-    run.until(lambda: logged_step(path) >= 12)
-    run.send(number)
-    run.wait(30)
-    assert run.code == code, run.err
-    assert signal.Signals(number).name in run.error
-    assert "resume=auto" in run.error
-    assert survivors(run.pid) == []
-    status = read_status(path)
-    assert (status["state"], status["code"]) == ("preempted", code)
-    assert "resume=auto" in status["resume"]
-    last = torch.load(path / "checkpoints" / "last.pt", weights_only=True)
-    assert last["state"]["counters"]["global_step"] >= 12
-    again = train([*command, "resume=auto"])
-    assert again.code == 0, again.err
-    assert differences(whole, path, but=["config"]) == []
-    assert repeated_steps(path) == []
-    assert read_status(path)["state"] == "finished"
 
 
 @pytest.mark.parametrize(
     ("often", "steps"),
     [
-        pytest.param([], (4, 8, 24, 28), id="two in one epoch"),
+        pytest.param([], (4, 8, 12, 24), id="several-in-one-epoch"),
         pytest.param(  # four fifths of the time is spent validating
             ["trainer.validate_every_n_steps=1", "trainer.limit_train_batches=10"],
-            (2, 5, 9, 13, 17),
-            id="among validations",
+            (2, 5, 9, 13),
+            id="among-validations",
         ),
     ],
 )
-def test_stops_repeat_and_lose_nothing(start, train, job, whole, tmp_path, often, steps):
+def test_a_signal_saves_and_the_same_command_goes_on(
+    start, train, job, whole, tmp_path, often, steps
+):
     if often:
         whole = tmp_path / "whole"
-        assert train([*job, *often, f"run_dir={whole}"]).code == 0
+        train([*job, *often, f"run_dir={whole}"])
     path = tmp_path / "run"
     command = [*job, *often, f"run_dir={path}", "resume=auto"]
-    for step in steps:
-        run = start(command)
+    for step, (number, code, workers) in zip(steps, SIGNALS, strict=True):
+        step = max(step, logged_step(path) + 1)
+        run = start([*command, f"loader.num_workers={workers}"])
         run.until(lambda step=step: logged_step(path) >= step)
-        run.send(signal.SIGTERM)
-        assert run.wait(30).code in (143, 0), run.err
-    assert train(command).code == 0
+        run.send(number)
+        run.wait(code, 30)
+        assert number.name in run.error
+        assert "resume=auto" in run.error
+        assert survivors(run.pid) == []
+        status = read_status(path)
+        assert (status["state"], status["code"]) == ("preempted", code)
+        assert "resume=auto" in status["resume"]
+        last = torch.load(path / "checkpoints" / "last.pt", weights_only=True)
+        assert last["state"]["counters"]["global_step"] >= step
+    train(command)
     assert differences(whole, path) == []
     assert repeated_steps(path) == []
+    assert read_status(path)["state"] == "finished"
 
 
 def test_a_second_interrupt_leaves_at_once(start, job, tmp_path):
@@ -106,7 +92,7 @@ def test_a_second_interrupt_leaves_at_once(start, job, tmp_path):
     run.until(lambda: logged_step(path) >= 8)
     for _ in range(2):
         run.send(signal.SIGINT)
-    assert run.wait(10).code == 130
+    run.wait(130, 10)
     assert "Traceback" not in run.err
     assert survivors(run.pid) == []
     for file in (path / "checkpoints").glob("*.pt"):
@@ -118,7 +104,7 @@ def test_a_signal_before_the_first_update_says_that_there_is_nothing(start, job,
     run = start([*job, f"run_dir={path}"])
     run.until((path / "config.yaml").exists)
     run.send(signal.SIGTERM)
-    assert run.wait(30).code == 143, run.err
+    run.wait(143, 30)
     # If there are checkpoints, it came after the first update.
     assert (path / "checkpoints").exists() or "nothing to save" in run.error
 
@@ -132,10 +118,9 @@ def test_a_killed_run_reads_killed_and_goes_on(start, train, job, whole, tmp_pat
     run.until(lambda: logged_step(path) >= 24)
     assert read_status(path)["state"] == "running"
     os.kill(run.pid, signal.SIGKILL)  # its workers live on for a moment
-    run.wait()
+    run.wait(-signal.SIGKILL)
     assert read_status(path)["state"] == "killed"
-    again = train([*job, "loader.num_workers=2", f"run_dir={path}", "resume=auto"])
-    assert again.code == 0, again.err
+    train([*job, "loader.num_workers=2", f"run_dir={path}", "resume=auto"])
     assert differences(whole, path, but=["config"]) == []
 
 
@@ -157,18 +142,15 @@ def mountable(tmp_path):
 
 
 def test_a_full_disk_ends_in_one_line_and_keeps_the_earlier_checkpoint(train, mountable):
-    run = train(
-        [*LARGE, "trainer.max_epochs=2", f"run_dir={mountable}/run"], tmpfs=(mountable, "size=8m")
-    )
-    assert run.code == 7, run.err
+    job = [*LARGE, "trainer.max_epochs=2", f"run_dir={mountable}/run"]
+    run = train(job, 7, tmpfs=(mountable, "size=8m"))
     pattern = r"cannot write .*/step-00000040.pt: no space left on device$"
     assert re.search(pattern, run.error)
     assert "enforce fail" not in run.err + run.out
     checkpoints = run.tree / "run" / "checkpoints"
     assert not list(checkpoints.glob(".tmp*"))
-    found = CheckpointStore(checkpoints).newest()
-    assert found is not None
-    assert found[0].name == "step-00000020.pt"
+    path, *_ = CheckpointStore(checkpoints).newest()
+    assert path.name == "step-00000020.pt"
     status = read_status(run.tree / "run")
     assert (status["state"], status["code"]) == ("failed", 7)
 
@@ -176,7 +158,7 @@ def test_a_full_disk_ends_in_one_line_and_keeps_the_earlier_checkpoint(train, mo
 def test_logs_that_do_not_fit_are_one_warning_each(train, mountable):
     job = ["experiment=resnet18", "model=mlp", "loader.num_workers=0", "trainer.max_epochs=8"]
     job += ["callbacks=[progress,lr_monitor,throughput,memory]", "trainer.log_every_n_steps=1"]
-    run = train([*job, f"run_dir={mountable}/run"], tmpfs=(mountable, "size=40k"))
+    run = train([*job, f"run_dir={mountable}/run"], None, tmpfs=(mountable, "size=40k"))
     assert run.code in (0, 7), run.err
     assert "Traceback" not in run.err
     assert "Logging error" not in run.err
@@ -189,8 +171,7 @@ def test_logs_that_do_not_fit_are_one_warning_each(train, mountable):
 @pytest.mark.parametrize("where", ["itself", "inside"])
 def test_a_read_only_folder_is_answered_before_anything_is_trained(train, mountable, where):
     folder = mountable if where == "itself" else mountable / "run"
-    run = train(["experiment=resnet18", "model=mlp", f"run_dir={folder}"], tmpfs=(mountable, "ro"))
-    assert run.code == 7, run.err
+    run = train([*LARGE, f"run_dir={folder}"], 7, tmpfs=(mountable, "ro"))
     assert str(folder) in run.error
     assert "read-only file system" in run.error.lower()
     assert "step" not in run.out
@@ -202,20 +183,17 @@ def test_a_folder_that_vanishes_ends_in_one_line(start, job, tmp_path):
     run.until(lambda: (path / "checkpoints" / "step-00000010.pt").exists())
     shutil.rmtree(path, ignore_errors=True)
     shutil.rmtree(path, ignore_errors=True)
-    run.wait()
-    assert run.code == 7, run.err
-    assert str(path) in run.error
+    assert str(path) in run.wait(7).error
 
 
 def test_of_two_runs_in_one_folder_the_second_is_refused(start, train, job, tmp_path):
     path = tmp_path / "run"
     first = start([*job, "trainer.max_epochs=200", f"run_dir={path}"])
     first.until((path / "manifest.json").exists)
-    second = train([*job, f"run_dir={path}"])
+    second = train([*job, f"run_dir={path}"], 2)
     first.until((path / "checkpoints" / "last.pt").exists)
-    third = train([*job, "trainer.max_epochs=200", f"run_dir={path}", "resume=auto"])
+    third = train([*job, "trainer.max_epochs=200", f"run_dir={path}", "resume=auto"], 2)
     for refused in (second, third):
-        assert refused.code == 2, refused.err
         assert f"in use by pid {first.pid} on " in refused.error
     first.kill()
 
@@ -236,18 +214,13 @@ def test_without_a_run_dir_the_newest_unfinished_is_gone_on_with(
     run = start([*job, "name=resnet18"], folder=tmp_path)
     run.until(lambda: list(tmp_path.glob("runs/resnet18/*/checkpoints/step-00000010.pt")))
     run.send(signal.SIGTERM)
-    assert run.wait().code == 143
-    again = train([*job, "name=resnet18", "resume=auto"], folder=tmp_path)
-    assert again.code == 0, again.err
+    run.wait(143)
+    train([*job, "name=resnet18", "resume=auto"], folder=tmp_path)
     (folder,) = (tmp_path / "runs" / "resnet18").iterdir()
     assert differences(whole, folder) == []
 
 
-TINY = ["experiment=resnet18", "model=mlp", "loader.num_workers=0", "trainer.max_epochs=1"]
-SWEEP = ["-m", "optimizer.lr=0.1,0.2"]
-
-
-@pytest.mark.parametrize("more", [[], ["resume=auto"], ["dry_run=true"], SWEEP], ids=str)
+@pytest.mark.parametrize("more", ["seed=0", "resume=auto", "dry_run=true", "-m seed=0,1"])
 @pytest.mark.parametrize(
     ("words", "folder", "code", "text"),
     [
@@ -258,6 +231,4 @@ SWEEP = ["-m", "optimizer.lr=0.1,0.2"]
     ],
 )
 def test_a_run_directory_that_can_be_none_is_one_line(train, words, folder, code, text, more):
-    run = train([*TINY, *more, *words], folder=folder)
-    assert run.code == code, run.err
-    assert re.search(text, run.error)
+    assert re.search(text, train([*LARGE, *more.split(), *words], code, folder=folder).error)

@@ -24,17 +24,12 @@ QUICK = [
 def run(train, tmp_path):
     """Train for real and return the log; `folder` is where the run is."""
 
-    def go(*overrides, name="run", code=0):
-        done = train([*QUICK, *overrides, f"run_dir={tmp_path / name}"])
-        assert done.code == code, done.err
-        return done
-
-    return go
+    return lambda *overrides: train([*QUICK, *overrides, f"run_dir={tmp_path / 'run'}"])
 
 
 @pytest.fixture
 def lines(tmp_path):
-    return lambda name="run": logged(tmp_path / name)
+    return lambda: logged(tmp_path / "run")
 
 
 def steps(lines, key):
@@ -63,12 +58,11 @@ def ends_at_nothing(rates):
             id="validation-by-steps",
         ),
         pytest.param(
-            ["max_epochs=5", "validate_every_n_epochs=2", "max_steps=100"],
-            100,
-            [40, 80, 100],
+            ["max_epochs=3", "validate_every_n_epochs=2", "max_steps=60"],
+            60,
+            [40, 60],
             id="validation-by-epochs",
         ),
-        pytest.param(["max_epochs=2", "limit_train_batches=5"], 10, [5, 10], id="count"),
         pytest.param(["max_epochs=2", "limit_train_batches=0.25"], 10, [5, 10], id="share"),
     ],
 )
@@ -80,7 +74,7 @@ def test_how_far_and_how_often(run, lines, words, trained, validated) -> None:
         assert ends_at_nothing(values(lines(), "lr/default"))
 
 
-@pytest.mark.parametrize("limit", ["1", "0.2", "0"])
+@pytest.mark.parametrize("limit", ["1", "0"])
 def test_fewer_batches_of_validation_and_test(run, lines, limit) -> None:
     """270 samples in batches of 64: the first holds a number of 64ths that are right."""
     limits = [f"trainer.limit_val_batches={limit}", f"trainer.limit_test_batches={limit}"]
@@ -112,9 +106,8 @@ def test_time_ends_a_run_in_good_order(run, lines, tmp_path) -> None:
     assert steps(lines(), "test/loss") == [status["best"]["step"]]  # the earlier one is abandoned
 
 
-@pytest.mark.parametrize("few", [pytest.param("2", id="count"), pytest.param("0.1", id="share")])
-def test_few_batches_are_learnt_by_heart(run, lines, few) -> None:
-    run("trainer.max_epochs=30", f"trainer.overfit_batches={few}", "transforms=basic")
+def test_few_batches_are_learnt_by_heart(run, lines) -> None:
+    run("trainer.max_epochs=30", "trainer.overfit_batches=2", "transforms=basic")
     assert steps(lines(), "train/loss")[-1] == 60
     assert values(lines(), "val/accuracy")[-1] == 1.0
     # Validated is what is trained on: 128 samples, no others.
@@ -128,8 +121,7 @@ def test_a_look_at_validation_first_fails_early(train, tmp_path, looks) -> None:
     next((tmp_path / "images" / "val" / "0").iterdir()).write_bytes(b"broken")
     words = ["data=image_folder", f"data.root={tmp_path / 'images'}", "data.image_size=8"]
     words += ["trainer.max_epochs=1", f"trainer.validate_at_start={looks}"]
-    done = train([*QUICK, *words, f"run_dir={tmp_path / 'run'}"])
-    assert done.code == 3, done.err
+    train([*QUICK, *words, f"run_dir={tmp_path / 'run'}"], 3)
     log = tmp_path / "run" / "metrics.jsonl"
     trained = log.exists() and "train/loss" in log.read_text()
     assert trained == (looks == 0)
@@ -145,26 +137,15 @@ def test_debug_overfit(run, lines) -> None:
     assert "near zero" in done.out
 
 
-def test_debug_profile(run, tmp_path) -> None:
-    done = run("debug=profile")
-    (trace,) = (tmp_path / "run" / "tensorboard" / "profile").glob("*.json")
-    names = {event.get("name") for event in json.loads(trace.read_text())["traceEvents"]}
-    assert "aten::addmm" in names
-    assert "aten::addmm" in (tmp_path / "run" / "profile.txt").read_text()
-    assert "profile" in done.err
-
-
 @pytest.mark.parametrize(
     "experiment", ["regression", "multilabel", "segmentation", "char_lm", "gan"]
 )
 def test_other_tasks_have_a_plan_run_and_are_evaluated(train, tmp_path, experiment) -> None:
-    done = train([f"experiment={experiment}", "dry_run=true", f"run_dir={tmp_path / 'plan'}"])
-    assert done.code == 0, done.err
+    train([f"experiment={experiment}", "dry_run=true", f"run_dir={tmp_path / 'plan'}"])
     plan = (tmp_path / "plan" / "plan.txt").read_text()
     parts = ("Data", "Model", "Optimizer", "Updates", "FLOPs")
     assert [part for part in parts if part not in plan] == []
-    done = train([f"experiment={experiment}", "debug=fast", f"run_dir={tmp_path / 'run'}"])
-    assert done.code == 0, done.err
+    train([f"experiment={experiment}", "debug=fast", f"run_dir={tmp_path / 'run'}"])
     lines = logged(tmp_path / "run")
     assert max(line["step"] for line in lines) == 2
     assert steps(lines, "val/loss") == steps(lines, "test/loss") == [2]
@@ -179,22 +160,16 @@ TRIED = [
 AT_ONCE = {"name": "asha", "options": {"min_resource": 1, "bootstrap_count": 9}}
 
 
-@pytest.fixture
-def trial(tmp_path):
-    """Make a study in which every job ends at its first validation, and return a job's override."""
-    place = tmp_path / "study.journal"
-    storage = open_storage(str(place))
+def test_a_pruned_run_says_so_and_is_done(train, tmp_path):
+    place, journal = tmp_path / "run", tmp_path / "study.journal"
+    # Every job of this study ends at its first validation.
+    storage = open_storage(str(journal))
     study = optuna.create_study(study_name="s", storage=storage, direction="maximize")
     study.set_metric_names(["val/accuracy"])
     study.set_user_attr(PRUNER, AT_ONCE)
     study.ask()
-    return f"sweep.trial={{storage: '{place}', study: s, number: 0}}"
-
-
-def test_a_pruned_run_says_so_and_is_done(train, trial, tmp_path):
-    place = tmp_path / "run"
+    trial = f"sweep.trial={{storage: '{journal}', study: s, number: 0}}"
     run = train([*TRIED, trial, f"run_dir={place}"])
-    assert run.code == 0, run.err
     status = json.loads((place / "status.json").read_text())
     assert (status["state"], status["reason"]) == ("pruned", "pruned at epoch 1, step 3")
     assert "best/val/accuracy" in status["results"]
@@ -203,35 +178,29 @@ def test_a_pruned_run_says_so_and_is_done(train, trial, tmp_path):
     assert "is behind the other jobs" in run.err
     assert yaml.safe_load((place / "config.yaml").read_text())["sweep"] is None
     again = train([*TRIED, trial, f"run_dir={place}", "resume=auto"])
-    assert (again.code, "already pruned at epoch 1, step 3" in again.err) == (0, True)
+    assert "already pruned at epoch 1, step 3" in again.err
 
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("conf", "data", "models", "trainer", "callbacks", "scripts")
-MOST = 7
+PACKAGES = ("conf/", "data/", "models/", "trainer/", "callbacks/", "scripts/")
 RECORDING = """
 import json, traceback
 from torch.optim import SGD
 
 class Recording(SGD):
     def step(self, closure=None):
-        frames = [[f.filename, f.name] for f in traceback.extract_stack()[:-1]]
-        open("frames.json", "w").write(json.dumps(frames))
-        return super().step(closure)
+        frames = [(f.filename, f.name) for f in traceback.extract_stack()[:-1]]
+        json.dump(frames, open("frames.json", "w"))
 """
 
 
 def test_few_frames_of_ours_lie_between_the_command_and_a_step(train, tmp_path):
     (tmp_path / "my_optimizer.py").write_text(RECORDING)
     words = [*QUICK[:2], "optimizer=sgd", "optimizer={_target_: my_optimizer.Recording, lr: 0.1}"]
-    ended = train([*words, "trainer.max_steps=1"], folder=tmp_path)
-    assert ended.code == 0, ended.err
+    train([*words, "trainer.max_steps=1"], folder=tmp_path)
     frames = json.loads((tmp_path / "frames.json").read_text())
-    names = [
-        (path.relative_to(ROOT).as_posix(), name)
-        for path, name in ((Path(file), name) for file, name in frames)
-        if path.is_relative_to(ROOT) and path.relative_to(ROOT).parts[0] in PACKAGES
-    ]
-    names = names[names.index(("scripts/train.py", "train")) :]  # from the command's function
-    assert ("trainer/trainer.py", "fit") in names
-    assert len(names) <= MOST, names
+    named = [f"{file.removeprefix(f'{ROOT}/')} {name}" for file, name in frames]
+    ours = [name for name in named if name.startswith(PACKAGES)]
+    ours = ours[ours.index("scripts/train.py train") :]  # from the command's function
+    assert "trainer/trainer.py fit" in ours
+    assert len(ours) <= 7, ours

@@ -6,8 +6,6 @@ runs once. What cannot run here stands in `NOT_HERE` with its reason.
 """
 
 import ast
-import io
-import itertools
 import json
 import os
 import re
@@ -38,9 +36,9 @@ TEXTS = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for
 README = TEXTS["README.md"]
 FENCED = re.compile(r"```(\w+)\n(.*?)```", re.DOTALL)
 OWN = FENCED.findall(README.split("## Add your own")[1].split("\n## ")[0])
-COMMAND = re.compile(
+COMMAND = (
     r"^(?: {4})?(?:uv run )?"
-    r"((?:train|evaluate|predict|regimen(?! \d)|python -m scripts\.\w+) .*)$"
+    r"((?:train|evaluate|predict|regimen(?! \d)|python -m scripts\.\w+) .*)\n"
 )
 NOT_HERE = {  # by what they begin with, or hold
     "regimen demo": "does not end; tests/integration/test_demo.py",
@@ -70,16 +68,11 @@ LIMITS = ["debug=fast", "loader.batch_size=8", "loader.eval_batch_size=8", "load
 def blocks():
     """Return the commands that stand below one another, by page and line."""
     found = {}
-    for path in PAGES:
-        lines = enumerate(TEXTS[path.relative_to(ROOT).as_posix()].splitlines(), 1)
-        matches = ((number, COMMAND.match(line)) for number, line in lines)
-        for is_match, group in itertools.groupby(matches, lambda pair: pair[1] is not None):
-            if is_match:
-                (first, match), *more = group
-                name = f"{path.relative_to(ROOT).with_suffix('')}-{first}"
-                found[name] = [
-                    m[1].partition(" # ")[0].strip() for m in [match, *(m for _, m in more)]
-                ]
+    for name, text in TEXTS.items():
+        for block in re.finditer(f"(?:{COMMAND})+", text, re.M):
+            place = f"{name.removesuffix('.md')}-{text.count(chr(10), 0, block.start()) + 1}"
+            lines = re.findall(COMMAND, block[0], re.M)
+            found[place] = [line.partition(" # ")[0].strip() for line in lines]
     return found
 
 
@@ -90,14 +83,15 @@ def reason(command):
 
 def tables(place):
     """Write what data=table, tokens, shards and the prompts are read from."""
-    names = [f"c{number}" for number in range(12)]
     rows = [[(row * (number + 3)) % 7 for number in range(12)] for row in range(60)]
-    lines = [",".join(map(str, [*row, sum(row), f"k{row[0] % 2}"])) for row in rows]
-    for path, column in (("houses.csv", 12), ("TABLES/train.csv", 13)):
+    names = [f"c{number}" for number in range(12)]
+    for path, target, values in (
+        ("houses.csv", "price", [sum(row) for row in rows]),
+        ("TABLES/train.csv", "kind", [f"k{row[0] % 2}" for row in rows]),
+    ):
         (place / path).parent.mkdir(exist_ok=True)
-        kept = [[*line.split(",")[:12], line.split(",")[column]] for line in lines]
-        head = [*names, "price" if column == 12 else "kind"]
-        (place / path).write_text("".join(",".join(row) + "\n" for row in [head, *kept]))
+        lines = [[*names, target], *([*row, v] for row, v in zip(rows, values, strict=True))]
+        (place / path).write_text("".join(",".join(map(str, line)) + "\n" for line in lines))
     (place / "book.txt").write_text("to be or not to be, that is the question. " * 400)
     (place / "prompts.txt").write_text("to be\nor not\n")
     (place / "TOKENS").mkdir()
@@ -106,11 +100,9 @@ def tables(place):
         (place / "SHARDS").mkdir(exist_ok=True)
         with tarfile.open(place / "SHARDS" / f"{split}-000.tar", "w") as shard:
             for path in sorted((place / "DIR" / split).rglob("*.png")):
-                shard.add(path, f"{path.stem}.png")
-                label = path.parent.name.encode()
-                entry = tarfile.TarInfo(f"{path.stem}.cls")
-                entry.size = len(label)
-                shard.addfile(entry, io.BytesIO(label))
+                shard.add(path, path.name)
+                (label := place / f"{path.stem}.cls").write_text(path.parent.name)
+                shard.add(label, label.name)
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +115,7 @@ def run(start):
             program, arguments = words[2].removeprefix("scripts."), words[3:]
         elif program == "regimen":
             program, *arguments = arguments
-        return start(arguments, folder=folder, command=program).wait(300)
+        return start(arguments, folder=folder, command=program).wait(0, 300)
 
     return begin
 
@@ -148,8 +140,7 @@ def world(run, tmp_path_factory):
     ]
     (place / "runs" / "char_lm").mkdir(parents=True)
     for words in made:
-        done = run(words, place)
-        assert done.code == 0, done.err
+        run(words, place)
     (sweep,) = (place / "runs/resnet18/sweeps").iterdir()
     sweep.rename(sweep.with_name("TIME"))
     copy(sweep.with_name("TIME"), place / "runs/NAME/sweeps/TIME")
@@ -191,14 +182,9 @@ def limited(command):
     return [*words, *limits]
 
 
-def stands_alone(words):
-    """Return whether a command neither reads nor names a run."""
-    return words[0] == "train" and not any(w.startswith(("run_dir=", "resume=")) for w in words)
-
-
 @pytest.fixture(scope="module")
 def done_before():
-    """Commands that stand alone and have run."""
+    """Commands that neither read nor name a run, and have run."""
     return set()
 
 
@@ -216,9 +202,8 @@ def test_a_block_runs(commands, world, run, tmp_path, done_before):
         words = tuple(limited(command))
         if words in done_before:
             continue
-        done = run(words, folder)
-        assert done.code == 0, f"{command}\n{done.out}\n{done.err}"
-        if stands_alone(words):
+        run(words, folder)
+        if words[0] == "train" and not any(w.startswith(("run_dir=", "resume=")) for w in words):
             done_before.add(words)
 
 
@@ -267,28 +252,20 @@ def test_a_command_composes_and_its_targets_bind(command, monkeypatch):
         check_targets(config)
 
 
-@pytest.fixture(scope="module")
-def own_project(tmp_path_factory):
-    """Write the files that the README prints under "Add your own"."""
-    place = tmp_path_factory.mktemp("readme")
+def test_what_the_readme_adds_runs_as_printed(train, tmp_path):
     for kind, text in OWN:
         if kind in ("python", "yaml"):
             name = text.splitlines()[0].removeprefix("# ")  # the first line names the file
             assert re.fullmatch(r"[\w/]+\.(py|yaml)", name), name
-            (place / name).parent.mkdir(parents=True, exist_ok=True)
-            (place / name).write_text(text)
-    return place
-
-
-def test_what_the_readme_adds_runs_as_printed(train, own_project):
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text(text)
     lines = [line for kind, text in OWN if kind == "bash" for line in text.splitlines()]
     commands = [line.partition(" #")[0].strip() for line in lines if line.strip()]
     assert len(commands) >= 3
     for command in commands:
         program, *arguments = shlex.split(command)
         assert program == "train"
-        done = train(arguments, folder=own_project)
-        assert done.code == 0, done.err
+        done = train(arguments, folder=tmp_path)
         assert ("epoch 10\n" in done.out) == ("Shout" in command)
 
 

@@ -36,9 +36,15 @@ def read_csv(path):
         return list(csv.DictReader(file))
 
 
-def answered(done, path):
-    assert done.code == 0, done.err
-    return read_csv(path)
+@pytest.fixture(scope="module")
+def predict(train):
+    """Run `predict run=RUN out=FILE ...` to its end."""
+
+    def run(path, out, *words, code=0, **options):
+        words = [f"run={path}", f"out={out}", *words]
+        return train(words, code, command="predict", **options)
+
+    return run
 
 
 def by_hand(run, pictures):
@@ -54,9 +60,24 @@ def by_hand(run, pictures):
         return files, model((images - MEAN) / STD).softmax(1)
 
 
-def test_rows_are_those_of_plain_torch(predict, whole, pictures, tmp_path):
-    done = predict([f"run={whole}", f"source={pictures}", "top_k=3", f"out={tmp_path}/p.csv"])
-    rows = answered(done, tmp_path / "p.csv")
+@pytest.fixture(scope="module")
+def predicted(predict, whole, pictures, tmp_path_factory):
+    """The table of the pictures, with its logits beside it."""
+    path = tmp_path_factory.mktemp("predicted") / "p.csv"
+    predict(whole, path, f"source={pictures}", "save=logits", "top_k=3")
+    return path
+
+
+def assert_alike(one, other, tolerance=0):
+    rows = [read_csv(path) for path in (one, other)]
+    assert [row["file"] for row in rows[0]] == [row["file"] for row in rows[1]]
+    arrays = [np.load(path.with_suffix(".logits.npy")) for path in (one, other)]
+    np.testing.assert_allclose(*arrays, atol=tolerance)
+    assert rows[0] == rows[1] or tolerance
+
+
+def test_rows_are_those_of_plain_torch(predicted, whole, pictures):
+    rows = read_csv(predicted)
     files, expected = by_hand(whole, pictures)
     assert [row["file"] for row in rows] == files
     best = expected.topk(3)
@@ -66,53 +87,42 @@ def test_rows_are_those_of_plain_torch(predict, whole, pictures, tmp_path):
         assert [int(row[name]) for row in rows] == best.indices[:, place].tolist()
         found = torch.tensor([float(row[share]) for row in rows])
         torch.testing.assert_close(found, best.values[:, place], atol=1e-6, rtol=0)
-    meta = json.loads((tmp_path / "p.csv.meta.json").read_text())
-    assert meta["average"] == "ema"
-    assert meta["samples"] == 30
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["p.csv", "p.csv.meta.json"]
+    meta = json.loads(predicted.with_name("p.csv.meta.json").read_text())
+    assert (meta["average"], meta["samples"]) == ("ema", 30)
+    written = ["p.csv", "p.csv.meta.json", "p.logits.npy"]
+    assert sorted(path.name for path in predicted.parent.iterdir()) == written
 
 
 @pytest.mark.parametrize(
-    ("more", "exact"),
-    [
-        pytest.param(["loader.num_workers=2"], True, id="workers"),
-        pytest.param(["strategy.name=ddp", "strategy.devices=3"], False, id="processes"),
-        pytest.param(["loader.batch_size=7"], False, id="batches"),
-    ],
+    ("more", "tolerance"), [("loader.num_workers=2", 0), ("loader.batch_size=7", 1e-5)]
 )
-def test_how_it_is_read_changes_nothing(predict, whole, pictures, tmp_path, more, exact):
-    wanted = [f"run={whole}", f"source={pictures}", "save=logits"]
-    one, other = (
-        answered(predict([*wanted, *words, f"out={tmp_path}/{name}.csv"]), tmp_path / f"{name}.csv")
-        for name, words in (("one", []), ("other", more))
-    )
-    assert [row["file"] for row in one] == [row["file"] for row in other]
-    arrays = [np.load(tmp_path / f"{name}.logits.npy") for name in ("one", "other")]
-    np.testing.assert_allclose(*arrays, atol=0 if exact else 1e-5)
-    assert (one == other) or not exact
+def test_how_it_is_read_changes_nothing(
+    predict, predicted, whole, pictures, tmp_path, more, tolerance
+):
+    words = [f"source={pictures}", "save=logits", "top_k=3", more]
+    predict(whole, tmp_path / "other.csv", *words)
+    assert_alike(predicted, tmp_path / "other.csv", tolerance)
 
 
 def test_a_broken_file_ends_it_or_has_a_row(predict, whole, pictures, tmp_path):
     source = tmp_path / "some"
     shutil.copytree(pictures, source)
     (source / "3" / "broken.png").write_bytes(b"no picture")
-    wanted = [f"run={whole}", f"source={source}", "loader.batch_size=8"]
-    done = predict([*wanted, f"out={tmp_path}/a.csv"])
-    assert done.code == 3
+    wanted = [f"source={source}", "loader.batch_size=8"]
+    done = predict(whole, tmp_path / "a.csv", *wanted, code=3)
     assert "3/broken.png: no image format" in done.error
     assert not (tmp_path / "a.csv").exists()
-    more = ["on_error=skip", "save=embeddings:head", f"out={tmp_path}/b.csv"]
-    done = predict([*wanted, *more])
-    rows = answered(done, tmp_path / "b.csv")
+    more = ["on_error=skip", "save=embeddings:head"]
+    done = predict(whole, tmp_path / "b.csv", *wanted, *more)
+    rows = read_csv(tmp_path / "b.csv")
     broken = [number for number, row in enumerate(rows) if row["error"]]
     assert [rows[number]["file"] for number in broken] == [f"{source}/3/broken.png"]
     assert rows[broken[0]]["prediction"] == ""
     kept = np.load(tmp_path / "b.embeddings.npy")
     assert np.isnan(kept).any(1).nonzero()[0].tolist() == broken
     assert "1 of them broken" in done.out
-    alone = [f"run={whole}", f"source={source}/3/broken.png", "save=logits", "on_error=skip"]
-    done = predict([*alone, f"out={tmp_path}/c.csv"])
-    assert done.code == 3
+    alone = [f"source={source}/3/broken.png", "save=logits", "on_error=skip"]
+    done = predict(whole, tmp_path / "c.csv", *alone, code=3)
     assert "none of 1 samples could be read" in done.error
     assert "no image format" in read_csv(tmp_path / "c.csv")[0]["error"]
 
@@ -124,9 +134,7 @@ def test_a_signal_ends_it_and_nothing_is_written(start, whole, pictures, tmp_pat
     run = start(mine, command="predict", environment={"STANDARD_INPUT": str(listing)})
     run.until(lambda: "regimen" in run.err)
     os.kill(run.pid, signal.SIGTERM)
-    run.wait()
-    assert run.code == 143
-    assert run.error == "stopped by SIGTERM: there was nothing to save"
+    assert run.wait(143).error == "stopped by SIGTERM: there was nothing to save"
     assert [path.name for path in tmp_path.iterdir()] == ["names"]
 
 
@@ -168,35 +176,30 @@ def test_a_data_set_and_a_task_of_ones_own_predict_on_files(train, predict, tmp_
     own += ["data.mean=[0.5,0.5,0.5]", "data.std=[0.5,0.5,0.5]", "data.num_classes=null"]
     limits = ["trainer.max_steps=1", "loader.num_workers=0", "callbacks.model_summary=null"]
     words = ["experiment=resnet18", *sets, *own, *limits, f"run_dir={run}"]
-    done = train(words, folder=tmp_path)
-    assert done.code == 0, done.err
+    train(words, folder=tmp_path)
     facts = json.loads((run / "inference.json").read_text())
     assert facts["inputs"] == {"kind": "picture", "channels": 3, "size": [12, 10]}
     (tmp_path / "photos").mkdir()
     for number in range(3):
         Image.new("RGB", (30, 20), (40 * number, 0, 0)).save(tmp_path / f"photos/{number}.png")
-    asked = [f"run={run}", "source=photos", "save=logits", "out=p.csv"]
-    done = predict(asked, folder=tmp_path)
-    rows = answered(done, tmp_path / "p.csv")
+    predict(run, "p.csv", "source=photos", "save=logits", folder=tmp_path)
+    rows = read_csv(tmp_path / "p.csv")
     assert list(rows[0]) == ["file", "size", "place1", "place2", "map_shape"]
     assert np.load(tmp_path / "p.logits.map.npy").shape == (3, 60)
     saved = np.load(tmp_path / "p.logits.size.npy")
     np.testing.assert_allclose(saved, [float(row["size"]) for row in rows], rtol=1e-6)
-    from_split = predict([f"run={run}", "source=val", "out=q.csv"], folder=tmp_path)
-    assert from_split.code == 0, from_split.err
+    predict(run, "q.csv", "source=val", folder=tmp_path)
     assert len(read_csv(tmp_path / "q.csv")) == 8
 
 
-def test_parquet_and_lines_hold_what_the_csv_holds(predict, whole, pictures, tmp_path):
-    for suffix in ("csv", "jsonl", "parquet"):
-        done = predict([f"run={whole}", f"source={pictures}/[0-4]/*", f"out={tmp_path}/p.{suffix}"])
-        rows = answered(done, tmp_path / "p.csv")
+def test_parquet_and_lines_hold_what_the_csv_holds(predict, predicted, whole, pictures, tmp_path):
+    for suffix in ("jsonl", "parquet"):
+        predict(whole, tmp_path / f"p.{suffix}", f"source={pictures}/[0-9]/*")
     lines = [json.loads(line) for line in (tmp_path / "p.jsonl").read_text().splitlines()]
     table = pyarrow.parquet.read_table(tmp_path / "p.parquet").to_pylist()
     assert lines == table
-    assert [(r["file"], r["prediction"]) for r in rows] == [
-        (line["file"], line["prediction"]) for line in lines
-    ]
+    shown = [{r["file"]: r["prediction"] for r in rows} for rows in (lines, read_csv(predicted))]
+    assert shown[0] == shown[1]
 
 
 def test_a_run_stands_alone(train, predict, pictures, tmp_path):
@@ -206,11 +209,9 @@ def test_a_run_stands_alone(train, predict, pictures, tmp_path):
     arguments = ["experiment=resnet18", "model=small_cnn", "data=image_folder", f"data.root={tree}"]
     small = ["data.image_size=16", "data.channels=1", "data.mean=[0.5]", "data.std=[0.5]"]
     limits = ["trainer.max_steps=2", "loader.batch_size=8", "loader.num_workers=0"]
-    done = train([*arguments, *small, *limits, f"run_dir={run}"])
-    assert done.code == 0, done.err
+    train([*arguments, *small, *limits, f"run_dir={run}"])
     tree.rename(tmp_path / "moved")
-    done = predict([f"run={run}", f"source={tmp_path}/moved/train", f"out={tmp_path}/p.csv"])
-    assert done.code == 0, done.err
+    predict(run, tmp_path / "p.csv", f"source={tmp_path}/moved/train")
     facts = json.loads((run / "inference.json").read_text())
     assert facts["classes"] == sorted(facts["classes"])
     assert facts["num_classes"] == len(facts["classes"]) == 10
@@ -226,29 +227,26 @@ def test_a_run_stands_alone(train, predict, pictures, tmp_path):
     ],
     ids=["regression", "multilabel", "mask"],
 )
-def test_other_tasks_answer_in_their_own_form(train, predict, tmp_path, experiment, source, check):
-    run = tmp_path / "run"
-    limits = ["trainer.max_steps=1", "loader.num_workers=0", "trainer.limit_val_batches=1"]
-    done = train([f"experiment={experiment}", *limits, f"run_dir={run}"])
-    assert done.code == 0, done.err
-    asked = [f"run={run}", f"source={source}", f"out={tmp_path}/p.csv"]
-    done = predict(asked)
-    rows = answered(done, tmp_path / "p.csv")
+def test_other_tasks_answer_in_their_own_form(
+    predict, of_experiment, tmp_path, experiment, source, check
+):
+    predict(of_experiment(experiment), tmp_path / "p.csv", f"source={source}")
+    rows = read_csv(tmp_path / "p.csv")
     assert [row["file"] for row in rows] == [str(number) for number in range(len(rows))]
     assert all(check(row) is not False for row in rows)
 
 
-@pytest.mark.parametrize("more", [[], ["strategy.name=ddp", "strategy.devices=2"]])
-def test_a_run_is_asked_on_one_device_however_it_was_trained(predict, whole, tmp_path, more):
+def test_a_run_is_asked_on_one_device_however_it_was_trained(predict, whole, tmp_path):
     run = shutil.copytree(whole, tmp_path / "run")
     config = yaml.safe_load((run / "config.yaml").read_text())
     config["strategy"] |= {"name": "fsdp", "devices": 4, "wrap_modules": ["ConvBlock"]}
     (run / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
-    done = predict([f"run={run}", "source=test", f"out={tmp_path}/p.csv", *more])
-    assert len(answered(done, tmp_path / "p.csv")) == 270
-    again = predict([f"run={run}", "source=test", f"out={tmp_path}/p.csv", *more])
-    assert again.code == 2  # a table is not replaced unless it is asked for
-    assert "overwrite=true" in again.error
+    for name, more in (("one", []), ("two", ["strategy.name=ddp", "strategy.devices=2"])):
+        predict(run, tmp_path / f"{name}.csv", "source=test", "save=logits", *more)
+    assert len(read_csv(tmp_path / "one.csv")) == 270
+    assert_alike(tmp_path / "one.csv", tmp_path / "two.csv", 1e-5)
+    again = predict(run, tmp_path / "one.csv", "source=test", code=2)
+    assert "overwrite=true" in again.error  # a table is not replaced unless it is asked for
 
 
 def test_three_lines_of_python(whole, pictures):
@@ -280,8 +278,7 @@ def speaker(train, tmp_path_factory):
     path = tmp_path_factory.mktemp("runs") / "text"
     small = ["model.dim=32", "model.depth=1", "data.context=32", "trainer.limit_val_batches=1"]
     limits = ["trainer.max_steps=40", "loader.num_workers=0"]
-    done = train(["experiment=char_lm", *small, *limits, f"run_dir={path}"])
-    assert done.code == 0, done.err
+    train(["experiment=char_lm", *small, *limits, f"run_dir={path}"])
     return path
 
 
@@ -297,9 +294,8 @@ def test_batches_and_workers_change_nothing(predict, speaker, lines, tmp_path, s
         ("two", ["loader.batch_size=2", "loader.num_workers=2"]),
         ("all", []),
     ):
-        wanted = [f"run={speaker}", f"source={lines}", f"out={tmp_path}/{name}.csv"]
-        done = predict([*wanted, "max_new_tokens=12", *sampling, *more])
-        assert done.code == 0, done.err
+        words = [f"source={lines}", "max_new_tokens=12", *sampling, *more]
+        predict(speaker, tmp_path / f"{name}.csv", *words)
     found = read_csv(tmp_path / "two.csv")
     assert found == read_csv(tmp_path / "all.csv")
     assert [row["file"] for row in found] == [f"{lines}:{n}" for n in range(1, 6)]
@@ -321,13 +317,11 @@ def test_batches_and_workers_change_nothing(predict, speaker, lines, tmp_path, s
 def test_a_prompt_beyond_the_vocabulary_ends_it_or_has_a_row(predict, speaker, tmp_path):
     source = tmp_path / "prompts"
     source.write_text("one\nzwölf\nthree\n")
-    wanted = [f"run={speaker}", f"source={source}", "max_new_tokens=3", f"out={tmp_path}/p.csv"]
-    done = predict(wanted)
-    assert done.code == 3
+    wanted = [tmp_path / "p.csv", f"source={source}", "max_new_tokens=3"]
+    done = predict(speaker, *wanted, code=3)
     assert "prompts:2" in done.error
     assert "'ö'" in done.error
-    done = predict([*wanted, "on_error=skip"])
-    assert done.code == 0, done.err
+    predict(speaker, *wanted, "on_error=skip")
     found = read_csv(tmp_path / "p.csv")
     assert ["ö" in row["error"] for row in found] == [False, True, False]
 
@@ -336,13 +330,12 @@ def test_a_prompt_beyond_the_vocabulary_ends_it_or_has_a_row(predict, speaker, t
     ("kind", "row"),
     [pytest.param(k, r, id=" ".join(r[0])) for k in ("predictions", "texts") for r in TABLE[k]],
 )
-def test_mistakes_write_nothing(predict, whole, speaker, lines, tmp_path, kind, row):
+def test_mistakes_write_nothing(train, whole, speaker, lines, tmp_path, kind, row):
     arguments, code, said = row
     named = kind == "predictions" or arguments[0].startswith("source")
-    wanted = [f"run={whole if kind == 'predictions' else speaker}"]
-    done = predict([*wanted, *([] if named else [f"source={lines}"]), *arguments], folder=tmp_path)
-    assert done.code == code, done.err
-    assert said in done.err
+    words = [f"run={whole if kind == 'predictions' else speaker}", *arguments]
+    words += [] if named else [f"source={lines}"]
+    assert said in train(words, code, command="predict", folder=tmp_path).err
     assert list(tmp_path.iterdir()) == []
 
 
@@ -350,8 +343,7 @@ def test_a_run_of_text_has_its_vocabulary_and_logits_of_its_own_data(predict, sp
     facts = json.loads((speaker / "inference.json").read_text())
     assert facts["inputs"] == {"kind": "text", "encoding": "characters", "context": 32}
     assert facts["classes"] == ["\n", *map(chr, range(32, 127))]
-    done = predict([f"run={speaker}", "source=val", "save=logits", f"out={tmp_path}/p.csv"])
-    assert done.code == 0, done.err
+    predict(speaker, tmp_path / "p.csv", "source=val", "save=logits")
     logits = np.load(tmp_path / "p.logits.npy")
     assert logits.shape[1:] == (96, 32)
     assert len(read_csv(tmp_path / "p.csv")) == len(logits)

@@ -63,32 +63,35 @@ VARIANTS = {
 
 
 @pytest.fixture(scope="module")
-def variant(train, as_on_a_gpu, tmp_path_factory):
-    """Run `train ARGUMENTS`, a variant that begins with `gpu` as on one."""
+def variant(train, job, as_on_a_gpu, tmp_path_factory):
+    """Train a variant in a run directory, one that begins with `gpu` as on one."""
     folder = tmp_path_factory.mktemp("cwd")
     (folder / "own.py").write_text(OWN)
 
-    def run(arguments, name=""):
+    def run(name, path, *more):
         environment = as_on_a_gpu if name.startswith("gpu") else {}
-        return train(arguments, folder=folder, environment=environment)
+        words = [*job, *EVERY_STEP, *VARIANTS[name], f"run_dir={path}", *more]
+        train(words, folder=folder, environment=environment)
 
     return run
 
 
 @pytest.fixture(scope="module")
-def finished(variant, job, tmp_path_factory):
+def finished(variant, tmp_path_factory):
     """Return a function that trains a variant, once, keeping the checkpoint of every update."""
     runs = {}
 
     def get(name):
         if name not in runs:
-            path = tmp_path_factory.mktemp("runs") / name
-            run = variant([*job, *EVERY_STEP, *VARIANTS[name], f"run_dir={path}"], name)
-            assert run.code == 0, run.err
-            runs[name] = path
+            runs[name] = tmp_path_factory.mktemp("runs") / name
+            variant(name, runs[name])
         return runs[name]
 
     return get
+
+
+def step_file(run, step):
+    return run / "checkpoints" / f"step-{step:08d}.pt"
 
 
 def steps_of(run):
@@ -98,37 +101,29 @@ def steps_of(run):
 def killed_at(run, step, target):
     """Copy a run as a kill -9 would have left it after the checkpoint of `step`, logs and all."""
     shutil.copytree(run, target)
-    folder = target / "checkpoints"
     for later in steps_of(run):
         if later > step:
-            (folder / f"step-{later:08d}.pt").unlink()
+            step_file(target, later).unlink()
     for name in ("last.pt", "best.pt", "index.json"):
-        (folder / name).unlink(missing_ok=True)
-    newest = torch.load(folder / f"step-{step:08d}.pt", weights_only=True)
+        (target / "checkpoints" / name).unlink(missing_ok=True)
+    newest = torch.load(step_file(target, step), weights_only=True)
     for best, _ in newest["callbacks"]["checkpoint"]["ranking"][:1]:
-        os.link(folder / f"step-{best:08d}.pt", folder / "best.pt")
+        os.link(step_file(target, best), target / "checkpoints" / "best.pt")
     status = target / "status.json"
     status.write_text(status.read_text().replace('"finished"', '"running"'))
     return target
 
 
-def resumed(variant, job, name, run, but=()):
-    overrides = [*VARIANTS[name], *but]
-    result = variant([*job, *EVERY_STEP, *overrides, f"run_dir={run}", "resume=auto"], name)
-    assert result.code == 0, result.err
-    return run
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(VARIANTS))
-def test_the_end_is_the_same(variant, job, finished, tmp_path, name):
+def test_the_end_is_the_same(variant, finished, tmp_path, name):
     whole = finished(name)
     steps = steps_of(whole)
     # In the middle of an epoch, and where one ended.
     for step in (steps[len(steps) // 4], steps[len(steps) // 2 - 1]):
         run = killed_at(whole, step, tmp_path / str(step))
         workers = ["loader.num_workers=0"] if name == "workers-to-0" else []
-        resumed(variant, job, name, run, workers)
+        variant(name, run, "resume=auto", *workers)
         assert differences(whole, run, but=["config"] if workers else []) == [], f"from step {step}"
         assert repeated_steps(run) == []
 
@@ -153,23 +148,18 @@ FORGET = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", ["rng", "optimizer", "lr_scheduler", "ema", *FORGET])
-def test_what_a_checkpoint_forgot_would_be_noticed(variant, job, finished, tmp_path, part):
+def test_what_a_checkpoint_forgot_would_be_noticed(variant, finished, tmp_path, part):
     whole = finished("dropout-ema")
     run = killed_at(whole, 7, tmp_path / "run")
-    path = run / "checkpoints" / "step-00000007.pt"
-    content = torch.load(path, weights_only=True)
-    earlier = torch.load(path.with_name("step-00000005.pt"), weights_only=True)
+    path = step_file(run, 7)
+    content, earlier = (torch.load(step_file(whole, n), weights_only=True) for n in (7, 5))
     if part in FORGET:
         FORGET[part](content, earlier)
     else:
         content[part] = earlier[part]
     torch.save(content, path)
-    resumed(variant, job, "dropout-ema", run)
+    variant("dropout-ema", run, "resume=auto")
     assert differences(whole, run)
-
-
-def step_file(run, step):
-    return run / "checkpoints" / f"step-{step:08d}.pt"
 
 
 @pytest.fixture
@@ -180,7 +170,6 @@ def copy(whole, tmp_path):
 
 def test_going_back_and_on_ends_where_the_run_had_ended(train, job, whole, copy):
     run = train([*job, f"resume={step_file(copy, 10)}"])
-    assert run.code == 0, run.err
     assert "resumed at step 10" in run.err
     assert "what the run had beyond step 10 is in" in run.err
     assert differences(whole, copy) == []
@@ -197,17 +186,15 @@ def test_a_stop_after_going_back_goes_on_by_the_printed_command(
 ):
     change = [*job, "optimizer.lr=0.013", f"resume_policy={policy}"]
     undisturbed = shutil.copytree(whole, tmp_path / "undisturbed")
-    assert train([*change, f"resume={step_file(undisturbed, 10)}"]).code == 0
+    train([*change, f"resume={step_file(undisturbed, 10)}"])
     stopped = start([*change, f"resume={step_file(copy, 10)}"])
     metrics = copy / "metrics.jsonl"
     left = copy / "abandoned"
     stopped.until(lambda: list(left.glob("*/metrics.jsonl")) and not list(left.glob("*.json")))
     stopped.until(lambda: '"step": 12' in metrics.read_text())
     stopped.send(signal.SIGTERM)
-    assert stopped.wait().code == 143
-    command = shlex.split(stopped.error.partition("go on with: ")[2])
+    command = shlex.split(stopped.wait(143).error.partition("go on with: ")[2])
     again = train(command[1:])
-    assert again.code == 0, again.err
     assert "already finished" not in again.err
     assert differences(undisturbed, copy) == []
     rates = {line["step"]: line["lr/default"] for line in logged(copy) if "lr/default" in line}
@@ -220,7 +207,6 @@ def test_a_new_run_from_anothers_checkpoint_has_its_own_ranking_and_files(
     before = {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()}
     new = tmp_path / "new"
     run = train([*job, f"resume={step_file(copy, 30)}", f"run_dir={new}"])
-    assert run.code == 0, run.err
     assert {path: path.read_bytes() for path in before} == before
     best = json.loads((new / "checkpoints" / "index.json").read_text())["names"]["best"]
     assert best["step"] > 30
@@ -258,13 +244,8 @@ class Draws(Callback):
     def on_fit_end(self, trainer): random.random(), torch.rand(1)
 """
 NOISY_JOB = [
-    "experiment=resnet18",
-    "model=mlp",
-    "model._target_=noisy.Noisy",
-    "transforms=basic",
-    "trainer.log_every_n_steps=3",
-    "trainer.max_steps=8",
-    "loader.num_workers=0",
+    *("experiment=resnet18", "model=mlp", "model._target_=noisy.Noisy", "transforms=basic"),
+    *("trainer.log_every_n_steps=3", "trainer.max_steps=8", "loader.num_workers=0"),
 ]
 
 
@@ -276,16 +257,15 @@ def test_a_callback_that_imports_or_draws_changes_no_update(train, tmp_path):
         "draws": "+callbacks.draws._target_=noisy.Draws",
     }
     for name, more in {"plain": "seed=0", **others}.items():
-        done = train([*NOISY_JOB, more, f"run_dir={tmp_path / name}"], folder=tmp_path)
-        assert done.code == 0, done.err
+        train([*NOISY_JOB, more, f"run_dir={tmp_path / name}"], folder=tmp_path)
     for name in others:
         assert differences(tmp_path / "plain", tmp_path / name, but=["config"]) == []
 
 
 @pytest.mark.slow
-def test_five_kills_lose_nothing(tmp_path):
-    tally = soak(tmp_path, kills=5, seed=1)
-    assert tally.kills == 5
+def test_kills_at_any_moment_lose_nothing(tmp_path):
+    tally = soak(tmp_path, kills=4, seed=1)
+    assert len(tally.steps) == 4
     assert tally.loads_of_last > 0
     assert tally.steps == sorted(tally.steps)
     controls(tmp_path)

@@ -8,6 +8,7 @@ import fnmatch
 import hashlib
 import json
 import sys
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,7 @@ import torch
 from trainer.checkpoints.reader import read_whole
 
 # What I5 does not cover: clocks and memory, and the sizes of files whose lines hold such figures.
-_WALL_CLOCK = (
-    "*time/*",
-    "*memory/*",
-    "callbacks.tensorboard.*",
-    "callbacks.metrics_log.*",
-)
+_WALL_CLOCK = ("*time/*", "*memory/*", "callbacks.tensorboard.*", "callbacks.metrics_log.*")
 _SHOWN = 5
 
 
@@ -59,17 +55,16 @@ def digest_of(run: Path, checkpoint: str = "last") -> str:
 
 def state_of(run: Path, checkpoint: str = "last") -> dict[str, str]:
     """Return a fingerprint of each value in a checkpoint, by its dotted key."""
-    payload = read_whole(run / "checkpoints" / f"{checkpoint}.pt")
-    return {key: print_ for key, print_ in _flat(payload, "") if not _is_wall_clock(key)}
+    found = _flat(read_whole(run / "checkpoints" / f"{checkpoint}.pt"), "")
+    return {key: value for key, value in found if not _is_wall_clock(key)}
 
 
 def metrics_of(run: Path) -> dict[str, str]:
     """Return the lines of `metrics.jsonl` by number, without wall-clock facts."""
-    kept = [
-        {key: value for key, value in line.items() if not _is_wall_clock(key)}
-        for line in logged(run)
-    ]
-    return {f"line {number}": json.dumps(line) for number, line in enumerate(kept, 1)}
+    return {
+        f"line {number}": json.dumps({k: v for k, v in line.items() if not _is_wall_clock(k)})
+        for number, line in enumerate(logged(run), 1)
+    }
 
 
 def logged(run: Path) -> list[dict[str, Any]]:
@@ -95,14 +90,12 @@ def series_of(run: Path) -> dict[str, str]:
 
 def repeated_steps(run: Path) -> list[str]:
     """Return the (step, key) pairs that `metrics.jsonl` holds more than once."""
-    seen: set[tuple[int, str]] = set()
-    repeated = []
-    for text in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
-        line = json.loads(text)
-        pairs = {(line["step"], key) for key in line if key not in ("step", "epoch")}
-        repeated += [f"{key} at step {step}" for step, key in sorted(pairs & seen)]
-        seen |= pairs
-    return repeated
+    places = Counter((key, line["step"]) for line in logged(run) for key in line)
+    return [
+        f"{key} at step {step}"
+        for (key, step), times in places.items()
+        if times > 1 and key not in ("step", "epoch")
+    ]
 
 
 def _flat(value: Any, key: str) -> Iterator[tuple[str, str]]:

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,16 +25,11 @@ from trainer.errors import RunError
 
 # BatchNorm, dropout, augmentation in two workers, an average of weights, a scheduler: whatever
 # has a state. A checkpoint after each update, and logging and validation at odds with the epochs.
-JOB = (
-    "experiment=resnet18",
-    "model=small_cnn",
-    "model.dropout=0.2",
-    "callbacks=[default,ema]",
-    "loader.num_workers=2",
-    "trainer.log_every_n_steps=3",
-    "trainer.validate_every_n_steps=7",
+JOB = [
+    *("experiment=resnet18", "model=small_cnn", "model.dropout=0.2", "callbacks=[default,ema]"),
+    *("loader.num_workers=2", "trainer.log_every_n_steps=3", "trainer.validate_every_n_steps=7"),
     "callbacks.checkpoint.every_n_steps=1",
-)
+]
 STEPS_PER_EPOCH = 20
 STEPS_BETWEEN_KILLS = 5  # on average, with room to spare
 PATIENCE = 300.0  # seconds without a new checkpoint: the run hangs
@@ -44,7 +39,6 @@ PATIENCE = 300.0  # seconds without a new checkpoint: the run hangs
 class Tally:
     """What the kills hit."""
 
-    kills: int = 0
     while_writing: int = 0  # a temporary file was left behind
     before_resuming: int = 0  # no new checkpoint since the start
     loads_of_last: int = 0  # while the run lived
@@ -57,7 +51,12 @@ class SoakError(RunError):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Soak and return the exit code: 0 if nothing was lost."""
-    arguments = _parser().parse_args(argv)
+    parser = argparse.ArgumentParser(prog="python tests/tools/soak.py", description=__doc__)
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--seed", type=int, default=0, help="of the moments")
+    parser.add_argument("--folder", type=Path, help="keep both runs here")
+    parser.add_argument("overrides", nargs="*", help="changes to the job, as for train")
+    arguments = parser.parse_args(argv)
     with tempfile.TemporaryDirectory(prefix="soak-") as scratch:
         folder = arguments.folder or Path(scratch)
         try:
@@ -65,7 +64,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         except RunError as error:
             print(f"error: {error}", file=sys.stderr)
             return 1
-        print(_summary(tally, digest_of(folder / "killed")))
+        print(
+            f"{len(tally.steps)} kills, {tally.while_writing} of them while a file was written, "
+            f"{tally.before_resuming} before a new checkpoint; last.pt loaded "
+            f"{tally.loads_of_last} times meanwhile; nothing was lost: both runs end in state "
+            f"{digest_of(folder / 'killed')[:16]}"
+        )
     return 0
 
 
@@ -78,38 +82,42 @@ def soak(folder: Path, kills: int, seed: int, overrides: Sequence[str] = ()) -> 
     job = [*JOB, f"trainer.max_epochs={epochs}", *overrides]
     whole, killed = folder / "whole", folder / "killed"
     folder.mkdir(parents=True, exist_ok=True)
-    _finish(job, whole)
     tally, generator = Tally(), random.Random(seed)
-    while tally.kills < kills:
-        _disturb(job, killed, tally, generator)
-    _finish(job, killed)
-    found = [*differences(whole, killed), *repeated_steps(killed)]
-    if found:
+    for number in range(kills):
+        _disturb(job, killed, tally, generator, in_writing=number % 2 == 0)
+        print(f"kill {number + 1}: the newest checkpoint is of step {tally.steps[-1]}", flush=True)
+    for run in (whole, killed):
+        with _started(job, run) as process:
+            if process.wait():
+                raise SoakError(f"{run} ended with {process.returncode}: {_said(run)}")
+    if found := [*differences(whole, killed), *repeated_steps(killed)]:
         raise SoakError("the runs differ: " + "; ".join(found))
     if _temporary(killed):
         raise SoakError(f"{killed}: remains of killed writers were not removed")
     return tally
 
 
-def _disturb(job: Sequence[str], run: Path, tally: Tally, generator: random.Random) -> None:
+def _disturb(
+    job: Sequence[str], run: Path, tally: Tally, generator: random.Random, in_writing: bool
+) -> None:
     """Start or resume the run, kill it at some moment, and verify what is left."""
     ahead = generator.randrange(STEPS_BETWEEN_KILLS + 1)
-    in_writing = tally.kills % 2 == 0
     delay = generator.random() * (0.1 if ahead else 5.0)
-    process = _start(job, run)
-    try:
+    with _started(job, run) as process:
         _follow(process, run, ahead, tally)
-        if in_writing:
-            _await_writing(process, run)
-        else:
+        left = _temporary(run)
+        if not in_writing:
             time.sleep(delay)
-    finally:
-        _kill(process)
-    tally.kills += 1
+        while in_writing and process.poll() is None and _temporary(run) <= left:
+            pass  # until the first sight of a new temporary file
     tally.before_resuming += not ahead
     tally.while_writing += bool(_temporary(run))
-    tally.steps.append(_verify(run))
-    print(f"kill {tally.kills}: the newest checkpoint is of step {tally.steps[-1]}", flush=True)
+    for path in sorted((run / "checkpoints").glob("*.pt")):
+        read_checkpoint(path)
+    _, payload, problems = CheckpointStore(run / "checkpoints").newest() or (None, None, None)
+    if problems:
+        raise SoakError("; ".join(problems))
+    tally.steps.append(payload["state"]["counters"]["global_step"] if payload else 0)
 
 
 def _follow(process: subprocess.Popen[str], run: Path, ahead: int, tally: Tally) -> None:
@@ -124,14 +132,7 @@ def _follow(process: subprocess.Popen[str], run: Path, ahead: int, tally: Tally)
             raise SoakError(f"no new checkpoint in {PATIENCE:.0f} s after step {start}")
         time.sleep(0.002)
     if process.poll():
-        raise SoakError(f"a resumed run failed: {_log_of(run)[-500:]}")
-
-
-def _await_writing(process: subprocess.Popen[str], run: Path) -> None:
-    """Return at the first sight of a new temporary file, or when the run ends."""
-    left = _temporary(run)
-    while process.poll() is None and _temporary(run) <= left:
-        pass
+        raise SoakError(f"a resumed run failed: {_said(run)}")
 
 
 def _temporary(run: Path) -> set[str]:
@@ -140,68 +141,30 @@ def _temporary(run: Path) -> set[str]:
     return set()
 
 
-def _verify(run: Path) -> int:
-    """Load every checkpoint that has a final name; return the newest step, 0 if there is none."""
-    for path in sorted((run / "checkpoints").glob("*.pt")):
-        read_checkpoint(path)
-    found = CheckpointStore(run / "checkpoints").newest()
-    if found is None:
-        return 0
-    if found[2]:
-        raise SoakError("; ".join(found[2]))
-    return int(found[1]["state"]["counters"]["global_step"])
-
-
 def _newest_step(run: Path) -> int:
     steps = [int(p.stem.removeprefix("step-")) for p in (run / "checkpoints").glob("step-*.pt")]
     return max(steps, default=0)
 
 
-def _finish(job: Sequence[str], run: Path) -> None:
-    process = _start(job, run)
-    if process.wait() != 0:
-        raise SoakError(f"the run in {run} ended with {process.returncode}: {_log_of(run)[-500:]}")
+def _said(run: Path) -> str:
+    return run.with_suffix(".out").read_text(encoding="utf-8")[-500:]
 
 
-def _start(job: Sequence[str], run: Path) -> subprocess.Popen[str]:
+@contextlib.contextmanager
+def _started(job: Sequence[str], run: Path) -> Iterator[subprocess.Popen[str]]:
+    """Start or resume the run; it is killed on leaving, with the workers of its loader."""
     command = [sys.executable, "-m", "scripts.train", *job, f"run_dir={run}", "resume=auto"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with open(run.with_suffix(".out"), "a", encoding="utf-8") as out:
-        # A session of its own: the kill takes the loader's workers along.
-        return subprocess.Popen(
+        process = subprocess.Popen(
             command, stdout=out, stderr=out, text=True, env=environment, start_new_session=True
         )
-
-
-def _kill(process: subprocess.Popen[str]) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
-def _log_of(run: Path) -> str:
-    return run.with_suffix(".out").read_text(encoding="utf-8")
-
-
-def _summary(tally: Tally, digest: str) -> str:
-    return (
-        f"{tally.kills} kills, {tally.while_writing} of them while a file was written, "
-        f"{tally.before_resuming} before a new checkpoint; last.pt loaded {tally.loads_of_last} "
-        f"times meanwhile; nothing was lost: both runs end in state {digest[:16]}"
-    )
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python tests/tools/soak.py",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--kills", type=int, default=50)
-    parser.add_argument("--seed", type=int, default=0, help="of the moments")
-    parser.add_argument("--folder", type=Path, help="keep both runs here")
-    parser.add_argument("overrides", nargs="*", help="changes to the job, as for train")
-    return parser
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 if __name__ == "__main__":
