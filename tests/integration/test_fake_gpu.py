@@ -92,7 +92,8 @@ def test_the_fake_notices_what_a_gpu_would_not_do(gpu: FakeGPU) -> None:
     assert len(gpu.to_host) == 1
 
 
-def device_steps(name: str) -> DeviceTransforms:
+@pytest.mark.parametrize("name", NAMES)
+def test_the_device_transforms_of_every_choice_stay_on_the_device(gpu: FakeGPU, name: str) -> None:
     overrides = [f"transforms={name}", "data=cifar10", "data.root=/nowhere"]
     config = parse(compose(parse_arguments(overrides)).config)
     nodes = with_classes(config.transforms.device, 10)
@@ -100,12 +101,7 @@ def device_steps(name: str) -> DeviceTransforms:
     if name == "on_device":  # one of its kind for each channel, too
         erase = {"_target_": "data.batch_transforms.RandomErasing", "value": [0.1, 0.2, 0.3]}
         steps["erase_more"] = instantiate(erase, _key_="erase_more")
-    return DeviceTransforms(steps, seed=1)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_the_device_transforms_of_every_choice_stay_on_the_device(gpu: FakeGPU, name: str) -> None:
-    transforms = device_steps(name)
+    transforms = DeviceTransforms(steps, seed=1)
     needs_numbers = name in ("mixup", "cutmix", "mixup_cutmix")  # those of the workers' images
     dtype = torch.float32 if needs_numbers else torch.uint8
     images, labels = torch.zeros(6, 3, 32, 32, dtype=dtype), torch.arange(6)
@@ -128,29 +124,15 @@ def penalised() -> Task:
     return Classification(3, terms, top_k=(1, 2), metrics=metrics)  # type: ignore[arg-type]
 
 
-def randint(high: int, *shape: int) -> Tensor:
-    return torch.randint(high, shape)
-
-
+ROWS, PICTURES = torch.zeros(8, 5), torch.zeros(4, 1, 8, 8)
+TOKENS, MASKS = (torch.zeros(*shape, dtype=torch.int64) for shape in ((4, 7), (4, 8, 8)))
 CASES: dict[str, Any] = {
-    "classification": lambda: (penalised(), nn.Linear(5, 3), (torch.randn(8, 5), randint(3, 8))),
-    "regression": lambda: (Regression(), nn.Linear(5, 1), (torch.randn(8, 5), torch.randn(8))),
-    "multilabel": lambda: (MultiLabel(), nn.Linear(5, 3), (torch.randn(8, 5), torch.ones(8, 3))),
-    "segmentation": lambda: (
-        Segmentation(3),
-        nn.Conv2d(1, 3, 3, padding=1),
-        (torch.randn(4, 1, 8, 8), randint(3, 4, 8, 8)),
-    ),
-    "language_model": lambda: (
-        LanguageModel(4),
-        nn.Embedding(4, 4),
-        (randint(4, 4, 7), randint(4, 4, 7)),
-    ),
-    "gan": lambda: (
-        GAN(r1=1.0),
-        Networks(image_size=8, latent_dim=5, width=4),
-        (torch.randn(4, 1, 8, 8), torch.randn(4, 5)),
-    ),
+    "classification": lambda: (penalised(), nn.Linear(5, 3), ROWS, torch.arange(8) % 3),
+    "regression": lambda: (Regression(), nn.Linear(5, 1), ROWS, torch.zeros(8)),
+    "multilabel": lambda: (MultiLabel(), nn.Linear(5, 3), ROWS, torch.ones(8, 3)),
+    "segmentation": lambda: (Segmentation(3), nn.Conv2d(1, 3, 1), PICTURES, MASKS),
+    "language_model": lambda: (LanguageModel(4), nn.Embedding(4, 4), TOKENS, TOKENS),
+    "gan": lambda: (GAN(r1=1.0), Networks(1, 8, 5, 4), PICTURES, torch.zeros(4, 5)),
 }
 
 
@@ -176,8 +158,8 @@ def test_a_step_of_every_task_and_its_metrics_stay_on_the_device(
     gpu: FakeGPU, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.autograd, "grad", gradients)
-    task, model, batch = CASES[name]()
-    batch = to_device(batch, CUDA)
+    task, model, *batch = CASES[name]()
+    batch = to_device(tuple(batch), CUDA)
     with torch.no_grad():
         parameters = {n: p.to(CUDA).requires_grad_() for n, p in model.named_parameters()}
         buffers = {n: b.to(CUDA) for n, b in model.named_buffers()}

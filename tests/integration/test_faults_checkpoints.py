@@ -11,11 +11,7 @@ import yaml
 
 from same_run import differences, repeated_steps
 from scripts.evaluate import evaluate
-from toy_runs import Call
-
-
-def step_file(run, step):
-    return run / "checkpoints" / f"step-{step:08d}.pt"
+from toy_runs import Call, step_file
 
 
 def contents(folder, pattern="*"):

@@ -356,16 +356,10 @@ def seen(group):
     return [Counter(file.read_text().split()) for file in sorted(group.folder.glob("seen-*"))]
 
 
-@pytest.fixture(scope="module")
-def two(launch):
-    """A run of two nodes."""
-    run = launch(*NOTHING)
-    assert run.wait() == [0, 0], run.err
-    return run
-
-
 @pytest.mark.slow
-def test_two_nodes_train_as_one(launch, two):
+def test_two_nodes_train_as_one(launch):
+    two = launch(*NOTHING)
+    assert two.wait() == [0, 0], two.err
     assert status_of(two.run_dir) == ("finished", 0)
     assert json.loads((two.run_dir / "manifest.json").read_text())["world_size"] == 2
     assert [path.name for path in two.run_dir.parent.glob("[!_]*") if path.is_dir()] == ["run"]

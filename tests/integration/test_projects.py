@@ -1,6 +1,5 @@
 """Projects of those who use Regimen and change nothing in it: `regimen new`, and `examples/`."""
 
-import importlib.util
 import json
 import shutil
 from pathlib import Path
@@ -37,33 +36,22 @@ NEW = [
 ]
 
 
-@pytest.fixture(scope="module")
-def project(tmp_path_factory):
-    folder = shutil.copytree(ROOT / "template", tmp_path_factory.mktemp("newcomer") / "new")
-    (folder / "mine.py").write_text((folder / "mine.py").read_text() + JITTER)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def trained(train, project):
+def test_a_new_project_trains_and_workers_and_a_resume_change_nothing(train, tmp_path):
+    project = shutil.copytree(ROOT / "template", tmp_path / "new")
+    (project / "mine.py").write_text((project / "mine.py").read_text() + JITTER)
+    whole = project / "whole"
     train([*NEW, "run_dir=whole"], folder=project)
-    return project / "whole"
-
-
-def test_a_new_project_trains_and_is_tested_again(train, project, trained):
-    last = {k: v for line in logged(trained) for k, v in line.items()}
+    last = {k: v for line in logged(whole) for k, v in line.items()}
     assert last["val/accuracy"] > 0.8
-    train([f"run={trained}"], folder=project, command="evaluate")
-    again = json.loads((trained / "evaluation.json").read_text())
+    train(["run=whole"], folder=project, command="evaluate")
+    again = json.loads((whole / "evaluation.json").read_text())
     assert again["test/accuracy"] == last["test/accuracy"]
 
-
-def test_workers_and_a_resume_change_nothing_of_a_new_project(train, project, trained):
-    copy = shutil.copytree(trained, project / "copy")
+    copy = shutil.copytree(whole, project / "copy")
     step = copy / "checkpoints" / "step-00000020.pt"
     train([*NEW, "loader.num_workers=2", f"resume={step}"], folder=project)
-    assert differences(trained, copy, but=["config"]) == []
-    assert (copy / "diary.txt").read_text() == (trained / "diary.txt").read_text()
+    assert differences(whole, copy, but=["config"]) == []
+    assert (copy / "diary.txt").read_text() == (whole / "diary.txt").read_text()
 
 
 # examples/airbench
@@ -149,9 +137,6 @@ def test_the_bias_is_trained_in_the_first_epochs_and_a_resume_keeps_the_filters(
 
 
 # examples/detection
-needs_map = pytest.mark.skipif(
-    importlib.util.find_spec("pycocotools") is None, reason="torchmetrics' mAP takes pycocotools"
-)
 SMALL_BOXES = [
     *("--config-dir", "examples/detection/conf", "experiment=detection", "trainer.max_steps=2"),
     *("loader.batch_size=4", "trainer.limit_val_batches=2", "trainer.limit_test_batches=1"),
@@ -159,8 +144,8 @@ SMALL_BOXES = [
 ]
 
 
-@needs_map
 def test_boxes_train_and_the_split_of_an_update_changes_nothing(train, tmp_path):
+    pytest.importorskip("pycocotools")  # which torchmetrics' mAP takes
     losses = []
     for parts in (1, 4):
         folder = tmp_path / str(parts)

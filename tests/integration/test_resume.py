@@ -11,6 +11,7 @@ import torch
 
 from same_run import differences, logged, metrics_of, repeated_steps
 from soak import soak
+from toy_runs import step_file
 
 # Two epochs of 8 updates, the last of them short: many runs in little time.
 OWN = """
@@ -63,13 +64,13 @@ VARIANTS = {
 
 
 @pytest.fixture(scope="module")
-def variant(train, job, as_on_a_gpu, tmp_path_factory):
+def variant(train, job, tmp_path_factory):
     """Train a variant in a run directory, one that begins with `gpu` as on one."""
     folder = tmp_path_factory.mktemp("cwd")
     (folder / "own.py").write_text(OWN)
 
     def run(name, path, *more):
-        environment = as_on_a_gpu if name.startswith("gpu") else {}
+        environment = {"TRAIN_AS_ON_A_GPU": "1"} if name.startswith("gpu") else {}
         words = [*job, *EVERY_STEP, *VARIANTS[name], f"run_dir={path}", *more]
         train(words, folder=folder, environment=environment)
 
@@ -88,10 +89,6 @@ def finished(variant, tmp_path_factory):
         return runs[name]
 
     return get
-
-
-def step_file(run, step):
-    return run / "checkpoints" / f"step-{step:08d}.pt"
 
 
 def steps_of(run):
@@ -214,52 +211,6 @@ def test_a_new_run_from_anothers_checkpoint_has_its_own_ranking_and_files(
     assert min(line["step"] for line in logged(new)) > 30
     assert "lost" not in run.err
     assert not (new / "abandoned").exists()
-
-
-# rich draws from `random` where it is first imported, which is not yet as in a fresh process.
-NOISY = """
-import random, sys
-import torch
-from torch import nn
-from trainer.callback import Callback
-
-for name in [name for name in sys.modules if name.partition(".")[0] == "rich"]:
-    del sys.modules[name]
-
-
-class Noisy(nn.Module):
-    def __init__(self, num_classes=10):
-        super().__init__()
-        self.layer = nn.Linear(256, num_classes)
-
-    def forward(self, x):
-        x = x.mean(1).flatten(1)
-        return self.layer(x * random.random() if self.training else x)
-
-
-class Draws(Callback):
-    def setup(self, trainer): random.random(), torch.rand(1)
-    on_fit_start = on_epoch_start = on_epoch_end = on_validation_start = setup
-    def on_log(self, trainer, scalars): random.random(), torch.rand(1)
-    def on_fit_end(self, trainer): random.random(), torch.rand(1)
-"""
-NOISY_JOB = [
-    *("experiment=resnet18", "model=mlp", "model._target_=noisy.Noisy", "transforms=basic"),
-    *("trainer.log_every_n_steps=3", "trainer.max_steps=8", "loader.num_workers=0"),
-]
-
-
-@pytest.mark.slow
-def test_a_callback_that_imports_or_draws_changes_no_update(train, tmp_path):
-    (tmp_path / "noisy.py").write_text(NOISY)
-    others = {
-        "none": "callbacks.model_summary=null",
-        "draws": "+callbacks.draws._target_=noisy.Draws",
-    }
-    for name, more in {"plain": "seed=0", **others}.items():
-        train([*NOISY_JOB, more, f"run_dir={tmp_path / name}"], folder=tmp_path)
-    for name in others:
-        assert differences(tmp_path / "plain", tmp_path / name, but=["config"]) == []
 
 
 @pytest.mark.slow

@@ -22,16 +22,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(installed() is None, reason="no Chromium is installed (apt: chromium)"),
 ]
-RUN = [
-    "experiment=resnet18",
-    "model=small_cnn",
-    "optimizer=sgd_nesterov",
-    "loader.num_workers=0",
-    "trainer.max_epochs=3",
-    "trainer.log_every_n_steps=4",
-    "callbacks.checkpoint.every_n_steps=5",
-]
-UPDATES = 60
+UPDATES = 40  # of the job
 
 
 @pytest.fixture(scope="module")
@@ -42,18 +33,18 @@ def runs(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def plain(train, runs):
+def plain(train, job, runs):
     """A finished run with pictures, and what it printed."""
     path = runs / "uninterrupted"
-    return path, train([*RUN, "callbacks=[default,pictures]", f"run_dir={path}"]).out
+    return path, train([*job, "callbacks=[default,ema,pictures]", f"run_dir={path}"]).out
 
 
 @pytest.fixture(scope="module")
-def resumed(start, train, runs):
+def resumed(start, train, job, runs):
     """A run of the same training that was killed, and resumed, three times."""
     path = runs / "resumed"
-    words = [*RUN, f"run_dir={path}", "resume=auto"]
-    for step in (10, 25, 45):
+    words = [*job, f"run_dir={path}", "resume=auto"]
+    for step in (10, 25, 35):
         run = start(words)
         run.until((path / f"checkpoints/step-{step:08}.pt").exists)
         run.kill()
@@ -62,11 +53,10 @@ def resumed(start, train, runs):
 
 
 @pytest.fixture(scope="module")
-def sweep(start, runs):
+def sweep(train, job, runs):
     """A sweep of two jobs that end well and one that diverges, and what it printed."""
     path = runs / "sweep"
-    done = start(["-m", *RUN, "optimizer.lr=0.1,0.02,1e9", f"run_dir={path}"]).wait(5, 300)
-    return path, done.out
+    return path, train(["-m", *job, "optimizer.lr=0.1,0.02,1e9", f"run_dir={path}"], 5).out
 
 
 @pytest.fixture
@@ -143,7 +133,7 @@ def test_a_run_has_its_charts_pictures_and_texts(page, picture, plain):
     browser.until(f"{sizes}.filter(width => width > 16).length === {len(tags)}")
     browser.screenshot(picture("tensorboard_images"))
     go(browser, "text")
-    browser.shows("run/overrides", "callbacks=[default,pictures]", "run/config", "seed: 0")
+    browser.shows("run/overrides", "callbacks=[default,ema,pictures]", "run/config", "seed: 0")
     assert browser.errors == []
 
 

@@ -179,21 +179,14 @@ class Stepless(Task):
 '''
 
 
-@pytest.fixture
-def misfit(train, tmp_path):
-    """Train beside a module of the user's own, `users.py`, and two that cannot be imported."""
+@pytest.mark.parametrize("row", [pytest.param(row, id=str(row[0])) for row in TABLE["runs"]])
+def test_what_a_run_meets_is_one_line_with_its_code(train, tmp_path, row):
+    """Beside a module of the user's own, and two that cannot be imported."""
     (tmp_path / "users.py").write_text(USERS)
     (tmp_path / "broken.py").write_text("class Net(\n")
     (tmp_path / "lacking.py").write_text("import nowhere_to_be_found\n")
-
-    words = [*SHORT, f"run_dir={tmp_path / 'run'}"]
-    return lambda overrides, code: train([*words, *overrides], code, folder=tmp_path)
-
-
-@pytest.mark.parametrize("row", [pytest.param(row, id=str(row[0])) for row in TABLE["runs"]])
-def test_what_a_run_meets_is_one_line_with_its_code(misfit, tmp_path, row):
     overrides, code, *texts = row
-    done = misfit(overrides, code)
+    done = train([*SHORT, "run_dir=run", *overrides], code, folder=tmp_path)
     said = done.err.splitlines()[-1] if code == 1 else done.error
     assert [text for text in texts if text not in said] == []
     assert done.err.count("error: ") == 1

@@ -10,16 +10,10 @@ from pathlib import Path
 from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
-OPTIONS = (
-    "--headless=new",
-    "--no-sandbox",  # it refuses to run as root otherwise
-    "--disable-gpu",
-    "--disable-dev-shm-usage",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--remote-debugging-pipe",  # JSON on file 3 and 4, a zero byte after each message
-)
+# It refuses to run as root but without a sandbox. The pipe: JSON on file 3 and 4, each message
+# followed by a zero byte.
+OPTIONS = """--headless=new --no-sandbox --disable-gpu --disable-dev-shm-usage --no-first-run
+--disable-background-networking --disable-component-update --remote-debugging-pipe"""
 # What is in the shadow trees of web components no selector of the document finds.
 NODES = """function* nodes(node) {
     yield node;
@@ -61,7 +55,7 @@ class Browser:
     def __init__(self, profile: Path, url: str) -> None:
         command_end, self._write = os.pipe()
         self._read, answer_end = os.pipe()
-        words = " ".join(OPTIONS)
+        words = OPTIONS.replace("\n", " ")
         shell = f'exec "$0" {words} --user-data-dir="$1" 3<&{command_end} 4>&{answer_end}'
         self._process = subprocess.Popen(
             ["bash", "-c", shell, str(installed()), str(profile)],

@@ -51,6 +51,10 @@ def files(store: CheckpointStore) -> list[str]:
     return sorted(path.name for path in store.folder.iterdir())
 
 
+def step_file(run: Path, step: int) -> Path:
+    return run / "checkpoints" / f"step-{step:08d}.pt"
+
+
 def listed(folder: Path) -> dict[int, Any]:
     """Return the index's entries of the checkpoints that exist, by step."""
     entries = [e for e in Index.read(folder).files.values() if (folder / e.file).exists()]

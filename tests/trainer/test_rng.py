@@ -11,6 +11,7 @@ from torch import nn
 import toys
 from toys import Samples, loader
 from trainer import rng
+from trainer.callback import Callback
 from trainer.evaluation import EvaluationAbandoned
 from trainer.rng import RandomStates, seed_everything, set_switches
 from trainer.tasks.regression import Regression
@@ -143,12 +144,25 @@ def state(trainer):
     return weights, torch.get_rng_state().tolist(), random.getstate(), keys.tolist(), rest
 
 
+class Draws(Callback):
+    def setup(self, trainer):
+        torch.rand(1), random.random(), np.random.random()
+
+    on_fit_start = on_epoch_start = on_epoch_end = on_validation_start = on_fit_end = setup
+
+    def on_log(self, trainer, scalars):
+        self.setup(trainer)
+
+
 @pytest.mark.parametrize(
     "options",
-    [{"validate_every_n_steps": 1}, {"validate_every_n_steps": 4, "validate_at_start": 1}],
-    ids=["each-step", "at-start"],
+    [
+        pytest.param({"validate_every_n_steps": 1}, id="validation-at-each-step"),
+        pytest.param({"validate_every_n_steps": 4, "validate_at_start": 1}, id="at-start"),
+        pytest.param({"callbacks": {"draws": Draws()}, "log_every_n_steps": 1}, id="callback"),
+    ],
 )
-def test_a_validation_changes_nothing_of_the_training(options):
+def test_what_is_done_beside_the_updates_changes_nothing_of_the_training(options):
     ends = []
     for given in (options, {}):
         trainer = restless_trainer(**given)
