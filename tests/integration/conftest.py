@@ -30,12 +30,6 @@ trainer.inference.run trainer.tasks.classification models.mlp models.small_cnn
 callbacks.checkpoint callbacks.early_stopping callbacks.ema callbacks.lr_monitor
 callbacks.model_summary callbacks.progress callbacks.tensorboard callbacks.throughput
 """
-# A job of 20 updates an epoch with whatever has a state: BatchNorm, dropout, an average.
-JOB = [
-    *("experiment=resnet18", "model=small_cnn", "model.dropout=0.2", "optimizer=sgd_nesterov"),
-    *("callbacks=[default,ema]", "loader.num_workers=0", "trainer.log_every_n_steps=4"),
-    *("callbacks.checkpoint.every_n_steps=5", "callbacks.checkpoint.save_top_k=-1"),
-]
 
 
 def run_command(command, arguments, folder, output, environment, tmpfs):
@@ -150,7 +144,13 @@ class Running:
 
 @pytest.fixture(scope="session")
 def job():
-    return [*JOB, "trainer.max_epochs=2"]
+    """Two epochs of 20 updates with whatever has a state: BatchNorm, dropout, an average."""
+    return [
+        *("experiment=resnet18", "model=small_cnn", "model.dropout=0.2", "optimizer=sgd_nesterov"),
+        *("callbacks=[default,ema]", "loader.num_workers=0", "trainer.log_every_n_steps=4"),
+        *("callbacks.checkpoint.every_n_steps=5", "callbacks.checkpoint.save_top_k=-1"),
+        "trainer.max_epochs=2",
+    ]
 
 
 @pytest.fixture(scope="session")

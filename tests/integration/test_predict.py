@@ -17,7 +17,6 @@ from PIL import Image
 from torch.nn import functional as F
 
 from conf.errors import ConfigError
-from data.errors import DataError
 from models.small_cnn import SmallCNN
 from toy_pictures import write_digits
 from trainer import load_run
@@ -262,6 +261,8 @@ def test_three_lines_of_python(whole, pictures):
     rows = run.predict(files[:3], top_k=2)
     assert run.predict(opened, top_k=2) == rows
     assert run.predict([np.array(image) for image in opened], top_k=2) == rows
+    with pytest.raises(ConfigError, match="do not continue text"):
+        run.generate(["a"])
 
 
 PROMPTS = ["Return", "The", "def main(", "a", "If the file does not exist, the function raises an"]
@@ -347,10 +348,3 @@ def test_a_run_of_text_has_its_vocabulary_and_logits_of_its_own_data(predict, sp
     logits = np.load(tmp_path / "p.logits.npy")
     assert logits.shape[1:] == (96, 32)
     assert len(read_csv(tmp_path / "p.csv")) == len(logits)
-
-
-def test_pictures_are_not_continued_and_text_is_of_the_vocabulary(whole, speaker):
-    with pytest.raises(ConfigError, match="do not continue text"):
-        load_run(whole, "cpu").generate(["a"])
-    with pytest.raises(DataError, match="prompt 0"):
-        load_run(speaker, "cpu").generate("é")

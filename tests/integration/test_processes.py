@@ -228,16 +228,10 @@ def launched(start, tmp_path):
     return lambda *more: start([*JOB, "strategy.devices=2", *more], folder=tmp_path)
 
 
-def children(pid):
-    """Return the processes that a process started."""
-    text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
-    return [int(child) for child in text.split()]
-
-
 def waiting(run):
     """Wait until both processes do; return descriptors of them and their launcher's notes."""
     run.until(lambda: "here 0" in run.err and "here 1" in run.err)
-    first, second = children(run.pid)
+    first, second = map(int, Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split())
     notes = Path(Path(f"/proc/{first}/cmdline").read_bytes().split(b"\0")[-2].decode())
     return [os.pidfd_open(first), os.pidfd_open(second)], notes
 

@@ -22,7 +22,6 @@ class Few(Digits):
     def __len__(self):
         return 500
 """
-UPDATES = 16
 EVERY_STEP = [
     "data.train._target_=own.Few",  # which alone would drop the other splits
     "data.val._target_=data.sources.Digits",
@@ -127,9 +126,9 @@ def test_the_end_is_the_same(variant, finished, tmp_path, name):
 
 @pytest.mark.slow
 def test_the_variants_are_what_they_are_called(finished):
-    assert steps_of(finished("dropout-ema"))[-1] == UPDATES
+    assert steps_of(finished("dropout-ema"))[-1] == 16
     assert "train/skipped_updates" in str(metrics_of(finished("fp16-overflow")))
-    assert steps_of(finished("early-stopping"))[-1] < UPDATES
+    assert steps_of(finished("early-stopping"))[-1] < 16
     rates = {line for line in metrics_of(finished("plateau")).values() if "lr/" in line}
     assert len({line.split('"lr/default": ')[1].split(",")[0] for line in rates}) > 1
 

@@ -22,7 +22,6 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(installed() is None, reason="no Chromium is installed (apt: chromium)"),
 ]
-UPDATES = 40  # of the job
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +113,7 @@ def test_the_curve_of_a_run_killed_three_times_is_that_of_one_that_was_not(
         browser.until(f"{curves(tag)}.length === 2")
     first, second = browser.value(curves("train/loss"))
     points = sum("train/loss" in line for line in logged(plain[0]))
-    assert len(re.findall("[ML]", first)) == points >= UPDATES // 4
+    assert len(re.findall("[ML]", first)) == points >= 10
     assert first == second
     browser.screenshot(picture("tensorboard"))
     assert browser.errors == []

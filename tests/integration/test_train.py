@@ -66,21 +66,6 @@ def test_a_run_repeats_from_its_own_config(finished, train, tmp_path):
     assert differences(folder, tmp_path / "again") == []
 
 
-def test_a_dry_run_writes_its_plan_and_nothing_else(train, tmp_path):
-    overrides = ["callbacks=[default,pruning]", "dry_run=true"]
-    run = train([*QUICK, *overrides, f"run_dir={tmp_path / 'plan'}"])
-    assert [path.name for path in (tmp_path / "plan").iterdir()] == ["plan.txt"]
-    text = (tmp_path / "plan" / "plan.txt").read_text()
-    for shown in (
-        "99,978",
-        "host memory",
-        "callbacks.pruning prunes from step 10 to 30, every 5",
-        "head.weight: 1,280 weights",
-    ):
-        assert shown in text
-        assert shown in run.out
-
-
 REFUSED = [
     "+callbacks.unfreeze._target_=callbacks.unfreeze.Unfreeze",
     "+callbacks.unfreeze.stages={a:{pattern:x}}",
@@ -95,12 +80,6 @@ def test_a_mistake_that_only_the_built_run_shows_leaves_nothing(train, tmp_path,
     assert run.err.count("error: ") == 1
     assert "callbacks.unfreeze.stages.a.pattern=x: matches no parameter" in run.err
     assert {path.name for path in tmp_path.rglob("*")} == {"here", "notes.txt"}
-
-
-def test_divergence_ends_the_run(train, tmp_path):
-    words = ["lr_scheduler=constant", "optimizer.lr=1e30", f"run_dir={tmp_path / 'x'}"]
-    assert "optimizer.lr" in train([*QUICK, *words], 5).error
-    assert json.loads((tmp_path / "x" / "status.json").read_text())["code"] == 5
 
 
 SHORT = ["experiment=resnet18", "model=mlp", "callbacks=none", "trainer.max_steps=2"]
