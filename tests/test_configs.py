@@ -58,7 +58,8 @@ def options(group: str) -> list[str]:
 def picked(group: str, option: str) -> list[str]:
     """Return the overrides that pick an option of a group."""
     value = f"[default,{option}]" if group == "callbacks" and option != "default" else option
-    return [f"+{group}={value}", *GIVEN.get(f"{group}={option}", [])]
+    plus = "+" * group.startswith("loader/")  # which no file chooses
+    return [f"{plus}{group}={value}", *GIVEN.get(f"{group}={option}", [])]
 
 
 @pytest.mark.parametrize("path", FILES, ids=str)
