@@ -1,9 +1,8 @@
 """Random valid configurations train as the plain loop that is written from them (float64)."""
 
-import inspect
 import re
+from pathlib import Path
 
-import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -23,29 +22,7 @@ from trainer.update.gradients import add_noise
 SAMPLES, FEATURES, CLASSES, BATCH, UPDATES = 19, 6, 3, 8, 5
 
 
-class Table:
-    """Random points with labels; a data set as a user would write it."""
-
-    def __init__(self) -> None:
-        generator = torch.Generator().manual_seed(5)
-        self.x = torch.randn(SAMPLES, FEATURES, generator=generator, dtype=torch.float64)
-        self.y = torch.randint(CLASSES, (SAMPLES,), generator=generator)
-
-    def __len__(self) -> int:
-        return SAMPLES
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        return self.x[index], int(self.y[index])
-
-
 MODELS = {
-    "mlp": {
-        "_target_": "models.mlp.MLP",
-        "num_classes": CLASSES,
-        "in_channels": FEATURES,
-        "image_size": 1,
-        "hidden": [7],
-    },
     "linear": {"_target_": "torch.nn.Linear", "in_features": FEATURES, "out_features": CLASSES},
     "sequential": {
         "_target_": "models.sequential.from_layers",
@@ -70,11 +47,7 @@ OPTIMIZERS = {
 SCHEDULERS = {
     "StepLR": {"step_size": [1, 2], "gamma": [0.5]},
     "CosineAnnealingLR": {"T_max": ["${total_steps}"]},
-    "OneCycleLR": {
-        "max_lr": [0.3],
-        "total_steps": ["${total_steps}"],
-        "cycle_momentum": [False],
-    },
+    "OneCycleLR": {"max_lr": [0.3], "total_steps": ["${total_steps}"], "cycle_momentum": [False]},
     "ExponentialLR": {"gamma": [0.7]},
     "LinearLR": {"total_iters": [3]},
     "PolynomialLR": {"total_iters": ["${total_steps}"], "power": [1.0, 2.0]},
@@ -119,7 +92,7 @@ def configs(draw) -> dict:
         "clip_grad_value": draw(st.none() | st.just(0.01)),
         "gradient_noise": draw(st.none() | st.just({"eta": 0.1, "gamma": 0.5})),
     }
-    node = {"_target_": "table.Table"}
+    node = {"_target_": "toys.points", "samples": SAMPLES, "features": FEATURES}
     return fill_defaults(
         {
             "name": "random",
@@ -142,16 +115,6 @@ def configs(draw) -> dict:
     )
 
 
-@pytest.fixture
-def table_module(tmp_path_factory):
-    """Let the configuration name the data set as a user's own module."""
-    folder = tmp_path_factory.mktemp("project")
-    constants = f"SAMPLES, FEATURES, CLASSES = {SAMPLES}, {FEATURES}, {CLASSES}\n"
-    imports = "import torch\nfrom torch import Tensor\n"
-    (folder / "table.py").write_text(imports + constants + inspect.getsource(Table))
-    return folder
-
-
 def groups_by_hand(model: nn.Module, options: dict) -> list[dict]:
     """Divide parameters by the rules, as one would in a script."""
     rules = options["param_groups"]
@@ -167,20 +130,17 @@ def groups_by_hand(model: nn.Module, options: dict) -> list[dict]:
         groups[next(matching, "default")].append(parameter)
     result = []
     for rule, parameters in groups.items():
-        if not parameters:
-            continue
-        node = dict(rules.get(rule, {}))
-        values = {"lr": options["lr"]} | {
-            k: v for k, v in node.items() if k in ("lr", "weight_decay")
-        }
-        values["lr"] *= node.get("lr_scale", 1.0)
-        result.append({"params": parameters, **values})
+        node = rules.get(rule, {})
+        values = {k: v for k, v in node.items() if k in ("lr", "weight_decay")}
+        values.setdefault("lr", options["lr"] * node.get("lr_scale", 1.0))
+        result += [{"params": parameters, **values}] if parameters else []
     return result
 
 
 def by_hand(config: dict, model: nn.Module) -> None:
     """Train on whole batches with torch alone."""
-    data, trainer, loader = Table(), config["trainer"], config["loader"]
+    trainer, loader = config["trainer"], config["loader"]
+    data = toys.points(SAMPLES, FEATURES)
     node = config["optimizer"]
     kind = getattr(torch.optim, node["_target_"].rpartition(".")[2])
     own = {k: v for k, v in node.items() if k not in ("_target_", "param_groups")}
@@ -193,10 +153,9 @@ def by_hand(config: dict, model: nn.Module) -> None:
         if trainer["clip_grad_norm"] is not None:
             per_group = trainer["clip_grad_per_group"]
             members = [g["params"] for g in optimizer.param_groups]
+            bound, norm_type = trainer["clip_grad_norm"], trainer["clip_grad_norm_type"]
             for parameters in members if per_group else [list(model.parameters())]:
-                nn.utils.clip_grad_norm_(
-                    parameters, trainer["clip_grad_norm"], trainer["clip_grad_norm_type"]
-                )
+                nn.utils.clip_grad_norm_(parameters, bound, norm_type)
         if trainer["clip_grad_value"] is not None:
             nn.utils.clip_grad_value_(model.parameters(), trainer["clip_grad_value"])
         if trainer["gradient_noise"] is not None:
@@ -225,12 +184,9 @@ def scheduler_by_hand(node: dict | None, optimizer):
 
 def batches_by_hand(seed: int, drop_last: bool) -> list[Tensor]:
     order, chosen = Shuffled(SAMPLES, seed), []
-    epoch = 0
-    while len(chosen) < UPDATES:
-        indices = torch.as_tensor(order(epoch)[:SAMPLES])
-        cut = [indices[i : i + BATCH] for i in range(0, SAMPLES, BATCH)]
+    for epoch in range(UPDATES):
+        cut = torch.as_tensor(order(epoch)[:SAMPLES]).split(BATCH)
         chosen += [c for c in cut if len(c) == BATCH or not drop_last]
-        epoch += 1
     return chosen[:UPDATES]
 
 
@@ -241,8 +197,8 @@ def batches_by_hand(seed: int, drop_last: bool) -> list[Tensor]:
     derandomize=True,
 )
 @given(config=configs())
-def test_updates_are_those_of_the_plain_loop(table_module, monkeypatch, config: dict) -> None:
-    monkeypatch.chdir(table_module)
+def test_updates_are_those_of_the_plain_loop(monkeypatch, config: dict) -> None:
+    monkeypatch.chdir(Path(toys.__file__).parent)  # it names the data set as the user's own
     parsed = parse(config)
     check_targets(parsed)
     trainer = build(parsed, Strategy("cpu")).trainer
@@ -254,8 +210,7 @@ def test_updates_are_those_of_the_plain_loop(table_module, monkeypatch, config: 
     by_hand(config, model)
     for name, value in model.state_dict().items():
         torch.testing.assert_close(ours[name], value, rtol=0, atol=1e-10, msg=name)
-    moved = any(not torch.equal(ours[name], start[name]) for name in ours)
-    assert moved
+    assert any(not torch.equal(ours[name], start[name]) for name in ours)
 
 
 def test_noise_counts_the_updates_that_were_skipped_and_leaves_other_draws_alone() -> None:
