@@ -7,16 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import (
-    ChainedScheduler,
-    CyclicLR,
-    LRScheduler,
-    OneCycleLR,
-    SequentialLR,
-)
+from torch.optim import Optimizer, lr_scheduler
 
-from conf.errors import Problem, did_you_mean, problems_at, some
+from conf.errors import did_you_mean, problems_at, some
 from conf.interpolation import RESERVED, fill, leaves
 from trainer.lr_schedulers.functions import aliases, function_of
 from trainer.lr_schedulers.schedule import (
@@ -73,8 +66,7 @@ def build_lr_schedule(
                 if not 0 <= lr < math.inf:
                     refuse(key, f"makes the learning rate of {group!r} {lr:g} at {step}")
     except (TypeError, ArithmeticError) as error:
-        message = f"the schedule cannot be computed: {error}"
-        raise ScheduleError(Problem(key, message)) from error
+        refuse(key, f"the schedule cannot be computed: {error}")
     except ValueError as error:
         if not (guessed and "Tried to step" in str(error)):  # beyond the end of a OneCycleLR
             raise
@@ -106,9 +98,9 @@ def parse_warmup(node: Any, key: str, interval: str, steps_per_epoch: int | None
         refuse(key, "has steps and epochs", "remove one of the two")
     if epochs and steps_per_epoch is None and interval == "step":
         refuse(f"{key}.epochs", "the length of an epoch is not known", "give steps")
-    if interval == "epoch" and not steps:
-        return Warmup(round(epochs), "epoch", float(start), shape)
-    return Warmup(round(steps or epochs * (steps_per_epoch or 0)), "step", float(start), shape)
+    by_epoch = interval == "epoch" and not steps
+    ticks = epochs if by_epoch else steps or epochs * (steps_per_epoch or 0)
+    return Warmup(round(ticks), "epoch" if by_epoch else "step", float(start), shape)
 
 
 def _in(value: Any, highest: float = math.inf) -> bool:
@@ -169,9 +161,7 @@ class _Builder:
         if isinstance(size, float):
             arguments["step_size"] = max(1, _share(size, steps, f"{key}.step_size"))
         self.settings |= {f"{key}.{name}": value for name, value in arguments.items()}
-        # Arguments that are not plain data; the optimizer is the last one of a ChainedScheduler.
-        chained = kind is ChainedScheduler
-        objects: dict[str, Any] = {"optimizer": self.optimizer} if chained else {}
+        objects: dict[str, Any] = {}  # arguments that are not plain data
         if "functions" in node:
             if "lr_lambda" in arguments:
                 hint = 'write functions: {default: ...} instead, such as "0.97 ** epoch"'
@@ -181,17 +171,21 @@ class _Builder:
         named = children.items() if isinstance(children, Mapping) else enumerate(children)
         if kept := [(f"{key}.schedulers.{n}", child) for n, child in named if child is not None]:
             parts, ends = [steps] * len(kept), milestones or []
-            if kind is SequentialLR and len(ends) == len(kept) - 1:
+            if kind is lr_scheduler.SequentialLR and len(ends) == len(kept) - 1:
                 ends = zip([0, *ends], [*ends, steps], strict=True)
                 parts = [None if end is None else max(1, end - begin) for begin, end in ends]
             pairs = zip(kept, parts, strict=True)
             objects["schedulers"] = [self.scheduler(c, part, where) for (where, c), part in pairs]
-        if kind in (OneCycleLR, CyclicLR) and arguments.get("max_lr") is None:
+        cycles = (lr_scheduler.OneCycleLR, lr_scheduler.CyclicLR)
+        if kind in cycles and arguments.get("max_lr") is None:
             arguments["max_lr"] = [float(group["lr"]) for group in self.optimizer.param_groups]
-        first = [] if chained else [self.optimizer]
-        made = construct(LRScheduler, ScheduleError, key, arguments, *first, **objects)
-        if isinstance(made, OneCycleLR) and made.total_steps < (steps or 0) and not self.guessed:
-            message = f"total steps is {made.total_steps}, but the run has {self.updates} updates"
+        # A ChainedScheduler takes that of the schedulers in it.
+        first = [] if kind is lr_scheduler.ChainedScheduler else [self.optimizer]
+        base = lr_scheduler.LRScheduler
+        made = construct(base, ScheduleError, key, arguments, *first, **objects)
+        ends = made.total_steps if isinstance(made, lr_scheduler.OneCycleLR) else math.inf
+        if ends < (steps or 0) and not self.guessed:
+            message = f"total steps is {ends}, but the run has {self.updates} updates"
             refuse(key, message, "set lr_scheduler.total_steps to ${total_steps}")
         return made
 
@@ -213,13 +207,12 @@ class _Builder:
         known = {alias for group in self.all_names for alias in aliases(group)} | {DEFAULT}
         made = {}
         given = functions if isinstance(functions, Mapping) else {DEFAULT: functions}
-        for name, source in given.items():
+        for name, source in ((n, s) for n, s in given.items() if s is not None):
             where = f"{key}.functions.{name}"
-            if source is not None and name not in known:
+            if name not in known:
                 message = f"there is no parameter group of this name, only {some(self.all_names)}"
                 refuse(where, message, did_you_mean(str(name), known))
-            if source is not None:
-                made[name] = function_of(source, values, where)
+            made[name] = function_of(source, values, where)
         chosen = []
         for group in self.group_names:
             names = [name for name in (*aliases(group), DEFAULT) if name in made]

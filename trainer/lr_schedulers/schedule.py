@@ -245,9 +245,7 @@ class LRSchedule:
         """
         if isinstance(scheduler, LRSchedule):
             return scheduler
-        if scheduler is None:
-            return cls({})
-        return cls({"optimizer": Track(scheduler, interval, monitor)})
+        return cls({} if scheduler is None else {"optimizer": Track(scheduler, interval, monitor)})
 
     def after_update(self) -> None:
         """Step after an applied update; a skipped update changes nothing (I10)."""

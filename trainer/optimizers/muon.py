@@ -51,19 +51,16 @@ class Muon(torch.optim.Muon):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take a step, or, where the device holds a `found_inf` of 1, leave everything as it is."""
-        found_inf = getattr(self, "found_inf", None)
-        trained = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        if found_inf is None:
-            self._normalize()
-            return super().step(closure)  # type: ignore[no-untyped-call]
-        for p in trained:
-            self._lay_out(p)
-        changed = [t for p in trained for t in (p, self.state[p]["momentum_buffer"])]
-        before = [t.clone() for t in changed]
+        before: list[tuple[Tensor, Tensor]] = []
+        if (found_inf := getattr(self, "found_inf", None)) is not None:
+            left_out = found_inf > 0
+            trained = [p for group in self.param_groups for p in group["params"]]
+            for p in [p for p in trained if p.grad is not None]:
+                self._lay_out(p)
+                before += [(t, t.clone()) for t in (p, self.state[p]["momentum_buffer"])]
         self._normalize()
         loss = super().step(closure)  # type: ignore[no-untyped-call]
-        left_out = found_inf > 0
-        for now, old in zip(changed, before, strict=True):
+        for now, old in before:
             torch.where(left_out, old, now, out=now)
         return loss
 

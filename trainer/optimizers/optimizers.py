@@ -145,11 +145,6 @@ class Optimizers:
             for group in optimizer.param_groups:
                 yield from group["params"]
 
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the parameters of all groups with their names in the model."""
-        for parameter in self.parameters():
-            yield self.names[parameter], parameter
-
     def zero_grad(self) -> None:
         """Set the gradients of all parameters to None.
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from conf.errors import some
+from data.batch import map_tensors
 from trainer.checkpoints.archive import NotPlainError, plain, plain_part
 from trainer.errors import CheckpointError
 
@@ -236,13 +237,11 @@ def _like(value: Any, parameter: Tensor, on_host: bool, dtype: str) -> Any:
     # A copy on the parameter's device, bit for bit. torch's own `load_state_dict` casts to the
     # parameter's dtype, which loses bits. Here a value is cast only if the parameter itself had
     # another `dtype` when it was saved.
-    if isinstance(value, Tensor):
-        device = torch.device("cpu") if on_host else parameter.device
-        same = dtype == str(parameter.dtype).removeprefix("torch.")
-        cast = not same and value.dim() > 0 and value.is_floating_point()
-        return value.detach().to(device, parameter.dtype if cast else value.dtype, copy=True)
-    if isinstance(value, list | tuple):
-        return type(value)(_like(v, parameter, on_host, dtype) for v in value)
-    if isinstance(value, dict):
-        return {k: _like(v, parameter, on_host, dtype) for k, v in value.items()}
-    return value
+    device = torch.device("cpu") if on_host else parameter.device
+    same = dtype == str(parameter.dtype).removeprefix("torch.")
+
+    def copied(tensor: Tensor) -> Tensor:
+        cast = not same and tensor.dim() > 0 and tensor.is_floating_point()
+        return tensor.detach().to(device, parameter.dtype if cast else tensor.dtype, copy=True)
+
+    return map_tensors(copied, value)

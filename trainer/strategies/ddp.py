@@ -1,7 +1,6 @@
 """Several processes with a replica each: their base, DistributedDataParallel, BatchNorm on CPUs."""
 
 # No `from __future__ import annotations`: torch compares the hook's annotations as types.
-import inspect
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -111,11 +110,6 @@ def _powersgd(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Future[
     return exchanged
 
 
-# torch 2.15 renamed the argument. DDP synchronizes buffers at construction in any case.
-_PARAMETERS = inspect.signature(DistributedDataParallel).parameters
-_SYNC_BUFFERS = (
-    "forward_sync_buffers" if "forward_sync_buffers" in _PARAMETERS else "broadcast_buffers"
-)
 _HOOKS: dict[str, Any] = {
     "fp16_compress": default_hooks.fp16_compress_hook,
     "bf16_compress": default_hooks.bf16_compress_hook,
@@ -151,11 +145,7 @@ class DDP(Replicas):
         self._comm_hook = comm_hook
         self._comm_hook_options = dict(comm_hook_options or {})
         self._unused = find_unused_parameters
-        self._options = {
-            "gradient_as_bucket_view": True,
-            _SYNC_BUFFERS: broadcast_buffers,
-            **options,
-        }
+        self._options = {"gradient_as_bucket_view": True, **options}
         self._trained: list[str] = []  # names of the trainable parameters, in DDP's order
 
     def wrap(self, model: nn.Module) -> nn.Module:
@@ -167,9 +157,10 @@ class DDP(Replicas):
         unused = self._unused
         if unused is None:
             unused = self.some_unused and not self._options.get("static_graph")
-        wrapped = DistributedDataParallel(
-            model, device_ids=ids, find_unused_parameters=unused, **self._options
-        )
+        options = {**self._options, "find_unused_parameters": unused}
+        # By position: some versions of torch rename `broadcast_buffers`. DDP synchronizes buffers
+        # at construction in any case.
+        wrapped = DistributedDataParallel(model, ids, None, 0, self.shares_buffers, **options)
         if self._comm_hook is not None:
             compresses = self._comm_hook == "powersgd"
             state = PowerSGDState(None, **self._comm_hook_options) if compresses else None

@@ -10,13 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-)
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from conf.errors import Problem
@@ -59,9 +53,9 @@ class FSDP(Replicas):
                 param_dtype=_FORMATS[mixed_precision],
                 reduce_dtype=torch.float32 if mixed_precision else None,
             ),
-            "offload_policy": CPUOffloadPolicy() if self.updates_on_host else OffloadPolicy(),
         }
         if self.updates_on_host:  # the gradient norm is then reduced between hosts
+            self._options["offload_policy"] = CPUOffloadPolicy()
             self.group.backend = f"cpu:gloo,{self.device.type}:{self.group.backend}"
 
     def prepare(self, model: nn.Module) -> nn.Module:
@@ -97,8 +91,7 @@ class FSDP(Replicas):
         return [m for m in reversed(found) if m is not model]
 
     def _exchanging(self, wrapped: nn.Module, last: bool) -> AbstractContextManager[Any]:
-        module = getattr(wrapped, "_orig_mod", wrapped)  # unwrap the result of torch.compile
-        assert isinstance(module, FSDPModule)
+        module: Any = getattr(wrapped, "_orig_mod", wrapped)  # unwrap the result of torch.compile
         module.set_requires_gradient_sync(last)
         return nullcontext()
 

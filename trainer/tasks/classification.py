@@ -38,13 +38,11 @@ class Classification(Supervised):
         self._top_k = {"accuracy" if k == 1 else f"accuracy_top{k}": k for k in known}
         self.score_names = list(self._top_k)
 
-    def answer(self, model: nn.Module, inputs: Tensor) -> Tensor:
+    def answer(self, model: nn.Module, inputs: Any) -> Any:
         """Return the logits [n, classes]."""
         if getattr(inputs, "ndim", 0) != 5:  # named inputs, as those of a text, are a dict
-            logits: Tensor = model(inputs)
-            return logits
-        crops: Tensor = model(inputs.flatten(0, 1))
-        return crops.view(*inputs.shape[:2], -1).mean(1)
+            return model(inputs)
+        return model(inputs.flatten(0, 1)).view(*inputs.shape[:2], -1).mean(1)
 
     def interpret(self, output: Tensor) -> Tensor:
         """Return the probability of each class."""

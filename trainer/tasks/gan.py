@@ -50,8 +50,7 @@ class GAN(Task):
         with torch.no_grad():
             fake = model(noise, part=GENERATOR)
         images = images.detach().requires_grad_(self._r1 > 0)
-        real_logits, fake_logits = self._logits(model, images, fake)
-        loss = softplus(-real_logits).mean() + softplus(fake_logits).mean()
+        real_logits, _, loss = self._judged(model, images, fake)
         sums = {"accuracy_real": _positive(real_logits)}
         if not self._r1:
             return StepOutput(loss, sums=sums)
@@ -63,11 +62,8 @@ class GAN(Task):
         """Compute both losses and the share of images that the discriminator takes for real."""
         images, noise = batch
         fake = model(noise, part=GENERATOR)
-        real_logits, fake_logits = self._logits(model, images, fake)
-        losses = {
-            DISCRIMINATOR: softplus(-real_logits).mean() + softplus(fake_logits).mean(),
-            GENERATOR: softplus(-fake_logits).mean(),
-        }
+        real_logits, fake_logits, loss = self._judged(model, images, fake)
+        losses = {DISCRIMINATOR: loss, GENERATOR: softplus(-fake_logits).mean()}
         sums = {"accuracy_real": _positive(real_logits), "fooled": _positive(fake_logits)}
         return StepOutput(losses, sums=sums, output=fake)
 
@@ -76,7 +72,7 @@ class GAN(Task):
         noise = batch[1] if isinstance(batch, (tuple, list)) else batch
         return model(noise, part=GENERATOR)
 
-    def _logits(self, model: nn.Module, images: Tensor, fake: Tensor) -> tuple[Tensor, Tensor]:
+    def _judged(self, model: nn.Module, images: Tensor, fake: Tensor) -> tuple[Tensor, ...]:
         # One call for both: wrappers such as DDP expect one forward pass before each backward pass.
         if images.shape != fake.shape:
             raise ModelError(
@@ -85,7 +81,8 @@ class GAN(Task):
             )
         logits = model(torch.cat([images, fake]), part=DISCRIMINATOR)
         real_logits, fake_logits = logits.chunk(2)
-        return real_logits, fake_logits
+        loss = softplus(-real_logits).mean() + softplus(fake_logits).mean()
+        return real_logits, fake_logits, loss
 
 
 def _positive(logits: Tensor) -> tuple[Tensor, int]:

@@ -35,10 +35,9 @@ class LanguageModel(Supervised):
         self.num_classes = num_classes
         self._ignore_index = ignore_index
 
-    def answer(self, model: nn.Module, inputs: Tensor) -> Tensor:
+    def answer(self, model: nn.Module, inputs: Any) -> Any:
         """Return logits [n, vocabulary, length]: torch's losses expect classes in dimension 1."""
-        logits: Tensor = model(inputs)
-        return logits.transpose(1, 2)
+        return model(inputs).transpose(1, 2)
 
     def shape(self, target: Tensor) -> Sequence[Any]:
         """Return that of one logit for each token and position."""

@@ -49,11 +49,10 @@ class GradientPenalty(nn.Module):
         gradients = torch.autograd.grad(
             score, list(sources), create_graph=True, allow_unused=self.wrt == "parameters"
         )
-        found = [g for g in gradients if g is not None]
         if self.wrt == "inputs":
-            squares = torch.stack([g.flatten(1).square().sum(1) for g in found]).sum(0)
+            squares = gradients[0].flatten(1).square().sum(1)
         else:
-            squares = torch.stack([g.square().sum() for g in found]).sum()
+            squares = torch.stack([g.square().sum() for g in gradients if g is not None]).sum()
         if not self.target:
             return squares
         # The square root is not differentiable at 0.
