@@ -1,7 +1,5 @@
 """Each shipped schedule written out in plain PyTorch, and runs of both for comparison."""
 
-import copy
-import functools
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -10,24 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import SGD, Optimizer
-from torch.optim.lr_scheduler import (
-    ChainedScheduler,
-    ConstantLR,
-    CosineAnnealingLR,
-    CosineAnnealingWarmRestarts,
-    ExponentialLR,
-    LambdaLR,
-    LinearLR,
-    MultiStepLR,
-    OneCycleLR,
-    PolynomialLR,
-    ReduceLROnPlateau,
-    SequentialLR,
-    StepLR,
-)
+from torch.optim import lr_scheduler as by_torch
 
-from scripts.composition.compose import compose
-from toys import through_a_file
+from toys import section, through_a_file
 from trainer.lr_schedulers.build import build_lr_schedule
 from trainer.lr_schedulers.schedule import LRSchedule
 from trainer.optimizers.optimizers import Optimizers, build_optimizers
@@ -44,26 +27,35 @@ TORCH = "torch.optim.lr_scheduler"
 BY_HAND: dict[str, tuple[str, Callable[[Optimizer], Any]]] = {
     "chained": (
         "S",
-        lambda o: ChainedScheduler([ConstantLR(o, 0.1, 20), ExponentialLR(o, 0.9998)]),
+        lambda o: by_torch.ChainedScheduler(
+            [by_torch.ConstantLR(o, 0.1, 20), by_torch.ExponentialLR(o, 0.9998)]
+        ),
     ),
-    "constant": ("S", lambda o: ConstantLR(o, 1.0, 0)),
-    "cosine": ("S", lambda o: CosineAnnealingLR(o, 48)),
-    "cosine_restarts": ("E", lambda o: CosineAnnealingWarmRestarts(o, 2, 2)),
-    "exponential": ("E", lambda o: ExponentialLR(o, 0.9)),
-    "lambda": ("S", lambda o: LambdaLR(o, lambda t: 0.5 * (1 + math.cos(math.pi * t / 48)))),
-    "linear": ("S", lambda o: LinearLR(o, 1.0, 0.0, 48)),
-    "multi_step": ("E", lambda o: MultiStepLR(o, [4, 6], 0.1)),
-    "one_cycle": ("S", lambda o: OneCycleLR(o, LRS, 48, cycle_momentum=False)),
-    "plateau": ("V", lambda o: ReduceLROnPlateau(o, "min", 0.1, 2)),
-    "polynomial": ("S", lambda o: PolynomialLR(o, 48, 1.0)),
+    "constant": ("S", lambda o: by_torch.ConstantLR(o, 1.0, 0)),
+    "cosine": ("S", lambda o: by_torch.CosineAnnealingLR(o, 48)),
+    "cosine_restarts": ("E", lambda o: by_torch.CosineAnnealingWarmRestarts(o, 2, 2)),
+    "exponential": ("E", lambda o: by_torch.ExponentialLR(o, 0.9)),
+    "lambda": (
+        "S",
+        lambda o: by_torch.LambdaLR(o, lambda t: 0.5 * (1 + math.cos(math.pi * t / 48))),
+    ),
+    "linear": ("S", lambda o: by_torch.LinearLR(o, 1.0, 0.0, 48)),
+    "multi_step": ("E", lambda o: by_torch.MultiStepLR(o, [4, 6], 0.1)),
+    "one_cycle": ("S", lambda o: by_torch.OneCycleLR(o, LRS, 48, cycle_momentum=False)),
+    "plateau": ("V", lambda o: by_torch.ReduceLROnPlateau(o, "min", 0.1, 2)),
+    "polynomial": ("S", lambda o: by_torch.PolynomialLR(o, 48, 1.0)),
     "sequential": (
         "S",
-        lambda o: SequentialLR(o, [ConstantLR(o, 1.0, 0), CosineAnnealingLR(o, 34)], [14]),
+        lambda o: by_torch.SequentialLR(
+            o, [by_torch.ConstantLR(o, 1.0, 0), by_torch.CosineAnnealingLR(o, 34)], [14]
+        ),
     ),
-    "step": ("E", lambda o: StepLR(o, 2, 0.1)),
+    "step": ("E", lambda o: by_torch.StepLR(o, 2, 0.1)),
     "warmup_cosine": (
         "S",
-        lambda o: SequentialLR(o, [LinearLR(o, 0.01, 1.0, 6), CosineAnnealingLR(o, 42)], [6]),
+        lambda o: by_torch.SequentialLR(
+            o, [by_torch.LinearLR(o, 0.01, 1.0, 6), by_torch.CosineAnnealingLR(o, 42)], [6]
+        ),
     ),
 }
 
@@ -85,14 +77,9 @@ def optimizers(lrs: list[float] | None = None) -> Optimizers:
     )
 
 
-@functools.cache
-def composed(*overrides: str) -> dict[str, Any]:
-    return compose(list(overrides)).config
-
-
 def node(name: str, *overrides: str) -> dict[str, Any]:
-    chosen: dict[str, Any] = composed(f"lr_scheduler={name}", *overrides)["lr_scheduler"]
-    return copy.deepcopy(chosen)
+    chosen: dict[str, Any] = section("lr_scheduler", f"lr_scheduler={name}", *overrides)
+    return chosen
 
 
 def walk(

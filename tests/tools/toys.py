@@ -1,5 +1,7 @@
 """The toys of all tests: samples, a network, their loader, the loop by hand, what is logged."""
 
+import copy
+import functools
 import io
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -174,13 +176,24 @@ def distance(a: nn.Module, b: nn.Module) -> float:
     return max((p - q).abs().max().item() for p, q in pairs)
 
 
+@functools.cache
+def composed(*overrides: str) -> dict[str, Any]:
+    """Return the configuration of a command line."""
+    return compose(list(overrides)).config
+
+
+def section(name: str, *overrides: str) -> Any:
+    """Return a section of a command line's configuration, a new one each time."""
+    return copy.deepcopy(composed(*overrides)[name])
+
+
 def optimizer_nodes() -> dict[str, Any]:
     """Return the nodes of the shipped optimizers, and of some more, by name."""
     folder = Path(__file__).resolve().parents[2] / "conf" / "optimizer"
     names = {path.stem for path in folder.glob("*.yaml")} - {"gan"}  # two networks in turns
     sgd = {"_target_": "torch.optim.SGD", "lr": 0.1}
     return {
-        **{name: compose([f"optimizer={name}"]).config["optimizer"] for name in sorted(names)},
+        **{name: section("optimizer", f"optimizer={name}") for name in sorted(names)},
         "sgd_plain": sgd,
         "sgd_damped": {**sgd, "momentum": 0.9, "dampening": 0.5},
     }

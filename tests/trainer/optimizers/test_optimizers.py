@@ -1,7 +1,5 @@
 """Each shipped optimizer against plain PyTorch, several at once, and plain optimizers wrapped."""
 
-import copy
-import functools
 import re
 from collections.abc import Callable
 from functools import partial
@@ -13,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from scripts.composition.compose import compose
+from toys import section
 from trainer.optimizers.optimizers import Optimizers, build_optimizers
 from trainer.optimizers.param_groups import ParamGroupError
 from trainer.optimizers.state import needs_closure
@@ -40,16 +38,6 @@ class Small(nn.Module):
 def network() -> Small:
     torch.manual_seed(0)
     return Small().double()
-
-
-@functools.cache
-def composed(*overrides: str) -> dict[str, Any]:
-    return compose(list(overrides)).config
-
-
-def node(*overrides: str) -> dict[str, Any]:
-    chosen: dict[str, Any] = composed(*overrides)["optimizer"]
-    return copy.deepcopy(chosen)
 
 
 def train(model: nn.Module, optimizers: list[Optimizer], updates: int = 4) -> list[Tensor]:
@@ -87,6 +75,7 @@ def muon_and_adamw(model: nn.Module) -> list[Optimizer]:
     ]
 
 
+node = partial(section, "optimizer")
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=5e-4)
 # What each file says, written out by hand.
 BY_HAND: dict[str, Any] = {

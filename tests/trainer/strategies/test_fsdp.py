@@ -1,20 +1,17 @@
 """Shards train as the whole does with every optimizer, and are saved and resumed as the whole."""
 
-import io
 from collections import OrderedDict
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from torch import nn
 
 import toys
 from callbacks.checkpoint import Checkpoint
 from callbacks.ema import EMA
 from scripts.convert import convert
-from toys import StopAt, blocks, loaders
+from toys import StopAt, blocks, leaves, loaders, through_a_file
 from trainer import snapshot
 from trainer.checkpoints import shards as checkpoint_shards
 from trainer.checkpoints.reader import read_checkpoint
@@ -27,6 +24,7 @@ from trainer.tasks.classification import Classification
 from trainer.trainer import Trainer
 
 STOP, UPDATES = 4, 6
+LAST = "checkpoints/last.pt"
 
 
 def make_trainer(strategy, stop=None, accumulation=2):
@@ -49,37 +47,36 @@ def make_trainer(strategy, stop=None, accumulation=2):
     )
 
 
-def train(strategy, stop=None, content=None):
-    """Train, and return the metrics and a checkpoint."""
-    trainer = make_trainer(strategy, stop)
-    if content is not None:
-        snapshot.restore(trainer, torch.load(io.BytesIO(content), weights_only=True))
-    return finished(trainer)
-
-
-def finished(trainer):
+def save(strategy, folder):
+    """Train a part, and save it as a run does."""
+    trainer = make_trainer(strategy, STOP)
+    trainer.run_dir = folder
     trainer.fit()
-    file = io.BytesIO()
-    torch.save(trainer.strategy.gather_tensors(snapshot.take(trainer)), file)
-    return trainer.metrics, file.getvalue()
+    checkpoint = Checkpoint(monitor=None)
+    checkpoint.setup(trainer)
+    checkpoint.save_now(trainer)
+    strategy.group.gather(None)  # until it is there for all
+
+
+def train(strategy, saved=None):
+    """Train to the end, from what was saved, and return the metrics and a whole checkpoint."""
+    trainer = make_trainer(strategy)
+    if saved is not None:
+        snapshot.restore(trainer, read_checkpoint(saved))
+    trainer.fit()
+    return trainer.metrics, through_a_file(trainer.strategy.gather_tensors(snapshot.take(trainer)))
 
 
 in_group = partial(toys.in_group, kind=FSDP)
 
 
-def tensors(tree, prefix=""):
-    """Flatten the tensors of a checkpoint."""
-    if isinstance(tree, torch.Tensor):
-        return {prefix: tree}
-    children = tree.items() if isinstance(tree, dict) else ()
-    return {k: v for name, child in children for k, v in tensors(child, f"{prefix}/{name}").items()}
+def tensors(tree):
+    return {path: leaf for path, leaf in leaves(tree) if isinstance(leaf, torch.Tensor)}
 
 
 def assert_same(content, other, tolerance):
     for key in ("model", "optimizer", "ema"):
-        one, two = (
-            tensors(torch.load(io.BytesIO(c), weights_only=True)[key]) for c in (content, other)
-        )
+        one, two = tensors(content[key]), tensors(other[key])
         assert one.keys() == two.keys()
         assert one
         for name, value in one.items():
@@ -105,72 +102,47 @@ def test_shards_change_nothing(alone, ranks, world_size, options):
         assert_same(alone[1], content, 1e-10)
 
 
-def test_a_resume_is_exact_and_plain_and_sharded_runs_go_on_with_one_anothers(alone, ranks):
+SHARDED = pytest.mark.parametrize("sharded", [False, True], ids=["whole", "shards"])
+
+
+@SHARDED
+def test_a_resume_is_exact(ranks, tmp_path, sharded):
     def interrupted(strategy):
-        whole = train(strategy)
-        _, content = train(strategy, STOP)
-        return whole, train(strategy, content=content), content
+        save(strategy, tmp_path)
+        return train(strategy), train(strategy, tmp_path / LAST)
 
-    results = ranks(2, in_group(interrupted, wrap_modules=["Block"]))
-    for whole, resumed, _ in results:
-        assert_same(whole[1], resumed[1], 0)
-        assert whole[0] == resumed[0]
-    assert_same(alone[1], train(Strategy("cpu"), content=results[0][2])[1], 1e-10)
-    _, plain = train(Strategy("cpu"), STOP)
-    for _, resumed in ranks(3, in_group(lambda strategy: train(strategy, content=plain))):
-        assert_same(alone[1], resumed, 1e-10)
-
-
-def save_shards(strategy, folder):
-    """Train a part, and save it as a run does; return what a run without a break comes to."""
-    whole = train(strategy)
-    trainer = make_trainer(strategy, STOP)
-    trainer.run_dir = folder
-    trainer.fit()
-    checkpoint = Checkpoint(monitor=None)
-    checkpoint.setup(trainer)
-    checkpoint.save_now(trainer)
-    return whole
-
-
-def go_on(strategy, folder):
-    """Finish what `save_shards` began, and return the metrics and the last state, whole."""
-    trainer = make_trainer(strategy)
-    snapshot.restore(trainer, read_checkpoint(folder / "checkpoints" / "last.pt"))
-    return finished(trainer)
-
-
-def test_a_resume_from_shards_is_exact(ranks, tmp_path):
-    def interrupted(strategy):
-        return save_shards(strategy, tmp_path), go_on(strategy, tmp_path)
-
-    options = {"sharded_checkpoint": True, "wrap_modules": ["Block"]}
+    options = {"sharded_checkpoint": sharded, "wrap_modules": ["Block"]}
     for whole, resumed in ranks(3, in_group(interrupted, **options)):
-        whole_state = torch.load(io.BytesIO(whole[1]), weights_only=True)
-        assert whole_state["model"]["2.weight"].device.type == "cpu"
+        assert whole[1]["model"]["2.weight"].device.type == "cpu"
         assert_same(whole[1], resumed[1], 0)
         assert whole[0] == resumed[0]
 
 
-def test_shards_are_read_by_any_number_of_processes(alone, ranks, tmp_path):
-    ranks(2, in_group(lambda strategy: save_shards(strategy, tmp_path), sharded_checkpoint=True))
-    for options in ({"sharded_checkpoint": True}, {}):
-        for _, resumed in ranks(3, in_group(lambda s: go_on(s, tmp_path), **options)):
+@SHARDED
+def test_any_number_of_processes_goes_on(alone, ranks, tmp_path, sharded):
+    ranks(2, in_group(lambda strategy: save(strategy, tmp_path), sharded_checkpoint=sharded))
+    (tmp_path / "plain").mkdir()
+    save(Strategy("cpu"), tmp_path / "plain")
+    for saved, options in ((LAST, {"sharded_checkpoint": True}), (LAST, {}), (f"plain/{LAST}", {})):
+        for _, resumed in ranks(3, in_group(partial(train, saved=tmp_path / saved), **options)):
             assert_same(alone[1], resumed, 1e-10)
-    assert_same(alone[1], go_on(Strategy("cpu"), tmp_path)[1], 1e-10)
-    sharded, target = str(tmp_path / "checkpoints" / "last.pt"), str(tmp_path / "whole.pt")
-    convert([sharded, target])
+    assert_same(alone[1], train(Strategy("cpu"), tmp_path / LAST)[1], 1e-10)
+
+
+def test_shards_are_converted(alone, ranks, tmp_path):
+    ranks(2, in_group(lambda strategy: save(strategy, tmp_path), sharded_checkpoint=True))
+    whole = tmp_path / "whole.pt"
+    convert([str(tmp_path / LAST), str(whole)])
     with pytest.raises(CheckpointError, match="exists"):
-        convert([target, sharded])
-    whole = (tmp_path / "whole.pt").read_bytes()
-    assert_same(alone[1], train(Strategy("cpu"), content=whole)[1], 1e-10)
+        convert([str(whole), str(tmp_path / LAST)])
+    assert_same(alone[1], train(Strategy("cpu"), whole)[1], 1e-10)
 
 
 def test_no_process_holds_what_is_another_ones(ranks, tmp_path):
     def read(strategy):
-        save_shards(strategy, tmp_path)
+        save(strategy, tmp_path)
         trainer = make_trainer(strategy)
-        payload = read_checkpoint(tmp_path / "checkpoints" / "last.pt")
+        payload = read_checkpoint(tmp_path / LAST)
         assert {t.device.type for t in tensors(payload["model"]).values()} == {"meta"}
         payload = checkpoint_shards.read(payload, dict(trainer.model.named_parameters()))
         state = tensors({key: payload[key] for key in ("model", "optimizer", "ema")})
@@ -182,13 +154,8 @@ def test_no_process_holds_what_is_another_ones(ranks, tmp_path):
     assert max(map(sum, counts)) < whole / 2
 
 
-CONF = Path(__file__).parents[3] / "conf" / "optimizer"
-SHIPPED = {path.stem: yaml.safe_load(path.read_text()) for path in sorted(CONF.glob("*.yaml"))}
-REFUSED = ("adafactor",)
-OPTIMIZERS = {
-    name: {key: value for key, value in node.items() if key != "defaults"}
-    for name, node in SHIPPED.items()
-}
+OPTIMIZERS = toys.optimizer_nodes()
+OPTIMIZERS["gan"] = toys.section("optimizer", "experiment=gan", "optimizer=gan")
 STEPS = 3
 
 
@@ -222,8 +189,7 @@ def stepped(model, node, prefer_fused=False):
 
 
 def test_shards_are_trained_as_the_whole(ranks):
-    names = [name for name in OPTIMIZERS if name not in REFUSED]
-    assert "sgd" in names
+    names = [*OPTIMIZERS.keys() - {"adafactor"}]  # which is refused
 
     def run(strategy):
         return {n: stepped(strategy.prepare(network(n)), OPTIMIZERS[n], True) for n in names}
@@ -232,19 +198,7 @@ def test_shards_are_trained_as_the_whole(ranks):
         for name, (weights, fused) in results.items():
             # Muon makes its step orthogonal in bfloat16.
             tolerance = 1e-3 if name == "muon" else 1e-10
-            for value, other in zip(
-                weights, stepped(network(name), OPTIMIZERS[name])[0], strict=True
-            ):
-                torch.testing.assert_close(value, other, rtol=0, atol=tolerance)
-            assert fused.get("adamw" if name == "muon" else "optimizer", True) is (
-                True if name in ("adam", "adamw", "muon", "gan") else None
-            )
-
-
-def test_what_torch_does_not_shard_it_refuses(ranks):
-    def run(strategy):
-        for node in (OPTIMIZERS["lbfgs"], {**OPTIMIZERS["sgd"], "fused": True}):
-            with pytest.raises((RuntimeError, ValueError, NotImplementedError)):
-                stepped(strategy.prepare(network()), node)
-
-    ranks(2, in_group(run))
+            whole = stepped(network(name), OPTIMIZERS[name])[0]
+            torch.testing.assert_close(weights, whole, rtol=0, atol=tolerance)
+            expected = True if name in ("adam", "adamw", "muon", "gan") else None
+            assert fused.get("adamw" if name == "muon" else "optimizer", True) is expected

@@ -14,30 +14,13 @@ from trainer.callback import Callback, Hooks
 from trainer.options import TrainerOptions
 from trainer.strategies.ddp import Processes
 from trainer.strategies.strategy import Strategy
-from trainer.task import StepOutput, Task
 from trainer.tasks.classification import Classification
+from trainer.tasks.losses import vector
 from trainer.tasks.metrics import MacroF1
 from trainer.trainer import Trainer
 
 FEATURES, CLASSES = 9, 3
-
-
-class Weighted(Task):
-    """A loss whose weights depend on the data: sample counts would make the wrong mean."""
-
-    count_names = ("ce",)
-
-    def counts(self, batch):
-        return {"ce": (batch[1] + 1.0).sum()}
-
-    def training_step(self, model, batch):
-        inputs, labels = batch
-        weights = labels + 1.0
-        losses = nn.functional.cross_entropy(model(inputs), labels, reduction="none")
-        mean = (losses * weights).sum() / weights.sum()
-        return StepOutput({"ce": mean}, counts={"ce": weights.sum()})
-
-    evaluation_step = training_step
+SYNCHRONIZED = Processes("gloo", 30, "cpu", sync_batchnorm=True)
 
 
 def make_trainer(
@@ -71,7 +54,7 @@ def make_trainer(
 def outcome(trainer):
     """Train, and return the weights and everything logged."""
     trainer.fit()
-    weights = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    weights = {name: value.clone() for name, value in trainer.model.state_dict().items()}
     return weights, trainer.callbacks["log"].lines
 
 
@@ -94,7 +77,9 @@ def apart(function):
     return run
 
 
-TASKS = {"mean": None, "weighted": Weighted(), "clipped": None, "closure": None}
+# A loss whose weights depend on the data: sample counts would make the wrong mean.
+WEIGHTED = Classification(CLASSES, nn.CrossEntropyLoss(weight=vector([1, 2, 3])))
+TASKS = {"mean": None, "weighted": WEIGHTED, "clipped": None, "closure": None}
 OPTIONS = {
     "clipped": {"clip_grad_norm": 0.05},
     "closure": {"optimizer": partial(torch.optim.LBFGS, lr=0.1, max_iter=3)},
@@ -134,7 +119,8 @@ def test_a_wrong_mean_would_be_noticed(alone, ranks):
 @pytest.mark.parametrize("world_size", [1, 3, 8])
 def test_evaluation_counts_each_sample_once(ranks, world_size):
     def evaluate(strategy):
-        trainer = make_trainer(strategy, task=Classification(3, metrics={"f1": MacroF1(3)}))
+        task = Classification(3, metrics={"f1": MacroF1(3)})
+        trainer = make_trainer(strategy, task=task, batchnorm=True)  # which waits for nobody here
         batch = 4 * strategy.group.world_size
         loaders = (
             toys.loader(toys.points(n, 9), 1, batch, False, strategy)
@@ -143,7 +129,7 @@ def test_evaluation_counts_each_sample_once(ranks, world_size):
         return [trainer.evaluate(loader, "val") for loader in loaders]
 
     expected = evaluate(Strategy("cpu"))
-    for found in ranks(world_size, in_group(evaluate)):
+    for found in ranks(world_size, in_group(evaluate, processes=SYNCHRONIZED)):
         for metrics, other in zip(found, expected, strict=True):
             assert metrics == pytest.approx(other, rel=1e-14)
 
@@ -190,9 +176,7 @@ def stopped_by(callback, strategy):
     ],
 )
 def test_a_signal_to_one_process_stops_all_at_the_same_update(ranks, step, stopped, place):
-    def train(strategy):
-        return stopped_by(StopSome(step, [1], ("SIGTERM", 143)), strategy)
-
+    train = partial(stopped_by, StopSome(step, [1], ("SIGTERM", 143)))
     assert ranks(3, place(train)) == [(stopped, "SIGTERM", 143)] * 3
 
 
@@ -213,13 +197,8 @@ def test_a_verdict_of_one_process_is_the_verdict_of_all(ranks):
             if trainer.group.rank == 2:
                 trainer.state.request_stop("enough")
 
-    def train(strategy):
-        trainer = make_trainer(strategy, epochs=4)
-        trainer.hooks = Hooks([Stop()])
-        trainer.fit()
-        return trainer.state.epoch, trainer.state.stop_reason, trainer.state.stop_code
-
-    assert ranks(3, in_group(train)) == [(1, "enough", 0)] * 3
+    # At the end of the first epoch.
+    assert ranks(3, in_group(partial(stopped_by, Stop()))) == [(3, "enough", 0)] * 3
 
 
 def test_one_process_of_a_machine_prepares_the_data(ranks, tmp_path):
@@ -253,18 +232,14 @@ def test_options_of_ddp(alone, ranks, options):
 
 
 def with_batchnorm(strategy):
-    trainer = make_trainer(strategy, batchnorm=True)
-    weights, lines = outcome(trainer)
-    return weights | {name: b.clone() for name, b in trainer.model.named_buffers()}, lines
+    return outcome(make_trainer(strategy, batchnorm=True))
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_batchnorm_over_all_processes_is_that_of_one(ranks, world_size):
     """The last update's 3 samples leave one of 4 processes without any."""
-
     alone = with_batchnorm(Strategy("cpu"))
-    synchronized = Processes("gloo", 30, "cpu", sync_batchnorm=True)
-    for result in ranks(world_size, in_group(with_batchnorm, processes=synchronized)):
+    for result in ranks(world_size, in_group(with_batchnorm, processes=SYNCHRONIZED)):
         assert_same(alone, result)
     with pytest.raises(AssertionError):
         assert_same(alone, ranks(world_size, in_group(with_batchnorm))[0])

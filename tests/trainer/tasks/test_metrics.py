@@ -1,6 +1,7 @@
 """Metrics: sums on the device, exact for any split and any number of processes (I4)."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -94,46 +95,6 @@ def test_a_mean_without_samples_is_nan(metric: Running) -> None:
     assert math.isnan(metric.compute())
 
 
-class Foreign:
-    """A metric of torchmetrics' kind: three methods, a device, and no `merge`."""
-
-    def __init__(self, value) -> None:
-        self.calls: list[str] = []
-        self.seen = 0
-        self.value = value
-
-    def to(self, device: torch.device) -> "Foreign":
-        self.calls.append(f"to {device}")
-        return self
-
-    def reset(self) -> None:
-        self.calls.append("reset")
-        self.seen = 0
-
-    def update(self, output: Tensor, target: Tensor) -> None:
-        self.seen += len(target)
-
-    def compute(self):
-        self.calls.append("compute")
-        return self.value(self.seen)
-
-
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    [
-        pytest.param(lambda n: torch.tensor(float(n)), {"": 29}, id="scalar"),
-        pytest.param(lambda n: torch.tensor([n, n + 1.0]), {"_0": 29, "_1": 30}, id="vector"),
-        pytest.param(lambda n: {"a": torch.tensor(n)}, {"_a": 29}, id="collection"),
-    ],
-)
-def test_metrics_of_others_are_taken_by_their_methods(value, expected) -> None:
-    metric = Foreign(value)
-    got = evaluated({"seen": metric})
-    assert metric.calls == ["to cpu", "reset", "compute"]
-    found = {name.partition("val/seen")[2]: v for name, v in got.items() if "seen" in name}
-    assert found == expected
-
-
 def test_torchmetrics_agree_with_ours() -> None:
     classification = pytest.importorskip("torchmetrics.classification")
     theirs = classification.MulticlassF1Score(num_classes=CLASSES, average="macro")
@@ -141,29 +102,52 @@ def test_torchmetrics_agree_with_ours() -> None:
     assert got["val/theirs"] == pytest.approx(got["val/ours"], abs=1e-6)
 
 
-def test_metrics_of_several_values_say_their_names() -> None:
-    metrics = {"class": PerClassAccuracy(2), "f1": MacroF1(2), "other": Foreign(float)}
-    named = Classification(2, metrics=metrics).metric_names()
-    assert named == ["loss", "accuracy", "class_0", "class_1", "f1", "other"]
-    with pytest.raises(ModelError, match="classes has 2 names"):
-        PerClassAccuracy(3, ["a", "b"])
-
-
 class Accuracy:
-    """The share of right answers, with a state of its own."""
+    """The share of right answers, as a metric of torchmetrics' kind that has no `merge`."""
 
-    def __init__(self) -> None:
+    def __init__(self, value: Any = float) -> None:
+        self.value, self.calls = value, list[str]()
         self.reset()
 
+    def to(self, device: torch.device) -> None:
+        self.calls.append(f"to {device}")
+
     def reset(self) -> None:
+        self.calls.append("reset")
         self.counts = torch.zeros(2)
 
     def update(self, output: Tensor, target: Tensor) -> None:
         hits = (output.argmax(1) == target).sum()
         self.counts += torch.stack([hits, torch.tensor(len(target))])
 
-    def compute(self) -> float:
-        return float(self.counts[0] / self.counts[1])
+    def compute(self) -> Any:
+        self.calls.append("compute")
+        return self.value(self.counts[0] / self.counts[1])
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        pytest.param(float, {"": 1}, id="number"),
+        pytest.param(lambda share: share, {"": 1}, id="scalar"),
+        pytest.param(lambda share: share * torch.tensor([1, 2]), {"_0": 1, "_1": 2}, id="vector"),
+        pytest.param(lambda share: {"a": share}, {"_a": 1}, id="collection"),
+    ],
+)
+def test_metrics_of_others_are_taken_by_their_methods(value, expected) -> None:
+    metric = Accuracy(value)
+    got = evaluated({"mine": metric})
+    assert metric.calls == ["reset", "to cpu", "reset", "compute"]
+    wanted = {f"val/mine{name}": n * got["val/accuracy"] for name, n in expected.items()}
+    assert {name: v for name, v in got.items() if "mine" in name} == pytest.approx(wanted)
+
+
+def test_metrics_of_several_values_say_their_names() -> None:
+    metrics = {"class": PerClassAccuracy(2), "f1": MacroF1(2), "other": Accuracy()}
+    named = Classification(2, metrics=metrics).metric_names()
+    assert named == ["loss", "accuracy", "class_0", "class_1", "f1", "other"]
+    with pytest.raises(ModelError, match="classes has 2 names"):
+        PerClassAccuracy(3, ["a", "b"])
 
 
 class Reduced(Accuracy):

@@ -20,7 +20,6 @@ from torch.utils._pytree import tree_leaves
 import toys
 from callbacks.ema import EMA
 from data.batch import MicroBatch, Piece
-from scripts.composition.compose import compose
 from toys import ON_DEVICE
 from trainer.optimizers.optimizers import build_optimizers
 from trainer.options import TrainerOptions
@@ -31,11 +30,8 @@ from trainer.update.precision import Precision
 
 CUDA = torch.device("cuda", 0)
 BATCH = 4
-NODES = toys.optimizer_nodes() | {
-    "muon_normalized": compose(
-        ["optimizer=muon", "+optimizer.optimizers.muon.normalized=true"]
-    ).config["optimizer"]
-}
+NORMALIZED = ("optimizer=muon", "+optimizer.optimizers.muon.normalized=true")
+NODES = {**toys.optimizer_nodes(), "muon_normalized": toys.section("optimizer", *NORMALIZED)}
 NODES.pop("lbfgs")  # which searches
 DECIDED = {*ON_DEVICE, "muon_normalized"}
 # What a number's way to the host is called, whatever the number is for.
@@ -79,13 +75,6 @@ def network(layers: int = 3) -> nn.Module:
     )
 
 
-class OnFakeCuda(Strategy):
-    """A GPU that no one asks for anything else."""
-
-    def __init__(self) -> None:
-        super().__init__(CUDA)
-
-
 class GivenGradients(Precision):
     """Give gradients: the engine's backward pass wants a real GPU, and reads nothing of it."""
 
@@ -111,7 +100,7 @@ def updating(name: str, layers: int = 3, **options: Any) -> Iterator[tuple[Train
             Classification(3),
             optimizers,
             [batch],
-            strategy=OnFakeCuda(),
+            strategy=Strategy(CUDA),
             precision=GivenGradients(model),
             callbacks={"ema": EMA(0.9)},
             options=TrainerOptions(clip_grad_norm=1.0, **options),
