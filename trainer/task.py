@@ -209,7 +209,7 @@ def tensors_of(batch: Any) -> Iterator[Tensor]:
     if isinstance(batch, Tensor):
         yield batch
     elif isinstance(batch, (list, tuple, Mapping)):
-        for child in batch.values() if isinstance(batch, Mapping) else batch:
+        for child in batch if isinstance(batch, list | tuple) else batch.values():
             yield from tensors_of(child)
 
 

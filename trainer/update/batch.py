@@ -31,9 +31,8 @@ class PlainBatches:
 
     def epoch(self, epoch: int, start: int = 0, stop: int | None = None) -> Iterator[MicroBatch]:
         """Yield the micro-batches of the updates `start` to `stop` of an epoch."""
-        for update, batch in enumerate(itertools.islice(_walked(self._loader), stop)):
-            if update < start:
-                continue
+        drawn = itertools.islice(_walked(self._loader), start, stop)
+        for update, batch in enumerate(drawn, start):
             tensor = first_tensor(batch)
             total = 1 if tensor is None or not tensor.ndim else tensor.shape[0]
             steps = max(1, min(self._steps, total))

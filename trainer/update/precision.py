@@ -72,10 +72,15 @@ class Precision:
         """
         scaled: Tensor = self.scaler.scale(loss) if self.scales else loss
         if loss.device.type == "cpu" and math.isfinite(loss.item()):  # reading costs nothing there
-            _backward(scaled)
+            ones = torch.ones_like(scaled)  # not kept: a gradient may share its memory
         else:
             ones = torch.rsub(loss.detach(), 1, alpha=0)  # 1 - 0 * loss, in one kernel
+        if type(scaled) is not Tensor:
             scaled.backward(ones)  # type: ignore[no-untyped-call]
+        else:  # without the checks of arguments, which take 30 us
+            Variable._execution_engine.run_backward(
+                (scaled,), (ones,), False, False, (), allow_unreachable=True, accumulate_grad=True
+            )
 
     def unscale(self, optimizers: Iterable[Optimizer]) -> None:
         """Divide the gradients by the scale, and check them for infinities."""
@@ -108,17 +113,6 @@ def cpu_formats() -> set[str]:
     cpuinfo = Path("/proc/cpuinfo")  # of Linux
     words = cpuinfo.read_text(errors="replace").split() if cpuinfo.exists() else []
     return {name for flag, name in _CPU_FLAGS.items() if flag in words}
-
-
-def _backward(loss: Tensor) -> None:
-    """Compute `loss.backward()` on a CPU without the checks of its arguments, which take 30 us."""
-    if type(loss) is not Tensor or not loss.is_floating_point():
-        loss.backward()  # type: ignore[no-untyped-call]
-        return
-    ones = torch.ones_like(loss)  # not kept: a gradient may share its memory
-    Variable._execution_engine.run_backward(
-        (loss,), (ones,), False, False, (), allow_unreachable=True, accumulate_grad=True
-    )
 
 
 def checkpoint_modules(model: nn.Module, patterns: Sequence[str]) -> list[str]:

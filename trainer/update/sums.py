@@ -53,25 +53,20 @@ def share_of(
     scale, terms = strategy.gradient_scale, []
     for name, term in output.terms.items():
         count = output.counts.get(name)
-        if not piece.count:  # a borrowed sample: it takes part with weight zero
-            terms.append(term.sum() * 0)
-        elif count is SUM:
-            terms.append(term.sum() * scale)
-        elif count is None:
-            terms.append(_weighed(term, piece.count * scale / piece.total))
-        elif isinstance(count, Tensor) or isinstance(totals[name], Tensor) or not count:
+        if count is SUM or not piece.count:  # a borrowed sample takes part with weight zero
+            terms.append(term.sum() * (scale if piece.count else 0))
+            continue
+        total = piece.total if count is None else totals[name]
+        count = piece.count if count is None else count
+        mean = term.mean() if term.ndim else term
+        if isinstance(count, Tensor) or isinstance(total, Tensor) or not count:
             # The mean over `count` elements in the mean over all; torch's is NaN over none.
             count = _there(count, term.device)
-            part = (count * scale / totals[name]).to(term.dtype)
-            terms.append(torch.where(count > 0, term.mean(), 0.0) * part)
-        else:
-            terms.append(_weighed(term, count * scale / totals[name]))
+            mean = torch.where(count > 0, mean, 0.0) * (count * scale / total).to(term.dtype)
+        elif (part := count * scale / total) != 1:
+            mean = mean * part
+        terms.append(mean)
     return add_up(terms)
-
-
-def _weighed(term: Tensor, part: Any) -> Tensor:
-    mean = term.mean() if term.ndim else term
-    return mean if part == 1 else mean * part
 
 
 def _there(count: Tensor | float, device: torch.device) -> Tensor:
