@@ -10,14 +10,12 @@ fills ours. Images are taken from `$DATA_ROOT` where `cifar10/train` and `imagen
 they are made up, about as large. Photographs are some of the large ones, enlarged.
 """
 
-from __future__ import annotations
-
 import itertools
 import multiprocessing
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,7 +33,7 @@ from benchmarks import report
 from benchmarks.report import Cost, Report
 from conf.check import parse
 from data.loading.device_transforms import defer
-from data.loading.loader import Loader
+from data.loading.loader import CPU, Loader
 from data.sources import ImageTensors
 from scripts.composition.compose import compose
 from trainer.assembly.data import Data, build_data, build_pipeline
@@ -48,6 +46,12 @@ LARGE_BATCH, WORKERS = 64, 2  # of large files
 TELEPHONE = 4000, 3000  # width and height of its photographs
 LEAST = 0.3  # seconds of CPU time a rate is taken over
 MEAN, STD = (0.5, 0.5, 0.5), (0.25, 0.25, 0.25)
+IMAGENET = v1.Compose(
+    [v1.RandomResizedCrop(224), v1.RandomHorizontalFlip(), v1.ToTensor(), v1.Normalize(MEAN, STD)]
+)
+IMAGENET = v1.Compose(
+    [v1.RandomResizedCrop(224), v1.RandomHorizontalFlip(), v1.ToTensor(), v1.Normalize(MEAN, STD)]
+)
 
 Passes = Callable[[], Iterable[Tensor]]  # begins a pass: batches of images
 Transform = Callable[[Any], Tensor]
@@ -67,28 +71,24 @@ class InMemory(Dataset[tuple[Tensor, int]]):
         return self.transform(Image.fromarray(self.images[index])), 0
 
 
-def measure(rounds: int) -> Report:
+def data(rounds: int) -> Report:
     """Let every contender make a pass `rounds` times, in turn, and compare."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        sections, made_up = _sections(Path(folder))
-        passes = {f"{kind}: {n}": p for kind, each in sections.items() for n, p in each.items()}
+        passes, made_up = _contenders(Path(folder))
         runs = {name: partial(_rate, each) for name, each in passes.items()}
-        costs = report.in_turn(runs, rounds)
+        clocked, rates = report.split(report.in_turn(runs, rounds))
     own = [name for name in passes if not name.endswith(": torchvision")]
     to = {name: f"{name.partition(':')[0]}: torchvision" for name in own}
-    clocked, rates = report.split(costs)
     clock, ratios = (report.ratios(each, to) for each in (clocked, rates))
 
     def least(*starts: str) -> float:
         return min(ratio for name, ratio in ratios.items() if name.startswith(starts))
 
     return Report(
-        "data",
         "Loading and transforming images, one thread in the main process",
         "images/s",
         rates,
-        to,
         {
             "ratio_to_reference": least("digits", "CIFAR-sized"),
             "small_jpeg_cached": least("small JPEG: cache"),
@@ -99,68 +99,66 @@ def measure(rounds: int) -> Report:
             "large_jpeg_cached": least("large JPEG: cache"),
             "photographs_scaled": least("photographs: decode=scaled"),
         },
-        {"rounds": rounds, "made_up": made_up},
+        to,
+        {"made_up": made_up},
     )
 
 
-def _sections(scratch: Path) -> tuple[dict[str, dict[str, Passes]], dict[str, bool]]:
-    """Return the contenders of each kind of images, the reference first, and which are made up."""
+def _contenders(scratch: Path) -> tuple[dict[str, Passes], dict[str, bool]]:
+    """Return the contenders by kind of images and name, and which images are made up."""
     small, made_small = picture_folder("cifar10/train", scratch / "small", 32, SMALL)
     large, made_large = picture_folder("imagenet", scratch / "large", 500, LARGE)
     photographs = scratch / "photographs"
     (place := photographs / "train" / "pictures").mkdir(parents=True)
     for path in sorted((large / "train" / "pictures").iterdir())[:PHOTOGRAPHS]:
-        with Image.open(path) as image:
-            photograph = image.convert("RGB").resize(TELEPHONE, Image.Resampling.BICUBIC)
+        photograph = Image.open(path).convert("RGB").resize(TELEPHONE, Image.Resampling.BICUBIC)
         photograph.save(place / path.name, quality=92)
-    small_words = ("data.image_size=32", f"loader.batch_size={BATCH}")
-    words = (f"batch_size={LARGE_BATCH}", f"num_workers={WORKERS}", "persistent_workers=true")
-    large_words = ("transforms=imagenet", *(f"loader.{word}" for word in words))
-    crop: list[Any] = [v1.RandomResizedCrop(224), v1.RandomHorizontalFlip()]
-    imagenet = v1.Compose([*crop, v1.ToTensor(), v1.Normalize(MEAN, STD)])
-    sections: dict[str, dict[str, Passes]] = {
-        "digits": _memory(made_up(IN_MEMORY, 16, 1), "shift"),
-        "CIFAR-sized": _memory(made_up(IN_MEMORY, 32, 3), "crop_flip", "on_device"),
-        "small JPEG": {
-            "torchvision": _plain(ImageFolder(str(small / "train"), _padded_crop(32, 3)), BATCH)
-        },
-        "large JPEG": {"torchvision": _large(large, imagenet), "by hand": _by_hand(large)},
-        "photographs": {"torchvision": _large(photographs, imagenet)},
+    found = {
+        **_memory("digits", made_up(IN_MEMORY, 16, 1), "shift"),
+        **_memory("CIFAR-sized", made_up(IN_MEMORY, 32, 3), "crop_flip", "on_device"),
+        "small JPEG: torchvision": _plain(
+            ImageFolder(f"{small}/train", _padded_crop(32, 3)), BATCH
+        ),
+        "large JPEG: torchvision": _large(large, IMAGENET),
+        "large JPEG: by hand": _by_hand(large),
+        "photographs: torchvision": _large(photographs, IMAGENET),
     }
+    words = ["data.image_size=32", f"loader.batch_size={BATCH}"]
     for cache, name in itertools.product(("none", "ram", "disk"), ("crop_flip", "on_device")):
         title = name if cache == "none" else f"cache={cache}, {name}"
-        how = (f"transforms={name}", f"data.cache={cache}", *small_words)
-        sections["small JPEG"][title] = _ours(small, *how)
+        how = (f"transforms={name}", f"data.cache={cache}", *words)
+        found[f"small JPEG: {title}"] = _passes(ours_of_files(small, *how))
+    words = [f"loader.batch_size={LARGE_BATCH}", f"loader.num_workers={WORKERS}"]
+    words += ["loader.persistent_workers=true", "transforms=imagenet"]
     for word in ("decode=full", "cache=ram"):
-        sections["large JPEG"][word] = _ours(large, f"data.{word}", *large_words)
+        found[f"large JPEG: {word}"] = _passes(ours_of_files(large, f"data.{word}", *words))
     for word in ("decode=full", "decode=scaled"):
-        sections["photographs"][word] = _ours(photographs, f"data.{word}", *large_words)
-    return sections, {"small": made_small, "large": made_large}
+        found[f"photographs: {word}"] = _passes(ours_of_files(photographs, f"data.{word}", *words))
+    return found, {"small": made_small, "large": made_large}
 
 
-def _memory(images: Tensor, *names: str) -> dict[str, Passes]:
-    channels, side = images.shape[1], images.shape[-1]
-    found = {"torchvision": _plain(InMemory(images, _padded_crop(side, channels)), BATCH)}
+def _memory(kind: str, images: Tensor, *names: str) -> dict[str, Passes]:
+    crop = _padded_crop(images.shape[-1], images.shape[1])
+    found = {f"{kind}: torchvision": _plain(InMemory(images, crop), BATCH)}
     for name in names:
         words = (f"transforms={name}", f"loader.batch_size={BATCH}")
-        found[name] = _passes(ours_in_memory(images, *words))
+        found[f"{kind}: {name}"] = _passes(ours_in_memory(images, *words))
     return found
 
 
-def _padded_crop(side: int, channels: int) -> Transform:
-    crop: list[Any] = [v1.RandomCrop(side, padding=4), v1.RandomHorizontalFlip(), v1.ToTensor()]
-    whole: Transform = v1.Compose([*crop, v1.Normalize(MEAN[:channels], STD[:channels])])
-    return whole
+def _padded_crop(side: int, channels: int) -> Any:
+    crop = [v1.RandomCrop(side, padding=4), v1.RandomHorizontalFlip(), v1.ToTensor()]
+    return v1.Compose([*crop, v1.Normalize(MEAN[:channels], STD[:channels])])
 
 
 def _plain(dataset: Dataset[Any], batch: int, workers: int = 0) -> Passes:
-    options: Mapping[str, Any] = {"num_workers": workers, "persistent_workers": workers > 0}
-    loader: DataLoader[Any] = DataLoader(dataset, batch, shuffle=True, **options)
+    options: Any = {"num_workers": workers, "persistent_workers": workers > 0}
+    loader = DataLoader(dataset, batch, shuffle=True, **options)
     return lambda: (inputs for inputs, _ in loader)
 
 
 def _large(folder: Path, transform: Transform, **options: Any) -> Passes:
-    return _plain(ImageFolder(str(folder / "train"), transform, **options), LARGE_BATCH, WORKERS)
+    return _plain(ImageFolder(f"{folder}/train", transform, **options), LARGE_BATCH, WORKERS)
 
 
 def _by_hand(folder: Path) -> Passes:
@@ -177,10 +175,11 @@ def _by_hand(folder: Path) -> Passes:
     return lambda: (batch.float().sub_(mean).div_(std) for batch in batches())
 
 
-def _ours(folder: Path, *overrides: str) -> Passes:
+def ours_of_files(folder: Path, *overrides: str, device: torch.device = CPU) -> Loader:
+    """Build the loader of the configuration over picture files."""
     words = (f"data.root={folder}", "data=image_folder", "data.val_fraction=0", *overrides)
     config = parse(compose(["experiment=resnet18", *words]).config)
-    return _passes(train_loader(config, build_data(config, ("train",)), Strategy("cpu")))
+    return train_loader(config, build_data(config, ("train",)), Strategy(device))
 
 
 def ours_in_memory(images: Tensor, *overrides: str, targets: Tensor | None = None) -> Loader:
@@ -213,8 +212,7 @@ def _rate(passes: Passes) -> Cost:
 
 def _cpu_seconds() -> float:
     """Return the CPU time of this process and of its children, ended or (on Linux) running."""
-    ended = os.times()
-    seconds = time.process_time() + ended.children_user + ended.children_system
+    seconds = time.process_time() + report.children_cpu()
     for child in multiprocessing.active_children():
         path = Path(f"/proc/{child.pid}/stat")
         if path.exists():

@@ -15,8 +15,6 @@ of its own; one that fails does not end the others. A first, uncounted turn comp
 `compile=false` neither. `device=cpu limit=2 widths=small` tries all of it without a GPU.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import tempfile
@@ -34,22 +32,21 @@ import torch
 from torch import nn
 from torch.profiler import profile
 from torch.utils.data import DataLoader
-from torchvision import transforms as v1
 from torchvision.datasets import ImageFolder
 
 from benchmarks import by_hand, report
-from benchmarks.data import picture_folder
+from benchmarks.data import IMAGENET, ours_of_files, picture_folder
 from benchmarks.ours import train
 from benchmarks.report import BY_HAND, OURS, Report
 from conf.check import parse
 from conf.errors import ConfigError
 from data.batch import to_device
-from examples.airbench.by_hand_gpu import MEAN, STD, train_by_hand
+from examples.airbench.by_hand_gpu import train_by_hand
 from models.resnet import ResNet
 from scripts.composition.compose import compose
-from trainer.assembly.data import build_data
-from trainer.assembly.experiment import Experiment, build, train_loader
+from trainer.assembly.experiment import Experiment, build
 from trainer.strategies.strategy import Strategy
+from trainer.tasks.classification import Classification
 
 NETWORKS = {  # depth, stem, pixels a side, classes, images of an update
     "resnet18": (18, "cifar", 32, 10, 512),
@@ -75,9 +72,10 @@ class Rig:
     mode: str | None = "default"  # of torch.compile; None: not compiled
     caches: dict[str, Any] = field(default_factory=dict)  # decoded images by split, read once
 
-    def batch(self, name: str) -> int:
-        """Return the images of an update."""
-        return 2 if self.small else NETWORKS[name][4]
+    def network(self, name: str) -> tuple[int, str, int, int, int]:
+        """Return depth, stem, pixels a side, classes and images of an update."""
+        _, stem, _, classes, _ = NETWORKS[name]
+        return (18, stem, 32, classes, 2) if self.small else NETWORKS[name]
 
     def wait(self) -> float:
         """Return the time when the device has done all that it was given."""
@@ -86,8 +84,8 @@ class Rig:
         return time.perf_counter()
 
 
-def measure(rounds: int, overrides: Sequence[str] = ()) -> Iterator[Report]:
-    """Run the comparisons, `rounds` turns each, and yield a report of each."""
+def gpu(rounds: int, overrides: Sequence[str] = ()) -> Iterator[tuple[str, Report]]:
+    """Run the comparisons, `rounds` turns each, and yield the name and the report of each."""
     rig, names = _asked(dict(word.partition("=")[::2] for word in overrides))
     for name in names:
         try:
@@ -97,9 +95,8 @@ def measure(rounds: int, overrides: Sequence[str] = ()) -> Iterator[Report]:
             traceback.print_exc()
         else:
             title = f"Training on {rig.device}, against the same by hand: {name}"
-            settings = {"rounds": rounds, "overrides": list(overrides)}
-            to = {own: own.removesuffix(OURS) + BY_HAND for own in values if own.endswith(OURS)}
-            yield Report(f"gpu_{name}", title, "value", values, to, headlines, settings)
+            settings = {"overrides": list(overrides)}
+            yield f"gpu_{name}", Report(title, "value", values, headlines, settings=settings)
         torch.compiler.reset()  # the next part starts afresh
         gc.collect()
         torch.cuda.empty_cache()
@@ -125,10 +122,10 @@ def _asked(given: dict[str, str]) -> tuple[Rig, list[str]]:
 
 def contenders(rig: Rig, name: str) -> dict[str, Contender]:
     """Return both loops over one batch on the device, each with a network of its own."""
-    side = 32 if rig.small else NETWORKS[name][2]
-    images = torch.randn(rig.batch(name), 3, side, side, device=rig.device)
+    _, _, side, classes, count = rig.network(name)
+    images = torch.randn(count, 3, side, side, device=rig.device)
     images = images.to(memory_format=torch.channels_last)
-    batch = images, torch.randint(NETWORKS[name][3], (len(images),), device=rig.device)
+    batch = images, torch.randint(classes, (count,), device=rig.device)
 
     def batches(updates: int) -> list[Any]:
         return [batch] * updates
@@ -138,9 +135,9 @@ def contenders(rig: Rig, name: str) -> dict[str, Contender]:
 
 def _network(rig: Rig, name: str) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
     torch.manual_seed(0)
-    depth, stem, _, classes, _ = NETWORKS[name]
-    model = ResNet(18 if rig.small else depth, classes, stem=stem)  # type: ignore[arg-type]
-    model = model.to(rig.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+    depth, stem, _, classes, _ = rig.network(name)
+    model: Any = ResNet(depth, classes, stem=stem)  # type: ignore[arg-type]
+    model = model.to(rig.device, memory_format=torch.channels_last)
     compiled = torch.compile(model, dynamic=False, mode=rig.mode) if rig.mode else model
     fused = rig.device.type == "cuda"
     return model, torch.optim.SGD(model.parameters(), 0.01, 0.9, fused=fused), compiled
@@ -152,11 +149,9 @@ def bare(rig: Rig, name: str, batches: Callable[[int], Iterable[Any]]) -> Conten
     moved = partial(to_device, device=rig.device, channels_last=True)
 
     def run(updates: int) -> None:
-        sums = torch.zeros(3, device=rig.device)
-        given = map(moved, batches(updates))
-        for loss, outputs, labels, norm in by_hand.updates(
-            compiled, optimizer, given, clip=True, bf16_on=rig.device.type
-        ):
+        sums, given = torch.zeros(3, device=rig.device), map(moved, batches(updates))
+        done = by_hand.updates(compiled, optimizer, given, clip=True, bf16_on=rig.device.type)
+        for loss, outputs, labels, norm in done:
             hits = outputs.detach().argmax(1).eq(labels).sum()
             sums += torch.stack([loss.detach(), norm, hits])
         sums.tolist()
@@ -168,7 +163,7 @@ def ours(rig: Rig, name: str, batches: Callable[[int], Any]) -> Contender:
     """Return the same by a Trainer."""
     model, optimizer, compiled = _network(rig, name)
     options = {"channels_last": True, "log_every_n_steps": 10**9, "clip_grad_norm": 1.0}
-    others: dict[str, Any] = {"classes": NETWORKS[name][3], "compiled": compiled, "callbacks": {}}
+    others = {"task": Classification(NETWORKS[name][3]), "compiled": compiled, "callbacks": {}}
     others |= {"strategy": Strategy(rig.device), "precision": "bf16"}
 
     def run(updates: int) -> None:
@@ -192,7 +187,7 @@ def _rates(
 
 def _speed(name: str, rig: Rig, rounds: int) -> Found:
     ways = contenders(rig, name)
-    rates = _rates(rig, ways, rig.batch(name), rounds)
+    rates = _rates(rig, ways, rig.network(name)[4], rounds)
     headlines = {"ratio_to_reference": report.paired(rates[OURS], rates[BY_HAND])}
     if rig.device.type == "cuda":
         headlines["host_waits"] = (_waits(ways[OURS], 6) - _waits(ways[OURS], 2)) / 4
@@ -256,24 +251,22 @@ def _opened(rig: Rig, words: Sequence[str]) -> Experiment:
     return experiment
 
 
-def _trained(rig: Rig, words: Sequence[str]) -> tuple[float, float]:
+def _trained(rig: Rig, words: Sequence[str], by_hand: bool = False) -> tuple[float, float]:
     """Return the seconds of the training and the test, and the share of the test images."""
     experiment = _opened(rig, words)
-    loaders: list[Any] = [experiment.trainer.train_loader, experiment.test_loader]
-    for loader in loaders:
-        loader.kept.fill()
-    since = rig.wait()
-    experiment.trainer.fit()
-    metrics = experiment.trainer.evaluate(experiment.test_loader, "test")
-    return rig.wait() - since, metrics["test/accuracy"]
-
-
-def _trained_by_hand(rig: Rig, words: Sequence[str]) -> tuple[float, float]:
-    experiment = _opened(rig, words)
-    splits = [experiment.data.sets[split].tensors() for split in ("train", "test")]
-    parts = [part.to(rig.device) for split in splits for part in split]
-    since = rig.wait()
-    share = train_by_hand(experiment.config, experiment.trainer.model, parts)
+    trainer, test = experiment.trainer, experiment.test_loader
+    if by_hand:
+        splits = [experiment.data.sets[split].tensors() for split in ("train", "test")]
+        parts = [part.to(rig.device) for split in splits for part in split]
+        since = rig.wait()
+        share = train_by_hand(experiment.config, trainer.model, parts)
+    else:
+        loaders: list[Any] = [trainer.train_loader, test]
+        for loader in loaders:
+            loader.kept.fill()
+        since = rig.wait()
+        trainer.fit()
+        share = trainer.evaluate(test, "test")["test/accuracy"]
     return rig.wait() - since, share
 
 
@@ -281,7 +274,7 @@ def _airbench94(rig: Rig, rounds: int) -> Found:
     words = ["--config-dir", AIRBENCH, "experiment=airbench94", "callbacks=[whitening]"]
     if rig.small:
         words += ["model.widths=[8,16,16]", "loader.batch_size=20", "trainer.max_epochs=2"]
-    ways = {BY_HAND: partial(_trained_by_hand, rig, words), OURS: partial(_trained, rig, words)}
+    ways = {BY_HAND: partial(_trained, rig, words, True), OURS: partial(_trained, rig, words)}
     turns = report.in_turn(ways, rounds)
     seconds, right = ({name: [t[i] for t in own] for name, own in turns.items()} for i in (0, 1))
     values = _named("seconds", seconds) | _named("share of the test images", right)
@@ -289,8 +282,8 @@ def _airbench94(rig: Rig, rounds: int) -> Found:
 
 
 def _resnet18_whole(rig: Rig, rounds: int) -> Found:
-    words = ["experiment=resnet18_cifar10", "callbacks=none", "loader.num_workers=0"]
-    words += ["trainer.precision=bf16"]
+    words = ["experiment=resnet18_cifar10", "callbacks=none", "trainer.precision=bf16"]
+    words += ["loader.num_workers=0"]
     words += ["model=small_cnn", "trainer.max_epochs=1"] if rig.small else []
     took, share = _trained(rig, words)
     return {}, {"seconds": took, "accuracy": share}
@@ -298,7 +291,7 @@ def _resnet18_whole(rig: Rig, rounds: int) -> Found:
 
 def _jpeg(rig: Rig, rounds: int) -> Found:
     """Feed both from JPEG files, the images one by one through the recipe for ImageNet."""
-    batch = rig.batch("resnet50")
+    batch = rig.network("resnet50")[4]
     workers = 0 if rig.small else min(WORKERS, os.cpu_count() or 1)
     with tempfile.TemporaryDirectory() as folder:
         tree, _ = picture_folder("imagenet", Path(folder) / "jpeg", 500, 4 if rig.small else FILES)
@@ -306,20 +299,12 @@ def _jpeg(rig: Rig, rounds: int) -> Found:
         files = sorted(path.resolve() for path in place.iterdir())
         for number in range(len(files), rig.updates * batch):
             (place / f"{number:06d}.jpg").symlink_to(files[number % len(files)])
-        crop: list[Any] = [v1.RandomResizedCrop(224), v1.RandomHorizontalFlip(), v1.ToTensor()]
-        loader: DataLoader[Any] = DataLoader(
-            ImageFolder(str(tree / "train"), v1.Compose([*crop, v1.Normalize(MEAN, STD)])),
-            batch,
-            shuffle=True,
-            drop_last=True,
-            num_workers=workers,
-            pin_memory=rig.device.type == "cuda",
-        )
-        words = [f"data.root={tree}", "data.val_fraction=0", f"loader.batch_size={batch}"]
-        words += ["loader.drop_last=true", f"loader.num_workers={workers}"]
-        words += ["data=image_folder", "transforms=imagenet", "loader.persistent_workers=false"]
-        config = parse(compose(["experiment=resnet18", *words]).config)
-        own = train_loader(config, build_data(config, ("train",)), Strategy(rig.device))
+        options: dict[str, Any] = {"shuffle": True, "drop_last": True, "num_workers": workers}
+        options["pin_memory"] = rig.device.type == "cuda"
+        loader: Any = DataLoader(ImageFolder(f"{tree}/train", IMAGENET), batch, **options)
+        words = ["transforms=imagenet", f"loader.batch_size={batch}", "loader.drop_last=true"]
+        words += [f"loader.num_workers={workers}", "loader.persistent_workers=false"]
+        own = ours_of_files(tree, *words, device=rig.device)
         ways = {
             BY_HAND: bare(rig, "resnet50", partial(islice, loader)),
             OURS: ours(rig, "resnet50", lambda updates: own),

@@ -1,9 +1,7 @@
 """What contenders of ours need; imports nothing that a run does not."""
 
-from __future__ import annotations
-
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +17,20 @@ from trainer.trainer import Trainer
 def train(
     model: nn.Module, optimizer: Optimizer, loader: Any, options: Mapping[str, Any], **others: Any
 ) -> None:
-    """Classify by a Trainer with these of `TrainerOptions`."""
-    task, given = Classification(others.pop("classes", 10)), TrainerOptions(**options)
+    """Train for an epoch by a Trainer with these of `TrainerOptions`: classify, or another task."""
+    task, given = others.pop("task", Classification(10)), TrainerOptions(max_epochs=1, **options)
     Trainer(model, task, optimizer, loader, options=given, **others).fit()
+
+
+class AfterUpdate(Callback):
+    """Call a function after each update."""
+
+    def __init__(self, function: Callable[[Trainer], object]) -> None:
+        self._function = function
+
+    def on_update_end(self, trainer: Trainer) -> None:
+        """Call it."""
+        self._function(trainer)
 
 
 class Mark(Callback):

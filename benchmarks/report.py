@@ -3,18 +3,16 @@
 It imports torch and the standard library only, so that a script by hand may stand beside it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import platform
-import resource
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
+from resource import RUSAGE_CHILDREN, getrusage
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -35,20 +33,20 @@ class Cost(NamedTuple):
 class Report:
     """What was measured, in `unit`; `headlines` are the figures to remember.
 
-    references: the contender that a contender is compared with.
+    references: the contenders that others are compared with, beside those that `ratios` knows.
     """
 
-    name: str
     title: str
     unit: str
     values: Values
-    references: Mapping[str, str]
     headlines: Mapping[str, float]
+    references: Mapping[str, str] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the median of each contender, and that as a ratio to its reference."""
-        ratio = ratios(self.values, self.references)
+        references = {**by_name(self.values), **self.references}
+        ratio = ratios(self.values, references)
         return [
             {
                 "name": name,
@@ -56,7 +54,7 @@ class Report:
                 "lowest": min(own),
                 "highest": max(own),
                 "ratio": ratio.get(name),
-                "reference": self.references.get(name, ""),
+                "reference": references.get(name, ""),
             }
             for name, own in self.values.items()
         ]
@@ -72,9 +70,9 @@ class Report:
             lines.append(line + (compared or ""))
         return "\n".join([*lines, *(f"{k}: {v:.3f}" for k, v in self.headlines.items())])
 
-    def write(self, folder: Path) -> Path:
-        """Write `folder/<name>.json`, with what a figure depends on beside the code."""
-        folder.mkdir(parents=True, exist_ok=True)
+    def write(self, path: Path, rounds: int) -> None:
+        """Write the JSON of a benchmark, with what a figure depends on beside the code."""
+        path.parent.mkdir(parents=True, exist_ok=True)
         cpuinfo = Path("/proc/cpuinfo")  # of Linux
         facts = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
         named = (line.partition(":")[2].strip() for line in facts if line.startswith("model name"))
@@ -85,12 +83,9 @@ class Report:
             "cores": os.cpu_count(),
             "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         }
-        content = {"name": self.name, **self.headlines, "unit": self.unit}
-        content |= {"rows": self.rows()}
-        content |= {"settings": dict(self.settings), "machine": machine}
-        path = folder / f"{self.name}.json"
+        content = {"name": path.stem, **self.headlines, "unit": self.unit, "rows": self.rows()}
+        content |= {"settings": {"rounds": rounds, **self.settings}, "machine": machine}
         path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        return path
 
 
 def in_turn(
@@ -112,9 +107,16 @@ def paired(own: Sequence[float], others: Sequence[float]) -> float:
     return statistics.median(a / b for a, b in zip(own, others, strict=True))
 
 
-def ratios(values: Values, references: Mapping[str, str]) -> dict[str, float]:
-    """Return the ratio of each contender to its reference."""
-    return {name: paired(values[name], values[to]) for name, to in references.items()}
+def by_name(values: Values) -> dict[str, str]:
+    """Return for each of our contenders the one by hand, or the bare one, of the same name."""
+    pairs = ((name, name.replace(OURS, to)) for name in values for to in (BY_HAND, BARE))
+    return {name: other for name, other in pairs if other != name and other in values}
+
+
+def ratios(values: Values, references: Mapping[str, str] | None = None) -> dict[str, float]:
+    """Return the ratio of each contender to its reference, or to that of the same name."""
+    known = {**by_name(values), **(references or {})}
+    return {name: paired(values[name], values[to]) for name, to in known.items()}
 
 
 def now() -> Cost:
@@ -128,14 +130,14 @@ def typical(stamps: Sequence[Cost]) -> Cost:
     return Cost(wall, cpu)
 
 
-def rate(samples: int, work: Callable[[], object]) -> float:
+def rate(samples: int, work: Callable[..., object], *args: object) -> float:
     """Return samples a second by the CPU's time of some work."""
     since = time.process_time()
-    work()
+    work(*args)
     return samples / (time.process_time() - since)
 
 
 def children_cpu() -> float:
     """Return the CPU seconds of all processes that have ended below this one."""
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    usage = getrusage(RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime

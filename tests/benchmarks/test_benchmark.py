@@ -13,18 +13,7 @@ from torch.optim import SGD
 from torch.utils.data import DataLoader
 
 from benchmarks import __main__ as benchmark
-from benchmarks import (
-    checkpoint,
-    data,
-    ddp,
-    gpu,
-    growth,
-    inference,
-    report,
-    start,
-    step,
-    train,
-)
+from benchmarks import commands, data, gpu, images, loop, report, runs
 from benchmarks.report import Report
 from conf.errors import ConfigError
 from examples.airbench.by_hand import train_by_hand
@@ -38,67 +27,64 @@ def pooled() -> nn.Module:
     return nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, 10))
 
 
+NETWORKS = {"NETWORKS": {"resnet18": (linear, 2)}}
 TINY: dict[str, tuple[Any, dict[str, Any]]] = {
-    "step": (step, {"BLOCK": 5, "WARMUP": 1, "BLOCKS": 2}),
+    "step": (loop, {"BLOCK": 5, "WARMUP": 1, "BLOCKS": 2}),
     "data": (
         data,
         {"IN_MEMORY": 256, "SMALL": 128, "LARGE": 8, "LARGE_BATCH": 4, "PHOTOGRAPHS": 4}
         | {"WORKERS": 0, "TELEPHONE": (400, 300), "LEAST": 0.0},
     ),
-    "train": (train, {"network": linear, "BATCH": 4, "PAIRS": 1, "START": "fork"}),
-    "evaluate": (inference, {"NETWORKS": {"resnet18": (linear, 2)}, "BATCH": 8}),
-    "predict": (inference, {"SAMPLES": 70, "OVERRIDES": (*inference.OVERRIDES, "model=mlp")}),
+    "train": (images, {**NETWORKS, "BATCH": 4, "PAIRS": 1, "START": "fork"}),
+    "evaluate": (images, {**NETWORKS, "EVALUATED": 8}),
+    "predict": (images, {"SAMPLES": 70, "OVERRIDES": (*images.OVERRIDES, "model=mlp")}),
     "growth": (
-        growth,
+        runs,
         {"DECADES": range(1, 3), "UPDATES": 8}
-        | {"ORDERS": {kind: (make, range(3, 5)) for kind, (make, _) in growth.ORDERS.items()}},
+        | {"ORDERS": {kind: (make, range(3, 5)) for kind, (make, _) in runs.ORDERS.items()}},
     ),
-    "checkpoint": (checkpoint, {"network": pooled}),
-    "sweep": (start, {"JOBS": 1, "JOB": (*start.JOB, "debug=fast")}),
-    "start": (start, {}),
-    "ddp": (ddp, {"PROCESSES": (1,)}),
+    "checkpoint": (runs, {"network": pooled}),
+    "sweep": (commands, {"JOBS": 1, "JOB": (*commands.JOB, "debug=fast")}),
+    "start": (commands, {}),
+    "ddp": (loop, {"PROCESSES": (1,)}),
 }
 COMMANDS = ("sweep", "start", "ddp")  # start processes
 
 
-@pytest.fixture
-def tiny(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Any:
-    module, sizes = TINY[request.param]
-    for name, value in sizes.items():
-        monkeypatch.setattr(module, name, value)
-    threads = torch.get_num_threads()
-    yield request.param
-    torch.set_num_threads(threads)
-
-
 @pytest.mark.parametrize(
-    "tiny",
-    [pytest.param(n, marks=[pytest.mark.slow] if n in COMMANDS else []) for n in TINY],
-    indirect=True,
+    "name", [pytest.param(n, marks=[pytest.mark.slow] if n in COMMANDS else []) for n in TINY]
 )
 def test_a_benchmark_prints_its_table_and_writes_its_file(
-    tiny: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert benchmark.benchmark([tiny, "--rounds", "1", "--output", str(tmp_path)]) == 0
-    written = json.loads((tmp_path / f"{tiny}.json").read_text())
+    module, sizes = TINY[name]
+    monkeypatch.setattr(torch, "set_num_threads", print)  # other tests have their own
+    for key, value in sizes.items():
+        monkeypatch.setattr(module, key, value)
+    assert benchmark.benchmark([name, "--rounds", "1", "--output", str(tmp_path)]) == 0
+    written = json.loads((tmp_path / f"{name}.json").read_text())
     headline = next(key for key in written if key.startswith("ratio_to_"))
     assert written[headline] > 0
     assert all(row["value"] > 0 for row in written["rows"])
     assert written["machine"]["torch"] == torch.__version__
+    assert written["settings"]["rounds"] == 1
     assert f"{headline}: " in capsys.readouterr().out
-    if tiny == "step":
+    if name == "step":
         assert {"cpu_ratio_to_handwritten", "cpu_ratio_all_off_to_bare"} < written.keys()
 
 
-@pytest.mark.parametrize("tiny", ["step"], indirect=True)
-def test_ours_trains_what_the_hand_written_loop_trains(tiny: Any, tmp_path: Path) -> None:
+def test_ours_trains_what_the_hand_written_loop_trains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for key, value in TINY["step"][1].items():
+        monkeypatch.setattr(loop, key, value)
     weights = []
-    for contender in (step.by_hand, step.ours):
+    for contender in (loop.by_hand, loop.ours):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 10))
         nn.init.normal_(model[2].weight)  # so that the gradients are clipped
-        optimizer = SGD(model.parameters(), lr=step.MAX_LR, momentum=0.9, weight_decay=5e-4)
-        loader = DataLoader(step.Batches(), batch_size=None)
+        optimizer = SGD(model.parameters(), lr=loop.MAX_LR, momentum=0.9, weight_decay=5e-4)
+        loader = DataLoader(loop.Batches(), batch_size=None)
         with contextlib.redirect_stderr(io.StringIO()):
             contender(model, optimizer, loader, tmp_path / contender.__name__)
         weights.append([p.detach() for p in model.parameters()])
@@ -107,8 +93,8 @@ def test_ours_trains_what_the_hand_written_loop_trains(tiny: Any, tmp_path: Path
 
 
 def test_an_evaluation_by_hand_finds_the_same() -> None:
-    trainer, loader = inference.evaluated(linear(), 1)
-    by_hand = inference.evaluate_by_hand(trainer, loader)
+    trainer, loader = images.evaluated(linear(), 1)
+    by_hand = images.evaluate_by_hand(trainer, loader)
     assert trainer.evaluate(loader, "val") == pytest.approx(by_hand)
 
 
@@ -124,19 +110,20 @@ def test_contenders_run_in_turn_and_ratios_are_medians_within_a_turn() -> None:
     assert order == list("ababab")
     assert found == {"a": [10, 100], "b": [11, 120]}
     assert report.paired(found["b"], found["a"]) == pytest.approx(1.15)
-    rows = Report("x", "Cost of x", "µs", found, {"b": "a"}, {}).rows()
+    rows = Report("Cost of x", "µs", found, {}, {"b": "a"}).rows()
     assert [(row["value"], row["ratio"]) for row in rows] == [
         (55, None),
         (65.5, pytest.approx(1.15)),
     ]
 
 
-def test_a_report_reads_well() -> None:
-    values = {"ours": [12.34], "theirs": [11.75]}
-    report = Report("x", "Cost of x", "µs", values, {"ours": "theirs"}, {"ratio": 1.05})
-    lines = report.text().splitlines()
+def test_a_report_reads_well_and_knows_contenders_of_one_name() -> None:
+    values = {"x, Regimen": [12.34], "x, by hand": [11.75], "y, Regimen": [1.0]}
+    lines = Report("Cost of x", "µs", values, {"ratio": 1.05}).text().splitlines()
     assert lines[0] == "Cost of x"
-    assert any(line.split()[:2] == ["ours", "12.3"] and "1.050" in line for line in lines)
+    assert [line.partition("x, Regimen")[2].split()[0] for line in lines[2:3]] == ["12.3"]
+    assert lines[2].endswith("1.050 of x, by hand")
+    assert "of" not in lines[4]
     assert lines[-1] == "ratio: 1.050"
 
 
@@ -147,7 +134,7 @@ def test_the_loop_of_cifar10_by_hand_learns(digit_photographs: Path) -> None:
 
 def test_the_gpu_benchmark_is_tried_on_a_cpu(digit_photographs: Path) -> None:
     words = ["device=cpu", "limit=1", "widths=small", f"data.root={digit_photographs}"]
-    found = {part.name: part for part in gpu.measure(1, words)}
+    found = dict(gpu.gpu(1, words))
     assert list(found) == [f"gpu_{name}" for name in gpu.PARTS]
     assert all(row["value"] >= 0 for part in found.values() for row in part.rows())
     assert found["gpu_airbench94"].headlines["ratio_to_handwritten"] > 0
@@ -164,7 +151,7 @@ def test_a_part_that_fails_is_told_and_ends_no_other(
 
     parts = {"first": out_of_memory, "second": lambda rig, rounds: ({}, {"ratio": 1.0})}
     monkeypatch.setattr(gpu, "PARTS", parts)
-    assert [part.name for part in gpu.measure(1, ["device=cpu"])] == ["gpu_second"]
+    assert [name for name, _ in gpu.gpu(1, ["device=cpu"])] == ["gpu_second"]
     said = capsys.readouterr()
     assert "first failed" in said.out
     assert "Tried to allocate 2 GiB" in said.err
