@@ -46,8 +46,8 @@ def benchmark(argv: Sequence[str]) -> int:
     parser.add_argument("--rounds", type=int, default=40, help=f"turns of each; at most: {MOST}")
     parser.add_argument("--output", type=Path, default=Path("benchmarks"), help="folder")
     arguments = parser.parse_intermixed_args(argv)
-    name, rounds = arguments.name, arguments.rounds
-    rounds = min(rounds, MOST.get(name, rounds))
+    name = arguments.name
+    rounds = min(arguments.rounds, MOST.get(name, arguments.rounds))
     if arguments.overrides and name not in TAKE_OVERRIDES:
         parser.error(f"{name} takes no overrides, only {', '.join(TAKE_OVERRIDES)} do")
     measure = getattr(importlib.import_module(f"benchmarks.{BENCHMARKS[name][0]}"), name)

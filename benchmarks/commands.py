@@ -164,6 +164,5 @@ def _ours(root: Path, overrides: Sequence[str]) -> float:
 
 def _said(*words: str) -> str:
     command = [sys.executable, "-m", *words]
-    return subprocess.run(
-        command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True, check=True
-    ).stdout
+    ran = subprocess.run(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True, check=True)
+    return ran.stdout

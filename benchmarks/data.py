@@ -116,12 +116,10 @@ def _contenders(scratch: Path) -> tuple[dict[str, Passes], dict[str, bool]]:
     found = {
         **_memory("digits", made_up(IN_MEMORY, 16, 1), "shift"),
         **_memory("CIFAR-sized", made_up(IN_MEMORY, 32, 3), "crop_flip", "on_device"),
-        "small JPEG: torchvision": _plain(
-            ImageFolder(f"{small}/train", _padded_crop(32, 3)), BATCH
-        ),
-        "large JPEG: torchvision": _large(large, IMAGENET),
+        "small JPEG: torchvision": _files(small, _padded_crop(32, 3), BATCH, 0),
+        "large JPEG: torchvision": _files(large, IMAGENET, LARGE_BATCH, WORKERS),
         "large JPEG: by hand": _by_hand(large),
-        "photographs: torchvision": _large(photographs, IMAGENET),
+        "photographs: torchvision": _files(photographs, IMAGENET, LARGE_BATCH, WORKERS),
     }
     words = ["data.image_size=32", f"loader.batch_size={BATCH}"]
     for cache, name in itertools.product(("none", "ram", "disk"), ("crop_flip", "on_device")):
@@ -139,7 +137,7 @@ def _contenders(scratch: Path) -> tuple[dict[str, Passes], dict[str, bool]]:
 
 def _memory(kind: str, images: Tensor, *names: str) -> dict[str, Passes]:
     crop = _padded_crop(images.shape[-1], images.shape[1])
-    found = {f"{kind}: torchvision": _plain(InMemory(images, crop), BATCH)}
+    found = {f"{kind}: torchvision": _plain(InMemory(images, crop), BATCH, 0)}
     for name in names:
         words = (f"transforms={name}", f"loader.batch_size={BATCH}")
         found[f"{kind}: {name}"] = _passes(ours_in_memory(images, *words))
@@ -151,14 +149,14 @@ def _padded_crop(side: int, channels: int) -> Any:
     return v1.Compose([*crop, v1.Normalize(MEAN[:channels], STD[:channels])])
 
 
-def _plain(dataset: Dataset[Any], batch: int, workers: int = 0) -> Passes:
+def _plain(dataset: Dataset[Any], batch: int, workers: int) -> Passes:
     options: Any = {"num_workers": workers, "persistent_workers": workers > 0}
     loader = DataLoader(dataset, batch, shuffle=True, **options)
     return lambda: (inputs for inputs, _ in loader)
 
 
-def _large(folder: Path, transform: Transform, **options: Any) -> Passes:
-    return _plain(ImageFolder(f"{folder}/train", transform, **options), LARGE_BATCH, WORKERS)
+def _files(folder: Path, transform: Transform, *batches: int, **options: Any) -> Passes:
+    return _plain(ImageFolder(f"{folder}/train", transform, **options), *batches)
 
 
 def _by_hand(folder: Path) -> Passes:
@@ -170,7 +168,8 @@ def _by_hand(folder: Path) -> Passes:
         part = interpolate(part, (224, 224), mode="bilinear", antialias=True)[0]
         return part.flip(-1) if torch.rand(()) < 0.5 else part
 
-    batches = _large(folder, cut, loader=partial(decode_image, mode=ImageReadMode.RGB))
+    decode = partial(decode_image, mode=ImageReadMode.RGB)
+    batches = _files(folder, cut, LARGE_BATCH, WORKERS, loader=decode)
     mean, std = (torch.tensor(values).view(3, 1, 1) * 255 for values in (MEAN, STD))
     return lambda: (batch.float().sub_(mean).div_(std) for batch in batches())
 
@@ -223,8 +222,7 @@ def _cpu_seconds() -> float:
 
 def picture_folder(name: str, tree: Path, side: int, images: int) -> tuple[Path, bool]:
     """Return a folder with `train/<class>/*` of JPEG files, and whether they are made up."""
-    place = tree / "train" / "pictures"
-    place.mkdir(parents=True)
+    (place := tree / "train" / "pictures").mkdir(parents=True)
     root = Path(os.environ.get("DATA_ROOT", "datasets")) / name
     real = sorted(path for path in root.rglob("*") if path.suffix.lower() in (".jpg", ".jpeg"))
     for number, path in enumerate(real[:: max(1, len(real) // images)][:images]):

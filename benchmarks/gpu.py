@@ -21,7 +21,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -29,7 +29,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from torch.profiler import profile
 from torch.utils.data import DataLoader
 from torchvision.datasets import ImageFolder
@@ -49,8 +48,8 @@ from trainer.strategies.strategy import Strategy
 from trainer.tasks.classification import Classification
 
 NETWORKS = {  # depth, stem, pixels a side, classes, images of an update
-    "resnet18": (18, "cifar", 32, 10, 512),
     "resnet50": (50, "imagenet", 224, 1000, 256),
+    "resnet18": (18, "cifar", 32, 10, 512),
 }
 FILES, WORKERS = 300, 16  # different JPEG files, each linked many times; at most so many workers
 AIRBENCH = str(Path(__file__).parents[1] / "examples" / "airbench" / "conf")
@@ -58,7 +57,8 @@ ALONE = "Regimen, a batch that stays"
 KNOWN = ("data.root", "device", "limit", "widths", "compile", "parts")
 
 Contender = Callable[[int], object]  # applies so many updates
-Found = tuple[dict[str, list[float]], dict[str, float]]  # values of each contender; headlines
+Values = dict[str, list[float]]  # of each contender
+Found = tuple[Values, dict[str, float]]  # and headlines
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +133,7 @@ def contenders(rig: Rig, name: str) -> dict[str, Contender]:
     return {BY_HAND: bare(rig, name, batches), OURS: ours(rig, name, batches)}
 
 
-def _network(rig: Rig, name: str) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+def _network(rig: Rig, name: str) -> tuple[Any, torch.optim.Optimizer, Any]:
     torch.manual_seed(0)
     depth, stem, _, classes, _ = rig.network(name)
     model: Any = ResNet(depth, classes, stem=stem)  # type: ignore[arg-type]
@@ -172,9 +172,7 @@ def ours(rig: Rig, name: str, batches: Callable[[int], Any]) -> Contender:
     return run
 
 
-def _rates(
-    rig: Rig, ways: Mapping[str, Contender], batch: int, rounds: int
-) -> dict[str, list[float]]:
+def _rates(rig: Rig, ways: dict[str, Contender], batch: int, rounds: int) -> Values:
     """Return images a second of each; the uncounted turn compiles."""
 
     def rate(run: Contender) -> float:
@@ -197,19 +195,16 @@ def _speed(name: str, rig: Rig, rounds: int) -> Found:
 def _waits(run: Contender, updates: int) -> int:
     """Return how often the host waits for the device; what a run does once is in it."""
     torch.cuda.set_sync_debug_mode("warn")
-    try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            run(updates)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run(updates)
+    torch.cuda.set_sync_debug_mode("default")
     return sum("synchroniz" in str(warning.message) for warning in caught)
 
 
 def _kernels(rig: Rig, rounds: int) -> Found:
     """Count separately: a profiler that may not be used here costs no other figure."""
-    values: dict[str, list[float]] = {}
-    headlines: dict[str, float] = {}
+    values, headlines = Values(), {}
     for name in NETWORKS:
         counts = {who: [kernels(rig, run)] for who, run in contenders(rig, name).items()}
         values |= _named(f"{name}, kernels an update", counts)
@@ -283,9 +278,8 @@ def _airbench94(rig: Rig, rounds: int) -> Found:
 
 def _resnet18_whole(rig: Rig, rounds: int) -> Found:
     words = ["experiment=resnet18_cifar10", "callbacks=none", "trainer.precision=bf16"]
-    words += ["loader.num_workers=0"]
     words += ["model=small_cnn", "trainer.max_epochs=1"] if rig.small else []
-    took, share = _trained(rig, words)
+    took, share = _trained(rig, [*words, "loader.num_workers=0"])
     return {}, {"seconds": took, "accuracy": share}
 
 
@@ -316,16 +310,11 @@ def _jpeg(rig: Rig, rounds: int) -> Found:
     return _named("resnet50 from JPEG files, images/s", rates), ratios
 
 
-def _named(title: str, values: dict[str, list[float]]) -> dict[str, list[float]]:
+def _named(title: str, values: Values) -> Values:
     return {f"{title}: {name}": own for name, own in values.items()}
 
 
-PARTS: dict[str, Callable[[Rig, int], Found]] = {
-    "resnet50": partial(_speed, "resnet50"),
-    "resnet18": partial(_speed, "resnet18"),
-    "kernels": _kernels,
-    "airbench94": _airbench94,
-    "resnet18_cifar10": _resnet18_whole,
-    "jpeg": _jpeg,
-}
+PARTS: dict[str, Callable[[Rig, int], Found]] = {n: partial(_speed, n) for n in NETWORKS}
+PARTS |= {"kernels": _kernels, "airbench94": _airbench94, "jpeg": _jpeg}
+PARTS["resnet18_cifar10"] = _resnet18_whole
 OF_FILES = ("airbench94", "resnet18_cifar10")

@@ -36,7 +36,7 @@ from torch.optim import SGD
 
 from benchmarks import ours, report
 from benchmarks.by_hand import updates
-from benchmarks.data import ours_in_memory
+from benchmarks.data import made_up, ours_in_memory
 from benchmarks.report import BARE, OURS, Report
 from callbacks.checkpoint import Checkpoint
 from callbacks.lr_monitor import LRMonitor
@@ -54,7 +54,6 @@ from scripts.runs.answers import Findings
 from trainer.assembly.data import build_data
 from trainer.assembly.experiment import build_evaluator, eval_loader
 from trainer.assembly.parts import build_strategy
-from trainer.callback import Callback
 from trainer.inference.predictor import InferenceFacts, Predictor, facts_of
 from trainer.inference.run import pictures_for
 from trainer.tasks.classification import Classification
@@ -70,8 +69,7 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], int]] = {  # and batches of a
     "small_cnn": (partial(SmallCNN, num_classes=10, in_channels=3), 10),
     "resnet18": (partial(ResNet, depth=18, num_classes=10, in_channels=3, stem="cifar"), 2),
 }
-SAMPLES = 128  # picture files
-SIDE = 8  # of a file, as the digits; they are brought to the 16 pixels of the run
+SAMPLES, SIDE = 128, 8  # picture files, as the digits: brought to the 16 pixels of the run
 OVERRIDES = ("experiment=resnet18", "strategy.accelerator=cpu", "loader.num_workers=0")
 
 
@@ -162,14 +160,9 @@ def train_ours(form: str, rounds: int, asked: Connection) -> None:
 
     options = {"max_steps": len(images) // BATCH, "log_every_n_steps": TURN}
     options["channels_last"] = "channels" in form
-    callbacks: dict[str, Callback] = {
-        "progress": Progress(bar=True),
-        "tensorboard": TensorBoard(),
-        "lr_monitor": LRMonitor(),
-        "metrics_log": MetricsLog(),
-        "turns": ours.AfterUpdate(turn),
-        "checkpoint": Checkpoint(every_n_epochs=None, monitor=None),
-    }
+    on: list[Any] = [Progress(bar=True), TensorBoard(), LRMonitor(), MetricsLog()]
+    on += [ours.AfterUpdate(turn), Checkpoint(every_n_epochs=None, monitor=None)]
+    callbacks = {type(callback).__name__: callback for callback in on}
     asked.recv()
     with contextlib.redirect_stderr(io.StringIO()), tempfile.TemporaryDirectory() as folder:
         others = {"callbacks": callbacks, "run_dir": folder, "precision": form.partition(",")[0]}
@@ -197,8 +190,7 @@ def evaluated(model: nn.Module, batches: int) -> tuple[Trainer, Loader]:
     images = torch.randint(256, (batches * EVALUATED, 3, 32, 32), dtype=torch.uint8)
     words = ("transforms=basic", f"loader.batch_size={EVALUATED}")
     loader = ours_in_memory(images, *words, targets=torch.arange(len(images)) % 10)
-    optimizer = SGD(model.parameters(), lr=0.1)
-    return Trainer(model, Classification(num_classes=10), optimizer, loader), loader
+    return Trainer(model, Classification(10), SGD(model.parameters(), lr=0.1), loader), loader
 
 
 def evaluate(rounds: int) -> Report:
@@ -243,15 +235,12 @@ def _predict(trainer: Trainer, loader: Loader, facts: InferenceFacts, folder: st
 def predict(rounds: int) -> Report:
     """Let both answer for all files `rounds` times, in turn, and compare."""
     torch.set_num_threads(1)
-    generator = torch.Generator().manual_seed(0)
-    pixels = torch.randint(0, 256, (SAMPLES, SIDE, SIDE), dtype=torch.uint8, generator=generator)
     with tempfile.TemporaryDirectory() as folder:
         paths = [str(Path(folder, f"{number:04d}.png")) for number in range(SAMPLES)]
-        for picture, path in zip(pixels, paths, strict=True):
+        for picture, path in zip(made_up(SAMPLES, SIDE, 1)[:, 0], paths, strict=True):
             Image.fromarray(picture.numpy()).save(path)
         config = parse(compose(OVERRIDES).config)
         strategy = build_strategy(config)
-        strategy.setup()
         data = build_data(config, ("val",))
         trainer = build_evaluator(config, data.num_classes, strategy)
         facts = facts_of(config, data, trainer.task)

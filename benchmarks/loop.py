@@ -64,9 +64,7 @@ class Batches(Dataset[Batch]):
     """The same batch for every update, each with a time stamp."""
 
     def __init__(self) -> None:
-        generator = torch.Generator().manual_seed(0)
-        images = torch.randn(BATCH, 32, generator=generator)
-        self._batch = images, torch.randint(10, (BATCH,), generator=generator)
+        self._batch = torch.randn(BATCH, 32), torch.randint(10, (BATCH,))
         self.stamps: list[Cost] = []
 
     def __len__(self) -> int:
@@ -112,18 +110,15 @@ def ours(
 ) -> None:
     """Do the same by a Trainer, or with all of that off."""
     on = {"progress": Progress(bar=True), "tensorboard": TensorBoard(), "lr_monitor": LRMonitor()}
-    schedule = OneCycleLR(optimizer, max_lr=MAX_LR, total_steps=len(loader) + 1)
-    used: dict[str, Any] = {"callbacks": on, "lr_scheduler": schedule} if all_on else {}
+    used: dict[str, Any] = {"run_dir": folder, "callbacks": on if all_on else {}}
+    if all_on:
+        used["lr_scheduler"] = OneCycleLR(optimizer, max_lr=MAX_LR, total_steps=len(loader) + 1)
     options = {"log_every_n_steps": BLOCK, "clip_grad_norm": 1.0 if all_on else None}
-    train(model, optimizer, loader, options, run_dir=folder, **{"callbacks": {}, **used})
+    train(model, optimizer, loader, options, **used)
 
 
-CONTENDERS: dict[str, Contender] = {
-    BY_HAND: by_hand,
-    OURS: ours,
-    BARE: bare,
-    OFF: partial(ours, all_on=False),
-}
+CONTENDERS: dict[str, Contender] = {BY_HAND: by_hand, OURS: ours, BARE: bare}
+CONTENDERS[OFF] = partial(ours, all_on=False)
 
 
 def step(rounds: int) -> Report:
@@ -194,31 +189,26 @@ def _rank(rounds: int) -> dict[str, list[Cost]]:
     wrapping.setup()
     alone = wrapping.group.world_size == 1
     strategy: Strategy = Strategy(wrapping.device) if alone else wrapping
-    contenders = {BY_HAND: (ddp_by_hand, strategy), OURS: (ddp_ours, strategy)}
+    runs = {BY_HAND: partial(ddp_by_hand, strategy), OURS: partial(ddp_ours, strategy)}
     if alone:
-        contenders[WRAPPED] = ddp_ours, wrapping
-
-    def together(contender: Callable[[Strategy], Cost], by: Strategy) -> Cost:
-        wrapping.group.gather(None)  # a barrier
-        return contender(by)
-
-    runs = {name: partial(together, *each) for name, each in contenders.items()}
+        runs[WRAPPED] = partial(ddp_ours, wrapping)
     speeds = report.in_turn(runs, rounds, uncounted=0)
     wrapping.group.leave()
     return speeds
 
 
-def _parts(device: torch.device) -> tuple[nn.Module, SGD, TensorDataset]:
+def _parts(strategy: Strategy) -> tuple[nn.Module, SGD, TensorDataset]:
+    strategy.group.gather(None)  # all begin together
     torch.manual_seed(0)
     count = SHARED * UPDATES
     samples = torch.randn(count, 1, SIZE, SIZE), torch.randint(10, (count,))
-    model = SmallCNN(num_classes=10, in_channels=1).to(device)
+    model = SmallCNN(num_classes=10, in_channels=1).to(strategy.device)
     return model, SGD(model.parameters(), lr=0.01, momentum=0.9), TensorDataset(*samples)
 
 
 def ddp_by_hand(strategy: Strategy) -> Cost:
     """Train as a person would: DistributedSampler, DDP, clipping, running sums."""
-    model, optimizer, samples = _parts(strategy.device)
+    model, optimizer, samples = _parts(strategy)
     wrapped, world = model, strategy.group.world_size
     sampler: DistributedSampler[Any] | None = None
     if world > 1:
@@ -240,7 +230,7 @@ def ddp_by_hand(strategy: Strategy) -> Cost:
 
 def ddp_ours(strategy: Strategy) -> Cost:
     """Do the same by a Trainer."""
-    model, optimizer, samples = _parts(strategy.device)
+    model, optimizer, samples = _parts(strategy)
     rank, world = strategy.group.rank, strategy.group.world_size
     order = Shuffled(len(samples), 0)
     sampler = UpdateSampler(order, batch_size=SHARED, rank=rank, world_size=world)

@@ -48,14 +48,8 @@ class Report:
         references = {**by_name(self.values), **self.references}
         ratio = ratios(self.values, references)
         return [
-            {
-                "name": name,
-                "value": statistics.median(own),
-                "lowest": min(own),
-                "highest": max(own),
-                "ratio": ratio.get(name),
-                "reference": references.get(name, ""),
-            }
+            {"name": name, "value": statistics.median(own), "lowest": min(own), "highest": max(own)}
+            | {"ratio": ratio.get(name), "reference": references.get(name, "")}
             for name, own in self.values.items()
         ]
 
@@ -77,10 +71,8 @@ class Report:
         facts = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
         named = (line.partition(":")[2].strip() for line in facts if line.startswith("model name"))
         machine = {
-            "python": platform.python_version(),
-            "torch": str(torch.__version__),
-            "processor": next(named, platform.processor()),
-            "cores": os.cpu_count(),
+            **{"python": platform.python_version(), "torch": str(torch.__version__)},
+            **{"processor": next(named, platform.processor()), "cores": os.cpu_count()},
             "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         }
         content = {"name": path.stem, **self.headlines, "unit": self.unit, "rows": self.rows()}

@@ -28,8 +28,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.optim import SGD, AdamW, Optimizer
+from torch import nn
+from torch.optim import SGD, AdamW
 
 from benchmarks import report
 from benchmarks.ours import AfterUpdate, train
@@ -52,12 +52,10 @@ ORDERS: dict[str, tuple[Callable[[int, int], Order], range]] = {  # and powers o
     "low_memory": (lambda samples, seed: LowMemory(range(samples), seed), range(4, 9)),
 }
 
-OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
-    "SGD": partial(SGD, lr=1e-3, momentum=0.9),
-    "AdamW": partial(AdamW, lr=1e-4),
-}
+OPTIMIZERS: Any = {"SGD": partial(SGD, lr=1e-3, momentum=0.9), "AdamW": partial(AdamW, lr=1e-4)}
 INTERVAL = 4  # updates from one of our saves to the next; by hand it is the last of them
 BATCH, SIZE = 2, 32  # images, and pixels a side
+ALONE, BESIDE = "an update alone", "beside a write"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 network = partial(ResNet, depth=50, num_classes=10, in_channels=3, stem="imagenet")
@@ -114,10 +112,9 @@ def order_bytes(kind: str, power: int) -> float:
 class Output(Task):
     """The loss is what the network returns."""
 
-    def training_step(self, model: nn.Module, batch: Any) -> Tensor:
+    def training_step(self, model: nn.Module, batch: Any) -> Any:
         """Return it."""
-        loss: Tensor = model(batch)
-        return loss
+        return model(batch)
 
 
 def run_costs() -> tuple[list[float], int]:
@@ -158,12 +155,12 @@ class Saves(Checkpoint):
         super().__init__(every_n_epochs=None, every_n_steps=INTERVAL, monitor=None, save_top_k=0)
         self.folder, self.began = folder, 0.0
         self.blocked: dict[str, list[float]] = {BY_HAND: [], OURS: []}
-        self.updates: dict[bool, list[float]] = {False: [], True: []}  # is ours being written?
+        self.updates: dict[str, list[float]] = {ALONE: [], BESIDE: []}
 
     def on_update_end(self, trainer: Trainer) -> None:
         """Note how long the update took."""
         if len(self.blocked[BY_HAND]) > 1:
-            self.updates[bool(_writers())].append(_since(self.began))
+            self.updates[BESIDE if _writers() else ALONE].append(_since(self.began))
 
     def on_boundary(self, trainer: Trainer) -> None:
         """Save if it is time to."""
@@ -205,9 +202,7 @@ def checkpoint(rounds: int) -> Report:
     for name in OPTIMIZERS:
         saves = _saves(name, rounds)
         values |= {f"{name}, {who}": own[1:] for who, own in saves.blocked.items()}  # not the first
-        for beside, title in ((False, "an update alone"), (True, "beside a write")):
-            if saves.updates[beside]:
-                values[f"{name}, {title}"] = saves.updates[beside]
+        values |= {f"{name}, {what}": own for what, own in saves.updates.items() if own}
     found = report.ratios(values)
     return Report(
         f"Time that a save keeps the training of ResNet-50 waiting ({DEVICE})",
