@@ -70,7 +70,7 @@ class Precision:
 
         So all processes learn of it from the gradients, and the host reads nothing else.
         """
-        scaled: Tensor = self.scaler.scale(loss) if self.scales else loss
+        scaled: Tensor = self.scaler.scale(loss)  # nothing without a scale, as the next two
         if loss.device.type == "cpu" and math.isfinite(loss.item()):  # reading costs nothing there
             ones = torch.ones_like(scaled)  # not kept: a gradient may share its memory
         else:
@@ -84,14 +84,12 @@ class Precision:
 
     def unscale(self, optimizers: Iterable[Optimizer]) -> None:
         """Divide the gradients by the scale, and check them for infinities."""
-        if self.scales:
-            for optimizer in optimizers:
-                self.scaler.unscale_(optimizer)
+        for optimizer in optimizers:
+            self.scaler.unscale_(optimizer)
 
     def update_scale(self) -> None:
         """Halve the scale after an overflow; raise it after many updates without one."""
-        if self.scales:
-            self.scaler.update()
+        self.scaler.update()
 
     @property
     def scale(self) -> float:
@@ -104,7 +102,7 @@ class Precision:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over a scaler's state; a run that scales starts afresh if there is none."""
-        if self.scales and state:
+        if state:
             self.scaler.load_state_dict(dict(state))
 
 
