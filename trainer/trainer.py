@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,10 +65,7 @@ class Trainer:
         self.precision = Precision(asked, device.type) if isinstance(asked, str) else asked
         self.model = model if strategy else self.precision.convert(model).to(device)
         self.task = task
-        dtype, channels_last = self.precision.dtype, self.options.channels_last
-        # Moves a batch to this process's device, in the run's number format.
-        self.to_device = partial(to_device, device=device, dtype=dtype, channels_last=channels_last)
-        task.to(device, dtype)
+        task.to(device, self.precision.dtype)
         self.strategy.check(named_modules(task))
         self.optimizers = Optimizers.wrap(optimizer, model, named_modules(task))
         self.lr_schedule = LRSchedule.wrap(lr_scheduler)
@@ -243,6 +239,11 @@ class Trainer:
             if len(group) == micro_batch.piece.micro_batches:
                 yield group
                 group = []
+
+    def to_device(self, batch: Any) -> Any:
+        """Move a batch to this process's device, in the run's number format."""
+        dtype, channels_last = self.precision.dtype, self.options.channels_last
+        return to_device(batch, self.strategy.device, dtype, channels_last)
 
     def update(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Apply one optimizer update, or skip it, and count; `trainer.update.updater` draws it."""
