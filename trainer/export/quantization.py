@@ -48,6 +48,7 @@ _RANGES = "fake_quantization"  # in the state of callbacks.compression.qat
 _PRODUCTS = ("Conv", "Gemm", "MatMul")
 _STATIC = (*_PRODUCTS, "Relu", "MaxPool", "AveragePool", "GlobalAveragePool", "Add")
 _INTEGERS = {"MatMulInteger", "QuantizeLinear"}
+_WEIGHTED = {"MatMulInteger", "DequantizeLinear"}
 _BATCH = 32
 
 
@@ -82,7 +83,7 @@ def quantize_run(
         whole, proto = path.with_name("float.onnx"), onnx_model(graph)
         learnt = _learnt(run, checkpoint, proto)
         save_onnx(proto, whole, {})
-        told: dict[str, Any] = {"method": method, "weights": "int8", "ranges": "of each batch"}
+        told: dict[str, Any] = {"method": method, "weights": "uint8", "ranges": "of each batch"}
         given = None
         if method == "static":
             told |= {"activations": "uint8", "calibration_samples": samples}
@@ -153,12 +154,21 @@ def integer_model(
                 weight_type=signed,
                 extra_options={"TensorQuantOverrides": known},
             )
-    proto = importlib.import_module("onnx").load(str(path))
+    onnx: Any = importlib.import_module("onnx")
+    proto = onnx.load(str(path))
     if _INTEGERS.isdisjoint(node.op_type for node in proto.graph.node):
         raise ModelError(
             f"the model has no layer with weights that method={method} quantizes: "
             f"method={other} may do"
         )
+    # Signed weights are wrong on a CPU with AVX2 and no VNNI: sums of two products saturate there.
+    given = {i for n in proto.graph.node if n.op_type in _WEIGHTED for i in n.input}
+    for tensor in proto.graph.initializer:
+        if tensor.name in given and tensor.data_type == onnx.TensorProto.INT8:
+            values = onnx.numpy_helper.to_array(tensor).view("uint8") ^ 128  # 0 becomes 128
+            kind, content = onnx.TensorProto.UINT8, values.tobytes()
+            tensor.CopyFrom(onnx.helper.make_tensor(tensor.name, kind, tensor.dims, content, True))
+    save_onnx(proto, path, {})
     return proto
 
 

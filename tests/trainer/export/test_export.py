@@ -309,7 +309,7 @@ def test_static_integers_lose_at_most_a_point(run, tmp_path):
     before, after = facts["before"], facts["after"]
     assert after["test/accuracy"] >= before["test/accuracy"] - 0.01 > 0.89
     assert after["megabytes"] < 0.5 * before["megabytes"]
-    told = {"method": "static", "weights": "int8", "ranges": "of training samples"}
+    told = {"method": "static", "weights": "uint8", "ranges": "of training samples"}
     told |= {"activations": "uint8", "calibration_samples": 512}
     assert facts["quantization"] == told
     assert {p.name for p in path.parent.iterdir()} == {"card.md", "export.json", "model.onnx"}
@@ -318,7 +318,8 @@ def test_static_integers_lose_at_most_a_point(run, tmp_path):
     graph = onnx.load(str(path)).graph
     kinds = {i.name: i.data_type for i in graph.initializer}
     weights = [n.input[0] for n in graph.node if n.op_type == "DequantizeLinear"]
-    assert onnx.TensorProto.INT8 in {kinds.get(name) for name in weights}
+    unsigned, of_biases = onnx.TensorProto.UINT8, onnx.TensorProto.INT32
+    assert {kinds[name] for name in weights if name in kinds} == {unsigned, of_biases}
     assert onnx.TensorProto.FLOAT not in {kinds[i.name] for i in graph.initializer if i.dims[1:]}
     found = evaluate_artefact(run.config, path)
     assert found == ("test", {k: v for k, v in after.items() if k.startswith("test/")})
@@ -395,6 +396,7 @@ def test_dynamic_takes_matrix_products_only(run, tmp_path):
     made = integer_model(tmp_path / "float.onnx", tmp_path / "int.onnx", None, {})
     kinds = [node.op_type for node in made.graph.node]
     assert (kinds.count("MatMulInteger"), kinds.count("Conv")) == (2, 1)
+    assert onnx.TensorProto.INT8 not in {i.data_type for i in made.graph.initializer}
     session, found = onnx_outputs(tmp_path / "int.onnx", x)
     assert session.get_modelmeta().custom_metadata_map["classes"] == '["a"]'
     with torch.no_grad():
