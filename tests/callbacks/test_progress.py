@@ -246,23 +246,3 @@ def test_a_validation_is_told_once_where_it_happened(make_trainer: Any, capsys: 
     with console():
         make_trainer({"progress": Progress()}, max_epochs=None, max_steps=7).fit()
     assert "epoch 2, step 7: train/epoch_loss" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("every", [1, 3, 50])
-def test_the_loss_of_an_epoch_is_that_of_its_samples_also_where_a_signal_ends_it(
-    make_trainer: Any, capsys: Any, every: int
-) -> None:
-    with console():
-        trainer = make_trainer({"progress": Progress(), "s": StopAt(8)}, log_every_n_steps=every)
-        losses: list[float] = []
-        step = trainer.task.training_step
-
-        def noting(model: Any, batch: Any) -> Any:
-            output = step(model, batch)
-            losses.append(output.loss.mean().item())
-            return output
-
-        trainer.task.training_step = noting
-        trainer.fit()
-    *_, last = capsys.readouterr().err.splitlines()
-    assert last.startswith(f"epoch 2/2, step 8: train/epoch_loss {sum(losses[-3:]) / 3:.4g} (")

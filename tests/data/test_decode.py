@@ -199,18 +199,6 @@ def test_part_is_that_of_whole_picture(tmp_path: Path, turn: int, step: Any) -> 
 
 
 @large
-def test_scale_follows_from_the_box_and_the_size(tmp_path: Path) -> None:
-    path = _write(tmp_path / "a.jpg")
-    file, whole = open_image(path), read_image(path)
-    assert isinstance(file, LargeJpeg)
-    less = file.part([0, 0, 100, 63], [50, 32])  # one column less than twice the size
-    part = file.part([0, 0, 100, 64], [50, 32])
-    assert torch.equal(less, v2.Resize((50, 32))(whole[:, :100, :63]))
-    assert part.shape == (3, 50, 32)
-    assert not torch.equal(part, v2.Resize((50, 32))(whole[:, :100, :64]))
-
-
-@large
 @pytest.mark.parametrize(
     "step", [v2.RandomResizedCrop(240), v2.Resize(160), v2.Resize((130, 170))], ids=repr
 )
