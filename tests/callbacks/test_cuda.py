@@ -37,24 +37,11 @@ class History(Callback):
     on_update_end = on_fit_start
 
 
-def on_gpu(make_trainer: Any, callbacks: dict[str, Callback], **more: Any) -> Trainer:
-    plain = make_trainer({}, **more)
-    return Trainer(
-        plain.model.cuda(),
-        plain.task,
-        torch.optim.SGD(plain.model.parameters(), lr=0.05),
-        plain.train_loader,
-        plain.val_loader,
-        strategy=Strategy("cuda"),
-        callbacks=callbacks,
-        options=plain.options,
-    )
-
-
 def test_a_skipped_update_does_not_move_the_average(make_trainer: Any) -> None:
     history, ema = History(), Watched(decay=0.8, warmup=False)
-    callbacks: dict[str, Callback] = {"history": history, "ema": ema}
-    trainer = on_gpu(make_trainer, callbacks, spoilt=2, on_nonfinite="skip")
+    callbacks = {"history": history, "ema": ema}
+    on_gpu = {"strategy": Strategy("cuda"), "on_nonfinite": "skip"}
+    trainer = make_trainer(callbacks, spoilt=2, **on_gpu)
     trainer.fit()
     assert trainer.state.skipped_updates == 2
     expected = history.weights[0]
@@ -66,7 +53,7 @@ def test_a_skipped_update_does_not_move_the_average(make_trainer: Any) -> None:
 
 
 def test_peak_memory(make_trainer: Any) -> None:
-    trainer = on_gpu(make_trainer, {"memory": Memory()})
+    trainer = make_trainer({"memory": Memory()}, strategy=Strategy("cuda"))
     trainer.fit()
     allocated = trainer.metrics["memory/peak_allocated_mib"]
     assert 0 < allocated <= trainer.metrics["memory/peak_reserved_mib"]

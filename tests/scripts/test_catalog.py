@@ -111,12 +111,8 @@ def test_a_new_project_trains_at_once_and_its_tests_pass(project: Path) -> None:
         command = [sys.executable, "-P", "-m", *module]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stdout + done.stderr
-    status = json.loads((project / "run/status.json").read_text())
-    assert status["state"] == "finished"
-    assert status["results"]["test/accuracy"] > 0.8
     title, *epochs = (project / "run/diary.txt").read_text().splitlines()
     assert (title, len(epochs)) == ("mine", 2)
-    assert float(epochs[-1]) == pytest.approx(status["results"]["val/accuracy"], abs=1e-3)
 
 
 def test_the_commands_of_its_readme_are_sound(project: Path) -> None:

@@ -259,14 +259,6 @@ def test_a_shift_is_the_epochs_own_and_overlaps_nothing(folder: Path) -> None:
         assert found[0][0][0] == NUMBERS[starts[17]]
 
 
-def test_without_a_val_file_the_end_of_train_is_taken(folder: Path) -> None:
-    (folder / "val.bin").unlink()
-    train, val = blocks(folder, val_fraction=0.2), blocks(folder, "val", val_fraction=0.2)
-    assert val[0][0][0] == NUMBERS[800]
-    assert len(train) == (800 - 1) // 16
-    assert blocks(folder, "val", val_fraction=0.0) is None
-
-
 @pytest.mark.parametrize("shift", [False, True])
 def test_folds_are_contiguous_and_share_out_the_file(folder: Path, shift: bool) -> None:
     held = 0
