@@ -25,6 +25,7 @@ from callbacks.pictures.texts import Texts
 from callbacks.support import CallbackError, is_due
 from callbacks.tensorboard import TensorBoard
 from callbacks.trackers.recorder import MetricsLog
+from models import gan
 from toys import StopAt
 from trainer.callback import Callback
 from trainer.media import PRCurve
@@ -309,18 +310,6 @@ def test_masks_lie_over_their_images() -> None:
     assert len({tuple(pixel) for pixel in painted.flatten(1).T.tolist()}) == 4
 
 
-class Pair(nn.Module):
-    """A generator and a discriminator of a layer each."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.generator = nn.Sequential(nn.Linear(5, 16), nn.Unflatten(1, (1, 4, 4)))
-        self.discriminator = nn.Sequential(nn.Flatten(), nn.Linear(16, 1))
-
-    def forward(self, inputs: Tensor, part: str) -> Any:
-        return getattr(self, part)(inputs)
-
-
 def test_generated_images_come_from_the_same_noise_each_time() -> None:
     noise = torch.randn(2, 5, generator=torch.Generator().manual_seed(3))
     batches = [(torch.rand(2, 1, 4, 4), noise)]
@@ -332,9 +321,15 @@ def test_generated_images_come_from_the_same_noise_each_time() -> None:
         made = {name: torch.optim.SGD(part.parameters(), 0.1) for name, part in parts.items()}
         return Optimizers(made, names)
 
-    options: Any = {"task": GAN(), "model": Pair(), "train": batches, "optimizer": two}
+    options: Any = {
+        "task": GAN(),
+        "model": gan.GAN(1, 4, latent_dim=5),
+        "train": batches,
+        "optimizer": two,
+    }
     run = trainer_of({"g": gallery, "made": GeneratedImages()}, max_epochs=1, **options)
     run.fit()
+    run.model.eval()
     expected = sheet(pixels(run.model(noise, part="generator")), columns=8)
     assert np.array_equal(gallery.shown["generated/val"][0][1], expected)
 

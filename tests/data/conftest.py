@@ -102,11 +102,11 @@ def built() -> Any:
 def seen() -> Any:
     """A function from overrides to what a network sees of each sample, over all ranks."""
 
-    def run(*words: str, world: int = 1, start: int = 0) -> dict[int, torch.Tensor]:
+    def run(*words: str, world: int = 1) -> dict[int, torch.Tensor]:
         found: dict[int, torch.Tensor] = {}
         for rank in range(world):
             loader, *_ = _built(*words, rank=rank, world=world)
-            for micro in loader.epoch(1, start):
+            for micro in loader.epoch(1):
                 kept = micro.piece.indices[: micro.piece.count]
                 found |= dict(zip(kept, micro.batch[0], strict=False))
             loader.close()

@@ -18,8 +18,8 @@ N = 1500
 HEIGHT, WIDTH = 12, 16
 
 
-def _pictures(samples: int, channels: int = 3, dtype: torch.dtype = torch.uint8) -> Tensor:
-    shape = (samples, channels, HEIGHT, WIDTH)
+def _pictures(samples: int, dtype: torch.dtype = torch.uint8) -> Tensor:
+    shape = (samples, 3, HEIGHT, WIDTH)
     drawn = torch.randint(0, 256, shape, generator=Generator().manual_seed(1), dtype=torch.uint8)
     return drawn if dtype == torch.uint8 else drawn.to(dtype) / 255
 

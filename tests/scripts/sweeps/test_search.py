@@ -312,6 +312,7 @@ def test_a_damaged_study_is_a_clear_error(jobs, content, name):
         CheckpointError, match=rf"^the study .*{name} is damaged \(.*[a-z].*\): move it away"
     ):
         run(*SPACE, f"sweep.storage={name}", "run_dir=there")
+    searches.cut_torn_line(Path(name))  # of a journal only
     assert (jobs.ran, Path(name).read_bytes()) == ([], content)
 
 
