@@ -62,17 +62,17 @@ KNOWN_TO_ALL = ("conf.errors", "conf.interpolation", "conf.schema_trainer", "dat
 # Code lines (no blank line, comment, docstring) and files: a budget. A number goes down with what
 # is thrown away, and up in the commit that brings a new capability.
 BUDGET = {
-    "conf": 1018,
-    "data": 3155,
-    "models": 742,
-    "trainer": 8727,
-    "callbacks": 2463,
-    "scripts": 4700,
-    "the six packages": 20805,
-    "tests": 20793,
-    "benchmarks": 1486,
+    "conf": 1001,
+    "data": 3080,
+    "models": 710,
+    "trainer": 8624,
+    "callbacks": 2374,
+    "scripts": 4674,
+    "the six packages": 20463,
+    "tests": 18995,
+    "benchmarks": 1290,
 }
-FILES = {"the six packages": 196, "tests": 131}
+FILES = {"the six packages": 196, "tests": 127}
 
 # A room holds up to 12 modules; those whose files YAML names may hold more.
 LARGEST_ROOM = 12
