@@ -19,6 +19,7 @@ from trainer.callback import Saver
 from trainer.checkpoints import shards
 from trainer.checkpoints.archive import on_host, write_safetensors
 from trainer.checkpoints.store import CheckpointStore
+from trainer.device import current_stream, has_streams
 from trainer.errors import StorageError
 from trainer.state import TrainState
 
@@ -32,38 +33,39 @@ class Staging:
     """Copies of tensors in host memory, whose buffers are used again by the next save.
 
     Allocating memory costs several times as much as copying. Pinned memory, which asynchronous
-    copies from a GPU need, costs even more.
+    copies from an accelerator need, costs even more.
     """
 
     def __init__(self) -> None:
         self._buffers: dict[Any, list[Tensor]] = {}  # by shape, stride, dtype, pinned
-        self._events: list[torch.cuda.Event] = []
+        self._events: list[torch.Event] = []
 
     @torch.no_grad()
     def copy(self, tree: Any) -> Any:
         """Return a copy of `tree`; the previous one is overwritten.
 
-        Copies of CUDA tensors are complete after `wait`.
+        Copies from an accelerator are complete after `wait`.
         """
         free, self._buffers = self._buffers, defaultdict(list)
         devices: set[torch.device] = set()
 
         def copied(tensor: Tensor) -> Tensor:
-            kind = (tensor.shape, tensor.stride(), tensor.dtype, tensor.is_cuda)
+            queued = has_streams(tensor.device)
+            kind = (tensor.shape, tensor.stride(), tensor.dtype, queued)
             if free.get(kind):
                 buffer = free[kind].pop()
             else:
-                buffer = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+                buffer = torch.empty_like(tensor, device="cpu", pin_memory=queued)
             self._buffers[kind].append(buffer)
-            devices.update([tensor.device] if tensor.is_cuda else [])
-            return buffer.copy_(tensor, non_blocking=tensor.is_cuda)
+            devices.update([tensor.device] if queued else [])
+            return buffer.copy_(tensor, non_blocking=queued)
 
         result = on_host(tree, copied)
-        self._events = [torch.cuda.current_stream(device).record_event() for device in devices]
+        self._events = [current_stream(device).record_event() for device in devices]
         return result
 
     def wait(self) -> None:
-        """Wait until the copies of CUDA tensors are complete; called by the writer thread."""
+        """Wait until the copies from an accelerator are complete; called by the writer thread."""
         for event in self._events:
             event.synchronize()
 

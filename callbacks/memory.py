@@ -3,9 +3,8 @@
 import resource
 import sys
 
-import torch
-
 from trainer.callback import Callback
+from trainer.device import has_streams, peaks, reset_peaks
 from trainer.trainer import Trainer
 
 _MIB = 2**20
@@ -14,27 +13,23 @@ _MIB = 2**20
 class Memory(Callback):
     """Add `memory/peak_*` to the last log line of an epoch, in MiB.
 
-    With CUDA these are the peaks of the epoch: the memory of tensors (`allocated`) and of torch's
-    caching allocator (`reserved`). Otherwise `rss` is the peak resident memory of this process
-    since its start.
+    On an accelerator these are the peaks of the epoch: the memory of tensors (`allocated`) and of
+    torch's caching allocator (`reserved`). Otherwise `rss` is the peak resident memory of this
+    process since its start.
     """
 
     def on_epoch_start(self, trainer: Trainer) -> None:
         """Reset the peaks."""
-        if trainer.strategy.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(trainer.strategy.device)
+        if has_streams(trainer.strategy.device):
+            reset_peaks(trainer.strategy.device)
 
     def scalars(self, trainer: Trainer) -> dict[str, float]:
         """Return the peaks at the end of an epoch, or of the run."""
         if trainer.state.position and not trainer.done:
             return {}
         device = trainer.strategy.device
-        if device.type != "cuda":
-            return {"memory/peak_rss_mib": peak_rss() / _MIB}
-        return {
-            "memory/peak_allocated_mib": torch.cuda.max_memory_allocated(device) / _MIB,
-            "memory/peak_reserved_mib": torch.cuda.max_memory_reserved(device) / _MIB,
-        }
+        found = peaks(device) if has_streams(device) else {"rss": peak_rss()}
+        return {f"memory/peak_{name}_mib": value / _MIB for name, value in found.items()}
 
 
 def peak_rss() -> int:

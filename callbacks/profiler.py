@@ -5,10 +5,10 @@ import os
 from dataclasses import dataclass
 from functools import partial
 
-import torch
 from torch import profiler
 
 from trainer.callback import Callback
+from trainer.device import device_count
 from trainer.files.atomic import write_text
 from trainer.runs.status import TENSORBOARD
 from trainer.trainer import Trainer
@@ -70,7 +70,7 @@ class Profiler(Callback):
         trace = trainer.run_dir / place
         trace.parent.mkdir(parents=True, exist_ok=True)
         profile.export_chrome_trace(str(trace))
-        key = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
+        key = "self_device_time_total" if device_count() else "self_cpu_time_total"
         table = profile.key_averages().table(sort_by=key, row_limit=40)
         write_text(trainer.run_dir / TABLE, table + "\n")
         _log.info("profile: %s", trainer.run_dir / TABLE)

@@ -18,7 +18,7 @@ _KEYS = {
     "per_device_train_batch_size": "loader.batch_size (of an update, on all devices)",
     "per_device_eval_batch_size val_batch_size": "loader.eval_batch_size",
     "workers dataloader_num_workers": "loader.num_workers",
-    "device": "strategy.accelerator (auto, cpu, cuda, mps) and strategy.devices",
+    "device": "strategy.accelerator (auto, cpu, cuda, ...) and strategy.devices",
     "gpus": "strategy.devices",
     "num_nodes": "torchrun (docs/distributed.md)",
     "epochs num_epochs num_train_epochs": "trainer.max_epochs",
@@ -59,9 +59,8 @@ _KEYS = {
     "arch": "model",
 }
 _OURS = {word: ours for words, ours in _KEYS.items() for word in words.split()}
-# Values of `precision` and `accelerator` as others write them.
+# Values of `precision` as others write them.
 VALUES = {
-    "gpu": "cuda",
     **dict.fromkeys(("16", "16-mixed", "16-true", "float16", "half"), "fp16"),
     **dict.fromkeys(("bf16-mixed", "bfloat16", "amp"), "bf16"),
     "bf16-true": "bf16_true",

@@ -132,11 +132,11 @@ class StrategyConfig:
     """One device, several under one process (dp), or one process each (ddp, fsdp)."""
 
     name: Literal["single", "dp", "ddp", "fsdp"] = option("single", "set by the group's choice")
-    accelerator: Literal["auto", "cpu", "cuda", "mps"] = option("auto", "kind of device")
+    accelerator: str = option("auto", "cpu, or a kind that torch knows: cuda, mps, xpu, ...")
     devices: int | list[int] | Literal["auto"] = count(
         "auto", "how many, or their numbers; under torchrun the world decides"
     )
-    backend: Literal["auto", "nccl", "gloo"] = _of_both("auto", "auto = nccl on GPUs, gloo on CPUs")
+    backend: Literal["auto", "nccl", "gloo"] = _of_both("auto", "auto = the device's own, as nccl")
     timeout: float = positive(
         1800.0, "seconds after which a silent process has failed", strategies=_BOTH
     )
@@ -180,8 +180,8 @@ class StrategyConfig:
         if self.name == "single" and number not in (0, 1, "auto"):
             message = f"{number} devices need strategy=ddp, fsdp or dp: single has one"
             yield Problem("devices", message)
-        if self.backend == "nccl" and self.accelerator in ("cpu", "mps"):
-            message = f"nccl connects GPUs, but strategy.accelerator is {self.accelerator}"
+        if self.accelerator == "cpu" and self.backend not in ("auto", "gloo"):
+            message = f"{self.backend} connects accelerators, but strategy.accelerator is cpu"
             yield Problem("backend", message)
         for name, one in declared(StrategyConfig).items():
             idle = one.strategies and self.name not in one.strategies

@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trainer.device import sent
+
 # Integers that the host looks at before they leave it: so many take it 15 us, 16 million 6 ms. A
 # kernel counts them in less.
 _FEW = 2**16
@@ -90,15 +92,6 @@ def to_device(
         return tensor
 
     return map_tensors(moved, batch)
-
-
-def sent(rows: Tensor, device: torch.device) -> Tensor:
-    """Copy rows of numbers to a device, from pinned memory so that the host does not wait."""
-    if device.type == rows.device.type:
-        return rows
-    if device.type != "cuda":
-        return rows.to(device)
-    return rows.contiguous().pin_memory().to(device, non_blocking=True)
 
 
 def gathered(samples: Any, indices: Sequence[int], device: torch.device) -> Any:

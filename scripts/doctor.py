@@ -50,12 +50,14 @@ def _checks() -> Iterator[tuple[str, Callable[[], Finding]]]:
     yield "disk", _disk
     with importing():
         import torch
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    cuda, hip = torch.version.cuda, torch.version.hip
-    kind = f"ROCm {hip}" if hip else f"CUDA {cuda}" if cuda else "CPUs only"
-    yield "torch", lambda: (f"{torch.__version__}, built for {kind}", None)
-    yield "driver", lambda: of_driver(cuda, gpus > 0)
-    yield "devices", lambda: _devices(gpus)
+
+        from trainer import device
+    cuda = torch.version.cuda
+    there = {"CUDA": cuda, "ROCm": torch.version.hip, "XPU": torch.version.xpu}
+    built = ", ".join(f"{name} {version}" for name, version in there.items() if version)
+    yield "torch", lambda: (f"{torch.__version__}, built for {built or 'CPUs only'}", None)
+    yield "driver", lambda: of_driver(cuda, device.device_count() > 0)
+    yield "devices", _devices
 
 
 def _threads() -> Finding:
@@ -93,17 +95,14 @@ def of_driver(cuda: str | None, works: bool) -> Finding:
     return f"NVIDIA driver {done.stdout.partition(chr(10))[0]}", None if works else cure
 
 
-def _devices(gpus: int) -> Finding:
+def _devices() -> Finding:
     """Name the devices; of a CPU the number formats in which it is fast."""
     import torch
 
+    from trainer.device import describe_all
     from trainer.update.precision import cpu_formats
 
     fast = ", ".join(["fp32", *sorted(cpu_formats())])
     emulated = "" if "bf16" in fast else "; trainer.precision=bf16 works, but slowly"
     named = [f"cpu ({fast}; {torch.backends.cpu.get_cpu_capability()}{emulated})"]
-    named += ["mps"] * torch.backends.mps.is_available()
-    for number in range(gpus):
-        facts = torch.cuda.get_device_properties(number)
-        named.append(f"cuda:{number} {facts.name} {facts.total_memory / _GIB:.0f} GiB")
-    return ", ".join(named), None
+    return ", ".join([*named, *describe_all()]), None

@@ -21,6 +21,7 @@ PACKAGES = ("conf", "data", "models", "trainer", "callbacks", "scripts")
 # where it is named here.
 ORDER = (
     ("trainer.shadow",),
+    ("trainer.device",),
     ("conf.errors",),
     ("conf", "data"),
     ("data.loading",),
@@ -102,6 +103,19 @@ PRIVATE = {
 LONGEST_FILE = 450
 LONGEST_FUNCTION = 60
 DEEPEST = 4  # blocks within a function
+
+# Files that name a kind of accelerator, and why; all else goes by `trainer/device.py`.
+KINDS = re.compile(r"\b(cuda|mps|xpu|hpu|npu)\b", re.I)
+NAME_A_KIND = {
+    "trainer/device.py": "what differs between kinds",
+    "trainer/rng.py": "TF32, cuDNN and cuBLAS, which are CUDA's alone",
+    "trainer/strategies/strategy.py": "nn.DataParallel, whose kernels are CUDA's",
+    "scripts/doctor.py": "the driver of NVIDIA's GPUs",
+    "scripts/cli/keys.py": "an example in a message",
+    "conf/schema_trainer.py": "examples in a meaning",
+    "conf/other_words.py": "examples in a message",
+    "trainer/errors.py": "how device libraries begin their errors",
+}
 
 # Each is the usual term in both of its rooms: a callback and a metric, a network and a task.
 NAMED_TWICE = {"ConfusionMatrix", "GAN"}
@@ -262,6 +276,11 @@ def code_lines(path: Path) -> int:
 
 def test_what_is_private_elsewhere_is_named_in_few_files() -> None:
     assert {named(path) for path in SOURCES if any(private_names(tree(path)))} == PRIVATE.keys()
+
+
+def test_kinds_of_accelerators_are_named_in_one_module_but_for_what_is_cudas_alone() -> None:
+    found = {named(path) for path in SOURCES if KINDS.search(path.read_text(encoding="utf-8"))}
+    assert found == NAME_A_KIND.keys()
 
 
 def private_names(module: ast.Module) -> Iterator[str]:

@@ -23,6 +23,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
+from trainer.device import has_streams
 from trainer.errors import (
     EXIT_CODES,
     Interrupted,
@@ -175,18 +176,19 @@ class Group:
         if int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1:
             os.environ[_ATTEMPT] = agreed_attempt(store, rank, world_size, self.timeout)
         self._board = Board(store, rank)
-        on_gpus = device.type == "cuda"
+        queued = has_streams(device)
         dist.init_process_group(
             self.backend,
             store=PrefixStore(f"regimen/group-{attempt()}", store),
             rank=rank,
             world_size=world_size,
-            timeout=self.timeout + _WATCHDOG_LATER if on_gpus else self.timeout,
-            device_id=device if on_gpus else None,
+            timeout=self.timeout + _WATCHDOG_LATER if queued else self.timeout,
+            device_id=device if queued else None,
         )
         # A group of its own, so that communication between hosts never waits for a device.
         self.control = dist.new_group(backend="gloo", timeout=self.timeout)  # type: ignore[assignment]
-        # With GPUs only the device waits for a collective: hosts may be several updates apart.
+        # Where work is queued only the device waits for a collective: hosts may be several updates
+        # apart.
         if device.type == "cpu" and os.environ.get("LOCAL_WORLD_SIZE") == str(world_size):
             self._share_flags()
 

@@ -28,7 +28,9 @@ MISFITS = (RuntimeError, TypeError, ValueError, LookupError, AttributeError)
 # Packages whose errors are not attributed to the user's code; of them those whose errors come from
 # another process, or hide where they come from.
 _LIBRARIES = {"torch", "torchvision", "timm", "torchmetrics", "models", "trainer", "data", "hydra"}
-_FOREIGN = ("torch.distributed", "torch.nn.parallel", "torch._utils", "torch.cuda")
+_FOREIGN = ("torch.distributed", "torch.nn.parallel", "torch._utils", "torch.accelerator")
+# How the libraries of devices begin their errors: CUDA error, HIP error, XPU error.
+_DEVICE_ERROR = re.compile(r"\b[A-Z]{3,} error\b")
 # What an error says, and the smallest change that helps. `{}` takes the groups.
 _CHANGES = {
     r"mat1 and mat2 shapes cannot be multiplied \(\d+x(\d+) and (\d+)x\d+\)": (
@@ -186,6 +188,12 @@ def account(error: BaseException) -> str | None:
     return "; ".join(parts) + target
 
 
+def device_failed(error: BaseException) -> bool:
+    """Return whether an accelerator failed or ran out of memory, whatever the code asked of it."""
+    named = type(error).__name__ in ("AcceleratorError", "OutOfMemoryError")
+    return named or (isinstance(error, RuntimeError) and bool(_DEVICE_ERROR.search(str(error))))
+
+
 def misfit(
     error: Exception, batch: Any, updates: int, later: str = "this batch differs from those before"
 ) -> RunError | None:
@@ -221,8 +229,8 @@ def is_misfit(error: Exception) -> bool:
     if not isinstance(error, MISFITS) or hasattr(error, "exit_code"):
         return False
     modules = [str(f.f_globals.get("__name__", "")) for f, _ in walk_tb(error.__traceback__)]
-    memory = type(error).__name__ == "OutOfMemoryError" or "allocate memory" in str(error)
-    if memory or "CUDA error" in str(error) or modules[-1].startswith(_FOREIGN):
+    memory = "allocate memory" in str(error)
+    if memory or device_failed(error) or modules[-1].startswith(_FOREIGN):
         return False
     return all(module.partition(".")[0] in _LIBRARIES for module in modules)
 

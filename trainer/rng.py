@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
-# Of torch, `random` and numpy, and of the CUDA devices: as their libraries return them.
+from trainer.device import rng_state, seed_device, set_rng_state
+
+# Of torch, `random` and numpy, and of accelerators: as their libraries return them.
 _States = tuple[torch.Tensor, Any, Any, list[torch.Tensor]]
 # How their parts are saved.
 _PYTHON = ("version", "internal", "gauss_next")
@@ -50,28 +52,34 @@ class RandomStates:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states if only the training went on; loads with `weights_only` accept them."""
-        ours, python, numpy, cuda = self._kept or _states(self._devices)
+        ours, python, numpy, devices = self._kept or _states(self._devices)
         python = dict(zip(_PYTHON, python, strict=True))
         python["internal"] = torch.tensor(python["internal"], dtype=torch.int64)
         numpy = dict(zip(_NUMPY, numpy, strict=True))
         numpy["keys"] = torch.from_numpy(numpy["keys"].astype(np.int64))
-        return {"torch": ours, "cuda": cuda, "python": python, "numpy": numpy}
+        kind = self._devices[0].type if devices else "cpu"
+        own = {"kind": kind, "states": devices}
+        return {"torch": ours, "device": own, "python": python, "numpy": numpy}
 
     def load_state_dict(self, state: dict[str, Any]) -> list[str]:
         """Let the training go on from a state; return what could not be restored, in words.
 
         The devices may be others than those that it was saved on.
         """
-        python, numpy, cuda = dict(state["python"]), dict(state["numpy"]), state["cuda"]
+        python, numpy, own = dict(state["python"]), dict(state["numpy"]), state["device"]
         python["internal"] = tuple(python["internal"].tolist())
         numpy["keys"] = numpy["keys"].numpy().astype(np.uint32)
         parts = tuple(python.values()), tuple(numpy.values())
-        _put_back((state["torch"].cpu(), *parts, [own.cpu() for own in cuda]), self._devices)
+        here = _accelerators(self._devices)
+        kind = here[0].type if here else "cpu"
+        saved = [one.cpu() for one in own["states"]] if own["kind"] == kind else []
+        _put_back((state["torch"].cpu(), *parts, saved), self._devices)
         if self._kept is not None:
             self.keep()
-        here = len(_cuda(self._devices))
-        lost = len(cuda) - here
-        return [f"the random state of {lost} GPUs (this process has {here})"] if lost > 0 else []
+        if own["kind"] != kind:
+            return [f"the random state of {own['kind']} on {kind}: dropout differs from here on"]
+        lost = len(saved) - len(here)
+        return [f"the random state of {lost} devices (this process has {len(here)})"] * (lost > 0)
 
 
 @contextmanager
@@ -85,29 +93,28 @@ def preserved(device: torch.device, seed: int = 0) -> Iterator[None]:
         _put_back(before, [device])
 
 
-def _cuda(devices: Sequence[torch.device]) -> list[torch.device]:
-    return [device for device in devices if device.type == "cuda"]
+def _accelerators(devices: Sequence[torch.device]) -> list[torch.device]:
+    return [device for device in devices if device.type not in ("cpu", "meta")]
 
 
 def _states(devices: Sequence[torch.device]) -> _States:
-    cuda = [torch.cuda.get_rng_state(device) for device in _cuda(devices)]
-    return torch.get_rng_state(), random.getstate(), np.random.get_state(), cuda
+    own = [rng_state(device) for device in _accelerators(devices)]
+    return torch.get_rng_state(), random.getstate(), np.random.get_state(), own
 
 
 def _put_back(states: _States, devices: Sequence[torch.device]) -> None:
-    ours, python, numpy, cuda = states
+    ours, python, numpy, own = states
     torch.set_rng_state(ours)
     random.setstate(python)
     np.random.set_state(numpy)
-    for device, state in zip(_cuda(devices), cuda, strict=False):
-        torch.cuda.set_rng_state(state, device)
+    for device, state in zip(_accelerators(devices), own, strict=False):
+        set_rng_state(state, device)
 
 
 def _seed_all(devices: Sequence[torch.device], seed: int) -> None:
     torch.default_generator.manual_seed(seed)  # torch.manual_seed seeds every device
-    for device in _cuda(devices):
-        with torch.cuda.device(device):
-            torch.cuda.manual_seed(seed)
+    for device in _accelerators(devices):
+        seed_device(seed, device)
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
 

@@ -22,9 +22,9 @@ from trainer.checkpoints.reader import (
     taking_over,
 )
 from trainer.checkpoints.store import CheckpointStore
+from trainer.device import product_name
 from trainer.errors import CheckpointError
 from trainer.state import LogPoint
-from trainer.strategies.strategy import describe_device
 from trainer.task import Task
 
 if TYPE_CHECKING:
@@ -184,7 +184,7 @@ def _circumstances(trainer: Trainer) -> dict[str, Any]:
     return {
         "torch": str(torch.__version__),
         "threads": torch.get_num_threads(),
-        "device": describe_device(trainer.strategy.device),
+        "device": product_name(trainer.strategy.device),
     }
 
 

@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 from torchvision.transforms import v2
 
-from data.batch import Piece, rebuild, sent
+from data.batch import Piece, rebuild
 from data.batch_transforms import RandomCrop
 from data.errors import DataError, reason
 from data.keys import LASTING, MICRO_BATCH, SAMPLE, Draws, key, keys, preserved_rng, seed_rng
 from data.loading.fetch import collate
 from data.transforms import Pipeline, Standardize, ToFloat, acts_on_batches
+from trainer.device import sent
 
 
 class Ragged(NamedTuple):

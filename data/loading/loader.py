@@ -17,6 +17,7 @@ from data.loading.fetch import Collate, Fetched, Fetcher, Skipped, Workers, coll
 from data.samplers import UpdateSampler, own_samples
 from data.sources import Interrupted
 from data.streams import Stream, as_dataset
+from trainer.device import current_stream, has_streams, side_stream, use_on
 
 logger = logging.getLogger(__name__)
 CPU = torch.device("cpu")
@@ -83,7 +84,7 @@ class Loader:
     "drop" it, for evaluation. More than `max_skipped` different ones are a DataError in any case.
     kept: the data set on the device. Once it is there, micro-batches are gathered from it, and no
     workers are started.
-    prefetch: on a CUDA device, a batch is copied (or gathered) and transformed on a side stream
+    prefetch: on an accelerator, a batch is copied (or gathered) and transformed on a side stream
     during the computation of the one before it; otherwise when it is needed.
     """
 
@@ -144,7 +145,7 @@ class Loader:
             source = self._from_workers(pieces)
         else:
             source = map(self._received, self._fetcher.load(pieces, self._interrupted))
-        if self.prefetch and self.device.type == "cuda":
+        if self.prefetch and has_streams(self.device):
             yield from one_ahead(source, self._moved, self.device)
         else:
             yield from map(self._moved, source)
@@ -222,32 +223,21 @@ def _pinned(leaf: Any) -> Any:
     return leaf.pin_memory() if hasattr(leaf, "pin_memory") else leaf
 
 
-# One for all loaders and epochs: torch caches memory for each stream, and that of an old one would
-# stay allocated.
-_side_stream = functools.cache(torch.cuda.Stream)
-
-
 def one_ahead(
     source: Iterator[MicroBatch], move: Callable[[MicroBatch], MicroBatch], device: torch.device
 ) -> Iterator[MicroBatch]:
     """Move each micro-batch on a side stream, before the previous one is yielded."""
-    stream, waiting = _side_stream(device), None
+    stream, waiting = side_stream(device), None
     for micro in itertools.chain(source, [None]):
         launched = None
         if micro is not None:
-            with torch.cuda.stream(stream):
+            with stream:
                 # The pinned source is kept alive until the copy is done.
                 launched = move(micro), micro, stream.record_event()
         if waiting is not None:
             moved, _, done = waiting
-            current = torch.cuda.current_stream(device)
+            current = current_stream(device)
             current.wait_event(done)
-            map_tensors(functools.partial(_used_on, current), moved.batch)
+            map_tensors(functools.partial(use_on, current), moved.batch)
             yield moved
         waiting = launched
-
-
-def _used_on(stream: Any, tensor: Tensor) -> Tensor:
-    if tensor.is_cuda:
-        tensor.record_stream(stream)
-    return tensor

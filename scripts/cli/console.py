@@ -117,12 +117,15 @@ def exit_code(error: BaseException) -> int:
     """Return the exit code of an exception; 1 for an unexpected one."""
     if isinstance(error, KeyboardInterrupt):
         return 130
-    code = 8 if _is_out_of_memory(error) else getattr(error, "exit_code", 1)
+    from trainer.errors import device_failed  # as below
+
+    gave_out = _is_out_of_memory(error) or device_failed(error)
+    code = 8 if gave_out else getattr(error, "exit_code", 1)
     return code if isinstance(code, int) else 1
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
-    """Return whether the GPU or the host ran out of memory; does not import torch."""
+    """Return whether the device or the host ran out of memory; does not import torch."""
     named = type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError)
     return named or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
 

@@ -27,7 +27,7 @@ from scripts.cli.console import greet, log_to_stderr
 
 Format = Literal["onnx", "torch_export", "torchscript", "aoti", "safetensors"]
 Split = Literal["test", "val"]
-_DEVICE = r"(cpu|mps|cuda)(:\d+)?"
+_DEVICE = r"[a-z]+(:\d+)?"
 _SAVED = r"logits|probabilities|embeddings:\S+"
 _KINDS = "logits, probabilities or embeddings:MODULE"
 _SPLIT = "test, or val where the data have no test split"
@@ -93,7 +93,7 @@ class Prediction(OfRun):
     device: str | None = option(
         None,
         "null: what the machine has",
-        check=_matching(_DEVICE, "cpu, mps, cuda or cuda:NUMBER"),
+        check=_matching(_DEVICE, "cpu, or KIND or KIND:NUMBER of an accelerator, such as cuda:1"),
     )
     save: str | None = option(
         None, f"{_KINDS}, in one array of all samples", check=_matching(_SAVED, _KINDS)
@@ -196,7 +196,7 @@ class Demo(OfRun):
     port: int = option(8000, "0 takes one that is free", limits={">=": 0, "<=": 65535})
     host: str = option("127.0.0.1", "any other, such as 0.0.0.0, asks for a printed password")
     top_k: int = count(5, "how many of the likeliest classes are shown")
-    device: Literal["auto", "cpu", "cuda", "mps"] = option("auto", "where it is computed")
+    device: str = option("auto", "where it is computed: cpu, or a kind of accelerator")
 
     def conflicts(self) -> Iterator[Problem]:
         """Name the extra that is missing."""

@@ -32,6 +32,7 @@ from trainer.assembly.experiment import Experiment, build
 from trainer.assembly.parts import build_strategy
 from trainer.callback import Callback, Results
 from trainer.checkpoints.reader import compare_names, read_checkpoint
+from trainer.device import product_name
 from trainer.distributed import attempt
 from trainer.errors import EXIT_CODES, Interrupted, StorageError
 from trainer.evaluation import EvaluationAbandoned
@@ -41,7 +42,7 @@ from trainer.inference.predictor import facts_of
 from trainer.inference.run import best_or_last
 from trainer.runs.directory import RunDirectory, name_folder, reserve, timestamp
 from trainer.runs.status import CHECKPOINTS, ENDED_WELL, LOG, check_run_dir
-from trainer.strategies.strategy import Strategy, describe_device
+from trainer.strategies.strategy import Strategy
 from trainer.targets.allow_list import allow
 
 logger = logging.getLogger("regimen")
@@ -119,7 +120,7 @@ def run(request: Request, note: Path | None = None) -> int:
         with strategy.group.failing_together(), kept_log() as log:
             device, count, threads = strategy.device, strategy.devices, torch.get_num_threads()
             number = f", the first of {count}" if count > 1 else ""
-            shown = ", ".join(dict.fromkeys((str(device), describe_device(device))))
+            shown = ", ".join(dict.fromkeys((str(device), product_name(device))))
             logger.info("device: %s%s, threads: %d", shown, number, threads)
             configs = strategy.group.gather(request.config)  # of processes that torchrun started
             raise_problems(

@@ -61,12 +61,14 @@ def composed(arguments: Arguments, jobs: Iterable[Sequence[Swept]]) -> list[dict
     return configs
 
 
-def check_built(arguments: Arguments, jobs: Sequence[Sequence[Swept]]) -> tuple[str | None, int]:
+def check_built(
+    arguments: Arguments, jobs: Sequence[Sequence[Swept]]
+) -> tuple[str | None, tuple[str, list[str]]]:
     """Find the mistakes for which torch and the targets must be imported, in one process.
 
     One job is checked for each combination of the swept values that are no numbers: groups and
-    words. Returns the metric of the first job's task, such as val/accuracy, if known, and the
-    number of accelerators. Raises ConfigError.
+    words. Returns the metric of the first job's task, such as val/accuracy, if known, and what
+    `trainer.device.visible` does. Raises ConfigError.
     """
     kinds = {
         tuple(o.text for o in job if o.varies and not _NUMBER.fullmatch(o.value)): job
@@ -81,19 +83,20 @@ def check_built(arguments: Arguments, jobs: Sequence[Sequence[Swept]]) -> tuple[
         with ProcessPoolExecutor(1, apart, signal.signal, ignored) as pool:
             problems, monitor, devices = pool.submit(built, given).result()
     except BrokenProcessPool:  # each job reports its own mistakes
-        return None, 0
+        return None, ("", [])
     raise_problems(problems)
     return f"val/{monitor}" if monitor else None, devices
 
 
-def built(given: Sequence[Arguments]) -> tuple[list[Problem], str | None, int]:
+def built(
+    given: Sequence[Arguments],
+) -> tuple[list[Problem], str | None, tuple[str, list[str]]]:
     """Build the targets of configurations on stand-ins; a job reports errors of others itself.
 
-    Returns their mistakes, the metric of the first one's task, and the number of accelerators.
+    Returns their mistakes, the metric of the first one's task, and the accelerators.
     """
-    import torch
-
     from trainer.assembly.check import check_targets, stand_ins
+    from trainer.device import visible
 
     problems: dict[Problem, None] = {}
     monitor = None
@@ -108,8 +111,7 @@ def built(given: Sequence[Arguments]) -> tuple[list[Problem], str | None, int]:
             problems |= dict.fromkeys(error.problems)
         except Exception:
             continue
-    available = torch.accelerator.is_available()
-    return list(problems), monitor, torch.accelerator.device_count() if available else 0
+    return list(problems), monitor, visible()
 
 
 def _arguments_of(arguments: Arguments, job: Sequence[Swept]) -> Arguments:

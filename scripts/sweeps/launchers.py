@@ -32,7 +32,6 @@ from trainer.errors import ResourceError, stopping_signals
 from trainer.runs.status import holds_run
 
 TRAIN = "scripts.train"
-VISIBLE = "CUDA_VISIBLE_DEVICES"
 THREADS = "OMP_NUM_THREADS"
 PATIENCE = 0.05  # seconds between two looks at a job
 _OPTIONS = "sweep.launcher_options"
@@ -100,14 +99,14 @@ class Launcher:
 class LocalLauncher(Launcher):
     """Run up to `jobs` jobs side by side; a single one has the whole machine.
 
-    `devices`: how many accelerators there are; a job has some of its own, or shares them with
-    `per_device` others.
+    `devices`: the accelerators, and the environment variable that names those which a job sees: it
+    has some of its own, or shares them with `per_device` others.
     """
 
-    def __init__(self, jobs: int, per_device: int, devices: int) -> None:
+    def __init__(self, jobs: int, per_device: int, devices: tuple[str, Sequence[str]]) -> None:
         self._jobs, self._per_device = jobs, per_device
-        named = [name.strip() for name in os.environ.get(VISIBLE, "").split(",") if name.strip()]
-        self._names = (named or list(map(str, range(devices))))[:devices] if jobs > 1 else []
+        self._variable, names = devices
+        self._names = names if jobs > 1 else []
         threads = share_of_threads(jobs).get(THREADS) or os.environ.get(THREADS, "all")
         self.description = f"jobs at a time: {jobs}; threads of each: {threads}"
         if self._names:
@@ -126,7 +125,7 @@ class LocalLauncher(Launcher):
             if len(free) < (count := min(wanted, len(self._names))):
                 return False
             job.devices = free[:count]
-            environment[VISIBLE] = ",".join(job.devices)
+            environment[self._variable] = ",".join(job.devices)
         environment |= share_of_threads(self._jobs, wanted)  # the processes of a job share them
         job.task = start_process(TRAIN, argv, job.output, environment)
         return True

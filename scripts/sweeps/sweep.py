@@ -63,7 +63,7 @@ class Sweep:
     ) -> None:
         self.arguments, self.config, self.varied, self.count = arguments, config, varied, count
         self.settings = parse(config).sweep or SweepConfig()
-        self.devices = 0  # accelerators, once they are counted
+        self.devices: tuple[str, list[str]] = "", []  # of `trainer.device.visible`, once known
         self.metric: str | None = None  # of the task, if it is known
         self.decided = False  # whether jobs are compared by it whatever they log
         self.heard: list[int] = []  # signals that ask the sweep to end

@@ -22,7 +22,7 @@ from conf.interpolation import leaves
 from conf.other_words import our_key
 from conf.schema import OWN_KEYS, Config
 from trainer.assembly.data import build_transforms, cache_problems, fold_problems
-from trainer.assembly.parts import OFFERED, Assembly, with_classes, wrong_class
+from trainer.assembly.parts import OFFERED, Assembly, device_of, with_classes, wrong_class
 from trainer.optimizers.optimizers import UNSHARDED, Optimizers, sections
 from trainer.optimizers.state import needs_closure
 from trainer.options import horizon
@@ -160,6 +160,9 @@ def _monitor_problems(config: Config, names: Sequence[str]) -> Iterator[Problem]
 
 def _strategy_problems(config: Config) -> Iterator[Problem]:
     """Find what needs whole parameters, which no process has under fsdp; and idle options."""
+    with noted(found := list[Problem]()):
+        device_of(config.strategy)
+    yield from found
     sharded, options = config.strategy.name == "fsdp", config.trainer
     for name, node in config.callbacks.items() if sharded else ():
         if node and not getattr(locate(node["_target_"]), "takes_shards", True):

@@ -25,6 +25,7 @@ from trainer.assembly.data import (
 )
 from trainer.assembly.parts import OFFERED, Assembly, build_node, build_strategy
 from trainer.callback import Average, Callback
+from trainer.device import has_streams
 from trainer.options import TrainerOptions, count, horizon
 from trainer.rng import seed_everything, set_switches
 from trainer.strategies.strategy import Strategy, workers_of
@@ -236,8 +237,8 @@ def _loader(
             values[name] = build_node(values[name], f"loader.{name}")
     if deferred:
         values["collate_fn"] = collate_ragged
-    # Pinning would create a CUDA context, which a run on the CPU does not need.
-    values["pin_memory"] = values["pin_memory"] is not False and strategy.device.type == "cuda"
+    # Pinning would wake the accelerator, which a run on the CPU does not need.
+    values["pin_memory"] = values["pin_memory"] is not False and has_streams(strategy.device)
     values["num_workers"] = workers_of(values["num_workers"])
     return Loader(
         dataset,

@@ -22,6 +22,7 @@ from conf.schema import Config
 from conf.schema_trainer import StrategyConfig
 from data.errors import DataError
 from trainer.callback import Callback, Saver, check_hooks
+from trainer.device import device_count, has_streams, indexed, kinds
 from trainer.distributed import is_rank
 from trainer.errors import ModelError, brief, is_misfit
 from trainer.lr_schedulers.build import build_lr_schedule
@@ -115,16 +116,14 @@ def build_strategy(config: Config) -> Strategy:
     """Build the strategy of a configuration; of several processes, this one's part."""
     options = config.strategy
     if options.name == "dp":
-        if options.accelerator != "auto":
-            _device(options)  # raises if there is no such accelerator
+        device_of(options)  # raises if it is not there
         kind, devices = options.accelerator, options.devices
         return DataParallel(options.device_ids, options.output_device, options.dim, devices, kind)
     if not is_rank():
         if options.name == "single":
-            return Strategy(_device(options))
+            return Strategy(device_of(options))
         count = count_devices(options.devices, options.accelerator)
-        on_cpu = options.accelerator == "auto" and not torch.cuda.is_available()
-        planned = Strategy(None if on_cpu else _device(options))  # builds what each would
+        planned = Strategy(device_of(options))  # builds what each would
         planned.name, planned.devices = options.name, count
         return planned
     here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -146,16 +145,20 @@ def build_strategy(config: Config) -> Strategy:
     return cast(Strategy, fsdp.FSDP(processes, **values))
 
 
-def _device(options: StrategyConfig) -> torch.device | None:
-    first = options.devices[0] if isinstance(options.devices, list) else None
-    if options.accelerator == "auto" and first is None:
-        return None
-    kind = options.accelerator if options.accelerator != "auto" else "cuda"
-    available = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.mps.is_available()}
-    if not available[kind]:
-        message = f"this machine has no {kind} device"
+def device_of(options: StrategyConfig) -> torch.device:
+    """Return the device that a strategy asks for. Raises ModelError if it is not there."""
+    there = kinds()
+    kind = there[0] if options.accelerator == "auto" else options.accelerator
+    if kind not in there:
+        message = f"this machine has no {kind}: it has {' and '.join(there)}"
         raise ModelError(Problem("strategy.accelerator", message, "auto takes what it has"))
-    return torch.device(kind, first) if first is not None and kind != "cpu" else torch.device(kind)
+    numbers = options.devices
+    if kind == "cpu" or not isinstance(numbers, list):
+        return indexed(kind)
+    if options.name == "single" and numbers[0] >= (count := device_count(kind)):
+        message = f"this machine has {count} of {kind}, numbered from 0: no {numbers[0]}"
+        raise ModelError(Problem("strategy.devices", message))
+    return torch.device(kind, numbers[0])
 
 
 @dataclass(frozen=True)
@@ -221,7 +224,7 @@ class Assembly:
         return build_optimizers(
             self.model,
             self.config.optimizer,
-            prefer_fused=self.strategy.device.type == "cuda",
+            prefer_fused=has_streams(self.strategy.device),
             others=named_modules(self.task),
         )
 

@@ -55,7 +55,7 @@ logger = logging.getLogger("regimen")
 def load_run(path: str | Path, device: str = "auto", allow_targets: Iterable[str] = ()) -> Run:
     """Open the run in a directory; nothing but its configuration is read yet.
 
-    device: auto (what the machine has), cpu, cuda or mps.
+    device: auto (what the machine has), cpu, or any kind that torch knows here
     allow_targets: further packages that the run's `_target_`s may name, as `--allow-target` does.
     Raises RunDirectoryError if there is no run, ConfigError if its configuration is invalid.
     """
@@ -73,9 +73,10 @@ def load_run(path: str | Path, device: str = "auto", allow_targets: Iterable[str
     allow(allow_targets)
     close([str(folder)])
     config = parse(values)
-    check_targets(config)
     strategy: Any = {"name": "single", "accelerator": device}
-    return Run(folder, replace(config, strategy=replace(config.strategy, **strategy)))
+    config = replace(config, strategy=replace(config.strategy, **strategy))
+    check_targets(config)
+    return Run(folder, config)
 
 
 class Run:

@@ -2,6 +2,7 @@
 
 # No `from __future__ import annotations`: torch compares the hook's annotations as types.
 import logging
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -19,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from conf.errors import some
 from trainer import rng
+from trainer.device import backend_of, device_count, has_streams, kinds
 from trainer.distributed import Group
 from trainer.errors import ModelError, ResourceError
 from trainer.strategies.strategy import Strategy
@@ -30,7 +32,7 @@ logger = logging.getLogger("regimen")
 class Processes:
     """How the processes of a run meet, and on which devices; for every strategy that has several.
 
-    backend: None for nccl on GPUs, else gloo. timeout: seconds. numbers: of the GPUs.
+    backend: None for the device's own. timeout: seconds. numbers: of the devices.
     """
 
     backend: str | None = None
@@ -47,9 +49,10 @@ class Replicas(Strategy):
 
     def __init__(self, processes: Processes | None = None) -> None:
         given = processes or Processes()
-        use_cuda = given.accelerator in ("auto", "cuda") and torch.cuda.is_available()
-        group = Group(given.backend or ("nccl" if use_cuda else "gloo"), given.timeout)
-        super().__init__(_gpu(group.local_rank, given.numbers) if use_cuda else "cpu", group)
+        local_rank = int(os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")))
+        place = _place(given, local_rank)
+        group = Group(given.backend or backend_of(place), given.timeout)
+        super().__init__(place, group)
         self.devices = group.world_size
         self.gradient_scale = float(group.world_size)  # over which gradients are averaged
         self._sync_batchnorm = given.sync_batchnorm
@@ -91,14 +94,17 @@ class Replicas(Strategy):
                 buffer.copy_(value)
 
 
-def _gpu(local_rank: int, numbers: Sequence[int] | None) -> torch.device:
-    number, count = numbers[local_rank] if numbers else local_rank, torch.cuda.device_count()
-    if number >= count:
+def _place(given: Processes, local_rank: int) -> torch.device:
+    there = device_count(given.accelerator)
+    if not there:
+        return torch.device("cpu")
+    number = given.numbers[local_rank] if given.numbers else local_rank
+    if number >= there:
         raise ResourceError(
-            f"strategy.devices: process {local_rank} of this machine needs GPU {number}, but it has"
-            f" {count}; strategy.accelerator=cpu trains on the CPU"
+            f"strategy.devices: process {local_rank} of this machine needs {kinds()[0]}:{number}, "
+            f"but it has {there}; strategy.accelerator=cpu trains on the CPU"
         )
-    return torch.device("cuda", number)
+    return torch.device(kinds()[0], number)
 
 
 def _powersgd(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -153,7 +159,7 @@ class DDP(Replicas):
         self._trained = [name for name, p in model.named_parameters() if p.requires_grad]
         if not self._trained:  # an evaluation, or a model without parameters
             return model
-        ids = [self.device.index] if self.device.type == "cuda" else None
+        ids = [self.device.index] if has_streams(self.device) else None
         unused = self._unused
         if unused is None:
             unused = self.some_unused and not self._options.get("static_graph")

@@ -16,16 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from data.batch import map_tensors
+from trainer.device import default, device_count, indexed, kinds, select
 from trainer.distributed import Group
 from trainer.errors import ResourceError
 
 # Unshared memory in bytes, on Linux, of a process that has imported torch and built a small model.
 _PROCESS = 300 * 2**20
-
-
-def describe_device(device: torch.device) -> str:
-    """Return the product name of a GPU; for other devices their type."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+_KIND = "cuda"  # what nn.DataParallel scatters to and gathers from, whose kernels are CUDA's
 
 
 def count_devices(devices: int | Sequence[int] | str, accelerator: str) -> int:
@@ -34,20 +31,20 @@ def count_devices(devices: int | Sequence[int] | str, accelerator: str) -> int:
         return devices
     if not isinstance(devices, str):
         return len(devices)
-    return max(1, torch.cuda.device_count()) if accelerator in ("auto", "cuda") else 1
+    return max(1, device_count(accelerator))
 
 
 def check_processes(processes: int, accelerator: str = "auto", backend: str = "auto") -> None:
-    """Raise ResourceError if the machine lacks the memory or the GPUs for these processes."""
-    on_gpus = accelerator in ("auto", "cuda") and torch.cuda.is_available()
-    if backend == "nccl" and not on_gpus:
+    """Raise ResourceError if the machine lacks the memory or the devices for these processes."""
+    there = device_count(accelerator)
+    if backend not in ("auto", "gloo") and not there:
         raise ResourceError(
-            "strategy.backend=nccl needs GPUs, and this run has none: set "
+            f"strategy.backend={backend} connects accelerators, and this run has none: set "
             "strategy.backend=gloo, or auto"
         )
-    if on_gpus and processes > torch.cuda.device_count():
+    if 0 < there < processes:
         raise ResourceError(
-            f"strategy.devices={processes}: this machine has {torch.cuda.device_count()} GPUs; "
+            f"strategy.devices={processes}: this machine has {there} of {kinds()[0]}; "
             "strategy.accelerator=cpu trains on the CPU"
         )
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -82,12 +79,7 @@ class Strategy:
     def __init__(
         self, device: torch.device | str | None = None, group: Group | None = None
     ) -> None:
-        if device is None:
-            cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
-            device = "cuda" if cuda else "mps" if mps else "cpu"
-        self.device = torch.device(device)
-        if self.device.type == "cuda" and self.device.index is None:
-            self.device = torch.device("cuda", 0)  # torch.cuda.set_device needs an index
+        self.device = default() if device is None else indexed(device)
         self.computing = [self.device]  # the devices of this process
         self.group = group or Group()
         # The context of the run's forward passes.
@@ -95,8 +87,7 @@ class Strategy:
 
     def setup(self) -> None:
         """Select the device and join the process group; `group.leave` is the counterpart."""
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
+        select(self.device)
         self.group.join(self.device)
 
     def explain(self) -> str | None:
@@ -161,14 +152,14 @@ class DataParallel(Strategy):
         devices: int | Sequence[int] | str = "auto",
         accelerator: str = "auto",
     ) -> None:
-        on_gpus = accelerator in ("auto", "cuda")
+        on_gpus = accelerator in ("auto", _KIND)
         super().__init__(None if on_gpus else accelerator)
         self.device_ids = _numbers(device_ids, devices) if on_gpus else []
         self._output_device = output_device
         self._dim = dim
         self.devices = max(1, len(self.device_ids))
         if self.device_ids:
-            self.computing = [torch.device("cuda", number) for number in self.device_ids]
+            self.computing = [torch.device(_KIND, number) for number in self.device_ids]
             self.device = self.computing[0]
 
     def explain(self) -> str | None:
@@ -210,7 +201,7 @@ class _InFormat(nn.Module):
 
 
 def _numbers(device_ids: Sequence[int] | None, devices: int | Sequence[int] | str) -> list[int]:
-    count = torch.cuda.device_count()
+    count = device_count(_KIND)
     if device_ids is None and isinstance(devices, int | str):
         return list(range(min(devices, count) if isinstance(devices, int) else count))
     chosen = devices if device_ids is None else device_ids

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from trainer.device import widest
 from trainer.errors import ModelError
 from trainer.tasks.losses import by_place
 
@@ -29,8 +30,7 @@ class Running:
 
     def to(self, device: torch.device) -> None:
         """Move the sums to where the batches are."""
-        dtype = torch.float32 if device.type == "mps" else torch.float64
-        self.total = self.total.to(device, dtype)
+        self.total = self.total.to(device, widest(device))
 
     def reset(self) -> None:
         """Reset the sums to zero."""

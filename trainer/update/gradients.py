@@ -13,13 +13,13 @@ from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_, get_total_no
 from torch.optim import Optimizer
 
 from data.batch import MicroBatch
+from trainer.device import waits
 from trainer.optimizers.optimizers import Optimizers
 from trainer.optimizers.state import can_leave_out, foreach_norm, take_step
 from trainer.options import TrainerOptions
 from trainer.rng import derived
 from trainer.state import TrainState
 from trainer.task import first_tensor
-from trainer.update import sums
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
@@ -123,7 +123,7 @@ class Guard:
 
     def __init__(self, trainer: Trainer, early: Sequence[Optimizer]) -> None:
         self.by_device = (
-            sums.waits_for(trainer.strategy.device)
+            waits(trainer.strategy.device)
             and trainer.options.on_nonfinite == "stop"
             and not trainer.precision.scales
             and not trainer.strategy.updates_on_host

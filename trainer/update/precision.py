@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from conf.errors import Problem
+from trainer.device import autocasts, widest
 from trainer.errors import ModelError
 from trainer.task import in_format
 
@@ -34,7 +35,8 @@ class Precision:
     """Run forward passes in a format and scale losses where the format needs it.
 
     `fp32`, `tf32` (matrix products on the GPU's TensorFloat units), `bf16` and `fp16` (autocast),
-    `bf16_true` and `fp64` (parameters and inputs in that format).
+    `bf16_true` and `fp64` (parameters and inputs in that format). Raises ModelError for a format
+    that the kind of device does not have.
     """
 
     def __init__(
@@ -47,6 +49,11 @@ class Precision:
         self.dtype = _PARAMETERS.get(name)  # of parameters and inputs; None: as they are
         self._autocast = _AUTOCAST.get(name)
         self._device_type = device_type
+        if (self._autocast and not autocasts(device_type, self._autocast)) or (
+            name == "fp64" and widest(torch.device(device_type)) != torch.float64
+        ):
+            message = f"{device_type} does not compute in {name}"
+            raise ModelError(Problem("trainer.precision", message, "fp32 is everywhere"))
         self.scaler = torch.amp.GradScaler(device_type, enabled=self.scales, **(scaler or {}))
 
     def convert(self, model: nn.Module) -> nn.Module:

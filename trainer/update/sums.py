@@ -10,21 +10,12 @@ import torch
 from torch import Tensor
 
 from data.batch import MicroBatch, Piece
+from trainer.device import waits, widest
 from trainer.distributed import Group
 from trainer.strategies.strategy import Strategy
 from trainer.task import SUM, StepOutput, Task
 
 Total = Tensor | float  # a denominator over the whole update
-
-
-def waits_for(device: torch.device) -> bool:
-    """Return whether the host must wait to read a number of the device."""
-    return device.type != "cpu"
-
-
-def widest(device: torch.device) -> torch.dtype:
-    """Return the widest floating-point format of a device, in which counts are divided."""
-    return torch.float32 if device.type == "mps" else torch.float64
 
 
 def totals_of(
@@ -90,7 +81,7 @@ class Sums:
     """
 
     def __init__(self, device: torch.device, over: Sums | None = None) -> None:
-        self._device, self._waits = device, waits_for(device)
+        self._device, self._waits = device, waits(device)
         self._added = [self] if over is None else [self, over]
         self._sums: dict[str, list[float]] = {}  # sum and count by name
         self.without_labels = False  # whether no label counted in what `means` returned last

@@ -1,0 +1,176 @@
+"""What an accelerator is: all in which the devices that torch knows differ.
+
+No other module names a kind of device, but for what is CUDA's alone. Everything here goes through
+`torch.accelerator` and the module that torch has for a kind (`torch.cuda`, `torch.xpu`, or one that
+a vendor's package registers), so that a device needs no code of its own.
+"""
+
+import functools
+import os
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# What limits the devices that a process sees, by kind; CUDA's name holds for ROCm as well.
+_VISIBLE = {
+    "cuda": "CUDA_VISIBLE_DEVICES",
+    "xpu": "ZE_AFFINITY_MASK",
+    "npu": "ASCEND_RT_VISIBLE_DEVICES",
+    "hpu": "HABANA_VISIBLE_MODULES",
+}
+
+
+def kinds() -> list[str]:
+    """Return the kinds of device of this machine, the one that `auto` takes first."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return ["cpu"] if found is None else [found.type, "cpu"]
+
+
+def device_count(kind: str = "auto") -> int:
+    """Return how many accelerators of a kind this machine has; of `auto`, of any."""
+    first = kinds()[0]
+    there = first != "cpu" and kind in ("auto", first)
+    return torch.accelerator.device_count() if there else 0
+
+
+def indexed(device: torch.device | str) -> torch.device:
+    """Return a device with its number, 0 without one; a CPU has none."""
+    device = torch.device(device)
+    numbered = device.index is not None or device.type in ("cpu", "meta")
+    return device if numbered else torch.device(device.type, 0)
+
+
+def default() -> torch.device:
+    """Return the device that `auto` computes on."""
+    return indexed(kinds()[0])
+
+
+@functools.cache
+def has_streams(device: torch.device) -> bool:
+    """Return whether work is queued in streams, so that copies of pinned memory need no wait."""
+    if device.type in ("cpu", "meta"):
+        return False
+    return hasattr(torch.get_device_module(device), "Stream")
+
+
+def waits(device: torch.device) -> bool:
+    """Return whether the host must wait to read a number of the device."""
+    return device.type != "cpu"
+
+
+def widest(device: torch.device) -> torch.dtype:
+    """Return the widest floating-point format of a device, in which counts are divided."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def autocasts(kind: str, dtype: torch.dtype) -> bool:
+    """Return whether forward passes can run in a format; torch's autocast warns or raises else."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            with torch.autocast(kind, dtype=dtype):
+                return torch.is_autocast_enabled(kind)
+        except RuntimeError:
+            return False
+
+
+def backend_of(device: torch.device) -> str:
+    """Return torch's backend of collectives between devices of a kind."""
+    # Not imported at the top: data sets import this module, and need no torch.distributed.
+    return torch.distributed.get_default_backend_for_device(device)
+
+
+def product_name(device: torch.device) -> str:
+    """Return the product name of an accelerator; for a CPU `cpu`."""
+    named = getattr(torch.get_device_module(device), "get_device_name", None)
+    return str(named(device)) if waits(device) and named is not None else str(device)
+
+
+def describe_all() -> list[str]:
+    """Return number, product name and memory of every accelerator of this machine."""
+    found = []
+    for number in range(device_count()):
+        device = torch.device(kinds()[0], number)
+        _, total = torch.accelerator.get_memory_info(device)
+        found.append(f"{device} {product_name(device)} {total / 2**30:.0f} GiB")
+    return found
+
+
+def visible() -> tuple[str, list[str]]:
+    """Return the environment variable that limits which accelerators a process sees, and these."""
+    kind = kinds()[0]
+    variable = _VISIBLE.get(kind, f"{kind.upper()}_VISIBLE_DEVICES")
+    named = [name.strip() for name in os.environ.get(variable, "").split(",") if name.strip()]
+    there = device_count()
+    return variable, (named or list(map(str, range(there))))[:there]
+
+
+def select(device: torch.device) -> None:
+    """Make a device the one that this process allocates on and queues work for."""
+    if device.index is not None:
+        torch.accelerator.set_device_index(device.index)
+
+
+# One for all loaders and epochs: torch caches memory for each stream, and that of an old one would
+# stay allocated.
+@functools.cache
+def side_stream(device: torch.device) -> torch.Stream:
+    """Return the stream on which batches are prepared beside the computation."""
+    return torch.Stream(device)
+
+
+def current_stream(device: torch.device) -> torch.Stream:
+    """Return the stream in which work on the device is queued now."""
+    return torch.accelerator.current_stream(device)
+
+
+def use_on(stream: torch.Stream, tensor: Tensor) -> Tensor:
+    """Keep a tensor's memory from being used again before a stream has finished with it."""
+    if has_streams(tensor.device):
+        tensor.record_stream(stream)
+    return tensor
+
+
+def sent(rows: Tensor, device: torch.device) -> Tensor:
+    """Copy rows of numbers to a device, from pinned memory so that the host does not wait."""
+    if device.type == rows.device.type:
+        return rows
+    if not has_streams(device):
+        return rows.to(device)
+    return rows.contiguous().pin_memory().to(device, non_blocking=True)
+
+
+def rng_state(device: torch.device) -> Tensor:
+    """Return the state of an accelerator's generator, in host memory."""
+    state: Tensor = torch.get_device_module(device).get_rng_state(*_place(device))
+    return state
+
+
+def set_rng_state(state: Tensor, device: torch.device) -> None:
+    """Let an accelerator's generator go on from a state."""
+    torch.get_device_module(device).set_rng_state(state, *_place(device))
+
+
+def seed_device(value: int, device: torch.device) -> None:
+    """Seed an accelerator's generator, and no other."""
+    with torch.accelerator.device_index(device.index or 0):
+        torch.get_device_module(device).manual_seed(value)
+
+
+def _place(device: torch.device) -> list[Any]:
+    return [] if device.type == "mps" else [device]  # of which there is one
+
+
+def reset_peaks(device: torch.device) -> None:
+    """Begin to measure the peaks of memory anew."""
+    torch.accelerator.reset_peak_memory_stats(device)
+
+
+def peaks(device: torch.device) -> dict[str, int]:
+    """Return the peak memory in bytes: of tensors, and of torch's caching allocator."""
+    return {
+        "allocated": torch.accelerator.max_memory_allocated(device),
+        "reserved": torch.accelerator.max_memory_reserved(device),
+    }
