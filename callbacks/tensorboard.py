@@ -23,8 +23,7 @@ from torch.utils.tensorboard import summary as made
 
 from callbacks.support import logger, require
 from callbacks.trackers.recorder import UNFINISHED, Recorder, leaves, names_of
-from trainer.callback import Results, saver_of
-from trainer.media import Histogram, Media, PRCurve
+from trainer.callback import Histogram, Media, PRCurve, Results, saver_of
 from trainer.runs.status import TENSORBOARD, command
 from trainer.state import LogPoint
 from trainer.trainer import Trainer

@@ -25,7 +25,7 @@ ORDER = (
     ("conf.errors",),
     ("conf", "data"),
     ("data.loading",),
-    ("trainer.media", "trainer.state", "trainer.rng"),
+    ("trainer.state", "trainer.rng"),
     ("trainer.errors",),
     ("trainer.files", "trainer.targets", "trainer.options", "trainer.distributed"),
     ("trainer.task", "trainer.callback"),

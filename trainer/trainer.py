@@ -14,11 +14,21 @@ from torch.optim import Optimizer
 
 from data.batch import MicroBatch, to_device
 from trainer import snapshot
-from trainer.callback import Callback, EpochLines, Hooks, Results, evaluated_average, saver_of
+from trainer.callback import (
+    Callback,
+    EpochLines,
+    Hooks,
+    Media,
+    PRCurve,
+    Results,
+    as_image,
+    evaluated_average,
+    histogram_of,
+    saver_of,
+)
 from trainer.errors import SampleError, account
 from trainer.evaluation import EvaluationAbandoned, check_metrics, evaluate, prepared
 from trainer.lr_schedulers.schedule import LRSchedule
-from trainer.media import Media, PRCurve, as_image, histogram_of
 from trainer.optimizers.optimizers import Optimizers
 from trainer.options import TrainerOptions, count, horizon
 from trainer.rng import RandomStates, derived
@@ -370,7 +380,7 @@ class Trainer:
             self._log_point = None
 
     def log_image(self, name: str, image: Any) -> None:
-        """Hand an image to the callbacks; `trainer.media.as_image` says what may be one.
+        """Hand an image to the callbacks; `trainer.callback.as_image` says what may be one.
 
         This and the next four do nothing, and read nothing from the device, where no callback of
         the run receives such things, and on other processes than the main one.

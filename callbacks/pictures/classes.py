@@ -8,7 +8,7 @@ from torch import Tensor
 
 from callbacks.pictures.picture import ValidationPicture, class_names, labels_of, matrix
 from callbacks.support import check_least, require
-from trainer.media import PRCurve
+from trainer.callback import PRCurve
 from trainer.trainer import Trainer
 
 

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torchvision.utils import make_grid
 
 from callbacks.support import check_least, is_due
-from trainer.callback import Callback
-from trainer.media import Image
+from trainer.callback import Callback, Image
 from trainer.runs.status import INFERENCE, RunDirectoryError, read_json
 from trainer.trainer import Trainer
 

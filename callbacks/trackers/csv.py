@@ -6,9 +6,8 @@ import numpy as np
 from PIL import Image as Pillow
 
 from callbacks.trackers.recorder import Recorder, as_text, leaves, names_of, table
-from trainer.callback import Results
+from trainer.callback import Media, Results
 from trainer.files.atomic import write_text
-from trainer.media import Media
 from trainer.runs.status import read_metrics
 from trainer.trainer import Trainer
 

@@ -15,8 +15,7 @@ import numpy as np
 
 from callbacks.support import require
 from callbacks.trackers.recorder import Names, Tracker, as_text, leaves
-from trainer.callback import Results
-from trainer.media import Media
+from trainer.callback import Media, Results
 
 _STATUS = {"finished": "FINISHED", "pruned": "FINISHED", "failed": "FAILED"}  # others: KILLED
 _SCHEMES = ("", "file", "sqlite", "postgresql", "mysql", "mssql", "http", "https", "databricks")

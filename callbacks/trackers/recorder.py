@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from callbacks.support import logger, require
-from trainer.callback import Callback, Results
+from trainer.callback import Callback, Histogram, Media, PRCurve, Results
 from trainer.files.atomic import TEMPORARY, AppendLog, storage_error, write_json
-from trainer.media import Histogram, Media, PRCurve
 from trainer.runs.directory import CONFIG, OVERRIDES
 from trainer.runs.lock import LOCK_FILE
 from trainer.runs.status import METRICS, SWEEP, own_values, read_json, read_metrics

@@ -11,8 +11,7 @@ from typing import Any
 
 from callbacks.support import require
 from callbacks.trackers.recorder import Names, Tracker
-from trainer.callback import Results
-from trainer.media import Histogram, Media, PRCurve
+from trainer.callback import Histogram, Media, PRCurve, Results
 
 _STEP = "global_step"  # the axis of all charts
 _WAIT = 60.0  # seconds for what is not uploaded at the end

@@ -23,8 +23,8 @@ from callbacks.tensorboard import TensorBoard
 from callbacks.throughput import Throughput
 from data.batch import MicroBatch, Piece
 from toys import Log
+from trainer.callback import histogram_of
 from trainer.errors import DivergedError
-from trainer.media import histogram_of
 from trainer.state import TrainState
 from trainer.task import StepOutput
 

@@ -27,8 +27,7 @@ from callbacks.tensorboard import TensorBoard
 from callbacks.trackers.recorder import MetricsLog
 from models import gan
 from toys import StopAt
-from trainer.callback import Callback
-from trainer.media import PRCurve
+from trainer.callback import Callback, PRCurve
 from trainer.optimizers.optimizers import Optimizers
 from trainer.options import TrainerOptions
 from trainer.rng import RandomStates

@@ -25,9 +25,8 @@ from callbacks.tensorboard import TensorBoard
 from callbacks.trackers.csv import CSV
 from callbacks.trackers.recorder import MetricsLog
 from toys import StopAt
-from trainer.callback import Callback, Results
+from trainer.callback import Callback, PRCurve, Results
 from trainer.errors import StorageError
-from trainer.media import PRCurve
 
 Rows = list[tuple[int, int, dict[str, float]]]  # step, epoch, values
 

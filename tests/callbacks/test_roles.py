@@ -19,9 +19,8 @@ from scripts.runs.resume import Moment
 from scripts.sweeps.leaderboard import Ranking
 from trainer import snapshot
 from trainer.assembly.parts import Assembly
-from trainer.callback import Average, Callback, Hooks, Results, Saver
+from trainer.callback import Average, Callback, Hooks, Results, Saver, as_image
 from trainer.errors import ModelError
-from trainer.media import as_image
 from trainer.state import LogPoint
 from trainer.strategies.strategy import Strategy
 
