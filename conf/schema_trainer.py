@@ -180,9 +180,8 @@ class StrategyConfig:
         if self.name == "single" and number not in (0, 1, "auto"):
             message = f"{number} devices need strategy=ddp, fsdp or dp: single has one"
             yield Problem("devices", message)
-        if self.accelerator == "cpu" and self.backend not in ("auto", "gloo"):
-            message = f"{self.backend} connects accelerators, but strategy.accelerator is cpu"
-            yield Problem("backend", message)
+        if self.backend == "nccl" and self.accelerator == "cpu":
+            yield Problem("backend", "nccl connects GPUs, but strategy.accelerator is cpu")
         for name, one in declared(StrategyConfig).items():
             idle = one.strategies and self.name not in one.strategies
             if idle and getattr(self, name) != one.default:

@@ -100,7 +100,7 @@ def test_every_answer_for_a_foreign_word_is_a_key_that_exists() -> None:
         for key in re.findall(r"\b(?:trainer|loader|strategy|data)\.\w+", answer):
             section, name = key.split(".")
             assert name in (*declared(declared(Config)[section].section), "image_size")
-    assert set(VALUES.values()) <= {"cuda", "fp16", "bf16", "bf16_true", "fp32", "fp64"}
+    assert set(VALUES.values()) <= {"fp16", "bf16", "bf16_true", "fp32", "fp64"}
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,7 @@ def job(tmp_path, monkeypatch):
     (tmp_path / "conf" / "train.yaml").write_text(PRIMARY)
     monkeypatch.setenv("PYTHONPATH", str(script.parent))
     monkeypatch.setattr(launchers, "TRAIN", "small_job")
-    monkeypatch.setattr(grid, "check_built", lambda *_: (None, 0))
+    monkeypatch.setattr(grid, "check_built", lambda *_: (None, ("", [])))
     monkeypatch.setattr(sweep_module, "write_report", lambda *_: None)
     monkeypatch.chdir(tmp_path)
     return script
@@ -87,7 +87,7 @@ def job(tmp_path, monkeypatch):
 def command(job):
     """Return the command of a sweep of the small job in a process of its own."""
     code = "import sys; from scripts.sweeps import grid, launchers, sweep\n"
-    code += "grid.check_built = lambda *_: (None, 0)\n"
+    code += "grid.check_built = lambda *_: (None, ('', []))\n"
     code += "sweep.write_report = lambda *_: None\n"
     code += "from scripts.cli.arguments import parse_arguments\n"
     code += "launchers.TRAIN = 'small_job'\n"

@@ -20,6 +20,7 @@ from scripts.sweeps import sweep as sweep_module
 from scripts.sweeps.launchers import LocalLauncher, share_of_threads
 from scripts.sweeps.leaderboard import Job
 from toy_runs import board, until
+from trainer import device
 from trainer.files.atomic import storage_error
 
 
@@ -85,8 +86,8 @@ def test_no_job_outlives_its_sweep(command, number, ended):
 def test_each_job_has_its_share_of_threads_and_a_device_of_its_own(job, sweep_of, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(launchers, "usable_cpus", lambda: range(9))
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2, 5,7")
-    monkeypatch.setattr(grid, "check_built", lambda *_: (None, 2))
+    devices = "CUDA_VISIBLE_DEVICES", ["2", "5"]
+    monkeypatch.setattr(grid, "check_built", lambda *_: (None, devices))
     assert sweep_of("run_dir=there", "optimizer.lr=0.7", "seed=1,2,3,4", "sweep.jobs=4") == 0
     files = [json.loads(Path(f"there/{n}/environment.json").read_text()) for n in range(4)]
     assert {shown.pop("CUDA_VISIBLE_DEVICES") for shown in files} == {"2", "5"}
@@ -118,9 +119,12 @@ def test_a_given_number_of_threads_is_kept(monkeypatch):
 def test_devices_are_distributed_over_jobs(
     count, per_device, visible, asked, expected, monkeypatch, tmp_path
 ):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.setattr(launchers, "start_process", lambda *_, **__: None)
-    launcher, running, found = LocalLauncher(5, per_device, count), list[Job](), []
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr(device, "kinds", lambda: ["cuda", "cpu"])
+    monkeypatch.setattr(device, "device_count", lambda: count)
+    devices = device.visible()
+    launcher, running, found = LocalLauncher(5, per_device, devices), list[Job](), []
     for number, strategy in enumerate(asked):
         job = Job(number, tmp_path, {}, config={"strategy": strategy})
         if there_is_room := launcher.start(job, [], running):
@@ -155,10 +159,10 @@ def test_one_job_of_each_combination_of_words_is_checked(monkeypatch):
 
     def built(given):
         calls.append([arguments.overrides for arguments in given])
-        return [], "accuracy", 2
+        return [], "accuracy", ("", [])
 
     monkeypatch.setattr(grid, "built", built)
     monkeypatch.setattr(grid, "ProcessPoolExecutor", lambda *_: ThreadPoolExecutor(1))
     arguments = parse_arguments(["-m", "model=mlp,gan", "optimizer.lr=0.1,0.2"])
-    assert grid.check_built(arguments, split_jobs(arguments)) == ("val/accuracy", 2)
+    assert grid.check_built(arguments, split_jobs(arguments)) == ("val/accuracy", ("", []))
     assert calls == [[("model=mlp", "optimizer.lr=0.2"), ("model=gan", "optimizer.lr=0.2")]]
