@@ -1,4 +1,4 @@
-"""The simulated accelerator of `sim/`, compiled once: the environment in which torch finds it."""
+"""The accelerator that tests compute on: this machine's, or the simulated one of `sim/`."""
 
 import functools
 import hashlib
@@ -7,9 +7,17 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
+
+from trainer.device import default
 
 SOURCES = Path(__file__).parent / "sim"
 COMPILE = """
@@ -19,6 +27,38 @@ folder, *sources = sys.argv[1:]
 options = {"extra_cflags": ["-O1"], "is_python_module": False}
 load("regimen_sim", sources, build_directory=folder, **options)
 """
+
+CPU, DEVICE = torch.device("cpu"), default()  # the CPU where there is no other
+needs_accelerator = pytest.mark.skipif(
+    DEVICE == CPU, reason="no accelerator: tests/integration/test_accelerator.py simulates one"
+)
+SIMULATED = DEVICE.type == "sim"  # whose numbers are the CPU's to the bit
+needs_simulation = pytest.mark.skipif(not SIMULATED, reason="only the simulated one can tell")
+
+
+@contextmanager
+def waits() -> Iterator[Counter[str]]:
+    """Count what makes the host wait for the device, by the line of code."""
+    if DEVICE.type != "cuda":
+        with torch.get_device_module(DEVICE).waits() as found:
+            yield found
+        return
+    found = Counter()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield found
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+            lines = (f"{w.filename}:{w.lineno}" for w in told if "synchronizing" in str(w.message))
+            found.update(lines)
+
+
+def check_same(one: Any, other: Any, tolerance: float = 1e-9) -> None:
+    """Compare what was computed on two devices: to the bit on the simulated one."""
+    tolerance = 0 if SIMULATED and tolerance < 1e-6 else tolerance
+    torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance, check_device=False)
 
 
 @functools.cache

@@ -1,0 +1,129 @@
+"""Training on an accelerator is that of the CPU: in float64 to the bit on the simulated one."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from accelerator import CPU, DEVICE, check_same, needs_accelerator, waits
+from conf.check import parse
+from data.batch import Piece, to_device
+from data.loading.device_transforms import DeviceTransforms
+from scripts.composition.compose import compose
+from toys import Log
+from trainer.assembly import parts
+from trainer.assembly.experiment import build
+from trainer.assembly.parts import with_classes
+from trainer.strategies.strategy import Strategy
+from trainer.targets.instantiate import instantiate
+
+pytestmark = needs_accelerator
+TRANSFORMS = Path(__file__).parents[3] / "conf" / "transforms"
+SHORT = [
+    *("trainer.precision=fp64", "trainer.max_epochs=2", "trainer.limit_train_batches=3"),
+    *("trainer.limit_val_batches=1", "trainer.log_every_n_steps=2", "callbacks=none"),
+    *("loader.batch_size=8", "loader.eval_batch_size=16", "loader.num_workers=0"),
+]
+DIGITS = ["experiment=resnet18", "model=small_cnn", "model.widths=[4,8]"]
+PENALISED = [
+    "task.loss={ce: {_target_: torch.nn.CrossEntropyLoss, label_smoothing: 0.1}, penalty: {"
+    "_target_: trainer.tasks.losses.Term, weight: 0.1, module: {_target_: "
+    "trainer.tasks.penalties.GradientPenalty, loss: {_target_: torch.nn.CrossEntropyLoss}}}}",
+    "task.metrics={each: {_target_: trainer.tasks.metrics.PerClassAccuracy, num_classes: 10}, "
+    "f1: {_target_: trainer.tasks.metrics.MacroF1, num_classes: 10}}",
+]
+
+
+class Asked(TorchDispatchMode):
+    """Note the operators."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.add(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def trained(words, device):
+    """Train a configuration for six updates; return its weights and all that it logs."""
+    log, strategy = Log(), Strategy(device)
+    strategy.setup()
+    config = parse(compose([*words[:1], *SHORT, *words[1:]]).config)
+    trainer = build(config, strategy, {"log": log}).trainer
+    trainer.fit()
+    lines = [{k: v for k, v in line.items() if k[:4] != "time"} for _, line in log.lines]
+    averages = {n: c.tensors() for n, c in trainer.callbacks.items() if hasattr(c, "tensors")}
+    return {"model": trainer.model.state_dict(), "log": lines, "averages": averages}
+
+
+@pytest.mark.parametrize(
+    ("words", "tolerance"),
+    [
+        pytest.param(["experiment=regression", "loader.num_workers=2"], 0, id="regression"),
+        pytest.param(["experiment=multilabel", "model.widths=[4,8]"], 0, id="multilabel"),
+        pytest.param(["experiment=segmentation", "model.width=4"], 0, id="segmentation"),
+        pytest.param(
+            ["experiment=char_lm", "model.dim=16", "model.depth=1", "data.context=16"],
+            0,
+            id="language_model",
+        ),
+        pytest.param(["experiment=gan", "model.width=4", "task.r1=1.0"], 0, id="gan"),
+        pytest.param([*DIGITS, *PENALISED], 0, id="penalty and metrics"),
+        pytest.param(
+            [
+                *(*DIGITS, "optimizer=sgd_nesterov", "callbacks=[ema]", "loader.num_workers=2"),
+                *("trainer.gradient_accumulation_steps=3", "trainer.clip_grad_norm=0.1"),
+                "trainer.gradient_noise={eta: 0.01, gamma: 0.55}",
+            ],
+            0,
+            id="accumulation, clipping, noise, EMA, workers",
+        ),
+        pytest.param([*DIGITS, "callbacks=[swa]", "callbacks.swa.start_epoch=0"], 0, id="SWA"),
+        pytest.param([*DIGITS, "transforms=mixup"], 0, id="mixup"),
+        pytest.param([*DIGITS, "transforms=on_device"], 0, id="transforms on the device"),
+        pytest.param([*DIGITS, "transforms=on_device", "data.cache=device"], 0, id="data kept"),
+        pytest.param([*DIGITS, "transforms=mirrored"], 0, id="views in evaluation"),
+        pytest.param(
+            [*DIGITS, "trainer.activation_checkpointing=[features.*]"], 0, id="recomputed"
+        ),
+        pytest.param([*DIGITS, "trainer.precision=fp32"], 1e-4, id="fp32"),
+        pytest.param([*DIGITS, "trainer.precision=tf32"], 1e-2, id="tf32"),
+        pytest.param([*DIGITS, "trainer.precision=bf16"], 3e-2, id="bf16"),
+        pytest.param([*DIGITS, "trainer.precision=fp16"], 3e-2, id="fp16"),
+        pytest.param([*DIGITS, "trainer.precision=bf16_true"], 6e-2, id="bf16_true"),
+    ],
+)
+def test_it_trains_as_the_cpu(words, tolerance, monkeypatch):
+    with Asked() as asked:
+        there = trained(words, DEVICE)
+    # The loss of pixels and tokens; on a GPU its kernel for images is not deterministic.
+    assert "nll_loss2d_forward.default" not in asked.names
+    monkeypatch.setattr(parts, "has_streams", lambda device: True)  # the same optimizer.fused
+    here = trained(words, CPU)
+    assert len(here["log"]) >= 4
+    check_same(there, here, tolerance)
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in TRANSFORMS.glob("*.yaml")))
+def test_device_transforms_of_every_choice_do_not_wait(name):
+    config = parse(compose([f"transforms={name}", "data=cifar10", "data.root=/nowhere"]).config)
+    nodes = with_classes(config.transforms.device, 10)
+    if name == "on_device":  # one of its kind for each channel, too
+        erase = {"_target_": "data.batch_transforms.RandomErasing", "value": [0.1, 0.2, 0.3]}
+        nodes = {**nodes, "erase_more": erase}
+    steps = {key: instantiate(node, _key_=key) for key, node in nodes.items() if node}
+    images = torch.randint(256, (6, 3, 32, 32), dtype=torch.uint8)
+    if name in ("mixup", "cutmix", "mixup_cutmix"):  # those of the workers' images
+        images = images / 255
+    batch, piece = (images, torch.arange(6)), Piece(tuple(range(6)), 6, 3, 9, 0, 1, 0, 0)
+    expected = DeviceTransforms(steps, seed=1)(batch, piece)
+    on_device, moved = DeviceTransforms(steps, seed=1), to_device(batch, DEVICE)
+    on_device(moved, piece)  # brings its constants there
+    with waits() as found:
+        result = on_device(moved, piece)
+    assert not found
+    assert {tensor.device for tensor in result} == {DEVICE}
+    check_same(result, expected, 1e-5)
