@@ -11,7 +11,7 @@ import warnings
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 # What limits the devices that a process sees, by kind; CUDA's name holds for ROCm as well.
 _VISIBLE = {
@@ -124,6 +124,27 @@ def side_stream(device: torch.device) -> torch.Stream:
 def current_stream(device: torch.device) -> torch.Stream:
     """Return the stream in which work on the device is queued now."""
     return torch.accelerator.current_stream(device)
+
+
+def moved(module: nn.Module, device: torch.device) -> nn.Module:
+    """Move a module; its parameters stay the same objects, and tied ones tied.
+
+    torch sets the memory of parameters, but for devices of vendors' packages, for which it would
+    make new ones.
+    """
+    future, asked = torch.__future__, torch.__future__.get_swap_module_params_on_conversion()
+    future.set_swap_module_params_on_conversion(asked or not _sets_memory(device))
+    try:
+        return module.to(device)
+    finally:
+        future.set_swap_module_params_on_conversion(asked)
+
+
+@functools.cache
+def _sets_memory(device: torch.device) -> bool:
+    module = nn.ParameterList([torch.zeros(())])
+    before = module[0]
+    return device.type in ("cpu", "meta") or module.to(device)[0] is before
 
 
 def use_on(stream: torch.Stream, tensor: Tensor) -> Tensor:

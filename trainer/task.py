@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from data.batch import inputs_of, matching
+from trainer.device import moved
 from trainer.errors import UserCodeError, called, spelled
 
 
@@ -185,7 +186,7 @@ class Task:
     def to(self, device: torch.device, dtype: torch.dtype | None = None) -> None:
         """Move modules and metrics to the device of the batches, and modules to `dtype`."""
         for module in self.own_modules().values():
-            (module if dtype is None else in_format(module, dtype)).to(device)
+            moved(module if dtype is None else in_format(module, dtype), device)
         for metric in self.metrics().values():
             if hasattr(metric, "to"):
                 metric.to(device)

@@ -26,6 +26,7 @@ from trainer.callback import (
     histogram_of,
     saver_of,
 )
+from trainer.device import moved
 from trainer.errors import SampleError, account
 from trainer.evaluation import EvaluationAbandoned, check_metrics, evaluate, prepared
 from trainer.lr_schedulers.schedule import LRSchedule
@@ -73,7 +74,7 @@ class Trainer:
         self.is_main = self.group.is_main  # whether this process writes and prints
         asked = precision or self.options.precision
         self.precision = Precision(asked, device.type) if isinstance(asked, str) else asked
-        self.model = model if strategy else self.precision.convert(model).to(device)
+        self.model = model if strategy else moved(self.precision.convert(model), device)
         self.task = task
         task.to(device, self.precision.dtype)
         self.strategy.check(named_modules(task))

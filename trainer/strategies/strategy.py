@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from data.batch import map_tensors
-from trainer.device import default, device_count, indexed, kinds, select
+from trainer.device import default, device_count, indexed, kinds, moved, select
 from trainer.distributed import Group
 from trainer.errors import ResourceError
 
@@ -100,7 +100,7 @@ class Strategy:
 
     def prepare(self, model: nn.Module) -> nn.Module:
         """Move `model` to the device, or shard it, before its optimizer is built."""
-        return model.to(self.device)
+        return moved(model, self.device)
 
     def check(self, others: Mapping[str, nn.Module]) -> None:
         """Raise ModelError for modules of the task that this strategy cannot train."""
