@@ -1,5 +1,6 @@
 """Stochastic weight averaging: the mean of the weights at the ends of the last epochs."""
 
+from collections import Counter
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -73,11 +74,17 @@ def _measure(trainer: Trainer, batches: int | None) -> None:
     norms: list[Any] = [m for m, on in modes if on and getattr(m, "track_running_stats", False)]
     if not norms:
         return
-    momenta = [norm.momentum for norm in norms]
+    momenta, calls = [norm.momentum for norm in norms], Counter[Any]()
+
+    def weigh(norm: Any, _: Any) -> None:
+        # A mean over the batches; with a momentum of None torch reads its count from the device.
+        calls[norm] += 1
+        norm.momentum = 1 / calls[norm]
+
     model.eval()
     for norm in norms:
         norm.train().reset_running_stats()
-        norm.momentum = None  # a mean over the batches instead of a moving one
+    hooks = [norm.register_forward_pre_hook(weigh) for norm in norms]
     limits = [n for n in (batches, trainer.steps_per_epoch) if n is not None]
     updates = trainer.draw(trainer.state.epoch, stop=min(limits, default=None))
     try:
@@ -89,7 +96,8 @@ def _measure(trainer: Trainer, batches: int | None) -> None:
         for statistic in (s for norm in norms for s in (norm.running_mean, norm.running_var)):
             statistic.copy_(group.reduce(statistic) / group.world_size)
     finally:
-        for norm, momentum in zip(norms, momenta, strict=True):
+        for norm, momentum, hook in zip(norms, momenta, hooks, strict=True):
             norm.momentum = momentum
+            hook.remove()
         for module, mode in modes:
             module.training = mode

@@ -228,16 +228,19 @@ def one_ahead(
 ) -> Iterator[MicroBatch]:
     """Move each micro-batch on a side stream, before the previous one is yielded."""
     stream, waiting = side_stream(device), None
-    for micro in itertools.chain(source, [None]):
-        launched = None
-        if micro is not None:
-            with stream:
-                # The pinned source is kept alive until the copy is done.
-                launched = move(micro), micro, stream.record_event()
-        if waiting is not None:
-            moved, _, done = waiting
-            current = current_stream(device)
-            current.wait_event(done)
-            map_tensors(functools.partial(use_on, current), moved.batch)
-            yield moved
-        waiting = launched
+    try:
+        for micro in itertools.chain(source, [None]):
+            launched = None
+            if micro is not None:
+                with stream:
+                    # The pinned source is kept alive until the copy is done.
+                    launched = move(micro), micro, stream.record_event()
+            if waiting is not None:
+                moved, _, done = waiting
+                current = current_stream(device)
+                current.wait_event(done)
+                map_tensors(functools.partial(use_on, current), moved.batch)
+                yield moved
+            waiting = launched
+    finally:  # what was moved in vain may still read data that are freed from here on
+        current_stream(device).wait_stream(stream)

@@ -58,7 +58,8 @@ def waits() -> Iterator[Counter[str]]:
 def check_same(one: Any, other: Any, tolerance: float = 1e-9) -> None:
     """Compare what was computed on two devices: to the bit on the simulated one."""
     tolerance = 0 if SIMULATED and tolerance < 1e-6 else tolerance
-    torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance, check_device=False)
+    options: Any = {"rtol": tolerance, "atol": tolerance, "equal_nan": True}
+    torch.testing.assert_close(one, other, check_device=False, **options)
 
 
 @functools.cache

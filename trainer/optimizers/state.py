@@ -57,17 +57,20 @@ def take_step(optimizer: Optimizer) -> None:
     labelled: Any = type(optimizer).step
     # A scheduler of torch replaces `step` of an object to note that it was called.
     noted = vars(optimizer).get("step")
+    hooks = list(optimizer._optimizer_step_pre_hooks.values())
     if (
         getattr(labelled, "__code__", None) is not _LABELLED
         or not (noted is None or hasattr(noted, "_wrapped_by_lr_sched"))
         or torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
-        or optimizer._optimizer_step_pre_hooks
+        or hooks not in ([], [begin_with_zeros])
         or optimizer._optimizer_step_post_hooks
         or optimizer_module._global_optimizer_pre_hooks
         or optimizer_module._global_optimizer_post_hooks
     ):
         optimizer.step()
         return
+    for hook in hooks:
+        hook(optimizer, (), {})
     optimizer._opt_called = True  # type: ignore[attr-defined]
     step = labelled.__wrapped__
     if step.__code__ is not _SWITCHED or optimizer.defaults["differentiable"]:

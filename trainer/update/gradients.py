@@ -193,7 +193,7 @@ class Guard:
     def _step_unless_bad(self, optimizer: Optimizer) -> None:
         optimizer.grad_scale, optimizer.found_inf = None, self._bad  # type: ignore[attr-defined]
         try:
-            optimizer.step()
+            take_step(optimizer)
         finally:
             del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
 

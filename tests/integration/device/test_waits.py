@@ -1,0 +1,239 @@
+"""How often the host waits for an accelerator between two log points (I6), and in which order."""
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import toys
+from accelerator import DEVICE, needs_accelerator, needs_simulation, waits
+from callbacks.checkpoint import Checkpoint, Staging
+from callbacks.ema import EMA
+from conf.check import parse
+from data.loading import loader
+from scripts.composition.compose import compose
+from toys import ON_DEVICE
+from trainer.assembly.experiment import build
+from trainer.callback import Callback
+from trainer.checkpoints.reader import read_checkpoint
+from trainer.device import current_stream
+from trainer.optimizers.optimizers import build_optimizers
+from trainer.options import TrainerOptions
+from trainer.strategies.strategy import Strategy
+from trainer.tasks.classification import Classification
+from trainer.trainer import Trainer
+
+pytestmark = needs_accelerator
+SHORT = [
+    *("trainer.max_steps=7", "loader.batch_size=8", "trainer.log_every_n_steps=1000"),
+    *("trainer.limit_val_batches=0", "trainer.limit_test_batches=0"),
+    *("loader.num_workers=0", "callbacks=none"),
+]
+DIGITS = ["experiment=resnet18", "model=small_cnn", "model.widths=[4,8]"]
+NODES = toys.optimizer_nodes() | {
+    "muon_normalized": compose(
+        ["optimizer=muon", "+optimizer.optimizers.muon.normalized=true"]
+    ).config["optimizer"]
+}
+NODES.pop("lbfgs")  # which searches
+# What starts no kernel.
+FREE = ("view", "detach", "narrow", "alias", "reshape", "device", "_local_scalar_dense")
+
+
+class Watch(Callback):
+    """Count the waits of five updates, their data included."""
+
+    def __init__(self):
+        self.counting, self.found = waits(), None
+
+    def on_update_end(self, trainer):
+        if trainer.state.updates == 2:  # all state is there
+            self.found = self.counting.__enter__()
+        elif trainer.state.updates == 7:
+            self.counting.__exit__(None, None, None)
+
+
+def built(words, callback):
+    strategy = Strategy(DEVICE)
+    strategy.setup()
+    config = parse(compose([*words[:1], *SHORT, *words[1:]]).config)
+    return build(config, strategy, {"callback": callback}).trainer
+
+
+@pytest.mark.parametrize(
+    ("words", "each"),
+    [
+        pytest.param(DIGITS, 0, id="resnet18"),
+        pytest.param(["experiment=resnet18_cifar10", "data=digits", *DIGITS[1:]], 0, id="cifar10"),
+        pytest.param(["experiment=images", *DIGITS[1:], "data.image_size=32"], 0, id="images"),
+        pytest.param(["experiment=multilabel", "model.widths=[4,8]"], 0, id="multilabel"),
+        pytest.param(["experiment=regression"], 0, id="regression"),
+        pytest.param(["experiment=segmentation", "model.width=4"], 0, id="segmentation"),
+        pytest.param(["experiment=char_lm", "model.dim=16", "model.depth=1"], 0, id="char_lm"),
+        pytest.param(["experiment=gan", "model.width=4"], 0, id="gan"),
+        pytest.param(
+            ["experiment=gan", "model.width=4", "trainer.on_nonfinite=skip"], 2, id="turns, skip"
+        ),
+        pytest.param(
+            [
+                *(*DIGITS, "transforms=mixup", "loader.num_workers=2", "callbacks=[ema]"),
+                *("trainer.gradient_accumulation_steps=2", "trainer.clip_grad_norm=1"),
+                "trainer.gradient_noise={eta: 0.01, gamma: 0.55}",
+            ],
+            0,
+            id="workers, mixup, accumulation, clipping, noise, EMA",
+        ),
+        pytest.param(
+            [
+                *(*DIGITS, "transforms=on_device", "data.cache=device", "trainer=fast"),
+                "trainer.activation_checkpointing=[features.*]",
+            ],
+            0,
+            id="data on the device, bf16, recomputed",
+        ),
+        pytest.param([*DIGITS, "task/loss=input_gradient_penalty"], 0, id="penalty"),
+        pytest.param([*DIGITS, "task/metrics=per_class"], 0, id="metrics"),
+        # GradScaler asks for each optimizer whether it may step.
+        pytest.param([*DIGITS, "trainer.precision=fp16"], 1, id="fp16"),
+    ],
+)
+def test_nothing_waits_between_two_log_points(words, each, digit_photographs):
+    root = [f"data.root={digit_photographs}"] * (words[0] == "experiment=images")
+    watch = Watch()
+    trainer = built([*words, *root], watch)
+    trainer.fit()
+    assert trainer.state.updates == 7
+    assert sum(watch.found.values()) == 5 * each, watch.found
+
+
+def network(layers=3):
+    inner = [
+        part
+        for _ in range(layers)
+        for part in (nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU())
+    ]
+    ends = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3)]
+    return nn.Sequential(nn.Conv2d(1, 4, 3), *inner, *ends)
+
+
+def trainer_of(name, callbacks, layers=3, **options):
+    batch = torch.randn(4, 1, 8, 8), torch.tensor([0, 1, 2, 0])
+    model, strategy = network(layers), Strategy(DEVICE)
+    model = strategy.prepare(model)
+    optimizers = build_optimizers(model, copy.deepcopy(NODES[name]), prefer_fused=True)
+    options = {"clip_grad_norm": 1.0, "log_every_n_steps": 1000, "max_steps": 7, **options}
+    return Trainer(
+        model,
+        Classification(3),
+        optimizers,
+        [tuple(part.to(DEVICE) for part in batch)] * 7,
+        strategy=strategy,
+        callbacks=callbacks,
+        options=TrainerOptions(**options),
+    )
+
+
+@pytest.mark.parametrize("name", list(NODES))
+@pytest.mark.parametrize("choice", ["stop", "skip"])
+def test_an_update_waits_once_or_not_at_all(name, choice):
+    watch = Watch()
+    trainer = trainer_of(name, {"watch": watch, "ema": EMA(0.9)}, on_nonfinite=choice)
+    trainer.fit()
+    by_device = choice == "stop" and name in {*ON_DEVICE, "muon_normalized"}
+    each = 0 if by_device else 1
+    if name == "adafactor":  # torch's own step asks for two norms of each parameter
+        each += 2 * len(list(trainer.model.parameters()))
+    assert sum(watch.found.values()) == 5 * each, watch.found
+    assert trainer.updater.guard.by_device == by_device
+
+
+class Calls(TorchDispatchMode):
+    """Count operators that start a kernel."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func.__name__.split(".")[0] not in FREE
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("choice", "most"), [("stop", 9), ("skip", 2)])
+def test_the_guard_and_the_sums_do_not_grow_with_the_model(choice, most):
+    """What an update calls beside forward, backward and step: the same for any number of layers."""
+    counts = []
+    for layers in (3, 9):
+        trainer = trainer_of("sgd", {}, layers, on_nonfinite=choice)
+        trainer.fit()
+        norm = torch.ones((), device=DEVICE)
+        with Calls() as calls:
+            trainer.updater.guard.remember()
+            trainer.updater.guard.refuses(norm)
+        counts.append(calls.count)
+    assert counts[0] == counts[1] <= most
+
+
+def test_statistics_of_an_average_are_measured_without_waiting():
+    """However many batches: the end of an epoch waits as often."""
+    counts = []
+    for batches in (1, 4):
+        swa = ["callbacks=[swa]", "callbacks.swa.start_epoch=0", "trainer.max_epochs=1"]
+        more = [f"callbacks.swa.bn_batches={batches}", "trainer.limit_train_batches=4"]
+        trainer = built([*DIGITS, *swa, *more], Callback())
+        with waits() as found:
+            trainer.fit()
+        counts.append(sum(found.values()))
+    assert counts[0] == counts[1]
+
+
+# What tells of a missing wait: each of these passes on a CPU.
+
+
+@needs_simulation
+@pytest.mark.parametrize(
+    ("name", "stand_in", "said"),
+    [
+        pytest.param(
+            "current_stream",
+            lambda device: SimpleNamespace(wait_event=id, wait_stream=id),
+            "reads what is written by",
+            id="no wait_event",
+        ),
+        pytest.param("use_on", lambda stream, tensor: tensor, "gets memory of", id="no record"),
+    ],
+)
+def test_a_race_of_the_loader_would_be_noticed(name, stand_in, said, monkeypatch):
+    monkeypatch.setattr(loader, name, stand_in)
+    if name == "current_stream":
+        used = loader.use_on
+        monkeypatch.setattr(loader, "use_on", lambda _, t: used(current_stream(DEVICE), t))
+    with pytest.raises(Exception, match=f"race: .* {said}"):
+        built(DIGITS, Callback()).fit()
+
+
+@pytest.mark.parametrize("waited", [True, pytest.param(False, marks=needs_simulation)])
+def test_a_checkpoint_is_written_when_its_copy_has_arrived(waited, tmp_path, monkeypatch):
+    if not waited:
+        monkeypatch.setattr(Staging, "wait", lambda self: None)
+    trainer = trainer_of("sgd", {"checkpoint": Checkpoint()})
+    trainer.run_dir = tmp_path
+    trainer.fit()
+    saved = read_checkpoint(tmp_path / "checkpoints" / "last.pt")["model"]
+    same = [torch.equal(saved[n], t.cpu()) for n, t in trainer.model.state_dict().items()]
+    assert all(same) == waited
+
+
+def test_a_copy_is_that_of_its_moment():
+    weights = torch.randn(400, 400, device=DEVICE)
+    staging = Staging()
+    for _ in range(2):  # into the same memory
+        expected = weights.cpu()
+        copies = staging.copy({"weights": weights})
+        weights.mul_(-1.5)
+        staging.wait()
+        assert copies["weights"].is_pinned()
+        assert torch.equal(copies["weights"], expected)
