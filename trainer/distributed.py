@@ -186,7 +186,9 @@ class Group:
             device_id=device if queued else None,
         )
         # A group of its own, so that communication between hosts never waits for a device.
-        self.control = dist.new_group(backend="gloo", timeout=self.timeout)  # type: ignore[assignment]
+        # torch asks it for a backend of the device, too, and knows that gloo has one for CUDA's.
+        backend = f"cpu:gloo,{device.type}:gloo" if queued else "gloo"
+        self.control = dist.new_group(backend=backend, timeout=self.timeout)  # type: ignore[assignment]
         # Where work is queued only the device waits for a collective: hosts may be several updates
         # apart.
         if device.type == "cpu" and os.environ.get("LOCAL_WORLD_SIZE") == str(world_size):

@@ -36,7 +36,7 @@ class Mirror {
           c10::GetCPUAllocator(), true));
       origins_[twin.unsafeGetStorageImpl()] = storage;
     }
-    auto made = shaped(twin, tensor, c10::DispatchKey::CPU);
+    auto made = shaped(twin, tensor, c10::DispatchKeySet(c10::DispatchKey::CPU));
     tensors_.emplace_back(tensor, made);
     return made;
   }
@@ -46,6 +46,10 @@ class Mirror {
     if (!result.defined() || !result.is_cpu()) return result;
     for (const auto& [original, twin] : tensors_) {
       if (twin.is_same(result)) return original;
+      if (!twin.storage().is_alias_of(result.storage())) continue;
+      auto made = at::detail::make_tensor<c10::TensorImpl>(c10::TensorImpl::VIEW, c10::Storage(original.storage()),
+                                                           original.key_set(), result.dtype());
+      return like(made, result);
     }
     auto& storage = origins_[result.storage().unsafeGetStorageImpl()];
     if (!storage) {
@@ -56,7 +60,7 @@ class Mirror {
       fill(storage, result.storage());
       access(storage, use, true);
     }
-    return shaped(storage, result, c10::DispatchKey::PrivateUse1);
+    return shaped(storage, result, c10::DispatchKeySet(c10::DispatchKey::PrivateUse1));
   }
 
   // Gives sizes and memory that an operator changed in place to the device's tensors.
@@ -71,13 +75,16 @@ class Mirror {
   }
 
  private:
-  static at::Tensor shaped(const c10::Storage& storage, const at::Tensor& like, c10::DispatchKey key) {
-    auto made = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(storage), c10::DispatchKeySet(key), like.dtype());
+  static at::Tensor shaped(const c10::Storage& storage, const at::Tensor& model, c10::DispatchKeySet keys) {
+    return like(at::detail::make_tensor<c10::TensorImpl>(c10::Storage(storage), keys, model.dtype()), model);
+  }
+
+  static at::Tensor like(at::Tensor made, const at::Tensor& model) {
     auto* impl = made.unsafeGetTensorImpl();
-    impl->set_sizes_and_strides(like.sizes(), like.strides(), like.storage_offset());
-    if (like.unsafeGetTensorImpl()->is_wrapped_number()) impl->set_wrapped_number(true);
-    made._set_conj(like.is_conj());
-    made._set_neg(like.is_neg());
+    impl->set_sizes_and_strides(model.sizes(), model.strides(), model.storage_offset());
+    if (model.unsafeGetTensorImpl()->is_wrapped_number()) impl->set_wrapped_number(true);
+    made._set_conj(model.is_conj());
+    made._set_neg(model.is_neg());
     return made;
   }
 

@@ -126,6 +126,8 @@ class _Work(Work):
 class Collectives(Backend):
     """Gloo's collectives over the memory of simulated devices, each on the stream of the group."""
 
+    supports_splitting = False
+
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
         self.gloo = distributed.ProcessGroupGloo(store, rank, size, timeout)

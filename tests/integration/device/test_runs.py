@@ -1,0 +1,204 @@
+"""Commands on an accelerator: killed and resumed, used afterwards, out of memory, in processes."""
+
+import json
+
+import pytest
+import torch
+
+from accelerator import CPU, DEVICE, needs_accelerator, needs_simulation
+from same_run import differences, logged
+from toy_pictures import write_digits
+from trainer import load_run
+from trainer.checkpoints.reader import read_checkpoint
+from trainer.device import device_count
+
+pytestmark = needs_accelerator
+FEW = [
+    *("model.widths=[4,8]", "loader.batch_size=128", "trainer.precision=fp64"),
+    *("trainer.deterministic=true", "callbacks.model_summary=null"),
+]
+ON_CPU = "strategy.accelerator=cpu"
+OWN = """
+import types
+import torch
+from trainer.callback import Callback
+
+
+class Exhaust(Callback):
+    def on_update_start(self, trainer, micro_batches):
+        device = trainer.strategy.device
+        limit = getattr(torch.get_device_module(device), "set_memory_limit", None)
+        if limit is None:
+            torch.empty(2**50, device=device)
+        else:
+            limit(0, 1000)
+
+
+def illegal(*args):
+    raise RuntimeError("SIM error: an illegal address was asked for\\nand more")
+
+
+class Fail(Callback):
+    def on_update_start(self, trainer, micro_batches):
+        self.library = torch.library.Library("aten", "IMPL")
+        names = {"__name__": "torch", "RuntimeError": RuntimeError}  # as raised by the operator
+        fails = types.FunctionType(illegal.__code__, names)
+        self.library.impl("relu", fails, "PrivateUse1", allow_override=True)
+"""
+
+
+def weights(run):
+    return read_checkpoint(run / "checkpoints" / "last.pt")["model"]
+
+
+def killed(start, words, run, step=5):
+    """Train until a save, and no further than to the next."""
+    started = start([*words, f"run_dir={run}"])
+    started.until((run / "checkpoints" / f"step-{step:08d}.pt").exists)
+    started.kill()
+    assert "finished" not in (run / "status.json").read_text()
+
+
+@pytest.fixture(scope="module")
+def trained(train, job, tmp_path_factory):
+    """A finished run with dropout, an average and saves in the background. Do not change it."""
+    run = tmp_path_factory.mktemp("runs") / "whole"
+    done = train([*job, *FEW, f"run_dir={run}"])
+    assert done.code == 0, done.err
+    return run
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param([], id="sgd, EMA"),
+        pytest.param(
+            [
+                *("optimizer=adamw", "callbacks=[default,swa]", "trainer.clip_grad_norm=1.0"),
+                *("loader.num_workers=2", "transforms=on_device"),
+            ],
+            id="adamw, SWA, workers",
+        ),
+    ],
+)
+def test_killed_and_resumed_it_ends_the_same(train, start, job, trained, tmp_path, words):
+    whole, words = trained, [*job, *words, *FEW]
+    if len(words) > len([*job, *FEW]):
+        whole = tmp_path / "whole"
+        assert train([*words, f"run_dir={whole}"]).code == 0
+    killed(start, words, tmp_path / "run")
+    done = train([*words, f"run_dir={tmp_path / 'run'}", "resume=auto"])
+    assert done.code == 0, done.err
+    assert differences(whole, tmp_path / "run") == []
+
+
+def test_it_goes_on_on_the_cpu_and_back(train, start, job, tmp_path):
+    words = [*job, *FEW, "model.dropout=0"]
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    assert train([*words, f"run_dir={whole}"]).code == 0
+    killed(start, words, run)
+    killed(start, [*words, ON_CPU, "resume=auto"], run, step=10)
+    done = train([*words, f"run_dir={run}", "resume=auto"])
+    assert done.code == 0, done.err
+    assert "the random state of cpu" in done.err
+    torch.testing.assert_close(weights(run), weights(whole), rtol=1e-8, atol=1e-8)
+
+
+def test_what_a_run_is_used_for_afterwards(trained, evaluated, predict, tmp_path):
+    tested = {k: v for k, v in logged(trained)[-1].items() if k.startswith("test/")}
+    again = evaluated(trained)
+    assert {key: again[key] for key in tested} == tested
+    source = write_digits(tmp_path / "pictures", {"": 1})
+    tables = []
+    for words in ([], [ON_CPU]):
+        done = predict([f"run={trained}", f"source={source}", f"out={tmp_path}/p.csv", *words])
+        assert done.code == 0, done.err
+        tables.append((tmp_path / "p.csv").read_text())
+        (tmp_path / "p.csv").unlink()
+    assert tables[0] == tables[1]
+    images = torch.rand(3, 1, 16, 16, dtype=torch.float64)
+    with torch.no_grad():
+        answers = [
+            load_run(trained, device=kind.type).model(images.to(kind)) for kind in (DEVICE, CPU)
+        ]
+    assert answers[0].device == DEVICE
+    torch.testing.assert_close(*answers, check_device=False, rtol=1e-8, atol=1e-8)
+    peaks = {k: v for line in logged(trained) for k, v in line.items() if "memory/" in k}
+    assert 0 < peaks["memory/peak_allocated_mib"] <= peaks["memory/peak_reserved_mib"]
+
+
+def test_the_finder_of_learning_rates(train, job, tmp_path):
+    words = [*job, *FEW, "callbacks=[progress,lr_finder]", "trainer.log_every_n_steps=1"]
+    words.remove("callbacks.model_summary=null")
+    words = [w for w in words if not w.startswith("callbacks.checkpoint")]
+    words += ["callbacks.lr_finder.updates=8", "model.dropout=0"]
+    found = []
+    for more in ([], [ON_CPU]):
+        run = tmp_path / str(len(more))
+        done = train([*words, *more, f"run_dir={run}"])
+        assert done.code == 0, done.err
+        found.append(json.loads((run / "lr_finder.json").read_text()))
+    assert found[0].keys() == found[1].keys()
+    assert found[0]["loss"] == pytest.approx(found[1]["loss"], rel=1e-8)
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        pytest.param(
+            ["+callbacks.own._target_=own.Exhaust"],
+            8,
+            ["out of memory", "gradient_accumulation_steps"],
+            id="memory",
+        ),
+        pytest.param(
+            ["+callbacks.own._target_=own.Fail"],
+            8,
+            ["SIM error: an illegal address"],
+            id="the device",
+            marks=needs_simulation,
+        ),
+        pytest.param(
+            ["strategy.accelerator=xpu"],
+            2,
+            ["strategy.accelerator", f"no xpu: it has {DEVICE.type} and cpu"],
+            id="another kind",
+        ),
+        pytest.param(
+            ["strategy=ddp", "strategy.devices=9"],
+            8,
+            ["strategy.devices=9", f"{device_count()} of {DEVICE.type}", ON_CPU],
+            id="too many",
+        ),
+    ],
+)
+def test_one_line_tells_what_the_device_refuses(train, job, tmp_path, words, code, said):
+    (tmp_path / "own.py").write_text(OWN)
+    done = train([*job, *FEW, *words], folder=tmp_path)
+    assert done.code == code, done.err
+    for words in said:
+        assert words in done.error
+    assert "do not fit" not in done.err
+
+
+@pytest.mark.skipif(device_count() < 2, reason="needs two accelerators")
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_two_of_them_train_as_one_process(train, tmp_path, strategy):
+    words = [
+        *("experiment=resnet18", "model=mlp", "model.hidden=[16]", "trainer.precision=fp64"),
+        *("trainer.max_steps=12", "loader.num_workers=0", "trainer.clip_grad_norm=0.5"),
+        *("trainer.gradient_accumulation_steps=2", "trainer.log_every_n_steps=5"),
+        *("loader.batch_size=67", "callbacks.model_summary=null"),
+    ]
+    runs = []
+    for more in ([], [f"strategy={strategy}", "strategy.devices=2"]):
+        runs.append(tmp_path / str(len(more)))
+        done = train([*words, *more, f"run_dir={runs[-1]}"])
+        assert done.code == 0, done.err
+        assert f"{DEVICE.type}:0" in done.err
+    torch.testing.assert_close(weights(runs[1]), weights(runs[0]), rtol=0, atol=1e-10)
+    lines = [
+        [{k: v for k, v in line.items() if k[:4] not in ("time", "memo")} for line in logged(run)]
+        for run in runs
+    ]
+    assert lines[1] == [pytest.approx(line, rel=1e-8) for line in lines[0]]
