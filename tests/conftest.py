@@ -5,20 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from toy_pictures import write_digits
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _autograd() -> None:
-    """Start torch's autograd before a test has fake tensors on `cuda`.
-
-    It starts a thread for each device that it finds at its first backward pass, a fake one too, and
-    no process that is forked after that, as by `ranks`, can compute gradients.
-    """
-    if not torch.cuda.is_available():
-        torch.ones((), requires_grad=True).backward()  # type: ignore[no-untyped-call]
 
 
 @pytest.fixture(autouse=True)

@@ -186,7 +186,7 @@ class Group:
             device_id=device if queued else None,
         )
         # A group of its own, so that communication between hosts never waits for a device.
-        # torch asks it for a backend of the device, too, and knows that gloo has one for CUDA's.
+        # torch asks it for a backend of the device, too, and knows of few that gloo serves.
         backend = f"cpu:gloo,{device.type}:gloo" if queued else "gloo"
         self.control = dist.new_group(backend=backend, timeout=self.timeout)  # type: ignore[assignment]
         # Where work is queued only the device waits for a collective: hosts may be several updates

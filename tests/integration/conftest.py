@@ -63,9 +63,9 @@ def run_command(command, arguments, folder, output, environment, tmpfs):
 def train_as_on_a_gpu():
     """Take the CPU for a device that the host waits for, with the optimizers that go with it."""
     from trainer.assembly import parts
-    from trainer.update import sums
+    from trainer.update import gradients, sums
 
-    sums.waits_for = lambda device: True
+    sums.waits = gradients.waits = lambda device: True
     plain = parts.build_optimizers
 
     def build_optimizers(model, *args, **more):

@@ -71,15 +71,17 @@ def environment() -> dict[str, str]:
     Raises:
         FileNotFoundError: there is no compiler.
     """
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     for tool in ("g++", "ninja"):
-        if not shutil.which(tool):
+        if not shutil.which(tool, path=path):
             raise FileNotFoundError(f"the simulated accelerator is compiled by {tool}: not found")
     files = sorted(map(str, SOURCES.glob("*.cpp")))
     text = b"".join(path.read_bytes() for path in sorted(SOURCES.glob("*.[ch]*")))
     digest = hashlib.sha256(text + torch.__version__.encode() + sys.version.encode()).hexdigest()
     folder = Path(tempfile.gettempdir()) / f"regimen-sim-{os.getuid()}-{digest[:16]}"
     (information := folder / "regimen_sim-0.dist-info").mkdir(parents=True, exist_ok=True)
-    subprocess.run([sys.executable, "-c", COMPILE, str(folder), *files], check=True)
+    command = [sys.executable, "-c", COMPILE, str(folder), *files]
+    subprocess.run(command, check=True, env={**os.environ, "PATH": path})
     (information / "METADATA").write_text("Metadata-Version: 2.1\nName: regimen-sim\nVersion: 0\n")
     (information / "entry_points.txt").write_text("[torch.backends]\nsim = sim_device:load\n")
     return {"PYTHONPATH": os.pathsep.join([str(folder), str(SOURCES)])}

@@ -22,11 +22,6 @@ def draw():
     return *drawn, random.gauss(0, 1), float(np.random.randn())
 
 
-def states_of(*numbers):
-    """Return the states of a process that computes on these GPUs."""
-    return RandomStates([torch.device("cuda", number) for number in numbers], lambda: 0)
-
-
 @pytest.fixture(autouse=True)
 def unchanged(monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")  # so that it is put back
@@ -39,7 +34,7 @@ def unchanged(monkeypatch):
 def test_the_same_numbers_follow_and_every_part_matters():
     random.gauss(0, 1)  # leaves the second of a pair behind
     np.random.randn()
-    states = states_of()
+    states = RandomStates([], lambda: 0)
     saved = toys.through_a_file(states.state_dict())
     states.state_dict()  # draws nothing
     expected = draw()
@@ -50,40 +45,6 @@ def test_the_same_numbers_follow_and_every_part_matters():
     for part in ("torch", "python", "numpy"):
         states.load_state_dict({**saved, part: other[part]})
         assert draw() != expected
-
-
-def test_a_process_keeps_the_state_of_its_own_gpus_and_counts_those_that_are_gone(monkeypatch):
-    kept = {number: torch.tensor([number]) for number in range(4)}
-    got, put = (lambda d: kept[d.index]), (lambda value, d: kept.update({d.index: value}))
-    monkeypatch.setattr(torch.cuda, "get_rng_state", got)
-    monkeypatch.setattr(torch.cuda, "set_rng_state", put)
-    state = states_of(2).state_dict()
-    assert state["cuda"] == [torch.tensor([2])]
-    assert states_of(1).load_state_dict(state) == []
-    assert {number: int(value) for number, value in kept.items()} == {0: 0, 1: 2, 2: 2, 3: 3}
-    three = states_of(0, 1, 2).state_dict()
-    told = "the random state of 2 GPUs (this process has 1)"
-    assert states_of(3).load_state_dict(three) == [told]
-    assert int(kept[3]) == 0
-    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda _: pytest.fail("initialises CUDA"))
-    on_cpu = RandomStates([torch.device("cpu")], lambda: 0)
-    assert on_cpu.state_dict()["cuda"] == []
-    assert on_cpu.load_state_dict(three)[0].startswith("the random state of 3 GPUs")
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_the_same_numbers_follow_on_a_gpu():
-    device = torch.device("cuda", 0)
-    torch.rand(1, device=device)
-    state = toys.through_a_file(states_of(0).state_dict())
-    expected = torch.rand(5, device=device)
-    for _ in range(2):
-        with rng.preserved(device, seed=1):
-            drawn = torch.rand(3, device=device)
-    states_of(0).load_state_dict(state)
-    with rng.preserved(device, seed=1):
-        assert torch.equal(torch.rand(3, device=device), drawn)
-    assert torch.equal(torch.rand(5, device=device), expected)
 
 
 @pytest.mark.parametrize("seed", [0, 2**32 - 1, 2**32, 2**63 - 1])

@@ -348,12 +348,3 @@ def test_too_many_broken_samples_end_the_run(noisy: Any, on_error: str) -> None:
         with pytest.raises(DataError, match="3 samples could not be loaded"):
             drain(resumed)
         assert resumed.skipped_state()[0] == [7, None, "sample 7"]
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("workers", [0, 2])
-def test_on_a_gpu_batches_are_those_of_the_cpu(noisy: Any, workers: int) -> None:
-    options = {"num_workers": workers, "pin_memory": True, "device": torch.device("cuda", 0)}
-    with loading(noisy()) as plain, loading(noisy(), **options) as moved:
-        pairs = list(zip(drain(plain), drain(moved), strict=True))
-    assert all(there.is_cuda and torch.equal(there.cpu(), here) for here, there in pairs)

@@ -6,9 +6,12 @@ import pytest
 import torch
 
 from accelerator import CPU, DEVICE, needs_accelerator, needs_simulation
+from conf.check import parse
 from same_run import differences, logged
+from scripts.composition.compose import compose
 from toy_pictures import write_digits
 from trainer import load_run
+from trainer.assembly.parts import build_strategy
 from trainer.checkpoints.reader import read_checkpoint
 from trainer.device import device_count
 
@@ -118,9 +121,7 @@ def test_what_a_run_is_used_for_afterwards(trained, evaluated, predict, tmp_path
     assert tables[0] == tables[1]
     images = torch.rand(3, 1, 16, 16, dtype=torch.float64)
     with torch.no_grad():
-        answers = [
-            load_run(trained, device=kind.type).model(images.to(kind)) for kind in (DEVICE, CPU)
-        ]
+        answers = [load_run(trained, kind.type).model()(images.to(kind)) for kind in (DEVICE, CPU)]
     assert answers[0].device == DEVICE
     torch.testing.assert_close(*answers, check_device=False, rtol=1e-8, atol=1e-8)
     peaks = {k: v for line in logged(trained) for k, v in line.items() if "memory/" in k}
@@ -181,8 +182,38 @@ def test_one_line_tells_what_the_device_refuses(train, job, tmp_path, words, cod
     assert "do not fit" not in done.err
 
 
-@pytest.mark.skipif(device_count() < 2, reason="needs two accelerators")
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+TWO = pytest.mark.skipif(device_count() < 2, reason="needs two accelerators")
+
+
+@TWO
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        pytest.param([], 0, id="the first"),
+        pytest.param(["strategy.devices=[1]"], 1, id="by number"),
+        pytest.param(["strategy=ddp"], 0, id="group in one process"),
+        pytest.param(["strategy=ddp", "strategy.devices=[1,0]"], 1, id="group by numbers"),
+    ],
+)
+def test_a_device_has_a_number(words, expected):
+    here = torch.accelerator.current_device_index()
+    for kind in ("auto", DEVICE.type):
+        composed = compose(["experiment=resnet18", f"strategy.accelerator={kind}", *words])
+        strategy = build_strategy(parse(composed.config))
+        strategy.setup()
+        assert strategy.device.index == torch.accelerator.current_device_index() == expected
+    torch.accelerator.set_device_index(here)
+
+
+@TWO
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        pytest.param(["strategy=ddp"], id="ddp"),
+        pytest.param(["strategy=fsdp"], id="fsdp"),
+        pytest.param(["strategy=fsdp", "strategy.cpu_offload=true"], id="fsdp, offloaded"),
+    ],
+)
 def test_two_of_them_train_as_one_process(train, tmp_path, strategy):
     words = [
         *("experiment=resnet18", "model=mlp", "model.hidden=[16]", "trainer.precision=fp64"),
@@ -191,7 +222,7 @@ def test_two_of_them_train_as_one_process(train, tmp_path, strategy):
         *("loader.batch_size=67", "callbacks.model_summary=null"),
     ]
     runs = []
-    for more in ([], [f"strategy={strategy}", "strategy.devices=2"]):
+    for more in ([], [*strategy, "strategy.devices=2"]):
         runs.append(tmp_path / str(len(more)))
         done = train([*words, *more, f"run_dir={runs[-1]}"])
         assert done.code == 0, done.err

@@ -12,10 +12,13 @@ from conf.check import parse
 from data.batch import Piece, to_device
 from data.loading.device_transforms import DeviceTransforms
 from scripts.composition.compose import compose
-from toys import Log
+from toys import Log, through_a_file
+from trainer import rng
 from trainer.assembly import parts
 from trainer.assembly.experiment import build
 from trainer.assembly.parts import with_classes
+from trainer.device import device_count
+from trainer.rng import RandomStates
 from trainer.strategies.strategy import Strategy
 from trainer.targets.instantiate import instantiate
 
@@ -123,3 +126,31 @@ def test_device_transforms_of_every_choice_do_not_wait(name):
     assert not found
     assert {tensor.device for tensor in result} == {DEVICE}
     check_same(result, expected, 1e-5)
+
+
+@pytest.mark.skipif(device_count() < 2, reason="needs two accelerators")
+def test_a_process_keeps_the_random_states_of_its_own_devices():
+    first, second = (torch.device(DEVICE.type, number) for number in range(2))
+
+    def states(*devices):
+        return RandomStates(devices, lambda: 0)
+
+    def drawn(device):
+        return torch.rand(5, device=device).cpu()
+
+    drawn(first)
+    state = through_a_file(states(first).state_dict())
+    expected, aside = drawn(first), []
+    for _ in range(2):
+        with rng.preserved(first, seed=1):
+            aside.append(drawn(first))
+    assert torch.equal(*aside)
+    both = states(first, second).state_dict()
+    for device in (first, second):
+        assert states(device).load_state_dict(state) == []
+        assert torch.equal(drawn(device), expected)
+    lost = "the random state of 1 devices (this process has 1)"
+    assert states(second).load_state_dict(both) == [lost]
+    other = f"the random state of {DEVICE.type} on cpu: dropout differs from here on"
+    assert states(CPU).load_state_dict(both) == [other]
+    assert states(CPU).state_dict()["device"] == {"kind": "cpu", "states": []}

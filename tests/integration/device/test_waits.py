@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import toys
 from accelerator import DEVICE, needs_accelerator, needs_simulation, waits
+from benchmarks.gpu import BY_HAND, OURS, Rig, contenders, kernels
 from callbacks.checkpoint import Checkpoint, Staging
 from callbacks.ema import EMA
 from conf.check import parse
@@ -96,6 +97,15 @@ def built(words, callback):
         ),
         pytest.param([*DIGITS, "task/loss=input_gradient_penalty"], 0, id="penalty"),
         pytest.param([*DIGITS, "task/metrics=per_class"], 0, id="metrics"),
+        pytest.param(
+            [
+                *(*DIGITS, "callbacks=[default,unfreeze,swa,training_samples]"),
+                *("callbacks.unfreeze.stages.layer4=null"),
+                "callbacks.unfreeze.stages.body={epoch: null, step: 4, pattern: 'features.*'}",
+            ],
+            0,
+            id="callbacks",
+        ),
         # GradScaler asks for each optimizer whether it may step.
         pytest.param([*DIGITS, "trainer.precision=fp16"], 1, id="fp16"),
     ],
@@ -177,6 +187,17 @@ def test_the_guard_and_the_sums_do_not_grow_with_the_model(choice, most):
     assert counts[0] == counts[1] <= most
 
 
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="counts CUDA's kernels")
+def test_an_update_launches_no_more_kernels_than_by_hand():
+    """What guards against non-finite updates is saved in clipping and sums."""
+    rig = Rig(DEVICE, None, 6, small=True, mode=None)
+    counts = {}
+    for who, run in contenders(rig, "resnet18").items():
+        run(2)
+        counts[who] = kernels(rig, run)
+    assert counts[OURS] <= counts[BY_HAND]
+
+
 def test_statistics_of_an_average_are_measured_without_waiting():
     """However many batches: the end of an epoch waits as often."""
     counts = []
@@ -225,15 +246,3 @@ def test_a_checkpoint_is_written_when_its_copy_has_arrived(waited, tmp_path, mon
     saved = read_checkpoint(tmp_path / "checkpoints" / "last.pt")["model"]
     same = [torch.equal(saved[n], t.cpu()) for n, t in trainer.model.state_dict().items()]
     assert all(same) == waited
-
-
-def test_a_copy_is_that_of_its_moment():
-    weights = torch.randn(400, 400, device=DEVICE)
-    staging = Staging()
-    for _ in range(2):  # into the same memory
-        expected = weights.cpu()
-        copies = staging.copy({"weights": weights})
-        weights.mul_(-1.5)
-        staging.wait()
-        assert copies["weights"].is_pinned()
-        assert torch.equal(copies["weights"], expected)

@@ -16,45 +16,13 @@ from toys import CLASSES, assert_equal, by_hand, of_output, points, trainer_of
 from trainer.assembly.parts import build_strategy
 from trainer.errors import ModelError, ResourceError
 from trainer.strategies import strategy as dp
-from trainer.strategies.fsdp import FSDP
-from trainer.strategies.strategy import check_processes, workers_of
+from trainer.strategies.strategy import workers_of
 from trainer.tasks.classification import Classification
 from trainer.update.precision import Precision
 
 
 def config(*overrides):
     return parse(compose(parse_arguments(list(overrides))).config)
-
-
-@pytest.fixture
-def two_gpus(monkeypatch):
-    chosen = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-
-    def set_device(device):
-        assert device.index is not None, "torch.cuda.set_device needs an index"
-        chosen.append(device)
-
-    monkeypatch.setattr(torch.cuda, "set_device", set_device)
-    return chosen
-
-
-@pytest.mark.parametrize(
-    ("overrides", "expected"),
-    [
-        pytest.param(["strategy.accelerator=cuda"], 0, id="the first"),
-        pytest.param(["strategy.accelerator=cuda", "strategy.devices=[1]"], 1, id="by number"),
-        pytest.param(["strategy.devices=[1]"], 1, id="auto, by number"),
-        pytest.param(["strategy=ddp", "strategy.accelerator=cuda"], 0, id="group in one process"),
-        pytest.param(["strategy=ddp", "strategy.devices=[1,0]"], 1, id="group by numbers"),
-        pytest.param(["strategy=dp", "strategy.accelerator=cuda"], 0, id="dp"),
-    ],
-)
-def test_a_gpu_has_a_number(two_gpus, overrides, expected):
-    strategy = build_strategy(config(*overrides))
-    strategy.setup()
-    assert two_gpus == [torch.device("cuda", expected)]
 
 
 @pytest.mark.parametrize("strategy", ["single", "dp", "ddp"])
@@ -85,15 +53,6 @@ def test_a_machine_is_asked_before_a_process_is_started(monkeypatch, changes, me
         launch(SimpleNamespace(config={"strategy": strategy}))
 
 
-def test_more_than_there_are(two_gpus):
-    with pytest.raises(ResourceError, match=r"devices=3: this machine has 2 GPUs"):
-        check_processes(3)
-    check_processes(2)
-    check_processes(3, "cpu")
-    with pytest.raises(ResourceError, match=r"device_ids=\[0, 3\].* 2 GPUs and no 3"):
-        dp.DataParallel(device_ids=[0, 3])
-
-
 def test_workers_share_the_cores(monkeypatch):
     assert workers_of(16) == 16
     monkeypatch.setattr(os, "cpu_count", lambda: 12)
@@ -102,24 +61,6 @@ def test_workers_share_the_cores(monkeypatch):
     assert workers_of("auto") == 3
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "12")
     assert workers_of("auto") == 0  # one core each computes
-
-
-@pytest.mark.parametrize(
-    ("offload", "backend", "on_host"),
-    [
-        pytest.param(True, "cpu:gloo,cuda:nccl", True, id="offloaded"),
-        pytest.param(False, "nccl", False, id="on the GPU"),
-    ],
-)
-def test_offloaded_shards_have_a_backend_between_hosts(
-    two_gpus, monkeypatch, offload, backend, on_host
-):
-    for name in ("RANK", "LOCAL_RANK"):
-        monkeypatch.delenv(name, raising=False)
-    strategy = FSDP(cpu_offload=offload)
-    assert strategy.group.backend == backend
-    assert strategy.updates_on_host is on_host
-    assert "RANK" not in os.environ
 
 
 class Chunks(nn.Module):
@@ -145,7 +86,7 @@ class Chunks(nn.Module):
 
 @pytest.fixture
 def three_gpus(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(dp, "device_count", lambda kind: 3)
     monkeypatch.setattr(nn, "DataParallel", Chunks)
 
 
@@ -176,8 +117,13 @@ def test_devices(three_gpus, arguments, expected):
     assert strategy.device == torch.device("cuda", expected[0])
 
 
+def test_a_number_that_is_not_there(three_gpus):
+    with pytest.raises(ResourceError, match=r"device_ids=\[0, 4\].* 3 GPUs and no 4"):
+        dp.DataParallel(device_ids=[0, 4])
+
+
 def test_without_gpus_it_says_so(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(dp, "device_count", lambda kind: 0)
     strategy = dp.DataParallel(devices=2)
     model = nn.Linear(2, 2)
     assert strategy.wrap(model) is model

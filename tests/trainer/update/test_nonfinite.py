@@ -26,7 +26,7 @@ from trainer.strategies.fsdp import FSDP
 from trainer.strategies.strategy import Strategy
 from trainer.tasks.classification import Classification
 from trainer.trainer import Trainer
-from trainer.update import sums
+from trainer.update import gradients, sums
 
 NODES = toys.optimizer_nodes() | {
     "rprop": {"_target_": "torch.optim.Rprop"},
@@ -41,7 +41,12 @@ UPDATES = 6  # of an epoch
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
     """Return a function that makes the CPU a device that the host waits for, or not."""
-    return lambda waits: monkeypatch.setattr(sums, "waits_for", lambda device: waits)
+
+    def decide(waits):
+        for module in (sums, gradients):
+            monkeypatch.setattr(module, "waits", lambda device: waits)
+
+    return decide
 
 
 @pytest.fixture(params=[False, True], ids=["cpu", "as-on-a-gpu"])

@@ -19,7 +19,7 @@ from trainer.task import StepOutput
 from trainer.tasks.classification import Classification
 from trainer.tasks.gan import DISCRIMINATOR, GAN, GENERATOR
 from trainer.trainer import Trainer
-from trainer.update import sums
+from trainer.update import gradients, sums
 
 UPDATES = 5
 
@@ -28,7 +28,8 @@ UPDATES = 5
 def waits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether reading a number of the device is taken to cost a wait."""
     result = bool(request.param != "cpu")
-    monkeypatch.setattr(sums, "waits_for", lambda device: result)
+    for module in (sums, gradients):
+        monkeypatch.setattr(module, "waits", lambda device: result)
     return result
 
 
@@ -123,7 +124,8 @@ def test_a_run_that_a_turn_ends_is_as_before_the_update(turn: str, bad: int, wai
 def test_the_device_decides_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     ends = []
     for decides in (False, True):
-        monkeypatch.setattr(sums, "waits_for", lambda device, decides=decides: decides)
+        for module in (sums, gradients):
+            monkeypatch.setattr(module, "waits", lambda device, decides=decides: decides)
         trainer = trainer_of(GAN(), max_epochs=2)
         trainer.fit()
         assert trainer.updater.guard.by_device == decides
