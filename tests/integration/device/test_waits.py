@@ -100,7 +100,7 @@ def built(words, callback):
         pytest.param(
             [
                 *(*DIGITS, "callbacks=[default,unfreeze,swa,training_samples]"),
-                *("callbacks.unfreeze.stages.layer4=null"),
+                "callbacks.unfreeze.stages.layer4=null",
                 "callbacks.unfreeze.stages.body={epoch: null, step: 4, pattern: 'features.*'}",
             ],
             0,
