@@ -154,3 +154,25 @@ def test_the_device_is_exact_and_strict(started, code, said):
     _, errors = process.communicate(timeout=300)
     assert (process.returncode == 0) == (said == ""), errors
     assert said in errors
+
+
+WITHOUT_COMPILER = """
+from scripts.cli.deferred import defer_imports
+defer_imports()
+import sys
+import torch
+from trainer.tasks.classification import Classification
+from trainer.trainer import Trainer
+model = torch.nn.Linear(4, 3)
+optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, fused=True)
+trainer = Trainer(model, Classification(3), optimizer, [(torch.ones(8, 4), torch.zeros(8).long())])
+trainer.fit()
+assert trainer.updater.guard.by_device and model.weight.device.type == "sim"
+assert "torch._dynamo" not in sys.modules  # three seconds of the first update
+"""
+
+
+def test_the_first_update_does_without_the_compiler(python):
+    process = python("-c", WITHOUT_COMPILER, stderr=subprocess.PIPE)
+    _, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors

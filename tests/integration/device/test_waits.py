@@ -100,8 +100,8 @@ def built(words, callback):
         pytest.param(
             [
                 *(*DIGITS, "callbacks=[default,unfreeze,swa,training_samples]"),
-                "callbacks.unfreeze.stages.layer4=null",
-                "callbacks.unfreeze.stages.body={epoch: null, step: 4, pattern: 'features.*'}",
+                "callbacks.unfreeze.stages={layer4: null, body: null}",
+                "callbacks.unfreeze.stages.own={pattern: 'features.*', step: 4}",
             ],
             0,
             id="callbacks",
