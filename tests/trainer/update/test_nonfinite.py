@@ -1,7 +1,6 @@
 """A non-finite update changes nothing; the device's guard ends with the state of the host's."""
 
 import copy
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import toys
+from accelerator import CPU, DEVICE, needs_simulation
 from callbacks.checkpoint import Checkpoint
 from callbacks.ema import EMA
 from callbacks.swa import SWA
@@ -26,7 +26,6 @@ from trainer.strategies.fsdp import FSDP
 from trainer.strategies.strategy import Strategy
 from trainer.tasks.classification import Classification
 from trainer.trainer import Trainer
-from trainer.update import gradients, sums
 
 NODES = toys.optimizer_nodes() | {
     "rprop": {"_target_": "torch.optim.Rprop"},
@@ -35,33 +34,30 @@ NODES = toys.optimizer_nodes() | {
     "adamax": {"_target_": "torch.optim.Adamax"},
 }
 EACH = pytest.mark.parametrize("name", list(NODES))
+
+
+DECIDED = pytest.mark.parametrize("name", [pytest.param(n, id=n) for n in sorted(ON_DEVICE)])
+
+
 UPDATES = 6  # of an epoch
 
 
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
-    """Return a function that makes the CPU a device that the host waits for, or not."""
-
-    def decide(waits):
-        for module in (sums, gradients):
-            monkeypatch.setattr(module, "waits", lambda device: waits)
-
-    return decide
-
-
-@pytest.fixture(params=[False, True], ids=["cpu", "as-on-a-gpu"])
-def device(request: pytest.FixtureRequest, gpu: Callable[[bool], None]) -> None:
-    """Whether reading a number of the device is taken to cost a wait."""
-    gpu(request.param)
-
-
 def trainer_of(
-    name: str, folder: Path, data: list[Any] | None = None, more: Any = None, **options: Any
+    name: str,
+    folder: Path,
+    data: list[Any] | None = None,
+    more: Any = None,
+    device: torch.device = DEVICE,
+    **options: Any,
 ) -> Trainer:
     """Build a trainer with whatever has a state around the optimizer, as for a GPU."""
-    model = normed()
+    strategy = Strategy(device)
+    model = strategy.prepare(normed())
     optimizers = build_optimizers(model, copy.deepcopy(NODES[name]), prefer_fused=True)
     first = next(iter(optimizers.optimizers.values()))
+    for group in (g for o in optimizers.optimizers.values() for g in o.param_groups):
+        if group.get("foreach", 0) is None and not group.get("fused"):
+            group["foreach"] = True  # as torch chooses on a device: other roundings
     free = {"clip_grad_norm": 0.5, "gradient_noise": GradientNoise(eta=0.01, gamma=0.5)}
     callbacks = {
         "log": Log(),
@@ -77,6 +73,7 @@ def trainer_of(
         batches(UPDATES) if data is None else data,
         batches(UPDATES),
         torch.optim.lr_scheduler.CosineAnnealingLR(first, 2 * UPDATES),
+        strategy,
         callbacks={**callbacks, **(more or {})},
         options=TrainerOptions(**({} if name == "lbfgs" else free) | options),  # type: ignore[arg-type]
         run_dir=folder,
@@ -92,58 +89,46 @@ def changed_by_updates(trainer: Trainer) -> dict[str, Any]:
 def saved(folder: Path) -> dict[str, Any]:
     store = CheckpointStore(folder / "checkpoints")
     paths = sorted(store.folder.glob("step-*.pt"))
-    return {p.name: {**read_checkpoint(p), "config": ""} for p in paths}
+    parts = ("model", "optimizer", "lr_scheduler", "ema", "callbacks")
+    return {p.name: {part: read_checkpoint(p)[part] for part in parts} for p in paths}
 
 
-def test_a_scaled_loss_is_checked_on_the_host(gpu: Callable[[bool], None]) -> None:
-    gpu(True)
-    model = normed()
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    trainer = Trainer(model, Classification(3), optimizer, batches(UPDATES), precision="fp16")
-    assert not trainer.updater.guard.by_device
-
-
+@needs_simulation
 @EACH
-def test_a_whole_run_is_the_same(name: str, gpu: Callable[[bool], None], tmp_path: Path) -> None:
+def test_a_whole_run_is_the_same(name: str, tmp_path: Path) -> None:
     runs = {}
-    for waits in (False, True):
-        gpu(waits)
-        trainer = trainer_of(name, tmp_path / str(waits))
+    for device in (CPU, DEVICE):
+        trainer = trainer_of(name, tmp_path / str(device), device=device)
         begun = changed_by_updates(trainer)
         trainer.fit()
         assert differences(begun, changed_by_updates(trainer))  # LBFGS once did nothing at all
         log = trainer.callbacks["log"].lines  # type: ignore[attr-defined]
-        runs[waits] = {"log": log, "saved": saved(tmp_path / str(waits))}
-        assert set(runs[waits]["saved"]) >= {"step-00000004.pt", "step-00000012.pt"}
-    assert differences(runs[False], runs[True]) == []
+        runs[device] = {"log": log, "saved": saved(tmp_path / str(device))}
+        assert set(runs[device]["saved"]) >= {"step-00000004.pt", "step-00000012.pt"}
+    assert differences(runs[CPU], runs[DEVICE]) == []
 
 
-@pytest.mark.parametrize("name", sorted(ON_DEVICE))
+@needs_simulation
+@DECIDED
 @pytest.mark.parametrize("bad", [0, 4])
-def test_a_bad_update_ends_both_in_the_same_place(
-    name: str, bad: int, gpu: Callable[[bool], None], tmp_path: Path
-) -> None:
+def test_a_bad_update_ends_both_in_the_same_place(name: str, bad: int, tmp_path: Path) -> None:
     runs = {}
-    for waits in (False, True):
-        gpu(waits)
-        folder = tmp_path / str(waits)
-        trainer = trainer_of(name, folder, batches(UPDATES, bad), log_every_n_steps=6)
+    for device in (CPU, DEVICE):
+        folder, data = tmp_path / str(device), batches(UPDATES, bad)
+        trainer = trainer_of(name, folder, data, device=device, log_every_n_steps=6)
         with pytest.raises(DivergedError, match=rf"update {bad + 1} \(step {bad + 1}, epoch 0\)"):
             trainer.fit()
         assert trainer.state.global_step == bad
-        assert trainer.updater.guard.by_device == waits
+        assert trainer.updater.guard.by_device == (device != CPU)
         log = trainer.callbacks["log"].lines  # type: ignore[attr-defined]
-        runs[waits] = {**changed_by_updates(trainer), "log": log, "saved": saved(folder)}
+        runs[device] = {**changed_by_updates(trainer), "log": log, "saved": saved(folder)}
     # The host had let the schedule go on: the only thing that is not undone.
-    rates = [path for path in differences(runs[False], runs[True]) if path.endswith("/lr")]
-    assert differences(runs[False], runs[True]) == rates
+    found = differences(runs[CPU], runs[DEVICE])
+    assert found == [path for path in found if path.endswith("/lr")]
 
 
 @EACH
-def test_after_a_first_update_left_out_the_rest_is_undisturbed(
-    name: str, gpu: Callable[[bool], None], tmp_path: Path
-) -> None:
-    gpu(True)
+def test_after_a_first_update_left_out_the_rest_is_undisturbed(name: str, tmp_path: Path) -> None:
     good = batches(UPDATES)
     options = {"on_nonfinite": "skip", "max_epochs": 1, "gradient_noise": None}
     options |= {"gradient_accumulation_steps": 2}
@@ -160,11 +145,25 @@ def test_after_a_first_update_left_out_the_rest_is_undisturbed(
         assert differences(before[key], after[key]) == []
 
 
+def test_weights_that_are_lost_end_a_run_that_skips() -> None:
+    model = normed()
+    with torch.no_grad():
+        model[0].weight[0, 0] = float("nan")
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    options = TrainerOptions(max_epochs=9, on_nonfinite="skip", max_skipped_in_a_row=7)
+    trainer = Trainer(model, Classification(3), optimizer, batches(UPDATES), options=options)
+    with pytest.raises(DivergedError, match="last 7 updates"):
+        trainer.fit()
+
+
 class Observer(Callback):
-    """Look at the model."""
+    """Note the steps at which something looks at the model."""
+
+    def __init__(self) -> None:
+        self.at: list[int] = []
 
     def on_fit_end(self, trainer: Trainer) -> None:
-        raise AssertionError
+        self.at.append(trainer.state.global_step)
 
     on_validation_start = on_epoch_end = on_fit_end
 
@@ -178,13 +177,31 @@ class Observer(Callback):
     ],
 )
 def test_nothing_looks_at_a_run_whose_device_left_an_update_out(
-    options: dict[str, Any], gpu: Callable[[bool], None], tmp_path: Path
+    options: dict[str, Any], tmp_path: Path
 ) -> None:
-    gpu(True)
-    data, options = batches(UPDATES, bad=2), {"log_every_n_steps": 99, **options}
-    trainer = trainer_of("adamw", tmp_path, data, {"observer": Observer()}, **options)
+    callback = Observer()
+    trainer = trainer_of(
+        "adamw",
+        tmp_path / "run",
+        batches(UPDATES, bad=2),
+        {"callback": callback},
+        log_every_n_steps=99,
+        **options,
+    )
     with pytest.raises(DivergedError, match="update 3"):
         trainer.fit()
+    assert callback.at == []
+
+
+def test_stopping_names_the_sample_and_keeps_finite_weights() -> None:
+    model = normed()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    trainer = Trainer(model, Classification(3), optimizer, batches(5, bad=2))
+    with pytest.raises(DivergedError, match=r"sample 3 holds NaN.*update 3") as error:
+        trainer.fit()
+    assert error.value.exit_code == 5
+    assert all(torch.isfinite(t).all() for t in model.state_dict().values())
+    assert trainer.state.global_step == 2
 
 
 class Infinite(nn.Module):
@@ -206,27 +223,16 @@ class Network(nn.Module):
         return torch.cat([self.layer(x), infinite], 1)
 
 
-@pytest.mark.usefixtures("device")
-@pytest.mark.parametrize("infinite", [False, True], ids=["a sample", "with a finite gradient"])
-def test_stopping_names_the_sample_and_keeps_finite_weights(infinite: bool) -> None:
-    def made(data: Any) -> Trainer:
-        torch.manual_seed(0)
-        model = Network(4) if infinite else normed()
-        task = Classification(4, Infinite(), metrics={}) if infinite else Classification(3)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        return Trainer(model, task, optimizer, data, options=TrainerOptions(max_epochs=1))
-
-    data = batches(5, bad=None if infinite else 2)
-    if infinite:
-        data[2][0][1, 0] = 100.0
-    trainer, short = made(data), made(data[:2])
-    told = "the loss is not finite" if infinite else "sample 3 holds NaN"
-    with pytest.raises(DivergedError, match=rf"{told}.*update 3") as error:
+def test_an_infinite_loss_with_a_finite_gradient_stops_the_run() -> None:
+    model, data = Network(4), batches(5)
+    data[0][0][1, 0] = 100.0
+    before = copy.deepcopy(model.state_dict())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = Trainer(model, Classification(4, Infinite(), metrics={}), optimizer, data)
+    with pytest.raises(DivergedError, match="the loss is not finite"):
         trainer.fit()
-    assert error.value.exit_code == 5
-    assert trainer.state.global_step == 2
-    short.fit()
-    assert differences(changed_by_updates(trainer), changed_by_updates(short)) == []
+    assert trainer.state.global_step == 0
+    assert differences(before, model.state_dict()) == []
 
 
 def train_split(strategy, on_nonfinite="skip", accumulation=1):

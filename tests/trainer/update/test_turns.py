@@ -8,29 +8,25 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from accelerator import CPU, DEVICE, needs_simulation
 from callbacks.ema import EMA
 from models.gan import GAN as Networks  # noqa: N811
-from toys import batches, differences, section
+from scripts.composition.compose import compose
+from toys import batches, differences
 from trainer.callback import Callback
 from trainer.errors import DivergedError, ModelError
 from trainer.optimizers.optimizers import build_optimizers
 from trainer.options import GradientNoise, TrainerOptions
+from trainer.strategies.strategy import Strategy
 from trainer.task import StepOutput
 from trainer.tasks.classification import Classification
 from trainer.tasks.gan import DISCRIMINATOR, GAN, GENERATOR
 from trainer.trainer import Trainer
-from trainer.update import gradients, sums
+
+NODE = compose(["experiment=gan", "optimizer=gan"]).config["optimizer"]
+
 
 UPDATES = 5
-
-
-@pytest.fixture(params=["cpu", "as-on-a-gpu"])
-def waits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether reading a number of the device is taken to cost a wait."""
-    result = bool(request.param != "cpu")
-    for module in (sums, gradients):
-        monkeypatch.setattr(module, "waits", lambda device: result)
-    return result
 
 
 class Failing(GAN):
@@ -69,9 +65,10 @@ def state_of(trainer: Trainer) -> list[Any]:
     return [trainer.model.state_dict(), {n: o["state"] for n, o in optimizer.items()}]
 
 
-def trainer_of(task: GAN, **options: Any) -> Trainer:
+def trainer_of(task: GAN, device: torch.device = DEVICE, **options: Any) -> Trainer:
     torch.manual_seed(0)
-    model = Networks(in_channels=1, image_size=8, latent_dim=5, width=4)
+    strategy = Strategy(device)
+    model = strategy.prepare(Networks(in_channels=1, image_size=8, latent_dim=5, width=4))
     batches = [
         (torch.rand(4, 1, 8, 8, generator=g) * 2 - 1, torch.randn(4, 5, generator=g))
         for g in (torch.Generator().manual_seed(i) for i in range(UPDATES))
@@ -79,10 +76,9 @@ def trainer_of(task: GAN, **options: Any) -> Trainer:
     return Trainer(
         model,
         task,
-        build_optimizers(
-            model, section("optimizer", "experiment=gan", "optimizer=gan"), prefer_fused=True
-        ),
+        build_optimizers(model, copy.deepcopy(NODE), prefer_fused=True),
         batches,
+        strategy=strategy,
         callbacks={"history": History(), "ema": EMA(0.9)},
         options=TrainerOptions(**{"max_epochs": 1, "log_every_n_steps": 99, **options}),
     )
@@ -92,7 +88,7 @@ TURNS = pytest.mark.parametrize("turn", [DISCRIMINATOR, GENERATOR])
 
 
 @TURNS
-def test_a_non_finite_turn_undoes_those_before_it(turn: str, waits: bool) -> None:
+def test_a_non_finite_turn_undoes_those_before_it(turn: str) -> None:
     trainer = trainer_of(Failing(turn, (0, 2)), on_nonfinite="skip")
     trainer.fit()
     states = trainer.callbacks["history"].states  # type: ignore[attr-defined]
@@ -104,8 +100,18 @@ def test_a_non_finite_turn_undoes_those_before_it(turn: str, waits: bool) -> Non
 
 
 @TURNS
+def test_skipped_updates_are_not_in_the_means(turn: str) -> None:
+    bad = trainer_of(Failing(turn, (UPDATES - 1,)), on_nonfinite="skip")
+    bad.fit()
+    short = trainer_of(Failing(turn, ()), on_nonfinite="skip", limit_train_batches=UPDATES - 1)
+    short.fit()
+    names = {n for n in short.metrics if n.startswith("train/")}
+    assert {n: bad.metrics[n] for n in names} == {n: short.metrics[n] for n in names}
+
+
+@TURNS
 @pytest.mark.parametrize("bad", [0, 2])
-def test_a_run_that_a_turn_ends_is_as_before_the_update(turn: str, bad: int, waits: bool) -> None:
+def test_a_run_that_a_turn_ends_is_as_before_the_update(turn: str, bad: int) -> None:
     trainer = trainer_of(Failing(turn, (bad,)))
     with pytest.raises(DivergedError, match=f"update {bad + 1}"):
         trainer.fit()
@@ -118,34 +124,36 @@ def test_a_run_that_a_turn_ends_is_as_before_the_update(turn: str, bad: int, wai
         all(not v.any() for o in optimizers.values() for s in o.values() for v in s.values()) or bad
     )
     assert trainer.state.global_step == bad
-    assert trainer.updater.guard.by_device == waits
+    assert trainer.updater.guard.by_device == (DEVICE != CPU)
 
 
-def test_the_device_decides_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+@needs_simulation
+def test_the_device_decides_alike() -> None:
     ends = []
-    for decides in (False, True):
-        for module in (sums, gradients):
-            monkeypatch.setattr(module, "waits", lambda device, decides=decides: decides)
-        trainer = trainer_of(GAN(), max_epochs=2)
+    for device in (CPU, DEVICE):
+        trainer = trainer_of(GAN(), device, max_epochs=2)
         trainer.fit()
-        assert trainer.updater.guard.by_device == decides
+        assert trainer.updater.guard.by_device == (device != CPU)
         ends.append([*state_of(trainer), trainer.metrics])
-    assert differences(*ends) == []
+    assert differences(ends[0], ends[1]) == []
 
 
-NOISE = GradientNoise(eta=0.1, gamma=0.5)
-GRADIENTS: dict[str, Any] = {"clip_grad_norm": 1, "clip_grad_value": 1, "gradient_noise": NOISE}
-
-
-@pytest.mark.parametrize("key", [*GRADIENTS, "precision"])
-def test_options_that_lbfgs_would_ignore_are_refused(key: str) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"clip_grad_norm": 1.0},
+        {"clip_grad_value": 1.0},
+        {"gradient_noise": GradientNoise(eta=0.1, gamma=0.5)},
+        {"precision": "fp16"},
+    ],
+)
+def test_options_that_lbfgs_would_ignore_are_refused(options: dict[str, Any]) -> None:
+    (key,) = options
     model = nn.Linear(4, 3)
-    optimizer = torch.optim.LBFGS(model.parameters())
-    given: dict[str, Any] = {"precision": "fp16"}
-    if key in GRADIENTS:
-        given = {"options": TrainerOptions(**{key: GRADIENTS[key]})}
+    precision = options.pop("precision", "fp32")
+    optimizer, given = torch.optim.LBFGS(model.parameters()), TrainerOptions(**options)
     with pytest.raises(ModelError, match=f"LBFGS.*trainer.{key}"):
-        Trainer(model, Classification(3), optimizer, batches(6), **given)
+        Trainer(model, Classification(3), optimizer, batches(6), options=given, precision=precision)
 
 
 class Counting(nn.Module):
@@ -162,7 +170,7 @@ class Counting(nn.Module):
         return torch.as_tensor(self.layer(x)) * (float("nan") if lost else 1.0)
 
 
-def test_a_search_takes_what_was_computed_as_its_first_evaluation(waits: bool) -> None:
+def test_a_search_takes_what_was_computed_as_its_first_evaluation() -> None:
     torch.manual_seed(0)
     model = Counting()
     by_hand = copy.deepcopy(model.layer)
@@ -184,7 +192,7 @@ def test_a_search_takes_what_was_computed_as_its_first_evaluation(waits: bool) -
         other.step(closure)  # type: ignore[arg-type]
     assert model.calls == calls
     for ours, theirs in zip(model.layer.parameters(), by_hand.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6, check_device=False)
 
 
 def test_a_search_that_ends_in_nan_is_undone() -> None:
