@@ -134,7 +134,7 @@ def test_the_finder_of_learning_rates(train, job, tmp_path):
     for more in ([], [ON_CPU]):
         run = tmp_path / str(len(more))
         done = train([*words, *more, f"run_dir={run}"])
-            found.append(json.loads((run / "lr_finder.json").read_text()))
+        found.append(json.loads((run / "lr_finder.json").read_text()))
     assert found[0].keys() == found[1].keys()
     assert found[0]["loss"] == pytest.approx(found[1]["loss"], rel=1e-8)
 
@@ -220,7 +220,7 @@ def test_two_of_them_train_as_one_process(train, tmp_path, strategy):
     for more in ([], [*strategy, "strategy.devices=2"]):
         runs.append(tmp_path / str(len(more)))
         done = train([*words, *more, f"run_dir={runs[-1]}"])
-            assert f"{DEVICE.type}:0" in done.err
+        assert f"{DEVICE.type}:0" in done.err
     torch.testing.assert_close(weights(runs[1]), weights(runs[0]), rtol=0, atol=1e-10)
     lines = [
         [{k: v for k, v in line.items() if k[:4] not in ("time", "memo")} for line in logged(run)]
