@@ -66,7 +66,7 @@ def killed(start, words, run, step=5):
 def trained(train, job, tmp_path_factory):
     """A finished run with dropout, an average and saves in the background. Do not change it."""
     run = tmp_path_factory.mktemp("runs") / "whole"
-    done = train([*job, *FEW, f"run_dir={run}"])
+    train([*job, *FEW, f"run_dir={run}"])
     return run
 
 
@@ -89,7 +89,7 @@ def test_killed_and_resumed_it_ends_the_same(train, start, job, trained, tmp_pat
         whole = tmp_path / "whole"
         train([*words, f"run_dir={whole}"])
     killed(start, words, tmp_path / "run")
-    done = train([*words, f"run_dir={tmp_path / 'run'}", "resume=auto"])
+    train([*words, f"run_dir={tmp_path / 'run'}", "resume=auto"])
     assert differences(whole, tmp_path / "run") == []
 
 
@@ -133,7 +133,7 @@ def test_the_finder_of_learning_rates(train, job, tmp_path):
     found = []
     for more in ([], [ON_CPU]):
         run = tmp_path / str(len(more))
-        done = train([*words, *more, f"run_dir={run}"])
+        train([*words, *more, f"run_dir={run}"])
         found.append(json.loads((run / "lr_finder.json").read_text()))
     assert found[0].keys() == found[1].keys()
     assert found[0]["loss"] == pytest.approx(found[1]["loss"], rel=1e-8)
