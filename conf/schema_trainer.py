@@ -41,6 +41,7 @@ class CompileWords:
     ) = option(None, "a set of options")
     dynamic: bool | None = option(False, "one kernel for all shapes")
     fullgraph: bool = option(False, "no breaks of the graph")
+    regions: list[str] | None = option(None, "classes, each of whose modules is compiled by itself")
     backend: str = option("inductor", "its registered name")
     # A text could be the program to compile with (`cpp.cxx`).
     options: dict[str, bool | int | float] | None = option(None, "numbers, true and false by name")

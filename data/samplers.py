@@ -102,7 +102,10 @@ class UpdateSampler:
 
 
 def default_order(dataset: Any, seed: int, shuffle: bool = True) -> Order:
-    """Return the order of a data set without a sampler; a stream has its own order."""
+    """Return the order of a data set without a sampler; a stream or a mixture has its own."""
+    if callable(own := getattr(dataset, "order", None)):
+        ordered: Order = own(seed, shuffle)
+        return ordered
     if not shuffle or isinstance(dataset, Stream):
         return Sequential(len(dataset))
     return LowMemory(dataset, seed) if len(dataset) >= HUGE else Shuffled(len(dataset), seed)

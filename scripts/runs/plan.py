@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from callbacks.checkpoint import Checkpoint
 from data.errors import DataError
+from data.mixture import Mixture
 from trainer.assembly.data import kept_bytes
 from trainer.assembly.summary import estimate, render, summarize
 from trainer.evaluation import evaluate
@@ -66,7 +67,7 @@ def make_plan(request: Request, experiment: Experiment, folder: Path) -> None:
     chosen = (packed([f"{k}={v}" for k, v in d.items()], width, "  ") for d in (picked, settings))
     sections = {
         f"Plan of {config.name}": [*(line for lines in chosen for line in lines), *given],
-        "Data": _data_table(sets, width),
+        "Data": [*_data_table(sets, width), *_epochs(sets["train"])],
         "Model": [render(summary, width)],
         "Optimizer": groups_table(trainer.optimizers.table(), width),
         "Learning rate": _rate_table(rates, width) if rates else [],
@@ -127,6 +128,11 @@ def _loss(task: Any, model: Any, batch: Any) -> Any:
     if task.turns:
         return as_output(task.turn_step(model, batch, task.turns[0]), task, "turn_step").loss
     return as_output(task.training_step(model, batch), task, "training_step").loss
+
+
+def _epochs(dataset: Any) -> Iterator[str]:
+    if isinstance(dataset, Mixture):
+        yield f"an epoch of train: {dataset.explain()}"
 
 
 def _data_table(sets: Mapping[str, Any], width: int) -> list[str]:

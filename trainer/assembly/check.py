@@ -21,7 +21,12 @@ from conf.errors import ConfigError, Problem, did_you_mean, noted, problems_at, 
 from conf.interpolation import leaves
 from conf.other_words import our_key
 from conf.schema import OWN_KEYS, Config
-from trainer.assembly.data import build_transforms, cache_problems, fold_problems
+from trainer.assembly.data import (
+    build_transforms,
+    cache_problems,
+    fold_problems,
+    mixture_problems,
+)
 from trainer.assembly.parts import OFFERED, Assembly, device_of, with_classes, wrong_class
 from trainer.optimizers.optimizers import UNSHARDED, Optimizers, sections
 from trainer.optimizers.state import needs_closure
@@ -58,6 +63,7 @@ def check_targets(config: Config) -> None:
     first = [*_task_problems(parts), *_strategy_problems(config)]
     about = {p.key.rpartition(".")[0] for p in first}
     others = [*_loss_problems(config), *_part_problems(parts), *fold_problems(config)]
+    others += mixture_problems(config)
     raise_problems([*first, *(p for p in others if p.key not in about)])
 
 
@@ -208,6 +214,8 @@ def _part_problems(parts: Assembly) -> list[Problem]:
         return found
     with noted(found):
         _ = parts.checkpointed
+    with noted(found):
+        _ = parts.regions
     with noted(found):
         found += _dense_problems(parts.optimizers, model)
         _ = parts.schedule

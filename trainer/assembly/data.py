@@ -18,6 +18,7 @@ from data.errors import DataError
 from data.image_folder import ImageCache, ImageFolder
 from data.loading.device_transforms import batch_form, check_per_sample, defer
 from data.loading.loader import bytes_of, can_be_kept
+from data.mixture import Mixture, faults
 from data.orders import labels_of
 from data.sources import fingerprint
 from data.streams import as_dataset
@@ -48,6 +49,7 @@ class Data(NamedTuple):
                 "samples": len(dataset) if hasattr(dataset, "__len__") else None,
                 "classes": len(classes) if (classes := getattr(dataset, "classes", None)) else None,
                 "fingerprint": fingerprint(dataset),
+                **({"epoch": dataset.explain()} if isinstance(dataset, Mixture) else {}),
             }
             for split, dataset in self.sets.items()
             if dataset is not None
@@ -189,6 +191,20 @@ def fold_problems(config: Config) -> Iterator[Problem]:
         elif _in_folds(config, split, node) == node:
             hint = "a data set has, whose target takes `fold` and `folds` (data.splits.fold_of)"
             yield Problem("data.folds", f"data.{split}: {node['_target_']} has no folds", hint)
+
+
+def mixture_problems(config: Config) -> Iterator[Problem]:
+    """Name what is wrong with the sets and weights of mixtures, and samplers beside their order."""
+    for split in SPLITS:
+        node = getattr(config.data, split)
+        if not node or not issubclass(_kind(node["_target_"]) or object, Mixture):
+            continue
+        for argument, wrong in faults(node.get("sets") or {}, node.get("weights") or {}):
+            yield Problem(f"data.{split}.{argument}", wrong)
+        for key in ("sampler", "batch_sampler") if split == "train" else ():
+            if getattr(config.loader, key) is not None:
+                message = "chooses samples, and so does data.train, a mixture"
+                yield Problem(f"loader.{key}", message, "leave it out: weights say the shares")
 
 
 def set_cache(config: Config, split: str, dataset: Any) -> None:

@@ -1,6 +1,6 @@
 """From a configuration to a trainer, in reading order; and its loaders."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -98,7 +98,8 @@ def build(
             on_nonfinite="stop" if options.error_if_nonfinite else options.on_nonfinite,
             limit_val_batches=None,  # the loader has no more
         ),
-        compiled=_compile(parts.model, not config.dry_run and options.compile),  # not for one batch
+        # Not for the one batch of a dry run.
+        compiled=_compile(parts.model, not config.dry_run and options.compile, parts.regions),
         config_text=config_text,
     )
     trainer.data_facts = data_facts(data.sets)
@@ -255,10 +256,17 @@ def _loader(
     )
 
 
-def _compile(model: nn.Module, choice: bool | dict[str, Any]) -> nn.Module:
+def _compile(
+    model: nn.Module, choice: bool | dict[str, Any], regions: Sequence[nn.Module] | None
+) -> nn.Module:
     if choice is False:
         return model
     # By default torch switches to dynamic shapes at the second shape: a run resumed after that
     # would use other kernels, and not be exact.
     options = {"dynamic": False} | (choice if isinstance(choice, dict) else {})
-    return torch.compile(model, **options)  # type: ignore
+    options.pop("regions", None)
+    if regions is None:
+        return torch.compile(model, **options)  # type: ignore
+    for module in regions:
+        module.compile(**options)
+    return model

@@ -34,6 +34,7 @@ from trainer.strategies.strategy import (
     Strategy,
     check_processes,
     count_devices,
+    instances,
 )
 from trainer.targets.allow_list import TargetError
 from trainer.targets.instantiate import instantiate
@@ -207,6 +208,13 @@ class Assembly:
         if options.activation_checkpointing_segments is not None:
             checkpoint_segments(self.model, options.activation_checkpointing_segments)
         return checkpoint_modules(self.model, options.activation_checkpointing or [])
+
+    @cached_property
+    def regions(self) -> list[nn.Module] | None:
+        """The modules that are compiled by themselves; None where it is the model as a whole."""
+        choice, key = self.config.trainer.compile, "trainer.compile.regions"
+        classes = choice.get("regions") if isinstance(choice, dict) else None
+        return None if classes is None else instances(self.model, classes, key)
 
     @cached_property
     def task(self) -> Task:

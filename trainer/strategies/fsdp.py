@@ -17,6 +17,7 @@ from conf.errors import Problem
 from data.batch import map_tensors
 from trainer.errors import ModelError
 from trainer.strategies.ddp import Processes, Replicas
+from trainer.strategies.strategy import instances
 
 _FORMATS = {"bf16": torch.bfloat16, "fp16": torch.float16, None: None}
 
@@ -80,14 +81,8 @@ class FSDP(Replicas):
             raise ModelError(Problem("strategy", message, hint))
 
     def _units(self, model: nn.Module) -> list[nn.Module]:
-        kinds = [type(module).__name__ for module in model.modules()]
-        for name in self._wrap_modules:
-            if name not in kinds:
-                message = f"the model has no module of class {name}"
-                hint = f"there are {', '.join(sorted(set(kinds)))}"
-                raise ModelError(Problem("strategy.wrap_modules", message, hint))
         # fully_shard requires inner modules first.
-        found = [m for m in model.modules() if type(m).__name__ in self._wrap_modules]
+        found = instances(model, self._wrap_modules, "strategy.wrap_modules")
         return [m for m in reversed(found) if m is not model]
 
     def _exchanging(self, wrapped: nn.Module, last: bool) -> AbstractContextManager[Any]:

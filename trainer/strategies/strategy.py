@@ -15,10 +15,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from conf.errors import Problem
 from data.batch import map_tensors
 from trainer.device import default, device_count, indexed, kinds, moved, select
 from trainer.distributed import Group
-from trainer.errors import ResourceError
+from trainer.errors import ModelError, ResourceError
 
 # Unshared memory in bytes, on Linux, of a process that has imported torch and built a small model.
 _PROCESS = 300 * 2**20
@@ -61,6 +62,17 @@ def workers_of(asked: int | Literal["auto"]) -> int:
         return asked
     share = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return min(share, 8) if share > 1 else 0  # one core computes: it gains nothing
+
+
+def instances(model: nn.Module, classes: Sequence[str], key: str) -> list[nn.Module]:
+    """Return the modules of some classes, outer ones first. Raises ModelError if one has none."""
+    kinds = [type(module).__name__ for module in model.modules()]
+    for name in classes:
+        if name not in kinds:
+            message = f"the model has no module of class {name}"
+            hint = f"there are {', '.join(sorted(set(kinds)))}"
+            raise ModelError(Problem(key, message, hint))
+    return [m for m, kind in zip(model.modules(), kinds, strict=True) if kind in classes]
 
 
 class Strategy:

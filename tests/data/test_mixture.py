@@ -1,0 +1,75 @@
+"""Mixtures: shares to within one sample, each pass of a set whole, and one order for any split."""
+
+import numpy as np
+import pytest
+import torch
+
+from data.errors import DataError
+from data.mixture import Mixture, turns_of
+from data.samplers import UpdateSampler, default_order
+
+
+class Numbers(list):
+    """Samples that say which they are."""
+
+
+def mixture(weights, sizes=(10, 7, 3), **more):
+    sets = {f"set{i}": Numbers((i, n) for n in range(size)) for i, size in enumerate(sizes)}
+    return Mixture(sets, dict(zip(sets, weights, strict=True)), **more)
+
+
+@pytest.mark.parametrize(
+    "weights", [(3, 1), (0.7, 0.3), (1, 1, 1), (0.1, 0.25, 0.65), (97, 1, 1, 1), (7, 5, 3, 3, 2)]
+)
+def test_each_set_has_its_share_of_any_first_samples_to_within_one(weights):
+    turns = np.resize(turns_of(list(weights)), 1000)
+    for number, weight in enumerate(weights):
+        share = np.arange(1, 1001) * (weight / sum(weights))
+        assert np.abs(np.cumsum(turns == number) - share).max() < 1
+
+
+@pytest.mark.parametrize("repeat", [True, False])
+def test_a_pass_of_a_set_is_whole_and_shuffled_anew(repeat):
+    made = mixture((3, 1, 2), repeat=repeat)
+    order = default_order(made, seed=3)
+    for epoch in (0, 1):
+        seen = [made[index] for index in order(epoch)]
+        for number, size in enumerate(made.sizes):
+            own = [n for which, n in seen if which == number]
+            passes = [own[i : i + size] for i in range(0, len(own), size)]
+            assert all(len(set(one)) == len(one) for one in passes)
+            assert passes[0] != sorted(passes[0]) or len(passes[0]) < 3
+        whole = [sum(which == i for which, _ in seen) >= size for i, size in enumerate(made.sizes)]
+        assert all(whole) if repeat else any(whole)
+    assert order(0).tolist() != order(1).tolist()
+    assert order(1).tolist() == default_order(made, seed=3)(1).tolist()
+    plain = [made[index] for index in default_order(made, 3, shuffle=False)(0)]
+    assert [n for which, n in plain if which == 1] == sorted(n for which, n in plain if which == 1)
+    assert str(len(order)) in made.explain()
+
+
+def test_processes_and_micro_batches_share_the_same_updates():
+    order = default_order(mixture((3, 1, 2)), seed=3)
+    whole = UpdateSampler(order, batch_size=6)
+    ranks = [
+        UpdateSampler(order, batch_size=6, gradient_accumulation_steps=2, rank=r, world_size=2)
+        for r in range(2)
+    ]
+    for update in range(len(whole)):
+        parts = [p.indices for rank in ranks for p in rank.pieces(1, update) if p.count]
+        expected = [index for p in whole.pieces(1, update) for index in p.indices]
+        assert sorted(index for part in parts for index in part) == sorted(expected)
+
+
+def test_targets_and_classes_are_those_of_the_sets():
+    first, other = Numbers([(torch.zeros(1), 1)]), Numbers([(torch.zeros(1), 0)] * 2)
+    first.targets, other.targets = [1], [0, 0]
+    first.classes = other.classes = ["no", "yes"]
+    made = Mixture({"a": first, "b": other}, {"a": 1, "b": 1}, transform=lambda x: x + 1)
+    assert (made.classes, made.targets.tolist()) == (["no", "yes"], [1, 0, 0])
+    assert made[0] == (torch.ones(1), 1)
+    other.classes = ["yes", "no"]
+    with pytest.raises(DataError, match="classes of a, b are not the same"):
+        Mixture({"a": first, "b": other}, {"a": 1, "b": 1})
+    with pytest.raises(DataError, match="round them"):
+        turns_of([0.123456789, 1])
