@@ -150,7 +150,7 @@ class Checkpoint(Saver):
         """Find the folder and the metric."""
         with problems_at(f"callbacks.{self.name}"):
             self._monitor.resolve(trainer)
-        if self._monitor.on_validation and trainer.val_loader is None:
+        if self._monitor.on_validation and not trainer.val_loaders:
             _log.info("no validation set: the newest checkpoint counts as the best")
             self._monitor = Monitor(None)
         if trainer.run_dir is not None:

@@ -83,10 +83,11 @@ class Monitor:
         self._find_sign()
 
     def resolve(self, trainer: Trainer) -> None:
-        """Replace "auto" by the metric of the task."""
+        """Replace "auto" by the metric of the task, on the first validation set."""
         if self.name == AUTO:
             metric = trainer.task.monitor()
-            self.name = None if metric is None else f"val/{metric}"
+            stage = next(iter(trainer.val_loaders), "val")
+            self.name = None if metric is None else f"{stage}/{metric}"
             self._find_sign()
 
     def _find_sign(self) -> None:

@@ -71,7 +71,8 @@ class TensorBoard(Recorder):
         # A chart for each metric, the loss first: training and validation, as patterns.
         names = trainer.task.metric_names()
         ordered = sorted(dict.fromkeys(names), key=lambda name: not name.startswith("loss"))
-        stages = "train/", "train/epoch_", "val/", "test/"
+        validated = [f"{stage}/" for stage in trainer.val_loaders] or ["val/"]
+        stages = "train/", "train/epoch_", *validated, "test/"
         charts = {n: ["Multiline", [f"^{stage}{n}$" for stage in stages]] for n in ordered}
         self._write(summary=made.custom_scalars({"training and validation": charts}))  # type: ignore[no-untyped-call]
         run = names_of(self.run, trainer.config_text)
@@ -82,7 +83,9 @@ class TensorBoard(Recorder):
         if any(value is not None for value in shown.values()):
             saver = saver_of(trainer.callbacks)
             monitor = None if saver is None else saver.monitor
-            compared = [f"best/{monitor}"] if monitor else [f"val/{name}" for name in names]
+            compared = (
+                [f"best/{monitor}"] if monitor else [f"{validated[0]}{name}" for name in names]
+            )
             metrics = dict.fromkeys([*compared, *(f"test/{name}" for name in names)], 0)
             for summary in made.hparams(shown, metrics)[:2]:  # type: ignore[no-untyped-call]
                 self._write(summary=summary)  # the columns, and the run's row

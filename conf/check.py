@@ -73,6 +73,9 @@ def _value(value: Any, one: Key, key: str) -> Iterator[Problem]:
         yield Problem(key, f"expected {limit}, got {shown(value)}")
     elif isinstance(value, dict) and one.words is not None:
         yield from _section(value, one.words, key)
+    elif isinstance(value, dict) and one.several and value and "_target_" not in value:
+        for here, inner in children(value, key):
+            yield from _value(inner, replace(one, several=False, type=dict[str, Any]), here)
     elif isinstance(value, dict) and one.node and "_target_" not in value:
         yield Problem(join(key, "_target_"), "missing: the path of a class or function")
 

@@ -27,6 +27,7 @@ class Key:
     infinite: bool = False  # whether .inf is a value
     check: Check | None = None
     node: bool = False  # a dict must have a `_target_`
+    several: bool = False  # or be nodes by name
     words: type | None = None  # the keys of an open node that we know
     strategies: tuple[str, ...] = ()  # the strategies for which the key has an effect; (): all
     type: Any = Any  # as annotated

@@ -36,7 +36,7 @@ class DataConfig:
     num_classes: int | None = count(None, "classes; null = counted in the training set")
     root: str | None = path(None, "folder of the data, or where it is downloaded to")
     train: Node | None = node(None, "training set")
-    val: Node | None = node(None, "validation set; null = none")
+    val: Node | None = node(None, "validation set, or several by name; null = none", several=True)
     test: Node | None = node(None, "test set; null = none")
     predict: Node | None = node(None, "samples without labels; null = none")
     fold: int | None = natural(None, "which part of train and val is validated on, from 0")
@@ -52,6 +52,18 @@ class DataConfig:
     on_error: Literal["raise", "skip"] = option("raise", "what a sample that cannot be read does")
     max_skipped: int = natural(100, "unreadable samples that `skip` puts up with")
     extra: Values = field(default_factory=dict)
+
+    @property
+    def validations(self) -> dict[str, Node]:
+        """The validation sets by stage: `val`, or `val/NAME` of each where there are several."""
+        val = self.val or {}
+        named = {f"val/{name}": one for name, one in val.items()}
+        return {"val": val} if "_target_" in val else named
+
+    def nodes(self) -> dict[str, Node]:
+        """Return the sets that a run reads, by stage: train, those of validation, test."""
+        every = {"train": self.train, **self.validations, "test": self.test}
+        return {stage: one for stage, one in every.items() if one}
 
     def conflicts(self) -> Iterator[Problem]:
         """Say where a fold and the number of folds, or keys of decoding, do not go together."""

@@ -47,7 +47,8 @@ _log = logging.getLogger(__name__)
 class Trainer:
     """Train a model: objects in, no config.
 
-    `train_loader` and `val_loader` are `data.loading.loader.Loader`s, or any iterable of batches
+    `train_loader` and `val_loader` (or several, by stage: `{"val/clean": ...}`) are
+    `data.loading.loader.Loader`s, or any iterable of batches
     on one process; `optimizer` and `lr_scheduler` may be torch's own. Without `callbacks` each
     epoch prints a line. `run_dir` is where callbacks write: it is made where it is missing.
     """
@@ -92,9 +93,13 @@ class Trainer:
         self.wrapped = self.strategy.wrap(self.compiled)
         steps = self.options.gradient_accumulation_steps
         self.train_loader = as_source(train_loader, "train_loader", steps)
-        # One of unknown length has no truth value.
-        self.val_loader = None if val_loader is None else as_source(val_loader, "val_loader")
-        self.lr_schedule.refuse_to_wait(val_loader is not None, self.options.validates)
+        stages = val_loader if isinstance(val_loader, Mapping) else {"val": val_loader}
+        self.val_loaders = {
+            stage: as_source(loader, "val_loader")
+            for stage, loader in stages.items()
+            if loader is not None
+        }
+        self.lr_schedule.refuse_to_wait(bool(self.val_loaders), self.options.validates)
         self.run_dir = None if run_dir is None else Path(run_dir)
         if self.run_dir is not None and self.is_main:
             make_folder(self.run_dir)  # one that cannot be is found before anything is computed
@@ -185,8 +190,8 @@ class Trainer:
             raise
         finally:
             self.train_loader.close()
-            if self.val_loader is not None:
-                self.val_loader.close()
+            for loader in self.val_loaders.values():
+                loader.close()
             with self.timer.spending("start and end"):
                 self.hooks.emit("teardown", self)
 
@@ -212,8 +217,9 @@ class Trainer:
             self.wrapped.train()
             if options.seconds is not None:
                 self._deadline = time.monotonic() + options.seconds
-            if options.validate_at_start and self.val_loader is not None and not self.resumed:
-                self.evaluate(self.val_loader, "val", limit=options.validate_at_start)
+            if options.validate_at_start and not self.resumed:
+                for stage, loader in self.val_loaders.items():
+                    self.evaluate(loader, stage, limit=options.validate_at_start)
             self.hooks.emit("on_fit_start", self)
             if self._validation_is_due():
                 self._boundary()  # a signal came while the run before this one validated
@@ -299,7 +305,7 @@ class Trainer:
 
     def _validation_is_due(self) -> bool:
         state, options = self.state, self.options
-        if self.val_loader is None or state.global_step <= state.validated_at:
+        if not self.val_loaders or state.global_step <= state.validated_at:
             return False
         epochs, steps = options.validate_every_n_epochs, options.validate_every_n_steps
         by_epoch = epochs and not state.position and not state.epoch % epochs
@@ -332,11 +338,13 @@ class Trainer:
         with self.timer.spending("evaluation"), suppress(EvaluationAbandoned):
             self.updater.confirm()
             self.hooks.emit("on_validation_start", self)
-            watchers = self.hooks.listeners("on_validation_batch")
-            loader: Any = self.val_loader
-            limit = self.options.limit_val_batches
-            limit = count(limit, len(loader)) if isinstance(limit, float) else limit
-            metrics = evaluate(self, loader, "val", limit, self.state.global_step, watchers)
+            watchers = self.hooks.listeners("on_validation_batch")  # of the first set
+            metrics: dict[str, float] = {}
+            for stage, loader in self.val_loaders.items():
+                limit = self.options.limit_val_batches
+                limit = count(limit, len(loader)) if isinstance(limit, float) else limit
+                step = self.state.global_step
+                metrics |= evaluate(self, loader, stage, limit, step, () if metrics else watchers)
             self.state.validated_at = self.state.global_step
             self.lr_schedule.after_validation(metrics)
             self.log(metrics)

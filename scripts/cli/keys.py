@@ -26,15 +26,17 @@ from scripts.cli.arguments import AnsweredError, Arguments, parse_arguments
 from scripts.cli.console import greet, log_to_stderr
 
 Format = Literal["onnx", "torch_export", "torchscript", "aoti", "safetensors"]
-Split = Literal["test", "val"]
 _DEVICE = r"[a-z]+(:\d+)?"
 _SAVED = r"logits|probabilities|embeddings:\S+"
 _KINDS = "logits, probabilities or embeddings:MODULE"
-_SPLIT = "test, or val where the data have no test split"
+_SPLIT = "test, or val where the data have no test split; of several val/NAME"
 
 
 def _matching(pattern: str, words: str) -> Check:
     return lambda text: None if re.fullmatch(pattern, text) else words
+
+
+_is_split = _matching(r"test|val(/.+)?", "test, val, or val/NAME")
 
 
 def _is_run(folder: str) -> str | None:
@@ -62,7 +64,7 @@ class Evaluation(OfRun):
     """
 
     overrides = True
-    split: Split | None = option(None, _SPLIT)
+    split: str | None = option(None, _SPLIT, check=_is_split)
     artefact: str | None = option(None, "a file of regimen export or quantize, tested instead")
     allow_code: bool = option(False, "load formats that run code: torch_export, torchscript, aoti")
 
@@ -181,7 +183,7 @@ class Quantization(Written):
     )
     samples: int = count(512, "that ranges are taken from, unless qat has learnt them")
     max_drop: float = natural(0.01, "more accuracy lost is an error, nothing written")
-    split: Split | None = option(None, f"where it is measured: {_SPLIT}")
+    split: str | None = option(None, f"where it is measured: {_SPLIT}", check=_is_split)
 
 
 @dataclass(kw_only=True, slots=True)

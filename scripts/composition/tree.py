@@ -116,6 +116,11 @@ class Tree:
         for split in ("val", "test", "predict") if "data.train" in self._replaced else ():
             if set(self._below(f"data.{split}")) <= self._replaced["data.train"]:
                 self.values["data"][split] = None
+        val = self.node("data.val")
+        if isinstance(val, dict) and "_target_" in val:  # of a group; sets by name replace it
+            named = {n: v for n, v in val.items() if isinstance(v, dict) and "_target_" in v}
+            if named and not any(takes(val, str(name)) for name in named):
+                self.values["data"]["val"] = named
 
     def _below(self, key: str) -> list[Source]:
         return [s for k, s in self.sources.items() if _is_below(k, key)]

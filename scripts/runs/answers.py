@@ -28,7 +28,7 @@ from data.text import Prompts, find_prompts
 from scripts.cli.arguments import Request
 from scripts.cli.keys import Prediction
 from trainer.assembly.check import check_targets
-from trainer.assembly.data import build_data, build_pipeline
+from trainer.assembly.data import build_data, build_pipeline, nodes_of
 from trainer.assembly.experiment import eval_loader
 from trainer.assembly.parts import build_strategy
 from trainer.checkpoints.archive import write_safetensors
@@ -91,7 +91,7 @@ def answer(request: Request) -> int:
 
 def _dataset(keys: Prediction, config: Config, facts: InferenceFacts, lines: list[str]) -> Any:
     source, form, text = keys.source, facts.inputs, facts.outputs["kind"] == "text"
-    if source not in ("val", "test", "predict"):
+    if source not in ("val", "test", "predict", *config.data.validations):
         if text or form["kind"] == "text":
             return prompts_for(facts, config, *find_prompts(source, lines))
         if form["kind"] == "table":
@@ -101,7 +101,7 @@ def _dataset(keys: Prediction, config: Config, facts: InferenceFacts, lines: lis
     if text and keys.save is None:
         hint = "save=logits writes its answers into a file"
         raise ConfigError(Problem("source", "these samples are no prompts", hint))
-    if getattr(config.data, source) is None:
+    if nodes_of(config, [source])[source] is None:
         hint = "data.predict names samples without labels; source=DIR reads pictures"
         raise ConfigError(Problem(f"data.{source}", "is null: no samples", hint))
     config = as_trained(config, find_checkpoint(Path(keys.run), keys.checkpoint))

@@ -98,7 +98,7 @@ def _tried(experiment: Experiment, unread: list[DataError]) -> tuple[MicroBatch 
     trainer, first, notes = experiment.trainer, None, []
     for split, loader in (
         ("train", trainer.train_loader),
-        ("val", trainer.val_loader),
+        *trainer.val_loaders.items(),
         ("test", experiment.test_loader),
     ):
         if loader is None or (split != "train" and first is None):
@@ -176,7 +176,7 @@ def _notes(experiment: Experiment, memory: Mapping[str, int | None]) -> Iterator
     trainer, sets = experiment.trainer, experiment.data.sets
     if explained := trainer.strategy.explain():
         yield explained
-    if sets.get("val") is None:
+    if not trainer.val_loaders:
         yield "no validation split: no metric is monitored, use the last checkpoint"
     if sets.get("test") is None:
         yield "no test split: the run ends with its validation metrics"

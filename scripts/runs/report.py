@@ -121,9 +121,9 @@ def _commands(request: Request, experiment: Experiment, run_dir: Path) -> list[t
     found, sets = [], experiment.data.sets
     if (run_dir / TENSORBOARD).is_dir():
         found.append(("look", command(run_dir)))
-    splits = [split for split in ("test", "val") if sets.get(split) is not None]
+    splits = [split for split in sets if split != "train" and sets[split] is not None]
     if splits:
-        chosen = [] if splits[0] == "test" else ["split=val"]
+        chosen = [] if "test" in splits else [f"split={splits[0]}"]
         found.append(("again", shlex.join(["evaluate", f"run={run_dir}", *chosen])))
     if experiment.trainer.state.interrupted and not experiment.trainer.done:
         found.append(("go on", request.resume_command(run_dir)))

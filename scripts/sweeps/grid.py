@@ -85,7 +85,7 @@ def check_built(
     except BrokenProcessPool:  # each job reports its own mistakes
         return None, ("", [])
     raise_problems(problems)
-    return f"val/{monitor}" if monitor else None, devices
+    return monitor, devices
 
 
 def built(
@@ -106,7 +106,9 @@ def built(
             with job.locating():
                 check_targets(parse(job.config))
             if number == 0:
-                monitor = stand_ins(parse(job.config)).task.monitor()
+                config = parse(job.config)
+                if metric := stand_ins(config).task.monitor():
+                    monitor = f"{next(iter(config.data.validations), 'val')}/{metric}"
         except ConfigError as error:
             problems |= dict.fromkeys(error.problems)
         except Exception:

@@ -123,19 +123,19 @@ def test_which_weights_are_evaluated_is_explicit(make_trainer, tmp_path, used):
     trainer = make_trainer({"ema": ema, "checkpoint": Checkpoint()}, tmp_path)
     trainer.fit()
     trained = copy.deepcopy(trainer.model.state_dict())
-    evaluated = trainer.evaluate(trainer.val_loader, "val")
+    evaluated = trainer.evaluate(trainer.val_loaders["val"], "val")
     assert all(torch.equal(v, trained[n]) for n, v in trainer.model.state_dict().items())
     state = ema.state_dict()["model"] if used else trained
     plain = make_trainer({})
     plain.model.load_state_dict(state)
-    assert plain.evaluate(plain.val_loader, "val") == evaluated
+    assert plain.evaluate(plain.val_loaders["val"], "val") == evaluated
     assert trainer.metrics["val/loss"] == evaluated["val/loss"]
     # As the evaluate command: the checkpoint has both, and nothing is fitted.
     payload = read_checkpoint(tmp_path / "checkpoints" / "last.pt")
     assert torch.equal(payload["model"]["0.weight"], trained["0.weight"])
     fresh = make_trainer({"ema": EMA(0.9, use_for_evaluation=used)})
     snapshot.load_weights(fresh, payload)
-    assert fresh.evaluate(fresh.val_loader, "val") == evaluated
+    assert fresh.evaluate(fresh.val_loaders["val"], "val") == evaluated
 
 
 def test_buffers_that_are_copied_are_the_models_between_two_averagings(make_trainer):
@@ -200,9 +200,9 @@ def test_before_it_begins_the_model_itself_is_evaluated(make_trainer):
 
     class Compare(Callback):
         def on_validation_end(self, trainer, metrics):
-            with_swap = trainer.evaluate(trainer.val_loader, "val")
+            with_swap = trainer.evaluate(trainer.val_loaders["val"], "val")
             average, trainer.average = trainer.average, None
-            same.append(with_swap == trainer.evaluate(trainer.val_loader, "val"))
+            same.append(with_swap == trainer.evaluate(trainer.val_loaders["val"], "val"))
             trainer.average = average
 
     make_trainer({"swa": SWA(1), "compare": Compare()}, max_epochs=3).fit()

@@ -71,14 +71,14 @@ def test_an_average_is_evaluated_saved_and_loaded_under_any_name(
     payload = snapshot.take(trainer)
     names = dict(trainer.model.named_parameters()).keys()
     assert payload["ema"]["weights" if kind is Half else "model"].keys() >= names
-    expected = trainer.evaluate(trainer.val_loader, "val")
+    expected = trainer.evaluate(trainer.val_loaders["val"], "val")
     for load in (snapshot.load_weights, snapshot.restore):
         fresh = make_trainer({"mine": kind()})
         load(fresh, payload)
-        assert fresh.evaluate(fresh.val_loader, "val") == expected
+        assert fresh.evaluate(fresh.val_loaders["val"], "val") == expected
     without = make_trainer({})
     snapshot.load_weights(without, payload)
-    assert without.evaluate(without.val_loader, "val") != expected
+    assert without.evaluate(without.val_loaders["val"], "val") != expected
 
 
 def test_averages_and_savers_of_ones_own_have_their_roles(make_trainer: Any) -> None:

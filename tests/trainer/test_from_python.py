@@ -77,7 +77,7 @@ def test_what_a_callback_takes_to_start_is_no_time_of_the_loop(monkeypatch):
     slow = Slow()
     monkeypatch.setattr("trainer.state.perf_counter", lambda: slow.now)
     trainer = trainer_of({"slow": slow})
-    trainer.evaluate(trainer.val_loader, "val")  # of which the run knows nothing
+    trainer.evaluate(trainer.val_loaders["val"], "val")  # of which the run knows nothing
     trainer.fit()
     spent = {kind: seconds for kind, seconds in trainer.timer.spent.items() if seconds}
     assert spent == {"start and end": 4, "callbacks": 6, "evaluation": 6}

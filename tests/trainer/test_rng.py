@@ -135,7 +135,7 @@ def test_what_is_done_beside_the_updates_changes_nothing_of_the_training(options
 def test_what_is_drawn_is_a_function_of_seed_and_step():
     def drawn(trainer, step):
         trainer.model.drawn = []
-        trainer.evaluate(trainer.val_loader, "val", step=step)
+        trainer.evaluate(trainer.val_loaders["val"], "val", step=step)
         return trainer.model.drawn
 
     trainer = restless_trainer(seed=5)
@@ -156,7 +156,7 @@ def test_an_evaluation_that_a_signal_ends_gives_the_generators_back():
     trainer.model.before_evaluation = signal_comes
     before = state(trainer)
     with pytest.raises(EvaluationAbandoned):
-        trainer.evaluate(trainer.val_loader, "val")
+        trainer.evaluate(trainer.val_loaders["val"], "val")
     assert state(trainer) == before
 
 

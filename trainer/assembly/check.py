@@ -25,6 +25,7 @@ from trainer.assembly.data import (
     build_transforms,
     cache_problems,
     fold_problems,
+    key_of,
     mixture_problems,
 )
 from trainer.assembly.parts import OFFERED, Assembly, device_of, with_classes, wrong_class
@@ -93,8 +94,9 @@ def _compile_problems(choice: bool | dict[str, Any]) -> Iterator[Problem]:
 
 def _node_problems(config: Config) -> Iterator[Problem]:
     """Check the arguments of all nodes, and the kinds of classes; of functions, what they make."""
+    sets = [key_of(stage) for stage in config.data.validations]
     for key, node in nodes_in(with_classes(asdict(config), _CLASSES)):
-        section, part = key.split(".")[0], _PARTS.fullmatch(key)
+        section, part = key.split(".")[0], key in sets or _PARTS.fullmatch(key)
         with suppress(TargetError):  # reported with its arguments
             partial = node.get("_partial_") is True
             target = functools.partial if partial else locate(node["_target_"])
@@ -148,7 +150,8 @@ def _task_problems(parts: Assembly) -> Iterator[Problem]:
 
 
 def _monitor_problems(config: Config, names: Sequence[str]) -> Iterator[Problem]:
-    known = [f"{stage}/{name}" for stage in ("val", "train") for name in names]
+    stages = (*(config.data.validations or ["val"]), "train")
+    known = [f"{stage}/{name}" for stage in stages for name in names]
     known.append("train/grad_norm")
     known += [epoch_metric(name) for name in known if name.startswith("train/")]
     validates = config.data.val is not None or config.trainer.overfit_batches is not None

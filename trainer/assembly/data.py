@@ -2,9 +2,9 @@
 
 import logging
 import typing
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,8 +31,6 @@ from trainer.targets.instantiate import instantiate, parameters_of
 
 logger = logging.getLogger("regimen")
 
-SPLITS = ("train", "val", "test")
-
 
 class Data(NamedTuple):
     """The data sets of a run; `train` is None for an evaluation."""
@@ -56,23 +54,28 @@ class Data(NamedTuple):
         ]
 
 
-def build_data(config: Config, splits: tuple[str, ...] = SPLITS) -> Data:
-    """Open the data sets. Raises DataError and ConfigError."""
-    sets: dict[str, Any] = dict.fromkeys(splits)
-    for split in splits:
+def nodes_of(config: Config, splits: Sequence[str] | None = None) -> dict[str, Any]:
+    """Return the nodes of some splits, None for what is not there; or those that a run reads."""
+    known = config.data.nodes() | {"predict": config.data.predict}
+    return {split: known.get(split) for split in splits or ["train", *config.data.nodes()]}
+
+
+def build_data(config: Config, splits: Sequence[str] | None = None) -> Data:
+    """Open the data sets: some, or those of a run. Raises DataError and ConfigError."""
+    sets = dict[str, Any]()
+    for split, node in nodes_of(config, splits).items():
         # Whatever a data set draws here, it draws in an evaluation of it alone, and moves no other.
         with preserved(torch.device("cpu"), derived(config.seed, "data", split)):
-            if node := getattr(config.data, split):
-                sets[split] = _open(config, split, node)
-                _try_transforms(sets[split])
-    if "train" in splits and sets["train"] is None:
+            sets[split] = _open(config, split, node) if node else None
+            _try_transforms(sets[split])
+    if "train" in sets and sets["train"] is None:
         raise ConfigError(Problem("data.train", "is null: there is nothing to train on"))
     return Data(sets, _num_classes(config, sets))
 
 
-def open_data(config: Config, strategy: Strategy, splits: tuple[str, ...] = SPLITS) -> Data:
+def open_data(config: Config, strategy: Strategy, splits: Sequence[str] | None = None) -> Data:
     """Open the data sets, which may be downloaded, in one process of a machine at a time."""
-    nodes = [node for split in splits if (node := getattr(config.data, split))]
+    nodes = [node for node in nodes_of(config, splits).values() if node]
     # `concurrent = True` on a class opts out.
     at_once = all(getattr(locate(node["_target_"]), "concurrent", False) for node in nodes)
     with nullcontext() if at_once else strategy.group.one_per_node():
@@ -104,6 +107,11 @@ def build_transforms(config: Config, stage: str, num_classes: int | None) -> dic
     return build_named(nodes, f"transforms.{stage}")
 
 
+def key_of(split: str) -> str:
+    """Return the key of a data set: `data.val.NAME` of one of several validation sets."""
+    return f"data.{split.replace('/', '.')}"
+
+
 def _stage_of(split: str) -> str:
     return "train" if split == "train" else "eval"
 
@@ -118,7 +126,7 @@ def _open(config: Config, split: str, node: dict[str, Any]) -> Any:
     given: dict[str, Any] = {"transform": pipeline} if transformed else {}
     if config.dry_run and "keep_index" in taken:
         given["keep_index"] = False  # a dry run leaves nothing behind
-    dataset = instantiate(_in_folds(config, split, node), _key_=f"data.{split}", **given)
+    dataset = instantiate(_in_folds(config, split, node), _key_=key_of(split), **given)
     if dataset is None:
         return None
     if transformed:
@@ -177,15 +185,18 @@ def _in_folds(config: Config, split: str, node: dict[str, Any]) -> dict[str, Any
         taken = (parameters_of(target) or {}).keys() if target else ()
         return {**given, **part} if {*taken} >= given.keys() else part
 
-    cut = config.data.folds is not None and split in ("train", "val")  # test stays as it is
+    cut = config.data.folds is not None and split != "test"  # which stays as it is
     result: dict[str, Any] = mapped(node, shared) if cut else node
     return result
 
 
 def fold_problems(config: Config) -> Iterator[Problem]:
     """Name the data sets that cannot be shared out, where folds are asked for."""
-    for split in ("train", "val") if config.data.folds is not None else ():
-        if (node := getattr(config.data, split)) is None:
+    if config.data.folds is None:
+        return
+    nodes = config.data.nodes()
+    for split in ("train", *(config.data.validations or ["val"])):
+        if (node := nodes.get(split)) is None:
             message = f"data.{split} is null: folds are shared out over train and val"
             yield Problem("data.folds", message)
         elif _in_folds(config, split, node) == node:
@@ -195,12 +206,11 @@ def fold_problems(config: Config) -> Iterator[Problem]:
 
 def mixture_problems(config: Config) -> Iterator[Problem]:
     """Name what is wrong with the sets and weights of mixtures, and samplers beside their order."""
-    for split in SPLITS:
-        node = getattr(config.data, split)
-        if not node or not issubclass(_kind(node["_target_"]) or object, Mixture):
+    for split, node in config.data.nodes().items():
+        if not issubclass(_kind(node["_target_"]) or object, Mixture):
             continue
         for argument, wrong in faults(node.get("sets") or {}, node.get("weights") or {}):
-            yield Problem(f"data.{split}.{argument}", wrong)
+            yield Problem(f"{key_of(split)}.{argument}", wrong)
         for key in ("sampler", "batch_sampler") if split == "train" else ():
             if getattr(config.loader, key) is not None:
                 message = "chooses samples, and so does data.train, a mixture"
@@ -210,7 +220,7 @@ def mixture_problems(config: Config) -> Iterator[Problem]:
 def set_cache(config: Config, split: str, dataset: Any) -> None:
     """Let a data set keep its decoded images. Raises ConfigError where a device cannot."""
     options = config.data
-    if options.cache == "device" and split in SPLITS:
+    if options.cache == "device" and split != "predict":
         raise_problems(_not_kept(config, split, type(dataset), getattr(dataset, "transform", None)))
     if options.cache == "none" or config.dry_run:
         return
@@ -234,9 +244,8 @@ def kept_bytes(config: Config, sets: Mapping[str, Any]) -> int | None:
 def cache_problems(config: Config) -> Iterable[Problem]:
     """Return what `data.cache=device` cannot keep, as far as it shows before the data are open."""
     found: dict[str, Problem] = {}
-    for split in SPLITS if config.data.cache == "device" else ():
-        node = getattr(config.data, split)
-        if (kind := _kind(node["_target_"]) if node else None) is None:
+    for split, node in config.data.nodes().items() if config.data.cache == "device" else ():
+        if (kind := _kind(node["_target_"])) is None:
             continue
         pipeline = None
         if "transform" in (parameters_of(kind) or {}):
@@ -290,7 +299,7 @@ def data_facts(sets: Mapping[str, Any]) -> dict[str, Any]:
 
 def statistical(config: Config) -> dict[str, Any]:
     """Return, by split, the nodes whose targets can be given statistics."""
-    nodes = {split: node for split in SPLITS if (node := getattr(config.data, split))}
+    nodes = config.data.nodes()
     return {s: n for s, n in nodes.items() if "statistics" in (parameters_of(n["_target_"]) or ())}
 
 
@@ -299,8 +308,11 @@ def with_statistics(config: Config, payload: Mapping[str, Any] | None) -> Config
     state = {} if payload is None else payload["state"]
     if not (kept := state.get("data", {}).get("statistics")):
         return config
-    given: Any = {split: {"statistics": kept, **n} for split, n in statistical(config).items()}
-    return replace(config, data=replace(config.data, **given))
+    data = asdict(config.data)
+    for split, node in statistical(config).items():
+        place, _, name = split.partition("/")
+        (data[place] if name else data)[name or place] = {"statistics": kept, **node}
+    return replace(config, data=replace(config.data, **data))
 
 
 def changed_data(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

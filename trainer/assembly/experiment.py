@@ -74,8 +74,12 @@ def build(
     seed_everything(config.seed)
     data = open_data(config, strategy)
     loader, few = train_loader(config, data, strategy), overfit_samples(config, data.sets["train"])
-    validated = data.sets["val" if few is None else "train"]
-    val_loader = eval_loader(config, validated, strategy, options.limit_val_batches, few)
+    few_of = {} if few is None else {"val": data.sets["train"]}
+    validated = few_of or {stage: data.sets[stage] for stage in config.data.validations}
+    val_loaders = {
+        stage: eval_loader(config, dataset, strategy, options.limit_val_batches, few)
+        for stage, dataset in validated.items()
+    }
     limit, steps = options.limit_train_batches, len(loader)
     steps = steps if limit is None else count(limit, steps)
     total = horizon(options.max_epochs, options.max_steps, steps)
@@ -87,7 +91,7 @@ def build(
         parts.task,
         parts.optimizers,
         loader,
-        val_loader,
+        val_loaders,
         parts.schedule,
         strategy,
         parts.precision,
@@ -106,7 +110,7 @@ def build(
     # Dropout masks differ between processes; the weights, drawn above, do not.
     seed_everything(config.seed, strategy.group.rank)
     trainer.random.keep()
-    test_loader = eval_loader(config, data.sets["test"], strategy, options.limit_test_batches)
+    test_loader = eval_loader(config, data.sets.get("test"), strategy, options.limit_test_batches)
     return Experiment(config, data, trainer, test_loader, switches, checkpointed)
 
 
@@ -117,9 +121,10 @@ def build_split(config: Config, strategy: Strategy, split: str) -> tuple[Loader,
     """
     data, options = open_data(config, strategy, (split,)), config.trainer
     if data.sets[split] is None:
-        hint = f"try split={'val' if split == 'test' else 'test'}"
+        others = [s for s in config.data.nodes() if s not in ("train", split)] or ["test"]
+        hint = f"try split={' or '.join(others)}"
         raise ConfigError(Problem(f"data.{split}", "the data have no such split", hint))
-    limit = options.limit_val_batches if split == "val" else options.limit_test_batches
+    limit = options.limit_test_batches if split == "test" else options.limit_val_batches
     return eval_loader(config, data.sets[split], strategy, limit or None), data.num_classes
 
 

@@ -160,7 +160,7 @@ def samples_of(run: Run, names: Iterable[str]) -> tuple[Tensor, bool]:
     """Return inputs after the named transforms: the run's, or random ones without its data."""
     config = with_transforms(run.config, names)
     config = replace(config, loader=replace(config.loader, num_workers=0, eval_batch_size=_SAMPLES))
-    for split in ("val", "test"):
+    for split in (*config.data.validations, "test"):
         try:
             dataset = build_data(config, (split,)).sets[split]
         except DataError as error:

@@ -48,7 +48,8 @@ class InferenceFacts(NamedTuple):
 
 def facts_of(config: Config, data: Data, task: Task) -> InferenceFacts:
     """Return the facts of a run whose data are open."""
-    known = [data.sets[s] for s in ("val", "test", "train") if data.sets.get(s) is not None]
+    order = [*config.data.validations, "test", "train"]
+    known = [data.sets[s] for s in order if data.sets.get(s) is not None]
     classes = next((c for s in known if (c := getattr(s, "classes", None))), None)
     outputs: dict[str, Any] = {"kind": task.output_kind}
     if (threshold := getattr(task, "threshold", None)) is not None:

@@ -169,7 +169,7 @@ class Run:
         return [row["prediction"] for row in rows]
 
     def loader(self, split: str = "val") -> Iterator[Any]:
-        """Yield the batches of the run's own val or test data, transformed, on its device."""
+        """Yield the batches of the run's own val (or val/NAME) or test data, on its device."""
         config = as_trained(self.config, best_or_last(self.path / "checkpoints"))
         loader, _ = build_split(config, build_strategy(config), split)
         return (micro.batch for micro in loader.epoch(0))
@@ -309,9 +309,10 @@ def open_split(
         except ConfigError as error:
             if config.data.val is None or [p.key for p in error.problems] != ["data.test"]:
                 raise
-    if split is None and config.data.val is not None:
-        logger.info("the data have no test split: split=val")
-    split = split or ("test" if config.data.val is None else "val")
+    if split is None:
+        split = next(iter(config.data.validations), "test")
+        if split != "test":
+            logger.info("the data have no test split: split=%s", split)
     return split, *build_split(config, strategy, split)
 
 
