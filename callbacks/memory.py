@@ -1,10 +1,7 @@
 """Log the peak memory of every epoch."""
 
-import resource
-import sys
-
 from trainer.callback import Callback
-from trainer.device import has_streams, peaks, reset_peaks
+from trainer.device import has_streams, peak_rss, peaks, reset_peaks
 from trainer.trainer import Trainer
 
 _MIB = 2**20
@@ -30,9 +27,3 @@ class Memory(Callback):
         device = trainer.strategy.device
         found = peaks(device) if has_streams(device) else {"rss": peak_rss()}
         return {f"memory/peak_{name}_mib": value / _MIB for name, value in found.items()}
-
-
-def peak_rss() -> int:
-    """Return the peak resident memory of this process in bytes."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # KiB on Linux

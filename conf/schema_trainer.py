@@ -69,7 +69,12 @@ class TrainerConfig:
     precision: Literal["fp32", "tf32", "bf16", "fp16", "bf16_true", "fp64"] = option(
         "fp32", "bf16 and fp16 are autocast; bf16_true and fp64 hold the weights in that format"
     )
-    gradient_accumulation_steps: int = count(1, "parts of an update: less memory, the same result")
+    gradient_accumulation_steps: int | Literal["auto"] = count(
+        1, "parts of an update: less memory, the same result; auto = as many as memory needs"
+    )
+    memory_limit: float | None = positive(
+        None, "GiB that a process may take on a CPU, for gradient_accumulation_steps=auto"
+    )
     on_nonfinite: Literal["stop", "skip"] = option(
         "stop", "an update that is NaN or infinite: end the run (exit 5), or leave it out"
     )
@@ -110,6 +115,12 @@ class TrainerConfig:
             return self.max_time
         hours, minutes, seconds = map(float, self.max_time.split(":"))
         return 3600 * hours + 60 * minutes + seconds
+
+    @property
+    def micro_batches(self) -> int:
+        """`gradient_accumulation_steps` as a number; 1 of `auto`, before it is found."""
+        steps = self.gradient_accumulation_steps
+        return steps if isinstance(steps, int) else 1
 
     @property
     def validates(self) -> bool:

@@ -6,8 +6,13 @@ a vendor's package registers), so that a device needs no code of its own.
 """
 
 import functools
+import gc
 import os
+import resource
+import sys
 import warnings
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -195,3 +200,22 @@ def peaks(device: torch.device) -> dict[str, int]:
         "allocated": torch.accelerator.max_memory_allocated(device),
         "reserved": torch.accelerator.max_memory_reserved(device),
     }
+
+
+def release() -> None:
+    """Give back the memory of what is no longer used: of the host, and what torch keeps."""
+    gc.collect()
+    if device_count():
+        torch.accelerator.empty_cache()
+
+
+def peak_rss() -> int:
+    """Return the peak resident memory of this process in bytes."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # KiB on Linux
+
+
+def reset_peak_rss() -> None:
+    """Begin to measure that peak anew, where the system can (Linux)."""
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")

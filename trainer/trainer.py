@@ -91,8 +91,7 @@ class Trainer:
         self.strategy.some_unused = bool(task.turns) or freezes
         self.strategy.autocast = self.precision.autocast
         self.wrapped = self.strategy.wrap(self.compiled)
-        steps = self.options.gradient_accumulation_steps
-        self.train_loader = as_source(train_loader, "train_loader", steps)
+        self.train_loader = as_source(train_loader, "train_loader", self.options.micro_batches)
         stages = val_loader if isinstance(val_loader, Mapping) else {"val": val_loader}
         self.val_loaders = {
             stage: as_source(loader, "val_loader")
@@ -211,7 +210,7 @@ class Trainer:
         self.timer.start()
         with self.timer.spending("start and end"):
             self.setup()
-            split = options.gradient_accumulation_steps, self.strategy.devices
+            split = options.micro_batches, self.strategy.devices
             if self.is_main and (remark := coupling_remark(self.task, *split)):
                 _log.warning("%s", remark)
             self.wrapped.train()

@@ -180,7 +180,7 @@ def _notes(experiment: Experiment, memory: Mapping[str, int | None]) -> Iterator
         yield "no validation split: no metric is monitored, use the last checkpoint"
     if sets.get("test") is None:
         yield "no test split: the run ends with its validation metrics"
-    accumulation = experiment.config.trainer.gradient_accumulation_steps
+    accumulation = experiment.config.trainer.micro_batches
     if remark := coupling_remark(trainer.task, accumulation, trainer.strategy.devices):
         yield remark
     if experiment.checkpointed:
@@ -204,7 +204,7 @@ def _updates(experiment: Experiment) -> tuple[int, list[str]]:
         ends.append(f"{trainer.steps_per_epoch:,} updates an epoch")
     total = trainer.total_steps
     ends.append("no limit but its time" if total is None else f"{total:,} in all")
-    grid = trainer.strategy.devices, config.trainer.gradient_accumulation_steps
+    grid = trainer.strategy.devices, config.trainer.micro_batches
     dataset = experiment.data.sets["train"]
     samples = len(dataset) if hasattr(dataset, "__len__") else None
     largest, lines = batch_split(config.loader.batch_size, *grid, samples, config.loader.drop_last)

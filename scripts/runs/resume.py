@@ -156,6 +156,10 @@ def _checked(resume: Resume, raw: dict[str, Any]) -> Resume:
     assert resume.payload is not None
     check_payload(resume.payload, resume.checkpoint)
     saved, policy = saved_config(resume.payload, resume.checkpoint), raw["resume_policy"]
+    steps = saved.get("trainer", {}).get("gradient_accumulation_steps", 1)
+    if raw["trainer"]["gradient_accumulation_steps"] == "auto":  # it was found when the run began
+        raw = {**raw, "trainer": {**raw["trainer"], "gradient_accumulation_steps": steps}}
+        resume.config = raw
     before, now = (
         {key: value for key, value in config.items() if key not in _OF_A_START}
         for config in (fill_defaults(saved), raw)

@@ -28,7 +28,7 @@ from scripts.runs.resume import Resume, changes, find_resume
 from trainer import snapshot
 from trainer.assembly.check import check_targets
 from trainer.assembly.data import with_statistics
-from trainer.assembly.experiment import Experiment, build
+from trainer.assembly.experiment import Experiment, build, fitting_steps
 from trainer.assembly.parts import build_strategy
 from trainer.callback import Callback, Results
 from trainer.checkpoints.reader import compare_names, read_checkpoint
@@ -221,6 +221,7 @@ def _prepared(request: Request, strategy: Strategy) -> BuiltRun | None:
     if config.run_dir is not None:
         check_run_dir(Path(config.run_dir))
     if config.dry_run:
+        request, config = _fitted(request, config, strategy)
         experiment = build(config, strategy, {}, request.config_text())
         if group.is_main:
             make_plan(request, experiment, new_folder(config))
@@ -233,6 +234,7 @@ def _prepared(request: Request, strategy: Strategy) -> BuiltRun | None:
             return None
         request = replace(request, config=resume.config)  # which checkpoints then save
         config, payload = parse(resume.config), resume.payload
+    request, config = _fitted(request, config, strategy)
     own: dict[str, Callback] = {"metrics_log": MetricsLog()}  # beside those of the configuration
     if config.sweep is not None and (trial := config.sweep.trial) is not None:
         own["trial"] = Trial(trial.storage, trial.study, trial.number)
@@ -242,6 +244,16 @@ def _prepared(request: Request, strategy: Strategy) -> BuiltRun | None:
     if payload is not None:  # before any file of the run is changed
         compare_names(payload, experiment.trainer.model.state_dict(), resume.checkpoint)
     return BuiltRun(request, experiment, resume)
+
+
+def _fitted(request: Request, config: Config, strategy: Strategy) -> tuple[Request, Config]:
+    """Put a number in the place of `gradient_accumulation_steps: auto`, for the run's files too."""
+    if config.trainer.gradient_accumulation_steps != "auto":
+        return request, config
+    steps = fitting_steps(config, strategy)
+    given = {**request.config["trainer"], "gradient_accumulation_steps": steps}
+    values = {**request.config, "trainer": given}
+    return replace(request, config=values), parse(values)
 
 
 def _train(it: BuiltRun, note: Path | None) -> None:

@@ -15,7 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from callbacks.histograms import Histograms
 from callbacks.lr_finder import LRFinder
 from callbacks.lr_monitor import LRMonitor
-from callbacks.memory import Memory, peak_rss
+from callbacks.memory import Memory
 from callbacks.model_summary import ModelSummary
 from callbacks.profiler import Profiler
 from callbacks.support import CallbackError
@@ -24,6 +24,7 @@ from callbacks.throughput import Throughput
 from data.batch import MicroBatch, Piece
 from toys import Log
 from trainer.callback import histogram_of
+from trainer.device import peak_rss
 from trainer.errors import DivergedError
 from trainer.state import TrainState
 from trainer.task import StepOutput

@@ -1,5 +1,6 @@
 """From a configuration to a trainer, in reading order; and its loaders."""
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -11,7 +12,7 @@ from conf.check import parse
 from conf.errors import ConfigError, Problem
 from conf.fields import declared
 from conf.schema import Config, EvalLoaderConfig
-from data.loading.device_transforms import DeviceTransforms, collate_ragged
+from data.loading.device_transforms import DeviceTransforms, collate_ragged, mixes_samples
 from data.loading.loader import Kept, Loader, can_be_kept
 from data.orders import Order, Sequential
 from data.samplers import Updates, UpdateSampler, as_order, as_updates, default_order
@@ -24,13 +25,17 @@ from trainer.assembly.data import (
     open_data,
 )
 from trainer.assembly.parts import OFFERED, Assembly, build_node, build_strategy
+from trainer.assembly.summary import state_bytes
 from trainer.callback import Average, Callback
-from trainer.device import has_streams
+from trainer.device import has_streams, peak_rss, release, reset_peak_rss, waits
+from trainer.errors import ResourceError, spelled
 from trainer.options import TrainerOptions, count, horizon
 from trainer.rng import seed_everything, set_switches
 from trainer.strategies.strategy import Strategy, workers_of
 from trainer.targets.instantiate import parameters_of
 from trainer.trainer import Trainer
+
+logger = logging.getLogger("regimen")
 
 _OF_LOADER = (*declared(EvalLoaderConfig), "worker_init_fn")
 
@@ -114,6 +119,62 @@ def build(
     return Experiment(config, data, trainer, test_loader, switches, checkpointed)
 
 
+def fitting_steps(config: Config, strategy: Strategy) -> int:
+    """Return the fewest `gradient_accumulation_steps`, a power of two, that memory has room for.
+
+    An experiment that is built for the trial alone computes the gradients of its first micro-batch:
+    on an accelerator they fit, or it is out of memory; on a CPU the peak of the process is held
+    against `trainer.memory_limit`. Raises ResourceError where a single sample does not fit.
+    """
+    steps, group = 1, strategy.group
+    while True:
+        options = replace(config.trainer, gradient_accumulation_steps=steps)
+        samples, lacking, coupled = _tried(replace(config, trainer=options), strategy)
+        release()
+        if not any(group.gather(lacking)):
+            break
+        if samples == 1:
+            raise ResourceError(
+                f"trainer.gradient_accumulation_steps=auto: one sample does not fit: {lacking}"
+            )
+        steps *= 2
+    if group.is_main:
+        matters = f"; the number matters, for {', '.join(coupled)} follow the split" * bool(coupled)
+        logger.info("trainer.gradient_accumulation_steps=auto: %d%s", steps, matters)
+    return steps
+
+
+def _tried(config: Config, strategy: Strategy) -> tuple[int, str | None, list[str]]:
+    """Return the samples of the first micro-batch, what it lacks, and what depends on the split."""
+    seed_everything(config.seed)
+    trainer = build(config, strategy).trainer
+    states = [state_bytes(optimizer) or 0 for _, optimizer in trainer.optimizers.items()]
+    micro_batch, limit = next(trainer.draw(0))[0], config.trainer.memory_limit
+    samples, shape = micro_batch.piece.count, spelled(micro_batch.batch)
+    trainer.wrapped.train()
+    reset_peak_rss()
+    lacking = None
+    try:
+        room = torch.empty(sum(states), dtype=torch.uint8, device=strategy.device)
+        trainer.updater.try_out([micro_batch])
+        del room
+    except torch.OutOfMemoryError as error:
+        lacking = f"{shape}: {str(error).partition('.')[0]}"
+    loader = trainer.train_loader
+    loader.close()
+    if limit is not None and not waits(strategy.device):
+        taken = (peak_rss() + sum(states)) / 2**30
+        if taken > limit:
+            lacking = f"{shape} takes {taken:.2f} GiB, trainer.memory_limit is {limit:g}"
+    layers, mixing = list(trainer.model.modules()), loader.transforms.steps.values()
+    coupling = {
+        "BatchNorm's statistics": any(hasattr(m, "running_mean") for m in layers),
+        "dropout masks": any("Dropout" in type(m).__name__ for m in layers),
+        "mixed samples": any(mixes_samples(step.transform) for step in mixing),
+    }
+    return samples, lacking, [name for name, found in coupling.items() if found]
+
+
 def build_split(config: Config, strategy: Strategy, split: str) -> tuple[Loader, int | None]:
     """Build the loader of one split for an evaluation; return it and the number of classes.
 
@@ -163,7 +224,7 @@ def train_loader(config: Config, data: Data, strategy: Strategy) -> Loader:
         _chosen(config, dataset),
         batch_size=options.batch_size,
         drop_last=options.drop_last,
-        gradient_accumulation_steps=config.trainer.gradient_accumulation_steps,
+        gradient_accumulation_steps=config.trainer.micro_batches,
         rank=strategy.group.rank,
         world_size=strategy.group.world_size,
     )
