@@ -34,6 +34,7 @@ from trainer.targets.instantiate import refused_targets
 MAX_JOBS = 10_000  # of a sweep
 # What OmegaConf raises if a value cannot be resolved.
 UNRESOLVED = (OmegaConfBaseException, RecursionError, ValueError, TypeError)
+_MIRROR = "callbacks.mirror.Mirror"
 _NAMES = "|".join(RESERVED)
 _RESERVED = re.compile(r"(?<!\\)\$\{(" + _NAMES + r")\}")
 _OPEN = re.compile(r"\$\{(?!(" + _NAMES + r")\})")
@@ -219,8 +220,11 @@ class Composition:
 
     def not_typed(self) -> Iterator[Problem]:
         """Name what only the person who starts the run may say, and a file says instead."""
+        named = (self.config.get("callbacks") or {}).items()
+        copies = [n for n, node in named if node and node.get("_target_") == _MIRROR]
+        places = ("run_dir", "resume", *(f"callbacks.{name}.to" for name in copies))
         for key, value in leaves(self.config):
-            if key in ("run_dir", "resume") and value is not None and not self._is_typed(key):
+            if key in places and value is not None and not self._is_typed(key):
                 message = f"is {shown(value)}: no file says where a run is written or goes on"
                 yield Problem(key, message, f"type {key}={value} on the command line")
             address = isinstance(value, str) and re.search(r"\w://", value)

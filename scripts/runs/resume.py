@@ -33,6 +33,7 @@ from trainer.files.atomic import (
     write_json,
 )
 from trainer.runs.directory import name_folder, reserve, timestamp
+from trainer.runs.remote import Remote, is_remote
 from trainer.runs.status import (
     ENDED_WELL,
     METRICS,
@@ -106,6 +107,8 @@ def find_resume(raw: dict[str, Any], runs: Path) -> Resume | None:
             logger.info("resume=auto: there is no unfinished run, starting a new one")
             return None
         return _from_run(folder, raw)
+    if is_remote(raw["resume"]):
+        return _from_run(_fetched(raw["resume"], own, runs, raw["name"]), raw)
     path = Path(raw["resume"])
     if not path.exists():
         hint = "give auto, or the path of a run or a checkpoint"
@@ -126,6 +129,17 @@ def find_resume(raw: dict[str, Any], runs: Path) -> Resume | None:
             f"run_dir={run} resume=auto; what lies beyond is kept in {run}/abandoned"
         )
     return found
+
+
+def _fetched(address: str, own: Path | None, runs: Path, name: str) -> Path:
+    """Fetch a run into `run_dir`, or a folder of its own as for a new run; return it."""
+    if own is not None and holds_run(own):
+        hint = "resume=auto goes on with it"
+        raise ConfigError(Problem("resume", f"{address}: {own} holds a run already", hint))
+    folder = own or reserve(name_folder(runs, name), timestamp())
+    Remote(address).fetch(folder)
+    logger.info("fetched %s into %s", address, folder)
+    return folder
 
 
 def _from_run(folder: Path, raw: dict[str, Any]) -> Resume:

@@ -1,0 +1,77 @@
+"""Keep a copy of the run at another place, so that it survives its machine."""
+
+import logging
+from pathlib import Path
+from threading import Thread
+
+from trainer.callback import Callback, Results
+from trainer.runs.remote import INDEX, Remote
+from trainer.trainer import Trainer
+
+_log = logging.getLogger(__name__)
+
+
+class Mirror(Callback):
+    """Copy the run to an address after each durable save, and at its end.
+
+    `to`: what fsspec opens, such as s3://BUCKET/FOLDER or file:///PATH; nothing but the command
+    line says it. `resume=` with the same address goes on on another machine. A thread copies, one
+    state at a time: what is saved meanwhile goes with the next copy. While the address does not
+    answer there is one warning, and training goes on; at the start it is an error (exit 7).
+    `patience`: seconds to wait for the last copy at the end of the run.
+    """
+
+    def __init__(self, to: str, patience: float = 600.0) -> None:
+        self.to, self.patience = to, patience
+        self._remote: Remote | None = None
+        self._copying: Thread | None = None
+        self._copied = 0  # the index that was last seen, by its time
+        self._warned = False
+
+    def setup(self, trainer: Trainer) -> None:
+        """Try the address. Raises StorageError."""
+        if trainer.run_dir is not None and trainer.is_main:
+            self._remote = Remote(self.to)
+            self._remote.probe()
+
+    def on_boundary(self, trainer: Trainer) -> None:
+        """Begin a copy where a checkpoint was saved since the last, and none is on its way."""
+        if self._remote is not None and trainer.run_dir is not None:
+            self._begin(trainer.run_dir)
+
+    def on_run_end(self, trainer: Trainer, results: Results) -> None:
+        """Copy the run as it ended."""
+        if self._remote is None or trainer.run_dir is None:
+            return
+        for last in (False, True):
+            if last:
+                self._copied = 0
+                self._begin(trainer.run_dir)
+            if self._copying is not None:
+                self._copying.join(self.patience)
+                if self._copying.is_alive():
+                    _log.warning("callbacks.%s: the last copy is not complete", self.name)
+                    return
+
+    def _begin(self, run_dir: Path) -> None:
+        if self._copying is not None and self._copying.is_alive():
+            return
+        try:
+            saved = (run_dir / INDEX).stat().st_mtime_ns
+        except OSError:
+            return  # nothing was saved yet
+        if saved != self._copied:
+            self._copied = saved
+            # One that hangs must not keep the process; a copy may end at any moment.
+            self._copying = Thread(target=self._copy, args=(run_dir,), daemon=True)
+            self._copying.start()
+
+    def _copy(self, run_dir: Path) -> None:
+        assert self._remote is not None
+        try:
+            self._remote.send(run_dir)
+            self._warned = False
+        except Exception as error:  # each kind of storage has its own
+            if not self._warned:
+                _log.warning("callbacks.%s: %s is not reached (%r)", self.name, self.to, error)
+            self._warned = True
