@@ -69,7 +69,7 @@ class Remote:
                 self.files.makedirs(f"{self._root}/{name}".rpartition("/")[0], exist_ok=True)
                 self.files.put_file(str(path), f"{self._root}/{name}")
         self._put(listed, INDEX)
-        for name in there:
+        for name in self._checkpoints():  # what a copy left that ended, too
             if name.split("/")[1] not in (*kept, "index.json"):
                 self.files.rm_file(f"{self._root}/{name}")
 

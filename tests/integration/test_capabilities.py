@@ -1,0 +1,215 @@
+"""What an experiment may also ask for: several validation sets, a micro-batch that fits, regions,
+a mixture, a mirror of the run."""
+
+import contextlib
+import json
+
+import pytest
+import torch
+import yaml
+from torch import nn
+
+from conf.check import parse
+from conf.errors import ConfigError
+from same_run import differences
+from scripts.composition.compose import compose
+from trainer.assembly import experiment
+from trainer.assembly.check import check_targets
+from trainer.assembly.experiment import build, fitting_steps
+from trainer.errors import ResourceError, StorageError
+from trainer.runs.remote import Remote
+from trainer.strategies.strategy import Strategy
+
+SHORT = ["experiment=resnet18", "model=mlp", "trainer.max_epochs=1", "callbacks=none"]
+SETS = (
+    "data.val={clean: {_target_: data.sources.Digits, split: val, image_size: 16}, "
+    "hard: {_target_: data.sources.Digits, split: test, image_size: 16}}"
+)
+MIB = 2**20
+
+
+def config_of(*words):
+    return parse(compose([*SHORT, *words]).config)
+
+
+def test_each_validation_set_has_its_metrics_and_the_first_is_monitored():
+    trainer = build(config_of(SETS)).trainer
+    trainer.fit()
+    for stage, other in (("val/clean", "data.test=null"), ("val/hard", "data.val=${data.test}")):
+        alone = build(config_of(other)).trainer
+        alone.fit()
+        for name in ("loss", "accuracy"):
+            assert trainer.metrics[f"{stage}/{name}"] == alone.metrics[f"val/{name}"]
+    assert "val/loss" not in trainer.metrics
+
+
+@pytest.mark.parametrize(
+    ("words", "key", "said"),
+    [
+        pytest.param(
+            ["callbacks=default", "callbacks.checkpoint.monitor=val/loss", SETS],
+            "callbacks.checkpoint.monitor",
+            "val/clean/loss",
+            id="a monitor that no set has",
+        ),
+        pytest.param(
+            ["data.val={a/b: {_target_: data.sources.Digits, split: val}}"],
+            "data.val.a/b",
+            "without /",
+            id="a slash in a set's name",
+        ),
+        pytest.param(
+            ["trainer.compile={regions: [Linaer]}"],
+            "trainer.compile.regions",
+            "there are",
+            id="a region that no module is",
+        ),
+        pytest.param(
+            ["data=mixture", "data.train.weights.b=0"],
+            "data.train.weights.b",
+            "above 0",
+            id="a weight of 0",
+        ),
+        pytest.param(
+            ["data=mixture", "loader.sampler={_target_: data.orders.Subset, size: 9}"],
+            "loader.sampler",
+            "a mixture",
+            id="a sampler beside a mixture",
+        ),
+    ],
+)
+def test_mistakes_are_found_before_a_run(words, key, said):
+    with pytest.raises(ConfigError) as caught:
+        check_targets(config_of(*words))
+    told = [str(problem) for problem in caught.value.problems if problem.key == key]
+    assert len(told) == 1
+    assert said in told[0]
+
+
+def test_regions_are_compiled_by_themselves_and_train_the_same():
+    compiling = "trainer.compile={regions: [Linear], backend: eager}"
+    runs = [build(config_of(*more)).trainer for more in ([], [compiling])]
+    for trainer in runs:
+        trainer.fit()
+    assert all(map(torch.equal, *(list(t.model.state_dict().values()) for t in runs)))
+    layers = [m for m in runs[1].model.modules() if m._compiled_call_impl is not None]
+    assert layers
+    assert all(isinstance(layer, nn.Linear) for layer in layers)
+
+
+def test_as_many_micro_batches_as_memory_asks_for_and_no_trace_of_the_trial(monkeypatch):
+    taken = []  # MiB by the samples of a micro-batch: 100 for each
+
+    def peak():
+        return 100 * MIB * taken[-1]
+
+    def tried(config, strategy, real=experiment._tried):
+        taken.append(-(-config.loader.batch_size // config.trainer.micro_batches))
+        return real(config, strategy)
+
+    monkeypatch.setattr(experiment, "peak_rss", peak)
+    monkeypatch.setattr(experiment, "_tried", tried)
+    auto = "trainer.gradient_accumulation_steps=auto"
+    words = ["loader.batch_size=30", "trainer.max_steps=2"]
+    assert fitting_steps(config_of(*words, auto), Strategy("cpu")) == 1
+    assert fitting_steps(config_of(*words, auto, "trainer.memory_limit=1"), Strategy("cpu")) == 4
+    assert taken[1:] == [30, 15, 8]
+    with pytest.raises(ResourceError, match=r"one sample does not fit: \(.*\[1, 1, 16, 16\]"):
+        fitting_steps(config_of(*words, auto, "trainer.memory_limit=0.01"), Strategy("cpu"))
+    whole, parts = (
+        build(
+            config_of(*words, f"trainer.gradient_accumulation_steps={n}", "trainer.precision=fp64")
+        )
+        for n in (1, 4)
+    )
+    for run in (whole, parts):
+        run.trainer.fit()
+    for one, other in zip(
+        whole.trainer.model.parameters(), parts.trainer.model.parameters(), strict=True
+    ):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+
+
+@pytest.mark.slow
+def test_the_number_that_was_found_stands_in_the_run_and_stays(train, tmp_path):
+    words = [*SHORT, "callbacks=default", "trainer.gradient_accumulation_steps=auto"]
+    run = tmp_path / "run"
+    train([*words, f"run_dir={run}"])
+    stored = yaml.safe_load((run / "config.yaml").read_text())
+    assert stored["trainer"]["gradient_accumulation_steps"] == 1
+    limit = "trainer.memory_limit=0.001"  # which a trial would not keep
+    train([*words, limit, "trainer.max_epochs=2", f"run_dir={run}", "resume=auto"], code=8)
+    train([*words, "trainer.max_epochs=2", f"run_dir={run}", "resume=auto"])
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_from_its_mirror_as_if_it_had_not_moved(train, tmp_path):
+    words = [*SHORT, "callbacks=[default,mirror]", "callbacks.checkpoint.every_n_steps=7"]
+    words += [f"callbacks.mirror.to=file://{tmp_path}/copy"]
+    whole, moved = tmp_path / "whole", tmp_path / "moved"
+    train([*words, "trainer.max_epochs=2", f"run_dir={whole}"])
+    for path in (tmp_path / "copy").rglob("*"):
+        path.unlink() if path.is_file() else None
+    train([*words, "trainer.max_steps=10", f"run_dir={tmp_path / 'begun'}"])
+    more = ["trainer.max_epochs=2", "trainer.max_steps=null", f"run_dir={moved}"]
+    train([*words, *more, f"resume=file://{tmp_path}/copy"])
+    assert differences(whole, moved) == []
+    refused = train([*words, f"run_dir={moved}", f"resume=file://{tmp_path}/copy"], code=2)
+    assert "holds a run already" in refused.error
+    dead = train([*SHORT, *words[3:4], "callbacks.mirror.to=file:///proc/nowhere"], code=7)
+    assert "cannot write to file:///proc/nowhere" in dead.error
+
+
+class DiedError(Exception):
+    """The machine is gone."""
+
+
+@contextlib.contextmanager
+def dying(files, moment):
+    """Let a file system die at its call number `moment` that changes something."""
+    calls = iter(range(moment))
+
+    def mortal(work):
+        def call(*given, **more):
+            if next(calls, None) is None:
+                raise DiedError
+            return work(*given, **more)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("pipe_file", "put_file", "mv", "rm_file"):
+            patch.setattr(files, name, mortal(getattr(files, name)))
+        yield
+
+
+@pytest.mark.parametrize("address", ["memory://run", "file://{}/there"])
+def test_a_copy_that_ends_at_any_moment_leaves_the_run_before_or_after(address, tmp_path):
+    folder, remote = tmp_path / "run", Remote(address.format(tmp_path))
+    (folder / "checkpoints").mkdir(parents=True)
+
+    def saved(step):
+        name = f"step-{step:08}.pt"
+        (folder / "checkpoints" / name).write_bytes(b"x" * step)
+        (folder / "metrics.jsonl").write_text("line\n" * step)
+        index = {"files": {name: {}}, "names": {"last": {"file": name}}}
+        (folder / "checkpoints" / "index.json").write_text(json.dumps(index))
+
+    moment, whole = 0, False
+    while not whole:
+        saved(2 * moment + 1)
+        remote.send(folder)
+        saved(2 * moment + 2)
+        with contextlib.suppress(DiedError), dying(remote.files, moment):
+            remote.send(folder)
+            whole = True
+        remote.fetch(found := tmp_path / f"found{moment}")
+        [name] = json.loads((found / "checkpoints/index.json").read_text())["files"]
+        step = int(name[5:-3])
+        assert step - 2 * moment in ((2,) if whole else (1, 2))
+        assert (found / "checkpoints/last.pt").read_bytes() == b"x" * step
+        assert (found / "metrics.jsonl").read_text().count("\n") >= step
+        moment += 1
+    assert moment > 4
+    with pytest.raises(StorageError, match="cannot read the run"):
+        Remote(f"{address.format(tmp_path)}/elsewhere").fetch(tmp_path / "none")
