@@ -94,7 +94,7 @@ def _measure(trainer: Trainer, batches: int | None) -> None:
                 trainer.task.prediction_step(model, micro_batch.batch)
         trainer.train_loader.close()
         for statistic in (s for norm in norms for s in (norm.running_mean, norm.running_var)):
-            statistic.copy_(group.reduce(statistic) / group.world_size)
+            statistic.copy_(group.reduce(statistic) / group.data_size)
     finally:
         for norm, momentum, hook in zip(norms, momenta, hooks, strict=True):
             norm.momentum = momentum

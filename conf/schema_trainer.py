@@ -140,6 +140,16 @@ class TrainerConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class TensorParallelConfig:
+    """Layers of which each process of a group has a part."""
+
+    size: int = count(1, "processes that share the work of a layer, on the same samples")
+    plan: dict[str, str] | Literal["auto"] = option(
+        "auto", "styles by globs over module names; auto = the model's own, of transformers"
+    )
+
+
+@dataclass(kw_only=True, slots=True)
 class StrategyConfig:
     """One device, several under one process (dp), or one process each (ddp, fsdp)."""
 
@@ -179,6 +189,10 @@ class StrategyConfig:
     reshard_after_forward: bool = _of_fsdp(True, "free gathered parameters until backward")
     sharded_checkpoint: bool = _of_fsdp(False, "each process writes its own part of a checkpoint")
     cpu_offload: bool = _of_fsdp(False, "keep shards in host memory")
+    shard_size: int | None = count(
+        None, "processes that hold all shards once; null = all", strategies=("fsdp",)
+    )
+    tensor_parallel: TensorParallelConfig | None = _of_fsdp(None, "layers split over processes")
 
     def conflicts(self) -> Iterator[Problem]:
         """Name what the chosen strategy would pass over in silence."""

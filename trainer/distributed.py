@@ -10,7 +10,7 @@ import threading
 import time
 import traceback
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
@@ -149,8 +149,10 @@ class Group:
         self.rank = int(place.get("RANK", 0))
         self.local_rank = int(place.get("LOCAL_RANK", self.rank))  # on this machine
         self.world_size = int(place.get("WORLD_SIZE", 1))
+        self.tensor_size = 1  # neighbours that compute on the same samples, each a part of a layer
+        self.data: dist.ProcessGroup | None = None  # one of each such neighbours; None of all
         self.backend = backend
-        self.timeout = timedelta(seconds=timeout)
+        self.timeout = self._patience = timedelta(seconds=timeout)
         self.recognize: Callable[[Exception], Exception | None] = lambda _: None  # a strategy's
         # Between hosts, whatever devices use; None of one process alone.
         self.control: dist.ProcessGroup | None = None
@@ -159,6 +161,16 @@ class Group:
         self._flags: Any = None  # numbers in memory that the processes of a machine share
         self._calls = 0  # of `agree` that raised or lowered a flag
         self._before: Callable[[], int] | None = None  # waits for the count of the previous call
+
+    @property
+    def data_rank(self) -> int:
+        """The number of this process's share of the samples."""
+        return self.rank // self.tensor_size
+
+    @property
+    def data_size(self) -> int:
+        """The number of shares of an update's samples."""
+        return self.world_size // self.tensor_size
 
     @property
     def is_main(self) -> bool:
@@ -177,14 +189,17 @@ class Group:
             os.environ[_ATTEMPT] = agreed_attempt(store, rank, world_size, self.timeout)
         self._board = Board(store, rank)
         queued = has_streams(device)
+        self._patience = self.timeout + _WATCHDOG_LATER if queued else self.timeout
         dist.init_process_group(
             self.backend,
             store=PrefixStore(f"regimen/group-{attempt()}", store),
             rank=rank,
             world_size=world_size,
-            timeout=self.timeout + _WATCHDOG_LATER if queued else self.timeout,
+            timeout=self._patience,
             device_id=device if queued else None,
         )
+        if self.tensor_size > 1:
+            self.data, _ = self.along((self.data_size, self.tensor_size))
         # A group of its own, so that communication between hosts never waits for a device.
         # torch asks it for a backend of the device, too, and knows of few that gloo serves.
         backend = f"cpu:gloo,{device.type}:gloo" if queued else "gloo"
@@ -193,6 +208,17 @@ class Group:
         # apart.
         if device.type == "cpu" and os.environ.get("LOCAL_WORLD_SIZE") == str(world_size):
             self._share_flags()
+
+    def along(self, shape: Sequence[int]) -> list[dist.ProcessGroup]:
+        """Return, for each dimension of a grid of all processes, the line through this one.
+
+        A collective.
+        """
+        grid = torch.arange(self.world_size).view(*shape)
+        lines = [grid.movedim(i, -1).reshape(-1, size).tolist() for i, size in enumerate(shape)]
+        # A mesh would make them with torch's timeout instead of the run's.
+        make: Any = dist.new_subgroups_by_enumeration
+        return [make(line, timeout=self._patience)[0] for line in lines]
 
     def _share_flags(self) -> None:
         """Let the processes of this machine share memory, two integers for each, if there is any.
@@ -227,11 +253,11 @@ class Group:
             dist.destroy_process_group()
 
     def reduce(self, tensor: Tensor) -> Tensor:
-        """Return the sum over all processes."""
+        """Return the sum over all processes; of those with the same samples, one counts."""
         if self.control is None:
             return tensor
         tensor = tensor.clone()
-        dist.all_reduce(tensor)
+        dist.all_reduce(tensor, group=self.data)
         return tensor
 
     def broadcast(self, value: Any) -> Any:
@@ -247,6 +273,10 @@ class Group:
         if self.control is not None:
             dist.all_gather_object(values, value, group=self.control)
         return values
+
+    def gather_data(self, value: Any) -> list[Any]:
+        """Return the value of each share of the samples, by `data_rank`."""
+        return self.gather(value)[:: self.tensor_size]
 
     def on_main(self, write: Callable[[], object]) -> None:
         """Call `write` on the main process; a StorageError there is raised on all processes."""

@@ -80,7 +80,7 @@ def prepared(trainer: Trainer, step: int) -> Iterator[None]:
     strategy, others = trainer.strategy, list(trainer.task.own_modules().values())
     parts = nn.ModuleList([trainer.wrapped, *others])
     modes = [(module, module.training) for module in parts.modules()]
-    seed = rng.derived(trainer.options.seed, "evaluation", step, strategy.group.rank)
+    seed = rng.derived(trainer.options.seed, "evaluation", step, strategy.group.data_rank)
     saved = nn.ModuleList([trainer.model, *others])
     with torch.no_grad(), rng.preserved(strategy.device, seed):
         parts.eval()
@@ -140,8 +140,11 @@ def merged(metric: Any, strategy: Strategy) -> Any:
     """Return the metric of the samples of all processes; a collective."""
     if hasattr(metric, "merge"):
         metric.merge(strategy.group.reduce)
-    elif hasattr(metric, "merge_state") and strategy.group.world_size > 1 and not _meets(metric):
-        metric, *others = strategy.group.gather(metric)
+    elif _meets(metric):
+        for part in metric.modules() if strategy.group.data is not None else ():
+            part.process_group = strategy.group.data
+    elif hasattr(metric, "merge_state") and strategy.group.data_size > 1:
+        metric, *others = strategy.group.gather_data(metric)
         metric.merge_state(others)
     return metric
 

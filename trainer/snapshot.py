@@ -46,7 +46,7 @@ def take(trainer: Trainer, on_main: Callable[[Any], Any] = on_host) -> dict[str,
     own = {} if strategy.shares_buffers else dict(trainer.model.named_buffers())
     skips = hasattr(trainer.train_loader, "skipped_state")  # a plain loader loads all samples
     average, saver = trainer.average, saver_of(trainer.callbacks)
-    gather, updater, loader = strategy.group.gather, trainer.updater, trainer.train_loader
+    gather, updater, loader = strategy.group.gather_data, trainer.updater, trainer.train_loader
     payload = {
         "model": whole(dict(trainer.model.state_dict())),
         "optimizer": whole(trainer.optimizers.state_dict()),
@@ -64,7 +64,7 @@ def take(trainer: Trainer, on_main: Callable[[Any], Any] = on_host) -> dict[str,
             "metrics": dict(trainer.metrics),
             "data": trainer.data_facts,
             "roles": {"average": average and average.name, "saver": saver and saver.name},
-            "world_size": strategy.group.world_size,
+            "world_size": strategy.group.data_size,  # those of a tensor group count as one
             "made_with": _circumstances(trainer),
         },
         "rng": gather(trainer.random.state_dict()),
@@ -139,8 +139,8 @@ def _found(place: Path) -> tuple[Path, dict[str, Any]] | None:
 def _take_over(
     trainer: Trainer, payload: Mapping[str, Any], hyper_parameters: bool, same_run: bool
 ) -> list[str]:
-    notes = []
-    state, rank = payload["state"], trainer.group.rank
+    notes = list[str]()
+    state, rank = payload["state"], trainer.group.data_rank
     for key, now in _circumstances(trainer).items():
         if (then := state["made_with"].get(key, now)) != now:
             notes.append(
@@ -154,7 +154,7 @@ def _take_over(
     trainer.lr_schedule.load_state_dict(payload["lr_scheduler"], hyper_parameters)
     trainer.precision.load_state_dict(payload["scaler"])
     _load_callbacks(trainer, payload, lambda callback: same_run or not callback.of_run)
-    same = state["world_size"] == trainer.group.world_size
+    same = state["world_size"] == trainer.group.data_size
     own = slice(rank, rank + 1) if same else slice(None)  # of what is saved by process
     notes += trainer.unsaved.load_state_dict(state["unsaved"][rank if same else 0])
     trainer.state.load_state_dict(state["counters"])
@@ -162,10 +162,10 @@ def _take_over(
     trainer.resumed, trainer.branched = True, not hyper_parameters
     if hasattr(trainer.train_loader, "load_skipped_state"):
         left_out = [entry for part in state["loader"][own] for entry in part.get("skipped", [])]
-        trainer.train_loader.load_skipped_state(left_out if same or trainer.is_main else [])
+        trainer.train_loader.load_skipped_state([] if rank and not same else left_out)
     for key in ("sums", "epoch_sums"):
         sums = getattr(trainer.updater, key)
-        sums.load_state_dict(*state[key][own], takes=int(same or trainer.is_main))
+        sums.load_state_dict(*state[key][own], takes=int(same or not rank))
     if same:
         with torch.no_grad():
             for name, buffer in trainer.model.named_buffers():
@@ -173,7 +173,7 @@ def _take_over(
         notes += trainer.random.load_state_dict(payload["rng"][rank])
     else:
         notes.append(
-            f"saved by {state['world_size']} processes, resumed by {trainer.group.world_size}: "
+            f"saved by {state['world_size']} processes, resumed by {trainer.group.data_size}: "
             "the samples of every update stay the same; dropout masks and the last digits do not"
         )
     return notes

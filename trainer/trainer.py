@@ -119,7 +119,7 @@ class Trainer:
         check_metrics(task.metrics(), self.strategy)
 
     def _seed_aside(self) -> int:
-        return derived(self.options.seed, "aside", self.state.updates, self.group.rank)
+        return derived(self.options.seed, "aside", self.state.updates, self.group.data_rank)
 
     @property
     def steps_per_epoch(self) -> int | None:
@@ -210,7 +210,7 @@ class Trainer:
         self.timer.start()
         with self.timer.spending("start and end"):
             self.setup()
-            split = options.micro_batches, self.strategy.devices
+            split = options.micro_batches, self.strategy.shares
             if self.is_main and (remark := coupling_remark(self.task, *split)):
                 _log.warning("%s", remark)
             self.wrapped.train()

@@ -73,7 +73,7 @@ class ValidationPicture(Callback):
     def finish(self, trainer: Trainer) -> None:
         """Join what the processes kept, and show it."""
         own = [torch.cat(parts).cpu() for parts in zip(*self.kept, strict=True)]
-        found = [own] if self.on_main_only else trainer.group.gather(own)
+        found = [own] if self.on_main_only else trainer.group.gather_data(own)
         joined = [torch.cat(parts) for parts in zip(*filter(None, found), strict=True)]
         if trainer.is_main and joined:
             self.show(trainer, *joined)

@@ -61,12 +61,13 @@ def make_plan(request: Request, experiment: Experiment, folder: Path) -> None:
         "task": config.task["_target_"],
     }
     picked = {group: choice for group, choice in request.choices.items() if choice is not None}
+    mesh = [str(strategy.mesh)] if len(strategy.mesh.sizes()) > 1 else []
     given = [f"overrides: {' '.join(request.overrides)}"] if request.overrides else []
 
     width = min(shutil.get_terminal_size((WIDTH, 24)).columns, WIDTH)
     chosen = (packed([f"{k}={v}" for k, v in d.items()], width, "  ") for d in (picked, settings))
     sections = {
-        f"Plan of {config.name}": [*(line for lines in chosen for line in lines), *given],
+        f"Plan of {config.name}": [*(line for lines in chosen for line in lines), *mesh, *given],
         "Data": [*_data_table(sets, width), *_epochs(sets["train"])],
         "Model": [render(summary, width)],
         "Optimizer": groups_table(trainer.optimizers.table(), width),
@@ -181,7 +182,7 @@ def _notes(experiment: Experiment, memory: Mapping[str, int | None]) -> Iterator
     if sets.get("test") is None:
         yield "no test split: the run ends with its validation metrics"
     accumulation = experiment.config.trainer.micro_batches
-    if remark := coupling_remark(trainer.task, accumulation, trainer.strategy.devices):
+    if remark := coupling_remark(trainer.task, accumulation, trainer.strategy.shares):
         yield remark
     if experiment.checkpointed:
         yield f"activation checkpointing: {', '.join(experiment.checkpointed)}"
@@ -204,7 +205,7 @@ def _updates(experiment: Experiment) -> tuple[int, list[str]]:
         ends.append(f"{trainer.steps_per_epoch:,} updates an epoch")
     total = trainer.total_steps
     ends.append("no limit but its time" if total is None else f"{total:,} in all")
-    grid = trainer.strategy.devices, config.trainer.micro_batches
+    grid = trainer.strategy.shares, config.trainer.micro_batches
     dataset = experiment.data.sets["train"]
     samples = len(dataset) if hasattr(dataset, "__len__") else None
     largest, lines = batch_split(config.loader.batch_size, *grid, samples, config.loader.drop_last)

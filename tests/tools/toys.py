@@ -90,8 +90,8 @@ def loader(
         Shuffled(len(data), seed=1) if shuffled else Sequential(len(data)),
         batch_size=batch,
         gradient_accumulation_steps=steps,
-        rank=group.rank,
-        world_size=group.world_size,
+        rank=group.data_rank,
+        world_size=group.data_size,
     )
     return Loader(data, sampler, seed=1)
 
@@ -251,10 +251,10 @@ def blocks() -> nn.Sequential:
 
 def loaders(group: Group, accumulation: int = 2) -> tuple[Loader, Loader]:
     """Return a process's loaders: updates of 10 samples, the last of 3; 10 samples to validate."""
-    place: dict[str, Any] = {"rank": group.rank, "world_size": group.world_size}
+    place: dict[str, Any] = {"rank": group.data_rank, "world_size": group.data_size}
     order, data = Shuffled(SAMPLES, seed=1), points(features=9)
     train = UpdateSampler(order, batch_size=10, gradient_accumulation_steps=accumulation, **place)
-    val = UpdateSampler(Sequential(10), batch_size=4 * group.world_size, **place)
+    val = UpdateSampler(Sequential(10), batch_size=4 * group.data_size, **place)
     return Loader(data, train, seed=0), Loader(data, val, seed=0)
 
 

@@ -28,12 +28,12 @@ from trainer.assembly.data import (
     key_of,
     mixture_problems,
 )
-from trainer.assembly.parts import OFFERED, Assembly, device_of, with_classes, wrong_class
+from trainer.assembly.parts import OFFERED, Assembly, device_of, mesh_of, with_classes, wrong_class
 from trainer.optimizers.optimizers import UNSHARDED, Optimizers, sections
 from trainer.optimizers.state import needs_closure
 from trainer.options import horizon
 from trainer.state import epoch_metric
-from trainer.strategies.strategy import Strategy
+from trainer.strategies.strategy import Strategy, tensor_styles
 from trainer.targets.allow_list import TargetError, locate
 from trainer.targets.instantiate import instantiate, node_problems, nodes_in
 from trainer.task import Task, missing_step
@@ -171,6 +171,7 @@ def _strategy_problems(config: Config) -> Iterator[Problem]:
     """Find what needs whole parameters, which no process has under fsdp; and idle options."""
     with noted(found := list[Problem]()):
         device_of(config.strategy)
+        mesh_of(config.strategy)
     yield from found
     sharded, options = config.strategy.name == "fsdp", config.trainer
     for name, node in config.callbacks.items() if sharded else ():
@@ -219,6 +220,9 @@ def _part_problems(parts: Assembly) -> list[Problem]:
         _ = parts.checkpointed
     with noted(found):
         _ = parts.regions
+    with noted(found):
+        if (tensor := config.strategy.tensor_parallel) is not None:
+            tensor_styles(model, tensor.plan, tensor.size)
     with noted(found):
         found += _dense_problems(parts.optimizers, model)
         _ = parts.schedule

@@ -113,7 +113,7 @@ def build(
     )
     trainer.data_facts = data_facts(data.sets)
     # Dropout masks differ between processes; the weights, drawn above, do not.
-    seed_everything(config.seed, strategy.group.rank)
+    seed_everything(config.seed, strategy.group.data_rank)
     trainer.random.keep()
     test_loader = eval_loader(config, data.sets.get("test"), strategy, options.limit_test_batches)
     return Experiment(config, data, trainer, test_loader, switches, checkpointed)
@@ -225,8 +225,8 @@ def train_loader(config: Config, data: Data, strategy: Strategy) -> Loader:
         batch_size=options.batch_size,
         drop_last=options.drop_last,
         gradient_accumulation_steps=config.trainer.micro_batches,
-        rank=strategy.group.rank,
-        world_size=strategy.group.world_size,
+        rank=strategy.group.data_rank,
+        world_size=strategy.group.data_size,
     )
     steps = build_transforms(config, "device", data.num_classes)
     return _loader(config, dataset, sampler, strategy, "replace", steps)
@@ -250,9 +250,9 @@ def eval_loader(
     samples = limited(len(dataset) if samples is None else samples, limit, config)
     sampler = UpdateSampler(
         Sequential(samples),
-        batch_size=(config.loader.eval_batch_size or config.loader.batch_size) * group.world_size,
-        rank=group.rank,
-        world_size=group.world_size,
+        batch_size=(config.loader.eval_batch_size or config.loader.batch_size) * group.data_size,
+        rank=group.data_rank,
+        world_size=group.data_size,
     )
     return _loader(config, dataset, sampler, strategy, "drop")
 

@@ -31,6 +31,7 @@ from trainer.optimizers.optimizers import Optimizers, build_optimizers
 from trainer.strategies.ddp import DDP, Processes
 from trainer.strategies.strategy import (
     DataParallel,
+    Mesh,
     Strategy,
     check_processes,
     count_devices,
@@ -125,7 +126,7 @@ def build_strategy(config: Config) -> Strategy:
             return Strategy(device_of(options))
         count = count_devices(options.devices, options.accelerator)
         planned = Strategy(device_of(options))  # builds what each would
-        planned.name, planned.devices = options.name, count
+        planned.name, planned.devices, planned.mesh = options.name, count, mesh_of(options)
         return planned
     here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     check_processes(here, options.accelerator, options.backend)
@@ -160,6 +161,16 @@ def device_of(options: StrategyConfig) -> torch.device:
         message = f"this machine has {count} of {kind}, numbered from 0: no {numbers[0]}"
         raise ModelError(Problem("strategy.devices", message))
     return torch.device(kind, numbers[0])
+
+
+def mesh_of(options: StrategyConfig) -> Mesh:
+    """Return the grid of a run's processes. Raises ModelError if they do not make one."""
+    if options.name != "fsdp":
+        return Mesh()
+    count = count_devices(options.devices, options.accelerator)
+    count = int(os.environ["WORLD_SIZE"]) if is_rank() else count
+    tensor = options.tensor_parallel
+    return Mesh.of(count, options.shard_size, 1 if tensor is None else tensor.size)
 
 
 @dataclass(frozen=True)

@@ -219,7 +219,7 @@ class Predictor:
                 told = len(loader.skipped)
                 lost = set(whole.indices[: whole.count]) - set(indices)
                 own.broken.update((index, reasons[index]) for index in lost)
-                yield from trainer.group.gather(own)
+                yield from trainer.group.gather_data(own)
 
     def ask(self, batch: Any, indices: Sequence[int]) -> Answers:
         """Return the outputs for the samples that a batch begins with; behind them are others."""

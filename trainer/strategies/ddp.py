@@ -61,10 +61,11 @@ class Replicas(Strategy):
     def prepare(self, model: nn.Module) -> nn.Module:
         """Move the model to the device; with `sync_batchnorm` replace its BatchNorm layers."""
         if self._sync_batchnorm and self.device.type == "cpu":
-            group = dist.new_group(backend="gloo", timeout=self.group.timeout)
+            group = self.group.data or dist.new_group(backend="gloo", timeout=self.group.timeout)
             synchronize(model, group, lambda: self.counts)
         elif self._sync_batchnorm:
-            model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
+            convert: Any = nn.SyncBatchNorm.convert_sync_batchnorm
+            model = convert(model, self.group.data)
         return super().prepare(model)
 
     @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -9,15 +10,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 from conf.errors import Problem
+from conf.schema_trainer import TensorParallelConfig
 from data.batch import map_tensors
 from trainer.errors import ModelError
 from trainer.strategies.ddp import Processes, Replicas
-from trainer.strategies.strategy import instances
+from trainer.strategies.strategy import Mesh, instances, tensor_styles
 
 _FORMATS = {"bf16": torch.bfloat16, "fp16": torch.float16, None: None}
 
@@ -28,6 +36,8 @@ class FSDP(Replicas):
     Each process keeps a shard of every parameter, of its gradient and of its optimizer state.
     `wrap_modules` names classes whose instances are gathered one at a time. Without it the whole
     model is gathered at once, which saves optimizer memory but no parameter memory.
+    `shard_size`: of a group that holds all shards once; its groups are replicas (HSDP).
+    `tensor_parallel` splits single layers, over neighbours that compute on the same samples.
     """
 
     name = "fsdp"
@@ -42,8 +52,14 @@ class FSDP(Replicas):
         reshard_after_forward: bool = True,
         cpu_offload: bool = False,
         sharded_checkpoint: bool = False,
+        shard_size: int | None = None,
+        tensor_parallel: TensorParallelConfig | None = None,
     ) -> None:
         super().__init__(processes)
+        self._tensor = tensor_parallel or TensorParallelConfig()
+        self.mesh = Mesh.of(self.group.world_size, shard_size, self._tensor.size)
+        self.group.tensor_size = self.mesh.tensor
+        self.gradient_scale = float(self.group.data_size)
         self._wrap_modules = list(wrap_modules or [])
         self.sharded_checkpoint = sharded_checkpoint
         self.updates_on_host = cpu_offload and self.device.type != "cpu"
@@ -59,11 +75,29 @@ class FSDP(Replicas):
             self._options["offload_policy"] = CPUOffloadPolicy()
             self.group.backend = f"cpu:gloo,{self.device.type}:{self.group.backend}"
 
+    def setup(self) -> None:
+        """Select the device, join the process group, and lay the processes out."""
+        super().setup()
+        kind, sizes = self.device.type, self.mesh.sizes()
+        if len(sizes) == 1:
+            self._meshes = init_device_mesh(kind, (*sizes.values(),), mesh_dim_names=(*sizes,))
+        else:
+            grid = torch.arange(self.group.world_size).view(*sizes.values())
+            groups = self.group.along([*sizes.values()])
+            # It advises on the order of collectives, which is torch's own.
+            logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
+            self._meshes = DeviceMesh.from_group(groups, kind, grid, mesh_dim_names=(*sizes,))
+
     def prepare(self, model: nn.Module) -> nn.Module:
         """Shard the parameters, before an optimizer is built over them."""
         # Only contiguous parameters can be sharded: channels_last applies to the images alone.
         model = super().prepare(model).to(memory_format=torch.contiguous_format)
-        mesh = init_device_mesh(self.device.type, (self.group.world_size,))
+        if self.mesh.tensor > 1:
+            styles = tensor_styles(model, self._tensor.plan, self.mesh.tensor)
+            plan = {name: _style(how, model.get_submodule(name)) for name, how in styles.items()}
+            # Every process has the whole tensors, so nothing has to be sent.
+            parallelize_module(model, self._meshes["tensor"], plan, src_data_rank=None)
+        mesh = self._meshes[tuple(name for name in self.mesh.sizes() if name != "tensor")]
         for module in [*self._units(model), model]:
             fully_shard(module, mesh=mesh, **self._options)
         return model
@@ -119,6 +153,14 @@ class FSDP(Replicas):
             else self.split_like(value, parameters)
             for key, value in tree.items()
         }
+
+
+def _style(name: str, module: nn.Module) -> ParallelStyle:
+    whole = Replicate() if name.endswith("_rep") else None
+    if name.startswith("colwise"):
+        return ColwiseParallel(output_layouts=whole)
+    numbers = isinstance(module, nn.Embedding)  # its input has no columns to be split
+    return RowwiseParallel(input_layouts=Replicate() if numbers else whole)
 
 
 def _forget_gathered(model: nn.Module) -> None:

@@ -8,14 +8,18 @@ belongs to the `group`.
 from __future__ import annotations
 
 import os
+import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from conf.errors import Problem
+from conf.errors import Problem, raise_problems, some
 from data.batch import map_tensors
 from trainer.device import default, device_count, indexed, kinds, moved, select
 from trainer.distributed import Group
@@ -23,6 +27,19 @@ from trainer.errors import ModelError, ResourceError
 
 # Unshared memory in bytes, on Linux, of a process that has imported torch and built a small model.
 _PROCESS = 300 * 2**20
+# What a style of tensor parallelism splits: of a Linear and of an Embedding. `_rep`: its input or
+# output is whole on every process.
+STYLES = {
+    **dict.fromkeys(("colwise", "colwise_rep"), ("out_features", "embedding_dim")),
+    **dict.fromkeys(("rowwise", "rowwise_rep"), ("in_features", "num_embeddings")),
+}
+# What transformers calls them.
+_ALSO = {
+    "colwise_gather_output": "colwise_rep",
+    "rowwise_split_input": "rowwise_rep",
+    "embedding_rowwise": "rowwise",
+}
+_PLAN = "strategy.tensor_parallel.plan"
 _KIND = "cuda"  # what nn.DataParallel scatters to and gathers from, whose kernels are CUDA's
 
 
@@ -75,11 +92,96 @@ def instances(model: nn.Module, classes: Sequence[str], key: str) -> list[nn.Mod
     return [m for m, kind in zip(model.modules(), kinds, strict=True) if kind in classes]
 
 
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """The processes as a grid; neighbours along `tensor`, the last, compute on the same samples."""
+
+    replicas: int = 1
+    shards: int = 1
+    tensor: int = 1
+
+    @classmethod
+    def of(cls, processes: int, shard_size: int | None = None, tensor: int = 1) -> Mesh:
+        """Lay processes out, by default without replicas. Raises ModelError if they do not fit."""
+        size = tensor * (shard_size or 1)
+        if processes % size:
+            key = "tensor_parallel.size" if shard_size is None else "shard_size"
+            parts = ["shards"] if shard_size is None else ["replicas", f"{shard_size} shards"]
+            parts += [f"{tensor} tensor"] * (tensor > 1)
+            message = f"{processes} processes cannot be laid out as {' x '.join(parts)}"
+            hint = f"their number (strategy.devices, or torchrun's) must be a multiple of {size}"
+            raise ModelError(Problem(f"strategy.{key}", message, hint))
+        shards = shard_size or processes // tensor
+        return cls(processes // (shards * tensor), shards, tensor)
+
+    def sizes(self) -> dict[str, int]:
+        """Return the dimensions that the grid has, in order."""
+        every = {"replicate": self.replicas, "shard": self.shards, "tensor": self.tensor}
+        return {name: size for name, size in every.items() if size > 1 or name == "shard"}
+
+    def __str__(self) -> str:
+        words = {"replicate": "replicas", "shard": "shards", "tensor": "tensor"}
+        sizes = " x ".join(f"{size} {words[name]}" for name, size in self.sizes().items())
+        return f"{self.replicas * self.shards * self.tensor} processes = {sizes}"
+
+
+def tensor_styles(
+    model: nn.Module, plan: Mapping[str, str] | Literal["auto"], size: int
+) -> dict[str, str]:
+    """Return the modules that a plan splits over `size` processes, each with its style.
+
+    `plan`: a style by pattern of names, or the model's own. Raises ModelError for what torch cannot
+    split, and for a pattern of which there is none.
+    """
+    plan = _own_plan(model) if isinstance(plan, str) else plan
+    kinds = (nn.Linear, nn.Embedding)
+    there = {name: m for name, m in model.named_modules() if isinstance(m, kinds)}
+    uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+    styles: dict[str, str] = {}
+    problems = []
+    for pattern, given in plan.items():
+        style = _ALSO.get(given, given)
+        names = [name for name in there if fnmatchcase(name, pattern)]
+        if style not in STYLES:
+            message = f"{pattern}: there is no style {given!r} here"
+            problems.append(Problem(_PLAN, message, f"there are {', '.join(STYLES)}"))
+        elif not names:
+            known = list(dict.fromkeys(re.sub(r"\d+", "*", name) for name in there))
+            message = f"{pattern}: the model has no Linear or Embedding of such a name"
+            problems.append(Problem(_PLAN, message, f"there are {some(known) or 'none'}"))
+        else:
+            styles |= dict.fromkeys(names, style)
+    widths = {n: STYLES[s][isinstance(there[n], nn.Embedding)] for n, s in styles.items()}
+    if uneven := [n for n, width in widths.items() if getattr(there[n], width) % size]:
+        named = ", ".join(dict.fromkeys(widths[n] for n in uneven))
+        message = f"{some(uneven)}: {named} cannot be split evenly over {size} processes"
+        problems.append(Problem(_PLAN, message, "leave it out, or choose another size"))
+    if tied := [n for n in styles if any(uses[id(p)] > 1 for p in there[n].parameters())]:
+        message = f"{some(tied)}: its weight is another module's, too, and would no longer be"
+        problems.append(Problem(_PLAN, message, "leave it out"))
+    raise_problems(problems, ModelError)
+    return styles
+
+
+def _own_plan(model: nn.Module) -> dict[str, str]:
+    """Return a model's own plan, as those of transformers have, for what it consists of."""
+    names = [name for name, _ in (*model.named_modules(), *model.named_parameters())]
+    for name, module in model.named_modules():
+        if own := getattr(module, "tp_plan", None):
+            root = f"{name}." if name else ""
+            every = {root + pattern: style for pattern, style in own.items()}
+            return {p: style for p, style in every.items() if any(fnmatchcase(n, p) for n in names)}
+    message = "auto: the model has no plan of its own"
+    hint = "give styles by patterns of names, such as {blocks.*.mlp.up: colwise}"
+    raise ModelError(Problem(_PLAN, message, hint))
+
+
 class Strategy:
     """Train in one process on one device."""
 
     name = "single"
     devices = 1
+    mesh = Mesh()
     evaluates_wrapped = True  # whether evaluation calls the wrapped module, too
     updates_on_host = False  # whether parameters are in host memory while a GPU computes
     some_unused = False  # whether an update may leave parameters without a gradient
@@ -101,6 +203,11 @@ class Strategy:
         """Select the device and join the process group; `group.leave` is the counterpart."""
         select(self.device)
         self.group.join(self.device)
+
+    @property
+    def shares(self) -> int:
+        """The number of parts that the samples of an update are split into, for devices."""
+        return self.devices // self.mesh.tensor
 
     def explain(self) -> str | None:
         """Return in what the devices differ from the configuration; None if they do not."""

@@ -51,8 +51,19 @@ def largest(parameters: Iterable[Tensor]) -> Tensor:
 
 
 def _norm(tensors: list[Tensor], norm_type: float) -> Tensor:
-    norm = get_total_norm(tensors, norm_type)
-    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # sharded: of all ranks
+    norms = [get_total_norm(alike, norm_type) for alike in _by_mesh(tensors) or [[]]]
+    # Sharded: of all ranks.
+    norms = [norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in norms]
+    whole: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    return norms[0] if len(norms) == 1 else whole
+
+
+def _by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    # No operation of torch takes tensors of several meshes, as tensor parallelism makes them.
+    groups: dict[Any, list[Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault(getattr(tensor, "device_mesh", None), []).append(tensor)
+    return list(groups.values())
 
 
 def clip(
@@ -67,14 +78,16 @@ def clip(
     elif bound is not None:
         _clip_norm(parameters, bound, norm)
     if value is not None:
-        clip_grad_value_(parameters, value)
+        for alike in _by_mesh(parameters):
+            clip_grad_value_(alike, value)
 
 
 def _clip_norm(parameters: Sequence[Tensor], bound: float, norm: Tensor) -> None:
     # torch multiplies by min(1, bound / (norm + 1e-6)); on a CPU the norm is there to be looked
     # at, and the pass over all gradients is saved when the factor is 1.
     if norm.device.type != "cpu" or bound / (norm.item() + 1e-6) < 1:
-        clip_grads_with_norm_(parameters, bound, norm)
+        for alike in _by_mesh(parameters):
+            clip_grads_with_norm_(alike, bound, norm)
 
 
 @torch.no_grad()

@@ -133,7 +133,7 @@ class Updater:
             trainer.optimizers.zero_grad()
             taken.append((turn, outputs, norm))
         guard.settle()
-        once = int(trainer.group.is_main)  # the norm is the same on every process
+        once = int(trainer.group.data_rank == 0)  # the norm is the same on every process
         for turn, outputs, norm in taken:
             self._add_outputs(self.sums, turn, micro_batches, outputs)
             name = f"grad_norm_{turn.name}" if turn.name else "grad_norm"
