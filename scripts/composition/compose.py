@@ -220,8 +220,9 @@ class Composition:
 
     def not_typed(self) -> Iterator[Problem]:
         """Name what only the person who starts the run may say, and a file says instead."""
-        named = (self.config.get("callbacks") or {}).items()
-        copies = [n for n, node in named if node and node.get("_target_") == _MIRROR]
+        nodes = self.config.get("callbacks")
+        named = nodes.items() if isinstance(nodes, dict) else ()
+        copies = [n for n, o in named if isinstance(o, dict) and o.get("_target_") == _MIRROR]
         places = ("run_dir", "resume", *(f"callbacks.{name}.to" for name in copies))
         for key, value in leaves(self.config):
             if key in places and value is not None and not self._is_typed(key):
