@@ -92,12 +92,9 @@ class Trainer:
         self.strategy.autocast = self.precision.autocast
         self.wrapped = self.strategy.wrap(self.compiled)
         self.train_loader = as_source(train_loader, "train_loader", self.options.micro_batches)
-        stages = val_loader if isinstance(val_loader, Mapping) else {"val": val_loader}
-        self.val_loaders = {
-            stage: as_source(loader, "val_loader")
-            for stage, loader in stages.items()
-            if loader is not None
-        }
+        named = val_loader if isinstance(val_loader, Mapping) else {"val": val_loader}
+        there = {stage: loader for stage, loader in named.items() if loader is not None}
+        self.val_loaders = {s: as_source(loader, "val_loader") for s, loader in there.items()}
         self.lr_schedule.refuse_to_wait(bool(self.val_loaders), self.options.validates)
         self.run_dir = None if run_dir is None else Path(run_dir)
         if self.run_dir is not None and self.is_main:

@@ -37,7 +37,8 @@ _HARMLESS = {
     " eval_batch_size multiprocessing_context non_blocking prefetch_to_device",
     "data": "root cache cache_bytes cache_dir test predict",
     "trainer": "log_every_n_steps max_time gradient_accumulation_steps limit_test_batches compile"
-    " validate_at_start detect_anomaly activation_checkpointing activation_checkpointing_segments",
+    " memory_limit validate_at_start detect_anomaly activation_checkpointing"
+    " activation_checkpointing_segments",
     "callbacks": "progress tensorboard checkpoint model_summary lr_monitor throughput memory"
     " profiler mlflow wandb csv",
 }

@@ -137,15 +137,15 @@ def test_the_number_that_was_found_stands_in_the_run_and_stays(train, tmp_path):
     train([*words, f"run_dir={run}"])
     stored = yaml.safe_load((run / "config.yaml").read_text())
     assert stored["trainer"]["gradient_accumulation_steps"] == 1
-    limit = "trainer.memory_limit=0.001"  # which a trial would not keep
-    train([*words, limit, "trainer.max_epochs=2", f"run_dir={run}", "resume=auto"], code=8)
-    train([*words, "trainer.max_epochs=2", f"run_dir={run}", "resume=auto"])
+    limit = "trainer.memory_limit=0.001"  # which no trial would keep
+    train([*words, limit, "trainer.max_epochs=2", f"run_dir={run}", "resume=auto"])
+    assert "one sample does not fit" in train([*words, limit], code=8).error
 
 
 @pytest.mark.slow
 def test_a_run_goes_on_from_its_mirror_as_if_it_had_not_moved(train, tmp_path):
     words = [*SHORT, "callbacks=[default,mirror]", "callbacks.checkpoint.every_n_steps=7"]
-    words += [f"callbacks.mirror.to=file://{tmp_path}/copy"]
+    words += [f"callbacks.mirror.to=file://{tmp_path}/copy", "lr_scheduler=constant"]
     whole, moved = tmp_path / "whole", tmp_path / "moved"
     train([*words, "trainer.max_epochs=2", f"run_dir={whole}"])
     for path in (tmp_path / "copy").rglob("*"):

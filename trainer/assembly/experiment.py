@@ -79,12 +79,6 @@ def build(
     seed_everything(config.seed)
     data = open_data(config, strategy)
     loader, few = train_loader(config, data, strategy), overfit_samples(config, data.sets["train"])
-    few_of = {} if few is None else {"val": data.sets["train"]}
-    validated = few_of or {stage: data.sets[stage] for stage in config.data.validations}
-    val_loaders = {
-        stage: eval_loader(config, dataset, strategy, options.limit_val_batches, few)
-        for stage, dataset in validated.items()
-    }
     limit, steps = options.limit_train_batches, len(loader)
     steps = steps if limit is None else count(limit, steps)
     total = horizon(options.max_epochs, options.max_steps, steps)
@@ -96,7 +90,7 @@ def build(
         parts.task,
         parts.optimizers,
         loader,
-        val_loaders,
+        _val_loaders(config, data, strategy, few),
         parts.schedule,
         strategy,
         parts.precision,
@@ -117,6 +111,16 @@ def build(
     trainer.random.keep()
     test_loader = eval_loader(config, data.sets.get("test"), strategy, options.limit_test_batches)
     return Experiment(config, data, trainer, test_loader, switches, checkpointed)
+
+
+def _val_loaders(
+    config: Config, data: Data, strategy: Strategy, few: int | None
+) -> dict[str, Loader | None]:
+    """Build the loaders of validation by stage: of the training set where `few` are overfitted."""
+    few_of = {} if few is None else {"val": data.sets["train"]}
+    sets = few_of or {stage: data.sets[stage] for stage in config.data.validations}
+    limit = config.trainer.limit_val_batches
+    return {stage: eval_loader(config, one, strategy, limit, few) for stage, one in sets.items()}
 
 
 def fitting_steps(config: Config, strategy: Strategy) -> int:
