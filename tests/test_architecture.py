@@ -63,17 +63,17 @@ KNOWN_TO_ALL = ("conf.errors", "conf.interpolation", "conf.schema_trainer", "dat
 # Code lines (no blank line, comment, docstring) and files: a budget. A number goes down with what
 # is thrown away, and up in the commit that brings a new capability.
 BUDGET = {
-    "conf": 999,
-    "data": 3075,
+    "conf": 1031,
+    "data": 3191,
     "models": 710,
-    "trainer": 8765,
-    "callbacks": 2371,
-    "scripts": 4677,
-    "the six packages": 20597,
-    "tests": 19078,
+    "trainer": 9128,
+    "callbacks": 2423,
+    "scripts": 4719,
+    "the six packages": 21202,
+    "tests": 19500,
     "benchmarks": 1290,
 }
-FILES = {"the six packages": 196, "tests": 126}
+FILES = {"the six packages": 199, "tests": 129}
 
 # A room holds up to 12 modules; those whose files YAML names may hold more.
 LARGEST_ROOM = 12

@@ -3,6 +3,7 @@ a mixture, a mirror of the run."""
 
 import contextlib
 import json
+import shutil
 
 import pytest
 import torch
@@ -143,20 +144,20 @@ def test_the_number_that_was_found_stands_in_the_run_and_stays(train, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_from_its_mirror_as_if_it_had_not_moved(train, tmp_path):
+def test_a_run_goes_on_from_its_mirror_as_if_it_had_not_moved(train, start, tmp_path):
     words = [*SHORT, "callbacks=[default,mirror]", "callbacks.checkpoint.every_n_steps=7"]
-    words += [f"callbacks.mirror.to=file://{tmp_path}/copy", "lr_scheduler=constant"]
-    whole, moved = tmp_path / "whole", tmp_path / "moved"
-    train([*words, "trainer.max_epochs=2", f"run_dir={whole}"])
-    for path in (tmp_path / "copy").rglob("*"):
-        path.unlink() if path.is_file() else None
-    train([*words, "trainer.max_steps=10", f"run_dir={tmp_path / 'begun'}"])
-    more = ["trainer.max_epochs=2", "trainer.max_steps=null", f"run_dir={moved}"]
-    train([*words, *more, f"resume=file://{tmp_path}/copy"])
+    whole, moved, copy = tmp_path / "whole", tmp_path / "moved", tmp_path / "copy"
+    words += ["trainer.max_epochs=4", f"callbacks.mirror.to=file://{copy}"]
+    train([*words, f"run_dir={whole}"])
+    shutil.rmtree(copy)
+    begun = start([*words, f"run_dir={tmp_path / 'begun'}"])
+    begun.until((copy / "checkpoints/index.json").exists)
+    begun.kill()
+    train([*words, f"run_dir={moved}", f"resume=file://{copy}"])
     assert differences(whole, moved) == []
-    refused = train([*words, f"run_dir={moved}", f"resume=file://{tmp_path}/copy"], code=2)
+    refused = train([*words, f"run_dir={moved}", f"resume=file://{copy}"], code=2)
     assert "holds a run already" in refused.error
-    dead = train([*SHORT, *words[3:4], "callbacks.mirror.to=file:///proc/nowhere"], code=7)
+    dead = train([*words[:-1], "callbacks.mirror.to=file:///proc/nowhere"], code=7)
     assert "cannot write to file:///proc/nowhere" in dead.error
 
 
