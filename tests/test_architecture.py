@@ -70,7 +70,7 @@ BUDGET = {
     "callbacks": 2423,
     "scripts": 4719,
     "the six packages": 21202,
-    "tests": 19500,
+    "tests": 19501,
     "benchmarks": 1290,
 }
 FILES = {"the six packages": 199, "tests": 129}

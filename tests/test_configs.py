@@ -24,6 +24,7 @@ GIVEN = {
     "model=transformers": ["model.name=bert", "model.config={hidden_size: 24}"],
     "data=cifar10_folder": ["data.root=images"],
     "experiment=images": ["data.root=images"],
+    "callbacks=mirror": ["callbacks.mirror.to=file:///copy"],
     "model=finetune": ["model.weights=weights.pt"],
     "optimizer/param_groups=layer_decay": ["model=vit_tiny"],
 }

@@ -225,7 +225,7 @@ class Composition:
         copies = [n for n, o in named if isinstance(o, dict) and o.get("_target_") == _MIRROR]
         places = ("run_dir", "resume", *(f"callbacks.{name}.to" for name in copies))
         for key, value in leaves(self.config):
-            if key in places and value is not None and not self._is_typed(key):
+            if key in places and value not in (None, "???") and not self._is_typed(key):
                 message = f"is {shown(value)}: no file says where a run is written or goes on"
                 yield Problem(key, message, f"type {key}={value} on the command line")
             address = isinstance(value, str) and re.search(r"\w://", value)

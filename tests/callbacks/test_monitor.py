@@ -61,7 +61,7 @@ def test_auto_takes_the_tasks_metric(
 ) -> None:
     task = Task() if metrics else GAN()
     task.metric_names = lambda: metrics  # type: ignore[method-assign, assignment, return-value]
-    trainer: Any = SimpleNamespace(task=task)
+    trainer: Any = SimpleNamespace(task=task, val_loaders={})
     monitor = Monitor("auto")
     monitor.resolve(trainer)
     assert (monitor.name, monitor.on_validation) == (chosen, chosen is not None)
@@ -70,7 +70,7 @@ def test_auto_takes_the_tasks_metric(
 
 def run(callback: EarlyStopping, values: list[float], first_epoch: int = 1) -> int | None:
     """Return the epoch in which the callback stops a run whose validations give these values."""
-    trainer: Any = SimpleNamespace(state=TrainState(), metrics={}, val_loader=object())
+    trainer: Any = SimpleNamespace(state=TrainState(), metrics={}, val_loaders={"val": object()})
     callback.setup(trainer)
     for epoch, value in enumerate(values, first_epoch):
         trainer.state.epoch = epoch

@@ -85,7 +85,7 @@ def picture_tree(tmp_path: Path, write_image: Any) -> Path:
 
 def _built(*words: str, rank: int = 0, world: int = 1) -> list[Loader]:
     config = parse(compose(list(words)).config)
-    data, group = build_data(config), SimpleNamespace(rank=rank, world_size=world)
+    data, group = build_data(config), SimpleNamespace(rank=rank, data_rank=rank, data_size=world)
     strategy: Any = SimpleNamespace(group=group, device=torch.device("cpu"))
     test = data.sets["test"]
     held_out = [] if test is None else [eval_loader(config, test, strategy, limit=3)]

@@ -269,7 +269,7 @@ def read(config, limit, world_size, samples=None):
     """Return the samples that all processes together evaluate; none of them twice."""
     seen = []
     for rank in range(world_size):
-        group = SimpleNamespace(rank=rank, world_size=world_size)
+        group = SimpleNamespace(rank=rank, data_rank=rank, data_size=world_size)
         strategy = SimpleNamespace(group=group, device=torch.device("cpu"))
         for micro_batch in eval_loader(config, Numbers(), strategy, limit, samples).epoch(0):
             seen += micro_batch.batch.tolist()[: micro_batch.piece.count]

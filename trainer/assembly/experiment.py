@@ -327,7 +327,7 @@ def _loader(
 
 
 def _compile(
-    model: nn.Module, choice: bool | dict[str, Any], regions: Sequence[nn.Module] | None
+    model: nn.Module, choice: bool | dict[str, Any], regions: Sequence[nn.Module] | None = None
 ) -> nn.Module:
     if choice is False:
         return model

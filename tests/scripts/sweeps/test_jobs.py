@@ -159,7 +159,7 @@ def test_one_job_of_each_combination_of_words_is_checked(monkeypatch):
 
     def built(given):
         calls.append([arguments.overrides for arguments in given])
-        return [], "accuracy", ("", [])
+        return [], "val/accuracy", ("", [])
 
     monkeypatch.setattr(grid, "built", built)
     monkeypatch.setattr(grid, "ProcessPoolExecutor", lambda *_: ThreadPoolExecutor(1))
