@@ -97,7 +97,7 @@ class Replicas(Strategy):
 
 def _place(given: Processes, local_rank: int) -> torch.device:
     there = device_count(given.accelerator)
-    if not there:
+    if not there or not has_streams(torch.device(kinds()[0])):  # one that has no collectives
         return torch.device("cpu")
     number = given.numbers[local_rank] if given.numbers else local_rank
     if number >= there:
