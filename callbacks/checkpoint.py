@@ -7,6 +7,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -70,15 +71,7 @@ class Staging:
             event.synchronize()
 
 
-def beside(work: Callable[[], None]) -> Future[None]:
-    """Do work in a thread beside the training, which the end of the process waits for."""
-    executor = ThreadPoolExecutor(1, "checkpoint")
-    try:
-        return executor.submit(work)
-    finally:
-        executor.shutdown(wait=False)
-
-
+@dataclass(eq=False)
 class Checkpoint(Saver):
     """Save between two updates: every so often, and at the end, whatever ended the run.
 
@@ -99,25 +92,20 @@ class Checkpoint(Saver):
     error. Earlier checkpoints stay as they are.
     """
 
+    every_n_epochs: int | None = 1
+    every_n_steps: int | None = None
+    save_top_k: int = 1
+    monitor: str | None = AUTO  # its name; None if there is none
+    mode: str = AUTO
+    save_last: bool = True
+    save_weights: bool = False
+    background: bool = True
     persistent = ("ranking",)  # with the state that is being saved
 
-    def __init__(
-        self,
-        every_n_epochs: int | None = 1,
-        every_n_steps: int | None = None,
-        save_top_k: int = 1,
-        monitor: str | None = AUTO,
-        mode: str = AUTO,
-        save_last: bool = True,
-        save_weights: bool = False,
-        background: bool = True,
-    ) -> None:
-        require(save_top_k >= -1, f"save_top_k={save_top_k}: choose -1 (all) or more")
-        check_least(every_n_epochs=every_n_epochs, every_n_steps=every_n_steps)
-        self._every_n_epochs, self._every_n_steps = every_n_epochs, every_n_steps
-        self._save_top_k, self._save_last, self._save_weights = save_top_k, save_last, save_weights
-        self._monitor = Monitor(monitor, mode)
-        self.background = background
+    def __post_init__(self) -> None:
+        require(self.save_top_k >= -1, f"save_top_k={self.save_top_k}: choose -1 (all) or more")
+        check_least(every_n_epochs=self.every_n_epochs, every_n_steps=self.every_n_steps)
+        self._judge = Monitor(self.monitor, self.mode)
         self._store: CheckpointStore | None = None
         self._resumed_from = -1  # its step, which is never removed
         self._logged: tuple[int, dict[str, float]] = -1, {}  # after how many updates, and what
@@ -130,11 +118,6 @@ class Checkpoint(Saver):
         self._under_way: tuple[int, list[tuple[int, float]], dict[str, Any]] | None = None
         self._wrote = False
 
-    @property
-    def monitor(self) -> str | None:
-        """The metric's name; None if there is none, or until the task is known."""
-        return None if self._monitor.name == AUTO else self._monitor.name
-
     def best_result(self) -> tuple[str, float, int] | None:
         """Return metric, value and step of the best checkpoint, if one was chosen."""
         if self.monitor is None or not self.ranking:
@@ -144,15 +127,16 @@ class Checkpoint(Saver):
 
     def improves(self, value: float, than: float | None) -> bool:
         """Compare by `mode`; NaN never improves."""
-        return self._monitor.better(value, than)
+        return self._judge.better(value, than)
 
     def setup(self, trainer: Trainer) -> None:
         """Find the folder and the metric."""
         with problems_at(f"callbacks.{self.name}"):
-            self._monitor.resolve(trainer)
-        if self._monitor.on_validation and not trainer.val_loaders:
+            self._judge.resolve(trainer)
+        if self._judge.on_validation and not trainer.val_loaders:
             _log.info("no validation set: the newest checkpoint counts as the best")
-            self._monitor = Monitor(None)
+            self._judge = Monitor(None)
+        self.monitor = self._judge.name
         if trainer.run_dir is not None:
             self._store = CheckpointStore(trainer.run_dir / "checkpoints")
 
@@ -189,8 +173,8 @@ class Checkpoint(Saver):
         logged = state.logged_at == state.global_step
         if logged or trainer.group.world_size == 1:  # several processes agree where they meet
             self._settle(trainer, wait=False)
-        by_step = self._every_n_steps and state.global_step % self._every_n_steps == 0
-        by_epoch = self._every_n_epochs and state.epoch % self._every_n_epochs == 0
+        by_step = self.every_n_steps and state.global_step % self.every_n_steps == 0
+        by_epoch = self.every_n_epochs and state.epoch % self.every_n_epochs == 0
         applied = state.global_step and not state.skipped_in_a_row  # a skipped update is no step
         due = bool((by_step and applied) or (by_epoch and not state.position))
         if not due:
@@ -237,7 +221,9 @@ class Checkpoint(Saver):
             try:
                 work = self._work(trainer, self._store)
                 if trainer.is_main:
-                    self._write = beside(work)
+                    executor = ThreadPoolExecutor(1, "checkpoint")
+                    self._write = executor.submit(work)
+                    executor.shutdown(wait=False)  # the end of the process waits for the thread
                 if wait:
                     self._end(trainer)
             except StorageError:
@@ -247,12 +233,12 @@ class Checkpoint(Saver):
     def _rank(self, trainer: Trainer) -> None:
         """Put this state where it belongs; log `best/<metric>` if it is the best so far."""
         known, step = dict(self.ranking), trainer.state.global_step
-        name = self._monitor.name  # without a metric the newest is the best
+        name = self.monitor  # without a metric the newest is the best
         value = self._values(trainer.state).get(name, math.nan) if name else float(step)
         if not math.isnan(value):
             known[step] = value
-        best = self._monitor.best_first(known)
-        self.ranking = best[: max(self._save_top_k, 1)] if self._save_top_k else []
+        best = self._judge.best_first(known)
+        self.ranking = best[: max(self.save_top_k, 1)] if self.save_top_k else []
         found = self.best_result()
         if found is not None and found[2] == step:
             trainer.log({f"best/{found[0]}": found[1]})
@@ -309,10 +295,10 @@ class Checkpoint(Saver):
             if strategy.sharded_checkpoint:
                 payload = shards.write(payload, store.path_of(step), strategy.group)
         metrics, kept = self._values(trainer.state), [at for at, _ in self.ranking]
-        names = {"last": step} if self._save_last else {}
+        names = {"last": step} if self.save_last else {}
         names |= {"best": kept[0]} if kept else {}
         weights = None
-        if self._save_weights and names.get("best") == step:
+        if self.save_weights and names.get("best") == step:
             with trainer.evaluation_weights():  # those of an average are the model's only here
                 weights = strategy.gather_tensors(dict(trainer.model.state_dict()))
                 weights = self._staged_weights.copy(weights) if trainer.is_main else None
@@ -322,7 +308,7 @@ class Checkpoint(Saver):
                 self._staging.wait()
                 new = [name for name, at in names.items() if at == step]
                 store.save(payload, step=step, metrics=metrics, names=new)
-            if self._save_top_k >= 0:
+            if self.save_top_k >= 0:
                 # Before the other names: they may be copies, which need its room.
                 store.prune([*kept, self._resumed_from])
             store.name(names)

@@ -36,25 +36,8 @@ class Mirror(Callback):
 
     def on_boundary(self, trainer: Trainer) -> None:
         """Begin a copy where a checkpoint was saved since the last, and none is on its way."""
-        if self._remote is not None and trainer.run_dir is not None:
-            self._begin(trainer.run_dir)
-
-    def on_run_end(self, trainer: Trainer, results: Results) -> None:
-        """Copy the run as it ended."""
-        if self._remote is None or trainer.run_dir is None:
-            return
-        for last in (False, True):
-            if last:
-                self._copied = 0
-                self._begin(trainer.run_dir)
-            if self._copying is not None:
-                self._copying.join(self.patience)
-                if self._copying.is_alive():
-                    _log.warning("callbacks.%s: the last copy is not complete", self.name)
-                    return
-
-    def _begin(self, run_dir: Path) -> None:
-        if self._copying is not None and self._copying.is_alive():
+        run_dir, under_way = trainer.run_dir, self._copying is not None and self._copying.is_alive()
+        if self._remote is None or run_dir is None or under_way:
             return
         try:
             saved = (run_dir / INDEX).stat().st_mtime_ns
@@ -63,13 +46,28 @@ class Mirror(Callback):
         if saved != self._copied:
             self._copied = saved
             # One that hangs must not keep the process; a copy may end at any moment.
-            self._copying = Thread(target=self._copy, args=(run_dir,), daemon=True)
+            self._copying = Thread(target=self._copy, args=(self._remote, run_dir), daemon=True)
             self._copying.start()
 
-    def _copy(self, run_dir: Path) -> None:
-        assert self._remote is not None
+    def on_run_end(self, trainer: Trainer, results: Results) -> None:
+        """Copy the run as it ended, after the copy that is on its way."""
+        if self._waited():
+            self._copied = 0
+            self.on_boundary(trainer)
+            self._waited()
+
+    def _waited(self) -> bool:
+        """Wait for the copy on its way; return whether it is complete."""
+        if self._copying is not None:
+            self._copying.join(self.patience)
+            if self._copying.is_alive():
+                _log.warning("callbacks.%s: the last copy is not complete", self.name)
+                return False
+        return True
+
+    def _copy(self, remote: Remote, run_dir: Path) -> None:
         try:
-            self._remote.send(run_dir)
+            remote.send(run_dir)
             self._warned = False
         except Exception as error:  # each kind of storage has its own
             if not self._warned:

@@ -183,18 +183,15 @@ class Progress(Callback):
             packed([f"{text:>{max(9, len(name))}}" for name, text in given], width, "  ")
             for given in (zip(row, row, strict=True), row.items())
         )
-        self._make_room()
         header = [] if row.keys() == self._columns.keys() else names
-        print(*header, *texts, sep="\n", file=sys.stderr)
+        _Bar.write("\n".join([*header, *texts]), sys.stderr)  # above the bars
         self._columns = dict.fromkeys(row, "")
-        for bar in self._bars:
-            bar.refresh()
 
-    def _make_room(self, record: logging.LogRecord | None = None) -> bool:
+    def _make_room(self, record: logging.LogRecord) -> bool:
         """Clear the bars before a line is written; rows of the table stand for our own lines."""
         for bar in self._bars:
             bar.clear()
-        return record is None or record.name != _log.name
+        return record.name != _log.name
 
 
 def _say(line: str) -> None:

@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
 
+from conf.errors import one_line
+
 
 class DataError(Exception):
     """Data that is missing, unreadable or inconsistent; the message names key, file or sample."""
@@ -13,8 +15,7 @@ class DataError(Exception):
 
     def __str__(self) -> str:
         """Return the text on one line: file names may hold line breaks and a terminal's codes."""
-        text = super().__str__()
-        return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+        return one_line(super().__str__())
 
 
 class UnreadableError(DataError):

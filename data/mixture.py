@@ -13,7 +13,7 @@ from data.keys import ORDER, Indices, random_state
 from data.orders import labels_of
 from data.sources import fingerprint
 from data.streams import Stream
-from data.transforms import Transform
+from data.transforms import Transform, on_inputs
 
 _LONGEST = 100_000  # samples after which the turns of the sets repeat
 
@@ -34,6 +34,7 @@ def faults(sets: Mapping[str, Any], weights: Mapping[str, Any]) -> Iterator[tupl
         yield "sets", "is empty"
 
 
+@dataclass(eq=False)
 class Mixture:
     """Mix data sets, whose samples have numbers, by weight.
 
@@ -42,14 +43,14 @@ class Mixture:
     begins again in another order; without it, it ends before any set would begin again.
     """
 
-    def __init__(
-        self,
-        sets: Mapping[str, Any],
-        weights: Mapping[str, float],
-        repeat: bool = True,
-        transform: Transform | None = None,
-    ) -> None:
-        for argument, wrong in faults(sets, weights):
+    sets: Mapping[str, Any]
+    weights: Mapping[str, float]
+    repeat: bool = True
+    transform: Transform = None
+
+    def __post_init__(self) -> None:
+        sets = self.sets
+        for argument, wrong in faults(sets, self.weights):
             raise DataError(f"{argument}: {wrong}")
         for name, one in sets.items():
             if isinstance(one, Stream) or not len(one):
@@ -59,10 +60,9 @@ class Mixture:
             raise DataError(f"the classes of {', '.join(classes)} are not the same")
         if classes:
             self.classes = next(iter(classes.values()))
-        self.sets, self.repeat, self.transform = dict(sets), repeat, transform
         self.sizes = np.array([len(one) for one in sets.values()])
         self._ends = np.cumsum(self.sizes)
-        self.turns = turns_of([weights[name] for name in sets])
+        self.turns = turns_of([self.weights[name] for name in sets])
         known = [found for one in sets.values() if (found := labels_of(one)) is not None]
         self.targets = np.concatenate(known) if len(known) == len(sets) else None
 
@@ -72,11 +72,7 @@ class Mixture:
     def __getitem__(self, index: int) -> Any:
         number = int(np.searchsorted(self._ends, index, side="right"))
         first = int(self._ends[number] - self.sizes[number])
-        sample = [*self.sets.values()][number][index - first]
-        if self.transform is None:
-            return sample
-        several = isinstance(sample, tuple)
-        return (self.transform(sample[0]), *sample[1:]) if several else self.transform(sample)
+        return on_inputs(self.transform, [*self.sets.values()][number][index - first])
 
     def order(self, seed: int, shuffle: bool) -> "MixtureOrder":
         """Return the order of an epoch: the turns of the sets, each shuffled or as it stands."""

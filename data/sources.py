@@ -74,11 +74,7 @@ class ImageTensors(TensorSamples):
     targets: Tensor
 
     def __init__(
-        self,
-        images: Tensor,
-        targets: Tensor,
-        classes: Sequence[str],
-        transform: Transform = None,
+        self, images: Tensor, targets: Tensor, classes: Sequence[str], transform: Transform = None
     ) -> None:
         super().__init__(images, targets, transform)
         self.classes = list(classes)

@@ -97,12 +97,7 @@ def is_cut(split: str, has_val: bool, val_fraction: float, folds: int) -> bool:
 
 
 def rows_of_train(
-    split: str,
-    targets: ArrayLike,
-    val_fraction: float,
-    seed: int,
-    fold: int,
-    folds: int,
+    split: str, targets: ArrayLike, val_fraction: float, seed: int, fold: int, folds: int
 ) -> Indices:
     """Return the rows of train that `split`, train or val, takes where it `is_cut`."""
     wanted = max(1, round(val_fraction * len(np.asarray(targets))))

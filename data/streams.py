@@ -8,7 +8,7 @@ from torch.utils.data import IterableDataset
 
 from data.errors import DataError
 from data.keys import key, seed_rng
-from data.transforms import Transform
+from data.transforms import Transform, on_inputs
 
 
 @dataclass(eq=False)
@@ -53,11 +53,7 @@ class Stream:
         item = self._read(position)
         seed_rng(key(self._key, position, 1))
         load = getattr(self.source, "load", None)
-        sample = item if load is None else load(item)
-        if self.transform is None:
-            return sample
-        several = isinstance(sample, tuple)
-        return (self.transform(sample[0]), *sample[1:]) if several else self.transform(sample)
+        return on_inputs(self.transform, item if load is None else load(item))
 
     def _read(self, position: int) -> Any:
         if self._iterator is None or position < self._position:

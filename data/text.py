@@ -25,6 +25,7 @@ MODULES = (
 _DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
+@dataclass(eq=False, repr=False)
 class StandardLibraryText:
     """Windows of `context` characters, and the character that follows at each place.
 
@@ -34,29 +35,26 @@ class StandardLibraryText:
     number `fold` of the strings that are not test.
     """
 
-    def __init__(
-        self,
-        split: Split,
-        context: int = 128,
-        shift: bool = False,
-        split_seed: int = 0,
-        modules: Sequence[str] | None = None,
-        transform: Transform = None,
-        fold: int = 0,
-        folds: int = 0,
-    ) -> None:
-        texts = [text for module in modules or MODULES.split() for text in docstrings(module)]
+    split: Split
+    context: int = 128
+    shift: bool = False
+    split_seed: int = 0
+    modules: Sequence[str] | None = None
+    transform: Transform = None
+    fold: int = 0
+    folds: int = 0
+
+    def __post_init__(self) -> None:
+        texts = [text for module in self.modules or MODULES.split() for text in docstrings(module)]
         held_out = len(texts) // 10  # of the strings, for val and for test each
-        part = unlabelled_parts(len(texts), held_out, 3, split_seed, fold, folds)[split]
-        text = "\n\n".join(texts[i] for i in sorted(part))
+        parts = unlabelled_parts(len(texts), held_out, 3, self.split_seed, self.fold, self.folds)
+        text = "\n\n".join(texts[i] for i in sorted(parts[self.split]))
         numbers = {character: number for number, character in enumerate(ALPHABET)}
         self.tokens = torch.tensor([numbers[c] for c in text if c in numbers], dtype=torch.long)
         self.classes = ALPHABET
-        self.context = context
-        self.shift = shift
-        self.transform = transform
         if len(self) < 1:
-            raise DataError(f"data.{split}: {len(self.tokens)} characters, context={context}")
+            few = f"{len(self.tokens)} characters, context={self.context}"
+            raise DataError(f"data.{self.split}: {few}")
 
     def input_form(self) -> dict[str, Any]:
         """Return what text must be brought to: tokens, of which `classes` is the vocabulary."""

@@ -32,6 +32,15 @@ def acts_on_batches(transform: Any) -> bool:
     return type(transform) in _PER_PIXEL if own is None else bool(own)
 
 
+def on_inputs(transform: Transform, sample: Any) -> Any:
+    """Transform the inputs of a sample: its first part, or what is no tuple."""
+    if transform is None:
+        return sample
+    if isinstance(sample, tuple):
+        return transform(sample[0]), *sample[1:]
+    return transform(sample)
+
+
 @functools.cache
 def constants(
     values: tuple[float, ...], device: torch.device, dtype: torch.dtype = torch.float32

@@ -65,7 +65,11 @@ def fine_tune(
     """
     if not weights_wanted():
         return model
-    found = load_weights(model, read_weights(weights, checkpoint, prefix, average), drop, head)
+    state = read_weights(weights, checkpoint, average)
+    chosen = {name.removeprefix(prefix): v for name, v in state.items() if name.startswith(prefix)}
+    if not chosen:
+        raise CheckpointError(f"{weights} has no name with the prefix {prefix!r}")
+    found = load_weights(model, chosen, drop, head)
     loaded = f"{len(found.pop('loaded'))} tensors loaded"
     others = [f"{kind}: {some(names, 4)}" for kind, names in found.items() if names]
     report = "; ".join([loaded, *others])
@@ -131,17 +135,12 @@ def load_weights(
     }
 
 
-def read_weights(
-    source: str,
-    checkpoint: Literal["best", "last"] = "best",
-    prefix: str = "",
-    average: bool = True,
-) -> dict[str, Tensor]:
+def read_weights(source: str, checkpoint: str = "best", average: bool = True) -> Mapping[str, Any]:
     """Return a state dict from `source`.
 
     `source` is a file (`.pt`, `.pth`, `.safetensors`), a run directory (its `checkpoint`) or
-    `torchvision:ResNet18_Weights.DEFAULT`. `prefix` is removed from names; those without it are
-    dropped. `average`: return the average of the weights (EMA, SWA) if a checkpoint has one.
+    `torchvision:ResNet18_Weights.DEFAULT`. `average`: return the average of the weights (EMA, SWA)
+    if a checkpoint has one.
     """
     if source.startswith("torchvision:"):
         name = source.removeprefix("torchvision:")
@@ -152,29 +151,9 @@ def read_weights(
                 f"model.weights: torchvision has no weights named {name!r}; "
                 "the form is torchvision:ResNet18_Weights.DEFAULT"
             ) from error
-        state: Mapping[str, Tensor] = fetch(entry)
-    else:
-        path = Path(source).expanduser()
-        file = path / f"checkpoints/{checkpoint}.pt" if path.is_dir() else path
-        state = _from_file(file, average)
-    chosen = {name.removeprefix(prefix): v for name, v in state.items() if name.startswith(prefix)}
-    if not chosen:
-        raise CheckpointError(f"{source} has no name with the prefix {prefix!r}")
-    return chosen
-
-
-def fetch(entry: Any) -> dict[str, Tensor]:
-    """Return the state dict of a torchvision weights entry, from its cache or the network."""
-    try:
-        return dict(entry.get_state_dict(progress=False, check_hash=True))
-    except (OSError, RuntimeError) as error:
-        raise CheckpointError(
-            f"model.weights: cannot get {entry} from {entry.url}: {error}; where there is no "
-            f"network, put the file in {Path(torch.hub.get_dir()) / 'checkpoints'}"
-        ) from error
-
-
-def _from_file(path: Path, average: bool) -> Mapping[str, Tensor]:
+        return fetch(entry)
+    path = Path(source).expanduser()
+    path = path / f"checkpoints/{checkpoint}.pt" if path.is_dir() else path
     if not path.is_file():
         raise NetworkError(f"model.weights: no file {path}")
     loaded = read_file(path)
@@ -190,6 +169,17 @@ def _from_file(path: Path, average: bool) -> Mapping[str, Tensor]:
     if not isinstance(loaded, Mapping) or not all(isinstance(v, Tensor) for v in loaded.values()):
         raise CheckpointError(f"{path} is not a state dict, a mapping of names to tensors")
     return loaded
+
+
+def fetch(entry: Any) -> dict[str, Tensor]:
+    """Return the state dict of a torchvision weights entry, from its cache or the network."""
+    try:
+        return dict(entry.get_state_dict(progress=False, check_hash=True))
+    except (OSError, RuntimeError) as error:
+        raise CheckpointError(
+            f"model.weights: cannot get {entry} from {entry.url}: {error}; where there is no "
+            f"network, put the file in {Path(torch.hub.get_dir()) / 'checkpoints'}"
+        ) from error
 
 
 def resize_head(model: nn.Module, num_classes: int, outputs: int) -> None:

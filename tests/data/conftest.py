@@ -72,14 +72,9 @@ def write_image() -> Any:
 @pytest.fixture
 def picture_tree(tmp_path: Path, write_image: Any) -> Path:
     """A folder tree: train with 10 cats and 6 dogs, test with 2 of each; no val."""
-    for split, name, count in [
-        ("train", "cat", 10),
-        ("train", "dog", 6),
-        ("test", "cat", 2),
-        ("test", "dog", 2),
-    ]:
+    for folder, count in (("train/cat", 10), ("train/dog", 6), ("test/cat", 2), ("test/dog", 2)):
         for number in range(count):
-            write_image(tmp_path / split / name / f"{number:02d}.jpg")
+            write_image(tmp_path / folder / f"{number:02d}.jpg")
     return tmp_path
 
 
