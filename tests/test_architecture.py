@@ -64,13 +64,13 @@ KNOWN_TO_ALL = ("conf.errors", "conf.interpolation", "conf.schema_trainer", "dat
 # is thrown away, and up in the commit that brings a new capability.
 BUDGET = {
     "conf": 1031,
-    "data": 3191,
-    "models": 710,
+    "data": 3176,
+    "models": 702,
     "trainer": 9128,
-    "callbacks": 2423,
+    "callbacks": 2408,
     "scripts": 4719,
-    "the six packages": 21202,
-    "tests": 19501,
+    "the six packages": 21164,
+    "tests": 19347,
     "benchmarks": 1290,
 }
 FILES = {"the six packages": 199, "tests": 129}

@@ -1,11 +1,14 @@
 """A small regression with BatchNorm, trained by the real trainer, and what a resume is made of."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.directory_watcher import DirectoryWatcher
+from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+from tensorboard.backend.event_processing.io_wrapper import IsTensorFlowEventsFile
 from torch import nn
 
 from toys import StopAt, through_a_file, trainer_of
@@ -75,6 +78,17 @@ def carry_over() -> Callable[[Trainer, Trainer], None]:
         snapshot.restore(target, through_a_file(snapshot.take(source)))
 
     return carry
+
+
+@pytest.fixture
+def events() -> Callable[[Path], Iterator[Any]]:
+    """Return a function that reads a run's events as a TensorBoard that watches it."""
+
+    def read(run: Path) -> Iterator[Any]:
+        place = str(run / "tensorboard")
+        return DirectoryWatcher(place, EventFileLoader, IsTensorFlowEventsFile).Load()
+
+    return read
 
 
 @pytest.fixture

@@ -1,5 +1,4 @@
 import errno
-import json
 import logging
 import math
 import os
@@ -12,7 +11,7 @@ import torch
 from callbacks.checkpoint import Checkpoint, Staging
 from callbacks.ema import EMA
 from callbacks.trackers.recorder import MetricsLog
-from same_run import state_of
+from same_run import logged, state_of
 from toy_runs import listed, without_links
 from toys import StopAt
 from trainer.callback import Callback
@@ -87,8 +86,8 @@ def step_of(run_dir, name):
 def test_which_are_kept(make_trainer, tmp_path, options, scores, best, kept):
     callback = train(make_trainer, tmp_path, scores, **options)
     assert steps(tmp_path) == kept
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    reached = {line["step"]: line[key] for line in lines if (key := "best/val/score") in line}
+    lines = [line for line in logged(tmp_path) if "best/val/score" in line]
+    reached = {line["step"]: line["best/val/score"] for line in lines}
     if best is None:
         assert (callback.best_result(), reached) == (None, {})
         assert len(list((tmp_path / "checkpoints").iterdir())) == 3  # and the index

@@ -22,8 +22,8 @@ from callbacks.support import CallbackError
 from callbacks.tensorboard import TensorBoard
 from callbacks.throughput import Throughput
 from data.batch import MicroBatch, Piece
-from toys import Log
-from trainer.callback import histogram_of
+from toys import Log, StopAt
+from trainer.callback import Callback, histogram_of
 from trainer.device import peak_rss
 from trainer.errors import DivergedError
 from trainer.state import TrainState
@@ -71,21 +71,33 @@ def test_profiler_writes_a_trace_and_a_table(make_trainer: Any, tmp_path: Path) 
     assert "aten::addmm" in (tmp_path / "profile.txt").read_text()
 
 
-def test_range_test(make_trainer: Any, tmp_path: Path) -> None:
-    log, options = Log(), {"max_epochs": 50, "log_every_n_steps": 1}
-    finder = LRFinder(min_lr=1e-5, max_lr=1e-1, updates=9)
-    callbacks = {"finder": finder, "rates": LRMonitor(), "log": log}
-    constant = torch.optim.lr_scheduler.ConstantLR
-    trainer = make_trainer(callbacks, tmp_path, scheduler=constant, **options)
-    trainer.fit()
-    assert trainer.state.updates == 9
-    (name,) = trainer.learning_rates()
+def test_range_test_also_when_it_goes_on_after_a_resume(
+    make_trainer: Any, tmp_path: Path, carry_over: Any
+) -> None:
+    def trainer(run: str, **more: Callback) -> Any:
+        finder = LRFinder(min_lr=1e-5, max_lr=1e-1, updates=9)
+        callbacks = {"finder": finder, "rates": LRMonitor(), **more}
+        options = {"scheduler": torch.optim.lr_scheduler.ConstantLR, "max_epochs": 50}
+        return make_trainer(callbacks, tmp_path / run, log_every_n_steps=1, **options)
+
+    whole = trainer("whole", log=(log := Log()))
+    whole.fit()
+    assert whole.state.updates == 9
+    (name,) = whole.learning_rates()
     used = list(log.of(f"lr/{name}").values())
     assert used == pytest.approx([10 ** (-5 + i / 2) for i in range(9)])
-    found = json.loads((tmp_path / "lr_finder.json").read_text())
+    report = (tmp_path / "whole/lr_finder.json").read_text()
+    found = json.loads(report)
     assert found["lr"] == pytest.approx(used)
     assert len(found["loss"]) == 9
     assert found["suggestion"] in found["lr"]
+    for cut in (4, 9):
+        first, second = trainer(f"cut{cut}", stop=StopAt(cut)), trainer(f"cut{cut}")
+        first.fit()
+        carry_over(first, second)
+        second.fit()
+        assert (tmp_path / f"cut{cut}/lr_finder.json").read_text() == report
+        assert second.state.updates == 9
     with pytest.raises(CallbackError, match=r"trainer\.log_every_n_steps=1"):
         make_trainer({"finder": LRFinder()}).fit()
 

@@ -13,6 +13,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
 
+import toys
 from callbacks.histograms import Histograms
 from callbacks.pictures.classes import ConfusionMatrix, PRCurves
 from callbacks.pictures.generated import GeneratedImages, GeneratedText
@@ -26,12 +27,11 @@ from callbacks.support import CallbackError, is_due
 from callbacks.tensorboard import TensorBoard
 from callbacks.trackers.recorder import MetricsLog
 from models import gan
+from same_run import logged
 from toys import StopAt
 from trainer.callback import Callback, PRCurve
-from trainer.optimizers.optimizers import Optimizers
-from trainer.options import TrainerOptions
+from trainer.evaluation import evaluate
 from trainer.rng import RandomStates
-from trainer.strategies.strategy import Strategy
 from trainer.task import Task
 from trainer.tasks.classification import Classification
 from trainer.tasks.gan import GAN
@@ -58,7 +58,7 @@ class Gallery(Callback):
 
 def images(count: int, seed: int) -> list[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(seed)
-    pixels = torch.randn(count, 6, 1, 8, 8, generator=generator)
+    pixels = torch.randn(count, 6, 1, 8, 8, generator=generator, dtype=torch.float64)
     labels = torch.randint(CLASSES, (count, 6), generator=generator)
     return list(zip(pixels, labels, strict=True))
 
@@ -71,27 +71,16 @@ def network() -> nn.Module:
 def trainer_of(
     callbacks: Mapping[str, Callback],
     run_dir: Path | None = None,
-    *,
     task: Task | None = None,
-    model: nn.Module | None = None,
     train: Any = None,
-    val: Any = None,
-    optimizer: Any = None,
     **options: Any,
 ) -> Trainer:
     torch.manual_seed(1)
-    model = model or network()
-    return Trainer(
-        model,
-        task or Classification(CLASSES),
-        optimizer(model) if optimizer else torch.optim.SGD(model.parameters(), 0.1, momentum=0.9),
-        train or images(3, 0),
-        val or train or images(2, 1),
-        strategy=Strategy("cpu"),
-        callbacks=callbacks,
-        options=TrainerOptions(**{"max_epochs": 4, "log_every_n_steps": 2, **options}),
-        run_dir=run_dir,
-    )
+    given = {"model": network(), "val": train or images(2, 1), "max_epochs": 4, **options}
+    given = {"callbacks": callbacks, "log_every_n_steps": 2, **given}
+    trainer = toys.trainer_of(task or Classification(CLASSES), train or images(3, 0), **given)
+    trainer.run_dir = run_dir
+    return trainer
 
 
 def everything() -> dict[str, Callback]:
@@ -119,12 +108,9 @@ def test_no_bit_of_the_training_changes(tmp_path: Path) -> None:
     states = [{"rng": rng, **run.model.state_dict()} for run, rng in runs.values()]
     first, second = (json.dumps(state, default=Tensor.tolist) for state in states)
     assert first == second
-    own, logged = ("grad_norm/", "update_ratio/"), []
-    for name in runs:
-        text = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
-        rows = [json.loads(line) for line in text]
-        logged.append([{k: v for k, v in row.items() if not k.startswith(own)} for row in rows])
-    assert logged[0] == logged[1]
+    bare, shown = (logged(tmp_path / name) for name in runs)
+    own = ("grad_norm/", "update_ratio/")
+    assert bare == [{k: v for k, v in row.items() if not k.startswith(own)} for row in shown]
 
 
 def test_each_is_shown_at_its_own_interval_and_by_default_ever_less_often() -> None:
@@ -236,7 +222,7 @@ def test_counts_curves_and_the_most_surely_wrong_are_those_of_counting(
     if kind == "labels":
         task = MultiLabel()
         train, val = (
-            [(x, torch.nn.functional.one_hot(y, CLASSES).float()) for x, y in part]
+            [(x, torch.nn.functional.one_hot(y, CLASSES).double()) for x, y in part]
             for part in (train, val)
         )
     else:
@@ -310,25 +296,13 @@ def test_masks_lie_over_their_images() -> None:
 
 
 def test_generated_images_come_from_the_same_noise_each_time() -> None:
-    noise = torch.randn(2, 5, generator=torch.Generator().manual_seed(3))
-    batches = [(torch.rand(2, 1, 4, 4), noise)]
-    gallery = Gallery()
-
-    def two(model: Any) -> Optimizers:
-        parts = {"discriminator": model.discriminator, "generator": model.generator}
-        names = {parameter: name for name, parameter in model.named_parameters()}
-        made = {name: torch.optim.SGD(part.parameters(), 0.1) for name, part in parts.items()}
-        return Optimizers(made, names)
-
-    options: Any = {
-        "task": GAN(),
-        "model": gan.GAN(1, 4, latent_dim=5),
-        "train": batches,
-        "optimizer": two,
-    }
-    run = trainer_of({"g": gallery, "made": GeneratedImages()}, max_epochs=1, **options)
-    run.fit()
-    run.model.eval()
+    noise = torch.randn(2, 5, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    gallery, made, batch = Gallery(), GeneratedImages(), (torch.rand(2, 1, 4, 4), noise)
+    callbacks = {"g": gallery, "made": made}
+    run = trainer_of(callbacks, task=GAN(), model=gan.GAN(1, 4, latent_dim=5), train=[batch])
+    made.on_validation_start(run)
+    evaluate(run, run.val_loaders["val"], "val", None, 0, [made.on_validation_batch])
+    made.on_validation_end(run, {})
     expected = sheet(pixels(run.model(noise, part="generator")), columns=8)
     assert np.array_equal(gallery.shown["generated/val"][0][1], expected)
 

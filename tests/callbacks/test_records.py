@@ -3,11 +3,9 @@
 import csv
 import errno
 import io
-import json
 import logging
 import math
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +13,13 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tensorboard.backend.event_processing.directory_watcher import DirectoryWatcher
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
-from tensorboard.backend.event_processing.io_wrapper import IsTensorFlowEventsFile
 from tensorboard.util import tensor_util
 
 from callbacks.tensorboard import TensorBoard
 from callbacks.trackers.csv import CSV
 from callbacks.trackers.recorder import MetricsLog
+from same_run import logged
 from toys import StopAt
 from trainer.callback import Callback, PRCurve, Results
 from trainer.errors import StorageError
@@ -36,8 +32,7 @@ def recorders() -> dict[str, Callback]:
 
 
 def lines(run: Path) -> Rows:
-    found = [json.loads(text) for text in (run / "metrics.jsonl").read_text().splitlines()]
-    return [(row.pop("step"), row.pop("epoch"), row) for row in found]
+    return [(row.pop("step"), row.pop("epoch"), row) for row in logged(run)]
 
 
 def table(run: Path) -> Rows:
@@ -51,11 +46,6 @@ def series(run: Path) -> dict[str, list[tuple[int, float]]]:
     board.Reload()
     tags = board.Tags()["scalars"]
     return {tag: [(event.step, event.value) for event in board.Scalars(tag)] for tag in tags}
-
-
-def events(run: Path) -> Iterator[Any]:
-    place = str(run / "tensorboard")
-    return DirectoryWatcher(place, EventFileLoader, IsTensorFlowEventsFile).Load()
 
 
 def test_all_have_each_value_once_at_its_step(make_trainer: Any, tmp_path: Path) -> None:
@@ -96,7 +86,7 @@ def test_all_have_each_value_once_at_its_step(make_trainer: Any, tmp_path: Path)
 
 @pytest.mark.parametrize(("cut", "torn"), [(3, True), (5, False), (6, True)])
 def test_a_resumed_run_leaves_the_records_of_one_never_interrupted(
-    make_trainer: Any, tmp_path: Path, carry_over: Any, cut: int, torn: bool
+    make_trainer: Any, tmp_path: Path, carry_over: Any, events: Any, cut: int, torn: bool
 ) -> None:
     whole, run = tmp_path / "whole", tmp_path / "cut"
     straight = make_trainer(recorders(), whole)

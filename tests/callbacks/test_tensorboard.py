@@ -1,16 +1,12 @@
 """TensorBoard's files, as TensorBoard itself reads them."""
 
 import json
-from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 import yaml
 from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
-from tensorboard.backend.event_processing.directory_watcher import DirectoryWatcher
-from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
-from tensorboard.backend.event_processing.io_wrapper import IsTensorFlowEventsFile
 from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
 from tensorboard.context import RequestContext
 from tensorboard.plugins.base_plugin import TBContext
@@ -31,12 +27,7 @@ SWEPT = "optimizer.weight_decay"
 STATES = ("finished", "pruned", "preempted", "stopped", "killed", "failed")
 
 
-def events(folder: Path) -> Iterator[Any]:
-    place = str(folder / "tensorboard")
-    return DirectoryWatcher(place, EventFileLoader, IsTensorFlowEventsFile).Load()
-
-
-def test_hparams_are_in_the_runs_own_files(make_trainer: Any, tmp_path: Path) -> None:
+def test_hparams_are_in_the_runs_own_files(make_trainer: Any, tmp_path: Path, events: Any) -> None:
     (tmp_path / "config.yaml").write_text(
         "seed: 3\nrun_dir: null\noptimizer: {lr: 1.0e-06, nesterov: true, betas: [0.9, 0.99]}\n"
         "loader: {batch_size: 8, num_workers: 2}\nmodel: {_target_: models.mlp.MLP}\n"

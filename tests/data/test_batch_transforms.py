@@ -106,7 +106,7 @@ BYTES, FLOATS = torch.uint8, torch.float32
         pytest.param(_coloured(), [BYTES], 3, 0.001, id="jitter-8-bits"),
     ],
 )
-def test_each_image_is_torchvisions_for_what_was_drawn(
+def test_each_image_is_torchvisions_for_what_was_drawn_and_the_same_in_every_batch(
     pair: Any, dtypes: list[torch.dtype], largest: float, share: float
 ) -> None:
     transform, one = pair
@@ -129,6 +129,11 @@ def test_each_image_is_torchvisions_for_what_was_drawn(
             held = alone(images, *draws)
             assert torch.equal(held, expected)
             assert held is images or dtype == torch.bfloat16
+    for dtype in (BYTES, FLOATS):
+        images, draws = _pictures(40, dtype), _draw(transform, 40)
+        whole = transform(images, *draws)
+        for part in (slice(0, 1), slice(3, 12), slice(39, 40)):
+            assert torch.equal(transform(images[part], *(row[part] for row in draws)), whole[part])
 
 
 def test_an_alternating_flip_shows_each_image_both_ways_in_two_epochs() -> None:

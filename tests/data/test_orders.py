@@ -195,10 +195,7 @@ def test_the_order_of_a_data_set_without_a_sampler(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (
-            lambda: UpdateSampler(Sequential(3), batch_size=4, drop_last=True),
-            r"drop_last.*batch_size=4",
-        ),
+        (lambda: UpdateSampler(Sequential(3), batch_size=4, drop_last=True), "drop_last.*size=4"),
         (lambda: UpdateSampler(Sequential(0), batch_size=4), r"data\.root"),
         (lambda: Weighted(Labelled(), 0, [1.0]), "loader.sampler.*1 weights for 100"),
         (lambda: Weighted(Labelled(), 0, [0.0] * 100), "loader.sampler.*not all 0"),

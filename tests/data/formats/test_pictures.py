@@ -149,11 +149,7 @@ def test_a_url_is_read_alike(shards: Path, tmp_path: Path) -> None:
         ({"a.jpg": b"x", "a.cls": b""}, {}, r"a\.cls: the label is empty"),
         ({"a.jpg": b"x", "a.json": b"{}"}, {"label": "json.kind"}, "no label in it"),
         ({"a.jpg": b"\xff\xd8 no", "a.cls": b"0"}, {}, r"train-0\.tar:a\.jpg"),
-        (
-            {"a.jpg": b"x", "a.cls": b"99999999999"},
-            {"num_classes": 10},
-            r"99999999999 is not below data\.num_classes, 10: ",
-        ),
+        ({"a.jpg": b"x", "a.cls": b"9999"}, {"num_classes": 9}, r"9999 is not .*num_classes, 9: "),
     ],
 )
 def test_what_is_wrong_with_a_shard_is_named(tmp_path: Path, files, options, words: str) -> None:

@@ -14,7 +14,6 @@ from torchvision.transforms import v2
 from data import batch_transforms as batched
 from data.batch import Piece, to_device
 from data.errors import DataError
-from data.keys import Draws, keys
 from data.loading.device_transforms import DeviceTransforms, check_per_sample, defer
 from data.loading.fetch import collate
 from data.loading.loader import Loader
@@ -171,37 +170,6 @@ def test_what_single_images_cannot_have_is_refused(step: Any) -> None:
     defer(pipeline, "train")
     with pytest.raises(DataError, match=r"transforms\.train\.step: \w+ treats whole batches"):
         check_per_sample(pipeline, "transforms.train")
-
-
-def _pictures(dtype: torch.dtype, side: int = 24) -> Tensor:
-    shape = (37, 3, side, side)
-    drawn = torch.randint(0, 256, shape, generator=Generator().manual_seed(1), dtype=torch.uint8)
-    return drawn if dtype == torch.uint8 else drawn.to(dtype) / 255
-
-
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
-@pytest.mark.parametrize(
-    "transform",
-    [
-        batched.RandomHorizontalFlip(),
-        batched.RandomVerticalFlip(),
-        batched.AlternatingFlip(),
-        batched.RandomCrop(20, padding=3),
-        batched.RandomCrop(20, padding=3, padding_mode="reflect"),
-        batched.RandomErasing(0.5, value=[1.0, 2.0, 3.0]),
-        batched.RandomResizedCrop(16),
-        batched.RandomAffine(10, (0.1, 0.1), (0.9, 1.1)),
-        batched.RandomAffine(10, interpolation="bilinear"),
-        batched.ColorJitter(0.4, 0.4, 0.4),
-    ],
-    ids=lambda transform: type(transform).__name__,
-)
-def test_an_image_is_the_same_in_every_batch_to_the_bit(transform: Any, dtype: torch.dtype) -> None:
-    images = _pictures(dtype)
-    rows = transform.draw(Draws(keys(range(37), 4)), 24, 24)
-    whole = transform(images, *rows)
-    for part in (slice(0, 1), slice(3, 12), slice(36, 37)):
-        assert torch.equal(transform(images[part], *(row[part] for row in rows)), whole[part])
 
 
 @pytest.mark.parametrize("channels", [1, 3])
