@@ -20,7 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from same_run import differences, digest_of, repeated_steps
-from trainer.checkpoints.store import CheckpointStore, read_checkpoint
+from trainer.checkpoints.reader import read_checkpoint
+from trainer.checkpoints.store import CheckpointStore
 from trainer.errors import RunError
 
 # BatchNorm, dropout, augmentation in two workers, an average of weights, a scheduler: whatever

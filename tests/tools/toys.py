@@ -138,17 +138,24 @@ def trainer_of(
     model: nn.Module | None = None,
     lr: float = 0.1,
     momentum: float = 0.9,
+    make: Any = None,
     val: Any = None,
     scheduler: Any = None,
     shuffled: bool = True,
     strategy: Strategy | None = None,
     callbacks: Any = None,
+    compiling: Any = None,
     **options: Any,
 ) -> Trainer:
-    """Return what trains as `by_hand` does; `data` is of samples, or anything that has batches."""
+    """Return what trains as `by_hand` does; `data` is of samples, or anything that has batches.
+
+    `make` makes another optimizer of parameters; `compiling`: options of torch.compile.
+    """
     model = network() if model is None else model
     model = strategy.prepare(model) if strategy else model
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum)
+    make = make or functools.partial(torch.optim.SGD, lr=lr, momentum=momentum)
+    optimizer = make(model.parameters())
+    compiled: Any = torch.compile(model, **compiling) if compiling else None
     own = isinstance(data, Samples)
     return Trainer(
         model,
@@ -161,6 +168,7 @@ def trainer_of(
         callbacks=callbacks,
         options=TrainerOptions(**{"max_epochs": 2, **options}),
         precision="fp64",
+        compiled=compiled,
     )
 
 

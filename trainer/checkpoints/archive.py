@@ -106,8 +106,8 @@ def read_archive(path: Path, crcs: bool = True) -> Any:
     CheckpointError if the file holds anything but tensors and plain values.
     """
     try:
-        with open(regular(path), "rb") as file, warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about old formats
+        # Warnings are about old formats.
+        with open(regular(path), "rb") as file, warnings.catch_warnings(action="ignore"):
             if file.read(2) == b"PK":
                 _check(path, file, crcs)
             file.seek(0)

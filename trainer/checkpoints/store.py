@@ -12,21 +12,12 @@ from typing import Any
 import torch
 
 from trainer.checkpoints.archive import DamagedCheckpointError, digest, write_archive
-from trainer.checkpoints.reader import (
-    FORMAT_VERSION,
-    Entry,
-    Index,
-    form,
-    model_only,
-    read_checkpoint,
-)
+from trainer.checkpoints.reader import FORMAT_VERSION, Entry, Index, form, read_checkpoint
 from trainer.checkpoints.shards import SUFFIX
 from trainer.errors import CheckpointError
 from trainer.files.atomic import link_or_copy, remove_orphans, storing, sync_folder
 from trainer.runs.directory import now
 from trainer.runs.lock import refuse_taken
-
-__all__ = ["CheckpointStore", "model_only", "read_checkpoint"]
 
 _STEP_FILE = re.compile(r"step-(\d{8,})\.pt")
 _log = logging.getLogger(__name__)
@@ -230,8 +221,8 @@ def _enter(
     index: Index, path: Path, payload: Mapping[str, Any], metrics: dict[str, float | None]
 ) -> Entry:
     state = payload.get("state", {})
-    facts = {"saved": now(), "world_size": state.get("world_size")}
-    facts |= state.get("made_with", {})
+    made_with = state.get("made_with", {})
+    facts = {"saved": now(), "world_size": state.get("world_size"), **made_with}
     if shards := payload.get("shards"):
         facts["shards"] = Path(shards["folder"]).name
     step = int(path.stem.removeprefix("step-"))

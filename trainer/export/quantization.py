@@ -125,7 +125,7 @@ def integer_model(
 ) -> Any:
     """Return a model of ONNX with 8-bit weights: of matrix products, or with activations, too.
 
-    It is written to `path`. samples: batches of inputs, for the calibration of activations; ranges:
+    path: where to make it. samples: batches of inputs, for the calibration of activations; ranges:
     those of tensors that are known, each a pair of numpy's numbers. Raises ModelError where nothing
     was quantized.
     """
@@ -168,7 +168,6 @@ def integer_model(
             values = onnx.numpy_helper.to_array(tensor).view("uint8") ^ 128  # 0 becomes 128
             kind, content = onnx.TensorProto.UINT8, values.tobytes()
             tensor.CopyFrom(onnx.helper.make_tensor(tensor.name, kind, tensor.dims, content, True))
-    save_onnx(proto, path, {})
     return proto
 
 

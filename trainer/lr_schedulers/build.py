@@ -1,7 +1,5 @@
 """Build the schedule of learning rates from an `lr_scheduler` node of the config."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -35,7 +33,6 @@ def build_lr_schedule(
     optimizers: Optimizers,
     total_steps: int | None,
     steps_per_epoch: int | None,
-    key: str = "lr_scheduler",
     guessed: bool = False,
 ) -> LRSchedule:
     """Build the schedule of an `lr_scheduler` node over `optimizers`.
@@ -48,7 +45,7 @@ def build_lr_schedule(
     groups = optimizers.groups()
     tracks = {}
     for name, optimizer in optimizers.items():
-        section, where, own = node, key, optimizers.sections.get(name)
+        section, where, own = node, "lr_scheduler", optimizers.sections.get(name)
         if own and own.own["lr_scheduler"] is not None:
             section, where = own.own["lr_scheduler"], f"{own.key}.lr_scheduler"
         if section:
@@ -64,9 +61,10 @@ def build_lr_schedule(
         for step, rates in zip(steps, schedule.preview(steps), strict=True):
             for group, lr in rates.items():
                 if not 0 <= lr < math.inf:
-                    refuse(key, f"makes the learning rate of {group!r} {lr:g} at {step}")
+                    message = f"makes the learning rate of {group!r} {lr:g} at {step}"
+                    refuse("lr_scheduler", message)
     except (TypeError, ArithmeticError) as error:
-        refuse(key, f"the schedule cannot be computed: {error}")
+        refuse("lr_scheduler", f"the schedule cannot be computed: {error}")
     except ValueError as error:
         if not (guessed and "Tried to step" in str(error)):  # beyond the end of a OneCycleLR
             raise
@@ -181,8 +179,7 @@ class _Builder:
             arguments["max_lr"] = [float(group["lr"]) for group in self.optimizer.param_groups]
         # A ChainedScheduler takes that of the schedulers in it.
         first = [] if kind is lr_scheduler.ChainedScheduler else [self.optimizer]
-        base = lr_scheduler.LRScheduler
-        made = construct(base, ScheduleError, key, arguments, *first, **objects)
+        made = construct(lr_scheduler.LRScheduler, ScheduleError, key, arguments, *first, **objects)
         ends = made.total_steps if isinstance(made, lr_scheduler.OneCycleLR) else math.inf
         if ends < (steps or 0) and not self.guessed:
             message = f"total steps is {ends}, but the run has {self.updates} updates"

@@ -4,8 +4,6 @@ An expression is parsed and never evaluated as Python. All values are floats and
 short, so that an evaluation is always cheap.
 """
 
-from __future__ import annotations
-
 import ast
 import math
 import operator

@@ -1,12 +1,10 @@
 """The learning rate schedule, which is stepped after updates, epochs and validations."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, NoReturn
+from typing import Any, Literal, NamedTuple, NoReturn, Self
 
 from torch import Tensor
 
@@ -101,8 +99,12 @@ class Track:
             {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items()}
             for group in self.groups
         ]
-        self._start = [float(group["lr"]) for group in self.groups]
+        self._start = self.rates()
         self._warm()
+
+    def rates(self) -> list[float]:
+        """Return the learning rates of the groups now."""
+        return [float(group["lr"]) for group in self.groups]
 
     def _position(self, updates: int, epochs: int) -> int:
         # The scheduler's steps so far; -n if the warm-up has n ticks left.
@@ -144,7 +146,7 @@ class Track:
             "warmup_epochs": self._warmup_epochs,
             "scheduler": plain_part(self.scheduler.state_dict()),
             "start": list(self._start),
-            "lr": [float(group["lr"]) for group in self.groups],
+            "lr": self.rates(),
         }
 
     def differences(self, state: Mapping[str, Any]) -> Iterator[str]:
@@ -191,8 +193,8 @@ class Track:
                 for key in first.keys() - {"params"}:
                     if key == "lr" or key not in self.scheduler.optimizer.defaults:
                         _put(group, key, first[key])
-            with warnings.catch_warnings():  # torch misses a step of the optimizer
-                warnings.simplefilter("ignore", UserWarning)
+            # torch misses steps of the optimizer in between.
+            with warnings.catch_warnings(action="ignore", category=UserWarning):
                 for _ in range(self._at):
                     self.scheduler.step()
         else:
@@ -238,12 +240,12 @@ class LRSchedule:
     @classmethod
     def wrap(
         cls, scheduler: Any = None, interval: Interval = "step", monitor: str | None = None
-    ) -> LRSchedule:
+    ) -> Self:
         """Wrap a plain torch scheduler (or None, or a schedule), which is stepped directly.
 
         `monitor` is the metric of a scheduler that needs one, such as ReduceLROnPlateau.
         """
-        if isinstance(scheduler, LRSchedule):
+        if isinstance(scheduler, cls):
             return scheduler
         return cls({} if scheduler is None else {"optimizer": Track(scheduler, interval, monitor)})
 
@@ -319,18 +321,17 @@ class LRSchedule:
             nothing |= {id(optimizer.state): {}}
         known = LRSchedule({n: t for n, t in self.tracks.items() if t.settings})
         walked, rates = copy.deepcopy(known, nothing), []
-        with warnings.catch_warnings():  # torch misses a step of the optimizer
-            warnings.simplefilter("ignore", UserWarning)
+        # torch misses steps of the optimizer in between.
+        with warnings.catch_warnings(action="ignore", category=UserWarning):
             for step in steps:
                 while walked.updates < step:
                     walked.after_update()
                     if self._steps_per_epoch and walked.updates % self._steps_per_epoch == 0:
                         walked.after_epoch()
-                tracks = walked.tracks.values()
-                pairs = [
-                    (n, g) for t in tracks for n, g in zip(t.group_names, t.groups, strict=True)
-                ]
-                rates.append({name: float(group["lr"]) for name, group in pairs})
+                at: dict[str, float] = {}
+                for track in walked.tracks.values():
+                    at |= zip(track.group_names, track.rates(), strict=True)
+                rates.append(at)
         return rates
 
     def refuse_to_wait(self, has_data: bool, validates: bool) -> None:

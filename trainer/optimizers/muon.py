@@ -1,7 +1,5 @@
 """torch's Muon optimizer for matrices and convolution kernels."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, MutableMapping
 from typing import Any, Literal

@@ -69,20 +69,20 @@ class GroupRow(NamedTuple):
 class Optimizers:
     """Hold torch optimizers by name; the loop steps each of them directly.
 
-    `names` maps each parameter to the name that its state is saved under; `frozen` holds the
-    parameters that are not trained, `sections` what was configured.
+    `names` maps each parameter to the name that its state is saved under; those that no optimizer
+    has are `frozen`. `sections` is what was configured.
     """
 
     def __init__(
         self,
         optimizers: Mapping[str, Optimizer],
         names: Mapping[Tensor, str],
-        frozen: Mapping[str, Tensor] | None = None,
         sections: Sequence[Section] = (),
     ) -> None:
         self.optimizers = dict(optimizers)
         self.names = dict(names)
-        self.frozen = dict(frozen or {})
+        trained = {*self.parameters()}
+        self.frozen = {name: p for p, name in names.items() if p not in trained}
         self.sections = {section.name: section for section in sections}
         self._used: list[Any] = []  # the learning rates of the last update
         self._configured = [
@@ -108,9 +108,10 @@ class Optimizers:
         """
         found = candidates(model, others)
         names: dict[Tensor, str] = {c.tensor: c.name for c in found}
-        plain = {SINGLE: optimizer} if isinstance(optimizer, Optimizer) else optimizer
-        members = [p for _, o in plain.items() for group in o.param_groups for p in group["params"]]
-        taken = Counter[Tensor](plain.names.keys() if isinstance(plain, Optimizers) else members)
+        if not isinstance(optimizer, Optimizers):
+            optimizer = {SINGLE: optimizer} if isinstance(optimizer, Optimizer) else optimizer
+            optimizer = cls(optimizer, names)
+        taken = Counter[Tensor](optimizer.parameters())
         problems = []
         if any(p not in names for p in taken):
             problems.append(Problem("", "the optimizer has parameters that are not in the model"))
@@ -120,9 +121,7 @@ class Optimizers:
         if double := [names[p] for p, count in taken.items() if count > 1 and p in names]:
             problems.append(Problem("", f"two groups have {some(double)}"))
         raise_problems(problems, ParamGroupError)
-        if isinstance(plain, Optimizers):
-            return plain
-        return cls(plain, names, {name: p for p, name in names.items() if p not in taken})
+        return optimizer
 
     def items(self) -> ItemsView[str, Optimizer]:
         """Return the names and the torch optimizers."""
@@ -201,7 +200,6 @@ def _counts(parameters: Collection[Tensor]) -> tuple[int, int]:
 def build_optimizers(
     model: nn.Module,
     node: Mapping[str, Any],
-    key: str = "optimizer",
     prefer_fused: bool = False,
     others: Mapping[str, nn.Module] | None = None,
 ) -> Optimizers:
@@ -210,12 +208,12 @@ def build_optimizers(
     Freezes the parameters of rules with `frozen`. `prefer_fused` selects torch's fused kernels
     where the node leaves the choice open. Raises `ParamGroupError`.
     """
-    found, known = sections(node, key), candidates(model, others)
+    found, known = sections(node), candidates(model, others)
     problems: list[Problem] = []
     shared: list[GroupRule] = []  # rules that hold within each of several optimizers
     with noted(problems):
         if "optimizers" in node:
-            shared = parse_rules(node.get("param_groups"), f"{key}.param_groups")
+            shared = parse_rules(node.get("param_groups"), "optimizer.param_groups")
     claims = {}
     for section in found:
         with noted(problems):
@@ -228,23 +226,23 @@ def build_optimizers(
                 takes = partial(first_rule, rules)
             claims[section.name] = Claim(takes, [*rules, *shared, rest])
     raise_problems(problems, ParamGroupError)
-    groups, frozen = divide(model, known, claims)
+    groups = divide(model, known, claims)
     built = {s.name: _build(s, groups[s.name], prefer_fused) for s in found}
-    return Optimizers(built, {c.tensor: c.name for c in known}, frozen, found)
+    return Optimizers(built, {c.tensor: c.name for c in known}, found)
 
 
-def sections(node: Mapping[str, Any], key: str = "optimizer") -> list[Section]:
+def sections(node: Mapping[str, Any]) -> list[Section]:
     """Return the optimizers of a node: the node itself, or those under `optimizers`.
 
     A null entry is dropped. Hyper-parameters beside `optimizers` are the defaults of all of them.
     """
     children = node.get("optimizers", {SINGLE: node})
     if not isinstance(children, Mapping) or not any(children.values()):
-        refuse(f"{key}.optimizers", f"must be a dict of optimizers by name, not {children!r}")
+        refuse("optimizer.optimizers", f"must be a dict of optimizers by name, not {children!r}")
     shared = {k: v for k, v in node.items() if k not in ("optimizers", *OWN)}
     found = []
     for name, child in children.items():
-        where = key if child is node else f"{key}.optimizers.{name}"
+        where = "optimizer" if child is node else f"optimizer.optimizers.{name}"
         if child is None:
             continue
         if not isinstance(child, Mapping):
@@ -259,8 +257,6 @@ def sections(node: Mapping[str, Any], key: str = "optimizer") -> list[Section]:
 def _build(section: Section, groups: Sequence[ParamGroup], prefer_fused: bool) -> Optimizer:
     make = partial(construct, Optimizer, ParamGroupError, section.key)
     resolved = [{"params": list(g.parameters.values()), "name": g.name} for g in groups]
-    if not (prefer_fused or any(g.rule.overrides or g.lr_factor != 1.0 for g in groups)):
-        return make(section.target, resolved)
     # Only an instance shows which hyper-parameters a group can have, and their defaults.
     probe = make(section.target, [nn.Parameter(torch.zeros(1, 1))])
     defaults = probe.defaults

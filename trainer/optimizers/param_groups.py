@@ -1,7 +1,5 @@
 """Assign parameters to groups by ordered rules; the first rule that accepts one decides."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
@@ -114,17 +112,17 @@ def first_rule(rules: Sequence[GroupRule], candidate: Candidate) -> GroupRule | 
 
 def divide(
     model: nn.Module, found: Sequence[Candidate], claims: Mapping[str, Claim]
-) -> tuple[dict[str, list[ParamGroup]], dict[str, nn.Parameter]]:
+) -> dict[str, list[ParamGroup]]:
     """Assign each trainable parameter to the first claim that takes it, and to one group (I8).
 
-    Returns the groups of each claim and the frozen parameters; those of rules with `frozen` are
-    frozen here. With several claims, the name of a group begins with that of its optimizer.
-    Raises `ParamGroupError` with all problems.
+    Returns the groups of each claim; what rules with `frozen` accept is frozen here. With several
+    claims, the name of a group begins with that of its optimizer. Raises `ParamGroupError` with all
+    problems.
     """
     rules = [rule for claim in claims.values() for rule in claim.rules[:-1]]
     layers = {rule.key: _layers(rule, model, found) for rule in rules if rule.layers}
     groups: dict[tuple[str, int, int], ParamGroup] = {}  # by optimizer, rule and layer
-    frozen: dict[str, nn.Parameter] = {}
+    frozen: list[nn.Parameter] = []
     used: set[str] = set()
     homeless: list[str] = []
     for candidate in found:
@@ -132,7 +130,7 @@ def divide(
         rule = first_rule(claims[owner].rules if owner else (), candidate)
         used |= {rule.key} if rule else set()
         if not candidate.tensor.requires_grad or (rule and rule.frozen):
-            frozen[candidate.name] = candidate.tensor
+            frozen.append(candidate.tensor)
         elif rule:
             depth, factor = layers.get(rule.key, {}).get(candidate.name, (0, 1.0))
             layer = str(depth) if rule.layers else ""
@@ -150,28 +148,27 @@ def divide(
         if not ordered[name]:
             problems.append(Problem(claim.rules[-1].key, "has no trainable parameter left"))
     raise_problems(problems, ParamGroupError)
-    for tensor in frozen.values():
+    for tensor in frozen:
         tensor.requires_grad_(False)
-    return ordered, frozen
+    return ordered
 
 
 def _layers(
     rule: GroupRule, model: nn.Module, found: Sequence[Candidate]
 ) -> dict[str, tuple[int, float]]:
     # Of each parameter: the number of its layer from the input on, and the factor of its rate.
-    places: Mapping[str, Any] = {c.name: _place(c.name, rule.layers) for c in found}
-    if len({*places.values()} - {None}) < 2:
+    places: dict[str, Any] = {c.name: p for c in found if (p := _place(c.name, rule.layers))}
+    if len({*places.values()}) < 2:
         places = _timm_layers(model) or places
-    depths = {place: i for i, place in enumerate(sorted({*places.values()} - {None}))}
     for candidate in found:
-        if rule.accepts(candidate) and places.get(candidate.name) is None:
+        if rule.accepts(candidate) and candidate.name not in places:
             refuse(f"{rule.key}.layers", f"no pattern matches {candidate.name}")
-    if len(depths) < 2:
+    layers = sorted({*places.values()})
+    if len(layers) < 2:
         hint = r"give patterns from the input on, such as blocks\.(\d+)"
         refuse(f"{rule.key}.layers", "finds one layer only", hint)
-    factors = [rule.layer_decay**above for above in reversed(range(len(depths)))]
-    placed = {name: depths[place] for name, place in places.items() if place is not None}
-    return {name: (depth, factors[depth]) for name, depth in placed.items()}
+    depths = {name: layers.index(place) for name, place in places.items()}
+    return {n: (d, rule.layer_decay ** (len(layers) - 1 - d)) for n, d in depths.items()}
 
 
 def _place(name: str, layers: Sequence[re.Pattern[str]]) -> tuple[int, int] | None:
@@ -191,7 +188,7 @@ def _timm_layers(model: nn.Module) -> dict[str, int]:
 
             matcher = module.group_matcher(coarse=False)
             layers = group_parameters(module, matcher, reverse=True)
-            return {".".join(filter(None, (prefix, name))): n for name, n in layers.items()}
+            return {f"{prefix}.{name}".removeprefix("."): n for name, n in layers.items()}
     return {}
 
 

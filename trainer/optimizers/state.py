@@ -198,15 +198,14 @@ def unpack(of: Optimizers, saved: Mapping[str, Any], restore_hyper_parameters: b
         state.update(shared)
         if restore_hyper_parameters:
             group.options.update({k: v for k, v in options.items() if k not in _IMPLEMENTATION})
-    remarks = {
-        "unfrozen since the checkpoint, they begin without state": (here, there),
-        "frozen since the checkpoint, their state is dropped": (there, here),
-    }
-    changed = {
-        remark: [name for name, place in a.items() if place.group and not b[name].group]
-        for remark, (a, b) in remarks.items()
-    }
-    return [f"{remark}: {', '.join(names)}" for remark, names in changed.items() if names]
+    remarks = []
+    for remark, one, other in (
+        ("unfrozen since the checkpoint, they begin without state", here, there),
+        ("frozen since the checkpoint, their state is dropped", there, here),
+    ):
+        if names := [n for n, place in one.items() if place.group and not other[n].group]:
+            remarks.append(f"{remark}: {', '.join(names)}")
+    return remarks
 
 
 def _places(packed: Mapping[str, Any]) -> dict[str, _Place]:

@@ -34,22 +34,21 @@ class Remote:
 
     def probe(self) -> None:
         """Write and remove a file. Raises StorageError, after ten seconds without an answer."""
-        failures: list[Exception | None] = []
+        failures: list[Exception] = [TimeoutError(f"no answer within {_PATIENCE:g} s")]
 
         def ask() -> None:
             try:
                 self._put(b"", f"{TEMPORARY}probe")
                 self.files.rm_file(f"{self._root}/{TEMPORARY}probe")
-                failures.append(None)
+                failures.clear()
             except Exception as error:  # each kind of storage has its own
-                failures.append(error)
+                failures[:] = [error]
 
         asking = Thread(target=ask, daemon=True)
         asking.start()
         asking.join(_PATIENCE)
-        if not failures or failures[0] is not None:
-            why = failures[0] if failures else f"no answer within {_PATIENCE:g} s"
-            raise StorageError(f"cannot write to {self.address}: {why}") from failures[0]
+        for why in failures:
+            raise StorageError(f"cannot write to {self.address}: {why}") from why
 
     def send(self, folder: Path) -> None:
         """Copy what is new of a run: logs and settings, checkpoints, then the index.

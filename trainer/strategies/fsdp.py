@@ -1,7 +1,5 @@
 """Fully sharded data parallelism (FSDP2): each process keeps a shard of every parameter."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -60,7 +58,7 @@ class FSDP(Replicas):
         self.mesh = Mesh.of(self.group.world_size, shard_size, self._tensor.size)
         self.group.tensor_size = self.mesh.tensor
         self.gradient_scale = float(self.group.data_size)
-        self._wrap_modules = list(wrap_modules or [])
+        self._wrap_modules = wrap_modules or []
         self.sharded_checkpoint = sharded_checkpoint
         self.updates_on_host = cpu_offload and self.device.type != "cpu"
         self._options: dict[str, Any] = {
@@ -98,7 +96,9 @@ class FSDP(Replicas):
             # Every process has the whole tensors, so nothing has to be sent.
             parallelize_module(model, self._meshes["tensor"], plan, src_data_rank=None)
         mesh = self._meshes[tuple(name for name in self.mesh.sizes() if name != "tensor")]
-        for module in [*self._units(model), model]:
+        # It requires inner modules first; the model itself may be one of them.
+        units = reversed(instances(model, self._wrap_modules, "strategy.wrap_modules"))
+        for module in dict.fromkeys([*units, model]):
             fully_shard(module, mesh=mesh, **self._options)
         return model
 
@@ -107,17 +107,11 @@ class FSDP(Replicas):
 
         torch's optimizers cannot step sharded and unsharded parameters together.
         """
-        parameters = [(f"{n}.{k}", p) for n, m in others.items() for k, p in m.named_parameters()]
-        trained = [name for name, parameter in parameters if parameter.requires_grad]
-        if trained:
+        every = (pair for n, m in others.items() for pair in m.named_parameters(prefix=n))
+        if trained := [name for name, parameter in every if parameter.requires_grad]:
             message = f"fsdp shards the model only, but the task trains {trained[0]}"
             hint = "use strategy=ddp, or move it into the model"
             raise ModelError(Problem("strategy", message, hint))
-
-    def _units(self, model: nn.Module) -> list[nn.Module]:
-        # fully_shard requires inner modules first.
-        found = instances(model, self._wrap_modules, "strategy.wrap_modules")
-        return [m for m in reversed(found) if m is not model]
 
     def _exchanging(self, wrapped: nn.Module, last: bool) -> AbstractContextManager[Any]:
         module: Any = getattr(wrapped, "_orig_mod", wrapped)  # unwrap the result of torch.compile

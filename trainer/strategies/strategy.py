@@ -5,16 +5,14 @@ has to ask where a run computes. `trainer/strategies/ddp.py` uses several proces
 belongs to the `group`.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -45,11 +43,9 @@ _KIND = "cuda"  # what nn.DataParallel scatters to and gathers from, whose kerne
 
 def count_devices(devices: int | Sequence[int] | str, accelerator: str) -> int:
     """Return the number of devices of this machine that `strategy.devices` selects."""
-    if isinstance(devices, int):
-        return devices
-    if not isinstance(devices, str):
-        return len(devices)
-    return max(1, device_count(accelerator))
+    if isinstance(devices, str):
+        return max(1, device_count(accelerator))
+    return devices if isinstance(devices, int) else len(devices)
 
 
 def check_processes(processes: int, accelerator: str = "auto", backend: str = "auto") -> None:
@@ -101,7 +97,7 @@ class Mesh:
     tensor: int = 1
 
     @classmethod
-    def of(cls, processes: int, shard_size: int | None = None, tensor: int = 1) -> Mesh:
+    def of(cls, processes: int, shard_size: int | None = None, tensor: int = 1) -> Self:
         """Lay processes out, by default without replicas. Raises ModelError if they do not fit."""
         size = tensor * (shard_size or 1)
         if processes % size:
@@ -116,12 +112,10 @@ class Mesh:
 
     def sizes(self) -> dict[str, int]:
         """Return the dimensions that the grid has, in order."""
-        every = {"replicate": self.replicas, "shard": self.shards, "tensor": self.tensor}
-        return {name: size for name, size in every.items() if size > 1 or name == "shard"}
+        return {name: size for name, size in asdict(self).items() if size > 1 or name == "shards"}
 
     def __str__(self) -> str:
-        words = {"replicate": "replicas", "shard": "shards", "tensor": "tensor"}
-        sizes = " x ".join(f"{size} {words[name]}" for name, size in self.sizes().items())
+        sizes = " x ".join(f"{size} {name}" for name, size in self.sizes().items())
         return f"{self.replicas * self.shards * self.tensor} processes = {sizes}"
 
 
@@ -320,14 +314,13 @@ class _InFormat(nn.Module):
 
 
 def _numbers(device_ids: Sequence[int] | None, devices: int | Sequence[int] | str) -> list[int]:
-    count = device_count(_KIND)
-    if device_ids is None and isinstance(devices, int | str):
-        return list(range(min(devices, count) if isinstance(devices, int) else count))
+    there = range(device_count(_KIND))
     chosen = devices if device_ids is None else device_ids
-    assert not isinstance(chosen, int | str)
-    missing = [number for number in chosen if number >= count]
-    if missing:
+    if isinstance(chosen, int | str):
+        return [*there[: chosen if isinstance(chosen, int) else None]]
+    if missing := [number for number in chosen if number not in there]:
         raise ResourceError(
-            f"strategy.device_ids={list(chosen)}: this machine has {count} GPUs and no {missing[0]}"
+            f"strategy.device_ids={[*chosen]}: this machine has {len(there)} GPUs and no "
+            f"{missing[0]}"
         )
-    return list(chosen)
+    return [*chosen]

@@ -1,7 +1,5 @@
 """Where updates come from: our loaders or any iterable of batches, read until a signal comes."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar

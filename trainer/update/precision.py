@@ -1,7 +1,5 @@
 """How passes are computed: in which number format, and what is recomputed to save memory."""
 
-from __future__ import annotations
-
 import fnmatch
 import functools
 import itertools
@@ -17,7 +15,7 @@ from torch.autograd import Variable
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
-from conf.errors import Problem
+from conf.errors import Problem, some
 from trainer.device import autocasts, widest
 from trainer.errors import ModelError
 from trainer.task import in_format
@@ -129,8 +127,7 @@ def checkpoint_modules(model: nn.Module, patterns: Sequence[str]) -> list[str]:
     names = [name for name, _ in model.named_modules() if name]
     for pattern in patterns:
         if not fnmatch.filter(names, pattern):
-            more = ", ..." if len(names) > 12 else ""
-            hint = f"there are {', '.join(names[:12])}{more}"
+            hint = f"there are {some(names, 12)}"
             raise ModelError(Problem(_KEY, f"{pattern!r} matches no module", hint))
     chosen: list[str] = []
     for name in names:

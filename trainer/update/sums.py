@@ -1,10 +1,8 @@
 """Exact means over the samples of an update, an epoch or a data set: sums and counts (I3, I4)."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -80,7 +78,7 @@ class Sums:
     `over`: further sums, over a longer time, to which everything is added as well.
     """
 
-    def __init__(self, device: torch.device, over: Sums | None = None) -> None:
+    def __init__(self, device: torch.device, over: Self | None = None) -> None:
         self._device, self._waits = device, waits(device)
         self._added = [self] if over is None else [self, over]
         self._sums: dict[str, list[float]] = {}  # sum and count by name
@@ -167,20 +165,19 @@ class Sums:
         names = sorted(self._sums)
         if not names:
             return {}
-        table = [self._sums[name] for name in names]
-        table = reduce(
-            torch.tensor(table, dtype=widest(self._device), device=self._device)
-        ).tolist()
-        losses = [row[1] for name, row in zip(names, table, strict=True) if name.startswith("loss")]
+        own = [self._sums[name] for name in names]
+        whole = reduce(torch.tensor(own, dtype=widest(self._device), device=self._device))
+        rows = dict(zip(names, whole.tolist(), strict=True))
+        losses = [count for name, (_, count) in rows.items() if name.startswith("loss")]
         self.without_labels = bool(losses) and not any(losses)
         result: dict[str, float] = {}
-        for name, (total, count) in zip(names, table, strict=True):
+        for name, (total, count) in rows.items():
             value = total / count if count else total
-            whole, colon, term = name.partition(":")
+            loss, colon, term = name.partition(":")
             if term or not colon:  # a single loss has no name
                 result[name.replace(":", "_")] = value
             if colon:
-                result[whole] = result.get(whole, 0.0) + value
+                result[loss] = result.get(loss, 0.0) + value
         return result
 
     def reset(self) -> None:

@@ -28,8 +28,14 @@ from trainer.checkpoints.archive import (
     read_safetensors,
     write_safetensors,
 )
-from trainer.checkpoints.reader import FORMAT_VERSION, check_payload, compare_names
-from trainer.checkpoints.store import CheckpointStore, model_only, read_checkpoint
+from trainer.checkpoints.reader import (
+    FORMAT_VERSION,
+    check_payload,
+    compare_names,
+    model_only,
+    read_checkpoint,
+)
+from trainer.checkpoints.store import CheckpointStore
 from trainer.errors import CheckpointError, StorageError
 from trainer.tasks.classification import Classification
 

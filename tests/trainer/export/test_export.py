@@ -394,6 +394,7 @@ def test_dynamic_takes_matrix_products_only(run, tmp_path):
     proto = formats.onnx_model(formats.Exportable(formats.Network(network, Task()), x, {}))
     formats.save_onnx(proto, tmp_path / "float.onnx", {"classes": ["a"]})
     made = integer_model(tmp_path / "float.onnx", tmp_path / "int.onnx", None, {})
+    formats.save_onnx(made, tmp_path / "int.onnx", {})
     kinds = [node.op_type for node in made.graph.node]
     assert (kinds.count("MatMulInteger"), kinds.count("Conv")) == (2, 1)
     assert onnx.TensorProto.INT8 not in {i.data_type for i in made.graph.initializer}

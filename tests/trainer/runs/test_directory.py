@@ -10,6 +10,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import threading
 import time
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from trainer.checkpoints.store import CheckpointStore
 from trainer.errors import StorageError
 from trainer.files import atomic
 from trainer.runs import directory as module
+from trainer.runs import remote
 from trainer.runs.directory import RunDirectory, name_folder, reserve
 from trainer.runs.lock import LOCK_FILE, RunLock, is_held
 from trainer.runs.status import (
@@ -277,6 +279,16 @@ def test_a_worker_that_outlives_a_killed_run_does_not_hold_it(tmp_path):
         RunDirectory.resume(tmp_path / "run", facts={}).release()
     finally:
         os.kill(worker, signal.SIGKILL)
+
+
+def test_an_address_that_does_not_answer_is_refused(tmp_path, monkeypatch):
+    there, over = remote.Remote(f"file://{tmp_path}"), threading.Event()
+    there.probe()
+    monkeypatch.setattr(remote, "_PATIENCE", 0.05)
+    monkeypatch.setattr(there, "_put", lambda *_: over.wait())
+    with pytest.raises(StorageError, match=f"{tmp_path}: no answer within 0.05 s"):
+        there.probe()
+    over.set()
 
 
 @pytest.mark.parametrize("content", ["", '{"pid": 1}', '{"pid": "x", "host": 1, "since": 2}'])

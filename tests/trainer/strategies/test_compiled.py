@@ -9,13 +9,11 @@ from torch import nn
 from callbacks.compression.pruning import Pruning
 from callbacks.compression.qat import QuantizationAwareTraining
 from callbacks.ema import EMA
-from toys import blocks, in_group, loaders
-from trainer.options import TrainerOptions
+from toys import blocks, in_group, loaders, trainer_of
 from trainer.strategies.ddp import DDP
 from trainer.strategies.fsdp import FSDP
 from trainer.strategies.strategy import Strategy
 from trainer.tasks.classification import Classification
-from trainer.trainer import Trainer
 
 
 class Network(nn.Module):
@@ -31,18 +29,10 @@ class Network(nn.Module):
 
 def make_trainer(strategy, model=blocks, callbacks=None, compiling=None, **options):
     torch.manual_seed(0)
-    model = strategy.prepare(model().double())
-    return Trainer(
-        model,
-        Classification(3),
-        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
-        *loaders(strategy.group),
-        strategy=strategy,
-        precision="fp64",
-        callbacks=callbacks or {},
-        options=TrainerOptions(max_epochs=2, log_every_n_steps=1, **options),
-        compiled=torch.compile(model, **compiling) if compiling else None,
-    )
+    data, val = loaders(strategy.group)
+    given = {"strategy": strategy, "callbacks": callbacks or {}, "compiling": compiling, **options}
+    model = model().double()
+    return trainer_of(Classification(3), data, model=model, val=val, log_every_n_steps=1, **given)
 
 
 def train(strategy, **compiling):

@@ -1,4 +1,4 @@
-"""Shards train as the whole does with every optimizer, and are saved and resumed as the whole."""
+"""Shards and meshes train as one process does, with every optimizer, and go on from one another."""
 
 from collections import OrderedDict
 from functools import partial
@@ -10,45 +10,80 @@ from torch import nn
 import toys
 from callbacks.checkpoint import Checkpoint
 from callbacks.ema import EMA
+from conf.check import parse
+from conf.errors import ConfigError
+from conf.schema_trainer import TensorParallelConfig
+from scripts.composition.compose import compose
 from scripts.convert import convert
-from toys import StopAt, blocks, leaves, loaders, through_a_file
+from toys import StopAt, leaves, loaders, through_a_file, trainer_of
 from trainer import snapshot
+from trainer.assembly.experiment import build, eval_loader
 from trainer.checkpoints import shards as checkpoint_shards
 from trainer.checkpoints.reader import read_checkpoint
 from trainer.errors import CheckpointError
 from trainer.optimizers.optimizers import build_optimizers
-from trainer.options import TrainerOptions
+from trainer.strategies.ddp import Processes
 from trainer.strategies.fsdp import FSDP
-from trainer.strategies.strategy import Strategy
+from trainer.strategies.strategy import Mesh, Strategy, tensor_styles
 from trainer.tasks.classification import Classification
-from trainer.trainer import Trainer
 
 STOP, UPDATES = 4, 6
 LAST = "checkpoints/last.pt"
 
 
-def make_trainer(strategy, stop=None, accumulation=2):
+class Seen:
+    """The number of samples that an evaluation counts."""
+
+    def reset(self):
+        self.samples = torch.zeros(())
+
+    def update(self, output, target):
+        self.samples += len(target)
+
+    def merge(self, reduce):
+        self.samples = reduce(self.samples)
+
+    def compute(self):
+        return self.samples
+
+
+class Pair(nn.Module):
+    """Two layers of which the second takes what the first is split into, unevenly as shards."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(9, 10), nn.Linear(10, 9)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+def pairs():
+    return nn.Sequential(Pair(), Pair(), nn.Linear(9, 3))
+
+
+def make_trainer(strategy, stop=None):
+    """Gradients are accumulated and clipped, the last batch is short, weights are averaged."""
     torch.manual_seed(0)
-    model = strategy.prepare(blocks().double())
-    return Trainer(
-        model,
-        Classification(3),
-        torch.optim.AdamW(model.parameters(), lr=0.05),
-        *loaders(strategy.group, accumulation),
+    train, val = loaders(strategy.group)
+    return trainer_of(
+        Classification(3, metrics={"seen": Seen()}),
+        train,
+        model=pairs().double(),
+        make=partial(torch.optim.AdamW, lr=0.05),
+        val=val,
         strategy=strategy,
-        precision="fp64",
         callbacks={"ema": EMA(decay=0.8), "stop": StopAt(stop)},
-        options=TrainerOptions(
-            max_epochs=None,
-            max_steps=UPDATES,
-            log_every_n_steps=1,
-            clip_grad_norm=0.1,
-        ),
+        max_epochs=None,
+        max_steps=UPDATES,
+        log_every_n_steps=1,
+        clip_grad_norm=0.1,
     )
 
 
 def save(strategy, folder):
     """Train a part, and save it as a run does."""
+    folder.mkdir(exist_ok=True)
     trainer = make_trainer(strategy, STOP)
     trainer.run_dir = folder
     trainer.fit()
@@ -58,13 +93,13 @@ def save(strategy, folder):
     strategy.group.gather(None)  # until it is there for all
 
 
-def train(strategy, saved=None):
-    """Train to the end, from what was saved, and return the metrics and a whole checkpoint."""
-    trainer = make_trainer(strategy)
+def train(strategy, saved=None, stop=None):
+    """Train on from what was saved, and return the metrics and a whole checkpoint."""
+    trainer = make_trainer(strategy, stop)
     if saved is not None:
-        snapshot.restore(trainer, read_checkpoint(saved))
+        snapshot.restore(trainer, saved if isinstance(saved, dict) else read_checkpoint(saved))
     trainer.fit()
-    return trainer.metrics, through_a_file(trainer.strategy.gather_tensors(snapshot.take(trainer)))
+    return trainer.metrics, through_a_file(strategy.gather_tensors(snapshot.take(trainer)))
 
 
 in_group = partial(toys.in_group, kind=FSDP)
@@ -74,32 +109,35 @@ def tensors(tree):
     return {path: leaf for path, leaf in leaves(tree) if isinstance(leaf, torch.Tensor)}
 
 
-def assert_same(content, other, tolerance):
+def assert_same(one, other, tolerance=1e-10):
+    """Compare the metrics and the checkpoints of two runs."""
+    assert other[0] == pytest.approx(one[0], rel=0, abs=tolerance)
     for key in ("model", "optimizer", "ema"):
-        one, two = tensors(content[key]), tensors(other[key])
-        assert one.keys() == two.keys()
-        assert one
-        for name, value in one.items():
-            torch.testing.assert_close(two[name], value, rtol=0, atol=tolerance, msg=name)
+        known, found = tensors(one[1][key]), tensors(other[1][key])
+        assert known.keys() == found.keys()
+        assert known
+        for name, value in known.items():
+            torch.testing.assert_close(found[name], value, rtol=0, atol=tolerance, msg=name)
 
 
 @pytest.fixture(scope="module")
 def alone():
-    return train(Strategy("cpu"))
+    metrics, content = train(Strategy("cpu"))
+    assert metrics["val/seen"] == 10
+    return metrics, content
 
 
 OPTIONS = [
     pytest.param(2, {}, id="whole"),
-    pytest.param(3, {"wrap_modules": ["Block"]}, id="blocks"),
-    pytest.param(2, {"wrap_modules": ["Block"], "reshard_after_forward": False}, id="no_reshard"),
+    pytest.param(3, {"wrap_modules": ["Pair"]}, id="blocks"),
+    pytest.param(2, {"wrap_modules": ["Pair"], "reshard_after_forward": False}, id="no_reshard"),
 ]
 
 
 @pytest.mark.parametrize(("world_size", "options"), OPTIONS)
 def test_shards_change_nothing(alone, ranks, world_size, options):
-    for metrics, content in ranks(world_size, in_group(train, **options)):
-        assert metrics == pytest.approx(alone[0], rel=0, abs=1e-10)
-        assert_same(alone[1], content, 1e-10)
+    for found in ranks(world_size, in_group(train, **options)):
+        assert_same(alone, found)
 
 
 SHARDED = pytest.mark.parametrize("sharded", [False, True], ids=["whole", "shards"])
@@ -111,22 +149,20 @@ def test_a_resume_is_exact(ranks, tmp_path, sharded):
         save(strategy, tmp_path)
         return train(strategy), train(strategy, tmp_path / LAST)
 
-    options = {"sharded_checkpoint": sharded, "wrap_modules": ["Block"]}
+    options = {"sharded_checkpoint": sharded, "wrap_modules": ["Pair"]}
     for whole, resumed in ranks(3, in_group(interrupted, **options)):
         assert whole[1]["model"]["2.weight"].device.type == "cpu"
-        assert_same(whole[1], resumed[1], 0)
-        assert whole[0] == resumed[0]
+        assert_same(whole, resumed, 0)
 
 
 @SHARDED
 def test_any_number_of_processes_goes_on(alone, ranks, tmp_path, sharded):
     ranks(2, in_group(lambda strategy: save(strategy, tmp_path), sharded_checkpoint=sharded))
-    (tmp_path / "plain").mkdir()
     save(Strategy("cpu"), tmp_path / "plain")
     for saved, options in ((LAST, {"sharded_checkpoint": True}), (LAST, {}), (f"plain/{LAST}", {})):
-        for _, resumed in ranks(3, in_group(partial(train, saved=tmp_path / saved), **options)):
-            assert_same(alone[1], resumed, 1e-10)
-    assert_same(alone[1], train(Strategy("cpu"), tmp_path / LAST)[1], 1e-10)
+        for resumed in ranks(3, in_group(partial(train, saved=tmp_path / saved), **options)):
+            assert_same(alone, resumed)
+    assert_same(alone, train(Strategy("cpu"), tmp_path / LAST))
 
 
 def test_shards_are_converted(alone, ranks, tmp_path):
@@ -135,7 +171,7 @@ def test_shards_are_converted(alone, ranks, tmp_path):
     convert([str(tmp_path / LAST), str(whole)])
     with pytest.raises(CheckpointError, match="exists"):
         convert([str(whole), str(tmp_path / LAST)])
-    assert_same(alone[1], train(Strategy("cpu"), whole)[1], 1e-10)
+    assert_same(alone, train(Strategy("cpu"), whole))
 
 
 def test_no_process_holds_what_is_another_ones(ranks, tmp_path):
@@ -202,3 +238,97 @@ def test_shards_are_trained_as_the_whole(ranks):
             torch.testing.assert_close(weights, whole, rtol=0, atol=tolerance)
             expected = True if name in ("adam", "adamw", "muon", "gan") else None
             assert fused.get("adamw" if name == "muon" else "optimizer", True) is expected
+
+
+def split(more=""):
+    plan = {"*.up": f"colwise{more}", "*.down": f"rowwise{more}"}
+    return TensorParallelConfig(size=2, plan=plan)
+
+
+MESHES = {
+    "shards": {"wrap_modules": ["Pair"]},
+    "replicas": {"wrap_modules": ["Pair"], "shard_size": 2},
+    "tensor": {"wrap_modules": ["Pair"], "tensor_parallel": split()},
+    "replicas_tensor": {"shard_size": 1, "tensor_parallel": split("_rep")},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("before", "mesh"),
+    [
+        pytest.param("shards", "replicas", id="replicas"),
+        pytest.param("replicas", "tensor", id="tensor"),
+        pytest.param("tensor", "replicas_tensor", id="replicas_tensor"),
+    ],
+)
+def test_a_mesh_trains_as_one_process_and_goes_on_from_another(
+    alone, ranks, tmp_path, before, mesh
+):
+    saved, own = tmp_path / "saved", tmp_path / "own"
+
+    def then(strategy):
+        save(strategy, own)
+        whole, (_, content) = train(strategy), train(strategy, stop=STOP)
+        again = train(strategy, own / LAST), train(strategy, content)
+        return whole, content, again, train(strategy, saved / LAST)
+
+    sharded = partial(in_group, sharded_checkpoint=True)
+    ranks(4, sharded(lambda strategy: save(strategy, saved), **MESHES[before]), 300)
+    results = ranks(4, sharded(then, **MESHES[mesh]), 300)
+    for whole, _, again, resumed in results:
+        assert_same(alone, whole)
+        assert_same(alone, resumed)
+        for exact in again:
+            assert_same(whole, exact, 0)
+    for content in (results[0][1], own / LAST):
+        assert_same(alone, train(Strategy("cpu"), content))
+
+
+def test_processes_of_a_tensor_group_have_the_same_samples_and_seeds(ranks):
+    plan = "strategy.tensor_parallel={size: 2, plan: {layers.*: colwise_rep}}"
+    typed = ["experiment=resnet18", "model=mlp", "strategy=fsdp", "strategy.devices=4", plan]
+    config = parse(compose(typed).config)
+
+    def facts(rank):
+        options = config.strategy.tensor_parallel
+        strategy = FSDP(Processes("gloo", 60, "cpu"), tensor_parallel=options)
+        strategy.setup()
+        made = build(config, strategy)
+        validation = eval_loader(config, made.data.sets["val"], strategy)
+        samplers = made.trainer.train_loader.sampler, validation.sampler
+        strategy.group.leave()
+        return torch.initial_seed(), *(sampler.pieces(0, 0) for sampler in samplers)
+
+    one, same, other, last = ranks(4, facts)
+    assert one == same != other == last
+    for split in (1, 2):
+        indices = [i for piece in (*one[split], *other[split]) for i in piece.indices]
+        assert len(indices) == len(set(indices)) == one[split][0].total
+
+
+def test_a_mesh_is_told_in_words():
+    assert str(Mesh.of(8, 2, 2)) == "8 processes = 2 replicas x 2 shards x 2 tensor"
+    assert str(Mesh.of(8, 2)) == "8 processes = 4 replicas x 2 shards"
+    assert str(Mesh.of(8)) == "8 processes = 8 shards"
+
+
+class Planned(nn.Module):
+    """A model with a plan of its own, as those of transformers have."""
+
+    def __init__(self, **more):
+        super().__init__()
+        self.layers, self.embed, self.head = pairs(), nn.Embedding(8, 4), nn.Linear(4, 8)
+        self.tp_plan = {"layers.*.up": "colwise", "embed": "embedding_rowwise", **more}
+
+
+def test_a_models_own_plan():
+    inner = Planned(**{"head": "colwise_gather_output", "experts.*": "grouped_gemm"})
+    found = tensor_styles(nn.Sequential(inner), "auto", 2)
+    ups = {f"0.layers.{n}.up": "colwise" for n in (0, 1)}
+    assert found == ups | {"0.embed": "rowwise", "0.head": "colwise_rep"}
+    with pytest.raises(ConfigError, match="no style 'grouped_gemm'"):
+        tensor_styles(Planned(**{"layers.2": "grouped_gemm"}), "auto", 2)
+    inner.head.weight = inner.embed.weight
+    with pytest.raises(ConfigError, match=r"0\.embed, 0\.head: its weight is another module's"):
+        tensor_styles(nn.Sequential(inner), "auto", 2)

@@ -9,15 +9,13 @@ from torch import nn
 
 import toys
 from callbacks.unfreeze import Unfreeze
-from toys import Log, in_group, loaders
+from toys import Log, in_group, loaders, trainer_of
 from trainer.callback import Callback, Hooks
-from trainer.options import TrainerOptions
 from trainer.strategies.ddp import Processes
 from trainer.strategies.strategy import Strategy
 from trainer.tasks.classification import Classification
 from trainer.tasks.losses import vector
 from trainer.tasks.metrics import MacroF1
-from trainer.trainer import Trainer
 
 FEATURES, CLASSES = 9, 3
 SYNCHRONIZED = Processes("gloo", 30, "cpu", sync_batchnorm=True)
@@ -27,7 +25,6 @@ def make_trainer(
     strategy,
     accumulation=1,
     task=None,
-    epochs=2,
     optimizer=None,
     batchnorm=False,
     callbacks=None,
@@ -37,17 +34,18 @@ def make_trainer(
     norm = [nn.BatchNorm1d(8)] if batchnorm else []
     # A bias in front of a BatchNorm has no gradient but rounding, which AdamW makes a step of.
     first = nn.Linear(FEATURES, 8, bias=not batchnorm)
-    model = nn.Sequential(first, *norm, nn.Tanh(), nn.Linear(8, CLASSES))
-    model = strategy.prepare(model.double())
-    return Trainer(
-        model,
+    model = nn.Sequential(first, *norm, nn.Tanh(), nn.Linear(8, CLASSES)).double()
+    data, val = loaders(strategy.group, accumulation)
+    return trainer_of(
         task or Classification(CLASSES, nn.CrossEntropyLoss(label_smoothing=0.1)),
-        (optimizer or partial(torch.optim.AdamW, lr=0.05))(model.parameters()),
-        *loaders(strategy.group, accumulation),
+        data,
+        model=model,
+        make=optimizer or partial(torch.optim.AdamW, lr=0.05),
+        val=val,
         strategy=strategy,
-        precision="fp64",
         callbacks={"log": Log(), **(callbacks or {})},
-        options=TrainerOptions(max_epochs=epochs, log_every_n_steps=1, **options),
+        log_every_n_steps=1,
+        **options,
     )
 
 
