@@ -1,9 +1,5 @@
 """A small regression with BatchNorm, trained by the real trainer, and what a resume is made of."""
 
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from tensorboard.backend.event_processing.directory_watcher import DirectoryWatcher
@@ -13,49 +9,38 @@ from torch import nn
 
 from toys import StopAt, through_a_file, trainer_of
 from trainer import snapshot
-from trainer.callback import Callback, Results
+from trainer.callback import Results
 from trainer.task import StepOutput, Task
-from trainer.trainer import Trainer
-
-MakeTrainer = Callable[..., Trainer]
 
 
 class Regression(Task):
     """Mean squared error; the "accuracy" is the share of small errors."""
 
-    def metric_names(self) -> list[str]:
+    def metric_names(self):
         return ["loss", "accuracy"]
 
-    def training_step(self, model: nn.Module, batch: Any) -> StepOutput:
+    def training_step(self, model, batch):
         inputs, targets = batch
         errors = (model(inputs) - targets).square().mean(1)
         return StepOutput(loss=errors, sums={"accuracy": ((errors < 1).sum(), len(errors))})
 
 
-def make_model() -> nn.Module:
+def make_model():
     torch.manual_seed(3)
     return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2)).double()
 
 
-def make_batches(count: int, seed: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def make_batches(count, seed):
     generator = torch.Generator().manual_seed(seed)
     inputs = torch.randn(count, 6, 4, generator=generator, dtype=torch.float64)
     return [(x, x[:, :2] * 2 + 1) for x in inputs]
 
 
 @pytest.fixture
-def make_trainer() -> MakeTrainer:
+def make_trainer():
     """Return a function that builds a trainer: 5 updates an epoch, 2 epochs."""
 
-    def make(
-        callbacks: Mapping[str, Callback],
-        run_dir: Path | None = None,
-        *,
-        lr: float = 0.05,
-        validated: bool = True,
-        spoilt: int | None = None,
-        **more: Any,
-    ) -> Trainer:
+    def make(callbacks, run_dir=None, *, lr=0.05, validated=True, spoilt=None, **more):
         batches, val = make_batches(5, seed=0), make_batches(2, seed=1)
         if spoilt is not None:
             batches[spoilt][0].fill_(float("nan"))
@@ -71,20 +56,20 @@ def make_trainer() -> MakeTrainer:
 
 
 @pytest.fixture
-def carry_over() -> Callable[[Trainer, Trainer], None]:
+def carry_over():
     """Return a function that makes the second trainer go on where the first one is."""
 
-    def carry(source: Trainer, target: Trainer) -> None:
+    def carry(source, target):
         snapshot.restore(target, through_a_file(snapshot.take(source)))
 
     return carry
 
 
 @pytest.fixture
-def events() -> Callable[[Path], Iterator[Any]]:
+def events():
     """Return a function that reads a run's events as a TensorBoard that watches it."""
 
-    def read(run: Path) -> Iterator[Any]:
+    def read(run):
         place = str(run / "tensorboard")
         return DirectoryWatcher(place, EventFileLoader, IsTensorFlowEventsFile).Load()
 
@@ -92,10 +77,10 @@ def events() -> Callable[[Path], Iterator[Any]]:
 
 
 @pytest.fixture
-def run_twice(make_trainer: Any, tmp_path: Path, carry_over: Any) -> Any:
+def run_twice(make_trainer, tmp_path, carry_over):
     """Return a function that trains `whole`, and `cut` with an interruption and a process lost."""
 
-    def run(make: Callable[[str], Callback], cut: int) -> None:
+    def run(make, cut):
         whole = make_trainer({"tracker": make("whole")}, tmp_path / "whole")
         whole.fit()
         whole.end(Results("finished"))

@@ -4,9 +4,7 @@ import json
 import logging
 import math
 from contextlib import nullcontext
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -23,7 +21,7 @@ from callbacks.tensorboard import TensorBoard
 from callbacks.throughput import Throughput
 from data.batch import MicroBatch, Piece
 from toys import Log, StopAt
-from trainer.callback import Callback, histogram_of
+from trainer.callback import histogram_of
 from trainer.device import peak_rss
 from trainer.errors import DivergedError
 from trainer.state import TrainState
@@ -31,21 +29,19 @@ from trainer.task import StepOutput
 
 
 class TwoHeads(torch.nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.digit, self.parity = torch.nn.Linear(4, 3).double(), torch.nn.Linear(4, 1).double()
 
-    def forward(self, inputs: torch.Tensor, /, *, scale: float) -> Any:
+    def forward(self, inputs, /, *, scale):
         return {"digit": self.digit(inputs * scale), "parity": self.parity(inputs)}
 
 
-def test_summary_shows_shapes_and_all_heads_and_changes_nothing(
-    make_trainer: Any, caplog: Any
-) -> None:
+def test_summary_shows_shapes_and_all_heads_and_changes_nothing(make_trainer, caplog):
     with_it, without = make_trainer({"summary": ModelSummary()}), make_trainer({})
     heads = make_trainer({"summary": ModelSummary()}, model=TwoHeads(), validated=False)
 
-    def training_step(model: Any, batch: Any) -> StepOutput:
+    def training_step(model, batch):
         made = model(batch[0], scale=2.0)  # which model(inputs) does not know
         return StepOutput(made["digit"].mean(1) + made["parity"].mean(1))
 
@@ -61,7 +57,7 @@ def test_summary_shows_shapes_and_all_heads_and_changes_nothing(
         assert torch.equal(with_it.model.state_dict()[name], value)
 
 
-def test_profiler_writes_a_trace_and_a_table(make_trainer: Any, tmp_path: Path) -> None:
+def test_profiler_writes_a_trace_and_a_table(make_trainer, tmp_path):
     make_trainer({"profiler": Profiler(wait=1, warmup=1, active=50)}, tmp_path).fit()
     assert not (tmp_path / "profile.txt").exists()  # it ends with a run that is too short
     make_trainer({"profiler": Profiler(wait=1, warmup=1, active=2)}, tmp_path).fit()
@@ -71,10 +67,8 @@ def test_profiler_writes_a_trace_and_a_table(make_trainer: Any, tmp_path: Path) 
     assert "aten::addmm" in (tmp_path / "profile.txt").read_text()
 
 
-def test_range_test_also_when_it_goes_on_after_a_resume(
-    make_trainer: Any, tmp_path: Path, carry_over: Any
-) -> None:
-    def trainer(run: str, **more: Callback) -> Any:
+def test_range_test_also_when_it_goes_on_after_a_resume(make_trainer, tmp_path, carry_over):
+    def trainer(run, **more):
         finder = LRFinder(min_lr=1e-5, max_lr=1e-1, updates=9)
         callbacks = {"finder": finder, "rates": LRMonitor(), **more}
         options = {"scheduler": torch.optim.lr_scheduler.ConstantLR, "max_epochs": 50}
@@ -103,10 +97,8 @@ def test_range_test_also_when_it_goes_on_after_a_resume(
 
 
 @pytest.mark.parametrize(("highest", "ends"), [(1e6, "explodes"), (1e300, "diverges")])
-def test_range_test_ends_and_reports_when_the_loss_explodes(
-    make_trainer: Any, tmp_path: Path, highest: float, ends: str
-) -> None:
-    options: Any = {"smoothing": 0.0} if ends == "explodes" else {"stop_factor": math.inf}
+def test_range_test_ends_and_reports_when_the_loss_explodes(make_trainer, tmp_path, highest, ends):
+    options = {"smoothing": 0.0} if ends == "explodes" else {"stop_factor": math.inf}
     finder = LRFinder(min_lr=highest / 1e9, max_lr=highest, updates=40, **options)
     trainer = make_trainer({"finder": finder}, tmp_path, max_epochs=50, log_every_n_steps=1)
     with nullcontext() if ends == "explodes" else pytest.raises(DivergedError):
@@ -124,15 +116,13 @@ def test_range_test_ends_and_reports_when_the_loss_explodes(
         pytest.param(0.5, [4.0, 3.0, 2.9, 2.9, 2.9], 1, id="smoothed from its start on"),
     ],
 )
-def test_suggestion(smoothing: float, losses: list[float], expected: int | None) -> None:
+def test_suggestion(smoothing, losses, expected):
     finder = LRFinder(smoothing=smoothing)
     finder.rates, finder.losses = [1, 2, 3, 4, 5], losses
     assert finder.suggestion() == expected
 
 
-def test_histograms_rates_and_memory_are_logged_at_their_places(
-    make_trainer: Any, tmp_path: Path
-) -> None:
+def test_histograms_rates_and_memory_are_logged_at_their_places(make_trainer, tmp_path):
     log = Log()
     halve = lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)  # noqa: E731
     callbacks = {"histograms": Histograms(bins=8), "tensorboard": TensorBoard(), "log": log}
@@ -157,15 +147,15 @@ def test_histograms_rates_and_memory_are_logged_at_their_places(
     assert peaks[10] == pytest.approx(peak_rss() / 2**20, rel=0.1)
 
 
-def test_histogram_of_values_that_are_not_finite() -> None:
+def test_histogram_of_values_that_are_not_finite():
     histogram = histogram_of(torch.tensor([1.0, math.nan, 3.0, math.inf]), bins=2)
     assert (histogram.counts.tolist(), histogram.total, histogram.squares) == ([1, 1], 4.0, 10.0)
     assert histogram_of(torch.tensor([math.nan]), bins=2).counts.tolist() == [0, 0]
 
 
-def test_throughput_of_an_interval_and_a_hint_that_comes_once(caplog: Any) -> None:
+def test_throughput_of_an_interval_and_a_hint_that_comes_once(caplog):
     state, timer = TrainState(samples=100, updates=5), SimpleNamespace(total=4.0, data=1.0)
-    trainer: Any = SimpleNamespace(state=state, timer=timer)
+    trainer = SimpleNamespace(state=state, timer=timer)
     callback, shown = Throughput(hint_share=0.3), []
     callback.on_fit_start(trainer)
     assert callback.scalars(trainer) == {}
@@ -188,15 +178,15 @@ def test_throughput_of_an_interval_and_a_hint_that_comes_once(caplog: Any) -> No
 class Detector(torch.nn.Module):
     """Answers for a list of pictures, as torchvision's detectors do."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.body = torch.nn.Conv2d(3, 2, 1).double()
 
-    def forward(self, pictures: list[torch.Tensor]) -> torch.Tensor:
+    def forward(self, pictures):
         return self.body(torch.stack(pictures)).mean((1, 2, 3))
 
 
-def test_a_summary_of_pictures_in_a_list_counts_samples(make_trainer: Any, caplog: Any) -> None:
+def test_a_summary_of_pictures_in_a_list_counts_samples(make_trainer, caplog):
     pictures = list(torch.rand(4, 3, 8, 8, dtype=torch.float64))
     trainer = make_trainer({}, model=Detector(), validated=False)
     micro_batch = MicroBatch((pictures,), Piece((), 4, 0, 4, 0, 1, 0, 0))

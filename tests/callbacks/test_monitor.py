@@ -1,9 +1,7 @@
 """The metric that is monitored, and the run that it ends."""
 
 import math
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -18,9 +16,7 @@ NAN, INF = math.nan, math.inf
 
 
 @pytest.mark.parametrize("callback", [Checkpoint(), EarlyStopping(patience=1)])
-def test_unknown_direction_is_asked_for_where_values_are_compared(
-    make_trainer: Any, tmp_path: Path, callback: Any
-) -> None:
+def test_unknown_direction_is_asked_for_where_values_are_compared(make_trainer, tmp_path, callback):
     with pytest.raises(CallbackError, match="is a larger val/wobble better"):
         EarlyStopping("val/wobble", patience=1)
     with pytest.raises(CallbackError, match="choose min, max or auto"):
@@ -46,20 +42,20 @@ def test_unknown_direction_is_asked_for_where_values_are_compared(
     ],
 )
 def test_the_metric_is_the_one_given_or_the_tasks_and_rises_by_mode_or_name(
-    given: str, mode: str, metrics: list[str] | None, chosen: str | None, rises: bool
-) -> None:
+    given, mode, metrics, chosen, rises
+):
     task = GAN() if metrics is None else Task()
-    task.metric_names = lambda: metrics  # type: ignore[method-assign, assignment, return-value]
-    trainer: Any = SimpleNamespace(task=task, val_loaders={})
+    task.metric_names = lambda: metrics
+    trainer = SimpleNamespace(task=task, val_loaders={})
     monitor = Monitor(given, mode)
     monitor.resolve(trainer)
     assert (monitor.name, monitor.on_validation) == (chosen, chosen is not None)
     assert (monitor.better(2.0, 1.0), monitor.better(1.0, 2.0)) == (rises, not rises)
 
 
-def run(callback: EarlyStopping, values: list[float], first_epoch: int = 1) -> int | None:
+def run(callback, values, first_epoch=1):
     """Return the epoch in which the callback stops a run whose validations give these values."""
-    trainer: Any = SimpleNamespace(state=TrainState(), metrics={}, val_loaders={"val": object()})
+    trainer = SimpleNamespace(state=TrainState(), metrics={}, val_loaders={"val": object()})
     callback.setup(trainer)
     for epoch, value in enumerate(values, first_epoch):
         trainer.state.epoch = epoch
@@ -88,20 +84,20 @@ def run(callback: EarlyStopping, values: list[float], first_epoch: int = 1) -> i
         pytest.param({"patience": 2, "check_finite": False}, [NAN, NAN, 1], 2, id="only nan"),
     ],
 )
-def test_verdict(options: dict[str, Any], values: list[float], stops: int | None) -> None:
+def test_verdict(options, values, stops):
     assert run(EarlyStopping("val/loss", **{"mode": "min", **options}), values) == stops
 
 
-def resumed(callback: EarlyStopping, epoch: int, branched: bool = False) -> str:
+def resumed(callback, epoch, branched=False):
     """Return the stop that a callback with this one's state asks for as a run resumes."""
     fresh = EarlyStopping("val/loss", patience=callback.patience, min_epochs=callback.min_epochs)
     fresh.load_state_dict(callback.state_dict())
-    trainer: Any = SimpleNamespace(state=TrainState(epoch=epoch), metrics={}, branched=branched)
+    trainer = SimpleNamespace(state=TrainState(epoch=epoch), metrics={}, branched=branched)
     fresh.on_fit_start(trainer)
     return str(trainer.state.stop_request)
 
 
-def test_a_saved_verdict_is_carried_out_by_the_next_run_between_validations_none_is() -> None:
+def test_a_saved_verdict_is_carried_out_by_the_next_run_between_validations_none_is():
     patient, finite = EarlyStopping("val/loss", patience=2), EarlyStopping("val/loss")
     assert run(patient, [1.0, 1.0, 1.0]) == 3
     assert "val/loss has not improved in 2 validations (best 1)" in resumed(patient, epoch=3)
@@ -115,7 +111,7 @@ def test_a_saved_verdict_is_carried_out_by_the_next_run_between_validations_none
     assert run(waits, [0.5, 0.6], first_epoch=3) == 4
 
 
-def test_a_training_metric_is_looked_at_once_an_epoch(make_trainer: Any) -> None:
+def test_a_training_metric_is_looked_at_once_an_epoch(make_trainer):
     callback = EarlyStopping("train/loss", "max", patience=2)  # it falls: never better
     trainer = make_trainer({"stop": callback}, max_epochs=9, validated=False)
     trainer.fit()
@@ -132,9 +128,7 @@ def test_a_training_metric_is_looked_at_once_an_epoch(make_trainer: Any) -> None
         ("val/f1", True, r"no such metric; there are: .*val/accuracy, val/loss"),
     ],
 )
-def test_a_metric_that_is_not_there(
-    make_trainer: Any, monitor: str, validated: bool, message: str
-) -> None:
+def test_a_metric_that_is_not_there(make_trainer, monitor, validated, message):
     trainer = make_trainer({"stop": EarlyStopping(monitor, patience=2)}, validated=validated)
     with pytest.raises(CallbackError, match=message):
         trainer.fit()

@@ -1,11 +1,6 @@
 """Pictures against counting by hand; at their intervals; and the training does not notice them."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -29,16 +24,14 @@ from callbacks.trackers.recorder import MetricsLog
 from models import gan
 from same_run import logged
 from toys import StopAt
-from trainer.callback import Callback, PRCurve
+from trainer.callback import Callback
 from trainer.evaluation import evaluate
 from trainer.rng import RandomStates
-from trainer.task import Task
 from trainer.tasks.classification import Classification
 from trainer.tasks.gan import GAN
 from trainer.tasks.language_model import LanguageModel
 from trainer.tasks.multilabel import MultiLabel
 from trainer.tasks.segmentation import Segmentation
-from trainer.trainer import Trainer
 
 CLASSES = 3
 
@@ -46,35 +39,29 @@ CLASSES = 3
 class Gallery(Callback):
     """Keep what is shown: name to (step, value) pairs."""
 
-    def __init__(self) -> None:
-        self.shown: dict[str, list[tuple[int, Any]]] = {}
+    def __init__(self):
+        self.shown = {}
 
-    def on_media(self, trainer: Any, name: str, media: Any) -> None:
+    def on_media(self, trainer, name, media):
         self.shown.setdefault(name, []).append((trainer.log_point.step, media))
 
-    def steps(self, name: str) -> list[int]:
+    def steps(self, name):
         return [step for step, _ in self.shown[name]]
 
 
-def images(count: int, seed: int) -> list[tuple[Tensor, Tensor]]:
+def images(count, seed):
     generator = torch.Generator().manual_seed(seed)
     pixels = torch.randn(count, 6, 1, 8, 8, generator=generator, dtype=torch.float64)
     labels = torch.randint(CLASSES, (count, 6), generator=generator)
     return list(zip(pixels, labels, strict=True))
 
 
-def network() -> nn.Module:
+def network():
     body = nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(0.3)
     return nn.Sequential(*body, nn.Flatten(), nn.Linear(144, CLASSES))
 
 
-def trainer_of(
-    callbacks: Mapping[str, Callback],
-    run_dir: Path | None = None,
-    task: Task | None = None,
-    train: Any = None,
-    **options: Any,
-) -> Trainer:
+def trainer_of(callbacks, run_dir=None, task=None, train=None, **options):
     torch.manual_seed(1)
     given = {"model": network(), "val": train or images(2, 1), "max_epochs": 4, **options}
     given = {"callbacks": callbacks, "log_every_n_steps": 2, **given}
@@ -83,7 +70,7 @@ def trainer_of(
     return trainer
 
 
-def everything() -> dict[str, Callback]:
+def everything():
     return {
         "texts": Texts(),
         "train": TrainingSamples(),
@@ -97,7 +84,7 @@ def everything() -> dict[str, Callback]:
     }
 
 
-def test_no_bit_of_the_training_changes(tmp_path: Path) -> None:
+def test_no_bit_of_the_training_changes(tmp_path):
     runs = {}
     for name, callbacks in (("bare", {}), ("shown", everything())):
         (tmp_path / name).mkdir()
@@ -113,7 +100,7 @@ def test_no_bit_of_the_training_changes(tmp_path: Path) -> None:
     assert bare == [{k: v for k, v in row.items() if not k.startswith(own)} for row in shown]
 
 
-def test_each_is_shown_at_its_own_interval_and_by_default_ever_less_often() -> None:
+def test_each_is_shown_at_its_own_interval_and_by_default_ever_less_often():
     gallery = Gallery()
     callbacks = {
         "gallery": gallery,
@@ -128,7 +115,7 @@ def test_each_is_shown_at_its_own_interval_and_by_default_ever_less_often() -> N
     assert [n for n in range(1, 20) if is_due(n, None)] == [1, 4, 16]
 
 
-def test_names_and_numbers_are_written_at_their_places_and_captions_fit() -> None:
+def test_names_and_numbers_are_written_at_their_places_and_captions_fit():
     names = ["cat", "dog", "a very long name"]
     blank, written = (matrix(np.eye(3) * 7, n) for n in (["", "", ""], names))
     dark, edge = (written < 90).all(2), len(written) // 4  # a cell is as wide as the longest name
@@ -150,10 +137,8 @@ def test_names_and_numbers_are_written_at_their_places_and_captions_fit() -> Non
         pytest.param("samples/train", TrainingSamples, 10, [3, 12], id="waiting-for-a-log-line"),
     ],
 )
-def test_a_resumed_run_shows_what_it_would_have_shown(
-    carry_over: Any, tag: str, kind: type[Callback], stop: int, steps: list[int]
-) -> None:
-    def run(*extra: Any) -> tuple[Gallery, Trainer]:
+def test_a_resumed_run_shows_what_it_would_have_shown(carry_over, tag, kind, stop, steps):
+    def run(*extra):
         gallery = Gallery()
         callbacks = {"gallery": gallery, "kind": kind(), **dict(extra)}
         return gallery, trainer_of(callbacks, max_epochs=6, log_every_n_steps=3)
@@ -171,18 +156,18 @@ def test_a_resumed_run_shows_what_it_would_have_shown(
         assert np.array_equal(picture, same)
 
 
-def test_layers_against_plain_pytorch(make_trainer: Any) -> None:
-    found: dict[int, list[float]] = {}
+def test_layers_against_plain_pytorch(make_trainer):
+    found = {}
 
     class Watches(Callback):
         """What the layer's parameters were in front of the step, and are behind it."""
 
-        def on_gradients(self, trainer: Any) -> None:
+        def on_gradients(self, trainer):
             layer = list(trainer.model[0].parameters())
             self.before = torch.cat([p.detach().flatten() for p in layer])
             self.gradients = torch.cat([p.grad.flatten() for p in layer])
 
-        def on_log(self, trainer: Any, scalars: Any) -> None:
+        def on_log(self, trainer, scalars):
             if "update_ratio/0" in scalars:
                 now = torch.cat([p.detach().flatten() for p in trainer.model[0].parameters()])
                 ratio = (now - self.before).norm() / self.before.norm()
@@ -196,7 +181,7 @@ def test_layers_against_plain_pytorch(make_trainer: Any) -> None:
     assert found == {step: pytest.approx([1.0, 1.0], rel=1e-5) for step in (4, 8)}
 
 
-def test_what_does_not_fit_the_task_shows_nothing(make_trainer: Any) -> None:
+def test_what_does_not_fit_the_task_shows_nothing(make_trainer):
     gallery = Gallery()
     others = {"masks": Masks(), "made": GeneratedImages(), "text": GeneratedText()}
     tried = {k: v for k, v in everything().items() if k not in ("graph", "histograms", "texts")}
@@ -205,11 +190,9 @@ def test_what_does_not_fit_the_task_shows_nothing(make_trainer: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", ["classes", "labels"])
-def test_counts_curves_and_the_most_surely_wrong_are_those_of_counting(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    drawn: list[np.ndarray[Any, Any]] = []
-    seen: list[Tensor] = []
+def test_counts_curves_and_the_most_surely_wrong_are_those_of_counting(kind, monkeypatch):
+    drawn = []
+    seen = []
     plain, gallery, val, train = pixels, Gallery(), images(3, 1), images(3, 0)
     monkeypatch.setattr(
         "callbacks.pictures.classes.matrix",
@@ -218,7 +201,7 @@ def test_counts_curves_and_the_most_surely_wrong_are_those_of_counting(
     monkeypatch.setattr(
         "callbacks.pictures.picture.pixels", lambda images: seen.append(images) or plain(images)
     )
-    task: Task = Classification(CLASSES)
+    task = Classification(CLASSES)
     if kind == "labels":
         task = MultiLabel()
         train, val = (
@@ -238,7 +221,7 @@ def test_counts_curves_and_the_most_surely_wrong_are_those_of_counting(
     positive = labels > 0.5 if kind == "labels" else labels[:, None] == torch.arange(CLASSES)
     known = torch.ones(18, dtype=torch.bool) if kind == "labels" else labels >= 0
     for index in range(CLASSES):
-        curve: PRCurve = gallery.shown[f"pr_curve/{index}"][-1][1]
+        curve = gallery.shown[f"pr_curve/{index}"][-1][1]
         for place, threshold in enumerate([0.0, 0.25, 0.5, 0.75, 1.0]):
             said, truth = scores[known, index] >= threshold, positive[known, index]
             counts = [(said & truth), (said & ~truth), (~said & ~truth), (~said & truth)]
@@ -257,13 +240,13 @@ def test_counts_curves_and_the_most_surely_wrong_are_those_of_counting(
 
 
 @pytest.mark.parametrize("kind", [ConfusionMatrix, PRCurves, Misclassified])
-def test_several_processes_are_shown_together(kind: Any) -> None:
+def test_several_processes_are_shown_together(kind):
     val = images(2, 1)
 
-    def shown(batches: Any, others: Any = ()) -> tuple[list[Any], Gallery]:
+    def shown(batches, others=()):
         gallery, picture, gathered = Gallery(), kind(), []
         run = trainer_of({"gallery": gallery, "picture": picture})
-        run.group.gather = lambda own: gathered.append(own) or [own, *others]  # type: ignore[func-returns-value, method-assign, assignment]
+        run.group.gather = lambda own: gathered.append(own) or [own, *others]
         picture.on_validation_start(run)
         with torch.no_grad():
             for x, y in batches:
@@ -278,7 +261,7 @@ def test_several_processes_are_shown_together(kind: Any) -> None:
         assert all(map(np.array_equal, ours, expected))
 
 
-def test_masks_lie_over_their_images() -> None:
+def test_masks_lie_over_their_images():
     generator = torch.Generator().manual_seed(0)
     batches = [
         (torch.rand(4, 1, 8, 8, generator=generator), torch.randint(3, (4, 8, 8))) for _ in range(2)
@@ -295,7 +278,7 @@ def test_masks_lie_over_their_images() -> None:
     assert len({tuple(pixel) for pixel in painted.flatten(1).T.tolist()}) == 4
 
 
-def test_generated_images_come_from_the_same_noise_each_time() -> None:
+def test_generated_images_come_from_the_same_noise_each_time():
     noise = torch.randn(2, 5, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     gallery, made, batch = Gallery(), GeneratedImages(), (torch.rand(2, 1, 4, 4), noise)
     callbacks = {"g": gallery, "made": made}
@@ -307,14 +290,14 @@ def test_generated_images_come_from_the_same_noise_each_time() -> None:
     assert np.array_equal(gallery.shown["generated/val"][0][1], expected)
 
 
-def test_text_is_written_from_a_prompt_and_draws_nothing_from_the_training(tmp_path: Path) -> None:
+def test_text_is_written_from_a_prompt_and_draws_nothing_from_the_training(tmp_path):
     tokens = torch.randint(4, (3, 9), generator=torch.Generator().manual_seed(0))
     batches = [(tokens[:, :-1], tokens[:, 1:])]
     (tmp_path / "inference.json").write_text(json.dumps({"classes": ["a", "b", "c", "d"]}))
     states, texts = [], []
     for length in (1, 30):
         gallery, text = Gallery(), GeneratedText(count=1, prompt=4, length=length)
-        options: Any = {"task": LanguageModel(4), "model": nn.Embedding(4, 4), "train": batches}
+        options = {"task": LanguageModel(4), "model": nn.Embedding(4, 4), "train": batches}
         trainer_of({"g": gallery, "text": text}, tmp_path, max_epochs=1, **options).fit()
         states.append(torch.get_rng_state())
         texts.append(gallery.shown["generated/text"][0][1])
@@ -324,7 +307,7 @@ def test_text_is_written_from_a_prompt_and_draws_nothing_from_the_training(tmp_p
     assert torch.equal(*states)
 
 
-def test_texts_of_a_run_are_logged_once(tmp_path: Path) -> None:
+def test_texts_of_a_run_are_logged_once(tmp_path):
     (tmp_path / "config.yaml").write_text("seed: 3\n")
     (tmp_path / "overrides.yaml").write_text("- seed=3\n")
     gallery = Gallery()
@@ -334,14 +317,12 @@ def test_texts_of_a_run_are_logged_once(tmp_path: Path) -> None:
     assert texts["run/overrides"] == "    - seed=3"
 
 
-def test_a_graph_needs_tensorboard_and_a_model_that_can_be_traced(
-    make_trainer: Any, tmp_path: Path, caplog: Any
-) -> None:
+def test_a_graph_needs_tensorboard_and_a_model_that_can_be_traced(make_trainer, tmp_path, caplog):
     with pytest.raises(CallbackError, match=r"callbacks\.graph needs callbacks\.tensorboard"):
         make_trainer({"graph": Graph()}).fit()
 
     class Untraceable(nn.Linear):
-        def forward(self, inputs: Tensor) -> Tensor:
+        def forward(self, inputs):
             if torch.jit.is_tracing():
                 raise RuntimeError("not this one")
             return super().forward(inputs)

@@ -7,9 +7,7 @@ import struct
 import sys
 import termios
 import threading
-from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -27,16 +25,16 @@ class Terminal:
     `stream` writes to it; `frames` and `rows` close it.
     """
 
-    def __init__(self, columns: int = 120) -> None:
+    def __init__(self, columns=120):
         self.columns = columns
         self._master, self.slave = os.openpty()
         fcntl.ioctl(self.slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
         self.stream = os.fdopen(self.slave, "w", encoding="utf-8")
-        self._read: list[bytes] = []
+        self._read = []
         self._reader = threading.Thread(target=self._collect)
         self._reader.start()
 
-    def text(self) -> str:
+    def text(self):
         """Close the terminal and return all that was written."""
         if not self.stream.closed:
             self.stream.close()
@@ -44,14 +42,14 @@ class Terminal:
             os.close(self._master)
         return b"".join(self._read).decode()
 
-    def frames(self) -> list[str]:
+    def frames(self):
         """Return what a line held, each time it was written anew."""
         found = re.split(r"[\r\n]+|\x1b\[\d*[AK]", self.text())
         return [frame.rstrip() for frame in found if frame.strip()]
 
-    def rows(self) -> list[str]:
+    def rows(self):
         """Return what the terminal shows in the end; AssertionError for an unknown code."""
-        rows: list[list[str]] = [[]]
+        rows = [[]]
         row = column = 0
         for number, letter, sign in _PART.findall(self.text()):
             if sign == "\n":
@@ -73,14 +71,14 @@ class Terminal:
             rows += [[] for _ in range(row + 1 - len(rows))]
         return ["".join(row).rstrip() for row in rows]
 
-    def _collect(self) -> None:
+    def _collect(self):
         with contextlib.suppress(OSError):  # the last writer has closed it
             while chunk := os.read(self._master, 65536):
                 self._read.append(chunk)
 
 
 @contextlib.contextmanager
-def console(stream: Any = None, logged: bool = True) -> Iterator[None]:
+def console(stream=None, logged=True):
     """Let stderr be `stream`, and set up logging as the command line does, or not at all."""
     root, stderr = logging.getLogger(), sys.stderr
     kept = root.handlers, root.level
@@ -97,14 +95,14 @@ def console(stream: Any = None, logged: bool = True) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def _terminal(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     for name in ("COLUMNS", "LINES", "NO_COLOR"):
         monkeypatch.delenv(name, raising=False)
 
 
 class Warns(Callback):
-    def on_update_end(self, trainer: Any) -> None:
+    def on_update_end(self, trainer):
         if trainer.state.global_step == 3:
             logging.getLogger("elsewhere").warning("something happened")
 
@@ -112,17 +110,17 @@ class Warns(Callback):
 class Judge(Saver):
     """Monitors a metric, and saves nothing."""
 
-    def __init__(self, before: float | None = None) -> None:
+    def __init__(self, before=None):
         self._before = before
 
     @property
-    def monitor(self) -> str:
+    def monitor(self):
         return "val/loss"
 
-    def best_result(self) -> tuple[str, float, int] | None:
+    def best_result(self):
         return None if self._before is None else ("val/loss", self._before, 1)
 
-    def improves(self, value: float, than: float | None) -> bool:
+    def improves(self, value, than):
         return than is None or value < than
 
 
@@ -130,7 +128,7 @@ RUN = re.compile(r"run: +(\d+)%\|[^|]*\| (\d+/\d+) \[.*")
 EPOCH = re.compile(r"epoch (\d)/2: +(\d+)%\|[^|]*\| (\d/5) \[(.*)")
 
 
-def test_a_terminal_sees_the_run_above_its_epoch(make_trainer: Any, tmp_path: Any) -> None:
+def test_a_terminal_sees_the_run_above_its_epoch(make_trainer, tmp_path):
     terminal = Terminal()
     callbacks = {"progress": Progress(), "warns": Warns(), "judge": Judge()}
     with console(terminal.stream):
@@ -161,9 +159,7 @@ def test_a_terminal_sees_the_run_above_its_epoch(make_trainer: Any, tmp_path: An
     assert re.fullmatch(line + r"\([\d.]+ s\)", lines[2])
 
 
-def test_more_metrics_than_fit_take_further_lines(
-    make_trainer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_more_metrics_than_fit_take_further_lines(make_trainer, monkeypatch):
     terminal = Terminal(60)
     metrics = {f"val/metric_{number}": 0.0125 for number in range(8)}
     with console(terminal.stream):
@@ -181,8 +177,8 @@ def test_more_metrics_than_fit_take_further_lines(
 
 @pytest.mark.parametrize("place", ["logged", "printed", "dumb", "unknown", "notebook"])
 def test_a_line_closes_an_epoch_elsewhere_and_where_no_cursor_moves(
-    make_trainer: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any, place: str
-) -> None:
+    make_trainer, monkeypatch, capsys, place
+):
     terminal = Terminal() if place not in ("logged", "printed") else None
     if place == "notebook":
         monkeypatch.setitem(sys.modules, "ipykernel", SimpleNamespace())
@@ -197,8 +193,8 @@ def test_a_line_closes_an_epoch_elsewhere_and_where_no_cursor_moves(
 
 
 def test_now_and_then_a_line_within_an_epoch_or_a_long_validation(
-    make_trainer: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    make_trainer, capsys, monkeypatch
+):
     clock = iter(range(0, 1000, 10))  # each look at the clock: 10 s later
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     with console():
@@ -216,8 +212,8 @@ def test_now_and_then_a_line_within_an_epoch_or_a_long_validation(
 
 
 def test_a_resumed_epoch_begins_where_it_was_and_the_best_before_it_counts(
-    make_trainer: Any, tmp_path: Any, carry_over: Any
-) -> None:
+    make_trainer, tmp_path, carry_over
+):
     terminal, callbacks = Terminal(), {"progress": Progress(), "judge": Judge(before=0.0)}
     first, second = make_trainer({"stop": StopAt(3)}), make_trainer(callbacks, tmp_path)
     first.fit()
@@ -230,7 +226,7 @@ def test_a_resumed_epoch_begins_where_it_was_and_the_best_before_it_counts(
     assert "*" not in terminal.text()
 
 
-def test_a_validation_is_told_once_where_it_happened(make_trainer: Any, capsys: Any) -> None:
+def test_a_validation_is_told_once_where_it_happened(make_trainer, capsys):
     rare = {"max_epochs": 3, "validate_every_n_epochs": 2, "validate_every_n_steps": 7}
     with console():
         make_trainer({"progress": Progress()}, **rare).fit()

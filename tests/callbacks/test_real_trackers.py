@@ -3,9 +3,6 @@
 import importlib
 import json
 import struct
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +14,7 @@ from trainer.callback import Results
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Path:
+def job(tmp_path):
     """Return the folder of a job of a sweep."""
     folder = tmp_path / "night" / "0"
     folder.mkdir(parents=True)
@@ -28,26 +25,26 @@ def job(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def mlflow() -> Any:
+def mlflow():
     return pytest.importorskip("mlflow", reason="MLflow is not installed (a large extra)")
 
 
 @pytest.fixture
-def store(mlflow: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def store(mlflow, tmp_path, monkeypatch):
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     return str(tmp_path / "store")
 
 
-def client_of(store: str) -> Any:
+def client_of(store):
     return importlib.import_module("mlflow").MlflowClient(store)
 
 
-def runs(store: str) -> list[Any]:
+def runs(store):
     client = client_of(store)
     return [r for e in client.search_experiments() for r in client.search_runs([e.experiment_id])]
 
 
-def series(store: str) -> dict[str, list[tuple[int, float]]]:
+def series(store):
     (run,) = runs(store)
     client = client_of(store)
     return {
@@ -56,7 +53,7 @@ def series(store: str) -> dict[str, list[tuple[int, float]]]:
     }
 
 
-def artifacts(store: str, folder: str | None = None) -> list[str]:
+def artifacts(store, folder=None):
     client, (run,) = client_of(store), runs(store)
     found = client.list_artifacts(run.info.run_id, folder)
     inner = [path for f in found if f.is_dir for path in artifacts(store, f.path)]
@@ -64,9 +61,7 @@ def artifacts(store: str, folder: str | None = None) -> list[str]:
 
 
 @pytest.mark.parametrize("cut", [3, 5])
-def test_mlflow_has_one_run_with_the_points_of_one_never_interrupted(
-    run_twice: Any, store: str, cut: int
-) -> None:
+def test_mlflow_has_one_run_with_the_points_of_one_never_interrupted(run_twice, store, cut):
     run_twice(lambda name: MLflow(tracking_uri=f"{store}-{name}", artifacts=None), cut)
     assert series(f"{store}-cut") == series(f"{store}-whole")
     assert [run.info.status for run in runs(f"{store}-cut")] == ["FINISHED"]
@@ -77,8 +72,8 @@ def test_mlflow_has_one_run_with_the_points_of_one_never_interrupted(
     [("pruned", "FINISHED"), ("stopped", "KILLED"), ("failed", "FAILED")],
 )
 def test_mlflow_statuses_and_links_to_the_files_of_a_run_that_is_over(
-    make_trainer: Any, tmp_path: Path, store: str, state: str, status: str
-) -> None:
+    make_trainer, tmp_path, store, state, status
+):
     trainer = make_trainer({"mlflow": MLflow(tracking_uri=store)}, tmp_path / "run")
     trainer.fit()
     (tmp_path / "run" / "a.txt").write_text("abc")
@@ -95,9 +90,7 @@ def test_mlflow_statuses_and_links_to_the_files_of_a_run_that_is_over(
 
 
 @pytest.mark.usefixtures("mlflow")
-def test_mlflow_config_values_pictures_and_files(
-    make_trainer: Any, tmp_path: Path, job: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mlflow_config_values_pictures_and_files(make_trainer, tmp_path, job, monkeypatch):
     monkeypatch.chdir(tmp_path)  # where MLflow keeps artifacts beside a database
     store = f"sqlite:///{tmp_path}/mlflow.db"
     (job / "large.bin").write_bytes(bytes(20_000))
@@ -123,9 +116,7 @@ def test_mlflow_config_values_pictures_and_files(
 
 
 @pytest.mark.usefixtures("mlflow")
-def test_mlflow_a_server_that_is_down_is_one_warning(
-    make_trainer: Any, tmp_path: Path, caplog: Any
-) -> None:
+def test_mlflow_a_server_that_is_down_is_one_warning(make_trainer, tmp_path, caplog):
     trainer = make_trainer({"mlflow": MLflow(tracking_uri="http://127.0.0.1:9")}, tmp_path / "run")
     trainer.fit()
     trainer.end(Results("preempted", code=143))
@@ -140,13 +131,13 @@ _BLOCK, _HEAD = 32768, 7
 
 
 @pytest.fixture
-def wandb() -> Iterator[Any]:
+def wandb():
     library = pytest.importorskip("wandb", reason="wandb is not installed (a large extra)")
     yield library
     library.teardown()
 
 
-def records(file: Path) -> Iterator[Any]:
+def records(file):
     """Yield the records of a `.wandb` file, in LevelDB's log format after a header of 7 bytes."""
     from wandb.proto import wandb_internal_pb2
 
@@ -165,13 +156,13 @@ def records(file: Path) -> Iterator[Any]:
             parts = b""
 
 
-def read(run: Path) -> list[Any]:
+def read(run):
     importlib.import_module("wandb").teardown()  # its process has written all when it has ended
     files = sorted((run / "wandb").glob("offline-run-*/*.wandb"))
     return [record for file in files for record in records(file)]
 
 
-def history(run: Path) -> list[dict[str, Any]]:
+def history(run):
     return [
         {"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in record.history.item}
         for record in read(run)
@@ -179,7 +170,7 @@ def history(run: Path) -> list[dict[str, Any]]:
     ]
 
 
-def curves(run: Path) -> set[tuple[int, str, float]]:
+def curves(run):
     return {
         (row["global_step"], key, value)
         for row in history(run)
@@ -189,9 +180,7 @@ def curves(run: Path) -> set[tuple[int, str, float]]:
 
 
 @pytest.mark.usefixtures("wandb")
-def test_wandb_has_one_run_with_the_points_of_one_never_interrupted(
-    run_twice: Any, tmp_path: Path
-) -> None:
+def test_wandb_has_one_run_with_the_points_of_one_never_interrupted(run_twice, tmp_path):
     run_twice(lambda _: WandB(), 3)
     assert curves(tmp_path / "cut") == curves(tmp_path / "whole") != set()
     steps = [row["_step"] for row in history(tmp_path / "cut")]
@@ -201,7 +190,7 @@ def test_wandb_has_one_run_with_the_points_of_one_never_interrupted(
 
 
 @pytest.mark.usefixtures("wandb")
-def test_wandb_config_group_pictures_files_and_the_end(make_trainer: Any, job: Path) -> None:
+def test_wandb_config_group_pictures_files_and_the_end(make_trainer, job):
     trainer = make_trainer({"wandb": WandB()}, job)
     trainer.fit()
     trainer.log_image("samples/val", np.zeros((2, 3, 3), np.uint8))
@@ -237,7 +226,7 @@ def test_wandb_config_group_pictures_files_and_the_end(make_trainer: Any, job: P
 @pytest.mark.parametrize(
     ("state", "code"), [("pruned", 0), ("stopped", 0), ("preempted", 143), ("failed", 5)]
 )
-def test_wandb_statuses(make_trainer: Any, tmp_path: Path, state: str, code: int) -> None:
+def test_wandb_statuses(make_trainer, tmp_path, state, code):
     trainer = make_trainer({"wandb": WandB(artifacts=None)}, tmp_path)
     trainer.fit()
     trainer.end(Results(state, code=code))

@@ -6,8 +6,6 @@ import io
 import logging
 import math
 import os
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,34 +19,32 @@ from callbacks.trackers.csv import CSV
 from callbacks.trackers.recorder import MetricsLog
 from same_run import logged
 from toys import StopAt
-from trainer.callback import Callback, PRCurve, Results
+from trainer.callback import PRCurve, Results
 from trainer.errors import StorageError
 
-Rows = list[tuple[int, int, dict[str, float]]]  # step, epoch, values
 
-
-def recorders() -> dict[str, Callback]:
+def recorders():
     return {"metrics_log": MetricsLog(), "csv": CSV(), "tensorboard": TensorBoard()}
 
 
-def lines(run: Path) -> Rows:
+def lines(run):  # step, epoch, values
     return [(row.pop("step"), row.pop("epoch"), row) for row in logged(run)]
 
 
-def table(run: Path) -> Rows:
+def table(run):
     with (run / "csv" / "metrics.csv").open(newline="") as file:
         found = [{k: float(v) for k, v in row.items() if v} for row in csv.DictReader(file)]
     return [(int(row.pop("step")), int(row.pop("epoch")), row) for row in found]
 
 
-def series(run: Path) -> dict[str, list[tuple[int, float]]]:
+def series(run):
     board = EventAccumulator(str(run / "tensorboard"), size_guidance={"scalars": 0})
     board.Reload()
     tags = board.Tags()["scalars"]
     return {tag: [(event.step, event.value) for event in board.Scalars(tag)] for tag in tags}
 
 
-def test_all_have_each_value_once_at_its_step(make_trainer: Any, tmp_path: Path) -> None:
+def test_all_have_each_value_once_at_its_step(make_trainer, tmp_path):
     trainer = make_trainer(recorders(), tmp_path)
     trainer.fit()
     # After the training, and its teardown.
@@ -86,8 +82,8 @@ def test_all_have_each_value_once_at_its_step(make_trainer: Any, tmp_path: Path)
 
 @pytest.mark.parametrize(("cut", "torn"), [(3, True), (5, False), (6, True)])
 def test_a_resumed_run_leaves_the_records_of_one_never_interrupted(
-    make_trainer: Any, tmp_path: Path, carry_over: Any, events: Any, cut: int, torn: bool
-) -> None:
+    make_trainer, tmp_path, carry_over, events, cut, torn
+):
     whole, run = tmp_path / "whole", tmp_path / "cut"
     straight = make_trainer(recorders(), whole)
     straight.fit()
@@ -118,7 +114,7 @@ def test_a_resumed_run_leaves_the_records_of_one_never_interrupted(
         assert tags.count("custom_scalars__config__") == 1
 
 
-def test_no_folder_no_log(make_trainer: Any, tmp_path: Path) -> None:
+def test_no_folder_no_log(make_trainer, tmp_path):
     make_trainer(recorders()).fit()
     trainer = make_trainer(recorders())
     trainer.run_dir = tmp_path / "missing"
@@ -127,11 +123,11 @@ def test_no_folder_no_log(make_trainer: Any, tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_one_warning_and_leaves_no_half_record(
-    make_trainer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
-) -> None:
+    make_trainer, tmp_path, monkeypatch, caplog
+):
     write, calls = os.write, iter(range(1, 99))
 
-    def full(descriptor: int, content: bytes) -> int:
+    def full(descriptor, content):
         of_board = os.readlink(f"/proc/self/fd/{descriptor}").endswith(".regimen")
         call = next(calls) if of_board else 0
         if call == 4:
@@ -157,8 +153,8 @@ def test_a_full_disk_is_one_warning_and_leaves_no_half_record(
     ],
 )
 def test_a_folder_that_is_not_there_is_one_warning_and_is_not_begun_anew(
-    make_trainer: Any, tmp_path: Path, caplog: Any, kind: Any, folder: str, later: bool
-) -> None:
+    make_trainer, tmp_path, caplog, kind, folder, later
+):
     trainer, place = make_trainer({"mine": kind()}, tmp_path), tmp_path / folder
     if not later:
         place.write_text("in the way")
@@ -179,7 +175,7 @@ COUNTS = [4.0, 3.0, 0.0], [6.0, 1.0, 0.0], [0.0, 5.0, 6.0], [0.0, 1.0, 4.0]  # a
 CURVE = PRCurve(np.array([0.0, 0.5, 1.0]), *map(np.array, COUNTS))
 
 
-def test_images_histograms_texts_and_curves(make_trainer: Any, tmp_path: Path) -> None:
+def test_images_histograms_texts_and_curves(make_trainer, tmp_path):
     (tmp_path / "config.yaml").write_text("name: mine\noptimizer: {lr: 0.1}\n")
     trainer = make_trainer(recorders(), tmp_path)
     trainer.fit()

@@ -1,17 +1,12 @@
 """Roles that a callback of one's own may have: an average, a saver, a receiver of what is shown."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch import Tensor
 
 from callbacks.ema import EMA
 from scripts.runs.report import best_of
@@ -28,14 +23,14 @@ from trainer.strategies.strategy import Strategy
 class Half(Average):
     """Evaluate with half of the weights that the run ended with."""
 
-    def __init__(self) -> None:
-        self.weights: dict[str, Tensor] = {}
+    def __init__(self):
+        self.weights = {}
 
-    def on_fit_end(self, trainer: Any) -> None:
+    def on_fit_end(self, trainer):
         self.weights = {n: p.detach().clone() / 2 for n, p in trainer.model.named_parameters()}
 
     @contextmanager
-    def swap(self, trainer: Any) -> Iterator[None]:
+    def swap(self, trainer):
         parameters = dict(trainer.model.named_parameters())
         kept = {n: p.detach().clone() for n, p in parameters.items()}
         with torch.no_grad():
@@ -45,27 +40,25 @@ class Half(Average):
             for name, value in kept.items():
                 parameters[name].copy_(value)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self):
         return {"weights": self.weights}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state):
         self.weights = dict(state["weights"])
 
 
 class Keeper(Saver):
     """Write nothing, and know which step was the best."""
 
-    def best_result(self) -> tuple[str, float, int] | None:
+    def best_result(self):
         return "val/loss", 0.5, 7
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self):
         return {"ranking": [[7, 0.5]]}
 
 
 @pytest.mark.parametrize("kind", [Half, EMA])
-def test_an_average_is_evaluated_saved_and_loaded_under_any_name(
-    make_trainer: Any, kind: Any
-) -> None:
+def test_an_average_is_evaluated_saved_and_loaded_under_any_name(make_trainer, kind):
     trainer = make_trainer({"mine": kind()})
     trainer.fit()
     payload = snapshot.take(trainer)
@@ -81,20 +74,20 @@ def test_an_average_is_evaluated_saved_and_loaded_under_any_name(
     assert without.evaluate(without.val_loaders["val"], "val") != expected
 
 
-def test_averages_and_savers_of_ones_own_have_their_roles(make_trainer: Any) -> None:
+def test_averages_and_savers_of_ones_own_have_their_roles(make_trainer):
     with pytest.raises(ModelError, match=r"callbacks\.one and callbacks\.two"):
         make_trainer({"one": Half(), "two": EMA(0.9)})
     callbacks = {"one": Half(), "two": EMA(0.9, use_for_evaluation=False), "keeps": Keeper()}
     trainer = make_trainer(callbacks)
     assert trainer.average is trainer.callbacks["one"]
     trainer.fit()
-    experiment: Any = SimpleNamespace(trainer=trainer)
+    experiment = SimpleNamespace(trainer=trainer)
     assert best_of(experiment) == ("val/loss", 0.5, 7)
     assert Moment.of(snapshot.take(trainer)).best == (7,)
 
 
-def test_pruning_comes_first_and_checkpoints_last_under_any_name() -> None:
-    nodes: dict[str, Any] = {
+def test_pruning_comes_first_and_checkpoints_last_under_any_name():
+    nodes = {
         "saves": {"_target_": "callbacks.checkpoint.Checkpoint"},
         "ema": {"_target_": "callbacks.ema.EMA", "decay": 0.5},
         "smaller": {
@@ -102,12 +95,12 @@ def test_pruning_comes_first_and_checkpoints_last_under_any_name() -> None:
             "rules": {"weights": {"kind": "matrix"}},
         },
     }
-    config: Any = SimpleNamespace(callbacks=nodes)
+    config = SimpleNamespace(callbacks=nodes)
     assert list(Assembly(config, Strategy()).callbacks) == ["smaller", "ema", "saves"]
 
 
-def test_a_leaderboard_goes_by_the_metric_of_the_best() -> None:
-    jobs: Any = [SimpleNamespace(results={"best/val/f1": 0.5, "val/f1": 0.25})]
+def test_a_leaderboard_goes_by_the_metric_of_the_best():
+    jobs = [SimpleNamespace(results={"best/val/f1": 0.5, "val/f1": 0.25})]
     config = {"callbacks": {"keeps": {"monitor": "val/f1", "mode": "min"}, "none": None}}
     ranking = Ranking(config, jobs, expected="val/accuracy")
     assert (ranking.name, ranking.value(jobs[0]), ranking.rank_of(0.5)) == ("val/f1", 0.5, 0.5)
@@ -116,20 +109,20 @@ def test_a_leaderboard_goes_by_the_metric_of_the_best() -> None:
 
 
 def test_a_hook_with_wrong_parameters_is_found_and_a_name_nearly_as_a_hook_is_told(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    caplog,
+):
     class Short(Callback):
-        def on_epoch_end(self) -> None:  # type: ignore[override]
+        def on_epoch_end(self):
             pass
 
     with pytest.raises(ModelError, match=r"Short\.on_epoch_end must take \(self, trainer\)"):
         Hooks([Short()])
 
     class Lightnings(Callback):
-        def on_train_epoch_end(self, trainer: Any) -> None:
+        def on_train_epoch_end(self, trainer):
             pass
 
-        def on_my_own_account(self) -> None:
+        def on_my_own_account(self):
             pass
 
     Hooks([Lightnings()])
@@ -141,25 +134,25 @@ def test_a_hook_with_wrong_parameters_is_found_and_a_name_nearly_as_a_hook_is_to
 class Tracker(Callback):
     """What a tracker of one's own looks like."""
 
-    def __init__(self) -> None:
-        self.got: dict[str, tuple[Any, LogPoint]] = {}
-        self.ends: list[Results] = []
+    def __init__(self):
+        self.got = {}
+        self.ends = []
 
-    def on_media(self, trainer: Any, name: str, media: Any) -> None:
+    def on_media(self, trainer, name, media):
         self.got[name] = (media, trainer.log_point)
 
-    def on_run_end(self, trainer: Any, results: Results) -> None:
+    def on_run_end(self, trainer, results):
         self.ends.append(results)
 
 
 class Figure:
     """All that is asked of a figure of matplotlib's."""
 
-    def savefig(self, file: Any, format: str) -> None:
+    def savefig(self, file, format):
         Image.new("RGB", (5, 3), (255, 0, 0)).save(file, format)
 
 
-def test_a_figure_is_an_image_and_where_nobody_receives_nothing_is_read(make_trainer: Any) -> None:
+def test_a_figure_is_an_image_and_where_nobody_receives_nothing_is_read(make_trainer):
     tracker = Tracker()
     trainer = make_trainer({"a": tracker}, max_epochs=1)
     trainer.fit()
@@ -173,11 +166,9 @@ def test_a_figure_is_an_image_and_where_nobody_receives_nothing_is_read(make_tra
         deaf.log_histogram("histogram", torch.empty(4))
 
 
-def test_the_end_is_told_once_and_an_error_in_it_changes_nothing(
-    make_trainer: Any, caplog: Any
-) -> None:
+def test_the_end_is_told_once_and_an_error_in_it_changes_nothing(make_trainer, caplog):
     class Breaks(Callback):
-        def on_run_end(self, trainer: Any, results: Results) -> None:
+        def on_run_end(self, trainer, results):
             raise ValueError("no network")
 
     tracker = Tracker()
@@ -203,7 +194,7 @@ def test_the_end_is_told_once_and_an_error_in_it_changes_nothing(
         pytest.param(torch.tensor([[True]]), [255] * 3, id="bool"),
     ],
 )
-def test_images_of_any_kind(image: Any, pixel: list[int]) -> None:
+def test_images_of_any_kind(image, pixel):
     array = as_image(image)
     assert (array.shape, array.dtype, array[0, 0].tolist()) == ((1, 1, 3), np.uint8, pixel)
     with pytest.raises(ValueError, match=r"an image of shape \[1, 2, 5\]"):

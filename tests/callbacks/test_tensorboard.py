@@ -3,7 +3,6 @@
 import json
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
 
 import yaml
 from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
@@ -27,7 +26,7 @@ SWEPT = "optimizer.weight_decay"
 STATES = ("finished", "pruned", "preempted", "stopped", "killed", "failed")
 
 
-def test_hparams_are_in_the_runs_own_files(make_trainer: Any, tmp_path: Path, events: Any) -> None:
+def test_hparams_are_in_the_runs_own_files(make_trainer, tmp_path, events):
     (tmp_path / "config.yaml").write_text(
         "seed: 3\nrun_dir: null\noptimizer: {lr: 1.0e-06, nesterov: true, betas: [0.9, 0.99]}\n"
         "loader: {batch_size: 8, num_workers: 2}\nmodel: {_target_: models.mlp.MLP}\n"
@@ -51,14 +50,14 @@ def test_hparams_are_in_the_runs_own_files(make_trainer: Any, tmp_path: Path, ev
     }
 
 
-def test_a_run_by_itself_shows_rate_batch_size_model_and_seed() -> None:
+def test_a_run_by_itself_shows_rate_batch_size_model_and_seed():
     config = compose(["experiment=resnet18", "optimizer=muon"]).config
     patterns = config["callbacks"]["tensorboard"]["hparams"]
     shown = [key for key, _ in leaves(config) if any(fnmatch(key, p) for p in patterns)]
     assert sorted(shown) == ["loader.batch_size", "model._target_", "optimizer.lr", "seed"]
 
 
-def tab(board: Path) -> tuple[Any, dict[str, Any]]:
+def tab(board):
     """Return what TensorBoard answers for the HParams tab: columns, and each run's session."""
     multiplexer = EventMultiplexer()
     multiplexer.AddRunsFromDirectory(str(board))
@@ -75,9 +74,7 @@ def tab(board: Path) -> tuple[Any, dict[str, Any]]:
     return experiment, {s.name: (group, s) for group in groups for s in group.sessions}
 
 
-def test_each_job_of_a_sweep_has_a_row_with_what_varies_and_how_it_ended(
-    make_trainer: Any, tmp_path: Path
-) -> None:
+def test_each_job_of_a_sweep_has_a_row_with_what_varies_and_how_it_ended(make_trainer, tmp_path):
     (tmp_path / "sweep.json").write_text(json.dumps({"swept": [SWEPT]}))
     jobs = []
     for number, state in enumerate(STATES):
@@ -115,7 +112,7 @@ def test_each_job_of_a_sweep_has_a_row_with_what_varies_and_how_it_ended(
     assert str(values["best/val/loss"])[:8] in best
 
 
-def test_command_is_safe_to_paste() -> None:
+def test_command_is_safe_to_paste():
     plain, odd = command(Path("runs/net/1")), command(Path("/my runs/net:1"))
     assert plain == "tensorboard --logdir runs/net/1/tensorboard"
     assert odd == "tensorboard --logdir '/my runs/net:1/tensorboard'"

@@ -1,8 +1,5 @@
 """Tests of the callbacks as a set: what they read, what a resume leaves, their YAML."""
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from callbacks.checkpoint import Checkpoint
@@ -29,7 +26,7 @@ from toys import StopAt
 from trainer.callback import Callback
 
 
-def everything() -> dict[str, Callback]:
+def everything():
     return {
         "metrics_log": MetricsLog(),
         "progress": Progress(),
@@ -50,15 +47,13 @@ def everything() -> dict[str, Callback]:
 class StopInValidation(Callback):
     """End a run as a signal would that comes while it validates."""
 
-    def on_validation_start(self, trainer: Any) -> None:
+    def on_validation_start(self, trainer):
         if trainer.state.global_step == 10:
             trainer.state.request_stop("SIGTERM", 143)
 
 
 @pytest.mark.parametrize("cuts", [[3], [5], [10], [12], [4, 7, 11], ["validation"]], ids=str)
-def test_resumed_as_if_never_interrupted(
-    make_trainer: Any, tmp_path: Path, carry_over: Any, cuts: list[Any]
-) -> None:
+def test_resumed_as_if_never_interrupted(make_trainer, tmp_path, carry_over, cuts):
     whole = make_trainer(everything(), tmp_path / "whole", max_epochs=6)
     whole.fit()
     assert "has not improved" in str(whole.state.stop_reason)
@@ -79,9 +74,7 @@ def test_resumed_as_if_never_interrupted(
 @pytest.mark.parametrize(
     "lost", ["early_stopping", "checkpoint", "tensorboard", "metrics_log", "ema"]
 )
-def test_each_state_is_needed_for_that(
-    make_trainer: Any, tmp_path: Path, carry_over: Any, lost: str
-) -> None:
+def test_each_state_is_needed_for_that(make_trainer, tmp_path, carry_over, lost):
     whole = make_trainer(everything(), tmp_path / "whole", max_epochs=6)
     first = make_trainer({**everything(), "stop": StopAt(12)}, tmp_path / "cut", max_epochs=6)
     second = make_trainer(everything(), tmp_path / "cut", max_epochs=6)
@@ -115,6 +108,6 @@ def test_each_state_is_needed_for_that(
         for options in choices
     ],
 )
-def test_options_out_of_range(kind: Any, options: dict[str, Any]) -> None:
+def test_options_out_of_range(kind, options):
     with pytest.raises(CallbackError):
         kind(**options)

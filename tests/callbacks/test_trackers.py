@@ -2,35 +2,30 @@
 
 import json
 import logging
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from callbacks.trackers import recorder as module
 from callbacks.trackers.mlflow import MLflow
-from callbacks.trackers.recorder import MetricsLog, Names, Tracker, names_of
+from callbacks.trackers.recorder import MetricsLog, Tracker, names_of
 from callbacks.trackers.wandb import WandB
 from conf.errors import ConfigError
 from toys import StopAt
 from trainer import snapshot
 from trainer.callback import Callback, Results
 
-Store = dict[str, list[tuple[int, str, float]]]  # tracked runs, with their points
-
 
 class Listed(Tracker):
     package = "torch"
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store):
         super().__init__(max_megabytes=1.0)
-        self.store = store
+        self.store = store  # tracked runs, with their points
         self.down = False
-        self.ended: list[str] = []
+        self.ended = []
         self.run_id = ""
 
-    def connect(self, names: Names, tracked: Mapping[str, str]) -> tuple[dict[str, str], str]:
+    def connect(self, names, tracked):
         self._fail_if_down()
         self.run_id = tracked.get("run_id", "")
         if not self.run_id:
@@ -38,35 +33,33 @@ class Listed(Tracker):
             self.store[self.run_id] = []
         return {"run_id": self.run_id}, self.run_id
 
-    def send(self, step: int, values: Mapping[str, Any]) -> None:
+    def send(self, step, values):
         self._fail_if_down()
         self.store[self.run_id] += [(step, k, v) for k, v in values.items() if k != "epoch"]
 
-    def send_end(self, results: Results, files: Mapping[str, Path]) -> None:
+    def send_end(self, results, files):
         self._fail_if_down()
         self.ended.append(results.state)
 
-    def _fail_if_down(self) -> None:
+    def _fail_if_down(self):
         if self.down:
             raise ConnectionError("no route to host")
 
 
-def points(store: Store) -> list[tuple[int, str, float]]:
+def points(store):
     (run,) = store.values()
     return run
 
 
 @pytest.mark.parametrize("cut", [3, 5, 6])
-def test_a_resumed_run_goes_on_without_doubled_points(run_twice: Any, cut: int) -> None:
-    stores: dict[str, Store] = {"whole": {}, "cut": {}}
+def test_a_resumed_run_goes_on_without_doubled_points(run_twice, cut):
+    stores = {"whole": {}, "cut": {}}
     run_twice(lambda name: Listed(stores[name]), cut)
     assert sorted(points(stores["cut"])) == sorted(points(stores["whole"]))
 
 
-def test_other_hyper_parameters_begin_another_tracked_run(
-    make_trainer: Any, tmp_path: Path, carry_over: Any
-) -> None:
-    store: Store = {}
+def test_other_hyper_parameters_begin_another_tracked_run(make_trainer, tmp_path, carry_over):
+    store = {}
     first = make_trainer({"tracker": Listed(store), "stop": StopAt(5)}, tmp_path)
     second = make_trainer({"tracker": Listed(store)}, tmp_path)
     third = make_trainer({"tracker": Listed(store)}, tmp_path, lr=0.01)
@@ -86,9 +79,9 @@ def test_other_hyper_parameters_begin_another_tracked_run(
 
 
 def test_a_tracker_that_is_down_is_one_warning_and_gets_all_when_it_is_back(
-    make_trainer: Any, tmp_path: Path, caplog: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now, whole, tracker = [0.0], Store(), Listed({})
+    make_trainer, tmp_path, caplog, monkeypatch
+):
+    now, whole, tracker = [0.0], {}, Listed({})
     monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
     make_trainer({"tracker": Listed(whole)}, tmp_path / "whole").fit()
     tracker.down = True
@@ -111,13 +104,13 @@ def test_a_tracker_that_is_down_is_one_warning_and_gets_all_when_it_is_back(
 
 @pytest.mark.parametrize("next_start", [False, True])
 def test_what_a_tracker_missed_is_sent_at_the_end_or_by_the_next_start(
-    make_trainer: Any, tmp_path: Path, carry_over: Any, next_start: bool
-) -> None:
+    make_trainer, tmp_path, carry_over, next_start
+):
     class Outage(Callback):
-        def on_update_end(self, trainer: Any) -> None:
+        def on_update_end(self, trainer):
             tracker.down = trainer.state.global_step > 3
 
-    whole, store = Store(), Store()
+    whole, store = {}, {}
     make_trainer({"tracker": Listed(whole)}, tmp_path / "whole").fit()
     tracker = Listed(store)
     callbacks = {"outage": Outage(), "log": MetricsLog(), "tracker": tracker}
@@ -134,7 +127,7 @@ def test_what_a_tracker_missed_is_sent_at_the_end_or_by_the_next_start(
     assert sorted(points(store)) == sorted(points(whole))
 
 
-def test_names_of_a_job_are_what_varies_in_its_sweep(tmp_path: Path) -> None:
+def test_names_of_a_job_are_what_varies_in_its_sweep(tmp_path):
     job = tmp_path / "night" / "3"
     job.mkdir(parents=True)
     (job / "config.yaml").write_text("name: digits\noptimizer: {lr: 0.1}\n")
@@ -150,7 +143,7 @@ def test_names_of_a_job_are_what_varies_in_its_sweep(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("artifacts", ["links", "files", None])
-def test_files_of_a_run_are_bounded(tmp_path: Path, artifacts: str | None) -> None:
+def test_files_of_a_run_are_bounded(tmp_path, artifacts):
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "trackers").mkdir()
     for name, size in (("a.yaml", 10), ("checkpoints/step-2.pt", 900), ("trackers/x.json", 5)):
@@ -174,9 +167,7 @@ def test_files_of_a_run_are_bounded(tmp_path: Path, artifacts: str | None) -> No
         pytest.param(WandB, {}, "not_here is not installed: pip install not_here", id="package"),
     ],
 )
-def test_options(
-    monkeypatch: pytest.MonkeyPatch, kind: Any, options: dict[str, Any], message: str
-) -> None:
+def test_options(monkeypatch, kind, options, message):
     monkeypatch.setattr(kind, "package", "torch" if options else "not_here")
     with pytest.raises(ConfigError, match=message):
         kind(**options)

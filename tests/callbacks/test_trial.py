@@ -1,6 +1,5 @@
 """A job of a search reports to its study, and ends if the pruner decides so."""
 
-from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -13,10 +12,8 @@ from trainer.callback import Callback
 from trainer.distributed import Group
 from trainer.errors import CheckpointError
 from trainer.state import PRUNED, TrainState
-from trainer.trainer import Trainer
 
 optuna = pytest.importorskip("optuna")
-MakeTrainer = Callable[..., Trainer]
 pytestmark = pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning")
 ALWAYS = {"name": "asha", "options": {"min_resource": 2, "bootstrap_count": 9}}  # prunes at 2
 NEVER = {"name": None, "options": {}}

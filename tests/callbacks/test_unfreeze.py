@@ -1,5 +1,4 @@
 import copy
-from typing import Any
 
 import pytest
 import torch
@@ -15,13 +14,13 @@ STAGES = {"norm": {"pattern": "1.*", "epoch": 1}, "first": {"pattern": "0.*", "s
 class Moves(Callback):
     """Note which parameters each update changed, and whether BatchNorm's statistics moved."""
 
-    def __init__(self) -> None:
-        self.moved: list[set[str]] = []
+    def __init__(self):
+        self.moved = []
 
-    def on_fit_start(self, trainer: Any) -> None:
+    def on_fit_start(self, trainer):
         self._before = copy.deepcopy(trainer.model.state_dict())
 
-    def on_update_end(self, trainer: Any) -> None:
+    def on_update_end(self, trainer):
         now = trainer.model.state_dict()
         names = {n for n, v in now.items() if not torch.equal(v, self._before[n])}
         self.moved.append(names - {"0.bias", "1.num_batches_tracked"})
@@ -34,7 +33,7 @@ NORM = {"1.weight", "1.bias"}
 FIRST = {"0.weight"}  # its bias means nothing in front of a BatchNorm: it may stay
 
 
-def test_stages_begin_at_their_epoch_and_step(make_trainer: Any) -> None:
+def test_stages_begin_at_their_epoch_and_step(make_trainer):
     moves = Moves()
     trainer = make_trainer({"unfreeze": Unfreeze(STAGES), "moves": moves})
     for group in trainer.optimizers.groups():
@@ -45,7 +44,7 @@ def test_stages_begin_at_their_epoch_and_step(make_trainer: Any) -> None:
     assert moves.moved[7:] == [HEAD | NORM | STATISTICS | FIRST] * 3
 
 
-def test_first_match_decides_and_neither_means_never(make_trainer: Any) -> None:
+def test_first_match_decides_and_neither_means_never(make_trainer):
     moves = Moves()
     stages = {"dropped": None, "head": {"pattern": "3.*", "epoch": 0}, "rest": {"pattern": "*"}}
     trainer = make_trainer({"unfreeze": Unfreeze(stages), "moves": moves})
@@ -54,7 +53,7 @@ def test_first_match_decides_and_neither_means_never(make_trainer: Any) -> None:
     assert not trainer.model[1].training
 
 
-MISTAKES: dict[str, Any] = {
+MISTAKES = {
     r"a\.pattern=9\.\*: matches no": {"a": {"pattern": "9.*", "epoch": 1}},
     r"b\.pattern=0\.\*: matches no": {"a": {"pattern": "*"}, "b": {"pattern": "0.*"}},
     r"stages\.a=\{'epoch': 1\}: give pattern": {"a": {"epoch": 1}},
@@ -65,8 +64,8 @@ MISTAKES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("said", MISTAKES)
-def test_mistakes(make_trainer: Any, said: str) -> None:
-    def fit(stages: Any) -> None:
+def test_mistakes(make_trainer, said):
+    def fit(stages):
         trainer = make_trainer({"unfreeze": Unfreeze(stages)})
         trainer.model[3].weight.requires_grad_("last" not in stages)
         trainer.fit()
@@ -75,7 +74,7 @@ def test_mistakes(make_trainer: Any, said: str) -> None:
         fit(MISTAKES[said])
 
 
-def test_a_compiled_model_trains_what_is_unfrozen() -> None:
+def test_a_compiled_model_trains_what_is_unfrozen():
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
     compiled, first = torch.compile(model, dynamic=False, backend="aot_eager"), model[0]
     found = []

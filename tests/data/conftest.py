@@ -3,9 +3,7 @@
 import os
 import random
 import time
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +11,6 @@ import torch
 from PIL import Image
 
 from conf.check import parse
-from data.loading.loader import Loader
 from scripts.composition.compose import compose
 from trainer.assembly.data import build_data
 from trainer.assembly.experiment import eval_loader, train_loader
@@ -22,17 +19,17 @@ from trainer.assembly.experiment import eval_loader, train_loader
 class Noisy:
     """Samples that draw from torch, python and numpy; one of them can misbehave."""
 
-    def __init__(self, samples: int = 20, bad: dict[int, str] | None = None) -> None:
+    def __init__(self, samples=20, bad=None):
         self.samples = samples
         self.bad = bad or {}
 
-    def __len__(self) -> int:
+    def __len__(self):
         return self.samples
 
-    def path(self, index: int) -> str:
+    def path(self, index):
         return f"/pictures/{index}.jpg"
 
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+    def __getitem__(self, index):
         fault = self.bad.get(index)
         if fault == "raise":
             raise ValueError("broken\nin two lines")
@@ -50,16 +47,16 @@ class Noisy:
 
 
 @pytest.fixture
-def noisy() -> type[Noisy]:
+def noisy():
     """The class of misbehaving data sets."""
     return Noisy
 
 
 @pytest.fixture
-def write_image() -> Any:
+def write_image():
     """A function that writes a small image file and returns its path."""
 
-    def write(path: Path, size: tuple[int, int] = (12, 10), mode: str = "RGB", **save: Any) -> Path:
+    def write(path, size=(12, 10), mode="RGB", **save):
         path.parent.mkdir(parents=True, exist_ok=True)
         seed = sum(path.name.encode())
         pixels = np.random.RandomState(seed).randint(0, 256, (size[1], size[0], 3), np.uint8)
@@ -70,7 +67,7 @@ def write_image() -> Any:
 
 
 @pytest.fixture
-def picture_tree(tmp_path: Path, write_image: Any) -> Path:
+def picture_tree(tmp_path, write_image):
     """A folder tree: train with 10 cats and 6 dogs, test with 2 of each; no val."""
     for folder, count in (("train/cat", 10), ("train/dog", 6), ("test/cat", 2), ("test/dog", 2)):
         for number in range(count):
@@ -78,27 +75,27 @@ def picture_tree(tmp_path: Path, write_image: Any) -> Path:
     return tmp_path
 
 
-def _built(*words: str, rank: int = 0, world: int = 1) -> list[Loader]:
+def _built(*words, rank=0, world=1):
     config = parse(compose(list(words)).config)
     data, group = build_data(config), SimpleNamespace(rank=rank, data_rank=rank, data_size=world)
-    strategy: Any = SimpleNamespace(group=group, device=torch.device("cpu"))
+    strategy = SimpleNamespace(group=group, device=torch.device("cpu"))
     test = data.sets["test"]
     held_out = [] if test is None else [eval_loader(config, test, strategy, limit=3)]
     return [train_loader(config, data, strategy), *held_out]
 
 
 @pytest.fixture
-def built() -> Any:
+def built():
     """A function from overrides to the loaders of a rank: of training, and of test if there is."""
     return _built
 
 
 @pytest.fixture
-def seen() -> Any:
+def seen():
     """A function from overrides to what a network sees of each sample, over all ranks."""
 
-    def run(*words: str, world: int = 1) -> dict[int, torch.Tensor]:
-        found: dict[int, torch.Tensor] = {}
+    def run(*words, world=1):
+        found = {}
         for rank in range(world):
             loader, *_ = _built(*words, rank=rank, world=world)
             for micro in loader.epoch(1):

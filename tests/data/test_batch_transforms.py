@@ -1,12 +1,11 @@
 """Batched transforms against torchvision's per-sample forms: the same pixels, the same chances."""
 
 import copy
-from typing import Any
 
 import pytest
 import torch
 from scipy.stats import ks_2samp
-from torch import Generator, Tensor
+from torch import Generator
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as F
 
@@ -18,65 +17,65 @@ N = 1500
 HEIGHT, WIDTH = 12, 16
 
 
-def _pictures(samples: int, dtype: torch.dtype = torch.uint8) -> Tensor:
+def _pictures(samples, dtype=torch.uint8):
     shape = (samples, 3, HEIGHT, WIDTH)
     drawn = torch.randint(0, 256, shape, generator=Generator().manual_seed(1), dtype=torch.uint8)
     return drawn if dtype == torch.uint8 else drawn.to(dtype) / 255
 
 
-def _coordinates() -> Tensor:
+def _coordinates():
     """An image that says of each pixel where it comes from, and that it is one."""
     rows = torch.arange(1.0, HEIGHT + 1)[:, None].expand(HEIGHT, WIDTH)
     columns = torch.arange(1.0, WIDTH + 1).expand(HEIGHT, WIDTH)
     return torch.stack([rows, columns, torch.ones(HEIGHT, WIDTH)])
 
 
-def _draw(transform: Any, samples: int, seed: int = 0) -> Any:
+def _draw(transform, samples, seed=0):
     return transform.draw(Draws(keys(range(samples), seed)), HEIGHT, WIDTH)
 
 
-def _windows(mode: str) -> Any:
-    def window(image: Tensor, top: Tensor, left: Tensor) -> Tensor:
+def _windows(mode):
+    def window(image, top, left):
         return F.crop(F.pad(image, [2], padding_mode=mode), int(top), int(left), 9, 14)
 
     return batched.RandomCrop((9, 14), padding=2, padding_mode=mode), window
 
 
-def _flips(name: str, mirror: Any) -> Any:
+def _flips(name, mirror):
     flip = getattr(batched, f"Random{name}Flip")(p=0.4, masks=True)
     return flip, lambda image, drawn: mirror(image) if drawn else image
 
 
-def _erased(value: Any) -> Any:
+def _erased(value):
     fill = torch.tensor(value).view(-1, 1, 1)
 
-    def erased(image: Tensor, *box: Tensor) -> Tensor:
+    def erased(image, *box):
         return F.erase(image, *map(int, box), fill) if box[2] else image
 
     return batched.RandomErasing(p=0.7, value=value), erased
 
 
-def _moved(interpolation: str) -> Any:
+def _moved(interpolation):
     mode = v2.InterpolationMode(interpolation)
 
-    def moved(image: Tensor, angle: Tensor, x: Tensor, y: Tensor, by: Tensor) -> Tensor:
+    def moved(image, angle, x, y, by):
         degrees, place = float(angle) * 180 / torch.pi, [int(x), int(y)]
         return F.affine(image, degrees, place, float(by), [0.0, 0.0], interpolation=mode)
 
     return batched.RandomAffine(20, (0.2, 0.1), (0.8, 1.3), interpolation), moved
 
 
-def _resized() -> Any:
-    def resized(image: Tensor, *box: Tensor) -> Tensor:
+def _resized():
+    def resized(image, *box):
         return F.resized_crop(image, *map(int, box), [12, 10], antialias=False)
 
     return batched.RandomResizedCrop((12, 10)), resized
 
 
-def _coloured() -> Any:
+def _coloured():
     functions = (F.adjust_brightness, F.adjust_contrast, F.adjust_saturation)
 
-    def coloured(image: Tensor, factors: Tensor, order: Tensor) -> Tensor:
+    def coloured(image, factors, order):
         for turn in order.tolist():
             image = functions[turn](image, float(factors[turn]))
         return image
@@ -107,8 +106,8 @@ BYTES, FLOATS = torch.uint8, torch.float32
     ],
 )
 def test_each_image_is_torchvisions_for_what_was_drawn_and_the_same_in_every_batch(
-    pair: Any, dtypes: list[torch.dtype], largest: float, share: float
-) -> None:
+    pair, dtypes, largest, share
+):
     transform, one = pair
     for dtype in dtypes:
         images, draws = _pictures(40, dtype=dtype), _draw(transform, 40)
@@ -136,7 +135,7 @@ def test_each_image_is_torchvisions_for_what_was_drawn_and_the_same_in_every_bat
             assert torch.equal(transform(images[part], *(row[part] for row in draws)), whole[part])
 
 
-def test_an_alternating_flip_shows_each_image_both_ways_in_two_epochs() -> None:
+def test_an_alternating_flip_shows_each_image_both_ways_in_two_epochs():
     flip, images = batched.AlternatingFlip(), _pictures(40)
     seen = [
         flip(images, *flip.draw(Draws(keys(range(40), 1), epoch), HEIGHT, WIDTH))
@@ -148,7 +147,7 @@ def test_an_alternating_flip_shows_each_image_both_ways_in_two_epochs() -> None:
     assert 8 < sum(turned) < 32
 
 
-def test_crop_treats_masks_alike_with_their_own_fill() -> None:
+def test_crop_treats_masks_alike_with_their_own_fill():
     crop = batched.RandomCrop(10, padding=3, fill=7, masks=True, mask_fill=99)
     draws = _draw(crop, 30)
     cut = crop(torch.zeros(30, 1, HEIGHT, WIDTH), *draws)
@@ -160,7 +159,7 @@ def test_crop_treats_masks_alike_with_their_own_fill() -> None:
         _draw(batched.RandomCrop(20, padding=1), 2)
 
 
-def _features(images: Tensor) -> Tensor:
+def _features(images):
     """Numbers that tell where pixels came from and how many there are (n, features)."""
     middle = images[:, :, images.shape[-2] // 2, images.shape[-1] // 2]
     corner = images[:, :, 1, 2]
@@ -180,9 +179,7 @@ def _features(images: Tensor) -> Tensor:
         ("ColorJitter", {"brightness": 0.8}, {}),
     ],
 )
-def test_batched_form_has_the_distribution_of_the_per_sample_form(
-    name: str, options: dict[str, Any], others: dict[str, Any]
-) -> None:
+def test_batched_form_has_the_distribution_of_the_per_sample_form(name, options, others):
     ours, theirs = getattr(batched, name)(**options), getattr(v2, name)(**{**options, **others})
     picture = torch.full((1, HEIGHT, WIDTH), 0.5) if name == "ColorJitter" else _coordinates()
     many = picture.expand(N, *picture.shape)

@@ -2,7 +2,6 @@
 
 import inspect
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -10,7 +9,6 @@ from hydra.utils import get_object
 from omegaconf import OmegaConf
 
 from conf.check import parse
-from data.loading.loader import Loader
 from data.samplers import UpdateSampler, as_order, as_updates
 from data.sources import Digits
 from scripts.composition.compose import compose
@@ -19,7 +17,7 @@ from trainer.targets.instantiate import instantiate
 CONF = Path(__file__).parents[2] / "conf"
 
 
-def _all(loader: Loader) -> torch.Tensor:
+def _all(loader):
     return torch.cat([micro.batch[0] for micro in loader.epoch(0)])
 
 
@@ -32,14 +30,12 @@ def _all(loader: Loader) -> torch.Tensor:
         (["experiment=resnet18_cifar10", "transforms=basic"], "to_float"),
     ],
 )
-def test_a_data_set_chooses_transforms_that_others_override(words: list[str], first: str) -> None:
+def test_a_data_set_chooses_transforms_that_others_override(words, first):
     assert next(iter(parse(compose(words).config).transforms.train)) == first
 
 
 @pytest.mark.parametrize("size", [8, 40])
-def test_a_folder_of_any_sizes_and_digits_as_configured(
-    picture_tree: Path, write_image: Any, built: Any, size: int
-) -> None:
+def test_a_folder_of_any_sizes_and_digits_as_configured(picture_tree, write_image, built, size):
     write_image(picture_tree / "train" / "cat" / "tiny.png", size=(1, 1))
     write_image(picture_tree / "test" / "cat" / "wide.png", size=(90, 7))
     words = ("data=image_folder", f"data.root={picture_tree}", f"data.image_size={size}")
@@ -50,16 +46,14 @@ def test_a_folder_of_any_sizes_and_digits_as_configured(
 
 
 @pytest.mark.parametrize("transforms", sorted(p.stem for p in (CONF / "transforms").glob("*")))
-def test_transforms_run_as_configured(
-    picture_tree: Path, write_image: Any, built: Any, transforms: str
-) -> None:
+def test_transforms_run_as_configured(picture_tree, write_image, built, transforms):
     for path in picture_tree.rglob("*.jpg"):
         write_image(path, size=(12, 12))
     words = ["data=image_folder", f"data.root={picture_tree}", "data.image_size=12"]
     words += ["data.num_classes=2", f"transforms={transforms}", "loader.batch_size=4"]
     for loader in built(*words):
         inputs, targets = next(loader.epoch(0)).batch
-        mixes = any("mix" in name for name in loader.transforms.steps)  # type: ignore[union-attr]
+        mixes = any("mix" in name for name in loader.transforms.steps)
         assert len(inputs) == len(targets) == 4
         assert inputs.shape[-3] == 3
         assert transforms == "none" or inputs.dtype == torch.float32
@@ -67,8 +61,8 @@ def test_transforms_run_as_configured(
 
 
 @pytest.mark.parametrize("path", sorted((CONF / "loader").glob("*/*.yaml")), ids=lambda p: p.stem)
-def test_samplers_run_as_configured(path: Path) -> None:
-    node: Any = OmegaConf.to_container(OmegaConf.load(path))
+def test_samplers_run_as_configured(path):
+    node = OmegaConf.to_container(OmegaConf.load(path))
     digits = Digits("val", image_size=8)
     given = {"dataset": digits, "data_source": digits, "seed": 3}
     taken = inspect.signature(get_object(node["_target_"])).parameters
@@ -81,7 +75,7 @@ def test_samplers_run_as_configured(path: Path) -> None:
     assert max(indices) < len(digits)
 
 
-def test_the_stream_holds_the_digits(built: Any) -> None:
+def test_the_stream_holds_the_digits(built):
     words = ("transforms=basic", "loader.shuffle=false")
     streamed, digits = (built(f"data={name}", *words)[0] for name in ("digits_stream", "digits"))
     assert torch.equal(_all(streamed), _all(digits))

@@ -2,7 +2,6 @@
 
 import io
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -27,7 +26,7 @@ MODES = [("CMYK", "jpg"), ("L", "jpg"), ("P", "png"), ("RGBA", "png"), ("LA", "p
 @pytest.mark.parametrize(
     ("mode", "name"), [*(("RGB", n) for n in NAMES), *((m, f"Bild \u00df.{e}") for m, e in MODES)]
 )
-def test_pixels_are_pillows(tmp_path: Path, write_image: Any, mode: str, name: str) -> None:
+def test_pixels_are_pillows(tmp_path, write_image, mode, name):
     path = write_image(tmp_path / name, mode=mode)
     for channels, kind in ((3, "RGB"), (1, "L"))[: 1 + (mode == "RGB")]:
         with Image.open(path) as opened:
@@ -37,7 +36,7 @@ def test_pixels_are_pillows(tmp_path: Path, write_image: Any, mode: str, name: s
         assert np.array_equal(image.permute(1, 2, 0).squeeze().numpy(), expected)
 
 
-def test_sixteen_bit_greys_are_scaled_not_cut(tmp_path: Path) -> None:
+def test_sixteen_bit_greys_are_scaled_not_cut(tmp_path):
     values = np.linspace(0, 65535, 64).astype(np.uint16).reshape(8, 8)
     Image.fromarray(values).save(tmp_path / "deep.png")
     image = read_image(tmp_path / "deep.png", channels=1)
@@ -49,7 +48,7 @@ def test_sixteen_bit_greys_are_scaled_not_cut(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["turned.jpg", "turned.png"])  # torchvision's, Pillow's
-def test_exif_orientation_is_applied(tmp_path: Path, name: str) -> None:
+def test_exif_orientation_is_applied(tmp_path, name):
     exif = Image.Exif()
     exif[0x0112] = 6
     gradient = np.linspace(0, 255, 16 * 32).astype(np.uint8).reshape(16, 32)
@@ -59,7 +58,7 @@ def test_exif_orientation_is_applied(tmp_path: Path, name: str) -> None:
     assert image[0, 0, -1] < image[0, 0, 0]
 
 
-def _jpeg() -> bytes:
+def _jpeg():
     stream = io.BytesIO()
     noise = np.random.RandomState(0).randint(0, 256, (64, 64, 3), np.uint8)
     Image.fromarray(noise).save(stream, "jpeg")
@@ -80,7 +79,7 @@ def _jpeg() -> bytes:
     ],
     ids=range(8),
 )
-def test_broken_file_is_named(tmp_path: Path, content: Any, text: str) -> None:
+def test_broken_file_is_named(tmp_path, content, text):
     path = tmp_path / "broken.jpg"
     path.mkdir() if content is None else path.write_bytes(content)
     with pytest.raises(DataError, match=text) as caught:
@@ -89,7 +88,7 @@ def test_broken_file_is_named(tmp_path: Path, content: Any, text: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_every_truncation_and_flipped_bit_is_an_image_or_a_data_error(tmp_path: Path) -> None:
+def test_every_truncation_and_flipped_bit_is_an_image_or_a_data_error(tmp_path):
     whole, draw = _jpeg(), np.random.RandomState(1)
     path = tmp_path / "x.jpg"
     outcomes = []
@@ -106,9 +105,7 @@ def test_every_truncation_and_flipped_bit_is_an_image_or_a_data_error(tmp_path: 
 
 
 @pytest.mark.parametrize("name", ["bomb.jpg", "bomb.png"])
-def test_bomb_is_refused_by_its_header(
-    tmp_path: Path, write_image: Any, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_bomb_is_refused_by_its_header(tmp_path, write_image, monkeypatch, name):
     path = write_image(tmp_path / name)
     monkeypatch.setattr(decode, "MAX_PIXELS", 100)
     with pytest.raises(DataError, match=r"refused to decode .*bomb.*12 x 10 pixels"):
@@ -123,10 +120,10 @@ def test_bomb_is_refused_by_its_header(
             read_image(path)
 
 
-def test_a_program_named_as_a_picture_is_not_run(tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_program_named_as_a_picture_is_not_run(tmp_path, monkeypatch):
     from PIL import EpsImagePlugin
 
-    started: list[Any] = []
+    started = []
     monkeypatch.setattr(EpsImagePlugin, "Ghostscript", lambda *words, **_: started.append(words))
     monkeypatch.setattr(EpsImagePlugin, "has_ghostscript", lambda: True)
     header = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n"
@@ -138,7 +135,7 @@ def test_a_program_named_as_a_picture_is_not_run(tmp_path: Path, monkeypatch: An
 
 @pytest.mark.parametrize("mode", ["RGB", "L", "P", "CMYK"])
 @pytest.mark.parametrize("name", ["resize_crop", "imagenet", "crop_flip", "shift"])
-def test_shipped_transforms_take_pictures_of_pillows(name: str, mode: str) -> None:
+def test_shipped_transforms_take_pictures_of_pillows(name, mode):
     image = Image.fromarray(np.random.RandomState(0).randint(0, 256, (40, 50, 3), np.uint8))
     image = image.convert(mode)
     words = ["data=digits" if mode == "L" else "data=cifar10", "data.image_size=32"]
@@ -158,18 +155,18 @@ SIDES = 331, 250  # width and height: no multiples of 8
 
 
 @pytest.fixture
-def _every_file_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
+def _every_file_is_large(monkeypatch):
     monkeypatch.setattr(decode, "LARGE_PIXELS", 1)
 
 
-def _smooth(seed: int = 0) -> Image.Image:
+def _smooth(seed=0):
     """Return a picture without detail finer than some 20 pixels."""
     coarse = torch.rand(1, 3, 9, 12, generator=torch.Generator().manual_seed(seed)) * 255
     fine = interpolate(coarse, SIDES[::-1], mode="bicubic")[0].clamp(0, 255).byte()
     return Image.fromarray(fine.permute(1, 2, 0).numpy())
 
 
-def _write(path: Path, turn: int = 1, seed: int = 0) -> str:
+def _write(path, turn=1, seed=0):
     exif = Image.Exif()
     exif[0x0112] = turn
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -182,7 +179,7 @@ def _write(path: Path, turn: int = 1, seed: int = 0) -> str:
 @pytest.mark.parametrize(
     "step", [v2.RandomResizedCrop(30), v2.RandomResizedCrop((24, 36)), v2.Resize(60)], ids=repr
 )
-def test_part_is_that_of_whole_picture(tmp_path: Path, turn: int, step: Any) -> None:
+def test_part_is_that_of_whole_picture(tmp_path, turn, step):
     path, quick = _write(tmp_path / "a.jpg", turn), quick_form(step)
     scaled = 0
     for seed in range(8):
@@ -202,7 +199,7 @@ def test_part_is_that_of_whole_picture(tmp_path: Path, turn: int, step: Any) -> 
 @pytest.mark.parametrize(
     "step", [v2.RandomResizedCrop(240), v2.Resize(160), v2.Resize((130, 170))], ids=repr
 )
-def test_what_is_not_twice_as_large_is_decoded_whole_to_the_bit(tmp_path: Path, step: Any) -> None:
+def test_what_is_not_twice_as_large_is_decoded_whole_to_the_bit(tmp_path, step):
     path, quick = _write(tmp_path / "a.jpg"), quick_form(step)
     for seed in range(4):
         torch.manual_seed(seed)
@@ -216,9 +213,7 @@ def test_what_is_not_twice_as_large_is_decoded_whole_to_the_bit(tmp_path: Path, 
 
 
 @large
-def test_only_large_plain_jpeg_files_are_left_undecoded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_large_plain_jpeg_files_are_left_undecoded(tmp_path, monkeypatch):
     path = _write(tmp_path / "a.jpg")
     _smooth().save(tmp_path / "a.png")
     _smooth().convert("CMYK").save(tmp_path / "inks.jpg")
@@ -226,17 +221,17 @@ def test_only_large_plain_jpeg_files_are_left_undecoded(
     steps = {"flip": v2.RandomHorizontalFlip(), "crop": quick_form(v2.RandomResizedCrop(30))}
     assert not Pipeline(steps).takes_files  # the first step needs the whole image
     _smooth().convert("L").save(tmp_path / "grey.jpg")
-    part = open_image(str(tmp_path / "grey.jpg")).part([0, 0, 200, 200], [20, 20])  # type: ignore[union-attr]
+    part = open_image(str(tmp_path / "grey.jpg")).part([0, 0, 200, 200], [20, 20])
     assert torch.equal(part[0], part[2])
     for name in ("a.png", "inks.jpg"):
-        assert torch.equal(open_image(str(tmp_path / name)), read_image(tmp_path / name))  # type: ignore[arg-type]
+        assert torch.equal(open_image(str(tmp_path / name)), read_image(tmp_path / name))
     assert isinstance(open_image(path, channels=1), Tensor)  # the grey of a colour file is Pillow's
     monkeypatch.setattr(decode, "LARGE_PIXELS", SIDES[0] * SIDES[1] + 1)
     assert isinstance(open_image(path), Tensor)
 
 
 @large
-def test_a_broken_file_in_part_is_named(tmp_path: Path) -> None:
+def test_a_broken_file_in_part_is_named(tmp_path):
     path = Path(_write(tmp_path / "a.jpg"))
     path.write_bytes(path.read_bytes()[:3000])
     file = open_image(str(path))
@@ -246,7 +241,7 @@ def test_a_broken_file_in_part_is_named(tmp_path: Path) -> None:
 
 
 @large
-def test_a_run_shows_nearly_what_it_would_show_of_whole_files(tmp_path: Path, seen: Any) -> None:
+def test_a_run_shows_nearly_what_it_would_show_of_whole_files(tmp_path, seen):
     for number in range(10):
         _write(tmp_path / "train" / "cat" / f"{number}.jpg", 1 + number % 8, seed=number)
     words = ["experiment=resnet18", "data=image_folder", f"data.root={tmp_path}"]

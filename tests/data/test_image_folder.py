@@ -1,9 +1,7 @@
 """Folders of images: what is found, what is cut, and what is refused."""
 
 import logging
-from pathlib import Path
 from shutil import rmtree
-from typing import Any
 
 import pytest
 
@@ -12,11 +10,11 @@ from data.image_folder import Pictures, find_pictures, image_folder
 from toy_batches import batches
 
 
-def _open(root: Path, split: Any = "train", **options: Any) -> Any:
+def _open(root, split="train", **options):
     return image_folder(str(root), split, **options)
 
 
-def test_missing_val_is_cut_from_train_by_the_rule(picture_tree: Path) -> None:
+def test_missing_val_is_cut_from_train_by_the_rule(picture_tree):
     train, val = (_open(picture_tree, s, val_fraction=0.25) for s in ("train", "val"))
     assert (len(train), len(val)) == (12, 4)
     files = [[split.path(i) for i in range(len(split))] for split in (train, val)]
@@ -30,8 +28,8 @@ def test_missing_val_is_cut_from_train_by_the_rule(picture_tree: Path) -> None:
 
 
 def test_splits_that_are_there_are_taken_and_absent_ones_reported(
-    picture_tree: Path, write_image: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+    picture_tree, write_image, caplog
+):
     rmtree(picture_tree / "test")
     with caplog.at_level(logging.WARNING):
         assert _open(picture_tree, "test") is None
@@ -42,9 +40,7 @@ def test_splits_that_are_there_are_taken_and_absent_ones_reported(
     assert [len(_open(picture_tree, split)) for split in ("train", "val")] == [16, 2]
 
 
-def test_hidden_nested_and_foreign_files(
-    picture_tree: Path, write_image: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_hidden_nested_and_foreign_files(picture_tree, write_image, caplog):
     cats = picture_tree / "train" / "cat"
     write_image(cats / ".ipynb_checkpoints" / "copy.jpg")
     write_image(picture_tree / "train" / ".ipynb_checkpoints" / "copy.jpg")
@@ -60,7 +56,7 @@ def test_hidden_nested_and_foreign_files(
 
 
 @pytest.mark.parametrize("end", ["nowhere.jpg", "aa.jpg"])
-def test_dangling_link_is_a_sample_that_fails_by_name(picture_tree: Path, end: str) -> None:
+def test_dangling_link_is_a_sample_that_fails_by_name(picture_tree, end):
     (picture_tree / "train" / "cat" / "aa.jpg").symlink_to(end)
     train = _open(picture_tree, val_fraction=0.0)
     broken = [i for i in range(len(train)) if train.path(i).endswith("aa.jpg")]
@@ -83,9 +79,7 @@ TWINS = ("train/caf\u00e9", "train/cafe\u0301")
         ([], TWINS, "look the same"),
     ],
 )
-def test_damaged_tree_names_the_key_and_the_fault(
-    picture_tree: Path, removed: Any, made: Any, text: str
-) -> None:
+def test_damaged_tree_names_the_key_and_the_fault(picture_tree, removed, made, text):
     for name in removed:
         rmtree(picture_tree / name)
     for name in made:
@@ -95,13 +89,13 @@ def test_damaged_tree_names_the_key_and_the_fault(
     assert "data.root" in str(caught.value)
 
 
-def test_one_image_a_class_cannot_give_a_val_split(tmp_path: Path, write_image: Any) -> None:
+def test_one_image_a_class_cannot_give_a_val_split(tmp_path, write_image):
     write_image(tmp_path / "train" / "cat" / "1.jpg")
     with pytest.raises(DataError, match="too few samples to cut a val"):
         _open(tmp_path, "val")
 
 
-def test_pictures_are_samples_without_classes(picture_tree: Path) -> None:
+def test_pictures_are_samples_without_classes(picture_tree):
     names = find_pictures(str(picture_tree / "test"))
     files = Pictures(names, 3, [6, 5], transform=lambda image: image.float())
     assert len(files) == 4

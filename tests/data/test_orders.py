@@ -1,8 +1,6 @@
 """Orders and updates: pure functions of (seed, epoch), whoever brings them and however split."""
 
 import random
-from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pytest
@@ -31,28 +29,28 @@ class Labelled:
 
     targets = np.repeat([0, 1, 2], [90, 9, 1])
 
-    def __len__(self) -> int:
+    def __len__(self):
         return 100
 
 
 class Lucky(torch_data.Sampler[int]):
     """Draw from the generator that `source` names."""
 
-    def __init__(self, source: str, samples: int = 50) -> None:
+    def __init__(self, source, samples=50):
         self.source = source
         self.samples = samples
         self.epoch = 0
         self.own = np.random.default_rng(0)
 
-    def set_epoch(self, epoch: int) -> None:
+    def set_epoch(self, epoch):
         self.epoch = epoch
 
-    def __len__(self) -> int:
+    def __len__(self):
         return self.samples
 
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self):
         order = list(range(self.samples - self.epoch * (self.source == "shrinking")))
-        shuffles: dict[str, Any] = {
+        shuffles = {
             "random": random.shuffle,
             "numpy": np.random.shuffle,
             "epoch": random.Random(self.epoch).shuffle,
@@ -62,8 +60,8 @@ class Lucky(torch_data.Sampler[int]):
         return iter(order)
 
 
-SHARED: Any = torch_data.DistributedSampler(range(10), num_replicas=2, rank=0)
-READ: dict[str, Any] = {
+SHARED = torch_data.DistributedSampler(range(10), num_replicas=2, rank=0)
+READ = {
     "torch-random": lambda: torch_data.RandomSampler(range(50)),
     "generator": lambda: torch_data.RandomSampler(range(50), generator=torch.Generator()),
     "torch-weighted": lambda: torch_data.WeightedRandomSampler([1.0] * 50, 50),
@@ -72,7 +70,7 @@ READ: dict[str, Any] = {
     "numpy": lambda: Lucky("numpy"),
     "set-epoch": lambda: Lucky("epoch"),
 }
-ORDERS: dict[str, Any] = {
+ORDERS = {
     "shuffled": lambda seed: Shuffled(100, seed),
     "weighted": lambda seed: Weighted(Labelled(), seed, np.arange(100.0).tolist()),
     "balanced": lambda seed: ClassBalanced(Labelled(), seed),
@@ -83,7 +81,7 @@ ORDERS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("make", ORDERS.values(), ids=ORDERS)
-def test_orders_are_functions_of_seed_and_epoch(make: Any) -> None:
+def test_orders_are_functions_of_seed_and_epoch(make):
     states = torch.get_rng_state(), random.getstate()
     order = make(1)
     first = order(0)[0:40]
@@ -106,14 +104,12 @@ def test_orders_are_functions_of_seed_and_epoch(make: Any) -> None:
     world=st.integers(1, 5),
     kind=st.sampled_from([lambda n: Shuffled(n, 1), lambda n: LowMemory(range(n), 1)]),
 )
-def test_pieces_of_all_ranks_partition_the_batch(
-    samples: int, batch: int, accumulation: int, world: int, kind: Any
-) -> None:
+def test_pieces_of_all_ranks_partition_the_batch(samples, batch, accumulation, world, kind):
     order = kind(samples)
     whole = order(0)[:]
     assert sorted(whole) == list(range(samples))
     assert np.array_equal(whole[::-1], order(0)[::-1])
-    cut: Any = {"batch_size": batch, "gradient_accumulation_steps": accumulation}
+    cut = {"batch_size": batch, "gradient_accumulation_steps": accumulation}
     samplers = [UpdateSampler(order, **cut, rank=rank, world_size=world) for rank in range(world)]
     dropping = UpdateSampler(order, batch_size=min(batch, samples), drop_last=True)
     assert len(dropping) == samples // min(batch, samples)
@@ -134,7 +130,7 @@ def test_pieces_of_all_ranks_partition_the_batch(
                 assert piece.count or (piece.indices, piece.start) == ((expected[0],), 0)
 
 
-def test_balanced_draws_classes_equally_often() -> None:
+def test_balanced_draws_classes_equally_often():
     weighted = Weighted(Labelled(), 0, [1.0] * 50 + [3.0] * 50, num_samples=40000)
     counts = np.bincount(weighted(0), minlength=100)
     assert abs(counts[50:].sum() / 40000 - 0.75) < 0.01
@@ -146,7 +142,7 @@ def test_balanced_draws_classes_equally_often() -> None:
     assert abs((Labelled.targets[natural(0)] == 0).mean() - 0.9) < 0.01
 
 
-def test_subset_is_stratified_and_the_same_for_every_seed() -> None:
+def test_subset_is_stratified_and_the_same_for_every_seed():
     one, other = (Subset(Labelled(), seed, size=20) for seed in (1, 2))
     assert set(one(0)) == set(other(5))
     assert np.bincount(Labelled.targets[one(0)]).tolist() == [18, 1, 1]
@@ -156,14 +152,14 @@ def test_subset_is_stratified_and_the_same_for_every_seed() -> None:
     assert len(Subset(Labelled(), 0, size=1.0)) == 100
 
 
-def test_the_orders_of_a_seed_stay() -> None:
+def test_the_orders_of_a_seed_stay():
     """Runs resume with them: these were written down."""
     assert Shuffled(10, 0)(0).tolist() == [1, 6, 9, 5, 3, 7, 0, 4, 2, 8]
     assert Shuffled(8, 3)(1).tolist() == [0, 2, 1, 4, 6, 7, 3, 5]
     assert LowMemory(range(11), 5)(2)[:].tolist() == [3, 9, 8, 0, 7, 6, 2, 4, 10, 5, 1]
 
 
-def test_permutation_moves_samples_anywhere() -> None:
+def test_permutation_moves_samples_anywhere():
     """Chi-squared over where each of 20 samples lands, beside numpy's own shuffle."""
     landed = np.zeros((20, 20))
     for epoch in range(1000):
@@ -173,7 +169,7 @@ def test_permutation_moves_samples_anywhere() -> None:
     assert abs(chi_squared - degrees) < 4 * np.sqrt(2 * degrees)
 
 
-def test_a_billion_samples_cost_no_memory_and_no_time() -> None:
+def test_a_billion_samples_cost_no_memory_and_no_time():
     order = default_order(range(1_000_000_000), seed=1)
     sampler = UpdateSampler(order, batch_size=4096, rank=511, world_size=512)
     pieces = [sampler.pieces(3, update) for update in (0, 100_000, len(sampler) - 1)]
@@ -182,7 +178,7 @@ def test_a_billion_samples_cost_no_memory_and_no_time() -> None:
     assert max(drawn) > 500_000_000
 
 
-def test_the_order_of_a_data_set_without_a_sampler(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_order_of_a_data_set_without_a_sampler(monkeypatch):
     assert default_order(range(4), 0, shuffle=False)(7).tolist() == [0, 1, 2, 3]
     assert isinstance(default_order(Stream(range(9)), 0), Sequential)
     assert isinstance(default_order(range(10), 0), Shuffled)
@@ -209,16 +205,16 @@ def test_the_order_of_a_data_set_without_a_sampler(monkeypatch: pytest.MonkeyPat
         (lambda: GivenBatches([[1], []], 0), "gives no batches, or empty ones"),
     ],
 )
-def test_no_update_names_the_keys(make: Any, text: str) -> None:
+def test_no_update_names_the_keys(make, text):
     with pytest.raises(DataError, match=text):
         make()
 
 
-def _batches() -> Any:
+def _batches():
     return torch_data.BatchSampler(torch_data.RandomSampler(range(23)), 5, drop_last=False)
 
 
-def test_batch_sampler_makes_the_updates() -> None:
+def test_batch_sampler_makes_the_updates():
     updates = as_updates(_batches(), seed=4)
     sampler = UpdateSampler(updates, batch_size=1, gradient_accumulation_steps=2)
     assert len(sampler) == 5
@@ -231,7 +227,7 @@ def test_batch_sampler_makes_the_updates() -> None:
     assert other != epoch
 
 
-def test_per_class_updates_hold_so_many_of_so_many() -> None:
+def test_per_class_updates_hold_so_many_of_so_many():
     updates = PerClass(Labelled(), seed=0, classes=2, samples_per_class=4)
     sampler = UpdateSampler(as_updates(updates, seed=0), batch_size=1)
     assert len(sampler) == 12

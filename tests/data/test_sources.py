@@ -3,8 +3,6 @@
 import pickle
 import random
 import struct
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -30,7 +28,7 @@ FEW = ("textwrap", "heapq", "string")  # modules that are quickly read
 
 @given(targets=st.lists(st.integers(0, 4), min_size=1, max_size=80), wanted=st.integers(0, 40))
 @example(targets=[0, 1, 2, 2, 2, 2, 2], wanted=4)
-def test_cut_partitions_and_leaves_every_class_behind(targets: list[int], wanted: int) -> None:
+def test_cut_partitions_and_leaves_every_class_behind(targets, wanted):
     rest, part = cut(targets, wanted, seed=1)
     assert sorted([*rest, *part]) == list(range(len(targets)))
     assert {targets[i] for i in rest} == set(targets)
@@ -42,7 +40,7 @@ def test_cut_partitions_and_leaves_every_class_behind(targets: list[int], wanted
 
 
 @pytest.mark.parametrize("labelled", [True, False])
-def test_folds_share_all_samples_out(labelled: bool) -> None:
+def test_folds_share_all_samples_out(labelled):
     targets = np.arange(50) % 3 if labelled else None
     folds = [fold_of(50, k, 5, 7, targets) for k in range(5)]
     assert sorted(i for _, part in folds for i in part) == list(range(50))
@@ -57,7 +55,7 @@ def test_folds_share_all_samples_out(labelled: bool) -> None:
             fold_of(len(few), 0, 5 if len(few) < 4 else 3, 0, few)
 
 
-def test_digits_are_scikit_learns_split_once_and_for_all() -> None:
+def test_digits_are_scikit_learns_split_once_and_for_all():
     for ours, theirs in zip(_digits(), load_digits(return_X_y=True), strict=True):
         assert np.array_equal(ours, theirs)
         assert ours.dtype == theirs.dtype
@@ -76,7 +74,7 @@ def test_digits_are_scikit_learns_split_once_and_for_all() -> None:
         Digits("train", image_size=-3)
 
 
-def _write_cifar(folder: Path) -> None:
+def _write_cifar(folder):
     folder.mkdir(parents=True)
     draw, labels = np.random.RandomState(0), [i % 10 for i in range(20)]
     for name in [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]:
@@ -86,7 +84,7 @@ def _write_cifar(folder: Path) -> None:
     (folder / "batches.meta").write_bytes(pickle.dumps(names))
 
 
-def _write_fashion(folder: Path) -> None:
+def _write_fashion(folder):
     folder.mkdir(parents=True)
     for name, count in (("train", 60), ("t10k", 20)):
         images = np.random.RandomState(count).randint(0, 256, (count, 28, 28), np.uint8)
@@ -96,7 +94,7 @@ def _write_fashion(folder: Path) -> None:
             (folder / f"{name}-{kind}-ubyte").write_bytes(head + array.tobytes())
 
 
-def test_cifar10_from_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cifar10_from_files(tmp_path, monkeypatch):
     # torchvision knows the checksums of the real files.
     monkeypatch.setattr("torchvision.datasets.CIFAR10._check_integrity", lambda self: True)
     monkeypatch.setattr("torchvision.datasets.cifar.check_integrity", lambda *_: True)
@@ -113,7 +111,7 @@ def test_cifar10_from_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         Cifar10(str(tmp_path), "val", val_size=0)
 
 
-def test_fashion_mnist_from_files(tmp_path: Path) -> None:
+def test_fashion_mnist_from_files(tmp_path):
     _write_fashion(tmp_path / "FashionMNIST" / "raw")
     train = FashionMnist(str(tmp_path), "train", val_size=20)
     assert (len(train), len(FashionMnist(str(tmp_path), "test"))) == (40, 20)
@@ -123,7 +121,7 @@ def test_fashion_mnist_from_files(tmp_path: Path) -> None:
         FashionMnist(str(tmp_path / "absent"), "train", download=False)
 
 
-def test_a_scene_its_mask_and_its_labels_agree() -> None:
+def test_a_scene_its_mask_and_its_labels_agree():
     before = (torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy())
     scenes, labels = (DigitScenes("val", kind, image_size=16) for kind in ("mask", "present"))
     assert torch.equal(before[0], torch.get_rng_state())
@@ -146,7 +144,7 @@ def test_a_scene_its_mask_and_its_labels_agree() -> None:
             DigitScenes("val", **{"image_size": 16, **wrong})
 
 
-def test_the_table_is_split_once_and_standardised_by_its_training_part() -> None:
+def test_the_table_is_split_once_and_standardised_by_its_training_part():
     parts = [Diabetes(split) for split in SPLITS]
     train = parts[0]
     assert all(torch.equal(*pair) for pair in zip(train.tensors(), train[:], strict=True))
@@ -158,11 +156,11 @@ def test_the_table_is_split_once_and_standardised_by_its_training_part() -> None
     assert abs(parts[1].targets.mean()) > 1e-3
 
 
-def text(split: str = "train", **options) -> StandardLibraryText:
+def text(split="train", **options):
     return StandardLibraryText(split, **{"context": 16, "modules": FEW, **options})
 
 
-def test_text_is_read_and_what_follows_follows() -> None:
+def test_text_is_read_and_what_follows_follows():
     dataset = text()
     tokens, following = dataset[2]
     assert torch.equal(tokens[1:], following[:-1])
@@ -174,7 +172,7 @@ def test_text_is_read_and_what_follows_follows() -> None:
         text("val", context=100_000)
 
 
-def test_no_string_is_in_two_splits() -> None:
+def test_no_string_is_in_two_splits():
     whole = {split: "".join(ALPHABET[t] for t in text(split).tokens) for split in SPLITS}
     everything = [s for module in FEW for s in docstrings(module)]
     homes = [[split for split in SPLITS if s in whole[split]] for s in everything if len(s) > 60]
@@ -187,7 +185,7 @@ def test_no_string_is_in_two_splits() -> None:
     assert not torch.equal(drawn[0], drawn[2])
 
 
-def test_noise_comes_with_the_image_alone() -> None:
+def test_noise_comes_with_the_image_alone():
     dataset = WithNoise([(torch.ones(1, 4, 4), 3)], latent_dim=5, transform=lambda image: image * 2)
     torch.manual_seed(0)
     image, noise = dataset[0]
@@ -196,17 +194,17 @@ def test_noise_comes_with_the_image_alone() -> None:
     assert image.unique().tolist() == [2.0]
 
 
-def test_fingerprints_tell_data_apart(picture_tree: Path) -> None:
-    def of_folder() -> str:
+def test_fingerprints_tell_data_apart(picture_tree):
+    def of_folder():
         return fingerprint(image_folder(str(picture_tree), "train"))
 
     class Own:
-        def fingerprint(self) -> str:
+        def fingerprint(self):
             return "version 3"
 
     digits = fingerprint(Digits("val"))
     assert digits == fingerprint(Digits("val"))
-    changed: Any = Digits("val")
+    changed = Digits("val")
     changed.inputs[3, 0, 2, 2] += 1
     others = [Digits("test"), Digits("val", image_size=8), Digits("val", split_seed=1), changed]
     assert len({digits, *map(fingerprint, [*others, [1, 2]])}) == 6

@@ -1,7 +1,6 @@
 """Streams: the same batches for any number of workers and ranks, resumed by count."""
 
 import random
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -18,22 +17,22 @@ from toy_batches import batches
 class Numbers(IterableDataset[tuple[torch.Tensor, int]]):
     """20 numbers through a shuffle buffer; divides itself among workers, as many streams do."""
 
-    def __init__(self, samples: int = 20, jumps: bool = False) -> None:
+    def __init__(self, samples=20, jumps=False):
         self.samples = samples
         self.epoch = -1
         if jumps:
             self.iter_from = self._from
 
-    def set_epoch(self, epoch: int) -> None:
+    def set_epoch(self, epoch):
         self.epoch = epoch
 
-    def __len__(self) -> int:
+    def __len__(self):
         return self.samples
 
-    def __iter__(self) -> Iterator[tuple[torch.Tensor, int]]:
+    def __iter__(self):
         info = get_worker_info()
         step = 1 if info is None else info.num_workers
-        waiting: list[int] = []
+        waiting = []
         for number in range(0 if info is None else info.id, self.samples, step):
             waiting.append(number)
             if len(waiting) == 4:
@@ -41,21 +40,21 @@ class Numbers(IterableDataset[tuple[torch.Tensor, int]]):
         for number in waiting:
             yield self._sample(number)
 
-    def _from(self, position: int) -> Iterator[tuple[torch.Tensor, int]]:
+    def _from(self, position):
         for number in range(position, self.samples):
             yield self._sample(number)
 
-    def _sample(self, number: int) -> tuple[torch.Tensor, int]:
+    def _sample(self, number):
         return torch.tensor([float(number), self.epoch, random.random()]), number
 
 
-def _same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+def _same(one, other):
     return len(one) == len(other) and all(map(torch.equal, one, other))
 
 
 @pytest.mark.parametrize("jumps", [False, True])
 @pytest.mark.parametrize("workers", [1, 2])
-def test_workers_do_not_change_a_stream(workers: int, jumps: bool) -> None:
+def test_workers_do_not_change_a_stream(workers, jumps):
     whole = batches(Numbers(jumps=jumps))
     assert _same(batches(Numbers(jumps=jumps), workers=workers), whole)
     assert sorted(torch.cat(whole)[:, 0].tolist()) == list(range(20))
@@ -70,7 +69,7 @@ def test_workers_do_not_change_a_stream(workers: int, jumps: bool) -> None:
         assert _same(resumed, later[start:])
 
 
-def test_ranks_share_a_stream_out() -> None:
+def test_ranks_share_a_stream_out():
     parts = [
         batches(Numbers(), rank=rank, world_size=2, gradient_accumulation_steps=2)
         for rank in range(2)
@@ -84,18 +83,18 @@ class _Raw:
 
     loaded: list[int]
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.loaded = []
 
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self):
         return iter(range(100))
 
-    def load(self, key: int) -> tuple[torch.Tensor, int]:
+    def load(self, key):
         self.loaded.append(key)
         return torch.tensor([float(key)]), key
 
 
-def test_only_needed_samples_are_loaded_and_transformed() -> None:
+def test_only_needed_samples_are_loaded_and_transformed():
     raw = _Raw()
     stream = Stream(raw, length=20, transform=lambda image: image * 10)
     found = batches(stream, start=2)
@@ -103,7 +102,7 @@ def test_only_needed_samples_are_loaded_and_transformed() -> None:
     assert raw.loaded == list(range(12, 20))
 
 
-def test_an_epoch_that_was_broken_off_is_forgotten() -> None:
+def test_an_epoch_that_was_broken_off_is_forgotten():
     broken, fresh = Stream(Numbers()), Stream(Numbers())
     broken.begin_epoch(0, 5)
     assert broken[2] is not None
@@ -112,7 +111,7 @@ def test_an_epoch_that_was_broken_off_is_forgotten() -> None:
     assert torch.equal(broken[3][0], fresh[3][0])
 
 
-def test_a_stream_that_ends_early_is_told() -> None:
+def test_a_stream_that_ends_early_is_told():
     with pytest.raises(DataError, match="ended after 20 of 30 samples: set its length to 20"):
         batches(Stream(Numbers(), length=30))
     with pytest.raises(DataError, match=r"_Raw has no length.*data\.streams\.Stream"):

@@ -20,12 +20,12 @@ from data.transforms import (
 )
 
 
-def _model() -> nn.Module:
+def _model():
     torch.manual_seed(0)
     return nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 5))
 
 
-def test_ten_crops_are_averaged() -> None:
+def test_ten_crops_are_averaged():
     image = torch.randint(0, 256, (3, 12, 12), dtype=torch.uint8)
     pipeline = Pipeline(
         {
@@ -46,7 +46,7 @@ def test_ten_crops_are_averaged() -> None:
     assert torch.equal(average_views(model, views), model(views))  # single images
 
 
-def test_shifted_views_are_reflected_at_the_edge() -> None:
+def test_shifted_views_are_reflected_at_the_edge():
     image = torch.rand(3, 8, 6)
     padded = pad(image[None], [2, 2, 2, 2], mode="reflect")[0]
     views = Shifted(2)(image)
@@ -56,7 +56,7 @@ def test_shifted_views_are_reflected_at_the_edge() -> None:
     assert torch.equal(Mirrored()(image), torch.stack([image, image.flip(-1)]))
 
 
-def test_the_views_of_a_batch_are_those_of_each_image() -> None:
+def test_the_views_of_a_batch_are_those_of_each_image():
     images = torch.randint(0, 256, (5, 3, 8, 6), dtype=torch.uint8)
     shift, mirror = Shifted(), Mirrored()
     each = torch.stack([mirror(shift(image)) for image in images])
@@ -67,7 +67,7 @@ N = 40_000
 
 
 @pytest.mark.parametrize("which", range(3))
-def test_numbers_are_uniform(which: int) -> None:
+def test_numbers_are_uniform(which):
     draws = Draws(keys(range(N), which))
     first, second = draws.uniform(), draws.uniform(-2, 3)
     assert 0 <= first.min() < first.max() < 1
@@ -88,7 +88,7 @@ def test_numbers_are_uniform(which: int) -> None:
     assert chisquare(counts).pvalue > 1e-3
 
 
-def test_numbers_are_unrelated() -> None:
+def test_numbers_are_unrelated():
     """Between neighbours in a sample, samples, epochs and names: a 10 x 10 table of pairs."""
     assert keys([0, 7, 2**63], 3, 2).tolist() == [key(3, 2, value) for value in (0, 7, 2**63)]
     draws = Draws(keys(range(N), 1))

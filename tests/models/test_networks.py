@@ -1,7 +1,5 @@
 """Our networks: shapes, each one's own promise, and ResNet against torchvision's."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 import torchvision
@@ -34,9 +32,7 @@ from models.vit import ViT
         pytest.param(lambda: GAN(3, 8), (3, 3, 8, 8), (3, 1), id="gan-colour"),
     ],
 )
-def test_output_shape_and_gradients(
-    make: Callable[[], nn.Module], shape: tuple[int, ...], expected: tuple[int, ...]
-) -> None:
+def test_output_shape_and_gradients(make, shape, expected):
     model = make().train()
     out = model(torch.randn(shape))
     assert out.shape == expected
@@ -45,12 +41,12 @@ def test_output_shape_and_gradients(
     assert idle == []
 
 
-def test_mlp_has_neither_batch_statistics_nor_chance() -> None:
+def test_mlp_has_neither_batch_statistics_nor_chance():
     kinds = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd)
     assert not any(isinstance(module, kinds) for module in MLP(10).modules())
 
 
-def test_attention_equals_torchs() -> None:
+def test_attention_equals_torchs():
     torch.manual_seed(0)
     ours = Attention(dim=12, heads=3, dropout=0.0, causal=False)
     theirs = nn.MultiheadAttention(12, 3, batch_first=True)
@@ -61,7 +57,7 @@ def test_attention_equals_torchs() -> None:
     torch.testing.assert_close(ours(x), theirs(x, x, x, need_weights=False)[0])
 
 
-def test_gpt_sees_no_future() -> None:
+def test_gpt_sees_no_future():
     torch.manual_seed(0)
     model = GPT(20, context=8, dim=16, depth=2, heads=2).eval()
     tokens = torch.randint(20, (2, 8))
@@ -73,7 +69,7 @@ def test_gpt_sees_no_future() -> None:
     assert not torch.allclose(before[:, 5:], after[:, 5:])
 
 
-def test_gpt_starts_near_a_uniform_guess_with_small_branches_and_tied_weights() -> None:
+def test_gpt_starts_near_a_uniform_guess_with_small_branches_and_tied_weights():
     torch.manual_seed(0)
     model = GPT(50, context=8, depth=8)
     assert model.head.weight is model.token_embed.weight
@@ -85,7 +81,7 @@ def test_gpt_starts_near_a_uniform_guess_with_small_branches_and_tied_weights() 
     assert loss.item() == pytest.approx(torch.log(torch.tensor(50.0)).item(), abs=0.2)
 
 
-def test_gan_plays_both_parts_through_forward() -> None:
+def test_gan_plays_both_parts_through_forward():
     model = GAN(in_channels=1, image_size=16, latent_dim=4, width=8)
     images = model(torch.randn(3, 4), part="generator")
     assert images.shape == (3, 1, 16, 16)
@@ -96,7 +92,7 @@ def test_gan_plays_both_parts_through_forward() -> None:
 
 
 @pytest.mark.parametrize("depth", [18, 34, 50])
-def test_resnet_in_imagenets_form_is_torchvisions(depth: int) -> None:
+def test_resnet_in_imagenets_form_is_torchvisions(depth):
     torch.manual_seed(0)
     reference = torchvision.models.get_model(f"resnet{depth}", num_classes=7)
     model = ResNet(depth, num_classes=7, in_channels=3, stem="imagenet")
@@ -125,7 +121,7 @@ def test_resnet_in_imagenets_form_is_torchvisions(depth: int) -> None:
         pytest.param("cifar", 224, 1, id="set"),
     ],
 )
-def test_the_stem_follows_the_image_size_unless_it_is_set(stem, size, stride) -> None:
+def test_the_stem_follows_the_image_size_unless_it_is_set(stem, size, stride):
     model = ResNet(18, num_classes=2, stem=stem, image_size=size)
     assert model.conv1.stride == (stride, stride)
     small = stride == 1  # the cifar stem keeps the size
@@ -134,15 +130,15 @@ def test_the_stem_follows_the_image_size_unless_it_is_set(stem, size, stride) ->
 
 
 @pytest.mark.parametrize("depth", [18, 50])
-def test_zero_init_makes_each_block_its_shortcut(depth: int) -> None:
+def test_zero_init_makes_each_block_its_shortcut(depth):
     model = ResNet(depth, num_classes=10, zero_init_residual=True).eval()
     x = torch.rand(2, 64 if depth == 18 else 256, 4, 4)
     torch.testing.assert_close(model.layer1[1](x), x, rtol=0, atol=0)
 
 
-def test_each_activation_is_a_module_of_its_own() -> None:
+def test_each_activation_is_a_module_of_its_own():
     model = ResNet(18, num_classes=10)
-    calls: list[nn.Module] = []
+    calls = []
     for module in model.modules():
         if isinstance(module, nn.ReLU):
             module.register_forward_hook(lambda m, *_: calls.append(m))
@@ -150,12 +146,12 @@ def test_each_activation_is_a_module_of_its_own() -> None:
     assert len(calls) == len(set(calls)) == 17
 
 
-def layers(features: int = 32) -> list[nn.Module]:
+def layers(features=32):
     return [nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2),
             nn.Flatten(), nn.Dropout(0.5), nn.Linear(features, 10)]  # fmt: skip
 
 
-def test_a_list_becomes_the_sequential_written_by_hand() -> None:
+def test_a_list_becomes_the_sequential_written_by_hand():
     torch.manual_seed(0)
     model = from_layers(layers(), [1, 4, 4])
     state = torch.get_rng_state()
@@ -169,7 +165,7 @@ def test_a_list_becomes_the_sequential_written_by_hand() -> None:
     torch.testing.assert_close(model.eval()(x), by_hand.eval()(x), rtol=0, atol=0)
 
 
-def test_a_mapping_keeps_names_drops_none_and_sizes_lazy_layers() -> None:
+def test_a_mapping_keeps_names_drops_none_and_sizes_lazy_layers():
     given = {"flat": nn.Flatten(), "noise": None, "mid": nn.LazyLinear(3)}
     model = from_layers(given, [2, 5], num_classes=4)
     assert [name for name, _ in model.named_children()] == ["flat", "mid", "head"]
@@ -177,7 +173,7 @@ def test_a_mapping_keeps_names_drops_none_and_sizes_lazy_layers() -> None:
     assert model.mid.weight.requires_grad
 
 
-MISFITS: dict[str, Callable[[], object]] = {
+MISFITS = {
     "patch_size=4": lambda: ViT(10, image_size=18),
     r"model\.heads=5": lambda: ViT(10, heads=5),
     "8x8.*16x16": lambda: ViT(10, depth=1)(torch.zeros(1, 1, 8, 8)),
@@ -192,7 +188,7 @@ MISFITS: dict[str, Callable[[], object]] = {
 
 
 @pytest.mark.parametrize("said", MISFITS)
-def test_what_does_not_fit_is_said(said: str) -> None:
+def test_what_does_not_fit_is_said(said):
     with pytest.raises(NetworkError, match=said) as caught:
         MISFITS[said]()
     assert caught.value.exit_code == 2

@@ -3,9 +3,7 @@
 import logging
 import os
 import sys
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -26,26 +24,26 @@ from trainer.checkpoints.archive import write_safetensors
 from trainer.errors import CheckpointError
 
 
-def net(num_classes: int = 10, in_channels: int = 1, seed: int = 0) -> SmallCNN:
+def net(num_classes=10, in_channels=1, seed=0):
     torch.manual_seed(seed)
     return SmallCNN(num_classes, in_channels, widths=(4, 8))
 
 
 @pytest.fixture
-def saved(tmp_path: Path) -> Path:
+def saved(tmp_path):
     path = tmp_path / "weights.pt"
     torch.save(net(seed=1).state_dict(), path)
     return path
 
 
-def same(a: nn.Module, b: nn.Module, except_for: str = "-") -> bool:
+def same(a, b, except_for="-"):
     theirs = b.state_dict()
     return all(
         torch.equal(v, theirs[n]) for n, v in a.state_dict().items() if not n.startswith(except_for)
     )
 
 
-def test_a_file_a_run_and_a_foreign_wrapper_give_the_same(saved: Path, tmp_path: Path) -> None:
+def test_a_file_a_run_and_a_foreign_wrapper_give_the_same(saved, tmp_path):
     state, expected = torch.load(saved, weights_only=True), net(seed=1)
     (tmp_path / "run/checkpoints").mkdir(parents=True)
     torch.save({"model": state, "format_version": 2}, tmp_path / "run/checkpoints/last.pt")
@@ -65,9 +63,7 @@ def test_a_file_a_run_and_a_foreign_wrapper_give_the_same(saved: Path, tmp_path:
         read(str(saved))
 
 
-def test_another_number_of_classes_gets_a_fresh_head(
-    saved: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_another_number_of_classes_gets_a_fresh_head(saved, caplog):
     caplog.set_level(logging.INFO)
     model = fine_tune(net(num_classes=3), str(saved))
     assert same(model, net(seed=1), except_for="head.")
@@ -76,7 +72,7 @@ def test_another_number_of_classes_gets_a_fresh_head(
 
 
 @pytest.mark.parametrize("channels", [1, 2])
-def test_another_number_of_channels_sees_grey_as_before(channels: int) -> None:
+def test_another_number_of_channels_sees_grey_as_before(channels):
     trained, model = net(in_channels=3, seed=1).eval(), net(in_channels=channels).eval()
     found = load_weights(model, trained.state_dict())
     grey = torch.randn(2, 1, 8, 8)
@@ -85,7 +81,7 @@ def test_another_number_of_channels_sees_grey_as_before(channels: int) -> None:
     assert found["adapted"] == ["features.0.conv.weight"]
 
 
-def test_dropped_names_stay_as_initialised(saved: Path) -> None:
+def test_dropped_names_stay_as_initialised(saved):
     model = fine_tune(net(), str(saved), drop=["features.1.*"])
     assert same(model.features[1], net().features[1])
     assert same(model.features[0], net(seed=1).features[0])
@@ -93,9 +89,7 @@ def test_dropped_names_stay_as_initialised(saved: Path) -> None:
         fine_tune(net(), str(saved), drop=["featuers.*"])
 
 
-def test_names_of_one_side_are_refused_or_reported(
-    saved: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_names_of_one_side_are_refused_or_reported(saved, caplog):
     model = net()
     model.add_module("extra", nn.BatchNorm1d(2))
     model.add_module("head", nn.Linear(8, 10, bias=False))
@@ -106,7 +100,7 @@ def test_names_of_one_side_are_refused_or_reported(
     assert "unexpected: head.bias" in caplog.text
 
 
-def test_what_does_not_fit_is_named() -> None:
+def test_what_does_not_fit_is_named():
     words = r"features.1.conv.weight: .*\[9, 4, 3, 3\].*\[8, 4, 3, 3\].* model.drop$"
     with pytest.raises(CheckpointError, match=words):
         load_weights(net(), SmallCNN(10, 1, widths=(4, 9)).state_dict())
@@ -117,17 +111,15 @@ def test_what_does_not_fit_is_named() -> None:
 class Payload:
     """A pickle that would touch a file."""
 
-    def __init__(self, target: Path) -> None:
+    def __init__(self, target):
         self.target = target
 
-    def __reduce__(self) -> tuple[object, ...]:
+    def __reduce__(self):
         return os.system, (f"touch {self.target}",)
 
 
 @pytest.mark.parametrize("zipped", [True, False], ids=["zip", "pickle"])
-def test_code_in_a_file_is_refused_unrun(
-    tmp_path: Path, zipped: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_code_in_a_file_is_refused_unrun(tmp_path, zipped, monkeypatch):
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
     path, canary = tmp_path / "bad.pt", tmp_path / "canary"
     torch.save({"model": Payload(canary)}, path, _use_new_zipfile_serialization=zipped)
@@ -138,9 +130,7 @@ def test_code_in_a_file_is_refused_unrun(
 
 
 @pytest.mark.parametrize("callbacks", [{}, {"swa": 2}, {"swa": 0}], ids=str)
-def test_the_average_of_a_run_goes_before_its_weights(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, callbacks: dict[str, int]
-) -> None:
+def test_the_average_of_a_run_goes_before_its_weights(tmp_path, caplog, callbacks):
     caplog.set_level(logging.INFO)
     average = net(seed=2).state_dict()
     kept = {name: {"model": average, "averaged": count} for name, count in callbacks.items()}
@@ -153,7 +143,7 @@ def test_the_average_of_a_run_goes_before_its_weights(
 
 
 @pytest.fixture
-def cached(monkeypatch: pytest.MonkeyPatch) -> nn.Module:
+def cached(monkeypatch):
     """A trained ResNet-18 in place of what torchvision would download."""
     torch.manual_seed(1)
     trained = torchvision.models.resnet18()
@@ -163,7 +153,7 @@ def cached(monkeypatch: pytest.MonkeyPatch) -> nn.Module:
 
 
 @pytest.mark.parametrize("name", ["resnet18", "squeezenet1_0", "shufflenet_v2_x0_5", "mnasnet0_5"])
-def test_without_weights_it_is_torchvisions_own(name: str) -> None:
+def test_without_weights_it_is_torchvisions_own(name):
     torch.manual_seed(0)
     model = from_torchvision(name, num_classes=5).eval()
     torch.manual_seed(0)
@@ -172,7 +162,7 @@ def test_without_weights_it_is_torchvisions_own(name: str) -> None:
     torch.testing.assert_close(model(x), reference(x), rtol=0, atol=0)
 
 
-def test_arguments_reach_the_builder_and_channels_follow_the_data() -> None:
+def test_arguments_reach_the_builder_and_channels_follow_the_data():
     model = from_torchvision("mobilenet_v3_small", 5, in_channels=1, dropout=0.7).eval()
     assert {m.p for m in model.modules() if isinstance(m, nn.Dropout)} == {0.7}
     assert model(torch.zeros(2, 1, 32, 32)).shape == (2, 5)
@@ -180,7 +170,7 @@ def test_arguments_reach_the_builder_and_channels_follow_the_data() -> None:
     assert grey.std().item() == pytest.approx(colour.std().item(), rel=0.1)
 
 
-def test_trained_weights_with_a_fresh_head_and_for_grey_images(cached: nn.Module) -> None:
+def test_trained_weights_with_a_fresh_head_and_for_grey_images(cached):
     model = from_torchvision("resnet18", num_classes=5, weights="DEFAULT")
     assert model.fc.weight.shape == (5, 512)
     assert same(model, cached, except_for="fc.")
@@ -191,8 +181,8 @@ def test_trained_weights_with_a_fresh_head_and_for_grey_images(cached: nn.Module
 
 
 def test_weights_are_not_fetched_on_meta_nor_for_a_checkpoints_sake(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     monkeypatch.setattr(torchvision_adapter, "fetch", lambda entry: pytest.fail("fetched"))
     with torch.device("meta"):
         from_torchvision("resnet18", 5, in_channels=1, weights="DEFAULT")
@@ -201,8 +191,8 @@ def test_weights_are_not_fetched_on_meta_nor_for_a_checkpoints_sake(
         assert same(fine_tune(net(), "gone.pt"), net())
 
 
-def test_no_network_says_where_the_file_goes(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*args: Any, **kwargs: Any) -> None:
+def test_no_network_says_where_the_file_goes(monkeypatch):
+    def refuse(*args, **kwargs):
         raise OSError("network is unreachable")
 
     monkeypatch.setattr(torchvision.models.ResNet18_Weights, "get_state_dict", refuse)
@@ -214,12 +204,12 @@ def test_no_network_says_where_the_file_goes(monkeypatch: pytest.MonkeyPatch) ->
             ask()
 
 
-def test_segmentation_gives_its_main_output_and_downloads_nothing() -> None:
+def test_segmentation_gives_its_main_output_and_downloads_nothing():
     model = from_torchvision("lraspp_mobilenet_v3_large", num_classes=4).eval()
     assert model(torch.zeros(1, 3, 32, 32)).shape == (1, 4, 32, 32)
 
 
-WRONG_NAMES: dict[str, Any] = {
+WRONG_NAMES = {
     "no file nowhere.pt": lambda: read("nowhere.pt"),
     r"'ResNet81\.DEFAULT'.*torchvision:ResNet18_W": lambda: read("torchvision:ResNet81.DEFAULT"),
     "'ResNet18'.*torchvision:ResNet18_W": lambda: read("torchvision:ResNet18"),
@@ -230,16 +220,16 @@ WRONG_NAMES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("said", WRONG_NAMES)
-def test_a_wrong_name_lists_what_there_is(said: str) -> None:
+def test_a_wrong_name_lists_what_there_is(said):
     with pytest.raises(NetworkError, match=said) as caught:
         WRONG_NAMES[said]()
     assert caught.value.exit_code == 2
 
 
-def test_timm_is_given_its_own_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    given: dict[str, Any] = {}
+def test_timm_is_given_its_own_words(monkeypatch):
+    given = {}
 
-    def create_model(name: str, **arguments: Any) -> nn.Module:
+    def create_model(name, **arguments):
         given.update(arguments, name=name)
         return nn.Linear(1, 1)
 
@@ -263,12 +253,12 @@ TINY = {
 
 
 @pytest.fixture
-def _transformers() -> None:
+def _transformers():
     pytest.importorskip("transformers", reason="the extra transformers is not installed")
 
 
 @pytest.mark.usefixtures("_transformers")
-def test_logits_are_those_of_transformers() -> None:
+def test_logits_are_those_of_transformers():
     model = from_transformers("bert", 3, config=TINY).eval()
     tokens = torch.arange(10).view(2, 5)
     mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0]])
@@ -281,7 +271,7 @@ def test_logits_are_those_of_transformers() -> None:
 
 
 @pytest.mark.usefixtures("_transformers")
-def test_a_folder_gives_its_weights_and_a_new_head(tmp_path: Path) -> None:
+def test_a_folder_gives_its_weights_and_a_new_head(tmp_path):
     model = from_transformers("bert", 3, config=TINY)
     model.model.save_pretrained(tmp_path)
     assert same(from_transformers(str(tmp_path), 3), model)
@@ -291,7 +281,7 @@ def test_a_folder_gives_its_weights_and_a_new_head(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("_transformers")
-def test_mistakes_are_named(tmp_path: Path) -> None:
+def test_mistakes_are_named(tmp_path):
     with pytest.raises(NetworkError, match=r"model\.auto: transformers has no 'AutoModel'"):
         from_transformers("bert", 3, auto="AutoModel", config=TINY)
     for name, given in (("bertt", {"config": TINY}), (str(tmp_path / "absent" / "folder"), {})):

@@ -2,8 +2,6 @@
 
 import pickle
 from itertools import pairwise
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +20,7 @@ KINDS = {"target": "town", "target_kind": "class"}
 SPLITS = ("train", "val", "test")
 
 
-def houses(rows: int = 40) -> list[str]:
+def houses(rows=40):
     drawn, towns = np.random.default_rng(0), ("Aachen", "Bonn", "Celle")
     return [
         f"{1 + i % 5},{50 + 10 * drawn.random():.3f},{towns[i % 3]},{100 + 3 * i}"
@@ -31,17 +29,17 @@ def houses(rows: int = 40) -> list[str]:
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> Path:
+def file(tmp_path):
     path = tmp_path / "houses.csv"
     path.write_text("\n".join([HEADER, *houses()]) + "\n")
     return path
 
 
-def rows_of(path: Path, split: str = "train", **options):
+def rows_of(path, split="train", **options):
     return table(str(path), split, **{"target": "price", **options})
 
 
-def test_numbers_are_standardised_by_the_training_rows(file: Path) -> None:
+def test_numbers_are_standardised_by_the_training_rows(file):
     sets = {split: rows_of(file, split) for split in SPLITS}
     rows = [row.split(",") for row in houses()]
     train = [rows[r] for r in sets["train"].rows]
@@ -61,7 +59,7 @@ def test_numbers_are_standardised_by_the_training_rows(file: Path) -> None:
     assert [len(d) for d in sets.values()] == [32, 4, 4]
 
 
-def test_classes_are_names_and_splits_stratified(file: Path) -> None:
+def test_classes_are_names_and_splits_stratified(file):
     sets = [rows_of(file, split, **KINDS) for split in SPLITS]
     assert all(data.classes == ["Aachen", "Bonn", "Celle"] for data in sets)
     assert sets[1].classes[sets[1][0][1]] == houses()[sets[1].rows[0]].split(",")[2]
@@ -70,7 +68,7 @@ def test_classes_are_names_and_splits_stratified(file: Path) -> None:
     assert rooms.classes == ["1", "2", "3", "4", "5"]
 
 
-def test_a_folder_gives_its_splits(tmp_path: Path) -> None:
+def test_a_folder_gives_its_splits(tmp_path):
     lines = houses()
     (tmp_path / "train.csv").write_text("\n".join([HEADER, *lines[:30]]))
     (tmp_path / "test.csv").write_text("\n".join([HEADER, *lines[30:], "1,55,Dover,7"]))
@@ -81,7 +79,7 @@ def test_a_folder_gives_its_splits(tmp_path: Path) -> None:
     assert rows_of(tmp_path, "val", val_fraction=0.0) is None
 
 
-def test_parquet_and_new_rows_are_encoded_alike(file: Path, tmp_path: Path) -> None:
+def test_parquet_and_new_rows_are_encoded_alike(file, tmp_path):
     train, new = rows_of(file), tmp_path / "new.csv"
     form = train.input_form()
     new.write_text("town,area,rooms\n" + "\n".join(",".join(r.split(",")[2::-1]) for r in houses()))
@@ -105,7 +103,7 @@ def test_parquet_and_new_rows_are_encoded_alike(file: Path, tmp_path: Path) -> N
         rows_of(file)
 
 
-def test_a_missing_value_is_the_mean_where_that_is_wanted(file: Path) -> None:
+def test_a_missing_value_is_the_mean_where_that_is_wanted(file):
     file.write_text(file.read_text().replace("Bonn,103", " ? ,103").replace("\n2,", "\nNA,", 1))
     with pytest.raises(DataError, match=r"houses\.csv: row 3, column 'rooms': no value"):
         rows_of(file)
@@ -135,15 +133,13 @@ ONE = f"{HEADER}\n1,2,B,3\n"
         (f'{HEADER}\n1,"2,B,3\n', {}, "cannot be read as csv"),
     ],
 )
-def test_a_mistake_is_named_by_row_and_column(
-    tmp_path: Path, text: str, options: dict[str, Any], words: str
-) -> None:
+def test_a_mistake_is_named_by_row_and_column(tmp_path, text, options, words):
     (tmp_path / "t.csv").write_text(text)
     with pytest.raises(DataError, match=words):
         rows_of(tmp_path / "t.csv", **options)
 
 
-def test_folds_are_shared_out_of_what_test_leaves(file: Path) -> None:
+def test_folds_are_shared_out_of_what_test_leaves(file):
     folds = [rows_of(file, "val", fold=k, folds=3).rows for k in range(3)]
     left = {row for split in ("train", "val") for row in rows_of(file, split).rows}
     assert sorted(np.concatenate(folds)) == sorted(left)
@@ -152,9 +148,7 @@ def test_folds_are_shared_out_of_what_test_leaves(file: Path) -> None:
 
 
 @pytest.mark.parametrize("target", [{}, KINDS], ids=["number", "class"])
-def test_statistics_of_a_checkpoint_take_the_place_of_the_rows(
-    file: Path, target: dict[str, Any]
-) -> None:
+def test_statistics_of_a_checkpoint_take_the_place_of_the_rows(file, target):
     before = rows_of(file, **target)
     kept = before.statistics()
     row = {tuple(inputs.tolist()) for inputs, _ in before}
@@ -170,7 +164,7 @@ def test_statistics_of_a_checkpoint_take_the_place_of_the_rows(
     assert [feature["name"] for feature in others.statistics()["features"]] == ["area"]
 
 
-def test_a_checkpoint_keeps_and_compares_what_a_table_was(file: Path) -> None:
+def test_a_checkpoint_keeps_and_compares_what_a_table_was(file):
     then = data_facts({"train": rows_of(file), "val": rows_of(file, "val"), "test": None})
     assert then.keys() == {"statistics", "fingerprints"}
     assert changed_data(then, data_facts({"train": rows_of(file)})) == []
@@ -181,7 +175,7 @@ def test_a_checkpoint_keeps_and_compares_what_a_table_was(file: Path) -> None:
     assert line.endswith("by other statistics than before")
 
 
-def test_class_numbers_count_from_zero_and_are_bounded() -> None:
+def test_class_numbers_count_from_zero_and_are_bounded():
     assert class_names({"3", "0"}, None, 9, "here") == ["0", "1", "2", "3"]
     assert class_names({"b", "10", "a"}, None, 2, "here") == ["10", "a", "b"]
     with pytest.raises(DataError, match=r"here: class number 99999999999 is not below the number"):
@@ -192,17 +186,17 @@ NUMBERS = np.arange(1000, dtype=np.uint16) * 7 % 500
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     NUMBERS.tofile(tmp_path / "train.bin")
     NUMBERS[:100].tofile(tmp_path / "val.bin")
     return tmp_path
 
 
-def blocks(root: Path, split: str = "train", **options):
+def blocks(root, split="train", **options):
     return token_blocks(str(root), split, **{"context": 16, "num_classes": 500, **options})
 
 
-def test_blocks_follow_each_other(folder: Path) -> None:
+def test_blocks_follow_each_other(folder):
     data = blocks(folder)
     assert len(data) == (1000 - 1) // 16
     content = pickle.dumps(data)
@@ -229,7 +223,7 @@ def test_blocks_follow_each_other(folder: Path) -> None:
     assert blocks(folder).fingerprint() != before
 
 
-def test_text_is_read_by_bytes(folder: Path, tmp_path: Path) -> None:
+def test_text_is_read_by_bytes(folder, tmp_path):
     text = ("Größe: naïve café. " * 20).encode()
     (tmp_path / "book.txt").write_bytes(text)
     train, val, test = (
@@ -245,7 +239,7 @@ def test_text_is_read_by_bytes(folder: Path, tmp_path: Path) -> None:
     assert blocks(folder).input_form() == {"kind": "array"}
 
 
-def test_a_shift_is_the_epochs_own_and_overlaps_nothing(folder: Path) -> None:
+def test_a_shift_is_the_epochs_own_and_overlaps_nothing(folder):
     data, starts = blocks(folder, shift=True), {}
     for epoch in range(40):
         data.set_epoch(epoch)
@@ -260,7 +254,7 @@ def test_a_shift_is_the_epochs_own_and_overlaps_nothing(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("shift", [False, True])
-def test_folds_are_contiguous_and_share_out_the_file(folder: Path, shift: bool) -> None:
+def test_folds_are_contiguous_and_share_out_the_file(folder, shift):
     held = 0
     for fold in range(3):
         train = blocks(folder, shift=shift, fold=fold, folds=3)
@@ -290,7 +284,7 @@ def test_folds_are_contiguous_and_share_out_the_file(folder: Path, shift: bool) 
         (np.zeros((3, 3)), {}, "not a row of integers"),
     ],
 )
-def test_what_is_wrong_with_tokens_is_named(folder: Path, content, options, words: str) -> None:
+def test_what_is_wrong_with_tokens_is_named(folder, content, options, words):
     (folder / "train.bin").unlink()
     if isinstance(content, bytes):
         (folder / "train.bin").write_bytes(content)

@@ -4,8 +4,6 @@ import io
 import json
 import pickle
 import tarfile
-from pathlib import Path
-from typing import Any
 
 import fsspec
 import numpy as np
@@ -26,23 +24,23 @@ from toy_batches import batches
 from trainer.assembly.data import build_data
 
 
-def picture(number: int, form: str = "JPEG") -> bytes:
+def picture(number, form="JPEG"):
     pixels = np.random.default_rng(number).integers(256, size=(9, 8, 3), dtype=np.uint8)
     content = io.BytesIO()
     Image.fromarray(pixels).save(content, form)
     return content.getvalue()
 
 
-def decoded(content: bytes, folder: Path) -> torch.Tensor:
+def decoded(content, folder):
     (folder / "image").write_bytes(content)
     return read_image(folder / "image")
 
 
-def read(*words: Any, **options: Any) -> torch.Tensor:
+def read(*words, **options):
     return torch.cat(batches(*words, **options))
 
 
-def sample(number: int, label: str) -> dict[str, bytes]:
+def sample(number, label):
     form = "PNG" if number % 2 else "JPEG"
     ending = "png" if number % 2 else "jpg"
     return {
@@ -53,7 +51,7 @@ def sample(number: int, label: str) -> dict[str, bytes]:
     }
 
 
-def write(path: Path, files: dict[str, bytes]) -> None:
+def write(path, files):
     path.parent.mkdir(exist_ok=True)
     with tarfile.open(path, "w") as archive:
         for name, content in files.items():
@@ -62,23 +60,23 @@ def write(path: Path, files: dict[str, bytes]) -> None:
             archive.addfile(member, io.BytesIO(content))
 
 
-def shard(path: Path, numbers: range) -> None:
+def shard(path, numbers):
     write(path, {k: v for n in numbers for k, v in sample(n, str(n % 3)).items()})
 
 
 @pytest.fixture
-def shards(tmp_path: Path) -> Path:
+def shards(tmp_path):
     shard(tmp_path / "train-000.tar", range(7))
     shard(tmp_path / "train-001.tar", range(7, 20))
     shard(tmp_path / "val" / "0.tar", range(20, 26))
     return tmp_path
 
 
-def tar(root: Path | str, split: str = "train", **options):
+def tar(root, split="train", **options):
     return tar_shards(str(root), split, **options)
 
 
-def test_samples_are_those_of_the_files(shards: Path, tmp_path: Path) -> None:
+def test_samples_are_those_of_the_files(shards, tmp_path):
     data, val = tar(shards), tar(shards, "val")
     assert (len(data), len(val), tar(shards, "test")) == (20, 6, None)
     for index in (19, 0, 7, 6):  # any order, in a worker as well
@@ -96,7 +94,7 @@ def test_samples_are_those_of_the_files(shards: Path, tmp_path: Path) -> None:
     assert torch.equal(here, there)
 
 
-def test_the_index_is_made_once(shards: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_index_is_made_once(shards, caplog):
     caplog.set_level("INFO")
     before = sorted(shards.rglob("*"))
     dry = ["experiment=resnet18", "data=shards", f"data.root={shards}", "dry_run=true"]
@@ -117,7 +115,7 @@ def test_the_index_is_made_once(shards: Path, caplog: pytest.LogCaptureFixture) 
     assert "is damaged and made again" in caplog.text
 
 
-def test_val_is_cut_from_train_or_a_fold_of_it(shards: Path) -> None:
+def test_val_is_cut_from_train_or_a_fold_of_it(shards):
     folds = [tar(shards, "val", fold=k, folds=4) for k in range(4)]
     assert sum(map(len, folds)) == len(tar(shards)) == 20
     assert len(tar(shards, "train", fold=1, folds=4)) == 20 - len(folds[1])
@@ -127,7 +125,7 @@ def test_val_is_cut_from_train_or_a_fold_of_it(shards: Path) -> None:
     assert val.targets.bincount().tolist() == [2, 2, 2]
 
 
-def test_a_url_is_read_alike(shards: Path, tmp_path: Path) -> None:
+def test_a_url_is_read_alike(shards, tmp_path):
     memory = fsspec.filesystem("memory")
     for path in sorted(shards.glob("*.tar")):
         memory.pipe(f"/bucket/{path.name}", path.read_bytes())
@@ -152,13 +150,13 @@ def test_a_url_is_read_alike(shards: Path, tmp_path: Path) -> None:
         ({"a.jpg": b"x", "a.cls": b"9999"}, {"num_classes": 9}, r"9999 is not .*num_classes, 9: "),
     ],
 )
-def test_what_is_wrong_with_a_shard_is_named(tmp_path: Path, files, options, words: str) -> None:
+def test_what_is_wrong_with_a_shard_is_named(tmp_path, files, options, words):
     write(tmp_path / "train-0.tar", files)
     with pytest.raises(DataError, match=words):
         tar(tmp_path, val_fraction=0.0, **options)[0]
 
 
-def test_other_files_and_classes_are_refused(shards: Path) -> None:
+def test_other_files_and_classes_are_refused(shards):
     with pytest.raises(DataError, match="holds no shards"):
         tar(shards / "val")
     write(shards / "val" / "1.tar", sample(99, "7"))
@@ -177,7 +175,7 @@ NUMBERS = {"input": "x", "target": "y"}
 
 
 @pytest.fixture
-def arrow(tmp_path: Path) -> Path:
+def arrow(tmp_path):
     datasets = pytest.importorskip("datasets", reason="the extra huggingface is not installed")
     features = datasets.Features(
         {"image": datasets.Image(), "label": datasets.ClassLabel(names=["cat", "dog"])}
@@ -190,11 +188,11 @@ def arrow(tmp_path: Path) -> Path:
     return tmp_path / "d"
 
 
-def hub(path: Path, split: str = "train", columns=COLUMNS, **options):
+def hub(path, split="train", columns=COLUMNS, **options):
     return huggingface(str(path), split, columns, **options)
 
 
-def test_images_are_decoded_as_files_are(arrow: Path, tmp_path: Path) -> None:
+def test_images_are_decoded_as_files_are(arrow, tmp_path):
     train, val, test = (hub(arrow, s, val_fraction=0.4) for s in ("train", "val", "test"))
     assert [len(data) for data in (train, val, test)] == [6, 4, 2]
     assert train.classes == ["cat", "dog"]
@@ -208,7 +206,7 @@ def test_images_are_decoded_as_files_are(arrow: Path, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def lines(tmp_path: Path) -> Path:
+def lines(tmp_path):
     pytest.importorskip("datasets", reason="the extra huggingface is not installed")
     (tmp_path / "lines").mkdir()
     for part in range(3):
@@ -218,7 +216,7 @@ def lines(tmp_path: Path) -> Path:
     return tmp_path / "lines"
 
 
-def test_a_stream_is_a_function_of_seed_and_epoch(lines: Path) -> None:
+def test_a_stream_is_a_function_of_seed_and_epoch(lines):
     plain = Stream(streamed(str(lines), "train", NUMBERS), 30)
     assert read(plain)[:, 0].tolist() == [n + 0.5 for n in range(30)]  # the files' order
     assert int(plain[7][1]) == 1
@@ -227,7 +225,7 @@ def test_a_stream_is_a_function_of_seed_and_epoch(lines: Path) -> None:
     named = hub(lines, columns={"input": "x", "target": "kind"}, val_fraction=0.0)
     assert (named.classes, [named[i][1] for i in range(3)]) == (["k0", "k1"], [0, 1, 0])
 
-    def opened() -> Stream:
+    def opened():
         return Stream(streamed(str(lines), "train", NUMBERS, seed=1, buffer=8), 30)
 
     epochs = [read(opened(), epoch=epoch) for epoch in (0, 1)]
@@ -239,7 +237,7 @@ def test_a_stream_is_a_function_of_seed_and_epoch(lines: Path) -> None:
     assert all(torch.equal(read(both, epoch=n), epochs[n]) for n in (0, 1))
 
 
-def test_mistakes_are_named(arrow: Path, lines: Path) -> None:
+def test_mistakes_are_named(arrow, lines):
     with pytest.raises(DataError, match="has no column 'picture'; it has 'image', 'label'"):
         hub(arrow, columns={"input": "picture"})
     with pytest.raises(DataError, match=r"data\.columns\.inputs: unknown"):

@@ -2,43 +2,39 @@
 
 import os
 import pickle
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from data.decode import read_image
 from data.errors import UnreadableError
-from data.image_folder import ImageCache, ImageFolder, image_folder
-from data.loading.loader import Kept, Loader
+from data.image_folder import ImageCache, image_folder
+from data.loading.loader import Kept
 from data.sources import Digits
 from toys import differences
 
 KINDS = ["ram", "disk"]
 
 
-def _open(tree: Path, kind: Any, most_bytes: int = 10**6) -> ImageFolder:
+def _open(tree, kind, most_bytes=10**6):
     files = image_folder(str(tree), "train", val_fraction=0)
     assert files is not None
     files.cache = ImageCache(kind, tree / ".cache", most_bytes)
     return files
 
 
-def _filled(tree: Path, kind: Any, most_bytes: int = 10**6) -> ImageFolder:
+def _filled(tree, kind, most_bytes=10**6):
     files = _open(tree, kind, most_bytes)
     files.fill_cache(lambda: False)
     return files
 
 
-def _files_of(tree: Path, pattern: str = "*.images") -> list[Path]:
+def _files_of(tree, pattern="*.images"):
     return sorted((tree / ".cache").glob(pattern))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_images_of_any_size_are_those_of_the_files(
-    picture_tree: Path, write_image: Any, kind: str
-) -> None:
+def test_images_of_any_size_are_those_of_the_files(picture_tree, write_image, kind):
     write_image(picture_tree / "train" / "cat" / "wide.png", size=(19, 7))
     files = _filled(picture_tree, kind)
     for index in range(len(files)):
@@ -56,7 +52,7 @@ def test_images_of_any_size_are_those_of_the_files(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_broken_images_fail_as_without_a_cache(picture_tree: Path, kind: str) -> None:
+def test_broken_images_fail_as_without_a_cache(picture_tree, kind):
     (picture_tree / "train" / "cat" / "03.jpg").write_bytes(b"no image")
     files = _filled(picture_tree, kind)
     with pytest.raises(UnreadableError, match=r"03\.jpg"):
@@ -66,9 +62,7 @@ def test_broken_images_fail_as_without_a_cache(picture_tree: Path, kind: str) ->
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "in-the-way"])
-def test_what_cannot_be_kept_costs_speed_only(
-    picture_tree: Path, kind: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_cannot_be_kept_costs_speed_only(picture_tree, kind, caplog):
     if kind == "in-the-way":
         (picture_tree / ".cache").write_text("a file")
     files = _filled(picture_tree, kind.replace("in-the-way", "disk"), most_bytes=1000)
@@ -79,7 +73,7 @@ def test_what_cannot_be_kept_costs_speed_only(
     assert _files_of(picture_tree, "*.*[st]") == []
 
 
-def test_a_second_run_finds_the_file_and_another_content_another(picture_tree: Path) -> None:
+def test_a_second_run_finds_the_file_and_another_content_another(picture_tree):
     _filled(picture_tree, "disk")
     (path,) = _files_of(picture_tree)
     before = path.stat().st_ino
@@ -97,9 +91,7 @@ def test_a_second_run_finds_the_file_and_another_content_another(picture_tree: P
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_interruption_leaves_nothing_and_the_next_call_begins_anew(
-    picture_tree: Path, kind: str
-) -> None:
+def test_an_interruption_leaves_nothing_and_the_next_call_begins_anew(picture_tree, kind):
     files = _open(picture_tree, kind)
     files.fill_cache(lambda: True)
     assert files.batch([0]) is None
@@ -108,7 +100,7 @@ def test_an_interruption_leaves_nothing_and_the_next_call_begins_anew(
     assert files.batch([0]) is not None
 
 
-def _seen(loader: Loader) -> list[Any]:
+def _seen(loader):
     """Return what the network sees of an epoch from its second update on."""
     micros = [(micro.piece, micro.batch) for micro in loader.epoch(1, 1, 4)]
     loader.close()
@@ -126,7 +118,7 @@ def _seen(loader: Loader) -> list[Any]:
     ],
     ids=lambda words: words[-1].partition("=")[2],
 )
-def test_the_network_sees_the_same(words: list[str], built: Any) -> None:
+def test_the_network_sees_the_same(words, built):
     words = [*words, "loader.batch_size=12", "loader.eval_batch_size=5", "loader.num_workers=0"]
     words += ["trainer.gradient_accumulation_steps=2"]
     each = (built(*words, f"data.cache={cache}", rank=1, world=2) for cache in ("none", "device"))
@@ -138,7 +130,7 @@ def test_the_network_sees_the_same(words: list[str], built: Any) -> None:
         assert kept.kept.ready
 
 
-def test_more_than_a_device_may_take_stays_in_host_memory(caplog: Any) -> None:
+def test_more_than_a_device_may_take_stays_in_host_memory(caplog):
     digits = Kept(Digits("val"), torch.device("cpu"), 1000)
     digits.fill()
     assert not digits.ready

@@ -1,13 +1,11 @@
 """Batches on their device, and transforms of whole ones: the same whatever the split."""
 
 from collections import namedtuple
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Generator, Tensor
+from torch import Generator
 from torch.nn.functional import interpolate
 from torchvision.transforms import v2
 
@@ -34,14 +32,12 @@ STEPS = {
 }
 
 
-def _images(
-    accumulation: int = 1, world: int = 1, steps: Any = STEPS, seed: int = 3, epoch: int = 0
-) -> dict[int, Tensor]:
+def _images(accumulation=1, world=1, steps=STEPS, seed=3, epoch=0):
     """Sample index -> transformed image, over all ranks and micro-batches of an epoch."""
     digits = Digits("val")
     found = {}
     for rank in range(world):
-        cut: Any = {"gradient_accumulation_steps": accumulation, "world_size": world, "rank": rank}
+        cut = {"gradient_accumulation_steps": accumulation, "world_size": world, "rank": rank}
         sampler = UpdateSampler(Shuffled(50, 1), batch_size=16, **cut)
         loader = Loader(digits, sampler, seed=3, transforms=DeviceTransforms(steps, seed))
         for micro in loader.epoch(epoch):
@@ -50,12 +46,12 @@ def _images(
     return found
 
 
-def _equal(one: dict[int, Tensor], other: dict[int, Tensor]) -> bool:
+def _equal(one, other):
     return one.keys() == other.keys() and all(torch.equal(one[i], other[i]) for i in one)
 
 
 @pytest.mark.parametrize(("accumulation", "world"), [(3, 1), (1, 2), (4, 3), (16, 2)])
-def test_draws_depend_on_seed_and_epoch_and_not_on_the_split(accumulation: int, world: int) -> None:
+def test_draws_depend_on_seed_and_epoch_and_not_on_the_split(accumulation, world):
     whole = _images()
     assert len(whole) == 50
     assert _equal(_images(accumulation, world), whole)
@@ -63,7 +59,7 @@ def test_draws_depend_on_seed_and_epoch_and_not_on_the_split(accumulation: int, 
         assert not _equal(other, whole)
 
 
-def test_dropping_a_step_leaves_the_others_draws() -> None:
+def test_dropping_a_step_leaves_the_others_draws():
     alone = {name: STEPS[name] for name in ("crop", "to_float")}
     with_flips = {**alone, "flip": batched.RandomHorizontalFlip(p=0.0)}
     assert _equal(_images(steps=alone), _images(steps=with_flips))
@@ -71,12 +67,12 @@ def test_dropping_a_step_leaves_the_others_draws() -> None:
     assert not _equal(*flips)  # each draws by its name
 
 
-def _piece(n: int, update: int = 0, micro_batch: int = 0) -> Piece:
+def _piece(n, update=0, micro_batch=0):
     return Piece(tuple(range(n)), n, 0, n, micro_batch, 2, 0, update)
 
 
 @pytest.mark.parametrize("kind", [v2.MixUp, v2.CutMix])
-def test_mixing_is_torchvisions_keyed_by_place(kind: Any) -> None:
+def test_mixing_is_torchvisions_keyed_by_place(kind):
     images, labels = torch.rand(8, 3, 6, 6), torch.arange(8) % 4
     transforms = DeviceTransforms({"mix": kind(num_classes=4)}, seed=1)
     before = torch.get_rng_state()
@@ -100,12 +96,12 @@ def test_mixing_is_torchvisions_keyed_by_place(kind: Any) -> None:
 @pytest.mark.parametrize(
     "transform", [v2.RandomHorizontalFlip(), v2.RandomErasing(), v2.RandAugment()]
 )
-def test_per_sample_transforms_are_refused_here(transform: Any) -> None:
+def test_per_sample_transforms_are_refused_here(transform):
     with pytest.raises(DataError, match=r"transforms\.device\.flip: Ra.*data\.batch_transforms"):
         DeviceTransforms({"flip": transform}, seed=0)
 
 
-def test_images_grow_from_epoch_to_epoch() -> None:
+def test_images_grow_from_epoch_to_epoch():
     steps = {**STEPS, "grow": ProgressiveResize([6, 12, 16])}
     whole = _images(epoch=1)
     grown = _images(steps=steps, epoch=1)
@@ -121,7 +117,7 @@ def test_images_grow_from_epoch_to_epoch() -> None:
 Pair = namedtuple("Pair", "image label")
 
 
-WRAPS: list[Any] = [
+WRAPS = [
     lambda x, y: (x, y),
     lambda x, y: [x, y, "extra"],
     Pair,
@@ -131,7 +127,7 @@ WRAPS: list[Any] = [
 
 
 @pytest.mark.parametrize("wrap", WRAPS)
-def test_batches_of_any_form_keep_it(wrap: Any) -> None:
+def test_batches_of_any_form_keep_it(wrap):
     batch = wrap(torch.full((4, 1, 3, 3), 255, dtype=torch.uint8), torch.arange(4))
     result = DeviceTransforms({"to_float": ToFloat()}, seed=0)(batch, _piece(4))
     assert type(result) is type(batch)
@@ -154,7 +150,7 @@ SCALED, PLAIN = ToFloat(), Standardize([0.5], [0.5])
         ([], 0),
     ],
 )
-def test_the_last_steps_that_can_are_deferred(steps: list[Any], left: int) -> None:
+def test_the_last_steps_that_can_are_deferred(steps, left):
     pipeline = Pipeline({str(number): step for number, step in enumerate(steps)})
     defer(pipeline, "train")
     assert list(pipeline.steps.values()) == steps[:left]
@@ -165,7 +161,7 @@ def test_the_last_steps_that_can_are_deferred(steps: list[Any], left: int) -> No
 @pytest.mark.parametrize(
     "step", [batched.AlternatingFlip(), batched.RandomCrop(8, masks=True), ProgressiveResize([8])]
 )
-def test_what_single_images_cannot_have_is_refused(step: Any) -> None:
+def test_what_single_images_cannot_have_is_refused(step):
     pipeline = Pipeline({"step": step, "augment": v2.RandAugment()})
     defer(pipeline, "train")
     with pytest.raises(DataError, match=r"transforms\.train\.step: \w+ treats whole batches"):
@@ -173,7 +169,7 @@ def test_what_single_images_cannot_have_is_refused(step: Any) -> None:
 
 
 @pytest.mark.parametrize("channels", [1, 3])
-def test_no_value_of_a_byte_is_rounded_otherwise(channels: int) -> None:
+def test_no_value_of_a_byte_is_rounded_otherwise(channels):
     """Against the plain formula; sizes with a rest beside whole vector registers."""
     generator = Generator().manual_seed(channels)
     every = torch.arange(256, dtype=torch.uint8).repeat(channels, 1)
@@ -186,15 +182,15 @@ def test_no_value_of_a_byte_is_rounded_otherwise(channels: int) -> None:
             assert torch.equal(step(images), expected)
 
 
-def _words(tree: Path, *more: str) -> list[str]:
+def _words(tree, *more):
     data = ["data=image_folder", f"data.root={tree}", "data.image_size=12", "data.val_fraction=0"]
     return ["experiment=resnet18", *data, "loader.batch_size=8", "loader.num_workers=0", *more]
 
 
 @pytest.mark.parametrize("sizes", ["one-size", "sizes-differ"])
 def test_neither_cache_nor_workers_nor_the_split_change_a_bit(
-    picture_tree: Path, write_image: Any, seen: Any, sizes: str, caplog: Any
-) -> None:
+    picture_tree, write_image, seen, sizes, caplog
+):
     if sizes == "sizes-differ":
         write_image(picture_tree / "train" / "cat" / "wide.png", size=(19, 12))
         write_image(picture_tree / "train" / "dog" / "tall.png", size=(11, 23))
@@ -219,7 +215,7 @@ def test_neither_cache_nor_workers_nor_the_split_change_a_bit(
         assert {image.dtype for image in seen(*words, node).values()} == {torch.float32}
 
 
-def test_batches_keep_the_types_that_hold_their_samples() -> None:
+def test_batches_keep_the_types_that_hold_their_samples():
     pair = Pair(torch.ones(2), 3)
     sample = {"pair": pair, "tuple": (1.5, np.float32(2)), "list": [1, "name"], "none": None}
     batch = collate([sample, sample, sample])

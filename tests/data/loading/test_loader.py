@@ -8,10 +8,8 @@ import select
 import signal
 import subprocess
 import threading
-from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -27,9 +25,7 @@ from data.sources import Digits
 
 
 @contextmanager
-def loading(
-    dataset: Any, order: Any = None, batch_size: int = 6, split: Any = None, **options: Any
-) -> Iterator[Any]:
+def loading(dataset, order=None, batch_size=6, split=None, **options):
     order = Shuffled(len(dataset), 5) if order is None else order
     sampler = UpdateSampler(order, batch_size=batch_size, **(split or {}))
     loader = Loader(dataset, sampler, seed=5, **options)
@@ -39,23 +35,21 @@ def loading(
         loader.close()
 
 
-def processes(loader: Loader) -> list[Any]:
+def processes(loader):
     assert loader._workers is not None
     return list(loader._workers.processes)
 
 
-def drain(loader: Loader, epoch: int = 0, *span: int) -> list[torch.Tensor]:
+def drain(loader, epoch=0, *span):
     return [micro.batch[0] for micro in loader.epoch(epoch, *span)]
 
 
-def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+def same(one, other):
     return len(one) == len(other) and all(map(torch.equal, one, other))
 
 
 @pytest.mark.parametrize(("workers", "persistent"), [(0, False), (1, True), (3, False), (3, True)])
-def test_neither_workers_nor_the_position_change_a_batch(
-    noisy: Any, workers: int, persistent: bool
-) -> None:
+def test_neither_workers_nor_the_position_change_a_batch(noisy, workers, persistent):
     options = {"num_workers": workers, "persistent_workers": persistent}
     with (  # more batches than all workers have ahead
         loading(noisy(), batch_size=2) as plain,
@@ -72,11 +66,11 @@ def test_neither_workers_nor_the_position_change_a_batch(
     assert now == training
 
 
-def test_augmentation_is_keyed_by_the_sample_whatever_the_order_and_the_split(noisy: Any) -> None:
+def test_augmentation_is_keyed_by_the_sample_whatever_the_order_and_the_split(noisy):
     with loading(noisy(), Sequential(20)) as loader:
         whole = torch.cat(drain(loader, 1))
         assert not torch.equal(torch.cat(drain(loader, 2)), whole)
-    parts: list[torch.Tensor] = []
+    parts = []
     for rank in range(2):
         split = {"gradient_accumulation_steps": 2, "rank": rank, "world_size": 2}
         with loading(noisy(), split=split) as loader:
@@ -101,9 +95,7 @@ BROKEN = r"(?m)^sample 10 \(/pictures/10\.jpg\): ValueError: broken in two lines
         ("memory", 2, "out of memory: MemoryError"),
     ],
 )
-def test_lost_worker_is_named_with_its_sample(
-    noisy: Any, fault: str, workers: int, text: str
-) -> None:
+def test_lost_worker_is_named_with_its_sample(noisy, fault, workers, text):
     with (
         loading(noisy(bad={10: fault}), num_workers=workers, timeout=2.0) as loader,
         pytest.raises((DataError, WorkerError), match=text) as caught,
@@ -114,7 +106,7 @@ def test_lost_worker_is_named_with_its_sample(
     assert fault != "raise" or "in __getitem__" in caught.value.__notes__[0]
 
 
-def test_workers_survive_signals_to_the_group_and_leave_with_the_loader(noisy: Any) -> None:
+def test_workers_survive_signals_to_the_group_and_leave_with_the_loader(noisy):
     with loading(noisy(), num_workers=2, persistent_workers=True) as loader:
         before = signal.getsignal(signal.SIGCHLD)
         expected = drain(loader)
@@ -133,24 +125,24 @@ def test_workers_survive_signals_to_the_group_and_leave_with_the_loader(noisy: A
     assert not any(worker.is_alive() for worker in workers)
 
 
-def _fail(worker_id: int) -> None:
+def _fail(worker_id):
     raise ValueError(f"worker {worker_id} has no licence")
 
 
-def _as_list(samples: list[Any]) -> Any:
+def _as_list(samples):
     return samples
 
 
 class _Ragged:
-    def __len__(self) -> int:
+    def __len__(self):
         return 4
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index):
         return torch.zeros(index + 1)
 
 
 class _Unsendable(_Ragged):
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index):
         return threading.Lock()
 
 
@@ -171,7 +163,7 @@ RAGGED = r"samples 0, 1, 2, 3 .*transforms, loader\.collate_fn"
     ],
     ids=["init", "data-set-cannot-be-sent", "batch-cannot-be-sent", "ragged"],
 )
-def test_what_cannot_be_loaded_is_told(dataset: Any, options: Any, error: Any, text: str) -> None:
+def test_what_cannot_be_loaded_is_told(dataset, options, error, text):
     with loading(dataset, Sequential(4), 4, **options) as loader, pytest.raises(error, match=text):
         drain(loader)
 
@@ -179,13 +171,13 @@ def test_what_cannot_be_loaded_is_told(dataset: Any, options: Any, error: Any, t
 class _Relabelled(Digits):
     """What a user writes to change samples: it must not be passed over by a fast path."""
 
-    def __getitem__(self, index: int) -> tuple[Any, int]:
+    def __getitem__(self, index):
         image, label = super().__getitem__(index)
         return image, 9 - label
 
 
 @pytest.mark.parametrize("on_error", ["raise", "drop"])
-def test_a_subclass_with_samples_of_its_own_is_asked_for_them(on_error: Any) -> None:
+def test_a_subclass_with_samples_of_its_own_is_asked_for_them(on_error):
     labels = []
     for dataset in (Digits("val"), _Relabelled("val")):
         with loading(dataset, Sequential(len(dataset)), 32, on_error=on_error) as loader:
@@ -196,7 +188,7 @@ def test_a_subclass_with_samples_of_its_own_is_asked_for_them(on_error: Any) -> 
 class _Kinds(_Ragged):
     """Samples of everything that a batch may hold."""
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index):
         return {
             "half": torch.full((3, 2), index, dtype=torch.bfloat16),
             "bits": torch.tensor([True, False]),
@@ -210,7 +202,7 @@ class _Kinds(_Ragged):
 
 
 @pytest.mark.parametrize("context", ["fork", "spawn"])
-def test_whatever_a_batch_holds_comes_from_a_worker_as_it_is(context: str) -> None:
+def test_whatever_a_batch_holds_comes_from_a_worker_as_it_is(context):
     order, options = Sequential(4), {"num_workers": 1, "multiprocessing_context": context}
     with (
         loading(_Kinds(), order, collate_fn=_as_list) as plain,
@@ -229,7 +221,7 @@ def test_whatever_a_batch_holds_comes_from_a_worker_as_it_is(context: str) -> No
         assert not torch.equal(other["half"], one["half"])
 
 
-def test_workers_leave_when_their_parent_is_gone(noisy: Any) -> None:
+def test_workers_leave_when_their_parent_is_gone(noisy):
     reader, writer = os.pipe()
     parent = os.fork()
     if not parent:
@@ -255,7 +247,7 @@ def test_workers_leave_when_their_parent_is_gone(noisy: Any) -> None:
 NEW_MOUNTS = 0x00020000  # CLONE_NEWNS
 
 
-def _first_batch(noisy: Any) -> None:
+def _first_batch(noisy):
     ctypes.CDLL(None).unshare(NEW_MOUNTS)
     subprocess.run(["mount", "--make-rprivate", "/"], check=True)
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4k", "none", "/dev/shm"], check=True)
@@ -263,7 +255,7 @@ def _first_batch(noisy: Any) -> None:
         next(loader.epoch(0))
 
 
-def test_a_small_dev_shm_is_enough(noisy: Any) -> None:
+def test_a_small_dev_shm_is_enough(noisy):
     """Containers have 64 MB there, which torch's workers fill."""
     if subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode:
         pytest.skip("mounting a small file system needs root")
@@ -277,16 +269,14 @@ def test_a_small_dev_shm_is_enough(noisy: Any) -> None:
 BAD = {3: "raise", 11: "raise"}
 
 
-def _skipping(dataset: Any, on_error: Any, workers: int = 0, **options: Any) -> Any:
+def _skipping(dataset, on_error, workers=0, **options):
     options = {"max_skipped": 5, "num_workers": workers, "on_error": on_error, **options}
     with loading(dataset, **options) as loader:
         return [micro for epoch in range(2) for micro in loader.epoch(epoch)], loader
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_training_replaces_by_a_rule_and_tells_it_once(
-    noisy: Any, workers: int, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_training_replaces_by_a_rule_and_tells_it_once(noisy, workers, caplog):
     micros, loader = _skipping(noisy(bad=BAD), "replace", workers)
     assert caplog.text.count("/pictures/3.jpg") == 1
     whole, _ = _skipping(noisy(), "raise")
@@ -315,14 +305,14 @@ def test_training_replaces_by_a_rule_and_tells_it_once(
     ],
     ids=["weighted", "torch", "batches"],
 )
-def test_a_replacement_is_one_of_the_samplers_own(noisy: Any, order: Any) -> None:
+def test_a_replacement_is_one_of_the_samplers_own(noisy, order):
     dataset = noisy(bad=BAD)
     micros, _ = _skipping(dataset, "replace", order=order(dataset))
     assert {int(i) for micro in micros for i in micro.batch[0][:, 0]} == {4, 9}
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_evaluation_drops(noisy: Any, workers: int) -> None:
+def test_evaluation_drops(noisy, workers):
     micros, loader = _skipping(noisy(bad=BAD), "drop", workers, order=Sequential(20))
     first = micros[:4]
     seen = [i for m in first for i in m.piece.indices[: m.piece.count]]
@@ -337,7 +327,7 @@ def test_evaluation_drops(noisy: Any, workers: int) -> None:
 
 
 @pytest.mark.parametrize("on_error", ["replace", "drop"])
-def test_too_many_broken_samples_end_the_run(noisy: Any, on_error: str) -> None:
+def test_too_many_broken_samples_end_the_run(noisy, on_error):
     with pytest.raises(DataError, match=r"more than data\.max_skipped=1: sample \d+ "):
         _skipping(noisy(bad=BAD), on_error, max_skipped=1)
     nothing_else = noisy(4, bad=dict.fromkeys(range(4), "raise"))
