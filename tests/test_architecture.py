@@ -66,14 +66,14 @@ BUDGET = {
     "conf": 1031,
     "data": 3176,
     "models": 702,
-    "trainer": 9089,
+    "trainer": 9046,
     "callbacks": 2408,
     "scripts": 4719,
-    "the six packages": 21125,
-    "tests": 19103,
+    "the six packages": 21082,
+    "tests": 19017,
     "benchmarks": 1290,
 }
-FILES = {"the six packages": 199, "tests": 128}
+FILES = {"the six packages": 199, "tests": 129}
 
 # A room holds up to 12 modules; those whose files YAML names may hold more.
 LARGEST_ROOM = 12

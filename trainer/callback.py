@@ -291,12 +291,13 @@ class EpochLines(Callback):
 
 # What a run shows besides scalars: images, histograms and curves, as plain numpy arrays.
 Image = NDArray[np.uint8]  # [height, width, 3], RGB
+Floats = NDArray[np.float64]
 
 
 class Histogram(NamedTuple):
     """How many of the finite values lie between two edges each."""
 
-    edges: NDArray[np.float64]  # [bins + 1]
+    edges: Floats  # [bins + 1]
     counts: NDArray[np.int64]  # [bins]
     total: float  # sum of the values
     squares: float  # sum of their squares
@@ -305,20 +306,20 @@ class Histogram(NamedTuple):
 class PRCurve(NamedTuple):
     """Counts of a binary decision at rising thresholds; all arrays are [thresholds]."""
 
-    thresholds: NDArray[np.float64]
-    true_positives: NDArray[np.float64]
-    false_positives: NDArray[np.float64]
-    true_negatives: NDArray[np.float64]
-    false_negatives: NDArray[np.float64]
+    thresholds: Floats
+    true_positives: Floats
+    false_positives: Floats
+    true_negatives: Floats
+    false_negatives: Floats
 
     @property
-    def precision(self) -> NDArray[np.float64]:
+    def precision(self) -> Floats:
         """The share of positive decisions that are right; 1 where there are none."""
         found = self.true_positives + self.false_positives
         return np.where(found > 0, self.true_positives / np.maximum(found, 1), 1.0)
 
     @property
-    def recall(self) -> NDArray[np.float64]:
+    def recall(self) -> Floats:
         """The share of positive samples that are found; 0 where there are none."""
         there = self.true_positives + self.false_negatives
         return self.true_positives / np.maximum(there, 1)
@@ -347,7 +348,7 @@ def as_image(image: Any) -> Image:
         array = array[..., None]
     if array.ndim != 3 or array.shape[-1] not in (1, 3, 4):
         raise ValueError(f"an image of shape {list(np.shape(image))}: give [C, H, W], C = 1 or 3")
-    if array.dtype == bool or not np.issubdtype(array.dtype, np.integer):
+    if not np.issubdtype(array.dtype, np.integer):
         array = np.nan_to_num(array.astype(np.float64)).clip(0, 1) * 255 + 0.5
     array = array.clip(0, 255).astype(np.uint8)[..., :3]
     return np.ascontiguousarray(np.broadcast_to(array, (*array.shape[:2], 3)))

@@ -301,17 +301,17 @@ class Group:
         this call. If all processes request a stop (early stopping), all see it and stop at this
         update, as a single process would; otherwise all see it at their next call.
         """
-        request = state.stop_request  # read once: a signal may come at any moment
         if self.control is None:
-            agreed = request is not None
-        else:
-            before, count = self._before, self._count(request is not None, in_step)
-            self._before = count
-            agreed = before is not None and before() > 0
-            if not agreed and at_once:
-                agreed = count() > 0
-            elif not agreed and request is not None:
-                agreed = count() == self.world_size
+            state.settle()
+            return
+        request = state.stop_request  # read once: a signal may come at any moment
+        before, count = self._before, self._count(request is not None, in_step)
+        self._before = count
+        agreed = before is not None and before() > 0
+        if not agreed and at_once:
+            agreed = count() > 0
+        elif not agreed and request is not None:
+            agreed = count() == self.world_size
         if not agreed:
             return
         made = [other for other in self.gather(request) if other is not None]

@@ -4,6 +4,7 @@ Each failure knows its exit code, and its text names the way out. What is said o
 read from the traceback of an error on its way: a run that goes well pays nothing. Needs no torch.
 """
 
+import inspect
 import multiprocessing
 import os
 import re
@@ -257,8 +258,7 @@ def _layer(frames: Sequence[tuple[FrameType, int]]) -> str | None:
 
 
 def _arguments(frame: FrameType) -> list[tuple[str, Any]]:
-    code, values = frame.f_code, frame.f_locals  # as they are now
-    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    names, _, _, values = inspect.getargvalues(frame)  # as they are now
     return [(n, values[n]) for n in names if n not in ("self", "cls") and n in values]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ from torch import nn
 from data.batch import MicroBatch
 from trainer import rng
 from trainer.errors import MISFITS, ModelError, misfit
+from trainer.options import count
 from trainer.strategies.strategy import Strategy
 from trainer.task import Metric, as_output, unsound
 from trainer.update.batch import as_source
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
 _UNFIT = "this batch of an evaluation does not fit (does transforms.eval do as transforms.train?)"
-Watcher = Callable[[Any, Any, Any], None]  # trainer, batch, the model's answer
 
 
 class EvaluationAbandoned(Exception):  # noqa: N818 (not an error: a signal came)
@@ -35,12 +35,12 @@ def evaluate(
     stage: str,
     limit: int | None,
     step: int,
-    watchers: Sequence[Watcher] = (),
+    shown: bool = False,
 ) -> dict[str, float]:
     """Return `<stage>/<name>` of the first `limit` batches; see `Trainer.evaluate`.
 
-    `watchers` are called with each batch and what the model answered. Raises EvaluationAbandoned
-    when a signal has requested a stop.
+    `shown`: callbacks are called with each batch and what the model answered. Raises
+    EvaluationAbandoned when a signal has requested a stop.
     """
     group, state = trainer.group, trainer.state
     sums, metrics = Sums(trainer.strategy.device), trainer.task.metrics()
@@ -48,11 +48,11 @@ def evaluate(
         metric.reset()
     source, batches = trainer.waiting.attend(as_source(loader, f"{stage}_loader")), limit
     with suppress(TypeError):  # a stream has no length
-        batches = len(source) if limit is None else min(limit, len(source))
+        batches = count(limit, len(source))
     done, stream = 0, source.epoch(0, 0, limit)
     with prepared(trainer, step):
         while (micro_batch := trainer.waiting.next(stream)) is not None:
-            _add(trainer, micro_batch, sums, watchers)
+            _add(trainer, micro_batch, sums, shown)
             done += 1
             trainer.hooks.emit("on_evaluation_batch", trainer, stage, done, batches)
             group.agree(state, at_once=False)
@@ -92,9 +92,7 @@ def prepared(trainer: Trainer, step: int) -> Iterator[None]:
                 module.training = mode
 
 
-def _add(
-    trainer: Trainer, micro_batch: MicroBatch, sums: Sums, watchers: Sequence[Watcher]
-) -> None:
+def _add(trainer: Trainer, micro_batch: MicroBatch, sums: Sums, shown: bool) -> None:
     task, strategy, count = trainer.task, trainer.strategy, micro_batch.piece.count
     model = trainer.wrapped if strategy.evaluates_wrapped else trainer.compiled
     batch, output = trainer.to_device(micro_batch.batch), None
@@ -114,8 +112,8 @@ def _add(
             if known := misfit(error, batch, trainer.state.updates, _UNFIT):
                 raise known from error
             raise
-        for watch in watchers:
-            watch(trainer, batch, output.output)
+        if shown:
+            trainer.hooks.emit("on_validation_batch", trainer, batch, output.output)
 
 
 def check_metrics(metrics: Mapping[str, Metric], strategy: Strategy) -> None:

@@ -27,7 +27,8 @@ class RandomStates:
     """
 
     def __init__(self, devices: Sequence[torch.device], seed: Callable[[], int]) -> None:
-        self._devices, self._seed = devices, seed
+        self._devices, self._seed = _accelerators(devices), seed
+        self._kind = self._devices[0].type if self._devices else "cpu"
         self._kept: _States | None = None  # of the training, while something else may draw
         self._aside = False
 
@@ -57,8 +58,7 @@ class RandomStates:
         python["internal"] = torch.tensor(python["internal"], dtype=torch.int64)
         numpy = dict(zip(_NUMPY, numpy, strict=True))
         numpy["keys"] = torch.from_numpy(numpy["keys"].astype(np.int64))
-        kind = self._devices[0].type if devices else "cpu"
-        own = {"kind": kind, "states": devices}
+        own = {"kind": self._kind, "states": devices}
         return {"torch": ours, "device": own, "python": python, "numpy": numpy}
 
     def load_state_dict(self, state: dict[str, Any]) -> list[str]:
@@ -70,16 +70,17 @@ class RandomStates:
         python["internal"] = tuple(python["internal"].tolist())
         numpy["keys"] = numpy["keys"].numpy().astype(np.uint32)
         parts = tuple(python.values()), tuple(numpy.values())
-        here = _accelerators(self._devices)
-        kind = here[0].type if here else "cpu"
-        saved = [one.cpu() for one in own["states"]] if own["kind"] == kind else []
+        known = own["kind"] == self._kind
+        saved = [one.cpu() for one in own["states"]] if known else []
         _put_back((state["torch"].cpu(), *parts, saved), self._devices)
         if self._kept is not None:
             self.keep()
-        if own["kind"] != kind:
-            return [f"the random state of {own['kind']} on {kind}: dropout differs from here on"]
-        lost = len(saved) - len(here)
-        return [f"the random state of {lost} devices (this process has {len(here)})"] * (lost > 0)
+        if not known:
+            moved = f"{own['kind']} on {self._kind}"
+            return [f"the random state of {moved}: dropout differs from here on"]
+        here = len(self._devices)
+        lost = len(saved) - here
+        return [f"the random state of {lost} devices (this process has {here})"] * (lost > 0)
 
 
 @contextmanager

@@ -12,15 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from trainer.callback import Average, Callback, saver_of
+from trainer.checkpoints import reader
 from trainer.checkpoints import shards as checkpoint_shards
 from trainer.checkpoints.archive import on_host
-from trainer.checkpoints.reader import (
-    FORMAT_VERSION,
-    check_payload,
-    compare_names,
-    read_checkpoint,
-    taking_over,
-)
 from trainer.checkpoints.store import CheckpointStore
 from trainer.device import product_name
 from trainer.errors import CheckpointError
@@ -69,7 +63,7 @@ def take(trainer: Trainer, on_main: Callable[[Any], Any] = on_host) -> dict[str,
         },
         "rng": gather(trainer.random.state_dict()),
         "config": trainer.config_text,
-        "format_version": FORMAT_VERSION,
+        "format_version": reader.FORMAT_VERSION,
     }
     return dict(on_main(payload)) if trainer.is_main else payload
 
@@ -85,14 +79,14 @@ def restore(
     With `hyper_parameters` false those that the trainer was built with hold from here on. Unless it
     is the `same_run` nothing is taken over that tells of a run directory's files.
     """
-    check_payload(payload, None)
+    reader.check_payload(payload, None)
     trainer.setup()
     # The strategy's wrapper learns what it had learnt when the run was saved.
     batches = functools.cache(lambda: next(trainer.draw(trainer.state.epoch)))
     trainer.wrapped.train()
     trainer.strategy.warm_up(trainer.wrapped, lambda: trainer.updater.try_out(batches()))
-    compare_names(payload, trainer.model.state_dict())
-    with taking_over("the state"):
+    reader.compare_names(payload, trainer.model.state_dict())
+    with reader.taking_over("the state"):
         return _take_over(trainer, payload, hyper_parameters, same_run)
 
 
@@ -127,7 +121,7 @@ def go_on(trainer: Trainer, resume: Path | str) -> None:
 
 def _found(place: Path) -> tuple[Path, dict[str, Any]] | None:
     if place.is_file():
-        return place, read_checkpoint(place)
+        return place, reader.read_checkpoint(place)
     if (newest := CheckpointStore(place / "checkpoints").newest()) is None:
         return None
     path, payload, passed = newest
@@ -190,11 +184,11 @@ def _circumstances(trainer: Trainer) -> dict[str, Any]:
 
 def load_weights(trainer: Trainer, payload: Mapping[str, Any], path: Path | None = None) -> None:
     """Give the model the weights of a checkpoint, its averages and its task's, nothing else."""
-    compare_names(payload, trainer.model.state_dict(), path)
+    reader.compare_names(payload, trainer.model.state_dict(), path)
     parameters = dict(trainer.model.named_parameters())
     needed = ("model", "callbacks", "ema", "shards", "state")
     payload = checkpoint_shards.read({k: payload[k] for k in needed if k in payload}, parameters)
-    with taking_over("the weights"):
+    with reader.taking_over("the weights"):
         trainer.strategy.load_model_state(trainer.model, payload["model"])
         if others := payload.get("state", {}).get("unsaved"):
             trainer.unsaved.load_state_dict(others[0])

@@ -1,7 +1,5 @@
 """The loop: fit, one update, validation; everything else is a collaborator's."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -126,12 +124,12 @@ class Trainer:
             length = len(self.train_loader)
         except TypeError:
             return limit if isinstance(limit, int) else None
-        return length if limit is None else count(limit, length)
+        return count(limit, length)
 
     @property
     def total_steps(self) -> int | None:
         """Updates of the whole run, if its horizon is not a time."""
-        return horizon(self.options.max_epochs, self.options.max_steps, self.steps_per_epoch)
+        return horizon(self.options, self.steps_per_epoch)
 
     @property
     def done(self) -> bool:
@@ -334,13 +332,12 @@ class Trainer:
         with self.timer.spending("evaluation"), suppress(EvaluationAbandoned):
             self.updater.confirm()
             self.hooks.emit("on_validation_start", self)
-            watchers = self.hooks.listeners("on_validation_batch")  # of the first set
             metrics: dict[str, float] = {}
             for stage, loader in self.val_loaders.items():
                 limit = self.options.limit_val_batches
                 limit = count(limit, len(loader)) if isinstance(limit, float) else limit
                 step = self.state.global_step
-                metrics |= evaluate(self, loader, stage, limit, step, () if metrics else watchers)
+                metrics |= evaluate(self, loader, stage, limit, step, shown=not metrics)
             self.state.validated_at = self.state.global_step
             self.lr_schedule.after_validation(metrics)
             self.log(metrics)

@@ -1,6 +1,7 @@
 """How far, how often and on how much the loop goes; jobs of a search; how deep a run stands."""
 
 import json
+import shutil
 from pathlib import Path
 
 import optuna
@@ -171,20 +172,11 @@ def test_a_pruned_run_says_so_and_is_done(train, tmp_path):
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("conf/", "data/", "models/", "trainer/", "callbacks/", "scripts/")
-RECORDING = """
-import json, traceback
-from torch.optim import SGD
-
-class Recording(SGD):
-    def step(self, closure=None):
-        frames = [(f.filename, f.name) for f in traceback.extract_stack()[:-1]]
-        json.dump(frames, open("frames.json", "w"))
-"""
 
 
 def test_few_frames_of_ours_lie_between_the_command_and_a_step(train, tmp_path):
-    (tmp_path / "my_optimizer.py").write_text(RECORDING)
-    words = [*QUICK[:2], "optimizer=sgd", "optimizer={_target_: my_optimizer.Recording, lr: 0.1}"]
+    shutil.copy(Path(__file__).with_name("user_code.py"), tmp_path / "users.py")
+    words = [*QUICK[:2], "optimizer=sgd", "optimizer={_target_: users.Recording, lr: 0.1}"]
     train([*words, "trainer.max_steps=1"], folder=tmp_path)
     frames = json.loads((tmp_path / "frames.json").read_text())
     named = [f"{file.removeprefix(f'{ROOT}/')} {name}" for file, name in frames]

@@ -138,41 +138,11 @@ def test_a_signal_ends_it_and_nothing_is_written(start, whole, pictures, tmp_pat
     assert [path.name for path in tmp_path.iterdir()] == ["names"]
 
 
-MINE = """
-import numpy, torch
-from PIL import Image
-from trainer.task import StepOutput, Task
-
-class Pictures(torch.utils.data.Dataset):
-    classes = ["dark", "light"]
-    def __init__(self, count, transform=None):
-        self.count, self.transform = count, transform
-    def __len__(self):
-        return self.count
-    def __getitem__(self, index):
-        picture = torch.full((3, 12, 10), 10 + index, dtype=torch.uint8)
-        return (self.transform(picture) if self.transform else picture), index % 2
-
-class Heads(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.size, self.place = torch.nn.Linear(3, 1), torch.nn.Linear(3, 2)
-    def forward(self, x):
-        x = x.mean((2, 3))
-        return {"size": self.size(x)[:, 0], "place": self.place(x), "map": x.repeat(1, 20)}
-
-class Both(Task):
-    def training_step(self, model, batch):
-        out = model(batch[0])
-        return StepOutput((out["size"] - batch[1]).square() + out["place"].square().sum(1))
-"""
-
-
 def test_a_data_set_and_a_task_of_ones_own_predict_on_files(train, predict, tmp_path):
-    (tmp_path / "mine.py").write_text(MINE)
+    shutil.copy(Path(__file__).with_name("user_code.py"), tmp_path / "users.py")
     run = tmp_path / "run"
-    sets = [f"data.{s}={{_target_: mine.Pictures, count: 8}}" for s in ("train", "val")]
-    own = ["data.test=null", "model={_target_: mine.Heads}", "task={_target_: mine.Both}"]
+    sets = [f"data.{s}={{_target_: users.Pictures, count: 8}}" for s in ("train", "val")]
+    own = ["data.test=null", "model={_target_: users.Heads}", "task={_target_: users.Both}"]
     own += ["data.mean=[0.5,0.5,0.5]", "data.std=[0.5,0.5,0.5]", "data.num_classes=null"]
     limits = ["trainer.max_steps=1", "loader.num_workers=0", "callbacks.model_summary=null"]
     words = ["experiment=resnet18", *sets, *own, *limits, f"run_dir={run}"]
@@ -292,10 +262,7 @@ def speaker(train, tmp_path_factory):
     ],
 )
 def test_batches_and_workers_change_nothing(predict, speaker, lines, tmp_path, sampling):
-    for name, more in (
-        ("two", ["loader.batch_size=2", "loader.num_workers=2"]),
-        ("all", []),
-    ):
+    for name, more in (("two", ["loader.batch_size=2", "loader.num_workers=2"]), ("all", [])):
         words = [f"source={lines}", "max_new_tokens=12", *sampling, *more]
         predict(speaker, tmp_path / f"{name}.csv", *words)
     found = read_csv(tmp_path / "two.csv")

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -85,83 +86,13 @@ def test_a_mistake_that_only_the_built_run_shows_leaves_nothing(train, tmp_path,
 SHORT = ["experiment=resnet18", "model=mlp", "callbacks=none", "trainer.max_steps=2"]
 TABLE = yaml.safe_load((Path(__file__).parents[1] / "mistakes.yaml").read_text())
 
-USERS = '''
-import torch
-from torch.utils.data import Dataset
-
-from trainer.task import Task
-
-
-class Signal(BaseException):
-    pass
-
-
-class Bad(Dataset):
-    """Samples like the digits', of which number 7 raises what it is told to."""
-
-    def __init__(self, raises=None, dtype="int64", when="sample", form="pair", **digits):
-        if when == "start":
-            raise SystemExit(0)
-        self.raises, self.dtype, self.form = raises, getattr(torch, dtype), form
-
-    def __len__(self):
-        return 64
-
-    def __getitem__(self, index):
-        if index == 7 and self.raises:
-            raise {"exit": SystemExit(0), "generator": GeneratorExit(), "base": Signal("on")}[
-                self.raises
-            ]
-        image, label = torch.zeros(1, 16, 16), torch.tensor(index % 10, dtype=self.dtype)
-        forms = {"dict": {"image": image, "label": label}, "words": (image, "cat"), "none": None}
-        return forms.get(self.form, (image, label))
-
-
-class Faulty(torch.nn.Module):
-    def __init__(self, leave=False, **mlp):
-        super().__init__()
-        self.weight, self.leave = torch.nn.Parameter(torch.ones(1)), leave
-
-    def forward(self, x):
-        if self.leave:
-            raise SystemExit(0)
-        return self.weight.nonsense
-
-
-class Narrow(torch.nn.Module):
-    def __init__(self, num_classes, features):
-        super().__init__()
-        self.head = torch.nn.Linear(features, num_classes)
-
-    def forward(self, images):
-        return self.head(images.flatten(1))
-
-
-class Nothing(Narrow):
-    def forward(self, images):
-        self.head(images.flatten(1))
-
-
-class Endless:
-    def __getitem__(self, index):
-        return torch.zeros(1, 16, 16), 0
-
-
-class Mapping(Task):
-    def training_step(self, model, batch):
-        images, labels = batch
-        return {"loss": model(images).square().mean()}
-
-
-class Stepless(Task):
-    pass
-'''
+USERS = Path(__file__).with_name("user_code.py")
 
 
 @pytest.mark.parametrize("row", [pytest.param(row, id=str(row[0])) for row in TABLE["runs"]])
 def test_what_a_run_meets_is_one_line_with_its_code(train, tmp_path, row):
     """Beside a module of the user's own, and two that cannot be imported."""
-    (tmp_path / "users.py").write_text(USERS)
+    shutil.copy(USERS, tmp_path / "users.py")
     (tmp_path / "broken.py").write_text("class Net(\n")
     (tmp_path / "lacking.py").write_text("import nowhere_to_be_found\n")
     overrides, code, *texts = row

@@ -145,6 +145,7 @@ def trainer_of(
     strategy: Strategy | None = None,
     callbacks: Any = None,
     compiling: Any = None,
+    run_dir: Any = None,
     **options: Any,
 ) -> Trainer:
     """Return what trains as `by_hand` does; `data` is of samples, or anything that has batches.
@@ -166,6 +167,7 @@ def trainer_of(
         scheduler(optimizer) if scheduler else None,
         strategy=strategy,
         callbacks=callbacks,
+        run_dir=run_dir,
         options=TrainerOptions(**{"max_epochs": 2, **options}),
         precision="fp64",
         compiled=compiled,

@@ -23,7 +23,6 @@ from trainer.options import TrainerOptions, count
 from trainer.task import StepOutput
 from trainer.tasks.classification import Classification
 from trainer.tasks.regression import Regression
-from trainer.trainer import Trainer
 
 
 class Coupled(Classification):
@@ -33,18 +32,9 @@ class Coupled(Classification):
 def trainer_of(callbacks=None, task=None, run_dir=None, **options):
     torch.manual_seed(0)
     inputs = torch.randn(24, 8)
-    data = TensorDataset(inputs, inputs[:, :3].argmax(1))
-    model = nn.Linear(8, 3)
-    return Trainer(
-        model,
-        task or Classification(3),
-        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
-        DataLoader(data, batch_size=8),
-        DataLoader(data, batch_size=8),
-        callbacks=callbacks,
-        run_dir=run_dir,
-        options=TrainerOptions(**{"max_epochs": 2, **options}),
-    )
+    data = DataLoader(TensorDataset(inputs, inputs[:, :3].argmax(1)), batch_size=8)
+    more = {"callbacks": callbacks, "run_dir": run_dir, **options}
+    return toys.trainer_of(task or Classification(3), data, model=nn.Linear(8, 3), val=data, **more)
 
 
 def weights(trainer):

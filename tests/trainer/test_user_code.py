@@ -9,9 +9,9 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
+import toys
 from trainer.callback import Callback
 from trainer.errors import RunError, UserCodeError, account, is_users, spelled
-from trainer.options import TrainerOptions
 from trainer.task import StepOutput, Task
 from trainer.tasks.classification import Classification
 from trainer.trainer import Trainer
@@ -47,16 +47,9 @@ class Shout(Callback):
 
 
 def trainer_of(model, task, callbacks=None, labels=3):
-    data = TensorDataset(torch.randn(8, 8), torch.arange(8) % labels)
-    return Trainer(
-        model,
-        task,
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        DataLoader(data, batch_size=4),
-        DataLoader(data, batch_size=4),
-        callbacks=callbacks,
-        options=TrainerOptions(max_epochs=1),
-    )
+    data = DataLoader(TensorDataset(torch.randn(8, 8), torch.arange(8) % labels), batch_size=4)
+    more = {"callbacks": callbacks, "max_epochs": 1}
+    return toys.trainer_of(task, data, model=model, val=data, **more)
 
 
 def in_a_dict(loss):
@@ -72,18 +65,18 @@ def odd_sums(loss):
 
 
 CASES = [
-    (in_a_dict, {}, ["Mine.training_step", "{loss: float32 []}"]),
+    (in_a_dict, {}, ["Mine.training_step", "{loss: float64 []}"]),
     (lambda loss: None, {}, ["training_step returned None", "return"]),
     (lambda loss: StepOutput(loss.item()), {}, ["whose loss is", ".item()"]),
     (lambda loss: StepOutput({"a": loss, "b": 2.0}), {}, ["loss 'b' is 2.0"]),
     (detached, {}, ["no gradient", ".detach()"]),
     (None, {"detach": True}, ["no gradient", "Net.forward"]),
     (odd_sums, {}, ["sums['accuracy'] is 0.9", "tensor"]),
-    (None, {"features": 5}, ["Net.forward", "x=float32 [4, 8]", "head, Linear(", "in_features=8"]),
+    (None, {"features": 5}, ["Net.forward", "x=float64 [4, 8]", "head, Linear(", "in_features=8"]),
     (
         None,
         {"classes": 2},
-        ["Mine.training_step", "batch=(float32 [4, 8], int64 [4])", "Target 2", "label 2"],
+        ["Mine.training_step", "batch=(float64 [4, 8], int64 [4])", "Target 2", "label 2"],
     ),
 ]
 
@@ -102,7 +95,7 @@ def test_a_mistake_says_which_function_what_it_had_and_what_to_change(result, mo
 
 
 def test_a_dry_runs_update_finds_them_and_changes_nothing_and_a_tensor_is_a_loss():
-    model = Net()
+    model = Net().double()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     for result in (in_a_dict, detached, odd_sums):
         trainer = trainer_of(model, Mine(result))
@@ -117,8 +110,8 @@ def test_a_dry_runs_update_finds_them_and_changes_nothing_and_a_tensor_is_a_loss
 
 
 FLAT = nn.Sequential(nn.Flatten(), nn.Linear(5, 3))
-TOLD = r"\[4, 2\].*Net.forward was given float32 \[4, 8\]"
-LAYER = r"1, Linear\(.*was given float32 \[4, 8\].*in_features=8"
+TOLD = r"\[4, 2\].*Net.forward was given float64 \[4, 8\]"
+LAYER = r"1, Linear\(.*was given float64 \[4, 8\].*in_features=8"
 
 
 @pytest.mark.parametrize(

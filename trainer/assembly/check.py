@@ -49,11 +49,9 @@ _PARTS = re.compile(
 )
 # Of optimizers and schedules: keys of ours, and arguments that are computed from what they hold.
 _APART = (*chain(*OWN_KEYS.values()), "milestones", "step_size", "max_lr")
-_BY_CLASS = (nn.CrossEntropyLoss, nn.NLLLoss, nn.MultiMarginLoss)
-_BY_VALUE = (
-    *(nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.SoftMarginLoss),
-    *(nn.BCEWithLogitsLoss, nn.PoissonNLLLoss),
-)
+# Losses of torch's, by what they compare an output with: class numbers, or values of its shape.
+_BY_CLASS = ["CrossEntropyLoss", "NLLLoss", "MultiMarginLoss"]
+_REAL = "MSELoss L1Loss SmoothL1Loss HuberLoss SoftMarginLoss BCEWithLogitsLoss PoissonNLLLoss"
 _MONITOR = re.compile(r"((optimizer\.optimizers\.[^.]+\.)?lr_scheduler|callbacks\.[^.]+)\.monitor")
 
 
@@ -70,8 +68,7 @@ def check_targets(config: Config) -> None:
 
 def stand_ins(config: Config) -> Assembly:
     """Return the parts of a run without data, device or storage."""
-    options = config.trainer
-    endless = horizon(options.max_epochs, options.max_steps, _STEPS_PER_EPOCH) is None
+    endless = horizon(config.trainer, _STEPS_PER_EPOCH) is None
     total = None if endless else _TOTAL_STEPS
     return Assembly(config, Strategy("meta"), _CLASSES, total, _STEPS_PER_EPOCH, guessed=True)
 
@@ -113,16 +110,17 @@ def _node_problems(config: Config) -> Iterator[Problem]:
 def _loss_problems(config: Config) -> Iterator[Problem]:
     """Call torch's losses on two tiny samples: torch checks their arguments only when called."""
     for key, node in nodes_in(with_classes(config.task, _CLASSES).get("loss"), "task.loss"):
-        if (kind := locate(node["_target_"])) not in (*_BY_CLASS, *_BY_VALUE):
+        module, _, name = node["_target_"].rpartition(".")
+        if module != "torch.nn" or name not in (*_BY_CLASS, *_REAL.split()):
             continue
         with suppress(ConfigError):  # of its constructor: reported with the task's
             loss = instantiate(node, _key_=key)
-            weights = [getattr(loss, name, None) for name in ("weight", "pos_weight")]
+            weights = [getattr(loss, n, None) for n in ("weight", "pos_weight")]
             sizes = [len(w) for w in weights if w is not None and w.ndim]
             output = torch.zeros(2, *(sizes or [3])[:1])
             by_class = torch.zeros(2, dtype=torch.int64)
             try:
-                loss(output, by_class if kind in _BY_CLASS else torch.zeros_like(output))
+                loss(output, by_class if name in _BY_CLASS else torch.zeros_like(output))
             except (ValueError, RuntimeError) as error:
                 yield Problem(key, f"{node['_target_']}: {error}")
 

@@ -18,12 +18,7 @@ from data.orders import Order, Sequential
 from data.samplers import Updates, UpdateSampler, as_order, as_updates, default_order
 from data.transforms import Pipeline
 from trainer.assembly.check import check_targets
-from trainer.assembly.data import (
-    Data,
-    build_transforms,
-    data_facts,
-    open_data,
-)
+from trainer.assembly.data import Data, build_transforms, data_facts, open_data
 from trainer.assembly.parts import OFFERED, Assembly, build_node, build_strategy
 from trainer.assembly.summary import state_bytes
 from trainer.callback import Average, Callback
@@ -79,11 +74,9 @@ def build(
     seed_everything(config.seed)
     data = open_data(config, strategy)
     loader, few = train_loader(config, data, strategy), overfit_samples(config, data.sets["train"])
-    limit, steps = options.limit_train_batches, len(loader)
-    steps = steps if limit is None else count(limit, steps)
-    total = horizon(options.max_epochs, options.max_steps, steps)
+    steps = count(options.limit_train_batches, len(loader))
 
-    parts = Assembly(config, strategy, data.num_classes, total, steps)
+    parts = Assembly(config, strategy, data.num_classes, horizon(options, steps), steps)
     checkpointed = parts.checkpointed
     trainer = Trainer(
         parts.model,
@@ -194,10 +187,7 @@ def build_split(config: Config, strategy: Strategy, split: str) -> tuple[Loader,
 
 
 def build_evaluator(
-    config: Config,
-    num_classes: int | None,
-    strategy: Strategy,
-    answering: nn.Module | None = None,
+    config: Config, num_classes: int | None, strategy: Strategy, answering: nn.Module | None = None
 ) -> Trainer:
     """Build a trainer for evaluation and prediction, without data.
 
@@ -270,7 +260,7 @@ def overfit_samples(config: Config, dataset: Any) -> int | None:
 def limited(samples: int, limit: int | float | None, config: Config) -> int:
     """Return the number of samples in a number, or a fraction, of all batches."""
     size = config.loader.batch_size
-    return samples if limit is None else min(samples, count(limit, -(-samples // size)) * size)
+    return min(samples, count(limit, -(-samples // size)) * size)
 
 
 def _chosen(config: Config, dataset: Any) -> Order | Updates:

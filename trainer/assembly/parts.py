@@ -1,7 +1,5 @@
 """From nodes to objects: a model, a task, callbacks; optimizers and schedules; the devices."""
 
-from __future__ import annotations
-
 import importlib
 import os
 from collections.abc import Mapping

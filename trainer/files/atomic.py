@@ -5,6 +5,7 @@ import errno
 import functools
 import json
 import logging
+import mmap
 import os
 import shutil
 import stat
@@ -17,7 +18,6 @@ from trainer.errors import StorageError
 from trainer.files.layout import VisibleFormatter
 
 TEMPORARY = ".tmp-"
-_BLOCK = 1 << 16
 _log = logging.getLogger(__name__)
 _kept: set[int] = set()  # descriptors that a forked process closes
 
@@ -228,11 +228,7 @@ class LogFileHandler(logging.StreamHandler[AppendLog]):
 
 def _whole_lines(descriptor: int) -> int:
     """Return the offset after the last newline."""
-    end = os.fstat(descriptor).st_size
-    while end > 0:
-        start = max(0, end - _BLOCK)
-        found = os.pread(descriptor, end - start, start).rfind(b"\n")
-        if found >= 0:
-            return start + found + 1
-        end = start
-    return 0
+    if not os.fstat(descriptor).st_size:  # of an empty file there is no map
+        return 0
+    with mmap.mmap(descriptor, 0, mmap.MAP_PRIVATE, mmap.PROT_READ) as content:
+        return content.rfind(b"\n") + 1

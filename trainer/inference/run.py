@@ -214,7 +214,7 @@ def pictures_for(facts: InferenceFacts, config: Config, paths: Sequence[str]) ->
     inputs = facts.inputs
     if inputs["kind"] != "picture":
         hint = "source=val or source=test; or describe a data set in data.predict"
-        raise ConfigError([Problem("source", "the run was not trained on pictures", hint=hint)])
+        raise ConfigError(Problem("source", "the run was not trained on pictures", hint))
     return Pictures(paths, inputs["channels"], inputs["size"], build_pipeline(config, "eval"))
 
 

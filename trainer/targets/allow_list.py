@@ -23,12 +23,10 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from conf.errors import ConfigError, Problem, did_you_mean, nearest
+from trainer.shadow import PACKAGES, ROOT
 
-_ROOTS = ("callbacks", "data", "models", "timm", "torch", "torchmetrics", "torchvision", "trainer")
-_OURS = ("callbacks", "data", "models", "trainer")
-_OTHERS = ("conf", "scripts")  # ours, of which nothing may be named
+_ROOTS = (*PACKAGES, "timm", "torch", "torchmetrics", "torchvision")
 _OUR_CHECKOUT = ("benchmarks", "tests")  # importable when started in a checkout
-_HOME = Path(__file__).resolve().parents[2]
 
 _extra: list[str] = []  # packages and exact paths that `allow` has added
 _closed: set[str] = set()  # folders whose files a configuration may not name
@@ -112,10 +110,10 @@ LIBRARIES: Mapping[str, Offer] = {
 @cache
 def _offers() -> Mapping[str, Offer]:
     named: dict[str, set[str]] = {}
-    for file in (_HOME / "conf").rglob("*.yaml"):
+    for file in (ROOT / "conf").rglob("*.yaml"):
         for path in re.findall(r"_target_:\s*([\w.]+)", file.read_text(encoding="utf-8")):
             module, _, name = path.rpartition(".")
-            if module.partition(".")[0] in _OURS:
+            if module.partition(".")[0] in PACKAGES:
                 named.setdefault(module, set()).add(name)
     ours = {}
     for module, names in named.items():
@@ -273,9 +271,9 @@ def _import_module(name: str, path: str) -> ModuleType:
 def _in_working_folder(path: str) -> bool:
     """Return whether a path leads into a module or package of the working folder."""
     root, folder = path.partition(".")[0], _working_folder()
-    if root in sys.stdlib_module_names or root in (*_ROOTS, *_OTHERS):
+    if root in sys.stdlib_module_names or root in _ROOTS:
         return False
-    if (root in _OUR_CHECKOUT and Path(folder) == _HOME) or not _is_offered_there(path, folder):
+    if (root in _OUR_CHECKOUT and Path(folder) == ROOT) or not _is_offered_there(path, folder):
         return False
     if (module := sys.modules.get(root)) is not None:
         spec = module.__spec__

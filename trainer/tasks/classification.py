@@ -1,7 +1,5 @@
 """Classification: one label for each sample."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Generative adversarial networks: two networks, each with its own optimizer."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, Final, Literal
 

@@ -1,7 +1,5 @@
 """Language modelling: predict the next token at each position of a text."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

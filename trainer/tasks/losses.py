@@ -1,7 +1,5 @@
 """Losses: one torch loss module, or a weighted sum of several by name."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -30,6 +28,7 @@ class Term(nn.Module):
         super().__init__()
         self.loss = loss
         self.weight = weight
+        self.wrt = getattr(loss, "wrt", None)  # of a penalty: with respect to what
 
 
 class Losses:
@@ -44,28 +43,26 @@ class Losses:
         given = loss if isinstance(loss, Mapping) else {"": loss}
         kept = {name: module for name, module in given.items() if module is not None}
         self.terms = {n: m if isinstance(m, Term) else Term(m) for n, m in kept.items()}
-        parts = {name: term.loss for name, term in self.terms.items()}
-        # What a penalty is taken with respect to; None for a loss on the output.
-        self.wrt = {name: getattr(module, "wrt", None) for name, module in parts.items()}
-        if all(self.wrt.values()):
+        self.wrt = {term.wrt for term in self.terms.values()}
+        if None not in self.wrt:
             raise ModelError("task.loss has only gradient penalties: add a loss on the output")
-        reductions = {name: getattr(module, "reduction", "mean") for name, module in parts.items()}
-        for name, module in parts.items():
+        losses = {name: term.loss for name, term in self.terms.items()}
+        for name, module in losses.items():
             smoothing = getattr(module, "label_smoothing", 0)
             if not 0 <= smoothing <= 1:  # torch takes less than 0 as none
                 message = f"label_smoothing must be between 0.0 and 1.0, got {smoothing}"
                 raise ModelError(Problem(f"task.loss.{name}".rstrip("."), message))
-        entropies = {n: m for n, m in parts.items() if isinstance(m, _CROSS_ENTROPIES)}
+        entropies = {n: m for n, m in losses.items() if isinstance(m, _CROSS_ENTROPIES)}
         # Terms that torch divides by something other than the number of samples.
-        self.counted = [name for name in entropies if reductions[name] == "mean"]
-        self.summed = [name for name, reduction in reductions.items() if reduction == "sum"]
-        # `ignore_index` of the first cross entropy.
-        self.ignored = next((module.ignore_index for module in entropies.values()), None)
+        self.counted = [name for name, m in entropies.items() if m.reduction == "mean"]
+        self.summed = [n for n, m in losses.items() if getattr(m, "reduction", "mean") == "sum"]
+        # Of the first cross entropy.
+        self.ignored = next((m.ignore_index for m in entropies.values()), None)
 
     @property
     def names(self) -> list[str]:
         """The losses that an evaluation reports; gradient penalties exist in training only."""
-        named = [f"loss_{name}" for name, wrt in self.wrt.items() if name and not wrt]
+        named = [f"loss_{name}" for name, term in self.terms.items() if name and not term.wrt]
         return ["loss", *named]
 
     def counting(self, target: Tensor) -> tuple[Tensor, Tensor | int]:
@@ -100,7 +97,7 @@ class Losses:
 
     def watched(self, inputs: Any) -> Any:
         """Return inputs that require a gradient, if a gradient penalty on inputs needs it."""
-        if "inputs" not in self.wrt.values() or not torch.is_grad_enabled():
+        if "inputs" not in self.wrt or not torch.is_grad_enabled():
             return inputs
         if not isinstance(inputs, Tensor) or not inputs.is_floating_point():
             raise ModelError(
@@ -117,12 +114,13 @@ class Losses:
         """
         values = {}
         for name, term in self.terms.items():
-            if (wrt := self.wrt[name]) is None:
+            if term.wrt is None:
                 value = _value(term.loss, output, target)
                 values[name] = value if term.weight == 1 else value * term.weight
             elif torch.is_grad_enabled():
                 trained = [] if model is None else model.parameters()
-                sources = [inputs] if wrt == "inputs" else [p for p in trained if p.requires_grad]
+                weights = [p for p in trained if p.requires_grad]
+                sources = [inputs] if term.wrt == "inputs" else weights
                 values[name] = term.loss(output, target, sources) * term.weight
         return values, {**self.counts(target), **{n: SUM for n in self.summed if n in values}}
 

@@ -1,7 +1,5 @@
 """Metrics computed from sums, which stay on the device and are reduced over the processes."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 

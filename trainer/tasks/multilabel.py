@@ -1,7 +1,5 @@
 """Multi-label classification: any number of labels for each sample."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,10 +21,7 @@ class MultiLabel(Supervised):
     score_names = ("label_accuracy", "exact_match")
 
     def __init__(
-        self,
-        loss: Loss | None = None,
-        threshold: float = 0.5,
-        metrics: Metrics | None = None,
+        self, loss: Loss | None = None, threshold: float = 0.5, metrics: Metrics | None = None
     ) -> None:
         super().__init__(loss or nn.BCEWithLogitsLoss(), metrics, f1=MicroF1(threshold))
         self.threshold = threshold

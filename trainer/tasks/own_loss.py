@@ -1,7 +1,5 @@
 """Training with the loss that a model computes itself, as those of transformers do."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

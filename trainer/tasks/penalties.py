@@ -1,7 +1,5 @@
 """Gradient penalties: loss terms that need second derivatives."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Literal
 

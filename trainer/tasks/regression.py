@@ -1,7 +1,5 @@
 """Regression: one or several real numbers for each sample."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

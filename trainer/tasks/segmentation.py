@@ -1,7 +1,5 @@
 """Semantic segmentation: one class for each pixel."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

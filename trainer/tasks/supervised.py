@@ -1,7 +1,5 @@
 """Base class of tasks that compare a model's output with a target."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any

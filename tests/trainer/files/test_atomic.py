@@ -14,15 +14,6 @@ import pytest
 from toy_runs import in_a_child
 from trainer.errors import StorageError
 from trainer.files import atomic
-from trainer.files.atomic import (
-    AppendLog,
-    LogFileHandler,
-    link_or_copy,
-    remove_orphans,
-    replacing,
-    write_json,
-    write_text,
-)
 from trainer.files.layout import aligned, columns_of, packed, size_of
 
 
@@ -33,8 +24,8 @@ def names(folder):
 @pytest.mark.parametrize("error", [None, ValueError("x"), KeyboardInterrupt()])
 def test_the_old_content_stays_until_the_new_is_whole(tmp_path, error):
     path = tmp_path / ("x" * 240 + ".pt")
-    write_text(path, "old")
-    with contextlib.suppress(ValueError, KeyboardInterrupt), replacing(path) as file:
+    atomic.write_text(path, "old")
+    with contextlib.suppress(ValueError, KeyboardInterrupt), atomic.replacing(path) as file:
         file.write(b"new")
         file.flush()
         assert path.read_text() == "old"
@@ -46,7 +37,7 @@ def test_the_old_content_stays_until_the_new_is_whole(tmp_path, error):
 
 
 def die_while_writing(path):
-    with replacing(path) as file:
+    with atomic.replacing(path) as file:
         file.write(b"half")
         file.flush()
         os.kill(os.getpid(), signal.SIGKILL)
@@ -55,13 +46,13 @@ def die_while_writing(path):
 def test_remains_of_a_killed_writer_are_removed_and_the_users_umask_holds(tmp_path):
     path, old = tmp_path / "a.txt", os.umask(0o077)
     try:
-        write_text(path, "old")
-        AppendLog(tmp_path / "b.txt").close()
+        atomic.write_text(path, "old")
+        atomic.AppendLog(tmp_path / "b.txt").close()
     finally:
         os.umask(old)
     assert in_a_child(die_while_writing, path) == -signal.SIGKILL
     assert len(names(tmp_path)) == 3
-    remove_orphans(tmp_path)
+    atomic.remove_orphans(tmp_path)
     assert names(tmp_path) == ["a.txt", "b.txt"]
     assert path.read_text() == "old"
     assert [(tmp_path / name).stat().st_mode & 0o777 for name in names(tmp_path)] == [0o600] * 2
@@ -74,7 +65,7 @@ def leave_with_3_if_none_is(file):
 
 def test_a_forked_process_has_no_part_in_what_is_being_written(tmp_path):
     """It would hold the space of a file that is removed, and its lock, for as long as it lives."""
-    with replacing(tmp_path / "a.pt") as file:
+    with atomic.replacing(tmp_path / "a.pt") as file:
         file.write(b"half")
         (temporary,) = tmp_path.iterdir()
         assert in_a_child(leave_with_3_if_none_is, temporary) == 3
@@ -97,25 +88,25 @@ def test_what_failed_is_said_in_one_line(tmp_path, monkeypatch, number, reason):
     monkeypatch.setattr(os, "fsync", fail)
     path = tmp_path / "a.txt"
     with pytest.raises(StorageError, match=f"^cannot write {path}: {reason}$") as caught:
-        write_text(path, "x")
+        atomic.write_text(path, "x")
     assert caught.value.exit_code == 7
     assert names(tmp_path) == []
     missing = f"{tmp_path / 'no' / 'a.txt'}: no such file"
-    for write in (lambda path: write_text(path, "x"), AppendLog):
+    for write in (lambda path: atomic.write_text(path, "x"), atomic.AppendLog):
         with pytest.raises(StorageError, match=missing):
             write(tmp_path / "no" / "a.txt")
     with pytest.raises(ValueError, match="JSON"):
-        write_json(path, {"a": float("nan")})
+        atomic.write_json(path, {"a": float("nan")})
 
 
 def test_a_further_name_is_replaced_in_one_step(tmp_path):
     for name in ("1", "2"):
-        write_text(tmp_path / name, name)
-    link_or_copy(tmp_path / "1", tmp_path / "last")
-    link_or_copy(tmp_path / "2", tmp_path / "last")
-    link_or_copy(tmp_path / "2", tmp_path / "last")
+        atomic.write_text(tmp_path / name, name)
+    atomic.link_or_copy(tmp_path / "1", tmp_path / "last")
+    atomic.link_or_copy(tmp_path / "2", tmp_path / "last")
+    atomic.link_or_copy(tmp_path / "2", tmp_path / "last")
     with pytest.raises(StorageError, match="last"):
-        link_or_copy(tmp_path / "gone", tmp_path / "last")
+        atomic.link_or_copy(tmp_path / "gone", tmp_path / "last")
     assert (tmp_path / "last").samefile(tmp_path / "2")
     assert names(tmp_path) == ["1", "2", "last"]
 
@@ -133,14 +124,14 @@ def test_a_further_name_is_replaced_in_one_step(tmp_path):
 def test_a_torn_last_line_is_cut(tmp_path, content, kept):
     path = tmp_path / "log"
     path.write_bytes(content)
-    log = AppendLog(path)
+    log = atomic.AppendLog(path)
     assert log.offset() == len(kept)
     log.write("next")
     assert path.read_bytes() == kept + b"next\n"
 
 
 def fill_up(path, messages):
-    log = AppendLog(path)
+    log = atomic.AppendLog(path)
     log.write("a" * 50)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
     atomic._log.warning = lambda text, *values: messages.put(text % values)
@@ -163,13 +154,13 @@ def test_a_full_disk_is_one_warning_and_no_torn_line(tmp_path):
 def test_what_a_resumed_run_writes_follows_its_checkpoint(tmp_path, caplog):
     (folder := tmp_path / "run").mkdir()
     path = folder / "log"
-    log = AppendLog(path)
+    log = atomic.AppendLog(path)
     log.write("one")
     offset = log.offset()
     log.write("zwölf\n")
     for _ in range(2):
         log.close()
-    log = AppendLog(path)
+    log = atomic.AppendLog(path)
     log.truncate(offset)
     log.write("TWO")
     assert path.read_text() == "one\nTWO\n"
@@ -187,10 +178,11 @@ def test_a_log_holds_lines_with_their_level_and_is_opened_where_it_is(tmp_path):
     known = list(logging._handlerList)
     for place, reason in {"log": "symbolic links", "no/log": "no such file"}.items():
         with pytest.raises(StorageError, match=reason):
-            LogFileHandler(tmp_path / place)
+            atomic.LogFileHandler(tmp_path / place)
     assert logging._handlerList == known  # at exit there is none to be closed
     assert (tmp_path / "victim").read_text() == "torn"
-    handler, logger = LogFileHandler(tmp_path / "train.log"), logging.getLogger("test.log_file")
+    handler = atomic.LogFileHandler(tmp_path / "train.log")
+    logger = logging.getLogger("test.log_file")
     logger.addHandler(handler)
     logger.warning("grüße %d", 3)
     logger.removeHandler(handler)

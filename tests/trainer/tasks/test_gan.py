@@ -112,11 +112,6 @@ def test_an_evaluation_needs_no_optimizers_and_a_training_one_for_each_turn() ->
         trainer.fit()
 
 
-def test_another_epoch_has_other_noise() -> None:
-    first, second = (next(iter(image_loader().epoch(epoch))).batch[1] for epoch in (0, 1))
-    assert not torch.equal(first, second)
-
-
 def test_images_of_another_size_are_refused() -> None:
     batch = (torch.zeros(2, 1, 16, 16).double(), torch.zeros(2, LATENT).double())
     with pytest.raises(ModelError, match=r"model\.image_size"):

@@ -7,19 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from toys import (
-    CLASSES,
-    SAMPLES,
-    Samples,
-    assert_equal,
-    by_hand,
-    distance,
-    loader,
-    network,
-    of_output,
-    points,
-    trainer_of,
-)
+import toys
+from toys import CLASSES, SAMPLES, Samples, assert_equal, by_hand, distance, of_output, points
 from trainer.errors import ModelError
 from trainer.task import Task
 from trainer.tasks.classification import Classification
@@ -39,7 +28,7 @@ def soft_points() -> Samples:
 
 
 def trained(loss, steps: int, data: Samples) -> Trainer:
-    trainer = trainer_of(Classification(CLASSES, loss), data, steps, val=loader(data))
+    trainer = toys.trainer_of(Classification(CLASSES, loss), data, steps, val=toys.loader(data))
     trainer.fit()
     return trainer
 
@@ -145,7 +134,7 @@ class Answering(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.body = network()
+        self.body = toys.network()
 
     def forward(self, inputs: Tensor, labels: Tensor | None = None):
         logits = self.body(inputs)
@@ -158,8 +147,8 @@ def test_a_model_with_its_own_loss_trains_as_the_same_loss_of_a_task(pieces: int
     data.y[1:7] = -100  # uneven over the parts of a batch
 
     def run(task: Task, steps: int) -> Trainer:
-        val = loader(data, shuffled=False)
-        trainer = trainer_of(task, data, steps, model=Answering(), val=val, log_every_n_steps=1)
+        more = {"val": toys.loader(data, shuffled=False), "log_every_n_steps": 1}
+        trainer = toys.trainer_of(task, data, steps, model=Answering(), **more)
         trainer.fit()
         return trainer
 

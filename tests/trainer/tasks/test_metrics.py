@@ -7,22 +7,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import toys
 from toys import in_group, loader, points
 from trainer.errors import ModelError
 from trainer.evaluation import check_metrics
 from trainer.strategies.strategy import Strategy
+from trainer.tasks import metrics as ours
 from trainer.tasks.classification import Classification
-from trainer.tasks.metrics import (
-    R2,
-    ConfusionMatrix,
-    MacroF1,
-    MeanIoU,
-    MicroF1,
-    PerClassAccuracy,
-    Perplexity,
-    Running,
-)
-from trainer.trainer import Trainer
 
 CLASSES = 4
 LOGITS = points(29, CLASSES, CLASSES, torch.float32)  # points whose inputs are the logits
@@ -39,20 +30,18 @@ class Identity(nn.Module):
 
 def evaluated(metrics, batch: int = 8, strategy: Strategy | None = None) -> dict[str, float]:
     strategy = strategy or Strategy("cpu")
-    model = strategy.prepare(Identity())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     task = Classification(CLASSES, metrics=metrics)
-    trainer = Trainer(model, task, optimizer, [], strategy=strategy)
+    trainer = toys.trainer_of(task, [], model=Identity(), strategy=strategy)
     return trainer.evaluate(loader(LOGITS, 1, batch, False, strategy), "val")
 
 
-def every_metric() -> dict[str, Running]:
+def every_metric() -> dict[str, ours.Running]:
     return {
-        "balanced": ConfusionMatrix(CLASSES),
-        "miou": MeanIoU(CLASSES),
-        "macro_f1": MacroF1(CLASSES),
-        "class": PerClassAccuracy(CLASSES, ["a", "b", "c", "d"]),
-        "perplexity": Perplexity(),
+        "balanced": ours.ConfusionMatrix(CLASSES),
+        "miou": ours.MeanIoU(CLASSES),
+        "macro_f1": ours.MacroF1(CLASSES),
+        "class": ours.PerClassAccuracy(CLASSES, ["a", "b", "c", "d"]),
+        "perplexity": ours.Perplexity(),
     }
 
 
@@ -80,25 +69,25 @@ def test_batches_of_any_size_give_the_same_and_an_evaluation_begins_afresh(batch
 
 
 def test_labels_of_no_class_are_left_out_and_shares_count_as_their_largest() -> None:
-    matrix = ConfusionMatrix(2)
+    matrix = ours.ConfusionMatrix(2)
     matrix.update(torch.tensor([[2.0, 1], [2, 1], [1, 2], [1, 2]]), torch.tensor([0, 255, -100, 0]))
     assert matrix.counts.tolist() == [[1, 1], [0, 0]]
     matrix.update(torch.tensor([[2.0, 1.0]]), torch.tensor([[0.2, 0.8]]))
     assert matrix.counts.tolist() == [[1, 1], [1, 0]]
-    metric = MeanIoU(3)  # absent classes do not count
+    metric = ours.MeanIoU(3)  # absent classes do not count
     metric.update(torch.eye(3)[[0, 0, 1]], torch.tensor([0, 1, 1]))
     assert metric.compute() == pytest.approx(0.5)
 
 
-@pytest.mark.parametrize("metric", [R2(), MicroF1(), Perplexity()], ids=["r2", "f1", "perplexity"])
-def test_a_mean_without_samples_is_nan(metric: Running) -> None:
-    assert math.isnan(metric.compute())
+@pytest.mark.parametrize("kind", [ours.R2, ours.MicroF1, ours.Perplexity])
+def test_a_mean_without_samples_is_nan(kind: type[ours.Running]) -> None:
+    assert math.isnan(kind().compute())
 
 
 def test_torchmetrics_agree_with_ours() -> None:
     classification = pytest.importorskip("torchmetrics.classification")
     theirs = classification.MulticlassF1Score(num_classes=CLASSES, average="macro")
-    got = evaluated({"theirs": theirs, "ours": MacroF1(CLASSES)})
+    got = evaluated({"theirs": theirs, "ours": ours.MacroF1(CLASSES)})
     assert got["val/theirs"] == pytest.approx(got["val/ours"], abs=1e-6)
 
 
@@ -143,11 +132,11 @@ def test_metrics_of_others_are_taken_by_their_methods(value, expected) -> None:
 
 
 def test_metrics_of_several_values_say_their_names() -> None:
-    metrics = {"class": PerClassAccuracy(2), "f1": MacroF1(2), "other": Accuracy()}
+    metrics = {"class": ours.PerClassAccuracy(2), "f1": ours.MacroF1(2), "other": Accuracy()}
     named = Classification(2, metrics=metrics).metric_names()
     assert named == ["loss", "accuracy", "class_0", "class_1", "f1", "other"]
     with pytest.raises(ModelError, match="classes has 2 names"):
-        PerClassAccuracy(3, ["a", "b"])
+        ours.PerClassAccuracy(3, ["a", "b"])
 
 
 class Reduced(Accuracy):
