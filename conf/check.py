@@ -4,17 +4,16 @@ import copy
 import dataclasses
 import math
 import re
-import types
 import typing
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
 from conf.errors import Problem, did_you_mean, nearest, raise_problems
-from conf.fields import REQUIRED, Key, declared, is_open, members
+from conf.fields import REQUIRED, Key, choices, declared, is_open, members
 from conf.interpolation import children, join, walk
 from conf.other_words import VALUES, our_key
-from conf.schema import Config
+from conf.schema import Config, Values
 from conf.yaml_file import word
 
 MISSING = "???"
@@ -23,18 +22,18 @@ _NAMES = {int: "an integer", float: "a number", str: "text", bool: "true or fals
 _FINITE = ("optimizer.", "lr_scheduler.")  # nodes whose numbers are hyper-parameters
 
 
-def check(raw: dict[str, Any], schema: type = Config) -> list[Problem]:
+def check(raw: Values, schema: type = Config) -> list[Problem]:
     """List what is wrong with a resolved configuration; an empty list means nothing."""
     found = list(_section(raw, schema, ""))
     return found + [p for p in _everywhere(raw) if p.key not in {f.key for f in found}]
 
 
-def parse(raw: dict[str, Any]) -> Config:
+def parse(raw: Values) -> Config:
     """Turn a resolved configuration into the dataclasses; raises ConfigError with all mistakes."""
     return parsed(raw, Config)
 
 
-def parsed(raw: dict[str, Any], schema: type[T]) -> T:
+def parsed(raw: Values, schema: type[T]) -> T:
     """Turn the values of a schema's keys into its object; raises ConfigError with all mistakes."""
     raise_problems(check(raw, schema))
     return _built(schema, raw)
@@ -69,13 +68,13 @@ def _value(value: Any, one: Key, key: str) -> Iterator[Problem]:
             yield from _value(inner, replace(one, type=child), here)
     elif not _takes(one.type, value):
         yield Problem(key, f"expected {spelled(one)}, got {shown(value)}", _hint(one, value, key))
-    elif (limit := one.expects(value)) is not None:
+    elif limit := one.expects(value):
         yield Problem(key, f"expected {limit}, got {shown(value)}")
     elif isinstance(value, dict) and one.words is not None:
         yield from _section(value, one.words, key)
     elif isinstance(value, dict) and one.several and value and "_target_" not in value:
         for here, inner in children(value, key):
-            yield from _value(inner, replace(one, several=False, type=dict[str, Any]), here)
+            yield from _value(inner, replace(one, several=False, type=Values), here)
     elif isinstance(value, dict) and one.node and "_target_" not in value:
         yield Problem(join(key, "_target_"), "missing: the path of a class or function")
 
@@ -121,8 +120,8 @@ def _takes(annotation: Any, value: Any) -> bool:
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
     if annotation is Any:
         return True
-    if origin in (typing.Union, types.UnionType):
-        return any(_takes(member, value) for member in args)
+    if len(kinds := members(annotation)) > 1:
+        return any(_takes(kind, value) for kind in kinds)
     if origin is Literal:
         return any(value == choice and type(value) is type(choice) for choice in args)
     if origin is list:
@@ -152,8 +151,7 @@ def spelled(one: Key) -> str:
 
 
 def _hint(one: Key, value: Any, key: str) -> str | None:
-    kinds = members(one.type)
-    choices = [str(c) for m in kinds if typing.get_origin(m) is Literal for c in typing.get_args(m)]
+    kinds, named = members(one.type), [*map(str, choices(one.type))]
     if isinstance(value, bool) and not {int, float, bool} & set(kinds):
         return "YAML reads yes, no, on and off as true and false: quote the word"
     if isinstance(value, list) and value and _takes(one.type, value[0]):
@@ -162,16 +160,16 @@ def _hint(one: Key, value: Any, key: str) -> str | None:
         return "quote it if it is text: \"'...'\" on the command line"
     if isinstance(value, str):
         ours = VALUES.get(value)
-        return f"it is called {ours} here" if ours in choices else did_you_mean(value, choices)
+        return f"it is called {ours} here" if ours in named else did_you_mean(value, named)
     return None
 
 
-def _built(schema: type[T], raw: dict[str, Any]) -> T:
+def _built(schema: type[T], raw: Values) -> T:
     """Return the object of a section whose values fit, with those of the sections in it."""
     known = declared(schema)
     values = {name: value for name, value in raw.items() if name in known}
     for name, value in values.items():
-        if (section := known[name].section) is not None and value is not None:
+        if value is not None and (section := known[name].section):
             values[name] = _built(section, value)
     if is_open(schema):
         values["extra"] = {name: value for name, value in raw.items() if name not in known}
@@ -187,13 +185,13 @@ def shown(value: Any) -> str:
     return (text if len(text) <= 80 else f"{text[:77]}...") + kinds.get(type(value), "")
 
 
-def fill_defaults(raw: dict[str, Any], schema: type = Config) -> dict[str, Any]:
+def fill_defaults(raw: Values, schema: type = Config) -> Values:
     """Return a composed configuration with every key of ours, in the schema's order.
 
     Keys that have no effect with the chosen strategy stay out, unless they were written.
     """
     chosen = raw.get("name", "single")  # of a strategy; elsewhere no key asks for it
-    filled: dict[str, Any] = {}
+    filled: Values = {}
     for name, one in declared(schema).items():
         default = {} if dataclasses.is_dataclass(one.default) else copy.copy(one.default)
         given = raw.get(name, default)

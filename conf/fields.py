@@ -84,6 +84,12 @@ def members(annotation: Any) -> tuple[Any, ...]:
     return typing.get_args(annotation) if union else (annotation,)
 
 
+def choices(annotation: Any) -> list[Any]:
+    """Return the values that a type names: those of its literals."""
+    literals = [one for one in members(annotation) if typing.get_origin(one) is typing.Literal]
+    return [choice for one in literals for choice in typing.get_args(one)]
+
+
 def plain_name(value: str) -> str | None:
     """Require one component of a path: it names a folder under `runs/`."""
     bad = "/" in value or "\\" in value or value in ("", ".", "..") or not value.isprintable()

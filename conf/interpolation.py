@@ -6,7 +6,6 @@ chain, and a loop only ends when Python's stack does. Both are found here in lin
 
 import re
 from collections.abc import Callable, Container, Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from conf.errors import Problem, nearest
@@ -78,23 +77,19 @@ def fill(node: Any, values: Mapping[str, int | None]) -> Any:
     return mapped(node, change)
 
 
-@dataclass(slots=True)
 class Interpolations:
     """What the interpolations of unresolved containers refer to, and what is wrong with them."""
 
-    root: dict[str, Any]
-    problems: list[Problem] = field(default_factory=list)
-    read: set[str] = field(default_factory=set)  # the keys that are referred to
-    _nodes: dict[str, Any] = field(default_factory=dict)  # all there is, by key
-    _taken: dict[str, str] = field(default_factory=dict)  # `${...}` and nothing else: from where
-    _environment: set[str] = field(default_factory=set)  # keys to which `oc.env` contributes
-    _sizes: dict[str, int] = field(default_factory=dict)
-    _path: list[str] = field(default_factory=list)  # of the keys that are being followed
-
-    def __post_init__(self) -> None:
+    def __init__(self, root: Any) -> None:
         """Follow all of them: loops, dead ends and explosions are problems."""
-        self._nodes = dict(walk(self.root))
-        if self._size("", self.root) > MAX_SIZE and not self.problems:
+        self.problems = list[Problem]()
+        self.read = set[str]()  # the keys that are referred to
+        self._nodes = dict(walk(root))  # all there is, by key
+        self._taken = dict[str, str]()  # `${...}` and nothing else: from where
+        self._environment = set[str]()  # keys to which `oc.env` contributes
+        self._sizes = dict[str, int]()
+        self._path = list[str]()  # of the keys that are being followed
+        if self._size("", root) > MAX_SIZE and not self.problems:
             key = next(key for key, size in self._sizes.items() if size > MAX_SIZE)
             self._note(key, f"its interpolations write out to more than {MAX_SIZE} characters")
 

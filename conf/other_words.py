@@ -3,70 +3,71 @@
 from conf.fields import declared
 from conf.schema import Config
 
-_WARMUP = "lr_scheduler/warmup=linear and lr_scheduler.warmup"
-_VALIDATION = "trainer.validate_every_n_epochs or trainer.validate_every_n_steps"
-_PRECISION = "trainer.precision=bf16 or fp16"
-_STOPPING = "callbacks.early_stopping"
 # The last part of a key, and ours; `A B: C` stands for two words.
-_KEYS = {
-    "learning_rate": "optimizer.lr",
-    "momentum": "optimizer.momentum",
-    "optim opt": "optimizer",
-    "scheduler sched lr_scheduler_type": "lr_scheduler",
-    "warmup_steps warmup_epochs": _WARMUP,
-    "train_batch_size": "loader.batch_size",
-    "per_device_train_batch_size": "loader.batch_size (of an update, on all devices)",
-    "per_device_eval_batch_size val_batch_size": "loader.eval_batch_size",
-    "workers dataloader_num_workers": "loader.num_workers",
-    "device": "strategy.accelerator (auto, cpu, cuda, ...) and strategy.devices",
-    "gpus": "strategy.devices",
-    "num_nodes": "torchrun (docs/distributed.md)",
-    "epochs num_epochs num_train_epochs": "trainer.max_epochs",
-    "max_iters": "trainer.max_steps",
-    "max_duration": "trainer.max_time, max_epochs or max_steps",
-    "accumulate_grad_batches accumulation_steps grad_accum_steps": (
-        "trainer.gradient_accumulation_steps (micro-batches that loader.batch_size, the samples of"
-        " a whole update, is split into)"
-    ),
-    "gradient_clip_val max_grad_norm grad_clip clip_grad": "trainer.clip_grad_norm",
-    "gradient_clip_algorithm": "trainer.clip_grad_norm or trainer.clip_grad_value",
-    "mixed_precision amp": _PRECISION,
-    "fp16 bf16": _PRECISION,
-    "torch_compile": "trainer.compile",
-    "benchmark": "trainer.cudnn_benchmark",
-    "logging_steps": "trainer.log_every_n_steps",
-    "check_val_every_n_epoch val_check_interval eval_steps": _VALIDATION,
-    "num_sanity_val_steps": "trainer.validate_at_start",
-    "fast_dev_run": "debug=fast",
-    "gradient_checkpointing": "trainer.activation_checkpointing",
-    "enable_progress_bar": "callbacks.progress.bar",
-    "enable_checkpointing": "callbacks.checkpoint",
-    "logger": "callbacks",
-    "save_steps": "callbacks.checkpoint.every_n_steps",
-    "save_top_k": "callbacks.checkpoint.save_top_k",
-    "early_stopping": _STOPPING,
-    "patience": f"{_STOPPING}.patience",
-    "monitor": f"callbacks.checkpoint.monitor and {_STOPPING}.monitor",
-    "ckpt_path resume_from_checkpoint": "resume=auto, or resume=PATH",
-    "output_dir save_dir log_dir default_root_dir": "run_dir",
-    "experiment_name exp_name run_name": "name",
-    "config config_file": "`--config-dir DIR experiment=NAME`",
-    "loss criterion": "task.loss",
-    "metrics": "task.metrics",
-    "image_size img_size": "data.image_size",
-    "data_dir": "data.root",
-    "dataset": "data",
-    "arch": "model",
-}
-_OURS = {word: ours for words, ours in _KEYS.items() for word in words.split()}
+_KEYS = """
+learning_rate: optimizer.lr
+momentum: optimizer.momentum
+optim opt: optimizer
+scheduler sched lr_scheduler_type: lr_scheduler
+warmup_steps warmup_epochs: lr_scheduler/warmup=linear and lr_scheduler.warmup
+train_batch_size: loader.batch_size
+per_device_train_batch_size: loader.batch_size (of an update, on all devices)
+per_device_eval_batch_size val_batch_size: loader.eval_batch_size
+workers dataloader_num_workers: loader.num_workers
+device: strategy.accelerator (auto, cpu, cuda, ...) and strategy.devices
+gpus: strategy.devices
+num_nodes: torchrun (docs/distributed.md)
+epochs num_epochs num_train_epochs: trainer.max_epochs
+max_iters: trainer.max_steps
+max_duration: trainer.max_time, max_epochs or max_steps
+accumulate_grad_batches accumulation_steps grad_accum_steps: trainer.gradient_accumulation_steps \
+(micro-batches that loader.batch_size, the samples of a whole update, is split into)
+gradient_clip_val max_grad_norm grad_clip clip_grad: trainer.clip_grad_norm
+gradient_clip_algorithm: trainer.clip_grad_norm or trainer.clip_grad_value
+mixed_precision amp fp16 bf16: trainer.precision=bf16 or fp16
+torch_compile: trainer.compile
+benchmark: trainer.cudnn_benchmark
+logging_steps: trainer.log_every_n_steps
+check_val_every_n_epoch val_check_interval eval_steps: trainer.validate_every_n_epochs or \
+trainer.validate_every_n_steps
+num_sanity_val_steps: trainer.validate_at_start
+fast_dev_run: debug=fast
+gradient_checkpointing: trainer.activation_checkpointing
+enable_progress_bar: callbacks.progress.bar
+enable_checkpointing: callbacks.checkpoint
+logger: callbacks
+save_steps: callbacks.checkpoint.every_n_steps
+save_top_k: callbacks.checkpoint.save_top_k
+early_stopping: callbacks.early_stopping
+patience: callbacks.early_stopping.patience
+monitor: callbacks.checkpoint.monitor and callbacks.early_stopping.monitor
+ckpt_path resume_from_checkpoint: resume=auto, or resume=PATH
+output_dir save_dir log_dir default_root_dir: run_dir
+experiment_name exp_name run_name: name
+config config_file: `--config-dir DIR experiment=NAME`
+loss criterion: task.loss
+metrics: task.metrics
+image_size img_size: data.image_size
+data_dir: data.root
+dataset: data
+arch: model
+"""
 # Values of `precision` as others write them.
-VALUES = {
-    **dict.fromkeys(("16", "16-mixed", "16-true", "float16", "half"), "fp16"),
-    **dict.fromkeys(("bf16-mixed", "bfloat16", "amp"), "bf16"),
-    "bf16-true": "bf16_true",
-    **dict.fromkeys(("32", "32-true", "float32"), "fp32"),
-    **dict.fromkeys(("64", "64-true"), "fp64"),
-}
+_VALUES = """
+16 16-mixed 16-true float16 half: fp16
+bf16-mixed bfloat16 amp: bf16
+bf16-true: bf16_true
+32 32-true float32: fp32
+64 64-true: fp64
+"""
+
+
+def _read(table: str) -> dict[str, str]:
+    rows = [line.partition(": ") for line in table.strip().splitlines()]
+    return {word: ours for words, _, ours in rows for word in words.split()}
+
+
+_OURS, VALUES = _read(_KEYS), _read(_VALUES)
 
 
 def our_key(key: str) -> str | None:

@@ -21,7 +21,7 @@ OWN_KEYS = {
     "optimizer": ("param_groups", "params", "lr_scheduler", "optimizers"),
     "lr_scheduler": ("interval", "monitor", "warmup", "functions", "schedulers"),
 }
-Values = dict[str, Any]
+Values = dict[str, Any]  # a section, or all of a configuration, as plain containers
 Node = dict[str, Any]
 Named = dict[str, Node | None]
 Workers = int | Literal["auto"]

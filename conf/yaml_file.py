@@ -92,7 +92,7 @@ def _unreadable(message: str, name: str, line: int | None = None) -> Document:
 def _examined(text: str, name: str) -> Document:
     document = Document()
     try:
-        if (root := _root(text)) is not None:
+        if root := _root(text):
             _note(document, name, root, "")
         if document.readable:
             document.values = yaml.load(text, Loader=_Loader) or {}
@@ -165,7 +165,7 @@ def _note(document: Document, file: str, node: yaml.Node, key: str) -> None:
     elif isinstance(node, yaml.SequenceNode):
         for index, child in enumerate(node.value):
             inside(child, child, join(key, index))
-    elif isinstance(node, yaml.ScalarNode) and (trap := _trap(node)) is not None:
+    elif isinstance(node, yaml.ScalarNode) and (trap := _trap(node)):
         wrong(node, key, trap, readable=True)
     seen: set[str] = set()
     for name, child in node.value if isinstance(node, yaml.MappingNode) else ():
@@ -173,7 +173,7 @@ def _note(document: Document, file: str, node: yaml.Node, key: str) -> None:
             wrong(name, key, "a key must be a word")
             continue
         here = join(key, name.value)
-        if (trap := _trap(name)) is not None:
+        if trap := _trap(name):
             wrong(name, here, f"the key {trap}", readable=True)
         if name.tag == f"{_PREFIX}null":
             wrong(name, here, "a key is null: write a word, or quote it")

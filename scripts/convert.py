@@ -12,14 +12,13 @@ from scripts.regimen import main
 def convert(argv: Sequence[str]) -> int:
     """Write a checkpoint, whole, to a new file. Raises CheckpointError, StorageError."""
     from scripts.cli.arguments import command_parser
-    from scripts.cli.console import greet, log_to_stderr
+    from scripts.cli.console import greet
 
     parser = command_parser("regimen convert", __doc__)
     parser.add_argument("checkpoint", type=Path, help="a file such as checkpoints/last.pt")
     parser.add_argument("target", type=Path, help="the file to write")
     arguments = parser.parse_intermixed_args(argv)
     greet()
-    log_to_stderr(verbose=True)
     from trainer.checkpoints.archive import write_archive
     from trainer.checkpoints.reader import read_whole
     from trainer.errors import CheckpointError

@@ -1,6 +1,5 @@
 """`regimen demo run=RUN_DIR`: a page on this machine that shows what a trained model answers."""
 
-import importlib
 import logging
 import os
 import secrets
@@ -41,11 +40,12 @@ def demo(argv: Sequence[str]) -> int:
 
 def serve(page: Any, host: str, port: int) -> None:
     """Serve a page and print its address. Raises ConfigError where the port is in use."""
+    from starlette.middleware import Middleware
+    from starlette.middleware.trustedhost import TrustedHostMiddleware
+
     login = None if host in _LOCAL else ("demo", secrets.token_urlsafe(16))
-    starlette: Any = importlib.import_module("starlette.middleware")
-    hosts = importlib.import_module("starlette.middleware.trustedhost").TrustedHostMiddleware
     # A foreign page's requests to 127.0.0.1 carry its name in Host (DNS rebinding).
-    only = starlette.Middleware(hosts, allowed_hosts=["*"] if login else [*_LOCAL, host])
+    only = Middleware(TrustedHostMiddleware, allowed_hosts=["*"] if login else [*_LOCAL, host])
     options: dict[str, Any] = {"share": False, "ssr_mode": False, "prevent_thread_lock": True}
     options |= {"max_file_size": "20mb", "app_kwargs": {"middleware": [only]}, "quiet": True}
     try:
@@ -60,7 +60,7 @@ def serve(page: Any, host: str, port: int) -> None:
 
 def page_of(run: Any, checkpoint: str, top_k: int) -> Any:
     """Return gradio's page for a run: what it is asked, its answer, and what it is."""
-    gradio: Any = importlib.import_module("gradio")
+    import gradio
 
     from trainer.export.formats import provenance
 

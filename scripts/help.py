@@ -11,6 +11,7 @@ import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
+from inspect import getdoc
 from itertools import islice, pairwise
 from pathlib import Path
 
@@ -29,22 +30,6 @@ from trainer.runs.status import MANIFEST
 _WIDTH = 96
 _LINE = re.compile(r"( *)([\w-]+):(?: +([^#]*?))? *(?:# *(.*))?$")
 _SKIPPED = {"_target_", "defaults", "_partial_", "_args_"}
-_USAGE = """\
-Train PyTorch models from YAML.
-
-  train experiment=NAME [group=choice ...] [key=value ...]    train
-  train -m experiment=NAME optimizer.lr=0.1,0.01              a job for each value, then a table
-  train experiment=NAME dry_run=true                          the plan: checked, nothing trained
-  train --cfg job experiment=NAME [--resolve] [-p KEY]        the composed configuration
-  train --config-dir DIR experiment=MINE                      with configs of your own
-  train --help optimizer                                      a group: choices, keys, meanings
-"""
-_GRAMMAR = """\
-  key=value   sets a key (optimizer.lr=0.1); text with , = or spaces in quotes: name="'a, b'"
-  group=x     picks conf/group/x.yaml; 'callbacks=[default,ema]' picks several
-  +key=value  adds an argument to a node; ~key removes one; +group=x adds a group
-  key=a,b     with -m: a job for each; also range(1,4), choice(a,b), glob(*)
-"""
 # Comments that are no description: commands, and lines for Hydra and editors.
 _FOR_PROGRAMS = ("train ", "pip ", "torchrun ", "python ", "@package", "yaml-language-server:")
 Groups = dict[str, dict[str, Path]]  # the file of each choice of each group
@@ -66,8 +51,8 @@ class Line:
         return _filled(f"{self.name}{value}{meaning}{of}")
 
 
-def answer(arguments: Arguments) -> bool:
-    """Print what was asked for and return True; return False where a run was asked for."""
+def answer(arguments: Arguments) -> None:
+    """Print what was asked for instead of a run. Raises ConfigError."""
     if arguments.help:
         groups = groups_in([*arguments.config_dirs, arguments.config_path or CONF])
         topics = [text for text in arguments.overrides if "=" not in text]
@@ -81,20 +66,18 @@ def answer(arguments: Arguments) -> bool:
             raise ConfigError(problems)
     elif arguments.cfg:
         print_by_hydra(arguments)
-    elif arguments.shell_completion:
-        completion([text.removeprefix("install=") for text in arguments.overrides])
     else:
-        return False
-    return True
+        completion([text.removeprefix("install=") for text in arguments.overrides])
 
 
 def help_text(groups: Groups) -> str:
     """Return the help: usage, experiments, groups with their choices, options."""
-    parts = [_USAGE, "Experiments (experiment=...):", *_described(groups.get("experiment", {}))]
+    usage, _, grammar = str(getdoc(Arguments)).partition("\nOverrides:\n")
+    parts = [usage, "Experiments (experiment=...):", *_described(groups.get("experiment", {}))]
     parts += ["", "Groups (group=choice):"]
     parts += [_filled(f"{g}: {', '.join(groups[g])}") for g in groups if g != "experiment"]
     options = parser().format_help().partition("\noptions:\n")[2]
-    return "\n".join([*parts, "", "Overrides:", _GRAMMAR, f"Options:\n{options.rstrip()}"])
+    return "\n".join([*parts, "", "Overrides:", f"{grammar}\n\nOptions:\n{options.rstrip()}"])
 
 
 def topic_text(groups: Groups, topic: str) -> str:
@@ -208,13 +191,6 @@ def _written(path: Path, prefix: str) -> Iterator[Line]:
             yield Line(".".join([prefix, *path_in_file]), value, meaning)
 
 
-_COMPLETION = """\
-Completes groups, choices, keys and directories of runs.
-
-eval "$(regimen completion bash)"        # in ~/.bashrc, or for this shell
-eval "$(regimen completion zsh)"         # in ~/.zshrc, after compinit
-regimen completion fish | source         # in ~/.config/fish/config.fish
-"""
 # bash splits a word at "=", so only what follows the last one is replaced.
 _BASH = """\
 _regimen_complete() {
@@ -253,8 +229,13 @@ _MOST_RUNS = 200
 
 
 def completion(argv: Sequence[str]) -> int:
-    """Print the script for a shell, or what that asks for. Raises ConfigError."""
-    parser = command_parser("regimen completion", _COMPLETION)
+    """Complete groups, choices, keys and directories of runs.
+
+    eval "$(regimen completion bash)"        # in ~/.bashrc, or for this shell
+    eval "$(regimen completion zsh)"         # in ~/.zshrc, after compinit
+    regimen completion fish | source         # in ~/.config/fish/config.fish
+    """
+    parser = command_parser("regimen completion", getdoc(completion))
     parser.add_argument("shell", choices=tuple(_SCRIPTS))
     parser.add_argument("--line", help=argparse.SUPPRESS)  # what the script asks for
     arguments = parser.parse_intermixed_args(argv)

@@ -1,7 +1,5 @@
 """`regimen runs [DIR]`: what was trained; also `runs diff A B`."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -16,7 +14,7 @@ import yaml
 from conf.errors import ConfigError
 from conf.interpolation import join
 from conf.yaml_file import plain_values, word
-from scripts.cli.arguments import command_parser
+from scripts.cli.arguments import RUNS, command_parser
 from trainer.files.layout import aligned, columns_of, on_one_line, size
 from trainer.runs.directory import CONFIG, OVERRIDES
 from trainer.runs.status import (
@@ -31,7 +29,6 @@ from trainer.runs.status import (
     seconds_of,
 )
 
-_DIFF = "Show two runs side by side: where their configurations differ, and their metrics."
 _TAIL = 1 << 16  # bytes of metrics.jsonl that hold its last line
 _SHOWN = 8  # differences in a row of the table; --json has all
 _UNLIMITED = 1_000_000  # characters
@@ -44,7 +41,7 @@ def runs(argv: Sequence[str]) -> int:
     if argv and argv[0] == "diff":
         return _diff(argv[1:])
     parser = command_parser("regimen runs", __doc__)
-    parser.add_argument("folder", nargs="?", type=Path, default=Path("runs"), metavar="DIR")
+    parser.add_argument("folder", nargs="?", type=Path, default=RUNS, metavar="DIR")
     parser.add_argument("--json", action="store_true", help="for machines: a list of objects")
     arguments = parser.parse_intermixed_args(argv)
     found = []
@@ -78,7 +75,8 @@ def runs(argv: Sequence[str]) -> int:
 
 
 def _diff(argv: Sequence[str]) -> int:
-    parser = command_parser("regimen runs diff", _DIFF)
+    """Show two runs side by side: where their configurations differ, and their metrics."""
+    parser = command_parser("regimen runs diff", _diff.__doc__)
     parser.add_argument("left", type=Path, metavar="A")
     parser.add_argument("right", type=Path, metavar="B")
     parser.add_argument("--json", action="store_true", help="for machines: pairs by name")

@@ -18,7 +18,6 @@ def predict(argv: Sequence[str]) -> int:
     from conf.errors import Problem, raise_problems
     from conf.schema_trainer import StrategyConfig
     from conf.yaml_file import word
-    from scripts.cli.arguments import Request
     from scripts.cli.console import importing
     from scripts.cli.keys import Prediction, read_keys
 
@@ -40,27 +39,20 @@ def predict(argv: Sequence[str]) -> int:
     # However a run was trained (in shards, on many devices), it is asked on one; who wants more
     # says so. The kind of its device stays.
     plain = {k: v for k, v in asdict(StrategyConfig()).items() if k != "accelerator"}
-    own = (f"strategy.{key}={word(value)}" for key, value in plain.items())
-    composed = compose(replace(arguments, overrides=(*own, *arguments.overrides)))
-    strategy = dict(composed.config["strategy"])
+    overrides = [*(f"strategy.{key}={word(value)}" for key, value in plain.items())]
+    overrides += arguments.overrides
     if keys.device is not None:
         kind, _, place = keys.device.partition(":")
-        strategy |= {"accelerator": kind, "devices": [int(place)] if place else "auto"}
-    request = Request(
-        {**composed.config, "strategy": strategy},
-        composed.overrides,
-        {},
-        list(argv),
-        list(arguments.allow_targets),
-        prediction=asdict(keys),
-        files=[line.rstrip("\n") for line in sys.stdin] if keys.source == "-" else [],
-    )
+        devices = f"[{place}]" if place else "auto"
+        overrides += [f"strategy.accelerator={kind}", f"strategy.devices={devices}"]
+    composed = compose(replace(arguments, overrides=tuple(overrides)))
+    files = [line.rstrip("\n") for line in sys.stdin] if keys.source == "-" else []
     with importing():
-        if strategy["name"] == "ddp" and "RANK" not in os.environ:
+        if composed.config["strategy"]["name"] == "ddp" and "RANK" not in os.environ:
             from scripts.runs.launch import launch as work
         else:
             from scripts.runs.answers import answer as work
-    return work(request)
+    return work(composed.request(argv, prediction=asdict(keys), files=files))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from typing import Any, Literal, cast
 
 import yaml
 
-from conf.fields import Key, declared, is_open, members
+from conf.fields import Key, choices, declared, is_open, members
 from conf.interpolation import children
 from conf.schema import OWN_KEYS, Config
 from scripts.cli.arguments import command_parser
@@ -63,7 +63,7 @@ def schema_text(group: str | None) -> str:
         below(groups_in([CONF]), group)
     # The files of a group that no section is named after hold keys of the root.
     body: Schema = {"allOf": [_reference(top)]} if top in declared(Config) else _section(Config, "")
-    if (one := key_of(title)) is not None:
+    if one := key_of(title):
         body = _value(one, top)
     if group is not None:
         body["properties"] = {"defaults": _defaults(), **body.get("properties", {})}
@@ -96,14 +96,13 @@ def _value(one: Key, top: str) -> Schema:
     """Return what a key takes: one schema for all of its types, beside its named choices."""
     if one.type is Any:
         return _reference(top)
-    literals = [m for m in members(one.type) if typing.get_origin(m) is Literal]
-    choices = [choice for literal in literals for choice in typing.get_args(literal)]
-    kinds = [_type(m, one, top) for m in members(one.type) if m not in literals]
+    named, types = choices(one.type), members(one.type)
+    kinds = [_type(m, one, top) for m in types if typing.get_origin(m) is not Literal]
     if all(kind["type"] != "string" for kind in kinds):
         kinds.append(_OPEN)
     merged = {name: value for kind in kinds for name, value in kind.items()}
     merged["type"] = [kind["type"] for kind in kinds]
-    return {"anyOf": [{"enum": choices}, merged]} if choices else merged
+    return {"anyOf": [{"enum": named}, merged]} if named else merged
 
 
 def _type(annotation: Any, one: Key, top: str) -> Schema:

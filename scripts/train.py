@@ -13,20 +13,20 @@ def main() -> None:
 
 def train(argv: Sequence[str]) -> int:
     """Do what a command line asks for; torch is imported once its keys and types are sound."""
-    from scripts.cli.arguments import Request, parse_arguments
-    from scripts.cli.console import greet, importing, log_to_stderr, logger
+    from scripts.cli.arguments import parse_arguments
+    from scripts.cli.console import greet, importing, logger
 
     arguments = parse_arguments(argv)
-    if not arguments.asks_for_text:
-        greet()
+    if arguments.asks_for_text:
+        from scripts.help import answer
+
+        answer(arguments)
+        return 0
+    greet()
     from scripts.cli.shadow import clashes
     from scripts.composition.compose import compose  # after the first line: it imports Hydra
     from scripts.composition.overrides import refuse_untyped
-    from scripts.help import answer
 
-    if answer(arguments):
-        return 0
-    log_to_stderr(os.environ.get("RANK", "0") == "0")
     if arguments.multirun:
         from scripts.sweeps.grid import searches, sweep
 
@@ -40,13 +40,6 @@ def train(argv: Sequence[str]) -> int:
         logger.warning("warning: %s", doubt)
     if trial := (composed.config.get("sweep") or {}).get("trial"):
         refuse_untyped("sweep", {"trial": trial}, composed.overrides)
-    request = Request(
-        composed.config,
-        composed.overrides,
-        composed.choices,
-        list(argv),
-        list(composed.arguments.allow_targets),
-    )
     several = composed.config["strategy"]["name"] in ("ddp", "fsdp")
     with importing():
         if several and not composed.config["dry_run"] and "RANK" not in os.environ:
@@ -54,7 +47,7 @@ def train(argv: Sequence[str]) -> int:
         else:
             from scripts.runs.run import run as start
     with composed.locating():
-        return start(request)
+        return start(composed.request(argv))
 
 
 if __name__ == "__main__":

@@ -63,13 +63,13 @@ KNOWN_TO_ALL = ("conf.errors", "conf.interpolation", "conf.schema_trainer", "dat
 # Code lines (no blank line, comment, docstring) and files: a budget. A number goes down with what
 # is thrown away, and up in the commit that brings a new capability.
 BUDGET = {
-    "conf": 1031,
+    "conf": 1025,
     "data": 3176,
     "models": 702,
     "trainer": 9046,
     "callbacks": 2408,
-    "scripts": 4719,
-    "the six packages": 21082,
+    "scripts": 4618,
+    "the six packages": 20975,
     "tests": 19017,
     "benchmarks": 1290,
 }

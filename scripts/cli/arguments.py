@@ -12,10 +12,11 @@ from typing import Any, NoReturn
 from conf.errors import ConfigError, Problem, raise_problems
 from conf.fields import declared
 from conf.other_words import our_key
-from conf.schema import Config
+from conf.schema import Config, Values
 from conf.yaml_file import dump
 
 PRIMARY = "train"
+RUNS = Path("runs")  # the folder of runs whose place nobody has given
 MAX_OVERRIDE = 8_000  # characters; Hydra's parser takes a second for a list of this length
 MAX_BRACKETS = 20  # open at once
 
@@ -32,7 +33,21 @@ def flag(*names: str, help: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """A parsed command line."""
+    """Train PyTorch models from YAML.
+
+      train experiment=NAME [group=choice ...] [key=value ...]    train
+      train -m experiment=NAME optimizer.lr=0.1,0.01              a job for each value, then a table
+      train experiment=NAME dry_run=true                          the plan: checked, nothing trained
+      train --cfg job experiment=NAME [--resolve] [-p KEY]        the composed configuration
+      train --config-dir DIR experiment=MINE                      with configs of your own
+      train --help optimizer                                      a group: choices, keys, meanings
+
+    Overrides:
+      key=value   sets a key (optimizer.lr=0.1); text with , = or spaces in quotes: name="'a, b'"
+      group=x     picks conf/group/x.yaml; 'callbacks=[default,ema]' picks several
+      +key=value  adds an argument to a node; ~key removes one; +group=x adds a group
+      key=a,b     with -m: a job for each; also range(1,4), choice(a,b), glob(*)
+    """
 
     overrides: tuple[str, ...] = option(
         default=(), nargs="*", help="key=value, group=choice, +key=value, ~key"
@@ -113,7 +128,7 @@ def command_parser(prog: str, description: str | None) -> argparse.ArgumentParse
 
 def parse_arguments(argv: Sequence[str]) -> Arguments:
     """Parse a command line. Raises ConfigError."""
-    raise_problems(p for text in argv if (p := _oversized(text)) is not None)
+    raise_problems(p for text in argv if (p := _oversized(text)))
     got = vars(parser().parse_intermixed_args(list(argv)))
     plain: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in got.items()}
     return Arguments(**plain)
@@ -132,12 +147,12 @@ def _oversized(text: str) -> Problem | None:
 class Request:
     """A checked configuration, and the arguments that it was composed from."""
 
-    config: dict[str, Any]  # resolved, plain containers
+    config: Values  # resolved, plain containers
     overrides: list[str]
-    choices: dict[str, Any]  # the choice of each config group
+    choices: Values  # the choice of each config group
     arguments: list[str]  # as typed, for `resume_command`
     allowed: list[str] = field(default_factory=list)  # packages of --allow-target
-    prediction: dict[str, Any] | None = None  # the keys of `predict`; None: train
+    prediction: Values | None = None  # the keys of `predict`; None: train
     files: list[str] = field(default_factory=list)  # read by `predict` from standard input
 
     def resume_command(self, run_dir: Path) -> str:

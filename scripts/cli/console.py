@@ -4,8 +4,6 @@ One line comes first, before torch is imported. What libraries say goes to the l
 reader has left take what is written.
 """
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import logging
@@ -24,6 +22,7 @@ from typing import Any, NoReturn, TextIO, cast
 from scripts.cli.deferred import defer_imports
 from scripts.cli.shadow import PACKAGES, ROOT
 from scripts.cli.signals import end_on_signals
+from trainer.errors import account, device_failed
 from trainer.files.layout import VisibleFormatter, indented_lines, visible
 
 logger = logging.getLogger("regimen")
@@ -117,8 +116,6 @@ def exit_code(error: BaseException) -> int:
     """Return the exit code of an exception; 1 for an unexpected one."""
     if isinstance(error, KeyboardInterrupt):
         return 130
-    from trainer.errors import device_failed  # as below
-
     gave_out = _is_out_of_memory(error) or device_failed(error)
     code = 8 if gave_out else getattr(error, "exit_code", 1)
     return code if isinstance(code, int) else 1
@@ -138,8 +135,6 @@ def describe(error: BaseException) -> str:
         return f"out of memory: {first or 'no memory is left'}; {_LESS_MEMORY}"
     if hasattr(error, "exit_code") or exit_code(error) != 1:
         return text or type(error).__name__
-    from trainer.errors import account  # needed by few commands, and only at their end
-
     return account(error) or f"{type(error).__name__}: {first}".rstrip(": ")
 
 
@@ -160,8 +155,10 @@ def is_job() -> bool:
 
 
 def greet() -> None:
-    """Print versions to stderr; not in jobs of a sweep, nor on other ranks."""
-    if not is_job() and os.environ.get("RANK", "0") == "0":
+    """Print versions to stderr, then the log; not in jobs of a sweep, nor on other ranks."""
+    first = os.environ.get("RANK", "0") == "0"
+    log_to_stderr(first)
+    if first and not is_job():
         facts = (f"{name} {metadata.version(name)}" for name in ("regimen", "torch"))
         sys.stderr.write(f"{', '.join(facts)}\n")  # at once: a signal must not part the line
         sys.stderr.flush()

@@ -11,8 +11,6 @@ the marked form), and `torch._dynamo`. What torch or torchvision do not have und
 imported as ever; tests/scripts/cli/test_imports.py tells when a version changes them.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import sys

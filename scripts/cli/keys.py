@@ -7,7 +7,6 @@ limits are checked as those of a configuration, and its object is what the comma
 
 import importlib.util
 import json
-import os
 import re
 import textwrap
 from collections.abc import Collection, Iterator, Sequence
@@ -23,7 +22,7 @@ from conf.fields import REQUIRED, Check, count, declared, members, natural, opti
 from conf.schema import Config
 from conf.yaml_file import word
 from scripts.cli.arguments import AnsweredError, Arguments, parse_arguments
-from scripts.cli.console import greet, log_to_stderr
+from scripts.cli.console import greet
 
 Format = Literal["onnx", "torch_export", "torchscript", "aoti", "safetensors"]
 _DEVICE = r"[a-z]+(:\d+)?"
@@ -220,7 +219,6 @@ def read_keys(command: type[T], argv: Sequence[str]) -> tuple[T, Arguments]:
         print(help_of(command))
         raise AnsweredError
     greet()
-    log_to_stderr(os.environ.get("RANK", "0") == "0")
     raw: dict[str, Any] = {}
     others, roots = [], declared(Config)
     for override in arguments.overrides:
@@ -232,7 +230,7 @@ def read_keys(command: type[T], argv: Sequence[str]) -> tuple[T, Arguments]:
         else:
             raw[key] = text  # an unknown one
     keys = parsed(raw, command)
-    own = replace(Arguments(tuple(others)), config_name="config", config_dirs=(keys.run,))
+    own = Arguments(tuple(others), config_name="config", config_dirs=(keys.run,))
     return keys, replace(own, allow_targets=arguments.allow_targets)
 
 

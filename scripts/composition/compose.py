@@ -24,9 +24,10 @@ from omegaconf.errors import OmegaConfBaseException
 from conf.check import check, fill_defaults, shown
 from conf.errors import ConfigError, Problem, did_you_mean, raise_problems
 from conf.interpolation import RESERVED, Interpolations, leaves, mapped, walk
-from scripts.cli.arguments import Arguments, key_of, parse_arguments
+from conf.schema import Values
+from scripts.cli.arguments import Arguments, Request, key_of, parse_arguments
 from scripts.composition.folders import REFUSED, Folders, opened
-from scripts.composition.overrides import Dimension, Overrides, Swept, first_lines
+from scripts.composition.overrides import Dimension, Overrides, Swept, first_lines, identity
 from scripts.composition.tree import Source, Tree, shown_path
 from trainer.targets.allow_list import allow, close
 from trainer.targets.instantiate import refused_targets
@@ -58,7 +59,10 @@ def split_jobs(arguments: Arguments) -> list[list[Swept]]:
         lists = [it.typed.values_of(override) for override in it.parsed()]
     if math.prod(len(values) for values in lists) > MAX_JOBS:
         raise ConfigError(f"these values make more than {MAX_JOBS} jobs")
-    return [list(combination) for combination in itertools.product(*lists)]
+    jobs: dict[tuple[str, ...], list[Swept]] = {}
+    for job in map(list, itertools.product(*lists)):
+        jobs.setdefault(identity(override.text for override in job), job)
+    return list(jobs.values())
 
 
 def split_search(arguments: Arguments) -> tuple[list[Swept], list[Dimension]]:
@@ -88,7 +92,7 @@ def config_text(arguments: Arguments) -> tuple[str, list[Problem]]:
 def print_by_hydra(arguments: Arguments) -> None:
     """Let Hydra print its own configuration, or that and the job's: `--cfg hydra`, `--cfg all`."""
     shown = arguments.cfg, arguments.package, arguments.resolve
-    with _composing(arguments, whole=True) as it:
+    with _composing(arguments) as it:
         it.parsed()
         it.stop_if_wrong()
         try:
@@ -100,8 +104,8 @@ def print_by_hydra(arguments: Arguments) -> None:
 
 
 @contextmanager
-def _composing(arguments: Arguments, whole: bool = False) -> Iterator["Composition"]:
-    with opened(arguments, whole) as folders:
+def _composing(arguments: Arguments) -> Iterator["Composition"]:
+    with opened(arguments) as folders:
         yield (it := Composition(folders, arguments))
     it.stop_if_wrong()
 
@@ -113,8 +117,8 @@ class Composition:
         self.folders = folders
         self.arguments = arguments
         self.overrides = list(arguments.overrides)
-        self.choices: dict[str, Any] = {}  # the choice for each group
-        self.config: dict[str, Any] = {}  # resolved, but for `${total_steps}` and its like
+        self.choices: Values = {}  # the choice for each group
+        self.config: Values = {}  # resolved, but for `${total_steps}` and its like
         self.typed = Overrides(folders)
         self.problems = self.typed.problems
         self._tree = Tree()
@@ -133,7 +137,7 @@ class Composition:
         """Parse the overrides of the command line."""
         return self.typed.parse(self.overrides, sweep)
 
-    def unresolved(self) -> dict[str, Any]:
+    def unresolved(self) -> Values:
         """Return the composed tree with its interpolations."""
         picked, values = self.typed.sort(self.parsed(sweep=False), lambda: set(self._listed([])[1]))
         try:
@@ -144,7 +148,7 @@ class Composition:
             self.stop_if_wrong()
             raise
         for default in defaults:
-            if (folder := self.folders.find(default.config_path)) is not None:
+            if folder := self.folders.find(default.config_path):
                 found, path = folder.read(default.config_path), folder.file(default.config_path)
                 source = Source(shown_path(path), default.package or "", found.lines)
                 content = {name: v for name, v in found.values.items() if name != "defaults"}
@@ -160,7 +164,7 @@ class Composition:
         self.problems += [*self._tree.problems, *self._tree.unread(self._followed)]
         return tree
 
-    def _listed(self, choices: list[str]) -> tuple[list[Any], dict[str, Any]]:
+    def _listed(self, choices: list[str]) -> tuple[list[Any], Values]:
         """Return the files to be merged, in this order, and the choice for each group."""
         loader, name = self.folders.hydra.config_loader, self.arguments.config_name
         listed = loader.compute_defaults_list(name, choices, RunMode.RUN)
@@ -177,14 +181,14 @@ class Composition:
             message = f"{override.input_line} chooses in a group, but there is no group {key!r}"
             self.typed.note(key, message)
         elif override.is_delete():
-            if (problem := self._tree.delete(key, content, source)) is not None:
+            if problem := self._tree.delete(key, content, source):
                 self.typed.note(key, problem)
         else:
             for part in reversed(key.split(".")):
                 content = {part: content}
             self._tree.merge(content, source)
 
-    def resolved(self, raw: dict[str, Any]) -> dict[str, Any]:
+    def resolved(self, raw: Values) -> Values:
         """Return the tree with its interpolations resolved; as it is, if one cannot be."""
         found = list(self._followed.problems)
         texts = {key: text for key, text in leaves(raw) if isinstance(text, str) and "${" in text}
@@ -209,7 +213,7 @@ class Composition:
         self.problems += found
         return raw
 
-    def check(self, raw: dict[str, Any], incomplete: bool = False) -> None:
+    def check(self, raw: Values, incomplete: bool = False) -> None:
         """Check a tree against the schema; unresolved values are skipped."""
         open_keys = {problem.key for problem in self.problems}
         for key, value in leaves(raw):
@@ -220,11 +224,10 @@ class Composition:
 
     def not_typed(self) -> Iterator[Problem]:
         """Name what only the person who starts the run may say, and a file says instead."""
-        nodes = self.config.get("callbacks")
-        named = nodes.items() if isinstance(nodes, dict) else ()
-        copies = [n for n, o in named if isinstance(o, dict) and o.get("_target_") == _MIRROR]
-        places = ("run_dir", "resume", *(f"callbacks.{name}.to" for name in copies))
-        for key, value in leaves(self.config):
+        found = dict(leaves(self.config))
+        mirrors = (key.removesuffix("_target_") for key, value in found.items() if value == _MIRROR)
+        places = ("run_dir", "resume", *(f"{key}to" for key in mirrors))
+        for key, value in found.items():
             if key in places and value not in (None, "???") and not self._is_typed(key):
                 message = f"is {shown(value)}: no file says where a run is written or goes on"
                 yield Problem(key, message, f"type {key}={value} on the command line")
@@ -232,6 +235,11 @@ class Composition:
             if address and self._followed.from_environment(key) and not self._is_typed(key):
                 message = "is an address that an environment variable is part of, to be sent away"
                 yield Problem(key, message, f"if you trust it, type {key}=... on the command line")
+
+    def request(self, argv: Sequence[str], **how: Any) -> Request:
+        """Return what a run does with the configuration; `argv`: as typed."""
+        allowed = list(self.arguments.allow_targets)
+        return Request(self.config, self.overrides, self.choices, list(argv), allowed, **how)
 
     def found(self) -> list[Problem]:
         """Return all mistakes so far, each with its file."""

@@ -41,12 +41,11 @@ def _examined(path: Path, version: tuple[int, int]) -> Document:
 class Folder(ConfigSource):
     """A folder of YAML files, each checked before Hydra reads it; paths outside are refused.
 
-    Hydra is given their defaults lists only, but for what it prints itself (`whole`): `Tree` merges
-    what they hold.
+    Hydra is given their defaults lists only: `Tree` merges what they hold.
     """
 
-    def __init__(self, folder: Path, provider: str, together: "Folders", whole: bool) -> None:
-        self.path, self.provider, self.whole = str(folder), provider, whole
+    def __init__(self, folder: Path, provider: str, together: "Folders") -> None:
+        self.path, self.provider = str(folder), provider
         self.together = together  # all folders, this one among them
 
     def __deepcopy__(self, memo: object) -> "Folder":
@@ -85,7 +84,7 @@ class Folder(ConfigSource):
     def load_config(self, config_path: str) -> ConfigResult:
         """Read a file; one that cannot be read is a problem, and empty."""
         document = self.read(config_path)
-        taken = {k: v for k, v in document.values.items() if self.whole or k == "defaults"}
+        taken = {k: v for k, v in document.values.items() if self.together.whole or k == "defaults"}
         config = OmegaConf.create(taken)
         # Hydra requires `# @package` on the first line; ours may have the command there.
         return ConfigResult(self.provider, self.path, config, {"package": document.package})
@@ -157,6 +156,7 @@ class Folders:
     """The folders of a composition, the first one wins; Hydra is set up over them."""
 
     hydra: Any
+    whole: bool  # Hydra is given all that the files hold: it prints that itself
     folders: builtins.list[Folder] = field(default_factory=builtins.list)
     documents: dict[Path, Document] = field(default_factory=dict)  # that were read so far
 
@@ -196,7 +196,7 @@ class Folders:
 
 
 @contextmanager
-def opened(arguments: Arguments, whole: bool = False) -> Iterator[Folders]:
+def opened(arguments: Arguments) -> Iterator[Folders]:
     """Set up Hydra over the user's folders and ours, in this order; tear it down at the end."""
     named = [("--config-dir", "command-line", folder) for folder in arguments.config_dirs]
     named.append(("--config-path", "main", arguments.config_path or str(CONF)))
@@ -210,8 +210,8 @@ def opened(arguments: Arguments, whole: bool = False) -> Iterator[Folders]:
         with initialize_config_dir(str(CONF), "train", version_base="1.3"):
             hydra = GlobalHydra.instance().hydra
             assert hydra is not None
-            it = Folders(hydra)
-            it.folders += [Folder(path, provider, it, whole) for path, provider in places]
+            it = Folders(hydra, whole=arguments.cfg in ("hydra", "all"))
+            it.folders += [Folder(path, provider, it) for path, provider in places]
             sources = hydra.config_loader.get_sources()
             sources[:] = [sources[0], *it.folders, sources[-1]]  # Hydra's own, and its schema
             yield it

@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -14,6 +15,7 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
 from conf.errors import ConfigError, Problem, did_you_mean, raise_problems
+from conf.interpolation import above
 from scripts.cli.arguments import key_of, quoted
 
 if TYPE_CHECKING:
@@ -30,20 +32,23 @@ _GROUPS = ("experiment", *NEEDED, "lr_scheduler", "callbacks", "transforms", "de
 _LONGEST = 255  # bytes of a key, which Hydra looks for among the names of folders
 NO_HYDRA = "Hydra's own keys cannot be set; run_dir=DIR and --config-dir DIR can"
 
-# Keys whose changes affect the place, the speed or the output of a run, but not its result.
-_HARMLESS = {
-    **dict.fromkeys(("name", "run_dir", "resume", "resume_policy", "dry_run", "strategy", "sweep")),
-    "loader": "num_workers pin_memory prefetch_factor persistent_workers timeout eval"
-    " eval_batch_size multiprocessing_context non_blocking prefetch_to_device",
-    "data": "root cache cache_bytes cache_dir test predict",
-    "trainer": "log_every_n_steps max_time gradient_accumulation_steps limit_test_batches compile"
-    " memory_limit validate_at_start detect_anomaly activation_checkpointing"
-    " activation_checkpointing_segments",
-    "callbacks": "progress tensorboard checkpoint model_summary lr_monitor throughput memory"
-    " profiler mlflow wandb csv",
-}
+# Keys and sections that affect the place, the speed or the output of a run, not its result.
+_HARMLESS = """
+name run_dir resume resume_policy dry_run strategy sweep
+loader.num_workers loader.pin_memory loader.prefetch_factor loader.persistent_workers loader.timeout
+loader.eval loader.eval_batch_size loader.multiprocessing_context loader.non_blocking
+loader.prefetch_to_device
+data.root data.cache data.cache_bytes data.cache_dir data.test data.predict
+trainer.log_every_n_steps trainer.max_time trainer.gradient_accumulation_steps trainer.memory_limit
+trainer.limit_test_batches trainer.compile trainer.validate_at_start trainer.detect_anomaly
+trainer.activation_checkpointing trainer.activation_checkpointing_segments
+callbacks.progress callbacks.tensorboard callbacks.checkpoint callbacks.model_summary
+callbacks.lr_monitor callbacks.throughput callbacks.memory callbacks.profiler
+callbacks.mlflow callbacks.wandb callbacks.csv
+"""
 # Keys that say where and how a job runs, not what it trains.
 _OUTSIDE = ("run_dir", "resume", "resume_policy", "sweep")
+OF_A_START = (*_OUTSIDE, "dry_run")  # differ between any two starts of a run
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +141,7 @@ class Overrides:
             value = override.value()
             if isinstance(value, dict) or not self.folders.is_group(override.key_or_group):
                 values.append(override)
-            elif (text := self._choice(override, value, known)) is not None:
+            elif text := self._choice(override, value, known):
                 choices.append(text)
         return choices, values
 
@@ -242,11 +247,7 @@ def first_lines(error: BaseException) -> str:
 
 def trains_the_same(key: str) -> bool:
     """Return whether a run whose value of a dotted key is changed trains the same."""
-    section, _, rest = key.partition(".")
-    if section not in _HARMLESS:
-        return False
-    names = _HARMLESS[section]
-    return names is None or rest.partition(".")[0] in names.split()
+    return above(key, _HARMLESS.split()) != ""
 
 
 def identity(texts: Iterable[str]) -> tuple[str, ...]:
@@ -255,8 +256,8 @@ def identity(texts: Iterable[str]) -> tuple[str, ...]:
     Overrides of the same key keep their order, in which they are applied. Raises ConfigError for a
     text that is not an override.
     """
-    terms = [term for text in texts if not belongs_outside((term := _term(text))[0])]
-    return tuple(dict.fromkeys(text for _, text in sorted(terms, key=lambda term: term[0])))
+    terms = sorted(map(_term, texts), key=itemgetter(0))
+    return tuple(dict.fromkeys(text for key, text in terms if not belongs_outside(key)))
 
 
 def belongs_outside(key: str) -> bool:
@@ -268,15 +269,6 @@ def refuse_outside(varied: Iterable[str]) -> None:
     """Raise ConfigError for varied keys that do not affect what a job trains."""
     message = "cannot vary between the jobs of a sweep: it is the same for all of them"
     raise_problems(Problem(key, message) for key in varied if belongs_outside(key))
-
-
-def distinct(jobs: Iterable[list[Swept]]) -> list[list[Swept]]:
-    """Return the jobs without duplicates. Raises ConfigError if a varied key identifies none."""
-    found: dict[tuple[str, ...], list[Swept]] = {}
-    for job in jobs:
-        refuse_outside(override.key for override in job if override.varies)
-        found.setdefault(identity(override.text for override in job), job)
-    return list(found.values())
 
 
 def refuse_untyped(section: str, values: Mapping[str, Any], texts: Iterable[str]) -> None:

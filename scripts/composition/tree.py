@@ -11,7 +11,7 @@ from conf.check import shown, unknown
 from conf.errors import Problem
 from conf.fields import declared
 from conf.interpolation import Interpolations, above, children, join, walk
-from conf.schema import OWN_KEYS, DataConfig, TransformsConfig
+from conf.schema import OWN_KEYS, DataConfig, TransformsConfig, Values
 from trainer.targets.instantiate import SPECIAL, takes
 
 # Sections that may contain the user's own keys, read by interpolations.
@@ -32,15 +32,15 @@ class Source:
         return f"{self.shown}:{line}" if line else self.shown
 
 
-@dataclass(slots=True)
 class Tree:
     """Merged values with their interpolations, and the source that set each key last."""
 
-    values: dict[str, Any] = field(default_factory=dict)
-    sources: dict[str, Source] = field(default_factory=dict)
-    declared: set[str] = field(default_factory=set)  # keys that a group's file has
-    problems: list[Problem] = field(default_factory=list)
-    _replaced: dict[str, set[Source]] = field(default_factory=dict)  # by node: of earlier targets
+    def __init__(self) -> None:
+        self.values = Values()
+        self.sources = dict[str, Source]()
+        self.declared = set[str]()  # keys that a group's file has
+        self.problems = list[Problem]()
+        self._replaced = dict[str, set[Source]]()  # by node: of earlier targets
 
     def merge(self, content: Mapping[str, Any], source: Source, primary: bool = False) -> None:
         """Merge what a file holds, or an override sets; lists and values replace what is there."""
@@ -50,7 +50,7 @@ class Tree:
             self.declared |= {key for key, _ in children(content.get(section), section)}
         self._merge(self.values, content, "", source)
 
-    def _merge(self, old: dict[str, Any], new: Mapping[str, Any], key: str, source: Source) -> None:
+    def _merge(self, old: Values, new: Mapping[str, Any], key: str, source: Source) -> None:
         if {"_target_"} <= old.keys() & new.keys() and old["_target_"] != new["_target_"]:
             self._replaced.setdefault(key, set()).add(self.sources[join(key, "_target_")])
         for name, value in new.items():

@@ -1,9 +1,6 @@
 """One process's part of `predict`: the loader, the model, and the files of the main process."""
 
-from __future__ import annotations
-
 import csv
-import importlib
 import io
 import json
 from collections.abc import Mapping, Sequence
@@ -32,7 +29,7 @@ from trainer.assembly.data import build_data, build_pipeline, nodes_of
 from trainer.assembly.experiment import eval_loader
 from trainer.assembly.parts import build_strategy
 from trainer.checkpoints.archive import write_safetensors
-from trainer.files.atomic import replacing, storage_error, write_json
+from trainer.files.atomic import replacing, storing, write_json
 from trainer.files.layout import on_one_line
 from trainer.inference.predictor import (
     OUTPUT,
@@ -180,11 +177,9 @@ class Findings:
 
     def _mask(self, index: int, mask: Tensor) -> str:
         path = self._table.with_name(f"{self._table.stem}_masks") / f"{index:06d}.png"
-        try:
+        with storing(path):
             path.parent.mkdir(exist_ok=True)
             mask_picture(mask).save(path)
-        except OSError as error:
-            raise storage_error(path, error) from error
         return str(path)
 
 
@@ -206,9 +201,10 @@ def _write_table(file: BinaryIO, suffix: str, columns: Sequence[str], rows: Sequ
     if suffix == ".jsonl":
         file.writelines(json.dumps(row).encode() + b"\n" for row in rows)
     elif suffix == ".parquet":
-        arrow: Any = importlib.import_module("pyarrow")
-        parquet: Any = importlib.import_module("pyarrow.parquet")
-        table = arrow.table({name: [row.get(name) for row in rows] for name in columns})
+        import pyarrow
+        from pyarrow import parquet
+
+        table = pyarrow.table({name: [row.get(name) for row in rows] for name in columns})
         parquet.write_table(table, file)
     else:
         text = io.StringIO()

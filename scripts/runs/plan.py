@@ -1,17 +1,18 @@
 """`dry_run=true`: the plan of a run, from an experiment that is built and tried, not trained."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from callbacks.checkpoint import Checkpoint
+from data.batch import MicroBatch
 from data.errors import DataError
 from data.mixture import Mixture
+from scripts.cli.arguments import Request
 from trainer.assembly.data import kept_bytes
+from trainer.assembly.experiment import Experiment
 from trainer.assembly.summary import estimate, render, summarize
 from trainer.evaluation import evaluate
 from trainer.files.atomic import write_text
@@ -20,11 +21,6 @@ from trainer.lr_schedulers.schedule import curve
 from trainer.optimizers.optimizers import GroupRow
 from trainer.runs.directory import make_folder
 from trainer.task import as_output, coupling_remark
-
-if TYPE_CHECKING:
-    from data.batch import MicroBatch
-    from scripts.cli.arguments import Request
-    from trainer.assembly.experiment import Experiment
 
 _RATES = 5  # about how many learning rates of a group are shown
 _CLASSES = 10  # names that are shown
@@ -53,22 +49,22 @@ def make_plan(request: Request, experiment: Experiment, folder: Path) -> None:
     notes += _notes(experiment, memory)
     total, strategy = trainer.total_steps, trainer.strategy
     rates = curve(trainer.lr_schedule, trainer.optimizers, total, _RATES) if total else {}
-    settings = {
-        "seed": config.seed,
-        "device": strategy.device,
-        "strategy": f"{strategy.name} ({strategy.devices} devices)",
-        "precision": trainer.precision.name,
-        "task": config.task["_target_"],
-    }
-    picked = {group: choice for group, choice in request.choices.items() if choice is not None}
+    settings = [
+        f"seed={config.seed}",
+        f"device={strategy.device}",
+        f"strategy={strategy.name} ({strategy.devices} devices)",
+        f"precision={trainer.precision.name}",
+        f"task={config.task['_target_']}",
+    ]
+    picked = [f"{group}={name}" for group, name in request.choices.items() if name is not None]
     mesh = [str(strategy.mesh)] if len(strategy.mesh.sizes()) > 1 else []
     given = [f"overrides: {' '.join(request.overrides)}"] if request.overrides else []
 
     width = min(shutil.get_terminal_size((WIDTH, 24)).columns, WIDTH)
-    chosen = (packed([f"{k}={v}" for k, v in d.items()], width, "  ") for d in (picked, settings))
+    chosen = [*packed(picked, width, "  "), *packed(settings, width, "  ")]
     sections = {
-        f"Plan of {config.name}": [*(line for lines in chosen for line in lines), *mesh, *given],
-        "Data": [*_data_table(sets, width), *_epochs(sets["train"])],
+        f"Plan of {config.name}": [*chosen, *mesh, *given],
+        "Data": _data_table(sets, width),
         "Model": [render(summary, width)],
         "Optimizer": groups_table(trainer.optimizers.table(), width),
         "Learning rate": _rate_table(rates, width) if rates else [],
@@ -81,8 +77,7 @@ def make_plan(request: Request, experiment: Experiment, folder: Path) -> None:
     lines: list[str] = []
     for title, body in sections.items():
         if body:
-            lines += [f"{title} {'─' * (width - len(title) - 1)}"]
-            lines += [*map(visible, body), ""]
+            lines += [f"{title} ".ljust(width, "─"), *map(visible, body), ""]
     text = "\n".join(lines)
     print(text)
     make_folder(folder)
@@ -131,11 +126,6 @@ def _loss(task: Any, model: Any, batch: Any) -> Any:
     return as_output(task.training_step(model, batch), task, "training_step").loss
 
 
-def _epochs(dataset: Any) -> Iterator[str]:
-    if isinstance(dataset, Mixture):
-        yield f"an epoch of train: {dataset.explain()}"
-
-
 def _data_table(sets: Mapping[str, Any], width: int) -> list[str]:
     rows = [["split", "data set", "samples", "classes"]]
     for split, dataset in sets.items():
@@ -145,7 +135,9 @@ def _data_table(sets: Mapping[str, Any], width: int) -> list[str]:
             classes = f"{len(names)}: {', '.join(names[:_CLASSES])}{more}" if names else "-"
             count = f"{len(dataset):,}" if hasattr(dataset, "__len__") else "a stream"
             rows.append([split, type(dataset).__name__, count, classes])
-    return aligned(rows, width, right=("samples",))
+    table, train = aligned(rows, width, right=("samples",)), sets["train"]
+    mixed = [f"an epoch of train: {train.explain()}"] if isinstance(train, Mixture) else []
+    return [*table, *mixed]
 
 
 def groups_table(rows: Sequence[GroupRow], width: int) -> list[str]:

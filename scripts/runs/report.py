@@ -1,20 +1,15 @@
 """The closing words of a run: its place, how it spent its time, its results, what to type next."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from scripts.cli.arguments import Request
+from trainer.assembly.experiment import Experiment
 from trainer.callback import saver_of
 from trainer.files.layout import WIDTH, packed
 from trainer.runs.status import TENSORBOARD, command
 from trainer.state import MAX_TIME, Kind, epoch_metric
-
-if TYPE_CHECKING:
-    from scripts.cli.arguments import Request
-    from trainer.assembly.experiment import Experiment
 
 _NOT_RESULTS = ("time/", "memory/", "lr/", "best/")
 _SHOWN = 0.005  # of the run's time

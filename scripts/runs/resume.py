@@ -5,8 +5,6 @@ A note is written before that and removed after it. If the run is killed in betw
 process that continues the run completes it.
 """
 
-from __future__ import annotations
-
 import copy
 import logging
 import os
@@ -14,24 +12,20 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from conf.check import fill_defaults
 from conf.errors import ConfigError, Problem
+from conf.schema import Values
 from conf.yaml_file import plain_values
-from scripts.composition.overrides import trains_the_same
+from scripts.cli.arguments import RUNS
+from scripts.composition.overrides import OF_A_START, trains_the_same
 from trainer import snapshot
 from trainer.assembly.data import changed_data
 from trainer.checkpoints.reader import check_payload, read_checkpoint
 from trainer.checkpoints.store import CheckpointStore
 from trainer.errors import CheckpointError
-from trainer.files.atomic import (
-    remove_orphans,
-    replacing,
-    storage_error,
-    sync_folder,
-    write_json,
-)
+from trainer.files.atomic import remove_orphans, replacing, storing, sync_folder, write_json
 from trainer.runs.directory import name_folder, reserve, timestamp
 from trainer.runs.remote import Remote, is_remote
 from trainer.runs.status import (
@@ -50,8 +44,6 @@ from trainer.trainer import Trainer
 logger = logging.getLogger("regimen")
 
 ABSENT = object()
-# Differ between any two starts of a run.
-_OF_A_START = ("run_dir", "resume", "resume_policy", "dry_run", "sweep")
 _ABANDONED = "abandoned"
 _NOTE = "unfinished.json"
 _EVENTS = "events.out.tfevents.*.regimen"
@@ -62,7 +54,7 @@ _HORIZON = ("trainer.max_epochs", "trainer.max_steps")
 class Resume:
     """What a run is resumed from."""
 
-    config: dict[str, Any]  # the configuration of the resumed run
+    config: Values  # the configuration of the resumed run
     run_dir: Path | None = None  # the run to continue; None: a new run begins from the checkpoint
     checkpoint: Path | None = None
     payload: dict[str, Any] | None = None  # None: the run has no checkpoint yet
@@ -72,8 +64,9 @@ class Resume:
     finished: str | None = None  # why there is nothing left to train
 
     def apply(self, trainer: Trainer) -> None:
-        """Load the checkpoint into `trainer`, and log what differs."""
-        assert self.payload is not None
+        """Load the checkpoint, if there is one, into `trainer`, and log what differs."""
+        if self.payload is None:
+            return
         self.notes += changed_data(self.payload["state"].get("data", {}), trainer.data_facts)
         same_run = self.run_dir is not None
         self.notes += snapshot.restore(trainer, self.payload, not self.new_values, same_run)
@@ -93,7 +86,12 @@ class Resume:
             logger.info("  what the run had beyond step %d is in %s", moment.step, folder)
 
 
-def find_resume(raw: dict[str, Any], runs: Path) -> Resume | None:
+def new_folder(raw: Mapping[str, Any]) -> Path:
+    """Return the run directory: `run_dir`, or a new folder from the run's name and the time."""
+    return Path(raw["run_dir"] or reserve(name_folder(RUNS, raw["name"]), timestamp()))
+
+
+def find_resume(raw: Values) -> Resume | None:
     """Return the run or the checkpoint that a configuration's `resume` selects; None: a new run.
 
     Raises CheckpointError if it cannot be resumed.
@@ -102,13 +100,13 @@ def find_resume(raw: dict[str, Any], runs: Path) -> Resume | None:
     if raw["resume"] is None:
         return None
     if raw["resume"] == "auto":
-        folder = own or find_unfinished(name_folder(runs, raw["name"]))
+        folder = own or find_unfinished(name_folder(RUNS, raw["name"]))
         if folder is None or not holds_run(folder):
             logger.info("resume=auto: there is no unfinished run, starting a new one")
             return None
         return _from_run(folder, raw)
     if is_remote(raw["resume"]):
-        return _from_run(_fetched(raw["resume"], own, runs, raw["name"]), raw)
+        return _from_run(_fetched(raw), raw)
     path = Path(raw["resume"])
     if not path.exists():
         hint = "give auto, or the path of a run or a checkpoint"
@@ -131,18 +129,18 @@ def find_resume(raw: dict[str, Any], runs: Path) -> Resume | None:
     return found
 
 
-def _fetched(address: str, own: Path | None, runs: Path, name: str) -> Path:
-    """Fetch a run into `run_dir`, or a folder of its own as for a new run; return it."""
-    if own is not None and holds_run(own):
+def _fetched(raw: Mapping[str, Any]) -> Path:
+    """Fetch a run into the directory of a new one; return it."""
+    folder, address = new_folder(raw), raw["resume"]
+    if holds_run(folder):
         hint = "resume=auto goes on with it"
-        raise ConfigError(Problem("resume", f"{address}: {own} holds a run already", hint))
-    folder = own or reserve(name_folder(runs, name), timestamp())
+        raise ConfigError(Problem("resume", f"{address}: {folder} holds a run already", hint))
     Remote(address).fetch(folder)
     logger.info("fetched %s into %s", address, folder)
     return folder
 
 
-def _from_run(folder: Path, raw: dict[str, Any]) -> Resume:
+def _from_run(folder: Path, raw: Values) -> Resume:
     if not holds_run(folder):
         raise ConfigError(Problem("resume", f"{folder} holds no run: it has no manifest.json"))
     newest = CheckpointStore(folder / "checkpoints").newest(going_back_to(folder))
@@ -165,7 +163,7 @@ def _from_run(folder: Path, raw: dict[str, Any]) -> Resume:
     return resume
 
 
-def _checked(resume: Resume, raw: dict[str, Any]) -> Resume:
+def _checked(resume: Resume, raw: Values) -> Resume:
     """Compare the configuration with that of the checkpoint, and apply `resume_policy`."""
     assert resume.payload is not None
     check_payload(resume.payload, resume.checkpoint)
@@ -174,12 +172,8 @@ def _checked(resume: Resume, raw: dict[str, Any]) -> Resume:
     if raw["trainer"]["gradient_accumulation_steps"] == "auto":  # it was found when the run began
         raw = {**raw, "trainer": {**raw["trainer"], "gradient_accumulation_steps": steps}}
         resume.config = raw
-    before, now = (
-        {key: value for key, value in config.items() if key not in _OF_A_START}
-        for config in (fill_defaults(saved), raw)
-    )
-    kept, serious = copy.deepcopy(saved), []
-    for key, (old, new) in changes(before, now).items():
+    outside, kept, serious = dict.fromkeys(OF_A_START), copy.deepcopy(saved), []
+    for key, (old, new) in changes(fill_defaults(saved) | outside, raw | outside).items():
         text = f"{key}: {_shown(old)} -> {_shown(new)}"
         longer = isinstance(old, int) and isinstance(new, int) and new >= old
         horizon = key in _HORIZON
@@ -207,7 +201,7 @@ def _checked(resume: Resume, raw: dict[str, Any]) -> Resume:
     if serious and policy == "override":
         resume.new_values = True
     elif serious:  # the saved values, with the harmless changes and the keys of this start
-        resume.config = kept | {key: raw.get(key) for key in _OF_A_START}
+        resume.config = kept | {key: raw.get(key) for key in OF_A_START}
     return resume
 
 
@@ -217,7 +211,7 @@ def _shown(value: Any) -> str:
     return "{...}" if isinstance(value, dict) and value else repr(value)  # a part has a name
 
 
-def saved_config(payload: Mapping[str, Any], path: Path | None) -> dict[str, Any]:
+def saved_config(payload: Mapping[str, Any], path: Path | None) -> Values:
     """Return the configuration in a checkpoint, which is untrusted text. Raises CheckpointError."""
     try:
         return dict(plain_values(payload["config"], "its configuration"))
@@ -266,7 +260,7 @@ class Moment:
     best: tuple[int, ...] = ()  # steps of checkpoints, the best first
 
     @classmethod
-    def of(cls, payload: Mapping[str, Any]) -> Moment:
+    def of(cls, payload: Mapping[str, Any]) -> Self:
         """Return the point at which the checkpoint `payload` was saved."""
         callbacks: Mapping[str, Any] = payload["callbacks"]
         saver = callbacks.get(snapshot.name_of("saver", payload) or "", {})
@@ -305,7 +299,7 @@ def go_back(run: Path, moment: Moment) -> Path | None:
         write_json(away / _NOTE, {"step": moment.step, "folder": folder.name})
     for place in (away, folder, folder / "checkpoints", folder / TENSORBOARD, store.folder):
         remove_orphans(place)
-    try:
+    with storing(folder):
         store.rewind(moment.step, moment.best, folder / "checkpoints")
         for path, size in longer.items():
             into = folder / path.relative_to(run)
@@ -320,6 +314,4 @@ def go_back(run: Path, moment: Moment) -> Path | None:
                 path.unlink()
         (away / _NOTE).unlink()
         sync_folder(away)
-    except OSError as error:
-        raise storage_error(folder, error) from error
     return folder

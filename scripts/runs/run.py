@@ -1,7 +1,5 @@
 """One process of a run, told in order: build, hold the directory, resume, train, test, report."""
 
-from __future__ import annotations
-
 import logging
 import os
 import sys
@@ -17,14 +15,13 @@ from callbacks.trackers.recorder import MetricsLog
 from callbacks.trial import Trial
 from conf.check import parse
 from conf.errors import ConfigError, Problem, raise_problems
-from conf.schema import Config
 from models.pretrained import no_initial_weights
-from scripts.cli.arguments import Request
+from scripts.cli.arguments import RUNS, Request
 from scripts.cli.console import describe, exit_code, log_file
 from scripts.cli.signals import stop_signals
 from scripts.runs.plan import make_plan
 from scripts.runs.report import best_of, final_block, results_of
-from scripts.runs.resume import Resume, changes, find_resume
+from scripts.runs.resume import Resume, changes, find_resume, new_folder
 from trainer import snapshot
 from trainer.assembly.check import check_targets
 from trainer.assembly.data import with_statistics
@@ -40,13 +37,12 @@ from trainer.files.atomic import LogFileHandler
 from trainer.files.layout import columns_of
 from trainer.inference.predictor import facts_of
 from trainer.inference.run import best_or_last
-from trainer.runs.directory import RunDirectory, name_folder, reserve, timestamp
+from trainer.runs.directory import RunDirectory
 from trainer.runs.status import CHECKPOINTS, ENDED_WELL, LOG, check_run_dir
 from trainer.strategies.strategy import Strategy
 from trainer.targets.allow_list import allow
 
 logger = logging.getLogger("regimen")
-RUNS = Path("runs")
 _SWITCHES = ("channels_last", "compile", "detect_anomaly")
 
 
@@ -67,7 +63,7 @@ class BuiltRun:
     def hold(self) -> RunDirectory:
         """Make or take the run's directory and lock it, on the main process."""
         experiment, config = self.experiment, self.experiment.config
-        trainer, folder = experiment.trainer, self.continued or new_folder(config)
+        trainer, folder = experiment.trainer, self.continued or new_folder(self.request.config)
         facts = {
             "seed": config.seed,
             "device": str(trainer.strategy.device),
@@ -113,7 +109,7 @@ def run(request: Request, note: Path | None = None) -> int:
     config = parse(request.config)
     check_targets(config)
     strategy = build_strategy(config)
-    if (remark := strategy.explain()) is not None:
+    if remark := strategy.explain():
         logger.info("%s", remark)
     strategy.setup()
     try:
@@ -195,13 +191,6 @@ def recorded(run: BuiltRun, log: MemoryHandler) -> Iterator[None]:
         file.close()
 
 
-def new_folder(config: Config) -> Path:
-    """Return the run directory: `run_dir`, or a new folder from the run's name and the time."""
-    if config.run_dir is None:
-        return reserve(name_folder(RUNS, config.name), timestamp())
-    return Path(config.run_dir)
-
-
 def outcome(experiment: Experiment, tested: dict[str, float]) -> Results:
     """Return how a run ended that no exception ended: `pruned` or `stopped` are not `finished`."""
     trainer, metrics = experiment.trainer, results_of(experiment, tested)
@@ -220,40 +209,33 @@ def _prepared(request: Request, strategy: Strategy) -> BuiltRun | None:
     config, group = parse(request.config), strategy.group
     if config.run_dir is not None:
         check_run_dir(Path(config.run_dir))
-    if config.dry_run:
-        request, config = _fitted(request, config, strategy)
-        experiment = build(config, strategy, {}, request.config_text())
-        if group.is_main:
-            make_plan(request, experiment, new_folder(config))
-        return None
-    resume = group.broadcast(find_resume(request.config, RUNS) if group.is_main else None)
     payload = None
+    finds = group.is_main and not config.dry_run
+    resume = group.broadcast(find_resume(request.config) if finds else None)
     if resume is not None:
         if resume.finished:
             logger.info("%s", resume.finished)
             return None
         request = replace(request, config=resume.config)  # which checkpoints then save
         config, payload = parse(resume.config), resume.payload
-    request, config = _fitted(request, config, strategy)
+    if config.trainer.gradient_accumulation_steps == "auto":  # a number, in the run's files too
+        fitting = {"gradient_accumulation_steps": fitting_steps(config, strategy)}
+        values = {**request.config, "trainer": request.config["trainer"] | fitting}
+        request, config = replace(request, config=values), parse(values)
+    if config.dry_run:
+        experiment = build(config, strategy, {}, request.config_text())
+        if group.is_main:
+            make_plan(request, experiment, new_folder(request.config))
+        return None
     own: dict[str, Callback] = {"metrics_log": MetricsLog()}  # beside those of the configuration
-    if config.sweep is not None and (trial := config.sweep.trial) is not None:
+    if config.sweep and (trial := config.sweep.trial):
         own["trial"] = Trial(trial.storage, trial.study, trial.number)
     with nullcontext() if payload is None else no_initial_weights():
         built = with_statistics(config, payload)
         experiment = build(built, strategy, own, request.config_text())
-    if payload is not None:  # before any file of the run is changed
+    if resume and payload:  # before any file of the run is changed
         compare_names(payload, experiment.trainer.model.state_dict(), resume.checkpoint)
     return BuiltRun(request, experiment, resume)
-
-
-def _fitted(request: Request, config: Config, strategy: Strategy) -> tuple[Request, Config]:
-    """Put a number in the place of `gradient_accumulation_steps: auto`, for the run's files too."""
-    if config.trainer.gradient_accumulation_steps != "auto":
-        return request, config
-    steps = fitting_steps(config, strategy)
-    given = {**request.config["trainer"], "gradient_accumulation_steps": steps}
-    values = {**request.config, "trainer": given}
-    return replace(request, config=values), parse(values)
 
 
 def _train(it: BuiltRun, note: Path | None) -> None:
@@ -265,8 +247,7 @@ def _train(it: BuiltRun, note: Path | None) -> None:
             note.write_text(str(it.directory.path))
         logger.info("run directory: %s", it.directory.path)
     if it.resume is not None:
-        if it.resume.payload is not None:
-            it.resume.apply(trainer)
+        it.resume.apply(trainer)
         trainer.group.on_main(it.resume.leave_behind)  # after all checks have passed
     if it.directory is not None:  # of a run that is gone on with, too: it may have changed
         it.directory.configure(request.config_text(), request.overrides)

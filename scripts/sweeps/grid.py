@@ -6,15 +6,16 @@ import signal
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from conf.check import parse
-from conf.errors import ConfigError, Problem, noted, raise_problems
+from conf.errors import Problem, noted, raise_problems
 from scripts.cli.arguments import Arguments
 from scripts.cli.console import logger
 from scripts.composition.compose import compose, split_jobs
-from scripts.composition.overrides import Swept, distinct
+from scripts.composition.overrides import Swept, refuse_outside
 from scripts.sweeps.leaderboard import NOT_STARTED
 from scripts.sweeps.sweep import Sweep, has_finished
 
@@ -33,9 +34,10 @@ def sweep(arguments: Arguments) -> int:
 
     Nothing starts before all jobs have been checked. What has finished is not run again.
     """
-    jobs = distinct(split_jobs(arguments))
-    configs = composed(arguments, jobs)
+    jobs = split_jobs(arguments)
     varied = [override.key for override in jobs[0] if override.varies]
+    refuse_outside(varied)
+    configs = composed(arguments, jobs)
     if not varied:
         logger.warning("warning: nothing varies: this is one job; several: optimizer.lr=0.1,0.01")
     it = Sweep(arguments, configs[0], varied, len(jobs))
@@ -98,22 +100,17 @@ def built(
     from trainer.assembly.check import check_targets, stand_ins
     from trainer.device import visible
 
-    problems: dict[Problem, None] = {}
+    problems = list[Problem]()
     monitor = None
-    for number, arguments in enumerate(given):
-        try:
+    for arguments in given:
+        with suppress(Exception), noted(problems):
             job = compose(arguments)
             with job.locating():
-                check_targets(parse(job.config))
-            if number == 0:
                 config = parse(job.config)
-                if metric := stand_ins(config).task.monitor():
-                    monitor = f"{next(iter(config.data.validations), 'val')}/{metric}"
-        except ConfigError as error:
-            problems |= dict.fromkeys(error.problems)
-        except Exception:
-            continue
-    return list(problems), monitor, visible()
+                check_targets(config)
+            if arguments is given[0] and (metric := stand_ins(config).task.monitor()):
+                monitor = f"{next(iter(config.data.validations), 'val')}/{metric}"
+    return problems, monitor, visible()
 
 
 def _arguments_of(arguments: Arguments, job: Sequence[Swept]) -> Arguments:

@@ -1,6 +1,5 @@
 """`report.png` of a sweep: what Optuna draws of a study, for a grid as for a search."""
 
-import importlib
 import io
 import math
 import warnings
@@ -37,7 +36,8 @@ def write_report(folder: Path, ranking: Ranking, varied: Sequence[str]) -> None:
 
 def study_of(ranking: Ranking, varied: Sequence[str]) -> Any:
     """Return a study in memory, where each job is the trial of its number. Raises ImportError."""
-    optuna: Any = importlib.import_module("optuna")
+    import optuna
+
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     jobs, states, make = ranking.compared(), optuna.trial.TrialState, optuna.trial.create_trial
     keys = [key for key in varied if len({job.overrides.get(key) for job in jobs}) > 1]
@@ -59,15 +59,16 @@ def study_of(ranking: Ranking, varied: Sequence[str]) -> Any:
 
 def _scale(key: str, jobs: Sequence[Job]) -> tuple[Any, dict[int, Any]]:
     """Return how a key is distributed, and its value by number of job: numbers, or else words."""
-    kinds: Any = importlib.import_module("optuna.distributions")
+    from optuna import distributions
+
     texts = {job.number: job.overrides[key] for job in jobs if key in job.overrides}
     words = {number: text.replace("$", r"\$") for number, text in texts.items()}  # no formula
     with suppress(ValueError):
         numbers = {number: float(word) for number, word in words.items()}
         low, high = min(numbers.values()), max(numbers.values())
         if math.isfinite(sum(numbers.values())):
-            return kinds.FloatDistribution(low, high, log=0 < low < high / 30), numbers
-    return kinds.CategoricalDistribution(sorted(set(words.values()))), words
+            return distributions.FloatDistribution(low, high, log=0 < low < high / 30), numbers
+    return distributions.CategoricalDistribution(sorted(set(words.values()))), words
 
 
 def _curve(job: Job, metric: str) -> dict[int, float]:
@@ -77,9 +78,11 @@ def _curve(job: Job, metric: str) -> dict[int, float]:
 
 def _draw(file: Path, study: Any, metric: str) -> None:
     """Draw the study, its pictures one below the other. Raises ImportError."""
-    importlib.import_module("matplotlib").use("agg")
-    pyplot: Any = importlib.import_module("matplotlib.pyplot")
-    plots: Any = importlib.import_module("optuna.visualization.matplotlib")
+    import matplotlib
+    from matplotlib import pyplot
+    from optuna.visualization import matplotlib as plots
+
+    matplotlib.use("agg")
     ended = [trial for trial in study.get_trials(deepcopy=False) if trial.state.name == "COMPLETE"]
     chosen = [plots.plot_slice, plots.plot_parallel_coordinate]
     chosen += [plots.plot_param_importances] * (len(ended) >= FEWEST)

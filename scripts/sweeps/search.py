@@ -23,10 +23,10 @@ from callbacks.trial import (
 from conf.check import parse
 from conf.errors import ConfigError, Problem, did_you_mean, raise_problems
 from conf.interpolation import walk
-from conf.schema import SweepConfig
+from conf.schema import SweepConfig, Values
 from scripts.cli.arguments import Arguments, key_of, quoted
 from scripts.cli.console import logger
-from scripts.composition.compose import compose, split_search
+from scripts.composition.compose import split_search
 from scripts.composition.overrides import (
     Dimension,
     Swept,
@@ -44,6 +44,7 @@ JOURNAL = "study.journal"  # in the sweep's folder
 _SAMPLERS = {"tpe": "TPE", "random": "Random", "cmaes": "CmaEs", "grid": "Grid", "qmc": "QMC"}
 _GOES_ON = ("preempted", "killed")  # states of jobs whose trial stays open
 _OVERRIDES = "overrides"  # a study's attribute: those that every job has
+Space = Mapping[Dimension, Any]  # what is searched: each dimension as Optuna names it
 _CODE = "code"  # a failed trial's attribute: the exit code of its job
 
 
@@ -54,8 +55,7 @@ def search(arguments: Arguments) -> int:
     jobs, and interrupted ones run first. It learns nothing from a job that fails.
     """
     fixed, varied = split_search(arguments)
-    alone = replace(arguments, overrides=tuple(one.text for one in fixed), multirun=False)
-    config = compose(alone).config
+    (config,) = composed(arguments, [fixed])
     settings = parse(config).sweep or SweepConfig()
     if config["dry_run"]:
         hint = "leave -m and sweep=optuna out for the plan of one job"
@@ -69,14 +69,13 @@ def search(arguments: Arguments) -> int:
         Problem("sweep.params", f"{one.text}: gives one value only", "use key=value outside of it")
         for one in single
     )
-    space = [typed(dimension, config) for dimension in varied + more]
-    if not space:
+    if not (dimensions := varied + more):
         message = "nothing to search: give a key as interval(a,b) or choice(a,b)"
         raise ConfigError(Problem("sweep.params", message))
-    refuse_outside(d.name for d in space)
+    refuse_outside(d.name for d in dimensions)
+    space = {d: distribution(d, config) for d in dimensions}
     jobs = [[*fixed, *values] for values in samples(space)]
     composed(arguments, jobs)
-    import_optuna()
     sampler = sampler_of(settings, config["seed"], space)
     entries = enqueued(space, settings.enqueue, whole=settings.sampler == "grid")
     it = Sweep(arguments, config, [d.name for d in space], settings.n_trials)
@@ -90,30 +89,34 @@ def search(arguments: Arguments) -> int:
         return it.close()
 
 
-def typed(dimension: Dimension, config: Mapping[str, Any]) -> Dimension:
-    """Give a dimension's numbers their type: integers only where the configuration holds one."""
-    whole = dimension.integers and type(dict(walk(config)).get(dimension.name)) is int
-    kind = int if whole else float
-    step = None if dimension.step is None else kind(dimension.step)
-    low, high = kind(dimension.low), kind(dimension.high)
-    return replace(dimension, low=low, high=high, integers=whole, step=step)
+def distribution(d: Dimension, config: Values) -> Any:
+    """Return a dimension as Optuna names it: integers only where the configuration holds one."""
+    kinds = import_optuna().distributions
+    if d.choices:
+        return kinds.CategoricalDistribution(d.choices)
+    whole = d.integers and type(dict(walk(config)).get(d.name)) is int
+    kind, number = (kinds.IntDistribution, int) if whole else (kinds.FloatDistribution, float)
+    step = {} if d.step is None else {"step": number(d.step)}
+    return kind(number(d.low), number(d.high), log=d.log, **step)
 
 
-def values_of(dimension: Dimension) -> list[Any]:
+def values_of(name: str, kind: Any) -> list[Any]:
     """Return all values of a dimension. Raises ConfigError for an interval without a step."""
-    if dimension.choices:
-        return list(dimension.choices)
-    if dimension.step is None and not dimension.integers:
+    if hasattr(kind, "choices"):
+        return list(kind.choices)
+    if kind.step is None:
         message = "sampler=grid takes choices, or numbers with a step"
-        raise ConfigError(Problem(dimension.name, message, "sampler=tpe"))
-    step = dimension.step or 1
-    count = round((dimension.high - dimension.low) / step) + 1
-    return [dimension.low + n * step for n in range(count)]
+        raise ConfigError(Problem(name, message, "sampler=tpe"))
+    steps = round((kind.high - kind.low) / kind.step)
+    return [kind.low + n * kind.step for n in range(steps + 1)]
 
 
-def samples(space: Sequence[Dimension]) -> list[tuple[Swept, ...]]:
+def samples(space: Space) -> list[tuple[Swept, ...]]:
     """Return values for a check before the search: each choice, and the ends of each range."""
-    lists = [d.choices or [*dict.fromkeys([d.low, d.high])] for d in space]
+    lists = [
+        getattr(kind, "choices", None) or [*dict.fromkeys([kind.low, kind.high])]
+        for kind in space.values()
+    ]
     longest = max(map(len, lists))
     rows = ([values[n % len(values)] for values in lists] for n in range(longest))
     return [tuple(map(swept, space, row)) for row in rows]
@@ -124,14 +127,12 @@ def swept(dimension: Dimension, value: Any) -> Swept:
     return Swept(f"{dimension.key}={value}", dimension.name, str(value), True)
 
 
-def enqueued(
-    space: Sequence[Dimension], enqueue: Sequence[Mapping[str, Any]], whole: bool
-) -> list[dict[str, Any]]:
+def enqueued(space: Space, enqueue: Sequence[Values], whole: bool) -> list[Values]:
     """Return `sweep.enqueue` as values of the dimensions; `whole`: each gives all keys.
 
     Raises ConfigError.
     """
-    kinds = {d.name: distribution(d) for d in space}
+    kinds = {d.name: kind for d, kind in space.items()}
     words, create_trial = {d.name for d in space if d.choices}, import_optuna().trial.create_trial
     problems, entries = [], []
     for number, entry in enumerate(enqueue):
@@ -150,20 +151,7 @@ def enqueued(
     return entries
 
 
-def distribution(dimension: Dimension) -> Any:
-    """Return a dimension as Optuna names it."""
-    kinds = import_optuna().distributions
-    low, high, log = dimension.low, dimension.high, dimension.log
-    if dimension.choices:
-        return kinds.CategoricalDistribution(dimension.choices)
-    if dimension.integers:
-        return kinds.IntDistribution(low, high, log=log, step=dimension.step or 1)
-    return kinds.FloatDistribution(low, high, log=log, step=dimension.step)
-
-
-def sampler_of(
-    settings: SweepConfig, seed: int, space: Sequence[Dimension]
-) -> Callable[[int], Any]:
+def sampler_of(settings: SweepConfig, seed: int, space: Space) -> Callable[[int], Any]:
     """Return the sampler of each trial, keyed by the seed and the trial's number.
 
     The next values then depend on the seed and on the study alone: not on how often the search was
@@ -176,7 +164,7 @@ def sampler_of(
         raise ConfigError(Problem("sweep.sampler", message))
     fixed: dict[str, Any] = {}
     if name == "grid":
-        fixed["search_space"] = {d.name: values_of(d) for d in space}
+        fixed["search_space"] = {d.name: values_of(d.name, kind) for d, kind in space.items()}
     if name in ("cmaes", "qmc"):
         fixed["warn_independent_sampling"] = False  # words are sampled alone
     if name == "qmc":
@@ -218,10 +206,10 @@ class Trials:
     def __init__(
         self,
         it: Sweep,
-        space: Sequence[Dimension],
+        space: Space,
         base: Sequence[Swept],
         sampler: Callable[[int], Any],
-        entries: Sequence[Mapping[str, Any]] = (),
+        entries: Sequence[Values],
     ) -> None:
         self.it, self._space, self._base, self._sampler = it, space, base, sampler
         self._optuna = import_optuna()
@@ -235,7 +223,7 @@ class Trials:
         self._waiting: dict[int, list[Any]] = {}  # trials, by number of the job that they wait for
         self._total = it.settings.n_trials
         if it.settings.sampler == "grid":
-            size = math.prod(len(values_of(d)) for d in space)
+            size = math.prod(len(values_of(d.name, kind)) for d, kind in space.items())
             self._total = min(self._total, size + len(it.settings.enqueue))
         with study_errors(self._place):
             for entry in entries:  # each once
@@ -259,7 +247,7 @@ class Trials:
         """
         with study_errors(self._place):
             while (trial := self._next()) is not None:
-                overrides, config = self._overrides(trial.params), dict[str, Any]()
+                overrides, config = self._overrides(trial.params), Values()
                 with suppress(ConfigError):  # not checked before the search: the job reports it
                     (config,) = composed(self.it.arguments, [overrides])
                 job = self.it.plan(overrides, config)
@@ -328,8 +316,8 @@ class Trials:
         trials = self._study.get_trials(deepcopy=False)
         began = {name: d for trial in trials for name, d in trial.distributions.items()}
         problems = []
-        for d in self._space:
-            old, new = began.get(d.name), distribution(d)
+        for d, new in self._space.items():
+            old = began.get(d.name)
             try:
                 self._optuna.distributions.check_distribution_compatibility(old or new, new)
             except ValueError:
@@ -362,7 +350,7 @@ class Trials:
             return None
         numbers = {t.number for t in trials} - {t.number for t in started}
         self._study.sampler = self._sampler(min(numbers, default=len(trials)))
-        trial = self._study.ask({d.name: distribution(d) for d in self._space})
+        trial = self._study.ask({d.name: kind for d, kind in self._space.items()})
         # What is told goes to no sampler: that of a grid would stop a loop of Optuna's own.
         self._study.sampler = self._optuna.samplers.RandomSampler(seed=0)
         return trial

@@ -10,17 +10,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from conf.check import parse
 from conf.errors import ConfigError, Problem, did_you_mean, raise_problems
-from conf.schema import SweepConfig
-from scripts.cli.arguments import PRIMARY, Arguments, key_of, quoted, run_dir_override
+from conf.schema import SweepConfig, Values
+from scripts.cli.arguments import PRIMARY, RUNS, Arguments, key_of, run_dir_override
 from scripts.cli.console import logger
 from scripts.cli.signals import handling
-from scripts.composition.overrides import Swept, belongs_outside, identity
+from scripts.composition.overrides import OF_A_START, Swept, belongs_outside, identity
 from scripts.sweeps import leaderboard
 from scripts.sweeps.launchers import CLUSTERS, PATIENCE, AnyLauncher, LocalLauncher, options_of
 from scripts.sweeps.leaderboard import FILE, NOT_STARTED, RUNNING, Job, Ranking
@@ -42,7 +41,6 @@ from trainer.runs.status import (
     read_status,
 )
 
-RUNS = Path("runs")
 _STAMP = len(timestamp())  # a number follows for a sweep that began in the same second
 _EVERY = 30.0  # seconds between two lines of a job
 _TAIL = 1 << 14  # bytes of a log
@@ -59,7 +57,7 @@ class Sweep:
     """
 
     def __init__(
-        self, arguments: Arguments, config: dict[str, Any], varied: Sequence[str], count: int
+        self, arguments: Arguments, config: Values, varied: Sequence[str], count: int
     ) -> None:
         self.arguments, self.config, self.varied, self.count = arguments, config, varied, count
         self.settings = parse(config).sweep or SweepConfig()
@@ -68,7 +66,7 @@ class Sweep:
         self.decided = False  # whether jobs are compared by it whatever they log
         self.heard: list[int] = []  # signals that ask the sweep to end
         self.launcher: AnyLauncher
-        if (cluster := CLUSTERS.get(self.settings.launcher)) is not None:
+        if cluster := CLUSTERS.get(self.settings.launcher):
             options = options_of(self.settings.launcher_options, arguments.overrides)
             self.launcher = cluster(options)
         given = self.settings.group_by or []
@@ -116,7 +114,7 @@ class Sweep:
             self.launcher.close()
             lock.release()
 
-    def plan(self, overrides: Sequence[Swept], config: dict[str, Any]) -> Job:
+    def plan(self, overrides: Sequence[Swept], config: Values) -> Job:
         """Give a job its folder, or the next free one; the result of a finished job is read."""
         texts = [override.text for override in overrides]
         name = identity(texts)
@@ -145,7 +143,7 @@ class Sweep:
             kept.append("resume=auto")
         elif self.config["resume"] not in (None, "auto"):  # a checkpoint from which all jobs begin
             kept += [text for text, key in keys.items() if key == "resume"]
-        return [*flags(self.arguments), *kept, *job.more, f"run_dir={quoted(str(job.run_dir))}"]
+        return [*flags(self.arguments), *kept, *job.more, run_dir_override(job.run_dir)]
 
     @property
     def ended(self) -> bool:
@@ -276,16 +274,14 @@ def say_progress(job: Job, metric: str) -> None:
 
 def flags(arguments: Arguments) -> list[str]:
     """Return the flags that a command line of ours has besides its overrides."""
-    name = arguments.config_name
-    pairs = [("--config-name", name)] if name != PRIMARY else []
-    if arguments.config_path is not None:
-        pairs.append(("--config-path", arguments.config_path))
-    pairs += [("--config-dir", folder) for folder in arguments.config_dirs]
-    pairs += [("--allow-target", package) for package in arguments.allow_targets]
-    return [word for pair in pairs for word in pair]
+    name, path = arguments.config_name, arguments.config_path
+    words = [] if name == PRIMARY else [f"--config-name={name}"]
+    words += [] if path is None else [f"--config-path={path}"]
+    words += [f"--config-dir={folder}" for folder in arguments.config_dirs]
+    return words + [f"--allow-target={package}" for package in arguments.allow_targets]
 
 
-def _find_sweep(config: dict[str, Any]) -> Path | None:
+def _find_sweep(config: Values) -> Path | None:
     if config["run_dir"] is None:
         return newest_unfinished(_sweeps(config)) if config["resume"] == "auto" else None
     folder = Path(config["run_dir"])
@@ -298,7 +294,7 @@ def _find_sweep(config: dict[str, Any]) -> Path | None:
     return folder if used else None
 
 
-def _sweeps(config: dict[str, Any]) -> Path:
+def _sweeps(config: Values) -> Path:
     return name_folder(RUNS, config["name"]) / "sweeps"
 
 
@@ -306,12 +302,11 @@ def newest_unfinished(sweeps: Path) -> Path | None:
     """Return the newest sweep in a folder with an unfinished job that no process holds."""
 
     def unfinished(folder: Path) -> bool:
-        try:
-            with (folder / FILE).open(newline="", encoding="utf-8") as file:
-                _, *rows = csv.reader(file)
-        except (OSError, ValueError):  # unreadable: the status of each job decides
-            return True
-        return any(row[1:2] and row[1] not in ENDED_WELL for row in rows)
+        board = folder / FILE
+        with suppress(OSError, ValueError, KeyError), board.open(encoding="utf-8") as file:
+            rows = [*csv.DictReader(file)]
+            return not rows or any(row["status"] not in ENDED_WELL for row in rows)
+        return True  # unreadable: the status of each job decides
 
     found = [board.parent for board in sweeps.glob(f"*/{FILE}")]
     found.sort(key=lambda f: (f.name[:_STAMP], len(f.name), f.name), reverse=True)  # -10 after -9
@@ -330,18 +325,11 @@ def job_folders(sweep: Path) -> dict[tuple[str, ...], Path]:
     return folders
 
 
-def has_finished(folder: Path | None, config: dict[str, Any]) -> bool:
+def has_finished(folder: Path | None, config: Values) -> bool:
     """Return whether the run in a folder, if there is one, has finished with a configuration."""
-    if folder is None:
-        return False
-    try:
-        if read_status(folder).get("state") not in ENDED_WELL:
-            return False
-        saved = own_values((folder / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError, RunDirectoryError):
-        return False
-    trained, asked = (
-        {k: v for k, v in values.items() if not belongs_outside(k) and k != "dry_run"}
-        for values in (saved if isinstance(saved, dict) else {}, config)
-    )
-    return trained == asked
+    outside = dict.fromkeys(OF_A_START)
+    with suppress(OSError, ValueError, yaml.YAMLError, RunDirectoryError):
+        if folder is not None and read_status(folder).get("state") in ENDED_WELL:
+            saved = own_values((folder / CONFIG).read_text(encoding="utf-8"))
+            return isinstance(saved, dict) and saved | outside == config | outside
+    return False

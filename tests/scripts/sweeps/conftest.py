@@ -15,9 +15,9 @@ JOB = """
 import json, os, pathlib, signal, sys, time
 
 def main():
-    overrides = [word for word in sys.argv[1:] if "=" in word]
+    overrides = [word for word in sys.argv[1:] if "=" in word and word[0] != "-"]
     (target,) = [word for word in overrides if word.startswith("run_dir=")]
-    folder = pathlib.Path(target.removeprefix("run_dir='").removesuffix("'"))
+    folder = pathlib.Path(target.removeprefix("run_dir="))
     folder.mkdir(parents=True, exist_ok=True)
     folder.joinpath("manifest.json").write_text("{}")
     folder.joinpath("overrides.yaml").write_text(json.dumps(overrides))

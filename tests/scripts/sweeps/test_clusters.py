@@ -40,7 +40,7 @@ def test_a_grid_goes_through_submitit(job, sweep_of, capfd, caplog):
 def launched(job):
     def launch(*words):
         Path("there/0").mkdir(parents=True)
-        return NodeJob.of(Job(0, Path("there/0"), {}), [*words, "run_dir='there/0'"])
+        return NodeJob.of(Job(0, Path("there/0"), {}), [*words, "run_dir=there/0"])
 
     return launch
 
@@ -59,7 +59,7 @@ def test_a_job_that_is_preempted_or_cancelled_saves(launched, preempted):
     assert codes == [143]
     if preempted:  # it goes on from the queue
         assert again.process is None
-        assert again.words() == ["optimizer.lr=0.5", "run_dir='there/0'", "resume=auto"]
+        assert again.words() == ["optimizer.lr=0.5", "run_dir=there/0", "resume=auto"]
 
 
 def test_a_job_leaves_the_signal_of_submitit_alone(launched):

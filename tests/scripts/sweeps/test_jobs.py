@@ -34,7 +34,7 @@ def test_lost_jobs_are_restarted_up_to_their_retries(job, sweep_of, capfd):
     assert "3 of 6 done; best val/accuracy 0.6000 (job " in out
     assert "job 0 starts again: killed by SIGKILL (out of memory?)" in out
     words = [json.loads(Path(f"there/{n}/overrides.yaml").read_text()) for n in (0, 3)]
-    assert words[0][-2:] == ["resume=auto", "run_dir='there/0'"]
+    assert words[0][-2:] == ["resume=auto", "run_dir=there/0"]
     assert "resume=auto" not in words[1]  # it was not lost
 
 
@@ -78,7 +78,7 @@ def test_no_job_outlives_its_sweep(command, number, ended):
     states = {row["job"]: row["status"] for row in board()}
     last = "running" if number == "SIGKILL" else "failed"
     assert states == {"0": last, "1": last, "2": "not started"}
-    way_out = "train -m --config-path conf optimizer.lr=0.5 seed=1,2,3 sweep.jobs=2"
+    way_out = "train -m --config-path=conf optimizer.lr=0.5 seed=1,2,3 sweep.jobs=2"
     told = f"interrupted; go on with the sweep: {way_out} resume=auto run_dir=there\n"
     assert out.endswith(told) or number == "SIGKILL"
 

@@ -6,7 +6,6 @@ import os
 import sqlite3
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,8 +17,9 @@ from scripts.cli.arguments import parse_arguments
 from scripts.composition.compose import compose, split_search
 from scripts.sweeps import search as searches
 from scripts.sweeps import sweep as sweeps
+from scripts.sweeps.grid import composed
 from scripts.sweeps.grid import searches as searches_for
-from scripts.sweeps.search import distribution, enqueued, samples, typed, values_of
+from scripts.sweeps.search import distribution, enqueued, samples, values_of
 from scripts.sweeps.sweep import Sweep
 from scripts.train import train
 from toy_runs import board
@@ -335,25 +335,25 @@ def test_a_study_that_is_locked_or_cannot_be_written_is_a_clear_error(jobs):
 def space_of(*texts):
     arguments = parse_arguments(["-m", "--config-path", "conf", *texts])
     fixed, varied = split_search(arguments)
-    texts = tuple(swept.text for swept in fixed)
-    config = compose(replace(arguments, overrides=texts, multirun=False)).config
-    return [typed(dimension, config) for dimension in varied]
+    (config,) = composed(arguments, [fixed])
+    return {dimension: distribution(dimension, config) for dimension in varied}
 
 
 def test_the_values_of_a_grid_and_what_optuna_calls_them():
     ends = [["1.0", "2.0"], ["1", "3"], ["16", "96"], ["mlp", "none"], ["0.001", "1.0"]]
     for text, found in (("seed=range(5,6)", ["5"]), ("data.x=range(0.1,0.5,0.1)", ["0.1", "0.4"])):
         assert [job[0].value for job in samples(space_of(text))] == found
-    rate, seed, stepped, words, _ = space = space_of(
+    space = space_of(
         *("optimizer.lr=interval(1,2)", "seed=interval(1,3)", "model.in_features=range(16,97,16)"),
         *("model=choice(mlp,none)", "optimizer.weight_decay=tag(log,interval(1e-3,1))"),
     )
     known = [[1, 2, 3], [16, 32, 48, 64, 80, 96], ["mlp", "none"]]
-    assert [values_of(d) for d in (seed, stepped, words)] == known
+    rate, *others = space.values()
+    assert [values_of("", kind) for kind in others[:3]] == known
     assert [[job[n].value for job in samples(space)] for n in range(5)] == ends
     with pytest.raises(ConfigError, match=r"^optimizer.lr: sampler=grid takes choices"):
-        values_of(rate)
-    assert [str(distribution(d)) for d in space] == [
+        values_of("optimizer.lr", rate)
+    assert [str(kind) for kind in space.values()] == [
         "FloatDistribution(high=2.0, log=False, low=1.0, step=None)",
         "IntDistribution(high=3, log=False, low=1, step=1)",
         "IntDistribution(high=96, log=False, low=16, step=16)",
