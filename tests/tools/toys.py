@@ -146,6 +146,7 @@ def trainer_of(
     callbacks: Any = None,
     compiling: Any = None,
     run_dir: Any = None,
+    precision: Any = "fp64",
     **options: Any,
 ) -> Trainer:
     """Return what trains as `by_hand` does; `data` is of samples, or anything that has batches.
@@ -169,7 +170,7 @@ def trainer_of(
         callbacks=callbacks,
         run_dir=run_dir,
         options=TrainerOptions(**{"max_epochs": 2, **options}),
-        precision="fp64",
+        precision=precision,
         compiled=compiled,
     )
 

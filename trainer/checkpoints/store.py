@@ -95,18 +95,19 @@ class CheckpointStore:
         The newest two whole ones, and those that have a name, are always kept. A file that cannot
         be removed is a warning.
         """
-        index, removed = Index.read(self.folder), False
-        files, whole = self._step_files(), sorted(self._whole(index))
+        index = Index.read(self.folder)
+        whole = sorted(self._whole(index))
+        if len(whole) < 2:
+            return
         kept = {*keep, *whole[-2:], *(entry.step for entry in index.names.values())}
-        for path, step in files.items() if len(whole) > 1 else ():
+        left_over = [path for path, step in self._step_files().items() if step not in kept]
+        for path in left_over:
             try:
-                if step not in kept:
-                    os.unlink(path)
-                    index.files.pop(path.name, None)
-                    removed = True
+                os.unlink(path)
+                index.files.pop(path.name, None)
             except OSError as error:
                 _log.warning("cannot remove %s: %s", path, error.strerror)
-        if removed:
+        if left_over:
             index.write(self.folder)
             self._remove_unused_shards(index)
 

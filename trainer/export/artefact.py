@@ -4,7 +4,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +26,7 @@ from trainer.export.formats import (
     WEIGHTS,
     Answer,
     Exportable,
+    Facts,
     Preprocessing,
     build_network,
     check_libraries,
@@ -63,7 +64,7 @@ def export_run(
     checkpoint: str = "best",
     overwrite: bool = False,
     write: Callable[[Exportable, Path], None] | None = None,
-) -> tuple[Path, dict[str, Any]]:
+) -> tuple[Path, Facts]:
     """Write a run's model as `name` into the folder `out` (default: RUN/exports/NAME).
 
     write: replaces the format's own way, and verifies what it has written. Returns the file, and
@@ -94,9 +95,7 @@ def export_run(
     return folder / path.name, facts
 
 
-def _graph_of(
-    run: Run, facts: dict[str, Any], preprocessing: Preprocessing, checkpoint: str
-) -> Exportable:
+def _graph_of(run: Run, facts: Facts, preprocessing: Preprocessing, checkpoint: str) -> Exportable:
     """Return the graph of a run's model; `facts` grow by those about it. Raises ModelError."""
     model, task = run.model(checkpoint), run.trainer(checkpoint).task
     network, outside = build_network(model, task, build_pipeline(run.config, "eval"), preprocessing)
@@ -202,7 +201,7 @@ def with_transforms(config: Config, names: Iterable[str]) -> Config:
     return replace(config, transforms=replace(config.transforms, eval=kept))
 
 
-def _write_weights(model: nn.Module, path: Path, facts: dict[str, Any]) -> None:
+def _write_weights(model: nn.Module, path: Path, facts: Facts) -> None:
     """Write the weights; a newly built model must load them."""
     weights = model.state_dict()
     write_safetensors(path, weights, {"regimen": json.dumps(facts)})
@@ -212,7 +211,7 @@ def _write_weights(model: nn.Module, path: Path, facts: dict[str, Any]) -> None:
     facts["verified"] = {"samples": "weights, bit for bit", "largest_difference": 0.0}
 
 
-def _load_weights(path: Path, facts: Mapping[str, Any]) -> nn.Module:
+def _load_weights(path: Path, facts: Facts) -> nn.Module:
     with no_initial_weights():
         model: nn.Module = instantiate(facts["model"], _key_="model")
     model.load_state_dict(read_safetensors(path))
@@ -247,7 +246,7 @@ def _new_folder(folder: Path, overwrite: bool) -> Iterator[Path]:
 class _Answering(nn.Module):
     """A file as a module with the outputs (logits) that a task expects of a model."""
 
-    def __init__(self, answer: Answer, facts: Mapping[str, Any]) -> None:
+    def __init__(self, answer: Answer, facts: Facts) -> None:
         super().__init__()
         self._answer = (answer,)  # no submodule: a program has no evaluation mode to enter
         self._kind, self._classes = facts["output"], facts.get("num_classes")
@@ -292,7 +291,7 @@ def evaluate_artefact(
 
 
 def metrics_of(
-    config: Config, answer: Answer, facts: Mapping[str, Any], split: str | None
+    config: Config, answer: Answer, facts: Facts, split: str | None
 ) -> tuple[str, dict[str, float]]:
     """Return the split, and the metrics over it of a file that `answer` has loaded.
 

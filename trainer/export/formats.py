@@ -26,6 +26,7 @@ from trainer.task import Task
 Preprocessing = Literal["outside", "inside"]
 Answer = Callable[[Tensor], Any]  # from a batch of inputs to a tensor, or several by name
 _LOST: Any = torch.jit.TracerWarning  # type: ignore[attr-defined] # Python that a trace forgets
+Facts = dict[str, Any]  # about a file, as they stand beside it
 WEIGHTS = "safetensors"  # the format without a graph
 _LISTED = 20  # validations that the card lists
 _FINE_TUNED = "models.pretrained.fine_tune"  # returns the network that it is given
@@ -97,7 +98,7 @@ class Exportable(NamedTuple):
 
     network: Network
     samples: Tensor
-    facts: dict[str, Any]
+    facts: Facts
 
     @property
     def example(self) -> Tensor:
@@ -269,7 +270,7 @@ GRAPHS: Mapping[str, Format] = {
 }
 
 
-def provenance(run: Run, checkpoint: str) -> dict[str, Any]:
+def provenance(run: Run, checkpoint: str) -> Facts:
     """Return the provenance of a model: run, checkpoint and its results, data, versions."""
     origin = origin_of(run.path, run.trainer(checkpoint), checkpoint)
     return {
@@ -288,7 +289,7 @@ def provenance(run: Run, checkpoint: str) -> dict[str, Any]:
     }
 
 
-def model_card(run: Run, facts: Mapping[str, Any], folder: Path) -> str:
+def model_card(run: Run, facts: Facts, folder: Path) -> str:
     """Return the card as Markdown; `folder` is where the file will be."""
     origin = dict(facts["provenance"])
     config, results = origin.pop("config"), origin.pop("results")
@@ -317,7 +318,7 @@ def model_card(run: Run, facts: Mapping[str, Any], folder: Path) -> str:
     return "\n".join(lines)
 
 
-def how_to_load(facts: Mapping[str, Any], folder: Path) -> list[str]:
+def how_to_load(facts: Facts, folder: Path) -> list[str]:
     """Return lines of Python that load a file without Regimen's trainer."""
     path = str(folder.absolute() / facts["file"])
     if facts["format"] != WEIGHTS:

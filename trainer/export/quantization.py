@@ -31,6 +31,7 @@ from trainer.export.artefact import (
 from trainer.export.formats import (
     GRAPHS,
     Exportable,
+    Facts,
     Preprocessing,
     check_libraries,
     onnx_model,
@@ -62,7 +63,7 @@ def quantize_run(
     max_drop: float = 0.01,
     split: str | None = None,
     overwrite: bool = False,
-) -> tuple[Path, dict[str, Any]]:
+) -> tuple[Path, Facts]:
     """Write a run's model as ONNX with integers into the folder `out`.
 
     static: 8-bit weights and activations, with the ranges that the run has learnt, or those of
@@ -83,7 +84,7 @@ def quantize_run(
         whole, proto = path.with_name("float.onnx"), onnx_model(graph)
         learnt = _learnt(run, checkpoint, proto)
         save_onnx(proto, whole, {})
-        told: dict[str, Any] = {"method": method, "weights": "uint8", "ranges": "of each batch"}
+        told: Facts = {"method": method, "weights": "uint8", "ranges": "of each batch"}
         given = None
         if method == "static":
             told |= {"activations": "uint8", "calibration_samples": samples}

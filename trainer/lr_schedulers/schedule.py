@@ -12,7 +12,7 @@ from conf.errors import ConfigError, Problem, some
 from trainer.checkpoints.archive import plain_part
 from trainer.errors import CheckpointError
 from trainer.optimizers.optimizers import Optimizers
-from trainer.optimizers.state import type_name
+from trainer.optimizers.state import State, type_name
 from trainer.state import epoch_metric
 
 Interval = Literal["step", "epoch"]
@@ -149,7 +149,7 @@ class Track:
             "lr": self.rates(),
         }
 
-    def differences(self, state: Mapping[str, Any]) -> Iterator[str]:
+    def differences(self, state: State) -> Iterator[str]:
         """Yield the settings that differ from those of `state`."""
         own = type_name(self.scheduler)
         here, there = {"type": own, **self.settings}, {"type": state["type"], **state["settings"]}
@@ -163,7 +163,7 @@ class Track:
         if not (self.settings and own.startswith("torch.")) and self.group_names != state["groups"]:
             yield "the parameter groups, or their order, have changed"
 
-    def load_state_dict(self, state: Mapping[str, Any], updates: int, epochs: int) -> None:
+    def load_state_dict(self, state: State, updates: int, epochs: int) -> None:
         """Restore `state` exactly; the optimizer's state has the hyper-parameters."""
         self._warmup_epochs = int(state["warmup_epochs"])
         self._at = self._position(updates, epochs)
@@ -172,7 +172,7 @@ class Track:
         self.scheduler.load_state_dict(_reordered(state["scheduler"], order))
 
     def catch_up(
-        self, state: Mapping[str, Any] | None, updates: int, epochs: int, per_epoch: int | None
+        self, state: State | None, updates: int, epochs: int, per_epoch: int | None
     ) -> None:
         """Move to the same updates and epochs in the schedule that is configured here.
 
@@ -217,7 +217,7 @@ def _put(group: dict[str, Any], key: str, value: Any) -> None:
         group[key] = value
 
 
-def _reordered(state: Mapping[str, Any], order: Sequence[int]) -> dict[str, Any]:
+def _reordered(state: State, order: Sequence[int]) -> dict[str, Any]:
     # Of a scheduler and of those inside it: lists by position follow the groups.
     found = dict(state)
     for key, value in state.items():
@@ -284,7 +284,7 @@ class LRSchedule:
             "tracks": {name: track.state_dict() for name, track in self.tracks.items()},
         }
 
-    def load_state_dict(self, state: Mapping[str, Any], hyper_parameters: bool = True) -> None:
+    def load_state_dict(self, state: State, hyper_parameters: bool = True) -> None:
         """Load `state`; the optimizers must be loaded first.
 
         The state is restored exactly, with `CheckpointError` if any setting differs. With

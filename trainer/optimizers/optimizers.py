@@ -174,19 +174,7 @@ class Optimizers:
             rows.append(GroupRow("frozen", "-", *_counts(self.frozen.values()), None, None))
         return rows
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return state and hyper-parameters by parameter name; the tensors are not copied."""
-        return pack(self)
-
-    def load_state_dict(self, state: Mapping[str, Any], hyper_parameters: bool = True) -> list[str]:
-        """Load a `state_dict` by parameter name, bit for bit; on an error nothing is changed.
-
-        `hyper_parameters=False` keeps the hyper-parameters of the config, such as learning rates.
-        Returns remarks, for the log, on parameters that were frozen or unfrozen since. Raises
-        `CheckpointError` for another type of optimizer, unknown or missing names, other shapes,
-        other groups.
-        """
-        return unpack(self, state, hyper_parameters)
+    state_dict, load_state_dict = pack, unpack
 
 
 def _number(value: Any) -> float | None:

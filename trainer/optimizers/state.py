@@ -22,6 +22,7 @@ from trainer.errors import CheckpointError
 if TYPE_CHECKING:
     from trainer.optimizers.optimizers import Optimizers
 
+State = Mapping[str, Any]  # of an optimizer or a schedule, as a checkpoint holds it
 # The wrapper that torch puts around `step` of every class of optimizers, and the one of its own.
 _LABELLED = Optimizer.profile_hook_step(lambda: None).__code__
 _SWITCHED = optimizer_module._use_grad_for_differentiable(lambda self: None).__code__
@@ -44,7 +45,7 @@ class _Place(NamedTuple):
 _NOWHERE = _Place("", [], "")
 # Entries of torch's groups that are no hyper-parameters.
 _OF_PARAMETERS = ("params", "param_names", "name")
-_NOTHING: Mapping[str, Any] = {"groups": {}, "state": {}, "shared": {}}
+_NOTHING: State = {"groups": {}, "state": {}, "shared": {}}
 
 
 def take_step(optimizer: Optimizer) -> None:
@@ -127,7 +128,7 @@ def type_name(instance: object) -> str:
 
 
 def pack(of: Optimizers) -> dict[str, Any]:
-    """Return types, groups, hyper-parameters and state; the tensors are shared, not copied."""
+    """Return types, groups, hyper-parameters and state by name; the tensors are not copied."""
     packed: dict[str, Any] = {}
     for name, optimizer in of.items():
         kind = type_name(optimizer)
@@ -158,10 +159,13 @@ def _described(tensor: Tensor) -> dict[str, Any]:
     return {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
 
 
-def unpack(of: Optimizers, saved: Mapping[str, Any], restore_hyper_parameters: bool) -> list[str]:
-    """Load what `pack` returned; raise and change nothing if anything does not match.
+def unpack(of: Optimizers, saved: State, hyper_parameters: bool = True) -> list[str]:
+    """Load what `pack` returned by parameter name, bit for bit; on an error nothing is changed.
 
-    Returns remarks on parameters that were frozen or unfrozen since the state was saved.
+    `hyper_parameters=False` keeps the hyper-parameters of the config, such as learning rates.
+    Returns remarks, for the log, on parameters that were frozen or unfrozen since. Raises
+    `CheckpointError` for another type of optimizer, unknown or missing names, other shapes, other
+    groups.
     """
     loaded = []
     try:
@@ -196,7 +200,7 @@ def unpack(of: Optimizers, saved: Mapping[str, Any], restore_hyper_parameters: b
             if values:
                 state[parameter] = values
         state.update(shared)
-        if restore_hyper_parameters:
+        if hyper_parameters:
             group.options.update({k: v for k, v in options.items() if k not in _IMPLEMENTATION})
     remarks = []
     for remark, one, other in (
@@ -208,7 +212,7 @@ def unpack(of: Optimizers, saved: Mapping[str, Any], restore_hyper_parameters: b
     return remarks
 
 
-def _places(packed: Mapping[str, Any]) -> dict[str, _Place]:
+def _places(packed: State) -> dict[str, _Place]:
     groups: dict[str, Any] = {"": packed["frozen"]}
     for name, section in packed["optimizers"].items():
         for group, content in section["groups"].items():

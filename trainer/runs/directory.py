@@ -32,6 +32,7 @@ from trainer.runs.status import (
     METRICS,
     STATUS,
     TENSORBOARD,
+    Record,
     RunDirectoryError,
     holds_run,
     read_json,
@@ -69,7 +70,7 @@ class RunDirectory:
         *,
         config_yaml: str,
         overrides: Sequence[str],
-        facts: Mapping[str, Any],
+        facts: Record,
         command: str | None = None,
     ) -> Self:
         """Create a run in `path`, with its parents, and lock it; `command` would go on with it.
@@ -97,7 +98,7 @@ class RunDirectory:
         return run
 
     @classmethod
-    def resume(cls, path: Path, *, facts: Mapping[str, Any], command: str | None = None) -> Self:
+    def resume(cls, path: Path, *, facts: Record, command: str | None = None) -> Self:
         """Continue the run in `path` and lock it. Raises like `create`."""
         if not holds_run(path):
             raise RunDirectoryError(f"{path} holds no run: it has no {MANIFEST}")
@@ -117,11 +118,11 @@ class RunDirectory:
             run._write_status("running", resume=command)
         return run
 
-    def manifest(self) -> dict[str, Any]:
+    def manifest(self) -> Record:
         """Read the manifest; an unreadable one is a RunDirectoryError."""
         return read_json(self.path / MANIFEST)
 
-    def update_manifest(self, facts: Mapping[str, Any]) -> None:
+    def update_manifest(self, facts: Record) -> None:
         """Replace the named top-level entries of the manifest."""
         write_json(self.path / MANIFEST, {**self.manifest(), **facts})
 
@@ -133,7 +134,7 @@ class RunDirectory:
         reason: str | None = None,
         resume: str | None = None,
         results: Mapping[str, float] | None = None,
-        best: Mapping[str, Any] | None = None,
+        best: Record | None = None,
         seconds: float = 0.0,
     ) -> None:
         """Record the end in `status.json` and the manifest.
@@ -143,7 +144,7 @@ class RunDirectory:
         time this process trained, which is added to that of those before it. Raises StorageError.
         """
         refuse_taken(self.path)
-        end: dict[str, Any] = {"state": state, "code": code, "reason": reason}
+        end: Record = {"state": state, "code": code, "reason": reason}
         self._seconds += seconds
         plain = {k: float(v) if math.isfinite(v) else None for k, v in (results or {}).items()}
         self._write_status(**end, resume=resume, results=plain, best=best and dict(best))
@@ -200,7 +201,7 @@ class RunDirectory:
             write_text(path, config_yaml)
 
     def _write_status(self, state: str, **fields: Any) -> None:
-        status: dict[str, Any] = {
+        status: Record = {
             "state": state,
             **dict.fromkeys(("code", "reason", "resume")),
             "results": {},
@@ -261,7 +262,7 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="microseconds")
 
 
-def start_record(facts: Mapping[str, Any]) -> dict[str, Any]:
+def start_record(facts: Record) -> Record:
     """Describe one start of a run: process, code, versions, machine, and the caller's `facts`."""
     return {
         "started": now(),
@@ -289,7 +290,7 @@ def versions() -> dict[str, str]:
     return found
 
 
-def code_record(folder: Path) -> dict[str, Any]:
+def code_record(folder: Path) -> Record:
     """Return `folder`, its git commit and a hash of its uncommitted changes, if there are any.
 
     The URLs of remotes are not recorded: they can contain access tokens.

@@ -23,6 +23,7 @@ ENDED_WELL = ("finished", "pruned")  # states of runs that are not gone on with
 LOG, METRICS, CHECKPOINTS = "train.log", "metrics.jsonl", "checkpoints"
 TENSORBOARD = "tensorboard"
 SWEEP = "sweep.json"  # in the folder of a sweep: what varies in it
+Record = dict[str, Any]  # plain values by name, as a JSON file holds them
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # of libyaml, where it is
 
 
@@ -51,7 +52,7 @@ def holds_run(path: Path) -> bool:
     return (path / MANIFEST).is_file()
 
 
-def read_status(path: Path) -> dict[str, Any]:
+def read_status(path: Path) -> Record:
     """Read the status of the run in `path`; `running` becomes `killed` if its process is dead."""
     status = read_json(path / STATUS)
     if status.get("state") == "running" and not is_held(path):
@@ -59,7 +60,7 @@ def read_status(path: Path) -> dict[str, Any]:
     return status
 
 
-def seconds_of(status: dict[str, Any]) -> float:
+def seconds_of(status: Record) -> float:
     """Return the seconds that a status tells of; 0.0 where it tells of none."""
     seconds = status.get("seconds")
     return float(seconds) if isinstance(seconds, int | float) else 0.0
@@ -99,7 +100,7 @@ def _number(text: str) -> int | float:
     return int(text) if text.lstrip("-").isdecimal() else value
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> Record:
     """Read a JSON object; {} for a missing file. Raises RunDirectoryError."""
     try:
         text = regular(path).read_text(encoding="utf-8")
@@ -118,7 +119,7 @@ def own_values(text: str) -> Any:
     return yaml.load(text, Loader=_LOADER)
 
 
-def read_metrics(run_dir: Path, last_bytes: int | None = None) -> Iterator[dict[str, Any]]:
+def read_metrics(run_dir: Path, last_bytes: int | None = None) -> Iterator[Record]:
     """Yield the lines of a run's log, the oldest first; nothing where there is no log.
 
     Incomplete lines, which a kill leaves, are skipped. last_bytes: read only the end of the file.

@@ -4,7 +4,7 @@ import fnmatch
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
-from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from conf.errors import Problem, some
@@ -75,7 +74,7 @@ class Precision:
 
         So all processes learn of it from the gradients, and the host reads nothing else.
         """
-        scaled: Tensor = self.scaler.scale(loss)  # nothing without a scale, as the next two
+        scaled: Tensor = self.scaler.scale(loss)  # nothing without a scale
         if loss.device.type == "cpu" and math.isfinite(loss.item()):  # reading costs nothing there
             ones = torch.ones_like(scaled)  # not kept: a gradient may share its memory
         else:
@@ -86,15 +85,6 @@ class Precision:
             Variable._execution_engine.run_backward(
                 (scaled,), (ones,), False, False, (), allow_unreachable=True, accumulate_grad=True
             )
-
-    def unscale(self, optimizers: Iterable[Optimizer]) -> None:
-        """Divide the gradients by the scale, and check them for infinities."""
-        for optimizer in optimizers:
-            self.scaler.unscale_(optimizer)
-
-    def update_scale(self) -> None:
-        """Halve the scale after an overflow; raise it after many updates without one."""
-        self.scaler.update()
 
     @property
     def scale(self) -> float:

@@ -15,16 +15,8 @@ from data.batch import MicroBatch, joined
 from trainer.errors import MISFITS, DivergedError, ModelError, SampleError, misfit
 from trainer.optimizers.state import needs_closure
 from trainer.task import StepOutput, as_output, unsound
-from trainer.update.gradients import (
-    LOWER,
-    Guard,
-    add_noise,
-    clip,
-    explain,
-    largest,
-    total_norm,
-    without_effect,
-)
+from trainer.update import gradients
+from trainer.update.gradients import LOWER, Guard
 from trainer.update.sums import Sums, add_up, share_of, totals_of
 
 if TYPE_CHECKING:
@@ -82,7 +74,7 @@ class Updater:
         self._turns = named if task.turns else [Turn("", list(known.values()))]
         self._apart = [p for module in task.own_modules().values() for p in module.parameters()]
         searching = [o for turn in self._turns for o in turn.searching]
-        keys = without_effect(trainer.precision.name, trainer.options)
+        keys = gradients.without_effect(trainer.precision.name, trainer.options)
         if keys and searching:
             raise ModelError(
                 f"{type(searching[0]).__name__} computes its gradients by itself, where trainer."
@@ -108,28 +100,30 @@ class Updater:
         Once for each turn. Returns False if the update was skipped.
         """
         trainer, options, guard, taken = self._trainer, self._trainer.options, self.guard, []
+        scaler = trainer.precision.scaler
         guard.remember()
         if self._keeps:
             self._last_batches, self._last_outputs = micro_batches, {}
         for turn in self._turns:
             outputs, shares = self._accumulate(turn, micro_batches)
             trainer.timer.lap("forward + backward")
-            trainer.precision.unscale(turn.optimizers)
+            for optimizer in turn.optimizers:  # and check for infinities, of a format that scales
+                scaler.unscale_(optimizer)
             parameters = turn.parameters
-            norm = total_norm(parameters, options.clip_grad_norm_type, turn.alike)
+            norm = gradients.total_norm(parameters, options.clip_grad_norm_type, turn.alike)
             if guard.refuses(norm):
                 return self._refuse(micro_batches, shares)
-            clip(options, trainer.optimizers, parameters, norm)
+            gradients.clip(options, trainer.optimizers, parameters, norm)
             if options.gradient_noise is not None:
-                add_noise(options, parameters, trainer.state.updates, turn.name)
+                gradients.add_noise(options, parameters, trainer.state.updates, turn.name)
             trainer.hooks.emit("on_gradients", trainer)
             for optimizer in turn.optimizers:
                 guard.step(optimizer)
             if turn.searching:
                 self._search(turn, micro_batches, shares)
-                if guard.refuses(largest(parameters)):
+                if guard.refuses(gradients.largest(parameters)):
                     return self._refuse(micro_batches, shares)
-            trainer.precision.update_scale()
+            scaler.update()
             trainer.optimizers.zero_grad()
             taken.append((turn, outputs, norm))
         guard.settle()
@@ -222,9 +216,9 @@ class Updater:
         trainer = self._trainer
         self.guard.restore()
         if trainer.precision.scales:
-            trainer.precision.update_scale()
+            trainer.precision.scaler.update()
         elif trainer.options.on_nonfinite == "stop":
-            here = explain(trainer.model, trainer.state, micro_batches, shares)
+            here = gradients.explain(trainer.model, trainer.state, micro_batches, shares)
             raise DivergedError(min(trainer.group.gather(here))[1])
         trainer.optimizers.zero_grad()
         return False

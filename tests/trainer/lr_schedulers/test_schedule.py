@@ -236,19 +236,3 @@ def test_a_scheduler_moves_other_hyper_parameters_and_goes_on(
         scheduler.step()
         schedule.after_update()
         assert values(over.optimizers["optimizer"]) == values(by_hand)
-
-
-def test_a_long_run_can_begin_far_on_with_the_rates_of_another_schedule() -> None:
-    chosen = {"_target_": "torch.optim.lr_scheduler.ExponentialLR", "gamma": 0.999}
-    over = optimizers()
-    schedule = build_lr_schedule(chosen, over, 10**6, 1000)
-    state = {**schedule.state_dict(), "updates": 20_000, "epochs": 20}
-    over.groups()[0].options["lr"] = 7.0  # of the optimizer that was loaded
-    schedule.load_state_dict(state, hyper_parameters=False)
-    plain = SGD([nn.Parameter(torch.zeros(1))], lr=0.4)
-    by_hand = by_torch.ExponentialLR(plain, 0.999)
-    plain.step()
-    for _ in range(20_001):
-        by_hand.step()
-    schedule.after_update()
-    assert over.learning_rates()["first"] == plain.param_groups[0]["lr"]

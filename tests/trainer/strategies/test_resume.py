@@ -11,10 +11,8 @@ from torch import nn
 import toys
 from toys import Log, StopAt, differences, through_a_file
 from trainer import snapshot
-from trainer.options import TrainerOptions
 from trainer.strategies.strategy import Strategy
 from trainer.tasks.classification import Classification
-from trainer.trainer import Trainer
 
 STOP, UPDATES = 5, 9  # of 4 updates an epoch
 
@@ -38,17 +36,17 @@ def make_trainer(strategy, stop=None, dtype="fp32", dropout=0.3):
     if not dropout:
         del layers[2:]
     model = nn.Sequential(*layers, nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 3))
-    model = strategy.prepare(model.double() if dtype == "fp64" else model)
     torch.manual_seed(strategy.group.rank)
-    return Trainer(
-        model,
+    return toys.trainer_of(
         Classification(3),
-        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
         toys.loader(Points(), batch=12, strategy=strategy),
+        model=model.double() if dtype == "fp64" else model,
         strategy=strategy,
         precision=dtype,
         callbacks={"log": Log(), "stop": StopAt(stop)},
-        options=TrainerOptions(max_epochs=None, max_steps=UPDATES, log_every_n_steps=3),
+        max_epochs=None,
+        max_steps=UPDATES,
+        log_every_n_steps=3,
     )
 
 

@@ -1,6 +1,7 @@
 """A non-finite update changes nothing; the device's guard ends with the state of the host's."""
 
 import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -149,9 +150,9 @@ def test_weights_that_are_lost_end_a_run_that_skips() -> None:
     model = normed()
     with torch.no_grad():
         model[0].weight[0, 0] = float("nan")
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    options = TrainerOptions(max_epochs=9, on_nonfinite="skip", max_skipped_in_a_row=7)
-    trainer = Trainer(model, Classification(3), optimizer, batches(UPDATES), options=options)
+    make = partial(torch.optim.AdamW, fused=True)
+    options = {"max_epochs": 9, "on_nonfinite": "skip", "max_skipped_in_a_row": 7, "make": make}
+    trainer = toys.trainer_of(Classification(3), batches(UPDATES), model=model.double(), **options)
     with pytest.raises(DivergedError, match="last 7 updates"):
         trainer.fit()
 
@@ -195,8 +196,8 @@ def test_nothing_looks_at_a_run_whose_device_left_an_update_out(
 
 def test_stopping_names_the_sample_and_keeps_finite_weights() -> None:
     model = normed()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    trainer = Trainer(model, Classification(3), optimizer, batches(5, bad=2))
+    data, task = batches(5, bad=2), Classification(3)
+    trainer = toys.trainer_of(task, data, model=model, precision="fp32")
     with pytest.raises(DivergedError, match=r"sample 3 holds NaN.*update 3") as error:
         trainer.fit()
     assert error.value.exit_code == 5
@@ -227,8 +228,8 @@ def test_an_infinite_loss_with_a_finite_gradient_stops_the_run() -> None:
     model, data = Network(4), batches(5)
     data[0][0][1, 0] = 100.0
     before = copy.deepcopy(model.state_dict())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    trainer = Trainer(model, Classification(4, Infinite(), metrics={}), optimizer, data)
+    task = Classification(4, Infinite(), metrics={})
+    trainer = toys.trainer_of(task, data, model=model, precision="fp32")
     with pytest.raises(DivergedError, match="the loss is not finite"):
         trainer.fit()
     assert trainer.state.global_step == 0
@@ -238,24 +239,25 @@ def test_an_infinite_loss_with_a_finite_gradient_stops_the_run() -> None:
 def train_split(strategy, on_nonfinite="skip", accumulation=1):
     """Train an epoch; return the weights, the counters and what it ended with."""
     torch.manual_seed(0)
-    model = strategy.prepare(Network().double())
     data = points(21)  # the last update has one sample: one of two processes borrows it
     data.x[9, 0] = 100.0  # the loss does not like it
-    trainer = Trainer(
-        model,
+    trainer = toys.trainer_of(
         Classification(4, Infinite(), metrics={}),
-        torch.optim.AdamW(model.parameters(), lr=0.05),
         loader(data, accumulation, 4, shuffled=False, strategy=strategy),
+        model=Network().double(),
+        make=partial(torch.optim.AdamW, lr=0.05),
         strategy=strategy,
-        precision="fp64",
-        options=TrainerOptions(max_epochs=1, on_nonfinite=on_nonfinite, log_every_n_steps=1),
+        max_epochs=1,
+        on_nonfinite=on_nonfinite,
+        log_every_n_steps=1,
     )
     error = ""
     try:
         trainer.fit()
     except DivergedError as caught:
         error = str(caught)
-    weights = strategy.gather_tensors({n: p.detach() for n, p in model.named_parameters()})
+    weights = {name: p.detach() for name, p in trainer.model.named_parameters()}
+    weights = strategy.gather_tensors(weights)
     counters = trainer.state.state_dict()
     del counters["micro_batches"]
     return {n: w.clone() for n, w in weights.items()}, counters, error

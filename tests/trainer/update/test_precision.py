@@ -1,13 +1,14 @@
 """Number formats, complex parameters too; recomputed activations: what is stored and computed."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from toys import batches, differences
+from toys import batches, differences, trainer_of
 from trainer.errors import DivergedError, ModelError
-from trainer.options import TrainerOptions
 from trainer.tasks.classification import Classification
 from trainer.trainer import Trainer
 from trainer.update.precision import Precision, checkpoint_modules, checkpoint_segments
@@ -19,18 +20,9 @@ def network() -> nn.Module:
 
 
 def trained(precision, model: nn.Module | None = None, first: int = 0, **options) -> Trainer:
-    model = network() if model is None else model
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 100, gamma=0.5)
-    trainer = Trainer(
-        model,
-        Classification(3),
-        optimizer,
-        batches(5)[first:],
-        lr_scheduler=schedule,
-        precision=precision,
-        options=TrainerOptions(**{"max_epochs": 1, **options}),
-    )
+    options = {"model": model or network(), "precision": precision, "max_epochs": 1, **options}
+    options["scheduler"] = partial(torch.optim.lr_scheduler.StepLR, step_size=100)
+    trainer = trainer_of(Classification(3), batches(5)[first:], **options)
     trainer.fit()
     return trainer
 

@@ -2,12 +2,14 @@
 
 import copy
 import itertools
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import toys
 from accelerator import CPU, DEVICE, needs_simulation
 from callbacks.ema import EMA
 from models.gan import GAN as Networks  # noqa: N811
@@ -148,12 +150,14 @@ def test_the_device_decides_alike() -> None:
     ],
 )
 def test_options_that_lbfgs_would_ignore_are_refused(options: dict[str, Any]) -> None:
-    (key,) = options
-    model = nn.Linear(4, 3)
-    precision = options.pop("precision", "fp32")
-    optimizer, given = torch.optim.LBFGS(model.parameters()), TrainerOptions(**options)
-    with pytest.raises(ModelError, match=f"LBFGS.*trainer.{key}"):
-        Trainer(model, Classification(3), optimizer, batches(6), options=given, precision=precision)
+    with pytest.raises(ModelError, match=f"LBFGS.*trainer.{next(iter(options))}"):
+        searching(nn.Linear(4, 3), **options)
+
+
+def searching(model: nn.Module, **options: Any) -> Trainer:
+    make = partial(torch.optim.LBFGS, lr=0.1, max_iter=4)
+    options = {"precision": "fp32", "max_epochs": 1, "make": make, **options}
+    return toys.trainer_of(Classification(3), batches(6), model=model, **options)
 
 
 class Counting(nn.Module):
@@ -174,9 +178,7 @@ def test_a_search_takes_what_was_computed_as_its_first_evaluation() -> None:
     torch.manual_seed(0)
     model = Counting()
     by_hand = copy.deepcopy(model.layer)
-    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4)
-    trainer = Trainer(model, Classification(3), optimizer, batches(6))
-    trainer.fit()
+    searching(model).fit()
     other, calls = torch.optim.LBFGS(by_hand.parameters(), lr=0.1, max_iter=4), 0
 
     for x, y in batches(6):
@@ -199,10 +201,8 @@ def test_a_search_that_ends_in_nan_is_undone() -> None:
     torch.manual_seed(0)
     model = Counting(bad=2)  # the first evaluation is finite, the search meets NaN
     before = copy.deepcopy(model.state_dict())
-    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4)
-    options = TrainerOptions(max_epochs=1, on_nonfinite="skip", max_skipped_in_a_row=99)
-    trainer = Trainer(model, Classification(3), optimizer, batches(6), options=options)
+    trainer = searching(model, on_nonfinite="skip", max_skipped_in_a_row=99)
     trainer.fit()
     assert trainer.state.skipped_updates == 6
     assert differences(before, model.state_dict()) == []
-    assert not optimizer.state
+    assert not trainer.optimizers.optimizers["optimizer"].state
