@@ -1,4 +1,4 @@
-"""Training on a GPU, against the same written by hand: `python -m benchmarks gpu`.
+"""Training on an accelerator, against the same by hand: `python -m benchmarks gpu`.
 
 - `airbench94` (with `data.root=DIR` of CIFAR-10 as image files): seconds of all its epochs and the
   test, and accuracy, against a loop with its data on the device; `resnet18_cifar10`, whole, once;
@@ -12,10 +12,10 @@
 `parts=resnet50,jpeg` measures these alone. Each part is written as soon as it is known, into a file
 of its own; one that fails does not end the others. A first, uncounted turn compiles;
 `compile=reduce-overhead` compiles both sides in that mode of torch's, with CUDA graphs,
-`compile=false` neither. `device=cpu limit=2 widths=small` tries all of it without a GPU.
+`compile=false` neither. `device=` names another than the first accelerator; `device=cpu limit=2
+widths=small` tries all of it without one.
 """
 
-import gc
 import os
 import tempfile
 import time
@@ -44,6 +44,7 @@ from examples.airbench.by_hand_gpu import train_by_hand
 from models.resnet import ResNet
 from scripts.composition.compose import compose
 from trainer.assembly.experiment import Experiment, build
+from trainer.device import has_streams, indexed, kinds, release, waits
 from trainer.strategies.strategy import Strategy
 from trainer.tasks.classification import Classification
 
@@ -79,8 +80,8 @@ class Rig:
 
     def wait(self) -> float:
         """Return the time when the device has done all that it was given."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
+        if waits(self.device):
+            torch.accelerator.synchronize(self.device)
         return time.perf_counter()
 
 
@@ -98,8 +99,7 @@ def gpu(rounds: int, overrides: Sequence[str] = ()) -> Iterator[tuple[str, Repor
             settings = {"overrides": list(overrides)}
             yield f"gpu_{name}", Report(title, "value", values, headlines, settings=settings)
         torch.compiler.reset()  # the next part starts afresh
-        gc.collect()
-        torch.cuda.empty_cache()
+        release()
 
 
 def _asked(given: dict[str, str]) -> tuple[Rig, list[str]]:
@@ -108,9 +108,10 @@ def _asked(given: dict[str, str]) -> tuple[Rig, list[str]]:
         for word in words:
             if word not in known:
                 raise ConfigError(f"gpu has no {kind} {word!r}: there are {', '.join(known)}")
-    device = torch.device(given.get("device", "cuda"))
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("the benchmark gpu needs a GPU, and torch finds none here")
+    device = indexed(given.get("device", kinds()[0]))
+    if device.type not in kinds() or ("device" not in given and not waits(device)):
+        there = " and ".join(kinds())
+        raise ConfigError(f"the benchmark gpu needs a GPU: torch finds {there} here, and no other")
     root = Path(given["data.root"]).absolute() if "data.root" in given else None
     if "parts" in given and root is None and (of_files := set(names) & set(OF_FILES)):
         raise ConfigError(f"{min(of_files)} needs CIFAR-10 as image files: give data.root=DIR")
@@ -139,7 +140,7 @@ def _network(rig: Rig, name: str) -> tuple[Any, torch.optim.Optimizer, Any]:
     model: Any = ResNet(depth, classes, stem=stem)  # type: ignore[arg-type]
     model = model.to(rig.device, memory_format=torch.channels_last)
     compiled = torch.compile(model, dynamic=False, mode=rig.mode) if rig.mode else model
-    fused = rig.device.type == "cuda"
+    fused = has_streams(rig.device)
     return model, torch.optim.SGD(model.parameters(), 0.01, 0.9, fused=fused), compiled
 
 
@@ -187,7 +188,7 @@ def _speed(name: str, rig: Rig, rounds: int) -> Found:
     ways = contenders(rig, name)
     rates = _rates(rig, ways, rig.network(name)[4], rounds)
     headlines = {"ratio_to_reference": report.paired(rates[OURS], rates[BY_HAND])}
-    if rig.device.type == "cuda":
+    if rig.device.type == "cuda":  # torch tells of no other
         headlines["host_waits"] = (_waits(ways[OURS], 6) - _waits(ways[OURS], 2)) / 4
     return _named(f"{name}, images/s", rates), headlines
 
@@ -213,7 +214,7 @@ def _kernels(rig: Rig, rounds: int) -> Found:
 
 
 def kernels(rig: Rig, run: Contender) -> float:
-    """Return how many kernels an update launches; on a CPU, how many operators it calls.
+    """Return how many kernels an update launches; but for CUDA, how many operators it calls.
 
     What a run does once cancels out between runs of two lengths.
     """
@@ -294,7 +295,7 @@ def _jpeg(rig: Rig, rounds: int) -> Found:
         for number in range(len(files), rig.updates * batch):
             (place / f"{number:06d}.jpg").symlink_to(files[number % len(files)])
         options: dict[str, Any] = {"shuffle": True, "drop_last": True, "num_workers": workers}
-        options["pin_memory"] = rig.device.type == "cuda"
+        options["pin_memory"] = has_streams(rig.device)
         loader: Any = DataLoader(ImageFolder(f"{tree}/train", IMAGENET), batch, **options)
         words = ["transforms=imagenet", f"loader.batch_size={batch}", "loader.drop_last=true"]
         words += [f"loader.num_workers={workers}", "loader.persistent_workers=false"]

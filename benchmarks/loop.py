@@ -42,6 +42,7 @@ from data.orders import Shuffled
 from data.samplers import UpdateSampler
 from data.sources import ImageTensors
 from models.small_cnn import SmallCNN
+from trainer.device import device_count, kinds
 from trainer.strategies.ddp import DDP, Processes
 from trainer.strategies.strategy import Strategy
 
@@ -52,8 +53,8 @@ OFF = "Regimen, all off"
 
 SHARED, UPDATES, UNCOUNTED = 128, 60, 10  # samples of processes' updates; updates of a turn
 SIZE = 16  # pixels a side
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-PROCESSES = (1, 2) if DEVICE == "cpu" or torch.cuda.device_count() > 1 else (1,)
+DEVICE = kinds()[0]
+PROCESSES = (1,) if device_count() == 1 else (1, 2)
 WRAPPED = "Regimen, wrapped"
 
 Batch = tuple[Tensor, Tensor]
@@ -249,8 +250,8 @@ def _speed(stamps: Sequence[Cost]) -> Cost:
     A GPU works on after the host has gone on: there it is the mean, up to the end of its work.
     """
     wall, cpu = report.typical(stamps[UNCOUNTED - 1 :])
-    if DEVICE == "cuda":
-        torch.cuda.synchronize()
+    if DEVICE != "cpu":
+        torch.accelerator.synchronize()
         first, last = stamps[UNCOUNTED - 1], report.now()
         wall, cpu = ((last[i] - first[i]) / (len(stamps) - UNCOUNTED) for i in (0, 1))
     return Cost(SHARED / wall, SHARED / cpu)

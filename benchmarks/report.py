@@ -70,10 +70,11 @@ class Report:
         cpuinfo = Path("/proc/cpuinfo")  # of Linux
         facts = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
         named = (line.partition(":")[2].strip() for line in facts if line.startswith("model name"))
+        kind = torch.accelerator.current_accelerator(check_available=True)
         machine = {
             **{"python": platform.python_version(), "torch": str(torch.__version__)},
             **{"processor": next(named, platform.processor()), "cores": os.cpu_count()},
-            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+            "device": torch.get_device_module(kind).get_device_name() if kind else "cpu",
         }
         content = {"name": path.stem, **self.headlines, "unit": self.unit, "rows": self.rows()}
         content |= {"settings": {"rounds": rounds, **self.settings}, "machine": machine}

@@ -40,6 +40,7 @@ from callbacks.trackers.recorder import MetricsLog
 from data.orders import LowMemory, Order, Shuffled
 from data.samplers import UpdateSampler
 from models.resnet import ResNet
+from trainer.device import kinds
 from trainer.strategies.strategy import Strategy
 from trainer.task import Task
 from trainer.trainer import Trainer
@@ -56,7 +57,7 @@ OPTIMIZERS: Any = {"SGD": partial(SGD, lr=1e-3, momentum=0.9), "AdamW": partial(
 INTERVAL = 4  # updates from one of our saves to the next; by hand it is the last of them
 BATCH, SIZE = 2, 32  # images, and pixels a side
 ALONE, BESIDE = "an update alone", "beside a write"
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DEVICE = kinds()[0]
 
 network = partial(ResNet, depth=50, num_classes=10, in_channels=3, stem="imagenet")
 

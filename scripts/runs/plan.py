@@ -12,7 +12,7 @@ from data.errors import DataError
 from data.mixture import Mixture
 from scripts.cli.arguments import Request
 from trainer.assembly.data import kept_bytes
-from trainer.assembly.experiment import Experiment
+from trainer.assembly.experiment import Experiment, follows_split
 from trainer.assembly.summary import estimate, render, summarize
 from trainer.evaluation import evaluate
 from trainer.files.atomic import write_text
@@ -44,7 +44,7 @@ def make_plan(request: Request, experiment: Experiment, folder: Path) -> None:
     )
     largest, updates = _updates(experiment)
     optimizers = [optimizer for _, optimizer in trainer.optimizers.items()]
-    memory = estimate(trainer.model, summary, optimizers, largest)
+    memory = estimate(trainer.model, summary, optimizers, largest, trainer.strategy.mesh.shards)
     memory["data"] = kept_bytes(config, sets)
     notes += _notes(experiment, memory)
     total, strategy = trainer.total_steps, trainer.strategy
@@ -52,7 +52,7 @@ def make_plan(request: Request, experiment: Experiment, folder: Path) -> None:
     settings = [
         f"seed={config.seed}",
         f"device={strategy.device}",
-        f"strategy={strategy.name} ({strategy.devices} devices)",
+        f"strategy={strategy.name} ({strategy.devices} device{'s' * (strategy.devices > 1)})",
         f"precision={trainer.precision.name}",
         f"task={config.task['_target_']}",
     ]
@@ -176,6 +176,8 @@ def _notes(experiment: Experiment, memory: Mapping[str, int | None]) -> Iterator
     accumulation = experiment.config.trainer.micro_batches
     if remark := coupling_remark(trainer.task, accumulation, trainer.strategy.shares):
         yield remark
+    if accumulation > 1 and (coupled := follows_split(trainer)):
+        yield f"{accumulation} micro-batches: {', '.join(coupled)} follow the split of an update"
     if experiment.checkpointed:
         yield f"activation checkpointing: {', '.join(experiment.checkpointed)}"
     for name, callback in trainer.callbacks.items():

@@ -162,7 +162,7 @@ def test_a_part_that_fails_is_told_and_ends_no_other(
     [
         pytest.param(["cifar10_fast", "data.root=/nowhere"], r"give data\.root=DIR", id="no data"),
         pytest.param(["step", "data.root=somewhere"], "step takes no overrides", id="override"),
-        pytest.param(["gpu"], "needs a GPU, and torch finds none here", id="no GPU"),
+        pytest.param(["gpu"], "needs a GPU: torch finds cpu here", id="no GPU"),
         pytest.param(["gpu", "device=cpu", "parts=x"], "gpu has no part 'x': there are", id="part"),
     ],
 )

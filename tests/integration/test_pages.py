@@ -60,6 +60,7 @@ SMALLER = {  # fewer jobs, trials and samples
     "n_trials=30": "n_trials=2",
     "=1024": "=16",
     "model=resnet18": "model=small_cnn",
+    "file:///mnt": "file://mnt",
 }
 NO_REPORT = "sweep.report=false"
 LIMITS = ["debug=fast", "loader.batch_size=8", "loader.eval_batch_size=8", "loader.num_workers=0"]

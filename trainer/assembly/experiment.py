@@ -126,11 +126,11 @@ def fitting_steps(config: Config, strategy: Strategy) -> int:
     steps, group = 1, strategy.group
     while True:
         options = replace(config.trainer, gradient_accumulation_steps=steps)
-        samples, lacking, coupled = _tried(replace(config, trainer=options), strategy)
+        lacking, coupled = _tried(replace(config, trainer=options), strategy)
         release()
         if not any(group.gather(lacking)):
             break
-        if samples == 1:
+        if steps * strategy.shares >= config.loader.batch_size:
             raise ResourceError(
                 f"trainer.gradient_accumulation_steps=auto: one sample does not fit: {lacking}"
             )
@@ -141,35 +141,41 @@ def fitting_steps(config: Config, strategy: Strategy) -> int:
     return steps
 
 
-def _tried(config: Config, strategy: Strategy) -> tuple[int, str | None, list[str]]:
-    """Return the samples of the first micro-batch, what it lacks, and what depends on the split."""
+def _tried(config: Config, strategy: Strategy) -> tuple[str | None, list[str]]:
+    """Return what the first micro-batch lacks, and what depends on the split."""
     seed_everything(config.seed)
     trainer = build(config, strategy).trainer
     states = [state_bytes(optimizer) or 0 for _, optimizer in trainer.optimizers.items()]
-    micro_batch, limit = next(trainer.draw(0))[0], config.trainer.memory_limit
-    samples, shape = micro_batch.piece.count, spelled(micro_batch.batch)
+    limit, shards = config.trainer.memory_limit, strategy.mesh.shards
     trainer.wrapped.train()
     reset_peak_rss()
-    lacking = None
+    lacking, what = None, "its transforms"
     try:
-        room = torch.empty(sum(states), dtype=torch.uint8, device=strategy.device)
+        room = torch.empty(sum(states) // shards, dtype=torch.uint8, device=strategy.device)
+        micro_batch = next(trainer.draw(0))[0]
+        what = spelled(micro_batch.batch)
         trainer.updater.try_out([micro_batch])
         del room
     except torch.OutOfMemoryError as error:
-        lacking = f"{shape}: {str(error).partition('.')[0]}"
-    loader = trainer.train_loader
-    loader.close()
+        lacking = f"{what}: {str(error).partition('.')[0]}"
+    trainer.train_loader.close()
     if limit is not None and not waits(strategy.device):
-        taken = (peak_rss() + sum(states)) / 2**30
+        taken = (peak_rss() + sum(states) // shards) / 2**30
         if taken > limit:
-            lacking = f"{shape} takes {taken:.2f} GiB, trainer.memory_limit is {limit:g}"
-    layers, mixing = list(trainer.model.modules()), loader.transforms.steps.values()
+            lacking = f"{what} takes {taken:.2f} GiB, trainer.memory_limit is {limit:g}"
+    return lacking, follows_split(trainer)
+
+
+def follows_split(trainer: Trainer) -> list[str]:
+    """Return what makes an update depend on its split into micro-batches, the exceptions of I3."""
+    layers = list(trainer.model.modules())
+    mixing = trainer.train_loader.transforms.steps.values()
     coupling = {
         "BatchNorm's statistics": any(hasattr(m, "running_mean") for m in layers),
-        "dropout masks": any("Dropout" in type(m).__name__ for m in layers),
+        "dropout masks": any("Dropout" in type(m).__name__ and getattr(m, "p", 1) for m in layers),
         "mixed samples": any(mixes_samples(step.transform) for step in mixing),
     }
-    return samples, lacking, [name for name, found in coupling.items() if found]
+    return [name for name, found in coupling.items() if found]
 
 
 def build_split(config: Config, strategy: Strategy, split: str) -> tuple[Loader, int | None]:

@@ -193,16 +193,23 @@ def render(summary: Summary, width: int = 100) -> str:
 
 
 def estimate(
-    model: nn.Module, summary: Summary, optimizers: Iterable[Optimizer], micro_batch: int
+    model: nn.Module,
+    summary: Summary,
+    optimizers: Iterable[Optimizer],
+    micro_batch: int,
+    shards: int = 1,
 ) -> dict[str, int | None]:
-    """Return the bytes on one device by what takes them; None where they are unknown."""
+    """Return the bytes on one device by what takes them; None where they are unknown.
+
+    `shards`: what parameters, gradients and optimizer state are divided into.
+    """
     parameters, states = list(model.parameters()), [state_bytes(one) for one in optimizers]
-    one = summary.activation_bytes
+    one, known = summary.activation_bytes, sum(state or 0 for state in states)
     return {
-        "parameters": sum(p.nbytes for p in parameters),
+        "parameters": sum(p.nbytes for p in parameters) // shards,
         "buffers": sum(b.nbytes for b in model.buffers()),
-        "gradients": sum(p.nbytes for p in parameters if p.requires_grad),
-        "optimizer state": None if None in states else sum(state or 0 for state in states),
+        "gradients": sum(p.nbytes for p in parameters if p.requires_grad) // shards,
+        "optimizer state": None if None in states else known // shards,
         "activations": None if one is None else one * micro_batch,
     }
 

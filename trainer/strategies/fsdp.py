@@ -23,7 +23,7 @@ from conf.schema_trainer import TensorParallelConfig
 from data.batch import map_tensors
 from trainer.errors import ModelError
 from trainer.strategies.ddp import Processes, Replicas
-from trainer.strategies.strategy import Mesh, instances, tensor_styles
+from trainer.strategies.strategy import PLAN, Mesh, instances, tensor_styles
 
 _FORMATS = {"bf16": torch.bfloat16, "fp16": torch.float16, None: None}
 
@@ -57,6 +57,7 @@ class FSDP(Replicas):
         self._tensor = tensor_parallel or TensorParallelConfig()
         self.mesh = Mesh.of(self.group.world_size, shard_size, self._tensor.size)
         self.group.tensor_size = self.mesh.tensor
+        self._unchecked = self.mesh.tensor > 1
         self.gradient_scale = float(self.group.data_size)
         self._wrap_modules = wrap_modules or []
         self.sharded_checkpoint = sharded_checkpoint
@@ -116,7 +117,27 @@ class FSDP(Replicas):
     def _exchanging(self, wrapped: nn.Module, last: bool) -> AbstractContextManager[Any]:
         module: Any = getattr(wrapped, "_orig_mod", wrapped)  # unwrap the result of torch.compile
         module.set_requires_gradient_sync(last)
-        return nullcontext()
+        return self._comparing(module) if last and self._unchecked else nullcontext()
+
+    @contextmanager
+    def _comparing(self, model: nn.Module) -> Iterator[None]:
+        """Refuse a plan that leaves a whole parameter with the gradient of one process's part.
+
+        Whole parameters have the same gradient on the processes of a tensor group, but for those
+        that are used between a column-wise and a row-wise layer.
+        """
+        yield
+        self._unchecked = False
+        grads: dict[str, Any] = {n: p.grad for n, p in model.named_parameters()}
+        grads = {n: g for n, g in grads.items() if g is not None and "tensor" not in _dimensions(g)}
+        own = [grad.to_local().norm().item() for grad in grads.values()]
+        every, size = self.group.gather(own), self.mesh.tensor
+        for start in range(0, len(every), size):
+            for name, *norms in zip(grads, *every[start : start + size], strict=True):
+                if max(norms) - min(norms) > 0.05 * max(norms):
+                    message = f"{name} is whole, and used on a part of the features that it gets"
+                    hint = "leave the split layers around it out: its gradient would be of one part"
+                    raise ModelError(Problem(PLAN, message, hint))
 
     @contextmanager
     def evaluating(self, model: nn.Module) -> Iterator[None]:
@@ -155,6 +176,10 @@ def _style(name: str, module: nn.Module) -> ParallelStyle:
         return ColwiseParallel(output_layouts=whole)
     numbers = isinstance(module, nn.Embedding)  # its input has no columns to be split
     return RowwiseParallel(input_layouts=Replicate() if numbers else whole)
+
+
+def _dimensions(tensor: Any) -> Sequence[str]:
+    return tensor.device_mesh.mesh_dim_names or ()
 
 
 def _forget_gathered(model: nn.Module) -> None:

@@ -37,7 +37,7 @@ _ALSO = {
     "rowwise_split_input": "rowwise_rep",
     "embedding_rowwise": "rowwise",
 }
-_PLAN = "strategy.tensor_parallel.plan"
+PLAN = "strategy.tensor_parallel.plan"
 _KIND = "cuda"  # what nn.DataParallel scatters to and gathers from, whose kernels are CUDA's
 
 
@@ -138,21 +138,21 @@ def tensor_styles(
         names = [name for name in there if fnmatchcase(name, pattern)]
         if style not in STYLES:
             message = f"{pattern}: there is no style {given!r} here"
-            problems.append(Problem(_PLAN, message, f"there are {', '.join(STYLES)}"))
+            problems.append(Problem(PLAN, message, f"there are {', '.join(STYLES)}"))
         elif not names:
             known = list(dict.fromkeys(re.sub(r"\d+", "*", name) for name in there))
             message = f"{pattern}: the model has no Linear or Embedding of such a name"
-            problems.append(Problem(_PLAN, message, f"there are {some(known) or 'none'}"))
+            problems.append(Problem(PLAN, message, f"there are {some(known) or 'none'}"))
         else:
             styles |= dict.fromkeys(names, style)
     widths = {n: STYLES[s][isinstance(there[n], nn.Embedding)] for n, s in styles.items()}
     if uneven := [n for n, width in widths.items() if getattr(there[n], width) % size]:
         named = ", ".join(dict.fromkeys(widths[n] for n in uneven))
         message = f"{some(uneven)}: {named} cannot be split evenly over {size} processes"
-        problems.append(Problem(_PLAN, message, "leave it out, or choose another size"))
+        problems.append(Problem(PLAN, message, "leave it out, or choose another size"))
     if tied := [n for n in styles if any(uses[id(p)] > 1 for p in there[n].parameters())]:
         message = f"{some(tied)}: its weight is another module's, too, and would no longer be"
-        problems.append(Problem(_PLAN, message, "leave it out"))
+        problems.append(Problem(PLAN, message, "leave it out"))
     raise_problems(problems, ModelError)
     return styles
 
@@ -167,7 +167,7 @@ def _own_plan(model: nn.Module) -> dict[str, str]:
             return {p: style for p, style in every.items() if any(fnmatchcase(n, p) for n in names)}
     message = "auto: the model has no plan of its own"
     hint = "give styles by patterns of names, such as {blocks.*.mlp.up: colwise}"
-    raise ModelError(Problem(_PLAN, message, hint))
+    raise ModelError(Problem(PLAN, message, hint))
 
 
 class Strategy:

@@ -1,6 +1,7 @@
 """Commands on an accelerator: killed and resumed, used afterwards, out of memory, in processes."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,9 +12,12 @@ from same_run import differences, logged
 from scripts.composition.compose import compose
 from toy_pictures import write_digits
 from trainer import load_run
+from trainer.assembly.experiment import _tried, build, fitting_steps
 from trainer.assembly.parts import build_strategy
 from trainer.checkpoints.reader import read_checkpoint
 from trainer.device import device_count
+from trainer.errors import ResourceError
+from trainer.strategies.strategy import Strategy
 
 pytestmark = needs_accelerator
 FEW = [
@@ -175,6 +179,28 @@ def test_one_line_tells_what_the_device_refuses(train, job, tmp_path, words, cod
     for words in said:
         assert words in done.error
     assert "do not fit" not in done.err
+
+
+@needs_simulation
+def test_as_many_micro_batches_as_its_memory_asks_for():
+    words = ["experiment=resnet18", "model=small_cnn", "callbacks=none", "loader.batch_size=256"]
+    auto = [*words, "trainer.gradient_accumulation_steps=auto"]
+    config, module = parse(compose(auto).config), torch.get_device_module(DEVICE)
+    strategy, peaks = Strategy(DEVICE), {}
+    weights = sum(p.nbytes for p in build(config, Strategy(CPU)).trainer.model.parameters())
+    for steps in (1, 2):
+        options = replace(config.trainer, gradient_accumulation_steps=steps)
+        torch.accelerator.reset_peak_memory_stats()
+        _tried(replace(config, trainer=options), strategy)
+        peaks[steps] = torch.accelerator.max_memory_allocated()
+    try:
+        module.set_memory_limit(0, peaks[2])
+        assert fitting_steps(config, strategy) == 2
+        module.set_memory_limit(0, 2 * weights)  # which momentum takes
+        with pytest.raises(ResourceError, match="one sample does not fit: its transforms: .*memory"):
+            fitting_steps(config, strategy)
+    finally:
+        module.set_memory_limit(0, 2**33)
 
 
 TWO = pytest.mark.skipif(device_count() < 2, reason="needs two accelerators")

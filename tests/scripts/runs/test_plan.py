@@ -17,14 +17,15 @@ from trainer.files.layout import count, size
 def test_every_decision_is_shown(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     words = ["experiment=resnet18", "model=mlp", "trainer.gradient_accumulation_steps=3"]
-    request = compose([*words, "data.test=null", "trainer.max_epochs=2"])
+    words += ["data.test=null", "trainer.max_epochs=2", "transforms=mixup"]
+    request = compose(words)
     make_plan(request, build(request.config), Path("run"))
     text = capsys.readouterr().out
     for expected in (
         "Plan of resnet18",
         "model=mlp  ",
         "data=digits",
-        "seed=0  device=cpu  strategy=single (1 devices)  precision=fp32",
+        "seed=0  device=cpu  strategy=single (1 device)  precision=fp32",
         "model=mlp trainer.gradient_accumulation_steps=3",
         "Digits",
         "1,257",
@@ -38,6 +39,7 @@ def test_every_decision_is_shown(tmp_path, monkeypatch, capsys):
         "progress: Progress",
         "a run would write to run",
         "no test split: the run ends with its validation metrics",
+        "3 micro-batches: mixed samples follow the split of an update",
     ):
         assert expected in text
     assert re.search(r"updates +0 +8 +16 +24 +32 +39\ndefault( +\d\S+){6}\n", text)

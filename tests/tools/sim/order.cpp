@@ -43,7 +43,7 @@ std::string queue_name(int queue) {
 }
 
 [[noreturn]] void race(const std::string& what, const Use& now, const Use& before) {
-  auto text = "race: " + now.name + " on " + queue_name(now.queue) + " " + what + " " + before.name + " on " +
+  auto text = "SIM error: race: " + now.name + " on " + queue_name(now.queue) + " " + what + " " + before.name + " on " +
               queue_name(before.queue) + ", which it does not wait for";
   told.push_back(text);
   TORCH_CHECK(false, text);
@@ -249,7 +249,7 @@ void wait_for(const Clock& clock) {
       copy.pinned.copy_(copy.values);
     } else if (digest(copy.pinned) != copy.digest) {
       std::lock_guard<std::mutex> lock(mutex);
-      told.push_back("race: the host changed pinned memory while " + copy.use.name + " could still read it");
+      told.push_back("SIM error: race: the host changed pinned memory while " + copy.use.name + " could still read it");
       TORCH_CHECK(false, told.back());
     }
   }

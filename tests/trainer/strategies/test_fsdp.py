@@ -20,7 +20,7 @@ from trainer import snapshot
 from trainer.assembly.experiment import build, eval_loader
 from trainer.checkpoints import shards as checkpoint_shards
 from trainer.checkpoints.reader import read_checkpoint
-from trainer.errors import CheckpointError
+from trainer.errors import CheckpointError, ModelError
 from trainer.optimizers.optimizers import build_optimizers
 from trainer.strategies.ddp import Processes
 from trainer.strategies.fsdp import FSDP
@@ -62,14 +62,14 @@ def pairs():
     return nn.Sequential(Pair(), Pair(), nn.Linear(9, 3))
 
 
-def make_trainer(strategy, stop=None):
+def make_trainer(strategy, stop=None, network=pairs):
     """Gradients are accumulated and clipped, the last batch is short, weights are averaged."""
     torch.manual_seed(0)
     train, val = loaders(strategy.group)
     return trainer_of(
         Classification(3, metrics={"seen": Seen()}),
         train,
-        model=pairs().double(),
+        model=network().double(),
         make=partial(torch.optim.AdamW, lr=0.05),
         val=val,
         strategy=strategy,
@@ -305,6 +305,28 @@ def test_processes_of_a_tensor_group_have_the_same_samples_and_seeds(ranks):
     for split in (1, 2):
         indices = [i for piece in (*one[split], *other[split]) for i in piece.indices]
         assert len(indices) == len(set(indices)) == one[split][0].total
+
+
+class Scaled(Pair):
+    """A parameter that is whole, between the split layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(x)) * self.scale)
+
+
+def test_a_whole_parameter_between_split_layers_is_refused(ranks):
+    def refused(strategy):
+        trainer = make_trainer(strategy, network=lambda: nn.Sequential(Scaled(), nn.Linear(9, 3)))
+        with pytest.raises(ModelError, match=r"0.scale is whole, and used on a part") as caught:
+            trainer.fit()
+        return caught.value.problems[0].key
+
+    found = ranks(2, in_group(refused, tensor_parallel=split()))
+    assert found == ["strategy.tensor_parallel.plan"] * 2
 
 
 def test_a_mesh_is_told_in_words():
