@@ -66,12 +66,12 @@ BUDGET = {
     "conf": 1025,
     "data": 3176,
     "models": 702,
-    "trainer": 9036,
+    "trainer": 9060,
     "callbacks": 2408,
-    "scripts": 4618,
-    "the six packages": 20965,
-    "tests": 18993,
-    "benchmarks": 1290,
+    "scripts": 4620,
+    "the six packages": 20991,
+    "tests": 19034,
+    "benchmarks": 1296,
 }
 FILES = {"the six packages": 199, "tests": 129}
 
