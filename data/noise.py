@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from data.transforms import Transform
+from data.transforms import Transform, on_inputs
 
 
 @dataclass(eq=False)
@@ -27,7 +27,4 @@ class WithNoise:
         return len(self.dataset)
 
     def __getitem__(self, index: int) -> tuple[Any, Tensor]:
-        image = self.dataset[index][0]
-        if self.transform is not None:
-            image = self.transform(image)
-        return image, torch.randn(self.latent_dim)
+        return on_inputs(self.transform, self.dataset[index][0]), torch.randn(self.latent_dim)

@@ -120,12 +120,9 @@ class Digits(ImageTensors):
         train, val = train_and_val(targets[rest], 270, split_seed, fold, folds)
         rows = {"train": rest[train], "val": rest[val], "test": test}[split]
         pixels = np.round(images[rows] * (255 / 16)).astype(np.uint8)
-        super().__init__(
-            resized(torch.from_numpy(pixels).view(-1, 1, 8, 8), image_size),
-            torch.from_numpy(targets[rows]).long(),
-            [str(digit) for digit in range(10)],
-            transform,
-        )
+        images = resized(torch.from_numpy(pixels).view(-1, 1, 8, 8), image_size)
+        classes = [str(digit) for digit in range(10)]
+        super().__init__(images, torch.from_numpy(targets[rows]), classes, transform)
 
 
 def _digits() -> tuple[Any, Indices]:

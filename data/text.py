@@ -13,7 +13,7 @@ from torch import Tensor
 
 from data.errors import DataError, UnreadableError, reason
 from data.splits import Split, unlabelled_parts
-from data.transforms import Transform
+from data.transforms import Transform, on_inputs
 
 ALPHABET = ["\n", *map(chr, range(32, 127))]
 # Modules with long docstrings, in every Python from 3.11 on.
@@ -63,14 +63,13 @@ class StandardLibraryText:
     def __len__(self) -> int:
         return (len(self.tokens) - 1) // self.context
 
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+    def __getitem__(self, index: int) -> Any:
         start = index * self.context
         if self.shift:  # the draw is keyed by seed, epoch and index
             start += int(torch.randint(self.context, ()))
         start = min(start, len(self.tokens) - self.context - 1)
         window = self.tokens[start : start + self.context + 1]
-        tokens = window[:-1] if self.transform is None else self.transform(window[:-1])
-        return tokens, window[1:]
+        return on_inputs(self.transform, (window[:-1], window[1:]))
 
 
 @dataclass(eq=False)
@@ -114,8 +113,7 @@ class Prompts:
         return self._sample([token for own in tokens for token in own], index)
 
     def _sample(self, numbers: list[int], index: int) -> tuple[Tensor, int, int]:
-        tokens = torch.tensor(numbers[-self.context :])
-        tokens = tokens if self.transform is None else self.transform(tokens)
+        tokens = on_inputs(self.transform, torch.tensor(numbers[-self.context :]))
         padded = tokens.new_zeros(self.context)
         padded[: len(tokens)] = tokens
         return padded, len(tokens), index

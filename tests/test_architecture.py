@@ -64,13 +64,13 @@ KNOWN_TO_ALL = ("conf.errors", "conf.interpolation", "conf.schema_trainer", "dat
 # is thrown away, and up in the commit that brings a new capability.
 BUDGET = {
     "conf": 1025,
-    "data": 3176,
+    "data": 3164,
     "models": 702,
     "trainer": 9060,
     "callbacks": 2408,
     "scripts": 4620,
-    "the six packages": 20991,
-    "tests": 19034,
+    "the six packages": 20979,
+    "tests": 19032,
     "benchmarks": 1296,
 }
 FILES = {"the six packages": 199, "tests": 129}

@@ -10,7 +10,7 @@ import torch
 from data.decode import Channels, decode_image
 from data.errors import DataError, explained, import_package
 from data.splits import Split, class_names, is_cut, rows_of_train
-from data.transforms import Transform
+from data.transforms import Transform, on_inputs
 
 _NAMES = {"train": ("train",), "val": ("validation", "val", "valid", "dev"), "test": ("test",)}
 
@@ -80,11 +80,11 @@ class ArrowRows:
             padded = {"padding": "max_length", "max_length": self._length}
             found = self._tokenizer(value, truncation=True, **padded)
             value = {name: torch.tensor(values) for name, values in found.items()}
-        value = value if self.transform is None else self.transform(value)
         if "target" not in self._columns:
-            return value
+            return on_inputs(self.transform, value)
         target = row[self._columns["target"]]
-        return value, self._class(target) if self._numbers else _tensor(target)
+        target = self._class(target) if self._numbers else _tensor(target)
+        return on_inputs(self.transform, (value, target))
 
     def _class(self, value: Any) -> int:
         if self._numbered:

@@ -14,7 +14,7 @@ from torch import Tensor
 from data.errors import DataError, explained
 from data.keys import SPLIT, key
 from data.splits import Split, file_of, is_cut
-from data.transforms import Transform, acts_on_batches
+from data.transforms import Transform, acts_on_batches, on_inputs
 
 _SUFFIXES = (".bin", ".npy", ".txt")
 Part = tuple[int, int]  # tokens of a file: the first, and the one after the last
@@ -83,18 +83,16 @@ class TokenBlocks:
         if self.shift:
             self._offset = key(self.seed, SPLIT, 4, epoch) % self.context
 
-    def __getitem__(self, index: int) -> tuple[Any, Tensor]:
+    def __getitem__(self, index: int) -> Any:
         window = self._windows([index])[0]
-        tokens = window[:-1] if self.transform is None else self.transform(window[:-1])
-        return tokens, window[1:]
+        return on_inputs(self.transform, (window[:-1], window[1:]))
 
-    def batch(self, indices: Sequence[int]) -> tuple[Tensor, Tensor] | None:
+    def batch(self, indices: Sequence[int]) -> Any:
         """Return a whole batch at once, or None if there are transforms of single samples."""
         if not acts_on_batches(self.transform):
             return None
         windows = self._windows(indices)
-        tokens = windows[:, :-1]
-        return tokens if self.transform is None else self.transform(tokens), windows[:, 1:]
+        return on_inputs(self.transform, (windows[:, :-1], windows[:, 1:]))
 
     def fingerprint(self) -> str:
         """Return a digest of the file's size and ends, and of the blocks' position in it."""

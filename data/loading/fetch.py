@@ -88,7 +88,7 @@ class Fetched:
 
 
 class BrokenOff(Exception):  # noqa: N818 (nothing went wrong)
-    """The piece is no longer needed. Raised between two samples, outside users' code."""
+    """Pieces are no longer needed. Raised between two samples, outside users' code, or waiting."""
 
 
 def never() -> bool:
@@ -274,23 +274,24 @@ class Workers:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
-    def load(self, pieces: Iterable[Piece], interrupted: Interrupted) -> Iterator[Fetched | None]:
-        """Yield what is fetched of pieces, in their order; None, the last, if interrupted.
+    def load(self, pieces: Iterable[Piece], interrupted: Interrupted) -> Iterator[Fetched]:
+        """Yield what is fetched of pieces, in their order, until interrupted.
 
         Raises WorkerError if a worker is lost, or hangs.
         """
         waiting: deque[int] = deque()
         turns = itertools.cycle(range(len(self.processes)))
-        for worker, piece in zip(turns, pieces, strict=False):
-            try:
-                _send(self._channels[worker], piece)
-            except ConnectionError as error:
-                raise self._lost(worker) from error
-            waiting.append(worker)
-            if len(waiting) > self.ahead * len(self.processes):
+        with contextlib.suppress(BrokenOff):
+            for worker, piece in zip(turns, pieces, strict=False):
+                try:
+                    _send(self._channels[worker], piece)
+                except ConnectionError as error:
+                    raise self._lost(worker) from error
+                waiting.append(worker)
+                if len(waiting) > self.ahead * len(self.processes):
+                    yield self._next(waiting.popleft(), interrupted)
+            while waiting:
                 yield self._next(waiting.popleft(), interrupted)
-        while waiting:
-            yield self._next(waiting.popleft(), interrupted)
 
     def close(self, patient: bool = True) -> None:
         """End the workers; those that stay (or all, if not `patient`) are killed."""
@@ -299,7 +300,7 @@ class Workers:
                 process.kill()
         self._end()
 
-    def _next(self, worker: int, interrupted: Interrupted) -> Fetched | None:
+    def _next(self, worker: int, interrupted: Interrupted) -> Fetched:
         channel, look = self._channels[worker], min(_LOOK, self.timeout or _LOOK)
         channel.settimeout(look)
         # Looks are counted: the time in which this process was stopped itself is not.
@@ -309,7 +310,7 @@ class Workers:
                 break
             except TimeoutError:
                 if interrupted():
-                    return None
+                    raise BrokenOff from None
                 if not self.processes[worker].is_alive():
                     raise self._lost(worker) from None
                 if self.timeout and looks * look >= self.timeout:

@@ -175,11 +175,8 @@ class Loader:
         )
         self._busy, ended = True, False
         try:
-            for fetched in workers.load(pieces, self._interrupted):
-                if fetched is None:
-                    return
-                yield self._received(fetched)
-            ended = True
+            yield from map(self._received, workers.load(pieces, self._interrupted))
+            ended = not self._interrupted()
         finally:
             if self._workers is workers:
                 self._busy = False

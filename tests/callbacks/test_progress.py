@@ -1,9 +1,7 @@
 import contextlib
-import fcntl
 import logging
 import os
 import re
-import struct
 import sys
 import termios
 import threading
@@ -28,7 +26,7 @@ class Terminal:
     def __init__(self, columns=120):
         self.columns = columns
         self._master, self.slave = os.openpty()
-        fcntl.ioctl(self.slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+        termios.tcsetwinsize(self.slave, (24, columns))
         self.stream = os.fdopen(self.slave, "w", encoding="utf-8")
         self._read = []
         self._reader = threading.Thread(target=self._collect)
