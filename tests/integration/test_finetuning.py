@@ -13,7 +13,7 @@ from toy_pictures import write_digits
 BASE = ["experiment=resnet18", "model=small_cnn", "trainer.log_every_n_steps=1"]
 
 
-def test_a_run_s_weights_for_other_classes(train, evaluated, tmp_path) -> None:
+def test_a_run_s_weights_for_other_classes(train, evaluated, tmp_path):
     counts = {"train": 30, "val": 15, "test": 15}
     images = write_digits(tmp_path / "three", counts, 3, size=16, named="digit {}")
     three = ["data=image_folder", f"data.root={images}", "data.channels=1", "data.image_size=16"]

@@ -5,9 +5,6 @@ Single mistakes are rows of tests/mistakes.yaml.
 
 import functools
 import random
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +13,6 @@ import torch
 from callbacks.checkpoint import Checkpoint
 from conf.check import parse
 from conf.errors import ConfigError
-from conf.schema import Config
 from data.sources import Digits, ImageTensors
 from data.tabular import Diabetes
 from data.transforms import Pipeline, ToFloat
@@ -42,13 +38,11 @@ class Drawn(list):
 """
 
 
-def composed(*typed: str) -> Config:
+def composed(*typed):
     return parse(compose(["experiment=resnet18", "model=mlp", *typed]).config)
 
 
-def test_what_a_data_set_draws_when_it_is_opened_is_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_data_set_draws_when_it_is_opened_is_its_own(tmp_path, monkeypatch):
     (tmp_path / "my_drawn.py").write_text(DRAWN)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -77,9 +71,7 @@ def test_what_a_data_set_draws_when_it_is_opened_is_its_own(
         pytest.param("c: {_target_: T.RandomCrop, size: 20, padding: 2}", True, id="enough"),
     ],
 )
-def test_a_crop_larger_than_the_images_is_a_mistake_in_the_configuration(
-    steps: str, fits: bool
-) -> None:
+def test_a_crop_larger_than_the_images_is_a_mistake_in_the_configuration(steps, fits):
     steps = steps.replace("T.", "torchvision.transforms.v2.")
     config = composed("transforms=none", f"transforms.train={{{steps}}}")
     if fits:
@@ -89,11 +81,11 @@ def test_a_crop_larger_than_the_images_is_a_mistake_in_the_configuration(
             build_data(config, ("train",))
 
 
-def test_what_shows_only_in_the_object_cannot_be_kept_either() -> None:
+def test_what_shows_only_in_the_object_cannot_be_kept_either():
     config = composed("data.cache=device")
 
     class Own(ImageTensors):
-        def __getitem__(self, index: int) -> tuple[Any, int]:
+        def __getitem__(self, index):
             return self.images[index] / 2, 0
 
     with pytest.raises(ConfigError, match=r"data\.cache: is device, but data\.val \(Own\) cannot"):
@@ -105,7 +97,7 @@ def test_what_shows_only_in_the_object_cannot_be_kept_either() -> None:
         set_cache(config, "val", whole)  # which nobody left to the loader
 
 
-def test_the_plan_counts_what_is_kept(digit_photographs: Path) -> None:
+def test_the_plan_counts_what_is_kept(digit_photographs):
     config = composed("data.cache=device", "data.image_size=16")
     sets = build_data(config).sets
     assert kept_bytes(config, sets) == (1257 + 270 + 270) * (16 * 16 + 8)
@@ -115,7 +107,7 @@ def test_the_plan_counts_what_is_kept(digit_photographs: Path) -> None:
     assert kept_bytes(config, build_data(config).sets) is None  # nothing is decoded yet
 
 
-def sizes(*typed: str) -> list[int]:
+def sizes(*typed):
     config = parse(compose([*typed, "transforms=none"]).config)
     return [len(dataset) for dataset in build_data(config).sets.values() if dataset is not None]
 
@@ -123,7 +115,7 @@ def sizes(*typed: str) -> list[int]:
 @pytest.mark.parametrize(
     "data", ["digits", "digits_noise", "digits_stream", "digit_masks", "diabetes"]
 )
-def test_train_and_val_are_shared_out_and_test_stays(data: str) -> None:
+def test_train_and_val_are_shared_out_and_test_stays(data):
     pool = 376 if data == "diabetes" else 1527
     plain = sizes(f"data={data}")
     folds = [f"data.folds={FOLDS}"]
@@ -133,7 +125,7 @@ def test_train_and_val_are_shared_out_and_test_stays(data: str) -> None:
     assert {test for *_, test in shared} == {plain[2]}
 
 
-def test_folds_hold_every_sample_once_and_follow_the_seed_of_the_split() -> None:
+def test_folds_hold_every_sample_once_and_follow_the_seed_of_the_split():
     order = torch.cat([Diabetes("val", fold=k, folds=FOLDS).targets for k in range(FOLDS)])
     assert len(order) == len(torch.cat([Diabetes("val").targets, Diabetes("train").targets]))
     tests = [Diabetes("test", fold=k, folds=FOLDS).targets.numpy() for k in range(FOLDS)]
@@ -145,7 +137,7 @@ def test_folds_hold_every_sample_once_and_follow_the_seed_of_the_split() -> None
     assert not torch.equal(val.inputs, other.inputs)
 
 
-def test_the_folds_of_a_folder_are_cut_from_train(tmp_path: Path) -> None:
+def test_the_folds_of_a_folder_are_cut_from_train(tmp_path):
     for place in ("train/cat", "train/dog", "val/cat", "val/dog"):
         (tmp_path / place).mkdir(parents=True)
         for n in range(4):
@@ -158,7 +150,7 @@ def test_the_folds_of_a_folder_are_cut_from_train(tmp_path: Path) -> None:
 LAMBDA = "lr_scheduler={_target_: torch.optim.lr_scheduler.LambdaLR, functions: my_own.fail}"
 
 
-def check(*typed: str) -> None:
+def check(*typed):
     check_targets(parse(compose(["experiment=resnet18", *typed]).config))
 
 
@@ -172,11 +164,11 @@ def check(*typed: str) -> None:
         "task/metrics=per_class callbacks.checkpoint.monitor=val/accuracy_3",
     ],
 )
-def test_what_can_be_built_passes(typed: str) -> None:
+def test_what_can_be_built_passes(typed):
     check(*typed.split())
 
 
-def test_mistakes_in_all_parts_are_listed_together() -> None:
+def test_mistakes_in_all_parts_are_listed_together():
     with pytest.raises(ConfigError) as caught:
         check(
             "+model.activation=rellu",
@@ -189,7 +181,7 @@ def test_mistakes_in_all_parts_are_listed_together() -> None:
     assert {problem.key for problem in caught.value.problems} == {*keys, "transforms.device.flip"}
 
 
-def test_the_users_code_is_met_as_in_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_users_code_is_met_as_in_a_run(tmp_path, monkeypatch):
     (tmp_path / "my_own.py").write_text(
         "import torch\nfrom trainer.callback import Callback\n"
         "def fail(step):\n    raise LookupError(step)\n"
@@ -208,12 +200,12 @@ def test_the_users_code_is_met_as_in_a_run(tmp_path: Path, monkeypatch: pytest.M
         check(f"model={{_target_: my_own.{network}}}", "callbacks.ema=null")
 
 
-def test_a_check_and_a_run_build_each_part_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_and_a_run_build_each_part_once(monkeypatch):
     counts: dict[type, int] = {}
 
-    def counted(cls: type, init: Callable[..., None]) -> Callable[..., None]:
+    def counted(cls, init):
         @functools.wraps(init)
-        def construct(*args: Any, **kwargs: Any) -> None:
+        def construct(*args, **kwargs):
             counts[cls] = counts.get(cls, 0) + 1
             init(*args, **kwargs)
 
@@ -224,12 +216,12 @@ def test_a_check_and_a_run_build_each_part_once(monkeypatch: pytest.MonkeyPatch)
     config = parse(compose(["experiment=resnet18", "model=mlp", "optimizer=sgd"]).config)
     check_targets(config)
     build(config, Strategy("cpu"))
-    # A schedule is tried on stand-ins first, since torch looks at few arguments.
-    assert counts.pop(LRSchedule) <= 4
-    assert counts == dict.fromkeys((MLP, Classification, torch.optim.SGD, Checkpoint), 2)
+    # Tried on stand-ins first: what a schedule is given, and which defaults an optimizer has.
+    assert max(counts.pop(kind) for kind in (LRSchedule, torch.optim.SGD)) <= 4
+    assert counts == dict.fromkeys((MLP, Classification, Checkpoint), 2)
 
 
-def test_an_open_number_of_classes_is_that_of_the_data() -> None:
+def test_an_open_number_of_classes_is_that_of_the_data():
     node = {"parts": [{"num_classes": None}], "num_classes": 3}
     assert with_classes(node, 7) == {"parts": [{"num_classes": 7}], "num_classes": 3}
     assert node["parts"] == [{"num_classes": None}]

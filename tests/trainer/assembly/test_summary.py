@@ -1,7 +1,6 @@
 """The summary's figures against counts by hand, and that looking changes nothing."""
 
 import random
-from typing import Any
 
 import pytest
 import torch
@@ -13,24 +12,24 @@ from models.vit import ViT
 from trainer.assembly.summary import estimate, render, state_bytes, summarize
 
 
-def mlp() -> nn.Sequential:
+def mlp():
     return nn.Sequential(nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 10))
 
 
 class Host(nn.Module):
     """Makes a tensor on the CPU inside: it runs for real or not at all."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.linear = nn.Linear(4, 4)
         self.norm = nn.BatchNorm1d(4)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         self.calls = torch.rand(4) + random.random()
         return self.norm(self.linear(x) + self.calls) if bool((self.calls < 5).all()) else x
 
 
-def test_figures_of_an_mlp_by_hand() -> None:
+def test_figures_of_an_mlp_by_hand():
     model = mlp()
     summary = summarize(model, torch.zeros(4, 32))
     assert [(r.name, r.output, r.parameters, r.flops) for r in summary.rows] == [
@@ -68,7 +67,7 @@ def test_figures_of_an_mlp_by_hand() -> None:
     ids=["meta", "real"],
 )
 @pytest.mark.parametrize("compute", [False, True])
-def test_looking_changes_nothing(model: nn.Module, compute: bool) -> None:
+def test_looking_changes_nothing(model, compute):
     model.train()
     next(model.children()).eval()
     state = {name: value.clone() for name, value in model.state_dict().items()}
@@ -88,7 +87,7 @@ def test_looking_changes_nothing(model: nn.Module, compute: bool) -> None:
 
 
 class Recurrent(nn.LSTM):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return super().forward(x)[0]
 
 
@@ -102,13 +101,13 @@ class Recurrent(nn.LSTM):
     ],
     ids=["mlp", "resnet", "attention", "recurrent"],
 )
-def test_computing_finds_what_the_meta_device_finds(model: nn.Module, example: tuple) -> None:
+def test_computing_finds_what_the_meta_device_finds(model, example):
     meta, computed = (summarize(model, torch.randn(example), compute=c) for c in (False, True))
     assert (computed.flops, computed.rows) == (meta.flops, meta.rows)
 
 
 @pytest.mark.parametrize("compute", [False, True])
-def test_a_forward_pass_that_fails_is_told_not_raised(compute: bool) -> None:
+def test_a_forward_pass_that_fails_is_told_not_raised(compute):
     summary = summarize(mlp(), torch.zeros(4, 31), compute=compute)
     assert summary.flops is None
     assert summary.problem is not None
@@ -116,7 +115,7 @@ def test_a_forward_pass_that_fails_is_told_not_raised(compute: bool) -> None:
     assert "forward pass failed" in render(summary)
 
 
-def test_tied_and_frozen_parameters_count_once_and_as_such() -> None:
+def test_tied_and_frozen_parameters_count_once_and_as_such():
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False), nn.Linear(4, 2))
     model[1].weight = model[0].weight
     model[2].requires_grad_(False)
@@ -138,7 +137,7 @@ def test_tied_and_frozen_parameters_count_once_and_as_such() -> None:
     ],
     ids=["sgd", "momentum", "adamw-fused", "rmsprop", "muon"],
 )
-def test_optimizer_state_is_what_a_step_leaves(optimizer: Any) -> None:
+def test_optimizer_state_is_what_a_step_leaves(optimizer):
     made = optimizer([nn.Parameter(torch.randn(6, 5)), nn.Parameter(torch.randn(7))])
     expected = state_bytes(made)
     assert made.state == {}

@@ -7,7 +7,6 @@ import importlib
 import re
 import sys
 import types
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ PACKAGES = ("callbacks", "conf", "data", "models", "scripts", "trainer")
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def folder(tmp_path, monkeypatch):
     """Work in an empty folder; what is imported from it, allowed and closed, is forgotten."""
     monkeypatch.setattr(targets, "_extra", [])
     monkeypatch.setattr(targets, "_closed", set())
@@ -38,7 +37,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
             del sys.modules[name]
 
 
-def nameable(path: str) -> bool:
+def nameable(path):
     try:
         locate(path)
     except TargetError:
@@ -46,7 +45,7 @@ def nameable(path: str) -> bool:
     return True
 
 
-def test_of_ours_what_yaml_names_and_the_classes_beside_it_can_be_named() -> None:
+def test_of_ours_what_yaml_names_and_the_classes_beside_it_can_be_named():
     texts = [file.read_text(encoding="utf-8") for file in (ROOT / "conf").rglob("*.yaml")]
     named = {path for text in texts for path in re.findall(r"_target_:\s*([\w.]+)", text)}
     ours = {tuple(path.rsplit(".", 1)) for path in named if path.partition(".")[0] in PACKAGES}
@@ -67,7 +66,7 @@ def test_of_ours_what_yaml_names_and_the_classes_beside_it_can_be_named() -> Non
         assert (thing.__module__, name[0] == "_") == (module, False), name
 
 
-def test_what_can_be_named_of_the_libraries_is_public_and_their_own() -> None:
+def test_what_can_be_named_of_the_libraries_is_public_and_their_own():
     listed = {name: importlib.import_module(name) for name in LIBRARIES if name != "timm"}
     roots = {name.partition(".")[0] for name in listed}
     found = set()
@@ -89,7 +88,7 @@ def test_what_can_be_named_of_the_libraries_is_public_and_their_own() -> None:
     assert len(found) > 600
 
 
-def test_the_name_alone_is_looked_at_first() -> None:
+def test_the_name_alone_is_looked_at_first():
     paths = "torch.nn.Linear torch.nn.functional.gelu torch.nn.Embedding.from_pretrained"
     paths += " torch.optim.SGD torch.utils.data.default_collate torchvision.models.get_model"
     for path in f"{paths} torchvision.transforms.v2.ColorJitter models.mlp.MLP".split():
@@ -103,7 +102,7 @@ def test_the_name_alone_is_looked_at_first() -> None:
             assert refusal(f"{module}.{name}")
 
 
-def test_a_refusal_names_the_key_the_nearest_name_and_the_way_out(folder: Path) -> None:
+def test_a_refusal_names_the_key_the_nearest_name_and_the_way_out(folder):
     with pytest.raises(TargetError, match=r"torch\.nn has no 'Linaer'; did you mean Linear"):
         locate("torch.nn.Linaer")
     assert "--allow-target somewhere" in (refusal("somewhere.deep.Net") or "")
@@ -116,7 +115,7 @@ def test_a_refusal_names_the_key_the_nearest_name_and_the_way_out(folder: Path) 
     assert keys == ["model.x.0._target_", "model.y._target_"]
 
 
-def test_packages_of_the_working_folder_may_be_named(folder: Path) -> None:
+def test_packages_of_the_working_folder_may_be_named(folder):
     package = folder / "my_package" / "deep"
     (package / "conf").mkdir(parents=True)
     (package / "__init__.py").touch()
@@ -142,9 +141,7 @@ def test_packages_of_the_working_folder_may_be_named(folder: Path) -> None:
         ("mine/stranger", ["mine"]),
     ],
 )
-def test_no_code_comes_from_folders_that_are_not_packages(
-    folder: Path, place: str, packages: list[str]
-) -> None:
+def test_no_code_comes_from_folders_that_are_not_packages(folder, place, packages):
     (folder / place).mkdir(parents=True)
     for package in packages:
         (folder / package / "__init__.py").touch()
@@ -158,7 +155,7 @@ def test_no_code_comes_from_folders_that_are_not_packages(
     assert not (folder / "canary").exists()
 
 
-def test_a_package_of_the_user_does_not_open_others(folder: Path) -> None:
+def test_a_package_of_the_user_does_not_open_others(folder):
     (folder / "my_doors.py").write_text(
         "import os, torch\nfrom os import system\nclass Net:\n    def run(self): ...\n"
         "from data.batch import map_leaves\nfrom torch.nn import Linear\n"
@@ -172,9 +169,7 @@ def test_a_package_of_the_user_does_not_open_others(folder: Path) -> None:
     assert made.out_features == 2
 
 
-def test_the_working_folder_does_not_stand_in_for_what_is_installed(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_working_folder_does_not_stand_in_for_what_is_installed(folder, monkeypatch):
     (folder / "elsewhere").mkdir()
     monkeypatch.syspath_prepend(str(folder / "elsewhere"))
     for name in ("json", "yaml", "torch", "os", "models", "elsewhere/sneaky_thing"):
@@ -184,7 +179,7 @@ def test_the_working_folder_does_not_stand_in_for_what_is_installed(
     assert locate("models.mlp.MLP").__module__ == "models.mlp"
 
 
-def test_allowed_packages_are_those_and_what_is_theirs(folder: Path) -> None:
+def test_allowed_packages_are_those_and_what_is_theirs(folder):
     targets.allow(["json"])
     assert locate("json.loads")("3") == 3
     with pytest.raises(TargetError, match="not allowed"):
@@ -223,7 +218,7 @@ timm.models._helpers.load_checkpoint timm.create_model.__globals__
 
 
 @pytest.mark.parametrize("path", PATHS.split())
-def test_a_path_that_led_out_is_refused(path: str) -> None:
+def test_a_path_that_led_out_is_refused(path):
     with pytest.raises(TargetError, match=r"not allowed|does not exist|no package|dotted path"):
         locate(path)
 
@@ -255,7 +250,7 @@ CALLS = [
 
 
 @pytest.mark.parametrize("call", CALLS, ids=range(len(CALLS)))
-def test_no_call_reaches_the_canary(call: dict[str, Any], tmp_path: Path) -> None:
+def test_no_call_reaches_the_canary(call, tmp_path):
     canary, file = tmp_path / "canary", tmp_path / "file"
     file.write_text("whole, without a line's end")
     with pytest.raises(TargetError) as caught:
@@ -265,13 +260,13 @@ def test_no_call_reaches_the_canary(call: dict[str, Any], tmp_path: Path) -> Non
     assert file.read_text() == "whole, without a line's end"
 
 
-def test_the_canaries_would_sing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_canaries_would_sing(tmp_path, monkeypatch):
     monkeypatch.setattr(targets, "_extra", ["os.mkdir"])
     instantiate(armed(node("os.mkdir", path="FILE"), "", str(tmp_path / "canary")))
     assert (tmp_path / "canary").exists()
 
 
-def armed(node: Any, command: str, file: str) -> Any:
+def armed(node, command, file):
     if isinstance(node, dict):
         return {key: armed(value, command, file) for key, value in node.items()}
     if isinstance(node, list):
@@ -280,13 +275,13 @@ def armed(node: Any, command: str, file: str) -> Any:
 
 
 @pytest.fixture
-def timm(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def timm(monkeypatch):
     """Stand in for timm: `create_model` with its signature, recording that it was called."""
     calls = []
 
     def create_model(
         model_name, pretrained=0, pretrained_cfg=0, pretrained_cfg_overlay=0, checkpoint_path=0, **_
-    ) -> None:
+    ):
         calls.append(model_name)
 
     create_model.__module__ = "timm.models._factory"
@@ -320,7 +315,7 @@ EVIL: Any = {"checkpoint_path": "evil.pth"}
     ],
     ids=range(9),
 )
-def test_what_unpickles_is_refused_at_any_depth(call, key: str, timm: list[str]) -> None:
+def test_what_unpickles_is_refused_at_any_depth(call, key, timm):
     found = {p.key: p.message for p in node_problems(call, "model")}
     assert "not allowed here" in found[f"model.{key}"]
     with pytest.raises(TargetError, match="not allowed here"):
@@ -333,6 +328,6 @@ def test_what_unpickles_is_refused_at_any_depth(call, key: str, timm: list[str])
 @pytest.mark.parametrize(
     "text", ["ndim<=" + "9" * 5000, "ndim<=1 or 1", "ndim<=__import__('os')", "ndim<=1.5"]
 )
-def test_a_comparison_of_dimensions_stays_one(text: str) -> None:
+def test_a_comparison_of_dimensions_stays_one(text):
     with pytest.raises(ParamGroupError, match="neither one of"):
         parse_selector({"kind": text}, "rule")

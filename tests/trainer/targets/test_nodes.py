@@ -48,9 +48,7 @@ PARAMS = {"provided": ("params",)}
     ],
     ids=range(22),
 )
-def test_a_mistake_is_named_and_what_binds_passes(
-    target: Any, arguments: dict[Any, Any], given: dict[str, Any], expected: list[str]
-) -> None:
+def test_a_mistake_is_named_and_what_binds_passes(target, arguments, given, expected):
     node = {"_target_": target, **arguments}
     nodes = [(key, inner, given if inner is node else {}) for key, inner in nodes_in(node, "k")]
     found = [str(p) for key, inner, more in nodes for p in node_problems(inner, key, **more)]
@@ -77,12 +75,12 @@ def test_a_mistake_is_named_and_what_binds_passes(
         (Any, [None, 3], []),
     ],
 )
-def test_what_an_annotation_may_hold(annotation: Any, fits: list[Any], never: list[Any]) -> None:
+def test_what_an_annotation_may_hold(annotation, fits, never):
     assert all(may_hold(annotation, value) for value in fits)
     assert not any(may_hold(annotation, value) for value in never)
 
 
-def test_nested_nodes_are_built_and_arguments_of_the_caller_win_and_arrive_untouched() -> None:
+def test_nested_nodes_are_built_and_arguments_of_the_caller_win_and_arrive_untouched():
     layer = {"_target_": LINEAR, "_args_": [2, 3]}
     model = instantiate({"_target_": SEQUENTIAL, "_args_": [layer, layer]})
     assert [type(module) for module in model] == [nn.Linear, nn.Linear]
@@ -96,14 +94,14 @@ def test_nested_nodes_are_built_and_arguments_of_the_caller_win_and_arrive_untou
     assert node == {"_target_": SGD, "lr": 0.1}
 
 
-def test_a_partial_is_a_callable_that_takes_the_rest() -> None:
+def test_a_partial_is_a_callable_that_takes_the_rest():
     node = {"_target_": LINEAR, "_partial_": True, "bias": False}
     make = instantiate(node, in_features=2)
     assert (make(out_features=3).weight.shape, make(out_features=4).bias) == ((3, 2), None)
     assert pickle.loads(pickle.dumps(instantiate(node))).keywords == {"bias": False}
 
 
-def test_values_arrive_plain_and_nodes_as_they_are_where_that_is_asked_for() -> None:
+def test_values_arrive_plain_and_nodes_as_they_are_where_that_is_asked_for():
     node = {"_target_": "torch.nn.ParameterDict", "_recursive_": False}
     inner = {"_target_": "torch.nn.Identity"}
     for given in ({"parameters": {"a": inner}}, {"_args_": [{"a": inner}]}):
@@ -132,8 +130,8 @@ MISSING = {"_target_": "torchvision.datasets.ImageFolder", "root": "nowhere"}
     ids=range(6),
 )
 def test_a_value_that_the_target_rejects_is_a_config_error(
-    target, given, kind: type, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    target, given, kind, message, tmp_path, monkeypatch
+):
     (tmp_path / "my_faulty.py").write_text("def build():\n    return 1 + 'x'\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))

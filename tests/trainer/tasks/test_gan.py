@@ -4,17 +4,14 @@ from functools import partial
 
 import pytest
 import torch
-from torch import nn
 from torch.nn.functional import softplus
 
-from data.loading.loader import Loader
+import toys
 from data.noise import WithNoise
 from models import gan
 from toys import Samples, assert_equal, distance, in_group, loader
 from trainer.errors import ModelError
 from trainer.optimizers.optimizers import build_optimizers
-from trainer.options import TrainerOptions
-from trainer.strategies.strategy import Strategy
 from trainer.tasks.gan import GAN
 from trainer.trainer import Trainer
 
@@ -23,13 +20,13 @@ SGD = {"_target_": "torch.optim.SGD", "lr": 0.01}
 PARTS = {p: {**SGD, "params": {"match": f"^{p}"}} for p in ("generator", "discriminator")}
 
 
-def network() -> nn.Module:
+def network():
     """Return the same generator and discriminator each time."""
     torch.manual_seed(3)
     return gan.GAN(in_channels=1, image_size=8, latent_dim=LATENT, width=4).double()
 
 
-def image_loader(steps: int = 1, strategy: Strategy | None = None) -> Loader:
+def image_loader(steps=1, strategy=None):
     """Load images in [-1, 1] with noise."""
     generator = torch.Generator().manual_seed(7)
     x = torch.rand(SAMPLES, 1, 8, 8, generator=generator, dtype=torch.float64) * 2 - 1
@@ -37,7 +34,7 @@ def image_loader(steps: int = 1, strategy: Strategy | None = None) -> Loader:
     return loader(data, steps, strategy=strategy)
 
 
-def by_hand(r1: float, epochs: int = 2) -> nn.Module:
+def by_hand(r1, epochs=2):
     model = network()
     generator = torch.optim.SGD(model.generator.parameters(), lr=0.01)
     discriminator = torch.optim.SGD(model.discriminator.parameters(), lr=0.01)
@@ -59,23 +56,17 @@ def by_hand(r1: float, epochs: int = 2) -> nn.Module:
     return model
 
 
-def trainer_of(steps: int = 1, r1: float = 0.0, strategy=None) -> Trainer:
-    model = strategy.prepare(network()) if strategy else network()
-    return Trainer(
-        model,
-        GAN(r1=r1),
-        build_optimizers(model, {"optimizers": PARTS}),
-        image_loader(steps, strategy),
-        None if strategy else image_loader(),
-        strategy=strategy,
-        options=TrainerOptions(max_epochs=2),
-        precision="fp64",
-    )
+def trainer_of(steps=1, r1=0.0, strategy=None):
+    model = network()
+    more = {"model": model, "make": lambda _: build_optimizers(model, {"optimizers": PARTS})}
+    val = None if strategy else image_loader()
+    data = image_loader(steps, strategy)
+    return toys.trainer_of(GAN(r1=r1), data, val=val, strategy=strategy, **more)
 
 
 @pytest.mark.parametrize("r1", [pytest.param(0.0, id="plain"), pytest.param(2.0, id="r1")])
-def test_training_is_the_same_as_by_hand_by_any_number_of_processes(ranks, r1: float) -> None:
-    def train(strategy: Strategy | None, steps: int) -> nn.Module:
+def test_training_is_the_same_as_by_hand_by_any_number_of_processes(ranks, r1):
+    def train(strategy, steps):
         trainer = trainer_of(steps, r1, strategy)
         trainer.fit()
         return trainer.model
@@ -87,12 +78,12 @@ def test_training_is_the_same_as_by_hand_by_any_number_of_processes(ranks, r1: f
             assert_equal(model, wanted, 1e-11)
 
 
-def test_the_penalty_matters() -> None:
+def test_the_penalty_matters():
     """The negative control: without it the networks end elsewhere."""
     assert distance(by_hand(0.0), by_hand(2.0)) > 1e-5
 
 
-def test_the_metrics_named_are_those_that_come() -> None:
+def test_the_metrics_named_are_those_that_come():
     trainer = trainer_of()
     trainer.fit()
     named = {f"val/{name}" for name in trainer.task.metric_names()}
@@ -102,7 +93,7 @@ def test_the_metrics_named_are_those_that_come() -> None:
     assert {"train/loss_generator", "train/grad_norm_discriminator"} <= trainer.metrics.keys()
 
 
-def test_an_evaluation_needs_no_optimizers_and_a_training_one_for_each_turn() -> None:
+def test_an_evaluation_needs_no_optimizers_and_a_training_one_for_each_turn():
     model, trained = network(), trainer_of()
     plain = torch.optim.SGD(model.parameters(), lr=0.0)
     trainer = Trainer(model, GAN(), plain, image_loader(), precision="fp64")
@@ -112,7 +103,7 @@ def test_an_evaluation_needs_no_optimizers_and_a_training_one_for_each_turn() ->
         trainer.fit()
 
 
-def test_images_of_another_size_are_refused() -> None:
+def test_images_of_another_size_are_refused():
     batch = (torch.zeros(2, 1, 16, 16).double(), torch.zeros(2, LATENT).double())
     with pytest.raises(ModelError, match=r"model\.image_size"):
         GAN().turn_step(network(), batch, "discriminator")

@@ -1,24 +1,20 @@
 """Losses made of terms, and penalties on gradients, against the same written by hand."""
 
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 import toys
 from toys import CLASSES, SAMPLES, Samples, assert_equal, by_hand, distance, of_output, points
 from trainer.errors import ModelError
-from trainer.task import Task
 from trainer.tasks.classification import Classification
 from trainer.tasks.losses import Losses, Term, vector
 from trainer.tasks.own_loss import OwnLoss
 from trainer.tasks.penalties import GradientPenalty
-from trainer.trainer import Trainer
 
 
-def soft_points() -> Samples:
+def soft_points():
     """Return points with shares of the classes."""
     data = points()
     shares = torch.rand(
@@ -27,7 +23,7 @@ def soft_points() -> Samples:
     return Samples(data.x, shares / shares.sum(1, keepdim=True))
 
 
-def trained(loss, steps: int, data: Samples) -> Trainer:
+def trained(loss, steps, data):
     trainer = toys.trainer_of(Classification(CLASSES, loss), data, steps, val=toys.loader(data))
     trainer.fit()
     return trainer
@@ -35,7 +31,7 @@ def trained(loss, steps: int, data: Samples) -> Trainer:
 
 @pytest.mark.parametrize("steps", [1, 3])
 @pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}, {"weight": vector([1, 2, 5])}])
-def test_soft_targets(options: dict[str, Any], steps: int) -> None:
+def test_soft_targets(options, steps):
     """torch divides by the number of samples there, not by their weights."""
     data, loss = soft_points(), nn.CrossEntropyLoss(**options)
     trainer = trained(loss, steps, data)  # in float64, as the weights are from here on
@@ -51,13 +47,13 @@ PENALTIES = {
 }
 
 
-def penalised(kind: str) -> dict[str, nn.Module]:
+def penalised(kind):
     return {"ce": nn.CrossEntropyLoss(), "penalty": Term(PENALTIES[kind], 0.3)}
 
 
 @pytest.mark.parametrize("kind", list(PENALTIES))
-def test_penalties_are_those_written_by_hand(kind: str) -> None:
-    def hand(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+def test_penalties_are_those_written_by_hand(kind):
+    def hand(model, x, y):
         x = x.clone().requires_grad_()
         output = model(x)
         loss = F.cross_entropy(output, y)
@@ -78,7 +74,7 @@ def test_penalties_are_those_written_by_hand(kind: str) -> None:
         assert_equal(got.model, wanted, 1e-8 if kind == "from a norm" else 1e-12)
 
 
-def test_terms_are_logged_and_penalties_are_of_training_alone() -> None:
+def test_terms_are_logged_and_penalties_are_of_training_alone():
     trainer = trained(penalised("of the loss"), 2, points())
     metrics = trainer.metrics
     assert metrics["train/loss"] == pytest.approx(
@@ -101,7 +97,7 @@ def test_terms_are_logged_and_penalties_are_of_training_alone() -> None:
         (lambda: Losses(penalised("of the loss")).watched(torch.zeros(2).long()), "floating-point"),
     ],
 )
-def test_what_cannot_be_penalised_is_refused(make, message: str) -> None:
+def test_what_cannot_be_penalised_is_refused(make, message):
     with pytest.raises(ModelError, match=message):
         make()
 
@@ -109,7 +105,7 @@ def test_what_cannot_be_penalised_is_refused(make, message: str) -> None:
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("shape", [(6,), (4, 5), (2, 4, 5)], ids=["n", "images", "volumes"])
 @pytest.mark.parametrize("kind", [nn.CrossEntropyLoss, nn.NLLLoss])
-def test_labels_of_places_give_the_loss_of_torch(kind, shape, reduction) -> None:
+def test_labels_of_places_give_the_loss_of_torch(kind, shape, reduction):
     """Flattened, as GPUs have no deterministic kernel for images of labels."""
     generator = torch.Generator().manual_seed(0)
     weight = torch.tensor([1.0, 2.0, 0.5], dtype=torch.float64)
@@ -132,21 +128,21 @@ def test_labels_of_places_give_the_loss_of_torch(kind, shape, reduction) -> None
 class Answering(nn.Module):
     """Return logits, or with labels the mean over those that are not -100, as transformers do."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.body = toys.network()
 
-    def forward(self, inputs: Tensor, labels: Tensor | None = None):
+    def forward(self, inputs, labels=None):
         logits = self.body(inputs)
         return logits if labels is None else (F.cross_entropy(logits, labels), logits)
 
 
 @pytest.mark.parametrize("pieces", [1, 2])
-def test_a_model_with_its_own_loss_trains_as_the_same_loss_of_a_task(pieces: int) -> None:
+def test_a_model_with_its_own_loss_trains_as_the_same_loss_of_a_task(pieces):
     data = points()
     data.y[1:7] = -100  # uneven over the parts of a batch
 
-    def run(task: Task, steps: int) -> Trainer:
+    def run(task, steps):
         more = {"val": toys.loader(data, shuffled=False), "log_every_n_steps": 1}
         trainer = toys.trainer_of(task, data, steps, model=Answering(), **more)
         trainer.fit()
@@ -158,9 +154,9 @@ def test_a_model_with_its_own_loss_trains_as_the_same_loss_of_a_task(pieces: int
     assert by_model.metrics == pytest.approx(by_task.metrics, rel=1e-12)
 
 
-def test_a_model_without_a_loss_of_its_own_is_named() -> None:
+def test_a_model_without_a_loss_of_its_own_is_named():
     class Plain(nn.Module):
-        def forward(self, inputs: Tensor, labels: Tensor | None = None) -> Tensor:
+        def forward(self, inputs, labels=None):
             return inputs
 
     with pytest.raises(ModelError, match=r"Plain\.forward\(inputs, labels=\.\.\.\) returned"):

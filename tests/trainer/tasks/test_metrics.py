@@ -1,11 +1,10 @@
 """Metrics: sums on the device, exact for any split and any number of processes (I4)."""
 
 import math
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import toys
 from toys import in_group, loader, points
@@ -20,22 +19,22 @@ LOGITS = points(29, CLASSES, CLASSES, torch.float32)  # points whose inputs are 
 
 
 class Identity(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.scale = nn.Parameter(torch.ones(()))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return x * self.scale
 
 
-def evaluated(metrics, batch: int = 8, strategy: Strategy | None = None) -> dict[str, float]:
+def evaluated(metrics, batch=8, strategy=None):
     strategy = strategy or Strategy("cpu")
     task = Classification(CLASSES, metrics=metrics)
     trainer = toys.trainer_of(task, [], model=Identity(), strategy=strategy)
     return trainer.evaluate(loader(LOGITS, 1, batch, False, strategy), "val")
 
 
-def every_metric() -> dict[str, ours.Running]:
+def every_metric():
     return {
         "balanced": ours.ConfusionMatrix(CLASSES),
         "miou": ours.MeanIoU(CLASSES),
@@ -45,7 +44,7 @@ def every_metric() -> dict[str, ours.Running]:
     }
 
 
-def test_scikit_learn_agrees() -> None:
+def test_scikit_learn_agrees():
     from sklearn import metrics as sk
 
     got = evaluated(every_metric())
@@ -61,14 +60,14 @@ def test_scikit_learn_agrees() -> None:
 
 
 @pytest.mark.parametrize("batch", [1, 5, 29])
-def test_batches_of_any_size_give_the_same_and_an_evaluation_begins_afresh(batch: int) -> None:
+def test_batches_of_any_size_give_the_same_and_an_evaluation_begins_afresh(batch):
     metrics = every_metric()
     first = evaluated(metrics)
     assert evaluated(metrics) == first
     assert evaluated(metrics, batch) == pytest.approx(first, abs=1e-6)
 
 
-def test_labels_of_no_class_are_left_out_and_shares_count_as_their_largest() -> None:
+def test_labels_of_no_class_are_left_out_and_shares_count_as_their_largest():
     matrix = ours.ConfusionMatrix(2)
     matrix.update(torch.tensor([[2.0, 1], [2, 1], [1, 2], [1, 2]]), torch.tensor([0, 255, -100, 0]))
     assert matrix.counts.tolist() == [[1, 1], [0, 0]]
@@ -80,11 +79,11 @@ def test_labels_of_no_class_are_left_out_and_shares_count_as_their_largest() -> 
 
 
 @pytest.mark.parametrize("kind", [ours.R2, ours.MicroF1, ours.Perplexity])
-def test_a_mean_without_samples_is_nan(kind: type[ours.Running]) -> None:
+def test_a_mean_without_samples_is_nan(kind):
     assert math.isnan(kind().compute())
 
 
-def test_torchmetrics_agree_with_ours() -> None:
+def test_torchmetrics_agree_with_ours():
     classification = pytest.importorskip("torchmetrics.classification")
     theirs = classification.MulticlassF1Score(num_classes=CLASSES, average="macro")
     got = evaluated({"theirs": theirs, "ours": ours.MacroF1(CLASSES)})
@@ -94,22 +93,22 @@ def test_torchmetrics_agree_with_ours() -> None:
 class Accuracy:
     """The share of right answers, as a metric of torchmetrics' kind that has no `merge`."""
 
-    def __init__(self, value: Any = float) -> None:
+    def __init__(self, value=float):
         self.value, self.calls = value, list[str]()
         self.reset()
 
-    def to(self, device: torch.device) -> None:
+    def to(self, device):
         self.calls.append(f"to {device}")
 
-    def reset(self) -> None:
+    def reset(self):
         self.calls.append("reset")
         self.counts = torch.zeros(2)
 
-    def update(self, output: Tensor, target: Tensor) -> None:
+    def update(self, output, target):
         hits = (output.argmax(1) == target).sum()
         self.counts += torch.stack([hits, torch.tensor(len(target))])
 
-    def compute(self) -> Any:
+    def compute(self):
         self.calls.append("compute")
         return self.value(self.counts[0] / self.counts[1])
 
@@ -123,7 +122,7 @@ class Accuracy:
         pytest.param(lambda share: {"a": share}, {"_a": 1}, id="collection"),
     ],
 )
-def test_metrics_of_others_are_taken_by_their_methods(value, expected) -> None:
+def test_metrics_of_others_are_taken_by_their_methods(value, expected):
     metric = Accuracy(value)
     got = evaluated({"mine": metric})
     assert metric.calls == ["reset", "to cpu", "reset", "compute"]
@@ -131,7 +130,7 @@ def test_metrics_of_others_are_taken_by_their_methods(value, expected) -> None:
     assert {name: v for name, v in got.items() if "mine" in name} == pytest.approx(wanted)
 
 
-def test_metrics_of_several_values_say_their_names() -> None:
+def test_metrics_of_several_values_say_their_names():
     metrics = {"class": ours.PerClassAccuracy(2), "f1": ours.MacroF1(2), "other": Accuracy()}
     named = Classification(2, metrics=metrics).metric_names()
     assert named == ["loss", "accuracy", "class_0", "class_1", "f1", "other"]
@@ -142,19 +141,19 @@ def test_metrics_of_several_values_say_their_names() -> None:
 class Reduced(Accuracy):
     """Add its state up."""
 
-    def merge(self, reduce) -> None:
+    def merge(self, reduce):
         self.counts = reduce(self.counts)
 
 
 class Gathered(Accuracy):
     """Take in others."""
 
-    def merge_state(self, others) -> None:
+    def merge_state(self, others):
         self.counts += sum(other.counts for other in others)
 
 
-def test_every_metric_tells_of_all_processes_samples(ranks) -> None:
-    def evaluate(strategy: Strategy) -> tuple[dict[str, float], str]:
+def test_every_metric_tells_of_all_processes_samples(ranks):
+    def evaluate(strategy):
         mine = {"reduced": Reduced(), "gathered": Gathered()}
         metrics = evaluated({**every_metric(), **mine}, 8, strategy)
         with pytest.raises(ModelError) as refused:

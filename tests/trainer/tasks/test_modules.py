@@ -2,16 +2,15 @@
 
 import copy
 import logging
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import toys
 from callbacks.ema import EMA
-from toys import CLASSES, in_group, loader, points, whole_batches
+from toys import CLASSES, in_group, points, whole_batches
 from trainer import snapshot
 from trainer.errors import ModelError
 from trainer.optimizers.optimizers import build_optimizers
@@ -25,6 +24,7 @@ from trainer.tasks.classification import Classification
 from trainer.trainer import Trainer
 
 SAMPLES = points(24)
+SGD = {"_target_": "torch.optim.SGD", "lr": 0.5, "momentum": 0.9}
 
 
 class Scaled(nn.Module):
@@ -32,13 +32,13 @@ class Scaled(nn.Module):
 
     reduction = "mean"
 
-    def __init__(self, centred: bool = False) -> None:
+    def __init__(self, centred=False):
         super().__init__()
         self.scale = nn.Parameter(torch.full((CLASSES,), 0.5, dtype=torch.float64))
         self.centred = centred
         self.register_buffer("centre", torch.zeros(CLASSES, dtype=torch.float64))
 
-    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
+    def forward(self, logits, labels):
         loss = F.cross_entropy((logits - self.centre) * self.scale, labels)
         if self.training and self.centred:
             self.centre = 0.9 * self.centre + 0.1 * logits.detach().mean(0)
@@ -48,7 +48,7 @@ class Scaled(nn.Module):
 class Restless(nn.Module):
     """A network with a buffer that no state dict has, one that is assigned, and a constant."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layer = nn.Linear(5, CLASSES)
         self.register_buffer("seen", torch.zeros(()), persistent=False)
@@ -56,7 +56,7 @@ class Restless(nn.Module):
         self.register_buffer("mask", torch.ones(5), persistent=False)
         self.calls: int | None = None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         if self.calls is not None:  # a plain attribute that moves
             self.calls += 1
         if self.training:
@@ -66,48 +66,37 @@ class Restless(nn.Module):
         return logits
 
 
+def linear():
+    return nn.Linear(5, CLASSES)
+
+
 def trainer_of(
-    network: Callable[[], nn.Module] | None = None,
-    centred: bool = False,
-    steps: int = 1,
-    strategy: Strategy | None = None,
-    node: Any = None,
-    max_steps: int = 6,
-    **callbacks: Any,
-) -> Trainer:
+    network=linear, centred=False, steps=1, strategy=None, node=SGD, max_steps=6, **callbacks
+):
     torch.manual_seed(3)
-    strategy = strategy or Strategy("cpu")
-    model = strategy.prepare(network().double() if network else nn.Linear(5, CLASSES).double())
-    task = Classification(CLASSES, Scaled(centred))
-    node = node or {"_target_": "torch.optim.SGD", "lr": 0.5, "momentum": 0.9}
-    return Trainer(
-        model,
-        task,
-        build_optimizers(model, node, others=named_modules(task)),
-        loader(SAMPLES, steps, strategy=strategy),
-        strategy=strategy,
-        precision="fp64",
-        callbacks=callbacks,
-        options=TrainerOptions(max_epochs=None, max_steps=max_steps, log_every_n_steps=1),
-    )
+    model, task = network().double(), Classification(CLASSES, Scaled(centred))
+    more = {"max_epochs": None, "max_steps": max_steps, "log_every_n_steps": 1}
+    more |= {"model": model, "strategy": strategy or Strategy("cpu"), "callbacks": callbacks}
+    more["make"] = lambda _: build_optimizers(model, node, others=named_modules(task))
+    return toys.trainer_of(task, SAMPLES, steps, **more)
 
 
-def weights(trainer: Trainer) -> dict[str, Tensor]:
+def weights(trainer):
     loss = trainer.task.own_modules()["loss"]
     named = {**trainer.model.state_dict(), **loss.state_dict()}
     named |= dict(trainer.model.named_buffers())
     return {name: value.detach().clone() for name, value in named.items()}
 
 
-def assert_same(got: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float = 0.0) -> None:
+def assert_same(got, wanted, tolerance=0.0):
     assert got.keys() == wanted.keys()
     for name, value in wanted.items():
         torch.testing.assert_close(got[name], value, rtol=0, atol=tolerance)
 
 
 @pytest.mark.parametrize("steps", [1, 3])
-def test_parameters_of_a_loss_are_trained_by_any_number_of_processes(ranks, steps: int) -> None:
-    def train(strategy: Strategy | None) -> dict[str, Tensor]:
+def test_parameters_of_a_loss_are_trained_by_any_number_of_processes(ranks, steps):
+    def train(strategy):
         trainer = trainer_of(steps=steps, strategy=strategy)
         trainer.fit()
         (*_, last) = trainer.optimizers.parameters()
@@ -125,7 +114,7 @@ def test_parameters_of_a_loss_are_trained_by_any_number_of_processes(ranks, step
         assert_same(found, {**model.state_dict(), **loss.state_dict()}, 1e-12)
 
 
-def test_rules_know_them() -> None:
+def test_rules_know_them():
     groups = {"task": {"match": r"^task\.loss", "lr": 0.01}}
     node = {"_target_": "torch.optim.SGD", "lr": 0.5, "param_groups": groups}
     rates = trainer_of(node=node).optimizers.learning_rates()
@@ -134,7 +123,7 @@ def test_rules_know_them() -> None:
     assert list(trainer_of(node=node).optimizers.frozen) == ["task.loss.scale"]
 
 
-def test_an_optimizer_without_them_is_refused_and_shards_beside_them() -> None:
+def test_an_optimizer_without_them_is_refused_and_shards_beside_them():
     model, node = nn.Linear(5, CLASSES).double(), {"_target_": "torch.optim.SGD", "lr": 0.5}
     task, data = Classification(CLASSES, Scaled()), [SAMPLES[0]]
     for optimizer in (torch.optim.SGD(model.parameters()), build_optimizers(model, node)):
@@ -144,8 +133,8 @@ def test_an_optimizer_without_them_is_refused_and_shards_beside_them() -> None:
         FSDP(Processes(accelerator="cpu")).check(named_modules(task))
 
 
-@pytest.mark.parametrize("network", [Restless, lambda: nn.Linear(5, CLASSES)])
-def test_a_resume_is_exact_and_weights_alone_bring_the_task_along(network) -> None:
+@pytest.mark.parametrize("network", [Restless, linear])
+def test_a_resume_is_exact_and_weights_alone_bring_the_task_along(network):
     whole, begun = trainer_of(network, True), trainer_of(network, True, max_steps=4)
     whole.fit()
     begun.fit()
@@ -159,7 +148,7 @@ def test_a_resume_is_exact_and_weights_alone_bring_the_task_along(network) -> No
     assert_same(weights(fresh), weights(whole))
 
 
-def test_an_evaluation_moves_no_centre() -> None:
+def test_an_evaluation_moves_no_centre():
     trainer = trainer_of(centred=True)
     trainer.evaluate(trainer.train_loader, "val")
     loss = trainer.task.own_modules()["loss"]
@@ -167,7 +156,7 @@ def test_an_evaluation_moves_no_centre() -> None:
     assert not loss.centre.any()
 
 
-def test_assigned_buffers_are_put_back_and_averaged() -> None:
+def test_assigned_buffers_are_put_back_and_averaged():
     trainer = trainer_of(Restless, True, ema=EMA(decay=0.5, warmup=False))
     first = trainer.model.mean
     trainer.fit()
@@ -180,7 +169,7 @@ def test_assigned_buffers_are_put_back_and_averaged() -> None:
     torch.testing.assert_close(averaged, average, rtol=0, atol=1e-12)
 
 
-def test_a_refused_update_moves_no_assigned_buffer() -> None:
+def test_a_refused_update_moves_no_assigned_buffer():
     trainer = trainer_of(Restless, True)
     trainer.options = TrainerOptions(max_steps=1, on_nonfinite="skip")
     before = weights(trainer)
@@ -191,7 +180,7 @@ def test_a_refused_update_moves_no_assigned_buffer() -> None:
     assert_same(weights(trainer), before)
 
 
-def test_what_cannot_be_saved_is_named_once(caplog) -> None:
+def test_what_cannot_be_saved_is_named_once(caplog):
     trainer = trainer_of(Restless)
     trainer.model.calls = 0
     trainer.fit()

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 import toys
 from toys import SAMPLES, Samples, assert_equal, distance, loader, points
@@ -16,21 +16,20 @@ from trainer.tasks.language_model import LanguageModel
 from trainer.tasks.multilabel import MultiLabel
 from trainer.tasks.regression import Regression
 from trainer.tasks.segmentation import Segmentation
-from trainer.trainer import Trainer
 
 
-def values() -> Samples:
+def values():
     data = points()
     noise = torch.randn(SAMPLES, dtype=torch.float64, generator=torch.Generator().manual_seed(8))
     return Samples(data.x, data.x[:, 0] * 2 + noise)
 
 
-def several_labels() -> Samples:
+def several_labels():
     data = points()
     return Samples(data.x, (data.x[:, :3].flip(0) > 0.3).double())
 
 
-def pixels() -> Samples:
+def pixels():
     """Masks of 6 x 6 with between 0 and 35 pixels left out of the loss, another number in each."""
     data = points(SAMPLES * 36, 1)
     y = data.y.view(SAMPLES, 36)
@@ -39,7 +38,7 @@ def pixels() -> Samples:
     return Samples(data.x.view(SAMPLES, 1, 6, 6), y.view(SAMPLES, 6, 6))
 
 
-def tokens() -> Samples:
+def tokens():
     """Texts of 3 to 7 tokens, padded."""
     texts = points(SAMPLES * 8, classes=4).y.view(SAMPLES, 8)
     x, y = texts[:, :-1].clone(), texts[:, 1:].clone()
@@ -51,16 +50,16 @@ def tokens() -> Samples:
 class Reader(nn.Module):
     """Logits [n, length, tokens] from each token alone."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(4, 6)
         self.head = nn.Linear(6, 4)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.head(torch.tanh(self.embed(x)))
 
 
-def segmenter() -> nn.Module:
+def segmenter():
     return nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.Tanh(), nn.Conv2d(4, 3, 1))
 
 
@@ -83,17 +82,17 @@ CASES = {
 KINDS = list(CASES)
 
 
-def network(kind: str) -> nn.Module:
+def network(kind):
     torch.manual_seed(3)
     return CASES[kind][1]().double()
 
 
-def by_hand(kind: str) -> nn.Module:
+def by_hand(kind):
     make, _, _, loss = CASES[kind]
     return toys.by_hand(toys.of_output(loss), make(), network(kind))
 
 
-def trainer_of(kind: str, steps: int = 1, lr: float = 0.1) -> Trainer:
+def trainer_of(kind, steps=1, lr=0.1):
     make, _, task, _ = CASES[kind]
     val = loader(make(), batch=5, shuffled=False)
     return toys.trainer_of(task(), make(), steps, model=network(kind), lr=lr, val=val)
@@ -101,14 +100,14 @@ def trainer_of(kind: str, steps: int = 1, lr: float = 0.1) -> Trainer:
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 8])
 @pytest.mark.parametrize("kind", KINDS)
-def test_training_is_the_same_as_by_hand(kind: str, steps: int) -> None:
+def test_training_is_the_same_as_by_hand(kind, steps):
     trainer = trainer_of(kind, steps)
     trainer.fit()
     assert_equal(trainer.model, by_hand(kind))
 
 
 @pytest.mark.parametrize("kind", ["pixels", "tokens"])
-def test_a_mean_of_means_would_differ(kind: str) -> None:
+def test_a_mean_of_means_would_differ(kind):
     """The negative control: micro-batches weighted by samples give another training."""
     trainer = trainer_of(kind, steps=3)
     trainer.task.losses.counted = trainer.task.count_names = []
@@ -117,7 +116,7 @@ def test_a_mean_of_means_would_differ(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_metrics_named_are_those_that_come(kind: str) -> None:
+def test_the_metrics_named_are_those_that_come(kind):
     trainer = trainer_of(kind, lr=0.0)
     trainer.fit()
     named = {f"val/{name}" for name in trainer.task.metric_names()}
@@ -129,7 +128,7 @@ def test_the_metrics_named_are_those_that_come(kind: str) -> None:
     assert {epoch_metric(name) for name in sums} == logged - sums
 
 
-def figures(kind: str) -> tuple[dict[str, float], Tensor, Tensor]:
+def figures(kind):
     """Return the metrics of an untrained model, its outputs and the targets."""
     trainer = trainer_of(kind, lr=0.0)
     trainer.fit()
@@ -141,7 +140,7 @@ def figures(kind: str) -> tuple[dict[str, float], Tensor, Tensor]:
     return trainer.metrics, output, data.y
 
 
-def test_figures_are_those_of_their_definitions() -> None:
+def test_figures_are_those_of_their_definitions():
     metrics, output, y = figures("values")
     errors = output.squeeze(1) - y
     r2 = 1 - errors.square().sum() / (y - y.mean()).square().sum()
@@ -179,6 +178,6 @@ def test_figures_are_those_of_their_definitions() -> None:
         pytest.param(LanguageModel(4), (4, 7, 5), (4, 5), r"\[4, 4, 5\].*=4$", id="tokens"),
     ],
 )
-def test_an_output_of_another_shape_is_refused(task, output, target, named) -> None:
+def test_an_output_of_another_shape_is_refused(task, output, target, named):
     with pytest.raises(ModelError, match=named):
         task.check(torch.zeros(output), torch.zeros(target))
