@@ -54,7 +54,7 @@ class Supervised(Task):
         if not isinstance(output, Tensor):
             kind = "nothing (None)" if output is None else f"a {type(output).__name__}"
             raise ModelError(f"the model returned {kind}, where the task takes a tensor")
-        if [*output.shape] != [*wanted]:
+        if output.shape != tuple(wanted):
             classes = f"={self.num_classes}" if self.num_classes else ""
             raise ModelError(
                 f"the model's output has shape {[*output.shape]}, but the targets, "
