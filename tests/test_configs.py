@@ -52,11 +52,11 @@ trainer.task.StepOutput scripts.composition.compose.compose
 """
 
 
-def options(group: str) -> list[str]:
+def options(group):
     return [path.stem for path in FILES if path.parent.as_posix() == group]
 
 
-def picked(group: str, option: str) -> list[str]:
+def picked(group, option):
     """Return the overrides that pick an option of a group."""
     value = f"[default,{option}]" if group == "callbacks" and option != "default" else option
     plus = "+" * group.startswith("loader/")  # which no file chooses
@@ -64,7 +64,7 @@ def picked(group: str, option: str) -> list[str]:
 
 
 @pytest.mark.parametrize("path", FILES, ids=str)
-def test_a_file_opens_with_the_command_that_uses_it(path: Path) -> None:
+def test_a_file_opens_with_the_command_that_uses_it(path):
     first = (CONF / path).read_text(encoding="utf-8").partition("\n")[0]
     assert re.match(r"# ((uv )?pip install \S+ && )?(train|evaluate|python -m) ", first)
 
@@ -72,7 +72,7 @@ def test_a_file_opens_with_the_command_that_uses_it(path: Path) -> None:
 @pytest.mark.parametrize(
     ("group", "option"), [(p.parent.as_posix(), p.stem) for p in FILES if p.parent != Path()]
 )
-def test_an_option_composes_and_its_targets_bind(group: str, option: str) -> None:
+def test_an_option_composes_and_its_targets_bind(group, option):
     if f"{group}={option}" in EXTRA:
         pytest.importorskip(EXTRA[f"{group}={option}"])
     home = HOMES.get(f"{group}={option}", BASE)
@@ -82,7 +82,7 @@ def test_an_option_composes_and_its_targets_bind(group: str, option: str) -> Non
 
 
 @pytest.mark.parametrize("experiment", options("experiment"))
-def test_an_experiment_goes_with_every_alternative(experiment: str) -> None:
+def test_an_experiment_goes_with_every_alternative(experiment):
     """One from each group at a time, until every option had its turn."""
     choices = {group: options(group) for group in FREE.split()}
     # Callbacks are many, and know little of the rest: each experiment meets some of them.
@@ -96,6 +96,6 @@ def test_an_experiment_goes_with_every_alternative(experiment: str) -> None:
 
 
 @pytest.mark.parametrize("path", PROMISED.split())
-def test_a_promised_path_stays(path: str) -> None:
+def test_a_promised_path_stays(path):
     module, _, name = path.rpartition(".")
     assert getattr(import_module(module), name).__module__.startswith(module)

@@ -8,7 +8,7 @@ import yaml
 TESTS = Path(__file__).parent
 
 
-def test_each_fault_has_a_test_that_exists() -> None:
+def test_each_fault_has_a_test_that_exists():
     rows = yaml.safe_load((TESTS / "faults.yaml").read_text())
     text = "\n".join(path.read_text() for path in TESTS.rglob("test_*.py"))
     there = set(re.findall(r"^def (test_\w+)", text, re.MULTILINE))

@@ -24,14 +24,14 @@ TAME = ["optimizer.lr=0.05", f"{_SGD}.lr=0.5", f"{_SGD}.param_groups.head.lr=5"]
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
-def test_the_recipe_and_the_loop_by_hand_take_the_same_steps(channels_last: bool) -> None:
+def test_the_recipe_and_the_loop_by_hand_take_the_same_steps(channels_last):
     config = parse(
         compose(["--config-dir", "examples/airbench/conf", "experiment=airbench94", *TAME]).config
     )
     torch.manual_seed(0)
     model = Airbench(10, widths=(8, 16, 16))
     if channels_last:
-        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        model = model.to(memory_format=torch.channels_last)
     other, first = copy.deepcopy(model), copy.deepcopy(model.state_dict())
     batches = [(torch.randn(20, 3, 32, 32), torch.randint(10, (20,))) for _ in range(STEPS)]
 
@@ -62,7 +62,7 @@ def test_the_recipe_and_the_loop_by_hand_take_the_same_steps(channels_last: bool
     assert rates == pytest.approx([0, 0, 0], abs=1e-6)  # all fell alike
 
 
-def test_the_orthogonal_matrix_is_nearly_one() -> None:
+def test_the_orthogonal_matrix_is_nearly_one():
     for shape in ((8, 30), (30, 8)):
         values = torch.linalg.svdvals(airbench._orthogonal(torch.randn(shape), 8).float())
         assert values.min() > 0.5

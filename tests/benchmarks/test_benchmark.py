@@ -3,8 +3,6 @@
 import contextlib
 import io
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,16 +17,16 @@ from conf.errors import ConfigError
 from examples.airbench.by_hand import train_by_hand
 
 
-def linear() -> nn.Module:
+def linear():
     return nn.Sequential(nn.Flatten(), nn.Linear(3 * 32 * 32, 10))
 
 
-def pooled() -> nn.Module:
+def pooled():
     return nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, 10))
 
 
 NETWORKS = {"NETWORKS": {"resnet18": (linear, 2)}}
-TINY: dict[str, tuple[Any, dict[str, Any]]] = {
+TINY = {
     "step": (loop, {"BLOCK": 5, "WARMUP": 1, "BLOCKS": 2}),
     "data": (
         data,
@@ -54,9 +52,7 @@ COMMANDS = ("sweep", "start", "ddp")  # start processes
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[pytest.mark.slow] if n in COMMANDS else []) for n in TINY]
 )
-def test_a_benchmark_prints_its_table_and_writes_its_file(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_benchmark_prints_its_table_and_writes_its_file(name, tmp_path, capsys, monkeypatch):
     module, sizes = TINY[name]
     monkeypatch.setattr(torch, "set_num_threads", print)  # other tests have their own
     for key, value in sizes.items():
@@ -73,9 +69,7 @@ def test_a_benchmark_prints_its_table_and_writes_its_file(
         assert {"cpu_ratio_to_handwritten", "cpu_ratio_all_off_to_bare"} < written.keys()
 
 
-def test_ours_trains_what_the_hand_written_loop_trains(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ours_trains_what_the_hand_written_loop_trains(tmp_path, monkeypatch):
     for key, value in TINY["step"][1].items():
         monkeypatch.setattr(loop, key, value)
     weights = []
@@ -92,17 +86,17 @@ def test_ours_trains_what_the_hand_written_loop_trains(
         torch.testing.assert_close(theirs, own)
 
 
-def test_an_evaluation_by_hand_finds_the_same() -> None:
+def test_an_evaluation_by_hand_finds_the_same():
     trainer, loader = images.evaluated(linear(), 1)
     by_hand = images.evaluate_by_hand(trainer, loader)
     assert trainer.evaluate(loader, "val") == pytest.approx(by_hand)
 
 
-def test_contenders_run_in_turn_and_ratios_are_medians_within_a_turn() -> None:
-    order: list[str] = []
+def test_contenders_run_in_turn_and_ratios_are_medians_within_a_turn():
+    order = []
     times = iter([1.0, 1.0, 10.0, 11.0, 100.0, 120.0])
 
-    def run(name: str) -> float:
+    def run(name):
         order.append(name)
         return next(times)
 
@@ -117,7 +111,7 @@ def test_contenders_run_in_turn_and_ratios_are_medians_within_a_turn() -> None:
     ]
 
 
-def test_a_report_reads_well_and_knows_contenders_of_one_name() -> None:
+def test_a_report_reads_well_and_knows_contenders_of_one_name():
     values = {"x, Regimen": [12.34], "x, by hand": [11.75], "y, Regimen": [1.0]}
     lines = Report("Cost of x", "µs", values, {"ratio": 1.05}).text().splitlines()
     assert lines[0] == "Cost of x"
@@ -127,12 +121,12 @@ def test_a_report_reads_well_and_knows_contenders_of_one_name() -> None:
     assert lines[-1] == "ratio: 1.050"
 
 
-def test_the_loop_of_cifar10_by_hand_learns(digit_photographs: Path) -> None:
+def test_the_loop_of_cifar10_by_hand_learns(digit_photographs):
     small = {"epochs": 6, "batch": 20, "widths": (16, 16, 16), "lr": 0.1}
     assert train_by_hand(digit_photographs, **small) >= 0.2  # by chance 0.1
 
 
-def test_the_gpu_benchmark_is_tried_on_a_cpu(digit_photographs: Path) -> None:
+def test_the_gpu_benchmark_is_tried_on_a_cpu(digit_photographs):
     words = ["device=cpu", "limit=1", "widths=small", f"data.root={digit_photographs}"]
     found = dict(gpu.gpu(1, words))
     assert list(found) == [f"gpu_{name}" for name in gpu.PARTS]
@@ -143,10 +137,8 @@ def test_the_gpu_benchmark_is_tried_on_a_cpu(digit_photographs: Path) -> None:
     assert found["gpu_resnet18_cifar10"].headlines["accuracy"] >= 0
 
 
-def test_a_part_that_fails_is_told_and_ends_no_other(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def out_of_memory(rig: Any, rounds: int) -> Any:
+def test_a_part_that_fails_is_told_and_ends_no_other(monkeypatch, capsys):
+    def out_of_memory(rig, rounds):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 
     parts = {"first": out_of_memory, "second": lambda rig, rounds: ({}, {"ratio": 1.0})}
@@ -166,9 +158,7 @@ def test_a_part_that_fails_is_told_and_ends_no_other(
         pytest.param(["gpu", "device=cpu", "parts=x"], "gpu has no part 'x': there are", id="part"),
     ],
 )
-def test_a_mistake_is_answered(
-    words: list[str], answer: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_mistake_is_answered(words, answer, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match=answer):
         benchmark.benchmark(words)
