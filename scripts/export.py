@@ -49,4 +49,4 @@ def _open(command: type[Written], argv: Sequence[str]) -> dict[str, Any]:
         from trainer.inference.run import load_run
 
     run = load_run(keys.run, "cpu", arguments.allow_targets)
-    return asdict(keys) | {"run": run, "out": None if keys.out is None else Path(keys.out)}
+    return asdict(keys) | {"run": run, "out": Path(keys.out) if keys.out else None}

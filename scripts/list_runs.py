@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from conf.errors import ConfigError
+from conf.errors import ConfigError, some
 from conf.interpolation import join
 from conf.yaml_file import plain_values, word
 from scripts.cli.arguments import RUNS, command_parser
@@ -30,7 +30,6 @@ from trainer.runs.status import (
 )
 
 _TAIL = 1 << 16  # bytes of metrics.jsonl that hold its last line
-_SHOWN = 8  # differences in a row of the table; --json has all
 _UNLIMITED = 1_000_000  # characters
 _ABSENT = "-"
 _TARGET = "_target_"
@@ -59,12 +58,11 @@ def runs(argv: Sequence[str]) -> int:
     for run in found:
         del run["config"]
         words = [f"{key}={_shown(value)}" for key, value in run["differs"].items()]
-        words[_SHOWN:] = [f"and {len(words) - _SHOWN} more"] if len(words) > _SHOWN else []
         epochs = f"/{run['max_epochs']}" if run["max_epochs"] else ""
         epoch = "" if run["epoch"] is None else f"{run['epoch']}{epochs}"
         best = "" if run["metric"] is None else f"{run['metric']} {_number(run['best'])}"
         facts = [epoch, best, _duration(run["seconds"]), size(run["bytes"])]
-        rows.append([run["run"], run["status"], *facts, " ".join(words)])
+        rows.append([run["run"], run["status"], *facts, some(words)])
     if arguments.json:
         print(json.dumps(found, indent=2, default=str))
     elif not found:

@@ -9,20 +9,16 @@ import gc
 import logging
 import os
 import sys
-import sysconfig
 import traceback
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
 from importlib import metadata
-from pathlib import Path
 from typing import Any, NoReturn, TextIO, cast
 
 from scripts.cli.deferred import defer_imports
-from scripts.cli.shadow import PACKAGES, ROOT
 from scripts.cli.signals import end_on_signals
-from trainer.errors import account, device_failed
+from trainer.errors import account, device_failed, is_users
 from trainer.files.layout import VisibleFormatter, indented_lines, visible
 
 logger = logging.getLogger("regimen")
@@ -227,7 +223,7 @@ def quiet_others() -> None:
     process = os.getpid()
 
     def tell(text: Warning | str, kind: type[Warning], file: str, line: int, *_: object) -> None:
-        theirs, message = is_library(file), " ".join(str(text).split())
+        theirs, message = not is_users(file), " ".join(str(text).split())
         said = f"warning: {kind.__name__}: {message} ({file}:{line})"
         if os.getpid() == process and logging.getLogger().handlers:
             (log_file if theirs else logger).warning("%s", said)
@@ -235,16 +231,3 @@ def quiet_others() -> None:
             print(said, file=sys.stderr, flush=True)
 
     warnings.showwarning = tell  # type: ignore[assignment]
-
-
-def is_library(filename: str) -> bool:
-    """Return whether a file is part of Python, of an installed package, or of Regimen."""
-    path = Path(filename)
-    return not path.is_absolute() or any(path.is_relative_to(folder) for folder in _libraries())
-
-
-@cache
-def _libraries() -> tuple[Path, ...]:
-    names = ("stdlib", "platstdlib", "purelib", "platlib")
-    installed = [Path(sysconfig.get_path(name)) for name in names]
-    return (*installed, *(path.resolve() for path in installed), *(ROOT / p for p in PACKAGES))

@@ -119,7 +119,7 @@ class Prediction(OfRun):
     def array(self) -> Path | None:
         """The file of what is saved of each sample; None if nothing is."""
         beside = Path(self.out).with_suffix(f".{self.saved}.npy")
-        return None if self.save is None else Path(self.save_to or beside)
+        return Path(self.save_to or beside) if self.save else None
 
     def conflicts(self) -> Iterator[Problem]:
         """Yield what is wrong with keys that need another, and with files to write."""

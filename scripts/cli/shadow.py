@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("conf", "trainer", "models", "data", "callbacks", "scripts")
 
 
 def refuse_shadows() -> None:
@@ -32,6 +31,8 @@ def refuse_shadows() -> None:
 
 def clashes() -> list[str]:
     """Return the packages in the working directory that ours shadow."""
+    from trainer.shadow import PACKAGES
+
     folder = Path.cwd().resolve()
     if folder == ROOT:
         return []

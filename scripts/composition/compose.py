@@ -56,7 +56,7 @@ def compose(argv: Sequence[str] | Arguments) -> "Composition":
 def split_jobs(arguments: Arguments) -> list[list[Swept]]:
     """Return the overrides of each job of a sweep, each combination once. Raises ConfigError."""
     with _composing(arguments) as it:
-        lists = [it.typed.values_of(override) for override in it.parsed()]
+        lists = [it.typed.values_of(override) for override in it.typed.parse(it.overrides)]
     if math.prod(len(values) for values in lists) > MAX_JOBS:
         raise ConfigError(f"these values make more than {MAX_JOBS} jobs")
     jobs: dict[tuple[str, ...], list[Swept]] = {}
@@ -68,7 +68,7 @@ def split_jobs(arguments: Arguments) -> list[list[Swept]]:
 def split_search(arguments: Arguments) -> tuple[list[Swept], list[Dimension]]:
     """Separate the overrides of all jobs of a search from the dimensions it searches."""
     with _composing(arguments) as it:
-        parsed = [(it.typed.dimension(o), o) for o in it.parsed()]
+        parsed = [(it.typed.dimension(o), o) for o in it.typed.parse(it.overrides)]
         fixed = [s for varied, o in parsed if varied is None for s in it.typed.values_of(o)]
     return fixed, [varied for varied, _ in parsed if varied is not None]
 
@@ -93,7 +93,7 @@ def print_by_hydra(arguments: Arguments) -> None:
     """Let Hydra print its own configuration, or that and the job's: `--cfg hydra`, `--cfg all`."""
     shown = arguments.cfg, arguments.package, arguments.resolve
     with _composing(arguments) as it:
-        it.parsed()
+        it.typed.parse(it.overrides)
         it.stop_if_wrong()
         try:
             it.folders.hydra.show_cfg(arguments.config_name, it.overrides, *shown)
@@ -133,13 +133,10 @@ class Composition:
             error.change(self._located)
             raise
 
-    def parsed(self, sweep: bool = True) -> list[Override]:
-        """Parse the overrides of the command line."""
-        return self.typed.parse(self.overrides, sweep)
-
     def unresolved(self) -> Values:
         """Return the composed tree with its interpolations."""
-        picked, values = self.typed.sort(self.parsed(sweep=False), lambda: set(self._listed([])[1]))
+        parsed = self.typed.parse(self.overrides, sweep=False)
+        picked, values = self.typed.sort(parsed, lambda: set(self._listed([])[1]))
         try:
             defaults, self.choices = self._listed(picked)
         except REFUSED as error:
@@ -285,8 +282,7 @@ class _Module(ModuleType):
     The package has the module under the name that the function has.
     """
 
-    def __call__(self, argv: Sequence[str] | Arguments) -> Composition:
-        return compose(argv)
+    __call__ = staticmethod(compose)
 
 
 sys.modules[__name__].__class__ = _Module

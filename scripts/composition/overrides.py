@@ -86,7 +86,7 @@ class Overrides:
     folders: "Folders"
     problems: list[Problem] = field(default_factory=list)
 
-    def parse(self, texts: Sequence[str], sweep: bool = False) -> list[Override]:
+    def parse(self, texts: Sequence[str], sweep: bool = True) -> list[Override]:
         """Parse each text, collecting all mistakes."""
         parser = OverridesParser.create(self.folders.hydra.config_loader)
         parsed, rest = [], list(texts)

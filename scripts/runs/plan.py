@@ -37,10 +37,10 @@ def make_plan(request: Request, experiment: Experiment, folder: Path) -> None:
     first, notes = _tried(experiment, unread)
     summary = summarize(
         trainer.model,
-        None if first is None else first.batch,
+        first.batch if first else None,
         call=lambda model, batch: _loss(trainer.task, model, batch),
         autocast=trainer.precision.autocast,
-        samples=None if first is None else first.piece.count,
+        samples=first.piece.count if first else None,
     )
     largest, updates = _updates(experiment)
     optimizers = [optimizer for _, optimizer in trainer.optimizers.items()]

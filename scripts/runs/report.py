@@ -51,7 +51,7 @@ def results_of(experiment: Experiment, tested: dict[str, float]) -> dict[str, fl
 def best_of(experiment: Experiment) -> tuple[str, float, int] | None:
     """Return (metric, value, step) of the best checkpoint, or None."""
     saver = saver_of(experiment.trainer.callbacks)
-    return None if saver is None else saver.best_result()
+    return saver.best_result() if saver else None
 
 
 def final_block(

@@ -96,7 +96,7 @@ def find_resume(raw: Values) -> Resume | None:
 
     Raises CheckpointError if it cannot be resumed.
     """
-    own = None if raw["run_dir"] is None else Path(raw["run_dir"])
+    own = raw["run_dir"] and Path(raw["run_dir"])
     if raw["resume"] is None:
         return None
     if raw["resume"] == "auto":

@@ -58,7 +58,7 @@ class BuiltRun:
     @property
     def continued(self) -> Path | None:
         """The directory of the earlier run that is gone on with, if one is."""
-        return None if self.resume is None else self.resume.run_dir
+        return self.resume.run_dir if self.resume else None
 
     def hold(self) -> RunDirectory:
         """Make or take the run's directory and lock it, on the main process."""
@@ -286,7 +286,7 @@ def _test(experiment: Experiment) -> dict[str, float]:
     if experiment.test_loader is None or trainer.run_dir is None:
         return {}
     path = best_or_last(trainer.run_dir / "checkpoints") if trainer.is_main else None
-    payload = trainer.group.broadcast(None if path is None else read_checkpoint(path))
+    payload = trainer.group.broadcast(path and read_checkpoint(path))
     if payload is not None:
         snapshot.load_weights(trainer, payload)
     at = trainer.log_point if payload is None else snapshot.log_point_of(payload)

@@ -71,9 +71,9 @@ class Sweep:
             self.launcher = cluster(options)
         given = self.settings.group_by or []
         self.group_by = [given] if isinstance(given, str) else given
-        message = "{!r} does not vary between the jobs"
+        what = "does not vary between the jobs"
         raise_problems(
-            Problem("sweep.group_by", message.format(key), did_you_mean(key, varied))
+            Problem("sweep.group_by", f"{key!r} {what}", did_you_mean(key, varied))
             for key in self.group_by
             if key not in varied
         )

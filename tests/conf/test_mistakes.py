@@ -16,27 +16,27 @@ TABLE = yaml.safe_load((Path(__file__).parents[1] / "mistakes.yaml").read_text()
 HEAD = "# @package _global_\n"
 
 
-def check(argv: list[str]) -> None:
+def check(argv):
     composed = compose(argv)
     with composed.locating():
         check_targets(parse(composed.config))
 
 
-def mistakes(*argv: str) -> ConfigError:
+def mistakes(*argv):
     """Return the error that a command line ends in, before data are read or anything is built."""
     with pytest.raises(ConfigError) as caught:
         check(list(argv))
     return caught.value
 
 
-def mine(folder: Path, text: str) -> list[str]:
+def mine(folder, text):
     """Write an experiment into a folder of the user's; return the line that chooses it."""
     (folder / "experiment").mkdir(exist_ok=True)
     (folder / "experiment" / "mine.yaml").write_text(text)
     return ["--config-dir", str(folder), "experiment=mine"]
 
 
-def rounds(name: str) -> list:
+def rounds(name):
     """Share rows out so that a round has one for each key; all are reported together."""
     turns: Counter[str] = Counter()
     found: dict[int, list] = defaultdict(list)
@@ -53,7 +53,7 @@ def rounds(name: str) -> list:
         *(pytest.param([row], id=str(row[0])) for row in TABLE["alone"]),
     ],
 )
-def test_a_mistake_names_its_key_and_the_way_out(rows: list) -> None:
+def test_a_mistake_names_its_key_and_the_way_out(rows):
     lines = [row[0].split(" ") if isinstance(row[0], str) else row[0] for row in rows]
     typed = [override for line in lines for override in line]
     first = [] if len(rows) == 1 and typed[0].startswith("experiment=") else ["experiment=resnet18"]
@@ -74,7 +74,7 @@ def test_a_mistake_in_a_file_is_told_with_its_line_and_does_nothing(row, tmp_pat
     assert dict(os.environ) == before
 
 
-def test_mistakes_of_whole_files_are_told(tmp_path: Path) -> None:
+def test_mistakes_of_whole_files_are_told(tmp_path):
     text = "defaults:\n  - override /model: mlp\ntrainer: {max_steps: 2}\n"
     message = str(mistakes(*mine(tmp_path, text)))  # it is the only mistake
     assert message.startswith("must open with `# @package _global_`")
@@ -93,7 +93,7 @@ def test_mistakes_of_whole_files_are_told(tmp_path: Path) -> None:
     assert "--config-dir" in str(mistakes("--config-dir", "d" * 300))
 
 
-def test_what_the_command_line_may_say_and_a_file_may_not() -> None:
+def test_what_the_command_line_may_say_and_a_file_may_not():
     typed = ["run_dir=/my/out", "resume=auto", "data.root='http://HOST/${oc.env:HOME}'"]
     config = compose(["data=image_folder", *typed]).config
     assert (config["run_dir"], config["resume"]) == ("/my/out", "auto")

@@ -1,8 +1,5 @@
 """YAML is read with the line of each key, and written so that it is read back as it was."""
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,7 +9,7 @@ from conf.yaml_file import MAX_DEPTH, dump, examine
 from scripts.composition.compose import escape_reserved
 
 
-def problems(tmp_path: Path, content: str | bytes) -> list[str]:
+def problems(tmp_path, content):
     path = tmp_path / "f.yaml"
     path.write_bytes(content.encode() if isinstance(content, str) else content)
     return [str(problem) for problem in examine(path, "f.yaml").problems]
@@ -40,7 +37,7 @@ def test_what_cannot_be_read_is_named_and_what_is_fine_passes(tmp_path, content,
     assert text in found if text else found == ""
 
 
-def test_lines_and_package_are_noted(tmp_path: Path) -> None:
+def test_lines_and_package_are_noted(tmp_path):
     path = tmp_path / "f.yaml"
     path.write_text("# train x\n# @package _global_\na:\n  b: 1\n  c: [2,\n    3]\n")
     document = examine(path, "f.yaml")
@@ -68,7 +65,7 @@ trees = st.dictionaries(
 )
 
 
-def read(text: str) -> Any:
+def read(text):
     """Read YAML as a composition does: with Hydra's rules, interpolations resolved."""
     raw = OmegaConf.to_container(OmegaConf.create(text)) if text.strip() != "{}" else {}
     return OmegaConf.to_container(OmegaConf.create(escape_reserved(raw)), resolve=True)
@@ -76,11 +73,11 @@ def read(text: str) -> Any:
 
 @settings(max_examples=200, deadline=None)
 @given(trees)
-def test_what_is_written_is_read_back(tree: dict[str, Any]) -> None:
+def test_what_is_written_is_read_back(tree):
     assert read(dump(tree)) == tree
 
 
-def test_tricky_texts_are_read_back_and_raise_no_eyebrow(tmp_path: Path) -> None:
+def test_tricky_texts_are_read_back_and_raise_no_eyebrow(tmp_path):
     tree = {f"k{i}": [text, {"x": text}] for i, text in enumerate(TRICKY)}
     assert read(dump(tree)) == tree
     assert problems(tmp_path, dump(tree)) == []

@@ -36,7 +36,7 @@ def test_the_driver(tmp_path, monkeypatch, version, cuda, works, text, cure):
 def found(monkeypatch, capsys):
     """Return what the command finds on a machine of certain limits."""
 
-    def found(code: int, threads: str = "1", files: int = 4096, free: float = 9.0):
+    def found(code, threads="1", files=4096, free=9.0):
         monkeypatch.setenv("OMP_NUM_THREADS", threads)
         monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
         monkeypatch.setattr(resource, "getrlimit", lambda which: (files, files))
@@ -56,13 +56,13 @@ def found(monkeypatch, capsys):
         ({"free": 1.0}, "disk", "another disk"),
     ],
 )
-def test_each_part_that_is_short_has_a_cure(found, machine, name: str, cure: str) -> None:
+def test_each_part_that_is_short_has_a_cure(found, machine, name, cure):
     (bad,) = (part for part in found(8, **machine) if not part["good"])
     assert bad["name"] == name
     assert cure in bad["cure"]
 
 
-def test_the_command_looks_at_every_part(found) -> None:
+def test_the_command_looks_at_every_part(found):
     parts = found(0, threads="2,1", files=resource.RLIM_INFINITY)
     names = ["versions", "threads", "open files", "disk", "torch", "driver", "devices"]
     assert [part["name"] for part in parts] == names

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -23,9 +22,11 @@ from scripts.help import _SCRIPTS, answer, completion, completions, schema_keys
 from scripts.regimen import COMMANDS
 from scripts.schema import schema, schema_text
 
+TABLE = yaml.safe_load((ROOT / "tests/mistakes.yaml").read_text())
+
 
 @pytest.fixture(autouse=True)
-def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for run in ("net/now", "a;touch b/now"):
         Path("runs", run).mkdir(parents=True)
@@ -36,7 +37,7 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         Path("mine", f"{name}.yaml").write_text(text)
 
 
-def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+def printed(capsys, *argv):
     answer(parse_arguments(list(argv)))
     return capsys.readouterr().out
 
@@ -69,14 +70,14 @@ def test_help_of_a_group_shows_choices_and_keys_with_their_meanings(capsys):
     assert "loader.batch_size" in text
 
 
-def test_help_and_a_configuration_need_no_torch() -> None:
+def test_help_and_a_configuration_need_no_torch():
     code = "import sys; from scripts.train import train; from scripts.composition import compose;"
     code += "train(['--help']); compose(['experiment=resnet18']); sys.exit('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], timeout=60, stdout=subprocess.DEVNULL)
     assert done.returncode == 0
 
 
-def test_the_config_of_a_job(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_config_of_a_job(capsys):
     whole = printed(capsys, "--cfg", "job", "loader.batch_size=3", "data=image_folder")
     assert "batch_size: 3" in whole
     assert "${data.num_classes}" in whole
@@ -89,18 +90,7 @@ def test_the_config_of_a_job(capsys: pytest.CaptureFixture[str]) -> None:
     assert printed(capsys, "-sc", "install=bash") == _SCRIPTS["bash"]
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("--help optimiser", "did you mean optimizer"),
-        ("--help trainer.precison", "did you mean trainer.precision"),
-        ("-sc install=nonsense", "'bash', 'zsh', 'fish'"),
-        ("--cfg hydra -p trainer", "there is no trainer"),
-        ("--cfg job -p optimiser", "did you mean optimizer"),
-        ("--cfg job hydra.run.dir=x", "Hydra's own keys"),
-        ("--cfg job lrr=1", "lrr"),
-    ],
-)
+@pytest.mark.parametrize(("line", "message"), TABLE["questions"])
 def test_a_question_that_has_no_answer(capsys, line, message):
     with pytest.raises(ConfigError, match=message):
         answer(parse_arguments(line.split()))
@@ -123,12 +113,12 @@ def test_a_question_that_has_no_answer(capsys, line, message):
         pytest.param("train nothing", [], id="nothing"),
     ],
 )
-def test_what_a_word_can_become(line: str, expected: list[str]) -> None:
+def test_what_a_word_can_become(line, expected):
     assert completions(line) == expected
 
 
 @pytest.mark.parametrize("shell", ["zsh", "fish"])
-def test_zsh_and_fish_get_whole_words(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_zsh_and_fish_get_whole_words(shell, capsys):
     for line in ("train model=resnet5", "train trainer.max_ep", "regimen ru"):
         completion([shell, "--line", line])
     assert capsys.readouterr().out == "model=resnet50\ntrainer.max_epochs=\nruns\n"
@@ -160,7 +150,7 @@ complete -C "train model=resnet"
 
 
 @pytest.mark.parametrize("shell", SHELLS)
-def test_a_shell_takes_its_script(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_shell_takes_its_script(shell, capsys):
     if shutil.which(shell) is None:
         pytest.skip(f"there is no {shell} here")
     completion([shell])
@@ -171,7 +161,7 @@ def test_a_shell_takes_its_script(shell: str, capsys: pytest.CaptureFixture[str]
     assert done.stderr == ""
 
 
-def test_the_documentation_says_what_the_schema_says() -> None:
+def test_the_documentation_says_what_the_schema_says():
     text = (ROOT / "docs/configuration.md").read_text(encoding="utf-8")
     rows = dict(re.findall(r"^\| `([\w.]+)` \|(.*)\|$", text, re.M))
     assert set(Config.__dataclass_fields__) <= rows.keys()
@@ -183,21 +173,20 @@ def test_the_documentation_says_what_the_schema_says() -> None:
 
 # `regimen schema`: what an editor accepts in a YAML file is what a run accepts.
 FILES = sorted(CONF.rglob("*.yaml"))
-EMA = "callbacks.ema.EMA"
 
 
 @cache
-def validator(group: str | None) -> Draft7Validator:
+def validator(group):
     found = json.loads(schema_text(group))
     Draft7Validator.check_schema(found)
     return Draft7Validator(found)
 
 
-def mistakes(group: str | None, content: Any) -> list[str]:
+def mistakes(group, content):
     return [error.json_path for error in validator(group).iter_errors(content)]
 
 
-def test_a_shipped_file_fits_its_schema() -> None:
+def test_a_shipped_file_fits_its_schema():
     found = {}
     for path in FILES:
         place = path.parent.relative_to(CONF).as_posix()
@@ -207,26 +196,10 @@ def test_a_shipped_file_fits_its_schema() -> None:
     assert {path: wrong for path, wrong in found.items() if wrong} == {}
 
 
-@pytest.mark.parametrize(
-    ("group", "content", "place"),
-    [
-        pytest.param("trainer", {"max_epoch": 3}, "$", id="unknown key"),
-        pytest.param("trainer", {"max_epochs": 0}, "$.max_epochs", id="limit"),
-        pytest.param("trainer", {"precision": "bf17"}, "$.precision", id="choice"),
-        pytest.param("loader", {"eval": {"workers": 1}}, "$.eval", id="section in a section"),
-        pytest.param("model", {"_target_": "models.mlp.MLP", "dept": 1}, "$", id="an argument"),
-        pytest.param("experiment", {"loader": {"batch_size": "x"}}, "$.loader.batch_size", id="ex"),
-        pytest.param("callbacks", {"ema": {"_target_": EMA, "decy": 1}}, "$.ema", id="named node"),
-        pytest.param("optimizer", {"lr": -1}, "$.lr", id="word of an open node"),
-        # What a run takes is not marked.
-        pytest.param("trainer", {"max_epochs": "${mine.epochs}"}, None, id="interpolation"),
-        pytest.param("model", {"_target_": "mine.Net", "any": [1]}, None, id="the user's target"),
-        pytest.param("data", {"num_classes": 3, "mine": 1}, None, id="key of an open section"),
-        pytest.param("callbacks", {"tensorboard": None}, None, id="dropped"),
-    ],
-)
-def test_a_mistake_is_marked(group, content, place):
-    assert mistakes(group, content) == ([place] if place else [])
+@pytest.mark.parametrize("row", TABLE["marked"], ids=str)
+def test_a_mistake_is_marked(row):
+    group, content, *places = row
+    assert mistakes(group, content) == places
 
 
 def test_the_command_prints_a_schema_or_writes_all(tmp_path, capsys):

@@ -6,7 +6,6 @@ Tried in processes of their own.
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -94,12 +93,12 @@ def run(tmp_path):
         pytest.param("import large; large.absent", ["executed"], id="a name that it has not"),
     ],
 )
-def test_a_package_is_executed_when_a_name_of_it_is_used(run, use, printed) -> None:
+def test_a_package_is_executed_when_a_name_of_it_is_used(run, use, printed):
     attempt = f"try:\n {use}\nexcept AttributeError as error: assert 'large' in str(error)"
     assert run(PREPARED + attempt) == printed
 
 
-def test_two_threads_use_it_at_once(run) -> None:
+def test_two_threads_use_it_at_once(run):
     """The second asks in the middle of what the first executes, and waits for its end."""
     use = """
 import threading, slow, slow.part
@@ -118,16 +117,16 @@ first.join()
     assert run(PREPARED + use) == ["3", "3"]
 
 
-def test_training_does_without_the_compiler(run) -> None:
+def test_training_does_without_the_compiler(run):
     assert run(UNTIL_NEEDED) == ["done"]
 
 
 @pytest.mark.slow
-def test_once_the_compiler_is_there_torch_has_its_way(run) -> None:
+def test_once_the_compiler_is_there_torch_has_its_way(run):
     assert run(UNTIL_NEEDED + AND_THEN) == ["done", "done"]
 
 
-def package(folder: Path, name: str) -> Path:
+def package(folder, name):
     (folder / name).mkdir(parents=True)
     (folder / name / "__init__.py").write_text("")
     return folder
@@ -166,7 +165,7 @@ def test_a_script_beside_such_a_package_is_told_when_it_imports_ours(tmp_path, l
     assert str(tmp_path / "data.py") in last
 
 
-def test_a_clash_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_clash_is_named(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     assert clashes() == []
     package(tmp_path, "models")

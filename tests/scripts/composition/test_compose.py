@@ -1,8 +1,5 @@
 """From a command line to a configuration."""
 
-from pathlib import Path
-from typing import Any
-
 import hydra
 import pytest
 from hydra import initialize_config_dir
@@ -22,30 +19,30 @@ MLP = "num_classes in_channels image_size activation hidden"
 FAKE = "{_target_: torchvision.datasets.FakeData, size: 8}"
 
 
-def composed(*argv: str) -> dict[str, Any]:
+def composed(*argv):
     return compose(list(argv)).config
 
 
-def refused(*argv: str) -> str:
+def refused(*argv):
     with pytest.raises(ConfigError) as caught:
         compose(list(argv))
     return str(caught.value)
 
 
 @pytest.fixture
-def mine(tmp_path: Path) -> Path:
+def mine(tmp_path):
     """Return a folder of the user's, with an experiment."""
     write(tmp_path, "experiment/mine.yaml", EXPERIMENT + "name: mine\n")
     return tmp_path
 
 
-def write(folder: Path, name: str, text: str) -> None:
+def write(folder, name, text):
     path = folder / name
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(text.encode())
 
 
-def test_groups_then_the_experiment_then_the_command_line() -> None:
+def test_groups_then_the_experiment_then_the_command_line():
     config = composed()
     assert (config["name"], config["model"]["_target_"]) == ("train", "models.small_cnn.SmallCNN")
     assert config["model"]["num_classes"] == config["data"]["num_classes"]
@@ -79,11 +76,11 @@ def test_groups_then_the_experiment_then_the_command_line() -> None:
     ],
     ids=range(10),
 )
-def test_forms_of_values(overrides: list[str], key: str, value: object) -> None:
+def test_forms_of_values(overrides, key, value):
     assert composed(*overrides)["model"].get(key) == value
 
 
-def test_the_users_folder_comes_first_and_our_keys_may_be_left_out(mine: Path) -> None:
+def test_the_users_folder_comes_first_and_our_keys_may_be_left_out(mine):
     write(mine, "optimizer/sgd.yaml", "_target_: torch.optim.SGD\nlr: 0.5\n")
     write(mine, "trainer/short.yaml", "# train trainer=short\nmax_epochs: 1\n")
     ours = ("--config-dir", str(mine))
@@ -101,7 +98,7 @@ def test_the_users_folder_comes_first_and_our_keys_may_be_left_out(mine: Path) -
         assert composed(*ours, form)["name"] == "mine"
 
 
-def test_a_stored_configuration_composes_to_itself(tmp_path: Path) -> None:
+def test_a_stored_configuration_composes_to_itself(tmp_path):
     config = composed("experiment=resnet18", "model.activation=gelu")
     stored = {**config, "run_dir": None, "resume": None, "dry_run": None}
     (tmp_path / "config.yaml").write_text(dump(stored))
@@ -113,7 +110,7 @@ def test_a_stored_configuration_composes_to_itself(tmp_path: Path) -> None:
     assert composed(*line, "data.image_size=24")["data"]["image_size"] == 24
 
 
-def test_where_a_key_was_written(mine: Path) -> None:
+def test_where_a_key_was_written(mine):
     write(mine, "experiment/mine.yaml", EXPERIMENT + "loader:\n  batch_size: 3\n")
     it = compose(["--config-dir", str(mine), "experiment=mine", "seed=3"])
     keys = ("loader.batch_size", "seed", "loader.num_workers", "nothing")
@@ -129,7 +126,7 @@ def test_where_a_key_was_written(mine: Path) -> None:
     assert {p.file for p in caught.value.problems} == {"command line: data.split_seed=abc"}
 
 
-def test_a_choice_cannot_leave_the_folder(mine: Path) -> None:
+def test_a_choice_cannot_leave_the_folder(mine):
     for place in (mine, mine.parent):
         write(place, "secret.yaml", "_target_: models.mlp.MLP\n")
     for option in ("../secret", "../../secret", "/tmp/secret", "a/../../secret"):
@@ -137,7 +134,7 @@ def test_a_choice_cannot_leave_the_folder(mine: Path) -> None:
         assert "there is no model=" in message or "not an override" in message
 
 
-def test_a_bad_command_line_is_answered_in_one_message() -> None:
+def test_a_bad_command_line_is_answered_in_one_message():
     assert refused("--config-name", "../train")
     for typed in ("a=" + "[" * 5000, "a." * 300 + "b=1"):
         assert "nested deeper" in refused(typed)
@@ -157,14 +154,14 @@ def test_a_bad_command_line_is_answered_in_one_message() -> None:
     ],
     ids=range(5),
 )
-def test_a_replaced_target_takes_over_what_it_takes(typed: str, key: str, kept: str) -> None:
+def test_a_replaced_target_takes_over_what_it_takes(typed, key, kept):
     node = composed("experiment=resnet18", *typed.split())
     for name in key.split("."):
         node = node[name]
     assert node.keys() - {"_target_"} == {*kept.split()}
 
 
-def test_a_replaced_target_of_a_file_drops_what_came_before(mine: Path) -> None:
+def test_a_replaced_target_of_a_file_drops_what_came_before(mine):
     text = f"model: {{_target_: models.mlp.MLP, dept: 2}}\ndata:\n  train: {FAKE}\n  val: {FAKE}\n"
     write(mine, "experiment/mine.yaml", EXPERIMENT + text)
     line = ["--config-dir", str(mine), "experiment=mine"]
@@ -179,7 +176,7 @@ def test_a_replaced_target_of_a_file_drops_what_came_before(mine: Path) -> None:
     assert composed("experiment=resnet18", "data.train.image_size=8")["data"]["test"]
 
 
-def test_a_caller_that_uses_hydra_itself_changes_nothing_and_keeps_its_own(mine: Path) -> None:
+def test_a_caller_that_uses_hydra_itself_changes_nothing_and_keeps_its_own(mine):
     (mine / "config.yaml").write_text("mine: 1\n")
     for rules in ("1.2", "1.3"):
         with initialize_config_dir(str(mine), version_base=rules):
@@ -203,7 +200,7 @@ def test_a_caller_that_uses_hydra_itself_changes_nothing_and_keeps_its_own(mine:
         ("a=1", "a=1.0", False),
     ],
 )
-def test_a_job_is_its_overrides(one: str, other: str, same: bool) -> None:
+def test_a_job_is_its_overrides(one, other, same):
     assert (identity(one.split()) == identity(other.split())) is same
     assert identity(["model.widths=[1, 2]"]) == identity(["model.widths=[1,2]"])
     with pytest.raises(ConfigError, match="not an override"):

@@ -2,7 +2,6 @@
 
 import contextlib
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
@@ -56,7 +55,7 @@ documents = st.lists(lines, max_size=8).map("\n".join).map(str.encode) | st.bina
 
 
 @pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def small(tmp_path_factory):
     """Return a small folder of configs: composing is quick there."""
     folder = tmp_path_factory.mktemp("conf")
     for group in ("model", "experiment"):
@@ -70,7 +69,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def ends_well(argv: list[str]) -> None:
+def ends_well(argv):
     with contextlib.suppress(ConfigError):
         compose(argv)
 
@@ -80,7 +79,7 @@ def ends_well(argv: list[str]) -> None:
 @example(["seed=" + "(" * 20, "+a." * 12 + "=1"])
 @example(["model=null", "~model"])
 @example(["~" + "9" * 300])
-def test_any_overrides(small: Path, overrides: list[str]) -> None:
+def test_any_overrides(small, overrides):
     ends_well(["--config-path", str(small), *(o for o in overrides if o[:1] != "-")])
 
 
@@ -92,7 +91,7 @@ def test_any_overrides(small: Path, overrides: list[str]) -> None:
 @example(b"# @package ${seed}\na: 1\n")
 @example(b"# @package _global_\nname:\n  ? [a, b]\n  : c\n")
 @example(b"# @package _global_\n<<: 1\n")
-def test_any_file(small: Path, content: bytes) -> None:
+def test_any_file(small, content):
     header = b"" if content.startswith(b"#") else b"# @package _global_\n"
     (small / "experiment" / "mine.yaml").write_bytes(header + content)
     ends_well(["--config-path", str(small), "experiment=mine"])
@@ -100,5 +99,5 @@ def test_any_file(small: Path, content: bytes) -> None:
 
 @INPUTS
 @given(st.lists(st.text(max_size=12), max_size=4))
-def test_any_arguments(small: Path, argv: list[str]) -> None:
+def test_any_arguments(small, argv):
     ends_well(["--config-path", str(small), *argv])
