@@ -4,6 +4,7 @@
 Its key `shards` names the folder with their values, and the digests of the files in it.
 """
 
+import importlib
 import pickle
 import shutil
 import uuid
@@ -36,11 +37,9 @@ def write(payload: Mapping[str, Any], target: Path, group: Group) -> dict[str, A
 
     A collective. The shards are durable on return. Raises StorageError on all processes.
     """
-    from torch.distributed.checkpoint.api import CheckpointException
-    from torch.distributed.checkpoint.filesystem import FileSystemWriter
-    from torch.distributed.checkpoint.state_dict_saver import save
+    dcp: Any = importlib.import_module(_CHECKPOINT)
 
-    tensors: dict[str, Tensor] = {}
+    tensors: dict[str, Any] = {}
 
     def taken(path: str, tensor: Tensor) -> Tensor:
         if not hasattr(tensor, "device_mesh"):
@@ -52,8 +51,9 @@ def write(payload: Mapping[str, Any], target: Path, group: Group) -> dict[str, A
     name = f"{target.stem}-{group.broadcast(uuid.uuid4().hex[:8])}{SUFFIX}"
     temporary, folder = target.with_name(f"{TEMPORARY}{name}"), target.with_name(name)
     try:
-        save(tensors, storage_writer=FileSystemWriter(temporary), process_group=group.control)
-    except CheckpointException as failed:
+        writer = dcp.FileSystemWriter(temporary)
+        dcp.save(tensors, storage_writer=writer, process_group=group.control)
+    except dcp.CheckpointException as failed:
         if group.is_main:
             shutil.rmtree(temporary, ignore_errors=True)
         error = failed.failures[min(failed.failures)][0]  # of the first process that failed
@@ -108,24 +108,20 @@ def read(
     """
     if payload.get("shards") is None:
         return dict(payload)
-    from torch.distributed.checkpoint.api import CheckpointException
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-    from torch.distributed.checkpoint.metadata import Metadata
-    from torch.distributed.checkpoint.state_dict_loader import load
+    dcp: Any = importlib.import_module(_CHECKPOINT)
 
-    folder = Path(payload["shards"]["folder"])
+    folder, owners = Path(payload["shards"]["folder"]), parameters or {}
     tensors: dict[str, Any] = {}
 
-    def room_for(path: str, tensor: Tensor) -> Tensor:
+    def room_for(path: str, tensor: Tensor) -> Any:
         if tensor.device.type != "meta":
             return tensor
-        known = [name for name in path.split("/") if name in (parameters or {})]
-        owner = (parameters or {})[known[-1]] if known else None
-        if owner is not None and hasattr(owner, "device_mesh") and owner.shape == tensor.shape:
+        owner: Any = next((owners[n] for n in reversed(path.split("/")) if n in owners), None)
+        if hasattr(owner, "device_mesh") and owner.shape == tensor.shape:
             tensors[path] = torch.empty_like(owner, dtype=tensor.dtype, requires_grad=False)
         else:
             tensors[path] = torch.empty(tensor.shape, dtype=tensor.dtype)
-        return tensors[path]  # type: ignore[no-any-return]
+        return tensors[path]
 
     filled: dict[str, Any] = _mapped(payload, room_for)
     try:
@@ -137,16 +133,14 @@ def read(
         message = f"{folder / '.metadata'}: cannot be read: {error}"
         raise DamagedCheckpointError(message) from error
 
-    class Reader(FileSystemReader):
-        def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-            return described  # type: ignore[no-any-return]
-
+    reader = dcp.FileSystemReader(folder)
+    reader.read_metadata = lambda *_, **__: described
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
             # No collective: all processes can read all files.
-            load(tensors, storage_reader=Reader(folder), no_dist=True)
-    except CheckpointException as error:
+            dcp.load(tensors, storage_reader=reader, no_dist=True)
+    except dcp.CheckpointException as error:
         cause = error.failures[min(error.failures)][0]
         raise DamagedCheckpointError(f"{folder}: cannot be read: {cause}") from cause
     del filled["shards"]

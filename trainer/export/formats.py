@@ -1,6 +1,5 @@
 """The network that is exported; how each format is written and loaded again; the card beside it."""
 
-import importlib
 import importlib.util
 import json
 import logging
@@ -187,8 +186,9 @@ def save_onnx(proto: Any, path: Path, metadata: Mapping[str, Any]) -> None:
 
 def _load_onnx(path: Path) -> Answer:
     check_libraries("onnx")
-    runtime: Any = importlib.import_module("onnxruntime")
-    session = runtime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     names = [output.name for output in session.get_outputs()]
 
     def answer(x: Tensor) -> Any:
@@ -213,17 +213,15 @@ def _write_torchscript(graph: Exportable, path: Path) -> None:
         torch.jit.save(traced, str(path), _extra_files=graph.metadata)
 
 
-def _inductor() -> Any:
-    return importlib.import_module("torch._inductor")
-
-
 def _write_package(graph: Exportable, path: Path) -> None:
     facts = {"aot_inductor.metadata": {"regimen": json.dumps(graph.facts)}}
     options: Any = {"package_path": str(path), "inductor_configs": facts}
+    from torch import _inductor  # takes seconds, and few need it
+
     program = exported_program(graph)
     try:
         with silently(), torch.inference_mode():
-            _inductor().aoti_compile_and_package(program, **options)
+            _inductor.aoti_compile_and_package(program, **options)
     except Exception as error:
         raise ModelError(
             f"the model cannot be compiled: {brief(error)}; format=torch_export may do"
@@ -231,7 +229,9 @@ def _write_package(graph: Exportable, path: Path) -> None:
 
 
 def _load_package(path: Path) -> Answer:
-    package = _inductor().aoti_load_package(str(path))
+    from torch import _inductor
+
+    package = _inductor.aoti_load_package(str(path))
     return lambda x: package(x.contiguous())
 
 

@@ -1,6 +1,5 @@
 """Write a run's model with 8-bit integers: smaller, and faster on a CPU."""
 
-import importlib
 import logging
 import re
 import timeit
@@ -130,7 +129,9 @@ def integer_model(
     those of tensors that are known, each a pair of numpy's numbers. Raises ModelError where nothing
     was quantized.
     """
-    library: Any = importlib.import_module("onnxruntime.quantization")
+    import onnx
+    from onnxruntime import quantization as library
+
     signed, unsigned = library.QuantType.QInt8, library.QuantType.QUInt8
     with silently():
         if samples is None:
@@ -155,7 +156,6 @@ def integer_model(
                 weight_type=signed,
                 extra_options={"TensorQuantOverrides": known},
             )
-    onnx: Any = importlib.import_module("onnx")
     proto = onnx.load(str(path))
     if _INTEGERS.isdisjoint(node.op_type for node in proto.graph.node):
         raise ModelError(

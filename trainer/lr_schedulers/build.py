@@ -1,5 +1,6 @@
 """Build the schedule of learning rates from an `lr_scheduler` node of the config."""
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -170,8 +171,8 @@ class _Builder:
         if kept := [(f"{key}.schedulers.{n}", child) for n, child in named if child is not None]:
             parts, ends = [steps] * len(kept), milestones or []
             if kind is lr_scheduler.SequentialLR and len(ends) == len(kept) - 1:
-                ends = zip([0, *ends], [*ends, steps], strict=True)
-                parts = [None if end is None else max(1, end - begin) for begin, end in ends]
+                bounds = itertools.pairwise([0, *ends, steps])
+                parts = [None if end is None else max(1, end - begin) for begin, end in bounds]
             pairs = zip(kept, parts, strict=True)
             objects["schedulers"] = [self.scheduler(c, part, where) for (where, c), part in pairs]
         cycles = (lr_scheduler.OneCycleLR, lr_scheduler.CyclicLR)

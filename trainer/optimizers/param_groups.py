@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate
 from operator import eq, ge, gt, le, lt
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
@@ -45,10 +44,10 @@ def refuse(key: str, message: str, hint: str | None = None) -> NoReturn:
 class Candidate(NamedTuple):
     """A parameter with all its names (a tied one has several) and the modules that contain it."""
 
-    names: tuple[str, ...]
+    names: list[str]
     tensor: nn.Parameter
-    owners: tuple[nn.Module, ...]  # the modules that it is registered in
-    path: tuple[nn.Module, ...]  # the owners and all modules that contain them
+    owners: list[nn.Module]  # the modules that it is registered in
+    path: list[nn.Module]  # the owners and all modules that contain them
 
     @property
     def name(self) -> str:
@@ -62,19 +61,15 @@ T = TypeVar("T")
 
 def candidates(model: nn.Module, others: Mapping[str, nn.Module] | None = None) -> list[Candidate]:
     """Return each parameter of `model` once, in order of registration, then those of `others`."""
-    modules: dict[str, nn.Module] = {}
-    names: dict[nn.Parameter, list[str]] = {}
+    found: dict[nn.Parameter, Candidate] = {}
     for root, part in {"": model, **(others or {})}.items():
-        modules |= dict(part.named_modules(prefix=root, remove_duplicate=False))
-        for name, tensor in part.named_parameters(prefix=root, remove_duplicate=False):
-            names.setdefault(tensor, []).append(name)
-    found = []
-    for tensor, aliases in names.items():
-        owners = [alias.rpartition(".")[0] for alias in aliases]
-        above = [p for o in owners for p in ["", *accumulate(o.split("."), "{}.{}".format)]]
-        path = tuple(modules[p] for p in above if p in modules)
-        found.append(Candidate(tuple(aliases), tensor, tuple(modules[o] for o in owners), path))
-    return found
+        for place, module in part.named_modules(prefix=root, remove_duplicate=False):
+            for tensor in module.parameters():
+                found.setdefault(tensor, Candidate([], tensor, [], [])).path.append(module)
+            for name, tensor in module.named_parameters(place, False, remove_duplicate=False):
+                found[tensor].names.append(name)
+                found[tensor].owners.append(module)
+    return [*found.values()]
 
 
 class GroupRule(NamedTuple):

@@ -135,21 +135,21 @@ def pack(of: Optimizers) -> dict[str, Any]:
         section: dict[str, Any] = {"type": kind, "groups": {}, "state": {}, "shared": {}}
         packed[name] = section
         try:
-            for owner, values in optimizer.state.items():
-                if isinstance(owner, Tensor):
-                    section["state"][of.names[owner]] = plain(dict(values))
+            for key, values in optimizer.state.items():
+                if isinstance(key, Tensor):
+                    section["state"][of.names[key]] = plain(dict(values))
                 else:  # state that belongs to no parameter
-                    section["shared"][str(owner)] = plain(values)
+                    section["shared"][str(key)] = plain(values)
         except NotPlainError as error:
             raise CheckpointError(
                 f"optimizer {name!r} ({kind}) keeps a {error} in its state; only tensors and plain "
                 "containers can be saved"
             ) from None
-    for group in of.groups():
-        own = {k: v for k, v in group.options.items() if k not in _OF_PARAMETERS}
-        packed[group.optimizer_name]["groups"][group.name] = {
+    for group, owner, options in of.groups():
+        own = {k: v for k, v in options.items() if k not in _OF_PARAMETERS}
+        packed[owner]["groups"][group] = {
             "hyper_parameters": plain_part(own),
-            "parameters": {of.names[p]: _described(p) for p in group.options["params"]},
+            "parameters": {of.names[p]: _described(p) for p in options["params"]},
         }
     frozen = {name: _described(tensor) for name, tensor in of.frozen.items()}
     return {"optimizers": packed, "frozen": frozen}
@@ -172,36 +172,35 @@ def unpack(of: Optimizers, saved: State, hyper_parameters: bool = True) -> list[
         here, there = _places(pack(of)), _places(saved)
         if problems := [*_misfits(here, there)]:
             raise CheckpointError(f"the optimizer state does not fit: {some(problems, 1)}")
-        for group in of.groups():
+        for group, owner, options in of.groups():
             # A group that was frozen as a whole when it was saved keeps the values of this run.
-            section = saved["optimizers"].get(group.optimizer_name, _NOTHING)
-            known = section["groups"].get(group.name, {"hyper_parameters": {}, "parameters": {}})
-            order, names = [*known["parameters"]], [of.names[p] for p in group.options["params"]]
-            owner = group.optimizer_name
+            section = saved["optimizers"].get(owner, _NOTHING)
+            known = section["groups"].get(group, {"hyper_parameters": {}, "parameters": {}})
+            members = {of.names[p]: p for p in options["params"]}
             # Its state is one vector over all parameters.
-            if order and order != names and needs_closure(type(of.optimizers[owner])):
+            moved = [*known["parameters"]] not in ([], [*members])
+            if moved and needs_closure(type(of.optimizers[owner])):
                 raise CheckpointError(f"the parameters of {owner!r} are in another order")
-            on_host = not (group.options.get("capturable") or group.options.get("fused"))
-            states = {
-                parameter: {
-                    key: _like(value, parameter, on_host and key in _ON_HOST, there[name].dtype)
+            on_host = not (options.get("capturable") or options.get("fused"))
+            states = {}
+            for name, parameter in members.items():
+                casts = here[name].dtype != there[name].dtype
+                states[parameter] = {
+                    key: _like(value, parameter, on_host and key in _ON_HOST, casts)
                     for key, value in section["state"].get(name, {}).items()
                 }
-                for name, parameter in zip(names, group.options["params"], strict=True)
-            }
-            options, shared = dict(known["hyper_parameters"]), dict(section["shared"])
-            loaded.append((group, states, options, shared))
+            values, shared = dict(known["hyper_parameters"]), dict(section["shared"])
+            loaded.append((of.optimizers[owner].state, options, states, values, shared))
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise CheckpointError(f"the optimizer state is malformed: {error!r}") from None
-    for group, states, options, shared in loaded:
-        state = of.optimizers[group.optimizer_name].state
-        for parameter, values in states.items():
+    for state, options, states, values, shared in loaded:
+        for parameter, own in states.items():
             state.pop(parameter, None)
-            if values:
-                state[parameter] = values
+            if own:
+                state[parameter] = own
         state.update(shared)
         if hyper_parameters:
-            group.options.update({k: v for k, v in options.items() if k not in _IMPLEMENTATION})
+            options.update({k: v for k, v in values.items() if k not in _IMPLEMENTATION})
     remarks = []
     for remark, one, other in (
         ("unfrozen since the checkpoint, they begin without state", here, there),
@@ -239,15 +238,14 @@ def _misfits(here: Mapping[str, _Place], there: Mapping[str, _Place]) -> Iterato
             yield f"parameter {name} is in {now.group}, it was in {was.group}"
 
 
-def _like(value: Any, parameter: Tensor, on_host: bool, dtype: str) -> Any:
+def _like(value: Any, parameter: Tensor, on_host: bool, casts: bool) -> Any:
     # A copy on the parameter's device, bit for bit. torch's own `load_state_dict` casts to the
     # parameter's dtype, which loses bits. Here a value is cast only if the parameter itself had
-    # another `dtype` when it was saved.
+    # another dtype when it was saved.
     device = torch.device("cpu") if on_host else parameter.device
-    same = dtype == str(parameter.dtype).removeprefix("torch.")
 
     def copied(tensor: Tensor) -> Tensor:
-        cast = not same and tensor.dim() > 0 and tensor.is_floating_point()
+        cast = casts and tensor.dim() > 0 and tensor.is_floating_point()
         return tensor.detach().to(device, parameter.dtype if cast else tensor.dtype, copy=True)
 
     return map_tensors(copied, value)
