@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from conf.schema_trainer import TrainerConfig
 from trainer.device import rng_state, seed_device, set_rng_state
 
 # Of torch, `random` and numpy, and of accelerators: as their libraries return them.
@@ -131,16 +132,17 @@ def seed_everything(seed: int, rank: int = 0) -> None:
     torch.manual_seed(value)
 
 
-def set_switches(*, deterministic: bool, cudnn_benchmark: bool, tf32: bool) -> dict[str, bool]:
+def set_switches(options: TrainerConfig) -> dict[str, bool]:
     """Set torch's global flags for this process; return their values, for the manifest.
 
     `deterministic` raises for nondeterministic operations and disables cuDNN's benchmark, whose
     choice depends on timing. Call this before CUDA is used: cuBLAS reads its environment variable
     once.
     """
-    if deterministic:
+    if deterministic := options.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    benchmark = cudnn_benchmark and not deterministic
+    benchmark = options.cudnn_benchmark and not deterministic
+    tf32 = options.tf32 or options.precision == "tf32"
     if deterministic or torch.are_deterministic_algorithms_enabled():
         torch.use_deterministic_algorithms(deterministic)  # imports torch's compiler: seconds
     torch.backends.cudnn.deterministic = deterministic

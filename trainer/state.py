@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from time import perf_counter
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 MAX_TIME = "max_time"  # the reason of a run that stopped at its time limit
 PRUNED = "pruning"  # the reason of a run that its search ended early
@@ -106,17 +106,11 @@ class TrainState:
             setattr(self, name, state[name])
 
 
-Kind = Literal[
-    "data",
-    "forward + backward",
-    "optimizer",
-    "evaluation",
-    "checkpoints",
-    "callbacks",
-    "start and end",
-]
-KINDS: tuple[Kind, ...] = Kind.__args__  # type: ignore[attr-defined]
-_PAUSES: tuple[Kind, ...] = ("evaluation", "checkpoints", "start and end")  # no training
+Training = Literal["data", "forward + backward", "optimizer", "callbacks"]
+Pause = Literal["evaluation", "checkpoints", "start and end"]
+Kind = Training | Pause
+_TRAINING: tuple[Training, ...] = get_args(Training)
+KINDS: tuple[Kind, ...] = (*_TRAINING, *get_args(Pause))
 
 
 class Timer:
@@ -167,7 +161,7 @@ class Timer:
     def total(self) -> float:
         """Seconds of training in the interval, waiting for data included."""
         self.lap(self._kind)
-        return sum(self.spent[k] - self._before[k] for k in KINDS if k not in _PAUSES)
+        return sum(self.spent[kind] - self._before[kind] for kind in _TRAINING)
 
     @property
     def data(self) -> float:

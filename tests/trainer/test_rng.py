@@ -13,6 +13,7 @@ from toys import Samples, loader
 from trainer import rng
 from trainer.callback import Callback
 from trainer.evaluation import EvaluationAbandoned
+from trainer.options import TrainerOptions
 from trainer.rng import RandomStates, seed_everything, set_switches
 from trainer.tasks.regression import Regression
 
@@ -28,7 +29,7 @@ def unchanged(monkeypatch):
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
     with rng.preserved(torch.device("cpu")):
         yield
-    set_switches(deterministic=False, cudnn_benchmark=False, tf32=False)
+    set_switches(TrainerOptions())
 
 
 def test_the_same_numbers_follow_and_every_part_matters():
@@ -65,11 +66,13 @@ def test_a_seed_repeats_and_the_next_and_other_ranks_differ(seed):
 @pytest.mark.parametrize("tf32", [True, False])
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_the_switches_are_set_and_reported(deterministic, tf32, given):
-    set_switches(deterministic=not deterministic, cudnn_benchmark=False, tf32=not tf32)
+    set_switches(TrainerOptions(deterministic=not deterministic, tf32=not tf32))
     os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
     if given:
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = given
-    facts = set_switches(deterministic=deterministic, cudnn_benchmark=True, tf32=tf32)
+    precision = "tf32" if tf32 else "fp32"
+    options = {"deterministic": deterministic, "cudnn_benchmark": True, "precision": precision}
+    facts = set_switches(TrainerOptions(**options))
     benchmark = not deterministic  # whose choice depends on timing
     assert facts == {"deterministic": deterministic, "cudnn_benchmark": benchmark, "tf32": tf32}
     assert torch.are_deterministic_algorithms_enabled() is deterministic

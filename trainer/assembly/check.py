@@ -21,13 +21,7 @@ from conf.errors import ConfigError, Problem, did_you_mean, noted, problems_at, 
 from conf.interpolation import leaves
 from conf.other_words import our_key
 from conf.schema import OWN_KEYS, Config
-from trainer.assembly.data import (
-    build_transforms,
-    cache_problems,
-    fold_problems,
-    key_of,
-    mixture_problems,
-)
+from trainer.assembly.data import build_transforms, data_problems, key_of
 from trainer.assembly.parts import OFFERED, Assembly, device_of, mesh_of, with_classes, wrong_class
 from trainer.optimizers.optimizers import UNSHARDED, Optimizers, sections
 from trainer.optimizers.state import needs_closure
@@ -61,8 +55,7 @@ def check_targets(config: Config) -> None:
     parts = stand_ins(config)
     first = [*_task_problems(parts), *_strategy_problems(config)]
     about = {p.key.rpartition(".")[0] for p in first}
-    others = [*_loss_problems(config), *_part_problems(parts), *fold_problems(config)]
-    others += mixture_problems(config)
+    others = [*_loss_problems(config), *_part_problems(parts), *data_problems(config)]
     raise_problems([*first, *(p for p in others if p.key not in about)])
 
 
@@ -203,7 +196,6 @@ def _part_problems(parts: Assembly) -> list[Problem]:
     for stage in ("train", "eval", "device"):
         with noted(found):
             build_transforms(config, stage, _CLASSES)
-    found += cache_problems(config)
     try:
         with parts.strategy.device, _Unfilled():
             model = parts.model

@@ -190,7 +190,7 @@ def _in_folds(config: Config, split: str, node: dict[str, Any]) -> dict[str, Any
     return result
 
 
-def fold_problems(config: Config) -> Iterator[Problem]:
+def _fold_problems(config: Config) -> Iterator[Problem]:
     """Name the data sets that cannot be shared out, where folds are asked for."""
     if config.data.folds is None:
         return
@@ -204,7 +204,7 @@ def fold_problems(config: Config) -> Iterator[Problem]:
             yield Problem("data.folds", f"data.{split}: {node['_target_']} has no folds", hint)
 
 
-def mixture_problems(config: Config) -> Iterator[Problem]:
+def _mixture_problems(config: Config) -> Iterator[Problem]:
     """Name what is wrong with the sets and weights of mixtures, and samplers beside their order."""
     for split, node in config.data.nodes().items():
         if not issubclass(_kind(node["_target_"]) or object, Mixture):
@@ -241,8 +241,15 @@ def kept_bytes(config: Config, sets: Mapping[str, Any]) -> int | None:
     return sum(size for size in map(bytes_of, batches) if size <= config.data.cache_bytes)
 
 
-def cache_problems(config: Config) -> Iterable[Problem]:
-    """Return what `data.cache=device` cannot keep, as far as it shows before the data are open."""
+def data_problems(config: Config) -> Iterator[Problem]:
+    """Yield what is wrong with the data sets, as far as it shows before they are open."""
+    yield from _fold_problems(config)
+    yield from _mixture_problems(config)
+    yield from _cache_problems(config)
+
+
+def _cache_problems(config: Config) -> Iterable[Problem]:
+    """Return what `data.cache=device` cannot keep."""
     found: dict[str, Problem] = {}
     for split, node in config.data.nodes().items() if config.data.cache == "device" else ():
         if (kind := _kind(node["_target_"])) is None:

@@ -66,11 +66,7 @@ def build(
         strategy.setup()
     options = config.trainer
     torch.autograd.set_detect_anomaly(options.detect_anomaly)
-    switches = set_switches(
-        deterministic=options.deterministic,
-        cudnn_benchmark=options.cudnn_benchmark,
-        tf32=options.tf32 or options.precision == "tf32",
-    )
+    switches = set_switches(options)
     seed_everything(config.seed)
     data = open_data(config, strategy)
     loader, few = train_loader(config, data, strategy), overfit_samples(config, data.sets["train"])

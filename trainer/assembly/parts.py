@@ -128,13 +128,10 @@ def build_strategy(config: Config) -> Strategy:
         return planned
     here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     check_processes(here, options.accelerator, options.backend)
-    processes = Processes(
-        None if options.backend == "auto" else options.backend,
-        options.timeout,
-        options.accelerator,
-        options.devices if isinstance(options.devices, list) else None,
-        options.sync_batchnorm,
-    )
+    backend = None if options.backend == "auto" else options.backend
+    numbers = options.devices if isinstance(options.devices, list) else None
+    shared = options.timeout, options.accelerator, numbers, options.sync_batchnorm
+    processes = Processes(backend, *shared)
     name = "fsdp" if options.name == "fsdp" else "ddp"  # under torchrun `single` is one of ddp
     own = [key for key, one in declared(StrategyConfig).items() if one.strategies == (name,)]
     values: dict[str, Any] = {key: getattr(options, key) for key in own}
@@ -238,23 +235,15 @@ class Assembly:
         # Reserved interpolations stay: an optimizer's own schedule fills them with what remains of
         # the run after its warm-up. A fused step skips a non-finite update in its kernel, so
         # that its state need not be copied.
-        return build_optimizers(
-            self.model,
-            self.config.optimizer,
-            prefer_fused=has_streams(self.strategy.device),
-            others=named_modules(self.task),
-        )
+        node, fused = self.config.optimizer, has_streams(self.strategy.device)
+        others = named_modules(self.task)
+        return build_optimizers(self.model, node, prefer_fused=fused, others=others)
 
     @cached_property
     def schedule(self) -> LRSchedule:
         """The schedule of all optimizers' learning rates."""
-        return build_lr_schedule(
-            self.config.lr_scheduler,
-            self.optimizers,
-            self.total_steps,
-            self.steps_per_epoch,
-            guessed=self.guessed,
-        )
+        node, lengths = self.config.lr_scheduler, (self.total_steps, self.steps_per_epoch)
+        return build_lr_schedule(node, self.optimizers, *lengths, self.guessed)
 
     @cached_property
     def callbacks(self) -> dict[str, Callback]:

@@ -1,6 +1,6 @@
 """A model before it is trained: its modules, their outputs and FLOPs, and the memory it needs."""
 
-import inspect
+import copy
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -220,18 +220,15 @@ def state_bytes(optimizer: Optimizer) -> int | None:
     A copy of it over meta parameters takes that step, so that the result is exact for any
     optimizer. None for an optimizer that needs a closure or does not accept meta parameters.
     """
-    known = inspect.signature(type(optimizer)).parameters
-    plain = {"fused": False, "foreach": False, "capturable": False}
-    groups = []
-    for group in optimizer.param_groups:
-        parameters = [torch.empty_like(p, device="meta").requires_grad_() for p in group["params"]]
-        for parameter in parameters:
-            parameter.grad = torch.empty_like(parameter)
-        own = {k: plain.get(k, v) for k, v in group.items()}
-        groups.append(own | {"params": parameters})
+    there = [tensor for tensor in tensors_of(optimizer.state) if tensor.ndim]  # no count of steps
+    instead: dict[int, Any] = {id(t): torch.empty_like(t, device="meta") for t in there}
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        own = instead[id(parameter)] = torch.empty_like(parameter, device="meta").requires_grad_()
+        own.grad = torch.empty_like(own)
     try:
-        defaults = {k: plain.get(k, v) for k, v in optimizer.defaults.items() if k in known}
-        twin = type(optimizer)(groups, **defaults)
+        twin = copy.deepcopy(optimizer, instead)
+        for group in twin.param_groups:
+            group |= {name: False for name in ("fused", "foreach", "capturable") if name in group}
         take_step(twin)
     except Exception:  # any optimizer class, on tensors that it may not support
         return None

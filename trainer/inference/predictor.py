@@ -15,7 +15,6 @@ from data.batch import inputs_of
 from data.keys import preserved_rng
 from data.loading.loader import Loader
 from data.transforms import Pipeline
-from trainer import rng
 from trainer.assembly.data import Data
 from trainer.assembly.parts import with_classes
 from trainer.errors import MISFITS, ModelError, misfit
@@ -245,12 +244,10 @@ class Predictor:
 
     @contextmanager
     def ready(self) -> Iterator[None]:
-        """Use the evaluated weights, in evaluation mode; draws are keyed by the seed alone."""
-        trainer, module = self.trainer, self._module
-        seed = derived(trainer.options.seed, "predict")
+        """Bring the model into the state of an evaluation, and look at the module asked for."""
+        module = self._module
         asked = nullcontext() if module is None else module.register_forward_hook(self._embed)
-        with asked, rng.preserved(trainer.strategy.device, seed), trainer.evaluation_weights():
-            trainer.model.eval()
+        with asked, self.trainer.evaluating():
             yield
 
     def _embed(self, module: nn.Module, inputs: Any, output: Any) -> None:
