@@ -48,7 +48,7 @@ class EarlyStopping(Callback):
             none = f"this task has no metric to monitor; set {key}.monitor"
             require(name is not None, f"{key}.patience={self.patience}: {none}")
             hint = f"monitor train/loss, or remove the callback with '~{key}'"
-            there = bool(trainer.val_loaders) or not self._judge.on_validation
+            there = trainer.val_loaders or not self._judge.on_validation
             require(there, f"{key}.monitor={name}: there is no validation set; {hint}")
 
     def on_fit_start(self, trainer: Trainer) -> None:

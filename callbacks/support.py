@@ -27,7 +27,7 @@ class CallbackError(ConfigError, ValueError):
     """An option of a callback is invalid, or does not fit the run."""
 
 
-def require(valid: bool, message: str) -> None:
+def require(valid: object, message: str) -> None:
     """Raise CallbackError unless an option is valid."""
     if not valid:
         raise CallbackError(message)

@@ -43,7 +43,7 @@ class Unfreeze(Callback):
             self._members[name] = members = [left.pop(found) for found in matched]
             key = f"callbacks.{self.name}.stages.{name}"
             unmatched = "matches no parameter, or only those of earlier stages"
-            require(bool(members), f"{key}.pattern={stage['pattern']}: {unmatched}")
+            require(members, f"{key}.pattern={stage['pattern']}: {unmatched}")
             frozen = "the model was built with some of these frozen, so that no optimizer has them"
             require(all(member.requires_grad for member in members), f"{key}: {frozen}")
             set_trainable(trainer.model, members, trains=False)

@@ -7,6 +7,7 @@ from math import lcm
 from typing import Any
 
 import numpy as np
+from torch.utils.data import ConcatDataset
 
 from data.errors import DataError
 from data.keys import ORDER, Indices, random_state
@@ -61,18 +62,16 @@ class Mixture:
         if classes:
             self.classes = next(iter(classes.values()))
         self.sizes = np.array([len(one) for one in sets.values()])
-        self._ends = np.cumsum(self.sizes)
+        self._joined = ConcatDataset[Any](sets.values())
         self.turns = turns_of([self.weights[name] for name in sets])
         known = [found for one in sets.values() if (found := labels_of(one)) is not None]
         self.targets = np.concatenate(known) if len(known) == len(sets) else None
 
     def __len__(self) -> int:
-        return int(self._ends[-1])
+        return len(self._joined)
 
     def __getitem__(self, index: int) -> Any:
-        number = int(np.searchsorted(self._ends, index, side="right"))
-        first = int(self._ends[number] - self.sizes[number])
-        return on_inputs(self.transform, [*self.sets.values()][number][index - first])
+        return on_inputs(self.transform, self._joined[index])
 
     def order(self, seed: int, shuffle: bool) -> "MixtureOrder":
         """Return the order of an epoch: the turns of the sets, each shuffled or as it stands."""
@@ -85,7 +84,7 @@ class Mixture:
     def explain(self) -> str:
         """Say what an epoch is."""
         order = self.order(0, False)
-        seen = np.bincount(np.searchsorted(self._ends, order(0), side="right"))
+        seen = np.bincount(np.searchsorted(self._joined.cumulative_sizes, order(0), side="right"))
         parts = [
             f"{count:,} of {name} ({count / size:.3g} of its {size:,})"
             for name, count, size in zip(self.sets, seen, self.sizes, strict=True)

@@ -64,12 +64,12 @@ KNOWN_TO_ALL = ("conf.errors", "conf.interpolation", "conf.schema_trainer", "dat
 # is thrown away, and up in the commit that brings a new capability.
 BUDGET = {
     "conf": 1025,
-    "data": 3164,
+    "data": 3163,
     "models": 702,
     "trainer": 9006,
     "callbacks": 2408,
     "scripts": 4604,
-    "the six packages": 20909,
+    "the six packages": 20908,
     "tests": 18861,
     "benchmarks": 1296,
 }

@@ -37,7 +37,7 @@ class Graph(Recorder):
     def setup(self, trainer: Trainer) -> None:
         """Find the TensorBoard callback. Raises CallbackError if there is none."""
         self._boards = [c for c in trainer.callbacks.values() if isinstance(c, TensorBoard)]
-        require(bool(self._boards), f"callbacks.{self.name} needs callbacks.tensorboard")
+        require(self._boards, f"callbacks.{self.name} needs callbacks.tensorboard")
 
     def on_update_start(self, trainer: Trainer, micro_batches: Sequence[MicroBatch]) -> None:
         """Keep the first sample of the run."""
