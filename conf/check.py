@@ -135,7 +135,7 @@ def _takes(annotation: Any, value: Any) -> bool:
 
 def spelled(one: Key) -> str:
     """Spell what a key takes, for people."""
-    parts: list[str] = []
+    parts = list[str]()
     for member in members(one.type):
         origin, args = typing.get_origin(member), typing.get_args(member)
         if origin is Literal:
@@ -191,7 +191,7 @@ def fill_defaults(raw: Values, schema: type = Config) -> Values:
     Keys that have no effect with the chosen strategy stay out, unless they were written.
     """
     chosen = raw.get("name", "single")  # of a strategy; elsewhere no key asks for it
-    filled: Values = {}
+    filled = {}
     for name, one in declared(schema).items():
         default = {} if dataclasses.is_dataclass(one.default) else copy.copy(one.default)
         given = raw.get(name, default)

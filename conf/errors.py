@@ -36,7 +36,7 @@ class ConfigError(Exception):
     def __init__(self, problems: Problem | Iterable[Problem] | str) -> None:
         if isinstance(problems, str | Problem):
             problems = [Problem("", problems) if isinstance(problems, str) else problems]
-        self.problems: list[Problem] = list(dict.fromkeys(problems))
+        self.problems = list(dict.fromkeys(problems))
         super().__init__(_text(self.problems))
 
     def __reduce__(self) -> tuple[type[Self], tuple[list[Problem]]]:

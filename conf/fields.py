@@ -14,7 +14,7 @@ from typing import Any
 # What a key's `check` returns: what was expected instead, or None where the value is fine.
 Check = Callable[[Any], str | None]
 REQUIRED: Any = ...  # no default
-_COMPARE: Mapping[str, Any] = {">=": operator.ge, ">": operator.gt, "<=": operator.le}
+_COMPARE = {">=": operator.ge, ">": operator.gt, "<=": operator.le}
 
 
 @dataclass(frozen=True, slots=True)

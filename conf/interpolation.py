@@ -99,7 +99,7 @@ class Interpolations:
 
     def source(self, key: str) -> str:
         """Return the key that holds the value which `key`, or a section above it, takes over."""
-        seen: set[str] = set()
+        seen = set()
         while (taking := above(key, self._taken)) and key not in seen:
             seen.add(key)
             key = self._taken[taking] + key.removeprefix(taking)
@@ -177,7 +177,7 @@ class Interpolations:
 
 def _bodies(text: str) -> list[str]:
     """Return what stands between the braces of each interpolation, nested ones too."""
-    begun: list[int | None] = []  # where each open brace's body begins; None: of no interpolation
+    begun = []  # where each open brace's body begins; None: of no interpolation
     found = []
     for match in re.finditer(r"(?<!\\)\$\{|[{}]", text):
         if match[0] != "}":

@@ -167,7 +167,7 @@ def _note(document: Document, file: str, node: yaml.Node, key: str) -> None:
             inside(child, child, join(key, index))
     elif isinstance(node, yaml.ScalarNode) and (trap := _trap(node)):
         wrong(node, key, trap, readable=True)
-    seen: set[str] = set()
+    seen = set()
     for name, child in node.value if isinstance(node, yaml.MappingNode) else ():
         if not isinstance(name, yaml.ScalarNode):
             wrong(name, key, "a key must be a word")

@@ -53,7 +53,7 @@ def cp(argv: Sequence[str]) -> int:
         target /= files[choice].name
     if target.suffix != ".yaml":
         raise ConfigError(f"{target}: the name of a config ends in .yaml")
-    _write_new(target, files[choice].read_text(encoding="utf-8"))
+    _write_new(target, files[choice].read_text("utf-8"))
     print(f"written to {on_one_line(target)}")
     return 0
 
@@ -98,7 +98,7 @@ def project_files(title: str, clone: str) -> dict[str, str]:
     if name == "regimen":  # a project cannot depend on its own name
         name = "my-regimen"
     files = {
-        path.relative_to(_TEMPLATE).as_posix(): path.read_text(encoding="utf-8")
+        path.relative_to(_TEMPLATE).as_posix(): path.read_text("utf-8")
         for path in sorted(_TEMPLATE.rglob("*"))
         if path.is_file() and "__pycache__" not in path.parts
     }

@@ -86,8 +86,8 @@ def topic_text(groups: Groups, topic: str) -> str:
     Raises ConfigError for a group or a key that does not exist.
     """
     group, _, rest = topic.partition(".")
-    parts: list[str] = []
-    lines: dict[str, str] = {}
+    parts = list[str]()
+    lines = dict[str, str]()
     for name, files in below(groups, group).items():
         told = {one.name: one.told(len(files)) for one in keys_of(name, files)}
         parts += [f"{name}=CHOICE:", *_described(files), *told.values(), ""]
@@ -111,7 +111,7 @@ def _filled(text: str) -> str:
 
 def groups_in(folders: Iterable[str | Path]) -> Groups:
     """Return the choices of each group with their files; the first folder that has one wins."""
-    groups: Groups = {}
+    groups = Groups()
     for folder in map(Path, folders):
         for path in sorted(folder.rglob("*.yaml")):
             group = path.parent.relative_to(folder).as_posix()
@@ -132,7 +132,7 @@ def below(groups: Groups, name: str) -> Groups:
 
 def description(path: Path) -> str:
     """Return the first comment of a file that describes it."""
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    for line in path.read_text("utf-8", "replace").splitlines():
         text = line.lstrip("# ").strip()
         if text and not line.startswith("#"):
             break
@@ -177,10 +177,10 @@ def schema_keys(section: type, prefix: str = "") -> Iterator[Line]:
 
 def _written(path: Path, prefix: str) -> Iterator[Line]:
     """Yield the keys of a YAML file with the comments behind them."""
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    lines = path.read_text("utf-8", "replace").splitlines()
     if any(line.startswith("# @package _global_") for line in lines):
         return
-    parents: list[tuple[int, str]] = []
+    parents = list[tuple[int, str]]()
     for line in lines:
         if (match := _LINE.match(line)) is None:
             continue

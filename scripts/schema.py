@@ -46,7 +46,7 @@ def schema(argv: Sequence[str]) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     for group in (None, *groups_in([CONF])):
         name = (group or "configuration").replace("/", ".")
-        (folder / f"{name}.json").write_text(schema_text(group), encoding="utf-8")
+        (folder / f"{name}.json").write_text(schema_text(group), "utf-8")
     return 0
 
 
@@ -73,7 +73,7 @@ def schema_text(group: str | None) -> str:
 
 
 def _defaults() -> Schema:
-    names: Schema = {}
+    names = {}
     for group, files in groups_in([CONF]).items():
         choice = {"type": "string", "enum": list(files)}
         several = {"type": "array", "items": choice}
@@ -128,7 +128,7 @@ def _any_node(top: str) -> Schema:
     """Return the schema of anything inside a section that the user extends, at any depth."""
     rules, inner = _targets().get(top, {}), _reference(top)
     target = {"description": "an import path", "type": "string", "examples": list(rules)}
-    node: Schema = {"properties": {"_target_": target}, "additionalProperties": inner}
+    node = {"properties": {"_target_": target}, "additionalProperties": inner}
     own = [*OWN_KEYS[top], *OWN_KEYS["lr_scheduler"]] if top in OWN_KEYS else []
     beside = dict.fromkeys((*SPECIAL, "defaults", *own), True)
     conditions = [
@@ -144,9 +144,9 @@ def _any_node(top: str) -> Schema:
 @cache
 def _targets() -> dict[str, dict[str, Schema]]:
     """Return, by section, our targets in the shipped files, and their arguments."""
-    found: dict[str, dict[str, Schema]] = {}
+    found = dict[str, dict[str, Schema]]()
     for path in sorted(CONF.rglob("*.yaml")):
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = yaml.safe_load(path.read_text("utf-8"))
         for top, target in _named(content, path.relative_to(CONF).parts[0]):
             parameters = inspect.signature(locate(target)).parameters.values()
             if all(p.kind is not p.VAR_KEYWORD for p in parameters):

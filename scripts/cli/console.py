@@ -11,7 +11,7 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import metadata
 from typing import Any, NoReturn, TextIO, cast
@@ -24,7 +24,7 @@ from trainer.files.layout import VisibleFormatter, indented_lines, visible
 logger = logging.getLogger("regimen")
 log_file = logging.getLogger("regimen.log")  # for `train.log`: the terminal does not show it
 _JOB = "REGIMEN_SWEEP_JOB"
-AS_JOB: Mapping[str, str] = {_JOB: "1"}  # what the environment of a job of a sweep has
+AS_JOB = {_JOB: "1"}  # what the environment of a job of a sweep has
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 _MOST_KEPT, _LARGEST_KEPT = 2**31 - 1, 2**25  # bytes: the most that mallopt takes
 _LESS_MEMORY = (

@@ -219,7 +219,7 @@ def read_keys(command: type[T], argv: Sequence[str]) -> tuple[T, Arguments]:
         print(help_of(command))
         raise AnsweredError
     greet()
-    raw: dict[str, Any] = {}
+    raw = {}
     others, roots = [], declared(Config)
     for override in arguments.overrides:
         key, equals, text = override.partition("=")

@@ -59,7 +59,7 @@ def split_jobs(arguments: Arguments) -> list[list[Swept]]:
         lists = [it.typed.values_of(override) for override in it.typed.parse(it.overrides)]
     if math.prod(len(values) for values in lists) > MAX_JOBS:
         raise ConfigError(f"these values make more than {MAX_JOBS} jobs")
-    jobs: dict[tuple[str, ...], list[Swept]] = {}
+    jobs = dict[tuple[str, ...], list[Swept]]()
     for job in map(list, itertools.product(*lists)):
         jobs.setdefault(identity(override.text for override in job), job)
     return list(jobs.values())
@@ -117,8 +117,8 @@ class Composition:
         self.folders = folders
         self.arguments = arguments
         self.overrides = list(arguments.overrides)
-        self.choices: Values = {}  # the choice for each group
-        self.config: Values = {}  # resolved, but for `${total_steps}` and its like
+        self.choices = Values()  # the choice for each group
+        self.config = Values()  # resolved, but for `${total_steps}` and its like
         self.typed = Overrides(folders)
         self.problems = self.typed.problems
         self._tree = Tree()
@@ -261,7 +261,7 @@ class Composition:
 
 def _unresolved(cfg: DictConfig, key: str) -> Problem | None:
     """Return why a value cannot be resolved; None if it can, or refers to a missing value."""
-    node: Any = cfg
+    node = cfg
     try:
         for name in key.split("."):
             node = node[int(name) if OmegaConf.is_list(node) else name]

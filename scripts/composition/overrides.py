@@ -170,21 +170,19 @@ class Overrides:
             return None
         key, name = override.get_key_element(), override.key_or_group
         sweep: Any = override.value()
+        text = str(override.input_line).partition("=")[2]
+        integers = re.search(r"\d[.eE]|\d*\.\d", text) is None
         if not override.is_interval_sweep():
             choices = tuple(swept.value for swept in self.values_of(override))
             if not override.is_range_sweep() or len(choices) < 2:
                 return Dimension(key, choices=choices)
-            numbers = sorted(map(float, choices))
-            whole = all(re.fullmatch(r"-?\d+", choice) for choice in choices)
-            step = abs(float(sweep.step))
-            return Dimension(key, low=numbers[0], high=numbers[-1], integers=whole, step=step)
+            numbers, step = sorted(map(float, choices)), abs(float(sweep.step))
+            return Dimension(key, low=numbers[0], high=numbers[-1], integers=integers, step=step)
         low, high, log = sweep.start, sweep.end, "log" in sweep.tags
         if not low < high:
             self.note(name, f"no numbers from {low} to {high}", "the lower end first")
         elif log and low <= 0:
             self.note(name, f"no logarithm of {low}: begin the interval above 0")
-        text = str(override.input_line).partition("=")[2]
-        integers = re.search(r"\d[.eE]|\d*\.\d", text) is None
         return Dimension(key, low=low, high=high, integers=integers, log=log)
 
     def note(self, key: str, message: str, hint: str | None = None) -> None:
@@ -273,7 +271,7 @@ def refuse_outside(varied: Iterable[str]) -> None:
 
 def refuse_untyped(section: str, values: Mapping[str, Any], texts: Iterable[str]) -> None:
     """Raise ConfigError for values of a section that files, not the overrides, have given it."""
-    typed: dict[str, Any] = {}
+    typed = dict[str, Any]()
     for text in texts:
         key = key_of(text)
         if f"{key}.".startswith(f"{section}."):

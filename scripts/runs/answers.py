@@ -108,7 +108,7 @@ def _dataset(keys: Prediction, config: Config, facts: InferenceFacts, lines: lis
 def _generation(keys: Prediction, config: Config, dataset: Any) -> Generation | None:
     """Return how prompts are continued; None where the samples are no prompts."""
     names = ("max_new_tokens", "sampling", "temperature")
-    given: dict[str, Any] = {k: v for k in names if (v := getattr(keys, k)) is not None}
+    given = {k: v for k in names if (v := getattr(keys, k)) is not None}
     if not isinstance(dataset, Prompts):
         raise_problems(Problem(key, "only prompts of a language model take it") for key in given)
         return None
@@ -131,12 +131,12 @@ class Findings:
         self._keys, self._dataset, self._table = keys, dataset, Path(keys.out)
         prompts = dataset.texts if isinstance(dataset, Prompts) else None
         self._rows_of = Rows(facts, keys.top_k or 1, self._mask, prompts)
-        self.rows: list[Row] = []
-        self._arrays: dict[str, Any] = {}  # by the name of an output, a row for each sample
+        self.rows = list[Row]()
+        self._arrays = dict[str, Any]()  # by the name of an output, a row for each sample
 
     def add(self, answers: Answers) -> None:
         """Take the answers for a batch, broken samples among them."""
-        found: dict[int, Row] = {index: {"error": why} for index, why in answers.broken.items()}
+        found = {index: {"error": why} for index, why in answers.broken.items()}
         found |= dict(zip(answers.indices, self._rows_of(answers), strict=True))
         for index in sorted(found):
             self.rows.append({"file": path_of(self._dataset, index) or str(index), **found[index]})

@@ -33,7 +33,7 @@ def make_plan(request: Request, experiment: Experiment, folder: Path) -> None:
     training would raise.
     """
     trainer, config, sets = experiment.trainer, experiment.config, experiment.data.sets
-    unread: list[DataError] = []
+    unread = list[DataError]()
     first, notes = _tried(experiment, unread)
     summary = summarize(
         trainer.model,
@@ -74,7 +74,7 @@ def make_plan(request: Request, experiment: Experiment, folder: Path) -> None:
         "Files": [f"a run would write to {folder}"],
         "Notes": notes,
     }
-    lines: list[str] = []
+    lines = list[str]()
     for title, body in sections.items():
         if body:
             lines += [f"{title} ".ljust(width, "─"), *map(visible, body), ""]

@@ -13,7 +13,7 @@ from trainer.state import MAX_TIME, Kind, epoch_metric
 
 _NOT_RESULTS = ("time/", "memory/", "lr/", "best/")
 _SHOWN = 0.005  # of the run's time
-_IN_WORDS: Mapping[str, str] = {
+_IN_WORDS = {
     "data": "waiting for data",
     "callbacks": "callbacks and logging",
     "start and end": "starting and ending",
@@ -85,9 +85,9 @@ def final_block(
         "best": [f"{best[0]} {best[1]:.4f} at step {best[2]}"] if best else [],
         "test": tested,
     }
-    if state.skipped_updates:
-        facts["skipped"] = [f"{state.skipped_updates} updates that were not finite"]
-    if average is not None and average.begun:
+    if skipped := state.skipped_updates:
+        facts["skipped"] = [f"{skipped} updates that were not finite"]
+    if average and average.begun:
         facts["weights"] = [f"val and test use the average of callbacks.{average.name}"]
     width = (columns or WIDTH) - len("trained  ")
     rows = [("run", str(run_dir))]

@@ -229,7 +229,7 @@ def changes(old: Any, new: Any, key: str = "", given: bool = False) -> dict[str,
     """
     if not (isinstance(old, dict) and isinstance(new, dict)):
         return {} if old == new and type(old) is type(new) else {key: (old, new)}
-    found: dict[str, tuple[Any, Any]] = {}
+    found = dict[str, tuple[Any, Any]]()
     for name in {**old, **new}:
         child = f"{key}.{name}" if key else str(name)
         node = new if name in new else old
@@ -264,7 +264,7 @@ class Moment:
         """Return the point at which the checkpoint `payload` was saved."""
         callbacks: Mapping[str, Any] = payload["callbacks"]
         saver = callbacks.get(snapshot.name_of("saver", payload) or "", {})
-        sizes: dict[str, int] = {}
+        sizes = dict[str, int]()
         for state in callbacks.values():
             sizes |= state.get("sizes", {}) if isinstance(state, dict) else {}
         ranking = tuple(int(step) for step, _ in saver.get("ranking", ()))

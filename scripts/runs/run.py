@@ -252,7 +252,7 @@ def _train(it: BuiltRun, note: Path | None) -> None:
     if it.directory is not None:  # of a run that is gone on with, too: it may have changed
         it.directory.configure(request.config_text(), request.overrides)
         facts_of(experiment.config, experiment.data, trainer.task).write(it.directory.path)
-    tested: dict[str, float] = {}
+    tested = {}
     with suppress(EvaluationAbandoned):
         trainer.fit()
         spent = dict(trainer.timer.spent)

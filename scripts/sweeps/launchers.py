@@ -48,7 +48,7 @@ def start_process(
     module: str,
     argv: Sequence[str],
     output: Path,
-    environment: Mapping[str, str] | None = None,
+    environment: Mapping[str, str] = AS_JOB,
     folder: str | None = None,
 ) -> "subprocess.Popen[bytes]":
     """Start `train` in a group of its own; it saves and ends when this process dies.
@@ -71,7 +71,7 @@ def start_process(
         return subprocess.Popen(
             [sys.executable, "-P", "-m", module, *argv],
             cwd=folder,
-            env={**os.environ, **(environment or {}), **AS_JOB},
+            env={**os.environ, **environment, **AS_JOB},
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=file,
@@ -226,7 +226,7 @@ class SubmititLauncher(Launcher):
     def __init__(self, options: dict[str, Any]) -> None:
         self._cluster = options.pop("cluster", "slurm")
         self._options = options
-        self._new: list[Job] = []
+        self._new = list[Job]()
         self.description = f"jobs go to {self._cluster} through submitit"
         with tempfile.TemporaryDirectory() as folder:  # invalid options leave no files behind
             self._open(Path(folder))

@@ -60,7 +60,7 @@ class Job:
 
     def end(self, code: int) -> None:
         """Note the end of its process by its code; -N: killed by signal N."""
-        status: dict[str, Any] = {}
+        status = {}
         with suppress(RunDirectoryError):
             status = read_status(self.run_dir)
         state = str(status.get("state") or ("failed" if code else "finished"))

@@ -162,7 +162,7 @@ def sampler_of(settings: SweepConfig, seed: int, space: Space) -> Callable[[int]
     if name == "cmaes" and importlib.util.find_spec("cmaes") is None:
         message = "sampler=cmaes takes the package cmaes: pip install cmaes"
         raise ConfigError(Problem("sweep.sampler", message))
-    fixed: dict[str, Any] = {}
+    fixed = dict[str, Any]()
     if name == "grid":
         fixed["search_space"] = {d.name: values_of(d.name, kind) for d, kind in space.items()}
     if name in ("cmaes", "qmc"):
@@ -219,8 +219,8 @@ class Trials:
         self._study = self._opened()
         self._refuse_changes()
         print(f"study {self._study.study_name}: optuna-dashboard {self._place}", flush=True)
-        self._open: list[Any] = []  # trials whose jobs were interrupted in an earlier start
-        self._waiting: dict[int, list[Any]] = {}  # trials, by number of the job that they wait for
+        self._open = list[Any]()  # trials whose jobs were interrupted in an earlier start
+        self._waiting = dict[int, list[Any]]()  # trials, by number of the job that they wait for
         self._total = it.settings.n_trials
         if it.settings.sampler == "grid":
             size = math.prod(len(values_of(d.name, kind)) for d, kind in space.items())

@@ -61,10 +61,10 @@ class Sweep:
     ) -> None:
         self.arguments, self.config, self.varied, self.count = arguments, config, varied, count
         self.settings = parse(config).sweep or SweepConfig()
-        self.devices: tuple[str, list[str]] = "", []  # of `trainer.device.visible`, once known
+        self.devices = "", list[str]()  # of `trainer.device.visible`, once known
         self.metric: str | None = None  # of the task, if it is known
         self.decided = False  # whether jobs are compared by it whatever they log
-        self.heard: list[int] = []  # signals that ask the sweep to end
+        self.heard = list[int]()  # signals that ask the sweep to end
         self.launcher: AnyLauncher
         if cluster := CLUSTERS.get(self.settings.launcher):
             options = options_of(self.settings.launcher_options, arguments.overrides)
@@ -79,8 +79,8 @@ class Sweep:
         )
         self.found = _find_sweep(config)
         self._known = job_folders(self.found) if self.found else {}
-        self._planned: dict[tuple[str, ...], Job] = {}
-        self._complaints: set[str] = set()  # about the leaderboard's file
+        self._planned = dict[tuple[str, ...], Job]()
+        self._complaints = set[str]()  # about the leaderboard's file
 
     def knows(self, overrides: Sequence[Swept]) -> Path | None:
         """Return the folder that an earlier start gave a job."""
@@ -316,11 +316,11 @@ def newest_unfinished(sweeps: Path) -> Path | None:
 def job_folders(sweep: Path) -> dict[tuple[str, ...], Path]:
     """Return the folder of each job, by the overrides that it was made with."""
     numbered = [path for path in sweep.iterdir() if path.name.isdecimal()]
-    folders: dict[tuple[str, ...], Path] = {}
+    folders = dict[tuple[str, ...], Path]()
     for path in sorted(numbered, key=lambda path: int(path.name)):
         # One that cannot be read is the folder of no known job.
         with suppress(OSError, ValueError, TypeError, yaml.YAMLError, ConfigError):
-            texts = own_values((path / OVERRIDES).read_text(encoding="utf-8"))
+            texts = own_values((path / OVERRIDES).read_text("utf-8"))
             folders.setdefault(identity(map(str, texts)), path)
     return folders
 
@@ -330,6 +330,6 @@ def has_finished(folder: Path | None, config: Values) -> bool:
     outside = dict.fromkeys(OF_A_START)
     with suppress(OSError, ValueError, yaml.YAMLError, RunDirectoryError):
         if folder is not None and read_status(folder).get("state") in ENDED_WELL:
-            saved = own_values((folder / CONFIG).read_text(encoding="utf-8"))
+            saved = own_values((folder / CONFIG).read_text("utf-8"))
             return isinstance(saved, dict) and saved | outside == config | outside
     return False
