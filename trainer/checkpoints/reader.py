@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
+from torch import Tensor
 
 from trainer.checkpoints import shards as checkpoint_shards
 from trainer.checkpoints.archive import (
@@ -138,7 +139,7 @@ def read_weights(path: Path) -> Any:
     return payload
 
 
-def model_only(path: Path) -> dict[str, torch.Tensor]:
+def model_only(path: Path) -> dict[str, Tensor]:
     """Return the weights in `path` by name: a checkpoint, a state dict or a .safetensors file.
 
     A run directory means its best checkpoint, or else its last.
@@ -153,7 +154,7 @@ def model_only(path: Path) -> dict[str, torch.Tensor]:
     if isinstance(payload, Mapping):
         inner = next((payload[key] for key in _WEIGHT_KEYS if key in payload), payload)
         tensors = inner.values() if isinstance(inner, Mapping) else ()
-        if tensors and all(isinstance(value, torch.Tensor) for value in tensors):
+        if tensors and all(isinstance(value, Tensor) for value in tensors):
             return {str(name): value for name, value in inner.items()}
     raise CheckpointError(f"{path}: contains no weights: expected a dict of tensors")
 
@@ -177,7 +178,7 @@ def compare_names(
 
 def form(value: Any) -> str:
     """Return dtype and shape of a tensor, as in `float32[64, 3, 3, 3]`, or the type of a value."""
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Tensor):
         return f"{value.dtype}{list(value.shape)}".removeprefix("torch.")
     return "missing" if value is None else type(value).__name__
 
@@ -206,7 +207,7 @@ def _misfits(payload: Mapping[str, Any]) -> Iterator[str]:
         member, visited = pending.pop(), visited + 1
         if visited > _MOST_VALUES:
             yield f"it expands to more than {_MOST_VALUES} values"
-        if isinstance(member, torch.Tensor):
+        if isinstance(member, Tensor):
             whole = member.is_meta or member.layout is not torch.strided
             if not whole and member.nbytes > member.untyped_storage().nbytes():
                 yield f"a tensor of {list(member.shape)} is larger than what is stored of it"

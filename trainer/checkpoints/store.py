@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from trainer.checkpoints.archive import DamagedCheckpointError, digest, write_archive
 from trainer.checkpoints.reader import FORMAT_VERSION, Entry, Index, form, read_checkpoint
@@ -230,7 +230,7 @@ def _enter(
     entry = Entry(path.name, step, path.stat().st_size, digest(path), metrics, facts)
     index.files[path.name] = entry
     weights = payload.get("model", {}).items()
-    index.layout = {name: form(v) for name, v in weights if isinstance(v, torch.Tensor)}
+    index.layout = {name: form(v) for name, v in weights if isinstance(v, Tensor)}
     return entry
 
 

@@ -14,13 +14,11 @@ from trainer.lr_schedulers.functions import aliases, function_of
 from trainer.lr_schedulers.schedule import (
     Interval,
     LRSchedule,
-    ScheduleError,
     Track,
     Warmup,
-    refuse,
 )
 from trainer.optimizers.optimizers import Optimizers, construct
-from trainer.optimizers.param_groups import DEFAULT
+from trainer.optimizers.param_groups import DEFAULT, refuse
 from trainer.targets.allow_list import locate
 
 OUTER = ("interval", "monitor", "warmup")  # keys of ours, in the outermost node only
@@ -40,7 +38,7 @@ def build_lr_schedule(
 
     An optimizer with an `lr_scheduler` of its own uses that one. "${total_steps}" is replaced by
     the scheduler's own horizon: the rest of the run after the warm-up, in updates, or in epochs
-    with `interval: epoch`. Raises `ScheduleError`, also for a schedule that ends before the run,
+    with `interval: epoch`. Raises `ConfigError`, also for a schedule that ends before the run,
     unless the lengths are `guessed`.
     """
     groups = optimizers.groups()
@@ -73,7 +71,7 @@ def build_lr_schedule(
 
 
 def parse_warmup(node: Any, key: str, interval: str, steps_per_epoch: int | None) -> Warmup:
-    """Parse `{steps | epochs, start_factor, shape}`. Raises `ScheduleError`.
+    """Parse `{steps | epochs, start_factor, shape}`. Raises `ConfigError`.
 
     With `epochs` the factor changes after every update, or once an epoch if the schedule does.
     """
@@ -180,7 +178,7 @@ class _Builder:
             arguments["max_lr"] = [float(group["lr"]) for group in self.optimizer.param_groups]
         # A ChainedScheduler takes that of the schedulers in it.
         first = [] if kind is lr_scheduler.ChainedScheduler else [self.optimizer]
-        made = construct(lr_scheduler.LRScheduler, ScheduleError, key, arguments, *first, **objects)
+        made = construct(lr_scheduler.LRScheduler, key, arguments, *first, **objects)
         ends = made.total_steps if isinstance(made, lr_scheduler.OneCycleLR) else math.inf
         if ends < (steps or 0) and not self.guessed:
             message = f"total steps is {ends}, but the run has {self.updates} updates"

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from conf.errors import problems_at
-from trainer.lr_schedulers.schedule import refuse
+from trainer.optimizers.param_groups import refuse
 from trainer.targets.allow_list import locate
 
 Function = Callable[[int], float]
@@ -39,7 +39,7 @@ def expression(text: str, values: Values, key: str) -> Function:
     """Return the function of a step that `0.5 * (1 + cos(pi * step / total_steps))` describes.
 
     Supports numbers, `+ - * / // % **`, comparisons, `and or not`, `a if b else c`, the constants
-    `pi` and `e`, the functions of `FUNCTIONS` and the names in `values`. Raises `ScheduleError`;
+    `pi` and `e`, the functions of `FUNCTIONS` and the names in `values`. Raises `ConfigError`;
     the function as well, where the expression has no value.
     """
     try:
@@ -112,7 +112,7 @@ def aliases(group: str) -> list[str]:
 def function_of(source: Any, values: Values, key: str) -> Function:
     """Return the function of an expression or an import path.
 
-    `values` returns the variables of an expression at a step. Raises `ScheduleError`.
+    `values` returns the variables of an expression at a step. Raises `ConfigError`.
     """
     if isinstance(source, str) and _IMPORT_PATH.fullmatch(source):
         with problems_at(key):

@@ -4,14 +4,15 @@ import copy
 import inspect
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, NoReturn, Self
+from typing import Any, Literal, NamedTuple, Self
 
 from torch import Tensor
 
-from conf.errors import ConfigError, Problem, some
+from conf.errors import some
 from trainer.checkpoints.archive import plain_part
 from trainer.errors import CheckpointError
 from trainer.optimizers.optimizers import Optimizers
+from trainer.optimizers.param_groups import refuse
 from trainer.optimizers.state import State, type_name
 from trainer.state import epoch_metric
 
@@ -21,15 +22,6 @@ Interval = Literal["step", "epoch"]
 _PLATEAU_MEMORY = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")
 # Entries of torch's schedulers that are lists over the parameter groups.
 _BY_GROUP = ("base_lrs", "_last_lr", "min_lrs", "max_lrs", "base_momentums", "max_momentums")
-
-
-class ScheduleError(ConfigError, ValueError):
-    """An `lr_scheduler` section of the config is invalid."""
-
-
-def refuse(key: str, message: str, hint: str | None = None) -> NoReturn:
-    """Raise `ScheduleError` for one key."""
-    raise ScheduleError(Problem(key, message, hint))
 
 
 class Warmup(NamedTuple):
@@ -62,7 +54,7 @@ class Track:
     The warm-up ends at the scheduler's first value, so it can precede any scheduler; the
     scheduler's steps start after it. The position of a track follows from the run's updates and
     epochs. `settings` are the arguments that the track was built from; a scheduler of the caller's
-    has none. Raises `ScheduleError` for a `monitor` without need, or a scheduler without one.
+    has none. Raises `ConfigError` for a `monitor` without need, or a scheduler without one.
     """
 
     def __init__(
@@ -78,9 +70,9 @@ class Track:
         if follows and not monitor:
             message = "must be the metric that the scheduler monitors, such as val/loss"
             hint = None if settings else 'LRSchedule.wrap(scheduler, monitor="val/loss")'
-            raise ScheduleError(Problem("", message, hint))
+            refuse("", message, hint)
         if monitor and not follows:
-            raise ScheduleError(f"{type(scheduler).__name__} does not monitor a metric")
+            refuse("", f"{type(scheduler).__name__} does not monitor a metric")
         self.groups: list[dict[str, Any]] = scheduler.optimizer.param_groups
         self.scheduler = scheduler
         self.monitor = monitor
@@ -264,7 +256,7 @@ class LRSchedule:
     def after_validation(self, metrics: Mapping[str, float]) -> None:
         """Step after a validation, or with the training metrics of an epoch.
 
-        A track that monitors the other of the two is not stepped. Raises `ScheduleError` if a
+        A track that monitors the other of the two is not stepped. Raises `ConfigError` if a
         monitored metric of this stage is missing.
         """
         stages = {name.partition("/")[0] for name in metrics}
@@ -335,7 +327,7 @@ class LRSchedule:
         return rates
 
     def refuse_to_wait(self, has_data: bool, validates: bool) -> None:
-        """Raise `ScheduleError` if a validation is monitored and there is none."""
+        """Raise `ConfigError` if a validation is monitored and there is none."""
         for track in self.tracks.values():
             if (track.monitor or "").startswith("val/") and not (has_data and validates):
                 message = f"{track.monitor} is never measured: there is no validation"

@@ -18,7 +18,6 @@ from trainer.optimizers.param_groups import (
     Claim,
     GroupRule,
     ParamGroup,
-    ParamGroupError,
     Selector,
     candidates,
     divide,
@@ -103,7 +102,7 @@ class Optimizers:
     ) -> Optimizers:
         """Wrap plain torch optimizers over `model`; each trainable parameter must be in one (I8).
 
-        `others` are modules besides the model that are trained. Raises `ParamGroupError` with the
+        `others` are modules besides the model that are trained. Raises `ConfigError` with the
         parameters that are in no optimizer, in two, or not in the model.
         """
         found = candidates(model, others)
@@ -120,7 +119,7 @@ class Optimizers:
             problems.append(Problem("", f"no optimizer has {some(missing)}", hint))
         if double := [names[p] for p, count in taken.items() if count > 1 and p in names]:
             problems.append(Problem("", f"two groups have {some(double)}"))
-        raise_problems(problems, ParamGroupError)
+        raise_problems(problems)
         return optimizer
 
     def items(self) -> ItemsView[str, Optimizer]:
@@ -194,7 +193,7 @@ def build_optimizers(
     """Build the optimizers of an `optimizer` node over `model` and over `others` by name.
 
     Freezes the parameters of rules with `frozen`. `prefer_fused` selects torch's fused kernels
-    where the node leaves the choice open. Raises `ParamGroupError`.
+    where the node leaves the choice open. Raises `ConfigError`.
     """
     found, known = sections(node), candidates(model, others)
     problems: list[Problem] = []
@@ -213,7 +212,7 @@ def build_optimizers(
             elif rules and section is not found[-1]:  # which takes what is left
                 takes = partial(first_rule, rules)
             claims[section.name] = Claim(takes, [*rules, *shared, rest])
-    raise_problems(problems, ParamGroupError)
+    raise_problems(problems)
     groups = divide(model, known, claims)
     built = {s.name: _build(s, groups[s.name], prefer_fused) for s in found}
     return Optimizers(built, {c.tensor: c.name for c in known}, found)
@@ -243,7 +242,7 @@ def sections(node: Mapping[str, Any]) -> list[Section]:
 
 
 def _build(section: Section, groups: Sequence[ParamGroup], prefer_fused: bool) -> Optimizer:
-    make = partial(construct, Optimizer, ParamGroupError, section.key)
+    make = partial(construct, Optimizer, section.key)
     resolved = [{"params": list(g.parameters.values()), "name": g.name} for g in groups]
     # Only an instance shows which hyper-parameters a group can have, and their defaults.
     probe = make(section.target, [nn.Parameter(torch.zeros(1, 1))])
@@ -251,7 +250,7 @@ def _build(section: Section, groups: Sequence[ParamGroup], prefer_fused: bool) -
     problems: list[Problem] = []
     for options, group in zip(resolved, groups, strict=True):
         options |= _resolved(group, defaults, problems)
-    raise_problems(problems, ParamGroupError)
+    raise_problems(problems)
     sharded = any(hasattr(p, "device_mesh") for g in groups for p in g.parameters.values())
     # The choice is open; fused SGD cannot apply dampening to a parameter whose first gradient
     # comes later than others'.
@@ -272,22 +271,21 @@ def _build(section: Section, groups: Sequence[ParamGroup], prefer_fused: bool) -
 
 def construct(
     kind: type[T],
-    refusal: type[ConfigError],
     key: str,
     node: dict[str, Any],
     *args: Any,
     **given: Any,
 ) -> T:
-    """Return the `kind` that a node makes; what torch raises becomes a `refusal` of its key."""
+    """Return the `kind` that a node makes; what torch raises becomes a ConfigError."""
     try:
         made = instantiate(node, *args, _key_=key, **given)
     except (RuntimeError, ArithmeticError, LookupError) as error:
         # An error of a user's function is theirs.
         if hasattr(error, "exit_code") or "lr_lambda" in given:
             raise
-        raise refusal(Problem(key, f"{node['_target_']}: {error}")) from error
+        raise ConfigError(Problem(key, f"{node['_target_']}: {error}")) from error
     if not isinstance(made, kind):
-        raise refusal(Problem(f"{key}._target_", f"makes no {kind.__name__} but {made!r}"))
+        refuse(f"{key}._target_", f"makes no {kind.__name__} but {made!r}")
     return made
 
 

@@ -32,13 +32,9 @@ _NDIM = re.compile(r"ndim\s*(<=|>=|==|<|>)\s*([0-9]{1,3})")
 _COMPARE = {"<": lt, "<=": le, "==": eq, ">=": ge, ">": gt}
 
 
-class ParamGroupError(ConfigError, ValueError):
-    """An `optimizer` section of the config is invalid."""
-
-
 def refuse(key: str, message: str, hint: str | None = None) -> NoReturn:
-    """Raise `ParamGroupError` for one key."""
-    raise ParamGroupError(Problem(key, message, hint))
+    """Raise `ConfigError` for one key."""
+    raise ConfigError(Problem(key, message, hint))
 
 
 class Candidate(NamedTuple):
@@ -111,7 +107,7 @@ def divide(
     """Assign each trainable parameter to the first claim that takes it, and to one group (I8).
 
     Returns the groups of each claim; what rules with `frozen` accept is frozen here. With several
-    claims, the name of a group begins with that of its optimizer. Raises `ParamGroupError` with all
+    claims, the name of a group begins with that of its optimizer. Raises `ConfigError` with all
     problems.
     """
     rules = [rule for claim in claims.values() for rule in claim.rules[:-1]]
@@ -142,7 +138,7 @@ def divide(
     for name, claim in claims.items():
         if not ordered[name]:
             problems.append(Problem(claim.rules[-1].key, "has no trainable parameter left"))
-    raise_problems(problems, ParamGroupError)
+    raise_problems(problems)
     for tensor in frozen:
         tensor.requires_grad_(False)
     return ordered
@@ -202,7 +198,7 @@ def unused(
 def parse_rules(rules: Any, key: str) -> list[GroupRule]:
     """Parse a dict of rules, of which null entries are dropped.
 
-    Raises `ParamGroupError` with the first problem of each rule.
+    Raises `ConfigError` with the first problem of each rule.
     """
     if not isinstance(rules, Mapping | None):
         refuse(key, f"must be a dict of rules, not {rules!r}")
@@ -211,7 +207,7 @@ def parse_rules(rules: Any, key: str) -> list[GroupRule]:
         with noted(problems):
             if node is not None:
                 parsed.append(_parse_rule(str(name), node, f"{key}.{name}"))
-    raise_problems(problems, ParamGroupError)
+    raise_problems(problems)
     return parsed
 
 
@@ -239,7 +235,7 @@ def _parse_rule(name: str, node: Any, key: str) -> GroupRule:
 def parse_selector(node: Any, key: str) -> Selector:
     """Parse `match`, `module`, `kind`, all of which hold, and `except`, of which none does.
 
-    Raises `ParamGroupError`.
+    Raises `ConfigError`.
     """
     hold, unless = _tests(node, SELECTORS, key), []
     if node.get("except") is not None:

@@ -79,12 +79,12 @@ def find_unfinished(folder: Path) -> Path | None:
     if not folder.is_dir():
         return None
 
-    def created(path: Path) -> tuple[str, str]:
+    def created(path: Path) -> str:
         with contextlib.suppress(RunDirectoryError):
-            return str(read_json(path / MANIFEST).get("created", "")), path.name
-        return "", path.name
+            return str(read_json(path / MANIFEST).get("created", ""))
+        return ""
 
-    for path in sorted(filter(holds_run, folder.iterdir()), key=created, reverse=True):
+    for path in sorted(filter(holds_run, sorted(folder.iterdir())), key=created)[::-1]:
         with contextlib.suppress(RunDirectoryError):  # damaged: its checkpoint decides
             if read_status(path).get("state") in ENDED_WELL:
                 continue

@@ -108,8 +108,8 @@ def _place(given: Processes, local_rank: int) -> torch.device:
     return torch.device(kinds()[0], number)
 
 
-def _powersgd(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    exchanged: torch.futures.Future[torch.Tensor] = powerSGD_hook(state, bucket)
+def _powersgd(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    exchanged: torch.futures.Future[Tensor] = powerSGD_hook(state, bucket)
     # Its callbacks wait in gloo's two threads, which would have to answer them: with two buckets in
     # flight both threads would wait forever.
     if dist.get_backend() == "gloo":

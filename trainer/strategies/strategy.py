@@ -79,13 +79,12 @@ def workers_of(asked: int | Literal["auto"]) -> int:
 
 def instances(model: nn.Module, classes: Sequence[str], key: str) -> list[nn.Module]:
     """Return the modules of some classes, outer ones first. Raises ModelError if one has none."""
-    kinds = [type(module).__name__ for module in model.modules()]
+    kinds = {type(module).__name__ for module in model.modules()}
     for name in classes:
         if name not in kinds:
             message = f"the model has no module of class {name}"
-            hint = f"there are {', '.join(sorted(set(kinds)))}"
-            raise ModelError(Problem(key, message, hint))
-    return [m for m, kind in zip(model.modules(), kinds, strict=True) if kind in classes]
+            raise ModelError(Problem(key, message, f"there are {', '.join(sorted(kinds))}"))
+    return [module for module in model.modules() if type(module).__name__ in classes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,10 +290,10 @@ class DataParallel(Strategy):
         inner = _InFormat(model, self.autocast)
         parallel = nn.DataParallel(inner, self.device_ids, self._output_device, self._dim)
 
-        def gather(_: Any, inputs: Any, outputs: Any) -> Any:
-            return map_tensors(lambda t: t.to(self.device), outputs)  # that of the targets
-
-        parallel.register_forward_hook(gather)
+        # To the device of the targets.
+        parallel.register_forward_hook(
+            lambda _, inputs, outputs: map_tensors(lambda t: t.to(self.device), outputs)
+        )
         return parallel
 
 

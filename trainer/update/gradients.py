@@ -150,7 +150,7 @@ class Guard:
         self._buffers: list[tuple[dict[str, Any], str, Tensor]] = []
         self._states: list[dict[Any, Any]] = []  # of each early optimizer
         self._tensors: list[Tensor] = []
-        self._kinds: list[tuple[torch.Size, torch.dtype, torch.device]] = []
+        self._kinds: list[Any] = []  # shape, dtype and device of each
         self._copies: list[Tensor] = []  # of all tensors of a device and dtype, as one vector
         # A sum of zeros until a norm is not finite; then NaN, and so 1 for the kernels.
         self._poison = torch.zeros((), device=trainer.strategy.device)
@@ -287,8 +287,8 @@ def explain(
             row = int(bad.reshape(len(bad), -1).any(1).int().argmax())
             sample = indices[row] if row < len(indices) else row
             return 0, f"sample {sample} holds NaN or infinity, {where}: {advice}"
-    grads = ((name, p.grad) for name, p in model.named_parameters() if p.grad is not None)
-    name = next((name for name, grad in grads if _nonfinite(grad).any()), "")
+    grads = ((name, p.grad) for name, p in model.named_parameters())
+    name = next((name for name, grad in grads if grad is not None and _nonfinite(grad).any()), "")
     # A non-finite loss makes all gradients non-finite.
     of_loss = not name or any(_nonfinite(loss).any() for loss in losses)
     what = "loss" if of_loss else f"gradient of {name}"

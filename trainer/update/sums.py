@@ -13,12 +13,11 @@ from trainer.distributed import Group
 from trainer.strategies.strategy import Strategy
 from trainer.task import SUM, StepOutput, Task
 
+MicroBatches = Sequence[MicroBatch]  # of one update
 Total = Tensor | float  # a denominator over the whole update
 
 
-def totals_of(
-    task: Task, strategy: Strategy, micro_batches: Sequence[MicroBatch]
-) -> dict[str, Total]:
+def totals_of(task: Task, strategy: Strategy, micro_batches: MicroBatches) -> dict[str, Total]:
     """Return an update's denominators that depend on the data, over all devices."""
     if not task.count_names:
         return {}

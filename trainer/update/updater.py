@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from data.batch import MicroBatch, joined
+from data.batch import joined
 from trainer.errors import MISFITS, DivergedError, ModelError, SampleError, misfit
 from trainer.optimizers.state import needs_closure
 from trainer.task import StepOutput, as_output, unsound
 from trainer.update import gradients
 from trainer.update.gradients import LOWER, Guard
-from trainer.update.sums import Sums, add_up, share_of, totals_of
+from trainer.update.sums import MicroBatches, Sums, add_up, share_of, totals_of
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
@@ -66,7 +66,7 @@ class Updater:
         self._told: set[str] = set()  # the stages without labels
         # For callbacks that ask for an update's batch and outputs.
         self._keeps = trainer.hooks.asks_for_batches
-        self._last_batches: Sequence[MicroBatch] = ()
+        self._last_batches: MicroBatches = ()
         self._last_outputs: dict[str, list[StepOutput]] = {}
         known = trainer.optimizers.optimizers
         # Turns without an optimizer are left out: an evaluation has none, and needs none.
@@ -94,7 +94,7 @@ class Updater:
         early = [t for t in self._turns if t is not self._turns[-1] or t.searching]
         return Guard(self._trainer, list({o: None for turn in early for o in turn.every}))
 
-    def apply(self, micro_batches: Sequence[MicroBatch]) -> bool:
+    def apply(self, micro_batches: MicroBatches) -> bool:
         """Run micro-batches (forward, scaled backward) -> unscale -> clip -> step -> zero.
 
         Once for each turn. Returns False if the update was skipped.
@@ -136,7 +136,7 @@ class Updater:
         trainer.timer.lap("optimizer")
         return True
 
-    def try_out(self, micro_batches: Sequence[MicroBatch]) -> None:
+    def try_out(self, micro_batches: MicroBatches) -> None:
         """Compute an update's gradients and drop them: for `Strategy.warm_up` and a dry run."""
         self.guard.remember()
         for turn in self._turns:
@@ -146,7 +146,7 @@ class Updater:
         self.guard.restore()
 
     def _accumulate(
-        self, turn: Turn, micro_batches: Sequence[MicroBatch]
+        self, turn: Turn, micro_batches: MicroBatches
     ) -> tuple[list[StepOutput], list[Tensor]]:
         trainer, task, model = self._trainer, self._trainer.task, self._trainer.wrapped
         strategy, precision = trainer.strategy, trainer.precision
@@ -191,9 +191,7 @@ class Updater:
         outputs = [output for turn in self._last_outputs.values() for output in turn]
         return {"batch": joined(batches) if batches else None, "outputs": outputs}
 
-    def _search(
-        self, turn: Turn, micro_batches: Sequence[MicroBatch], shares: Sequence[Tensor]
-    ) -> None:
+    def _search(self, turn: Turn, micro_batches: MicroBatches, shares: Sequence[Tensor]) -> None:
         """Let optimizers step that evaluate loss and gradients by themselves."""
         strategy = self._trainer.strategy
 
@@ -212,7 +210,7 @@ class Updater:
         for optimizer in turn.searching:
             optimizer.step(evaluate)  # type: ignore[arg-type]
 
-    def _refuse(self, micro_batches: Sequence[MicroBatch], shares: Sequence[Tensor]) -> bool:
+    def _refuse(self, micro_batches: MicroBatches, shares: Sequence[Tensor]) -> bool:
         trainer = self._trainer
         self.guard.restore()
         if trainer.precision.scales:
@@ -227,7 +225,7 @@ class Updater:
         self,
         sums: Sums,
         turn: Turn,
-        micro_batches: Sequence[MicroBatch],
+        micro_batches: MicroBatches,
         outputs: Sequence[StepOutput],
     ) -> None:
         for micro_batch, output in zip(micro_batches, outputs, strict=True):

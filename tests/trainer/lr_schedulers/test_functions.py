@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import SGD
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
+from conf.errors import ConfigError
 from schedules_by_hand import (
     PER_EPOCH,
     TORCH,
@@ -22,9 +23,8 @@ from schedules_by_hand import (
 from toys import through_a_file
 from trainer.lr_schedulers.build import build_lr_schedule
 from trainer.lr_schedulers.functions import MAX_LENGTH, expression
-from trainer.lr_schedulers.schedule import LRSchedule, ScheduleError, curve
+from trainer.lr_schedulers.schedule import LRSchedule, curve
 from trainer.optimizers.optimizers import build_optimizers
-from trainer.targets.allow_list import TargetError
 
 VALUES = {"step": 7.0, "epoch": 2.0, "total_steps": 10.0}
 
@@ -75,7 +75,7 @@ def test_an_expression_is_what_python_makes_of_it(text: str, expected: float) ->
 )
 def test_anything_else_is_refused(texts: list[str], message: str) -> None:
     for text in texts:
-        with pytest.raises(ScheduleError, match=f"^key: .*{message}"):
+        with pytest.raises(ConfigError, match=f"^key: .*{message}"):
             expression(text, lambda step: VALUES, "key")(7)
 
 
@@ -151,12 +151,12 @@ def test_a_plain_scheduler_is_wrapped_as_it_is() -> None:
 def test_a_plain_plateau_scheduler_needs_the_name_of_its_metric() -> None:
     optimizer = SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
     plateau = ReduceLROnPlateau(optimizer, patience=0)
-    with pytest.raises(ScheduleError, match='monitor="val/loss"'):
+    with pytest.raises(ConfigError, match='monitor="val/loss"'):
         LRSchedule.wrap(plateau)
     schedule = LRSchedule.wrap(plateau, monitor="val/loss")
     for metrics in ({"val/loss": 1.0}, {"train/epoch_loss": 0.0}, {"val/loss": 2.0}):
         schedule.after_validation(metrics)
-    with pytest.raises(ScheduleError, match="val/loss: no such metric; there are: val/accuracy"):
+    with pytest.raises(ConfigError, match="val/loss: no such metric; there are: val/accuracy"):
         schedule.after_validation({"val/accuracy": 0.0})
     assert optimizer.param_groups[0]["lr"] == 0.1
 
@@ -208,7 +208,7 @@ STEP, PLATEAU = broken(step_size=1), broken("ReduceLROnPlateau")
     ],
 )
 def test_a_schedule_that_cannot_be_built_is_refused(chosen: dict[str, Any], message: str) -> None:
-    with pytest.raises((ScheduleError, TargetError), match=message) as caught:
+    with pytest.raises(ConfigError, match=message) as caught:
         build_lr_schedule(chosen, optimizers(), TOTAL, PER_EPOCH)
     assert getattr(caught.value, "exit_code", None) == 2
 
@@ -220,7 +220,7 @@ def test_a_run_without_a_length_has_no_horizon() -> None:
         (node("multi_step"), "milestones: depends on the length of the run"),
         (warm, "the length of an epoch is not known"),
     ):
-        with pytest.raises(ScheduleError, match=message):
+        with pytest.raises(ConfigError, match=message):
             build_lr_schedule(chosen, optimizers(), None, None)
     schedule = build_lr_schedule(broken(step_size=1), optimizers(), None, None)
     assert schedule.tracks["optimizer"].scheduler.step_size == 1
@@ -230,6 +230,6 @@ def test_a_run_without_a_length_has_no_horizon() -> None:
 def test_a_cycle_that_ends_before_the_run_is_refused(updates: int) -> None:
     chosen = broken("OneCycleLR", max_lr=0.1, total_steps=updates - 1)
     for whole in (chosen, broken("ChainedScheduler", schedulers=[chosen])):
-        with pytest.raises(ScheduleError, match=r"the run has .* updates.*total_steps"):
+        with pytest.raises(ConfigError, match=r"the run has .* updates.*total_steps"):
             build_lr_schedule(whole, optimizers(), updates, 10)
         build_lr_schedule(whole, optimizers(), updates, 10, guessed=True)

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from conf.errors import ConfigError
 from toys import section
 from trainer.optimizers.optimizers import Optimizers, build_optimizers
-from trainer.optimizers.param_groups import ParamGroupError
 from trainer.optimizers.state import needs_closure
-from trainer.targets.allow_list import TargetError
 
 CONF = Path(__file__).resolve().parents[3] / "conf" / "optimizer"
 
@@ -211,7 +210,7 @@ def both(*nodes: Any) -> dict[str, Any]:
     ],
 )
 def test_an_optimizer_that_cannot_be_built_is_refused(chosen: dict[str, Any], message: str) -> None:
-    with pytest.raises((ParamGroupError, TargetError), match=re.escape(message)) as caught:
+    with pytest.raises(ConfigError, match=re.escape(message)) as caught:
         build_optimizers(network(), chosen)
     assert getattr(caught.value, "exit_code", None) == 2
 
@@ -240,13 +239,13 @@ def test_plain_optimizers_are_wrapped_as_they_are_and_their_groups_get_names() -
 def test_wrapping_refuses_parameters_that_are_left_out_foreign_or_double() -> None:
     model = network()
     head = list(model.head.parameters())
-    with pytest.raises(ParamGroupError, match=r"no optimizer has patch_embed.weight.*\(\+2 more\)"):
+    with pytest.raises(ConfigError, match=r"no optimizer has patch_embed.weight.*\(\+2 more\)"):
         Optimizers.wrap(torch.optim.SGD(head, lr=0.1), model)
     foreign = [*model.parameters(), nn.Parameter(torch.zeros(1))]
-    with pytest.raises(ParamGroupError, match="not in the model"):
+    with pytest.raises(ConfigError, match="not in the model"):
         Optimizers.wrap(torch.optim.SGD(foreign, lr=0.1), model)
     pair = {n: torch.optim.SGD(model.parameters(), lr=0.1) for n in "ab"}
-    with pytest.raises(ParamGroupError, match=r"two groups have patch_embed.weight"):
+    with pytest.raises(ConfigError, match=r"two groups have patch_embed.weight"):
         Optimizers.wrap(pair, model)
 
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from conf.errors import ConfigError
 from models.vit import ViT
 from trainer.optimizers.optimizers import Optimizers, build_optimizers
-from trainer.optimizers.param_groups import ParamGroupError
 
 
 class Tied(nn.Module):
@@ -204,7 +204,7 @@ DECAY: dict[str, Any] = {"layer_decay": 0.5}
 )
 def test_a_rule_that_makes_no_sense_is_refused(rules: Any, message: str) -> None:
     model = network()
-    with pytest.raises(ParamGroupError) as caught:
+    with pytest.raises(ConfigError) as caught:
         built(model, rules)
     assert message in str(caught.value)
     assert caught.value.exit_code == 2

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 import trainer
-from trainer.optimizers.param_groups import ParamGroupError, parse_selector
+from conf.errors import ConfigError
+from trainer.optimizers.param_groups import parse_selector
 from trainer.targets import allow_list as targets
 from trainer.targets.allow_list import LIBRARIES, TargetError, locate, refusal
 from trainer.targets.instantiate import instantiate, node_problems, refused_targets
@@ -329,5 +330,5 @@ def test_what_unpickles_is_refused_at_any_depth(call, key, timm):
     "text", ["ndim<=" + "9" * 5000, "ndim<=1 or 1", "ndim<=__import__('os')", "ndim<=1.5"]
 )
 def test_a_comparison_of_dimensions_stays_one(text):
-    with pytest.raises(ParamGroupError, match="neither one of"):
+    with pytest.raises(ConfigError, match="neither one of"):
         parse_selector({"kind": text}, "rule")

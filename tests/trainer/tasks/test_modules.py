@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 import toys
 from callbacks.ema import EMA
+from conf.errors import ConfigError
 from toys import CLASSES, in_group, points, whole_batches
 from trainer import snapshot
 from trainer.errors import ModelError
 from trainer.optimizers.optimizers import build_optimizers
-from trainer.optimizers.param_groups import ParamGroupError
 from trainer.options import TrainerOptions
 from trainer.strategies.ddp import Processes
 from trainer.strategies.fsdp import FSDP
@@ -127,7 +127,7 @@ def test_an_optimizer_without_them_is_refused_and_shards_beside_them():
     model, node = nn.Linear(5, CLASSES).double(), {"_target_": "torch.optim.SGD", "lr": 0.5}
     task, data = Classification(CLASSES, Scaled()), [SAMPLES[0]]
     for optimizer in (torch.optim.SGD(model.parameters()), build_optimizers(model, node)):
-        with pytest.raises(ParamGroupError, match=r"no optimizer has task\.loss\.scale"):
+        with pytest.raises(ConfigError, match=r"no optimizer has task\.loss\.scale"):
             Trainer(model, task, optimizer, data)
     with pytest.raises(ModelError, match=r"trains task\.loss\.scale; use strategy=ddp"):
         FSDP(Processes(accelerator="cpu")).check(named_modules(task))

@@ -53,13 +53,9 @@ class History(Callback):
         self.states: list[Any] = []
 
     def on_fit_start(self, trainer: Trainer) -> None:
-        self.keep(trainer)
-
-    def on_update_end(self, trainer: Trainer) -> None:
-        self.keep(trainer)
-
-    def keep(self, trainer: Trainer) -> None:
         self.states.append(copy.deepcopy(state_of(trainer)))
+
+    on_update_end = on_fit_start
 
 
 def state_of(trainer: Trainer) -> list[Any]:
