@@ -108,9 +108,7 @@ def test_a_leaderboard_goes_by_the_metric_of_the_best():
     assert Ranking({"callbacks": {}}, []).name == "val/loss"
 
 
-def test_a_hook_with_wrong_parameters_is_found_and_a_name_nearly_as_a_hook_is_told(
-    caplog,
-):
+def test_a_hook_with_wrong_parameters_is_found_and_a_name_nearly_as_a_hook_is_told(caplog):
     class Short(Callback):
         def on_epoch_end(self):
             pass

@@ -161,9 +161,7 @@ def test_trained_weights_with_a_fresh_head_and_for_grey_images(cached):
     torch.testing.assert_close(model(grey), cached.eval()(grey.expand(-1, 3, -1, -1)))
 
 
-def test_weights_are_not_fetched_on_meta_nor_for_a_checkpoints_sake(
-    monkeypatch,
-):
+def test_weights_are_not_fetched_on_meta_nor_for_a_checkpoints_sake(monkeypatch):
     monkeypatch.setattr(torchvision_adapter, "fetch", lambda entry: pytest.fail("fetched"))
     with torch.device("meta"):
         from_torchvision("resnet18", 5, in_channels=1, weights="DEFAULT")
