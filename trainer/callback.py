@@ -321,8 +321,7 @@ class PRCurve(NamedTuple):
     @property
     def recall(self) -> Floats:
         """The share of positive samples that are found; 0 where there are none."""
-        there = self.true_positives + self.false_negatives
-        return self.true_positives / np.maximum(there, 1)
+        return self.true_positives / np.maximum(self.true_positives + self.false_negatives, 1)
 
 
 Media = Image | Histogram | PRCurve | str  # a text is Markdown

@@ -73,18 +73,15 @@ class Board:
 
     def failure(self) -> PeerError | None:
         """Return the failure of another process; None if none has reported one."""
-        try:
-            if not self._attempt.check(["cause"]):
-                return None
-            rank, code, text, where = json.loads(self._attempt.get("cause"))
-        except (RuntimeError, ValueError):
-            return None
-        if rank == self._rank:
-            return None
-        told = PeerError(f"process {rank} failed: {text}")
-        told.exit_code = code
-        told.add_note(f"Process {rank}:\n{where}")
-        return told
+        with suppress(RuntimeError, ValueError):  # the process that hosts the store is gone
+            if self._attempt.check(["cause"]):
+                rank, code, text, where = json.loads(self._attempt.get("cause"))
+                if rank != self._rank:
+                    told = PeerError(f"process {rank} failed: {text}")
+                    told.exit_code = code
+                    told.add_note(f"Process {rank}:\n{where}")
+                    return told
+        return None
 
 
 def is_first_to_fail(error: BaseException) -> bool:

@@ -181,12 +181,9 @@ def account(error: BaseException) -> str | None:
     given = [f"{name}={spelled(value)}" for name, value in _arguments(frame)[:6]]
     shown = f" with {', '.join(given)}" if given else ""
     reason = f"{type(error).__name__}: {brief(error)}".rstrip(": ")
-    parts = [f"{place} ({frame.f_code.co_filename}, line {line}){shown}: {reason}"]
-    if layer := _layer(frames[theirs[-1] :]):
-        parts.append(layer)
-    if change := _change_for(str(error)):
-        parts.append(change)
-    return "; ".join(parts) + target
+    said = f"{place} ({frame.f_code.co_filename}, line {line}){shown}: {reason}"
+    parts = said, _layer(frames[theirs[-1] :]), _change_for(str(error))
+    return "; ".join(filter(None, parts)) + target
 
 
 def device_failed(error: BaseException) -> bool:
@@ -221,8 +218,8 @@ def misfit(
     change = _change_for(reason) or (
         "do model, data (channels, image size, classes), transforms and task agree?"
     )
-    at = f"; {layer}" if (layer := _layer(frames)) else ""
-    return ModelError(f"model and data do not fit: {reason}{at}; {change}")
+    parts = f"model and data do not fit: {reason}", _layer(frames), change
+    return ModelError("; ".join(filter(None, parts)))
 
 
 def is_misfit(error: Exception) -> bool:
@@ -230,8 +227,7 @@ def is_misfit(error: Exception) -> bool:
     if not isinstance(error, MISFITS) or hasattr(error, "exit_code"):
         return False
     modules = [str(f.f_globals.get("__name__", "")) for f, _ in walk_tb(error.__traceback__)]
-    memory = "allocate memory" in str(error)
-    if memory or device_failed(error) or modules[-1].startswith(_FOREIGN):
+    if "allocate memory" in str(error) or device_failed(error) or modules[-1].startswith(_FOREIGN):
         return False
     return all(module.partition(".")[0] in _LIBRARIES for module in modules)
 

@@ -16,8 +16,7 @@ def count(limit: int | float | None, whole: int) -> int:
     """
     if limit is None or isinstance(limit, int):
         return whole if limit is None else min(limit, whole)
-    share = (Decimal(str(limit)) * whole).to_integral_value(ROUND_HALF_UP)
-    return max(1, int(share))
+    return max(1, int((Decimal(str(limit)) * whole).to_integral_value(ROUND_HALF_UP)))
 
 
 def horizon(options: TrainerOptions, steps_per_epoch: int | None) -> int | None:

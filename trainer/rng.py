@@ -69,7 +69,7 @@ class RandomStates:
         """
         python, numpy, own = dict(state["python"]), dict(state["numpy"]), state["device"]
         python["internal"] = tuple(python["internal"].tolist())
-        numpy["keys"] = numpy["keys"].numpy().astype(np.uint32)
+        numpy["keys"] = numpy["keys"].numpy()
         parts = tuple(python.values()), tuple(numpy.values())
         known = own["kind"] == self._kind
         saved = [one.cpu() for one in own["states"]] if known else []
@@ -156,6 +156,5 @@ def set_switches(options: TrainerConfig) -> dict[str, bool]:
 
 def derived(seed: int, *parts: object) -> int:
     """Return a seed derived from `seed` and `parts`, independent of those of other parts."""
-    text = "/".join(map(str, (seed, *parts)))
-    content = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    content = hashlib.blake2b("/".join(map(str, (seed, *parts))).encode(), digest_size=8).digest()
     return int.from_bytes(content, "little") >> 1  # some functions of torch accept 63 bits only

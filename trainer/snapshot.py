@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.callback import Average, Callback, saver_of
-from trainer.checkpoints import reader
-from trainer.checkpoints import shards as checkpoint_shards
+from trainer.checkpoints import reader, shards
 from trainer.checkpoints.archive import on_host
 from trainer.checkpoints.store import CheckpointStore
 from trainer.device import product_name
@@ -34,8 +33,7 @@ def take(trainer: Trainer, on_main: Callable[[Any], Any] = on_host) -> dict[str,
     they are.
     """
     strategy = trainer.strategy
-    sharded = strategy.sharded_checkpoint
-    whole: Callable[[Any], Any] = dict if sharded else strategy.gather_tensors
+    whole: Callable[[Any], Any] = dict if strategy.sharded_checkpoint else strategy.gather_tensors
     callbacks = whole({name: call.state_dict() for name, call in trainer.callbacks.items()})
     own = {} if strategy.shares_buffers else dict(trainer.model.named_buffers())
     skips = hasattr(trainer.train_loader, "skipped_state")  # a plain loader loads all samples
@@ -133,15 +131,14 @@ def _found(place: Path) -> tuple[Path, dict[str, Any]] | None:
 def _take_over(
     trainer: Trainer, payload: Mapping[str, Any], hyper_parameters: bool, same_run: bool
 ) -> list[str]:
-    notes = list[str]()
     state, rank = payload["state"], trainer.group.data_rank
-    for key, now in _circumstances(trainer).items():
-        if (then := state["made_with"].get(key, now)) != now:
-            notes.append(
-                f"{key}: saved with {then}, goes on with {now}: the last digits may differ"
-            )
+    notes = [
+        f"{key}: saved with {then}, goes on with {now}: the last digits may differ"
+        for key, now in _circumstances(trainer).items()
+        if (then := state["made_with"].get(key, now)) != now
+    ]
     parameters = dict(trainer.model.named_parameters())
-    payload = checkpoint_shards.read(payload, parameters)
+    payload = shards.read(payload, parameters)
     trainer.strategy.load_model_state(trainer.model, payload["model"])
     optimizer = trainer.strategy.split_like(payload["optimizer"], parameters)
     notes += trainer.optimizers.load_state_dict(optimizer, hyper_parameters)
@@ -158,8 +155,7 @@ def _take_over(
         left_out = [entry for part in state["loader"][own] for entry in part.get("skipped", [])]
         trainer.train_loader.load_skipped_state([] if rank and not same else left_out)
     for key in ("sums", "epoch_sums"):
-        sums = getattr(trainer.updater, key)
-        sums.load_state_dict(*state[key][own], takes=int(same or not rank))
+        getattr(trainer.updater, key).load_state_dict(*state[key][own], takes=int(same or not rank))
     if same:
         with torch.no_grad():
             for name, buffer in trainer.model.named_buffers():
@@ -187,7 +183,7 @@ def load_weights(trainer: Trainer, payload: Mapping[str, Any], path: Path | None
     reader.compare_names(payload, trainer.model.state_dict(), path)
     parameters = dict(trainer.model.named_parameters())
     needed = ("model", "callbacks", "ema", "shards", "state")
-    payload = checkpoint_shards.read({k: payload[k] for k in needed if k in payload}, parameters)
+    payload = shards.read({k: payload[k] for k in needed if k in payload}, parameters)
     with reader.taking_over("the weights"):
         trainer.strategy.load_model_state(trainer.model, payload["model"])
         if others := payload.get("state", {}).get("unsaved"):

@@ -183,8 +183,7 @@ class Trainer:
             self.hooks.emit("on_exception", self, error)
             raise
         finally:
-            self.train_loader.close()
-            for loader in self.val_loaders.values():
+            for loader in (self.train_loader, *self.val_loaders.values()):
                 loader.close()
             with self.timer.spending("start and end"):
                 self.hooks.emit("teardown", self)

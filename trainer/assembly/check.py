@@ -61,8 +61,7 @@ def check_targets(config: Config) -> None:
 
 def stand_ins(config: Config) -> Assembly:
     """Return the parts of a run without data, device or storage."""
-    endless = horizon(config.trainer, _STEPS_PER_EPOCH) is None
-    total = None if endless else _TOTAL_STEPS
+    total = None if horizon(config.trainer, _STEPS_PER_EPOCH) is None else _TOTAL_STEPS
     return Assembly(config, Strategy("meta"), _CLASSES, total, _STEPS_PER_EPOCH, guessed=True)
 
 
@@ -142,8 +141,7 @@ def _task_problems(parts: Assembly) -> Iterator[Problem]:
 
 def _monitor_problems(config: Config, names: Sequence[str]) -> Iterator[Problem]:
     stages = (*(config.data.validations or ["val"]), "train")
-    known = [f"{stage}/{name}" for stage in stages for name in names]
-    known.append("train/grad_norm")
+    known = [*(f"{stage}/{name}" for stage in stages for name in names), "train/grad_norm"]
     known += [epoch_metric(name) for name in known if name.startswith("train/")]
     validates = config.data.val is not None or config.trainer.overfit_batches is not None
     follow = {"lr_scheduler": config.lr_scheduler, "optimizer": config.optimizer}

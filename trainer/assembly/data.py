@@ -12,7 +12,7 @@ import torch
 
 from conf.errors import ConfigError, Problem, raise_problems
 from conf.interpolation import mapped
-from conf.schema import Config
+from conf.schema import Config, Node
 from data.decode import quick_form
 from data.errors import DataError
 from data.image_folder import ImageCache, ImageFolder
@@ -45,7 +45,7 @@ class Data(NamedTuple):
                 "split": split,
                 "type": type(dataset).__name__,
                 "samples": len(dataset) if hasattr(dataset, "__len__") else None,
-                "classes": len(classes) if (classes := getattr(dataset, "classes", None)) else None,
+                "classes": len(getattr(dataset, "classes", None) or ()) or None,
                 "fingerprint": fingerprint(dataset),
                 **({"epoch": dataset.explain()} if isinstance(dataset, Mixture) else {}),
             }
@@ -116,14 +116,14 @@ def _stage_of(split: str) -> str:
     return "train" if split == "train" else "eval"
 
 
-def _open(config: Config, split: str, node: dict[str, Any]) -> Any:
+def _open(config: Config, split: str, node: Node) -> Any:
     """Open a data set and give it its transforms."""
     stage = _stage_of(split)
     pipeline = build_pipeline(config, stage)
     # A data set of the user's own may have no parameter for transforms.
     taken = parameters_of(node["_target_"]) or {}
     transformed = "transform" in taken and "transform" not in node
-    given: dict[str, Any] = {"transform": pipeline} if transformed else {}
+    given: Node = {"transform": pipeline} if transformed else {}
     if config.dry_run and "keep_index" in taken:
         given["keep_index"] = False  # a dry run leaves nothing behind
     dataset = instantiate(_in_folds(config, split, node), _key_=key_of(split), **given)
@@ -176,7 +176,7 @@ def _num_classes(config: Config, sets: dict[str, Any]) -> int | None:
     return declared
 
 
-def _in_folds(config: Config, split: str, node: dict[str, Any]) -> dict[str, Any]:
+def _in_folds(config: Config, split: str, node: Node) -> Any:
     """Return a data set's node, in which every target that takes folds is given them."""
     given = {"fold": config.data.fold, "folds": config.data.folds}
 
@@ -186,8 +186,7 @@ def _in_folds(config: Config, split: str, node: dict[str, Any]) -> dict[str, Any
         return {**given, **part} if {*taken} >= given.keys() else part
 
     cut = config.data.folds is not None and split != "test"  # which stays as it is
-    result: dict[str, Any] = mapped(node, shared) if cut else node
-    return result
+    return mapped(node, shared) if cut else node
 
 
 def _fold_problems(config: Config) -> Iterator[Problem]:

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from conf.errors import Problem, noted, problems_at, raise_problems
 from conf.fields import declared
 from conf.interpolation import fill, mapped
-from conf.schema import Config
+from conf.schema import Config, Node
 from conf.schema_trainer import StrategyConfig
 from data.errors import DataError
 from trainer.callback import Callback, Saver, check_hooks
@@ -72,7 +72,7 @@ def wrong_class(key: str, cls: type) -> str | None:
     return None if fits else f"makes no {called} but a {cls.__module__}.{cls.__qualname__}"
 
 
-def build_node(node: dict[str, Any], key: str, **given: Any) -> Any:
+def build_node(node: Node, key: str, **given: Any) -> Any:
     """Build what a node describes, with further arguments.
 
     Raises ConfigError, also if it does not fit `key`.

@@ -132,14 +132,10 @@ def _try(
 
 def _observe(step: _Step, example: Any, device: torch.device, autocast: Context) -> _Seen:
     shapes: dict[str, list[tuple[int, ...]]] = {}
-    saved: dict[int, int] = {}  # the bytes of a storage
-    alive: list[Tensor] = []  # the address of a freed storage would be reused
+    saved: dict[int, Tensor] = {}  # by storage; alive, or the address of one would be reused
 
-    def save(tensor: Tensor, own: bool = False) -> Tensor:
-        storage = tensor.untyped_storage()
-        # All meta tensors have the data pointer 0.
-        saved.setdefault(int(storage._cdata), 0 if own else storage.nbytes())
-        alive.append(tensor)
+    def save(tensor: Tensor) -> Tensor:
+        saved[_storage(tensor)] = tensor
         return tensor
 
     def leave(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
@@ -150,8 +146,8 @@ def _observe(step: _Step, example: Any, device: torch.device, autocast: Context)
     for name, tensor in (*step.named_parameters(), *step.named_buffers()):
         on_meta = device.type == "meta"
         own = torch.empty_like(tensor, device=device) if on_meta else tensor.detach().clone()
-        tensors[name] = save(own.requires_grad_(tensor.requires_grad), own=True)
-    batch = map_tensors(lambda tensor: save(tensor.to(device), own=True), example)
+        tensors[name] = own.requires_grad_(tensor.requires_grad)
+    batch = map_tensors(lambda tensor: tensor.to(device), example)
     # What the pass assigns to attributes is put back.
     before = [(module, dict(vars(module))) for module in step.model.modules()]
     flops, saving = FlopCounterMode(display=False), torch.autograd.graph.saved_tensors_hooks
@@ -166,7 +162,13 @@ def _observe(step: _Step, example: Any, device: torch.device, autocast: Context)
         for module, attributes in before:
             vars(module).clear()
             vars(module).update(attributes)
-    return _Seen(shapes, flops, sum(saved.values()))
+    given = {_storage(tensor) for tensor in (*tensors.values(), *tensors_of(batch))}
+    sizes = [t.untyped_storage().nbytes() for place, t in saved.items() if place not in given]
+    return _Seen(shapes, flops, sum(sizes))
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)  # all meta tensors have the data pointer 0
 
 
 def render(summary: Summary, width: int = 100) -> str:

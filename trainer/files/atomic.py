@@ -24,8 +24,7 @@ _kept: set[int] = set()  # descriptors that a forked process closes
 
 def storage_error(path: Path, error: OSError) -> StorageError:
     """Return a StorageError with the reason why `path` could not be written."""
-    reason = os.strerror(error.errno or errno.EIO).lower()
-    return StorageError(f"cannot write {path}: {reason}")
+    return StorageError(f"cannot write {path}: {os.strerror(error.errno or errno.EIO).lower()}")
 
 
 @contextlib.contextmanager

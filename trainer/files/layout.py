@@ -90,8 +90,7 @@ class VisibleFormatter(logging.Formatter):
         """Return the formatted record, which may have several lines."""
         record = logging.makeLogRecord(record.__dict__)
         if isinstance(record.args, tuple):
-            shown = (on_one_line(a) if isinstance(a, Path) else a for a in record.args)
-            record.args = tuple(shown)
+            record.args = tuple(on_one_line(a) if isinstance(a, Path) else a for a in record.args)
         return visible(super().format(record))
 
 
@@ -109,8 +108,5 @@ def size(value: float | None) -> str:
     """Format a number of bytes: 42.6 MiB; `?` for None."""
     if value is None or value < 1024:
         return "?" if value is None else f"{value:.0f} B"
-    for unit in ("KiB", "MiB", "GiB", "TiB"):
-        value /= 1024
-        if value < 1024 or unit == "TiB":
-            break
-    return f"{value:.1f} {unit}"
+    power = min((int(value).bit_length() - 1) // 10, 4)
+    return f"{value / 1024**power:.1f} {'KMGT'[power - 1]}iB"

@@ -296,8 +296,8 @@ class Rows(NamedTuple):
             return [{"prediction": [*f], "probability": [*f.values()]} for f in above]
         if kind == "values":
             mean, std = self.facts.outputs.get("scale", (0.0, 1.0))
-            scaled = output * std + mean  # in the units of the file, as training standardised them
-            return _columns({OUTPUT: scaled}, count, math.inf)
+            # In the units of the file, as training standardised them.
+            return _columns({OUTPUT: output * std + mean}, count, math.inf)
         if kind == "mask":
             return [{"prediction": self.mask_of(index, mask)} for index, mask in both]
         if kind == "text" and self.prompts is not None:

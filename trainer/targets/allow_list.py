@@ -259,8 +259,7 @@ def _import_module(name: str, path: str) -> ModuleType:
     except Exception as error:
         missing = isinstance(error, ModuleNotFoundError) and error.name
         if missing and under(name, [missing]):
-            message = f"no package {name!r} is installed, which {path!r} needs"
-            raise TargetError(message) from error
+            raise TargetError(f"no package {name!r} is installed, which {path!r} needs") from error
         error.imported_for = path  # type: ignore[attr-defined]
         raise  # the module exists, and something in it fails
     if module.__name__ != name:
@@ -324,5 +323,4 @@ def _how_to_allow(path: str) -> str:
 
 
 def _is_path(path: str) -> bool:
-    parts = path.split(".")
-    return len(path) <= 300 and all(p.isidentifier() and p[:2] != "__" for p in parts)
+    return len(path) <= 300 and all(p.isidentifier() and p[:2] != "__" for p in path.split("."))

@@ -182,8 +182,7 @@ def _mismatch(parameter: Parameter, value: Any) -> str | None:
         known = parameter.annotation
         wanted = known.__name__ if isinstance(known, type) else str(known).replace("typing.", "")
         return f"expected {wanted}, got {value!r} ({type(value).__name__})"
-    nan = isinstance(value, float) and math.isnan(value)
-    return "expected a number, got nan" if nan else None
+    return "expected a number, got nan" if isinstance(value, float) and math.isnan(value) else None
 
 
 def may_hold(annotation: Any, value: Any) -> bool:
@@ -229,8 +228,7 @@ def _build(node: dict[str, Any], args: tuple[Any, ...], given: Mapping[str, Any]
         # The user's own code: a traceback is more useful.
         if hasattr(error, "exit_code") or listed(target) is None:
             raise
-        reason = brief(error) or type(error).__name__
-        message = f"{target} does not accept its arguments: {reason}"
+        message = f"{target} does not accept its arguments: {brief(error) or type(error).__name__}"
         raise TargetError(Problem(key, message)) from error
 
 

@@ -59,5 +59,4 @@ class Classification(Supervised):
 def _hits(logits: Tensor, labels: Tensor, k: int) -> Tensor:
     if k == 1:
         return logits.detach().argmax(1).eq(labels).count_nonzero()
-    best = logits.detach().topk(k, dim=1).indices
-    return (best == labels[:, None]).any(1).count_nonzero()
+    return (logits.detach().topk(k, dim=1).indices == labels[:, None]).any(1).count_nonzero()

@@ -67,8 +67,7 @@ class GAN(Task):
 
     def prediction_step(self, model: nn.Module, batch: Any) -> Any:
         """Return the images generated from noise."""
-        noise = batch[1] if isinstance(batch, (tuple, list)) else batch
-        return model(noise, part=GENERATOR)
+        return model(batch[1] if isinstance(batch, (tuple, list)) else batch, part=GENERATOR)
 
     def _judged(self, model: nn.Module, images: Tensor, fake: Tensor) -> tuple[Tensor, ...]:
         # One call for both: wrappers such as DDP expect one forward pass before each backward pass.
@@ -77,8 +76,7 @@ class GAN(Task):
                 f"the images have shape {list(images.shape)}, those of the generator "
                 f"{list(fake.shape)}: set model.image_size and model.in_channels to match the data"
             )
-        logits = model(torch.cat([images, fake]), part=DISCRIMINATOR)
-        real_logits, fake_logits = logits.chunk(2)
+        real_logits, fake_logits = model(torch.cat([images, fake]), part=DISCRIMINATOR).chunk(2)
         loss = softplus(-real_logits).mean() + softplus(fake_logits).mean()
         return real_logits, fake_logits, loss
 

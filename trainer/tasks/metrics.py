@@ -121,8 +121,7 @@ class ConfusionMatrix(Running):
         """Add logits (n, classes, ...) and labels (n, ...) or probabilities (n, classes, ...)."""
         labels = target.argmax(1) if target.is_floating_point() else target
         answers, n = output.detach().argmax(1), self.num_classes
-        valid = (labels >= 0) & (labels < n)
-        pairs = torch.where(valid, labels * n + answers, n * n).flatten()
+        pairs = torch.where((labels >= 0) & (labels < n), labels * n + answers, n * n).flatten()
         # bincount would synchronize with the device to find the largest entry.
         self.total.index_add_(0, pairs, torch.ones_like(pairs, dtype=self.total.dtype))
 
