@@ -65,7 +65,7 @@ def on_host(tree: Any, copy: Callable[[Tensor], Tensor] = Tensor.cpu) -> Any:
 
     Sharded tensors (DTensor) and those on the meta device stay as they are.
     """
-    copies: dict[tuple[Any, ...], Tensor] = {}
+    copies = {}
 
     def moved(tensor: Tensor) -> Tensor:
         if tensor.is_meta or hasattr(tensor, "device_mesh"):
@@ -131,7 +131,7 @@ def digest(path: Path) -> str:
 
 def _check(path: Path, file: BinaryIO, crcs: bool) -> None:
     """Refuse an archive that torch.save does not write, or that changed afterwards."""
-    names: set[str] = set()
+    names = set()
     try:
         with zipfile.ZipFile(file) as archive:
             entries = archive.infolist()

@@ -61,7 +61,7 @@ class Index:
     def read(cls, folder: Path) -> Self:
         """Read the index of `folder`: empty if missing, or damaged (with a warning)."""
         try:
-            content = json.loads(regular(folder / INDEX).read_text(encoding="utf-8"))
+            content = json.loads(regular(folder / INDEX).read_text("utf-8"))
             files, names = (
                 {name: Entry(**fields) for name, fields in content[key].items()}
                 for key in ("files", "names")

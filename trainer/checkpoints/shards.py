@@ -37,9 +37,9 @@ def write(payload: Mapping[str, Any], target: Path, group: Group) -> dict[str, A
 
     A collective. The shards are durable on return. Raises StorageError on all processes.
     """
-    dcp: Any = importlib.import_module(_CHECKPOINT)
+    dcp = importlib.import_module(_CHECKPOINT)
 
-    tensors: dict[str, Any] = {}
+    tensors = {}
 
     def taken(path: str, tensor: Tensor) -> Tensor:
         if not hasattr(tensor, "device_mesh"):
@@ -108,10 +108,10 @@ def read(
     """
     if payload.get("shards") is None:
         return dict(payload)
-    dcp: Any = importlib.import_module(_CHECKPOINT)
+    dcp = importlib.import_module(_CHECKPOINT)
 
     folder, owners = Path(payload["shards"]["folder"]), parameters or {}
-    tensors: dict[str, Any] = {}
+    tensors = dict[str, Any]()
 
     def room_for(path: str, tensor: Tensor) -> Any:
         if tensor.device.type != "meta":

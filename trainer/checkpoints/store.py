@@ -73,7 +73,7 @@ class CheckpointStore:
         None if there is no checkpoint. Raises CheckpointError if all are damaged, or one contains
         code or has another format. Steps after `up_to` are ignored.
         """
-        passed: dict[Path, str] = {}
+        passed = dict[Path, str]()
         for path, step in self._steps().items():
             if (up_to is None or step <= up_to) and not any(_same(path, p) for p in passed):
                 try:

@@ -285,7 +285,7 @@ def provenance(run: Run, checkpoint: str) -> Facts:
             if key.startswith(("val/", "test/")) and value is not None
         },
         "data": read_json(run.path / MANIFEST).get("data") or [],
-        "config": (run.path / "config.yaml").read_text(encoding="utf-8"),
+        "config": (run.path / "config.yaml").read_text("utf-8"),
     }
 
 

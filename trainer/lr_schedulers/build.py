@@ -158,7 +158,7 @@ class _Builder:
         if isinstance(size, float):
             arguments["step_size"] = max(1, _share(size, steps, f"{key}.step_size"))
         self.settings |= {f"{key}.{name}": value for name, value in arguments.items()}
-        objects: dict[str, Any] = {}  # arguments that are not plain data
+        objects = {}  # arguments that are not plain data
         if "functions" in node:
             if "lr_lambda" in arguments:
                 hint = 'write functions: {default: ...} instead, such as "0.97 ** epoch"'

@@ -67,8 +67,8 @@ def _compiled(node: ast.expr, names: Sequence[str], depth: int) -> _Term:
     if depth < 0:
         raise ValueError(f"it is nested more than {MAX_DEPTH} deep")
 
-    function: Callable[..., float] | None = None
-    parts: list[ast.expr] = []
+    function = None
+    parts = list[ast.expr]()
     match node:
         case ast.Constant(value=bool() | int() | float() as number):
             constant = float(number)

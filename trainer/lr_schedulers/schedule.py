@@ -73,7 +73,7 @@ class Track:
             refuse("", message, hint)
         if monitor and not follows:
             refuse("", f"{type(scheduler).__name__} does not monitor a metric")
-        self.groups: list[dict[str, Any]] = scheduler.optimizer.param_groups
+        self.groups = scheduler.optimizer.param_groups
         self.scheduler = scheduler
         self.monitor = monitor
         # The metric by its name for a whole epoch or a validation.
@@ -306,7 +306,7 @@ class LRSchedule:
         walked, over optimizers that have neither parameters nor state, at some microseconds an
         update. A schedule of the caller's is not: who knows what it holds.
         """
-        nothing: dict[int, Any] = {}
+        nothing = dict[int, Any]()
         for track in self.tracks.values():
             optimizer = track.scheduler.optimizer
             nothing |= {id(group["params"]): [] for group in track.groups}
@@ -320,7 +320,7 @@ class LRSchedule:
                     walked.after_update()
                     if self._steps_per_epoch and walked.updates % self._steps_per_epoch == 0:
                         walked.after_epoch()
-                at: dict[str, float] = {}
+                at = dict[str, float]()
                 for track in walked.tracks.values():
                     at |= zip(track.group_names, track.rates(), strict=True)
                 rates.append(at)

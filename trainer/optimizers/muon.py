@@ -49,7 +49,7 @@ class Muon(torch.optim.Muon):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take a step, or, where the device holds a `found_inf` of 1, leave everything as it is."""
-        before: list[tuple[Tensor, Tensor]] = []
+        before = []
         if (found_inf := getattr(self, "found_inf", None)) is not None:
             left_out = found_inf > 0
             trained = [p for group in self.param_groups for p in group["params"]]

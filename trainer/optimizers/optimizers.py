@@ -18,7 +18,6 @@ from trainer.optimizers.param_groups import (
     Claim,
     GroupRule,
     ParamGroup,
-    Selector,
     candidates,
     divide,
     first_rule,
@@ -83,7 +82,7 @@ class Optimizers:
         trained = {*self.parameters()}
         self.frozen = {name: p for p, name in names.items() if p not in trained}
         self.sections = {section.name: section for section in sections}
-        self._used: list[Any] = []  # the learning rates of the last update
+        self._used = list[Any]()  # the learning rates of the last update
         self._configured = [
             [_number(group.options.get(name)) for name in ("lr", "weight_decay")]
             for group in self.groups()
@@ -196,8 +195,8 @@ def build_optimizers(
     where the node leaves the choice open. Raises `ConfigError`.
     """
     found, known = sections(node), candidates(model, others)
-    problems: list[Problem] = []
-    shared: list[GroupRule] = []  # rules that hold within each of several optimizers
+    problems = list[Problem]()
+    shared = []  # rules that hold within each of several optimizers
     with noted(problems):
         if "optimizers" in node:
             shared = parse_rules(node.get("param_groups"), "optimizer.param_groups")
@@ -206,7 +205,7 @@ def build_optimizers(
         with noted(problems):
             rules = parse_rules(section.own["param_groups"], f"{section.key}.param_groups")
             rest = GroupRule("", section.key)
-            takes: Selector = rest.accepts
+            takes = rest.accepts
             if (chosen := section.own["params"]) is not None:
                 takes = parse_selector(chosen, f"{section.key}.params")
             elif rules and section is not found[-1]:  # which takes what is left
@@ -247,7 +246,7 @@ def _build(section: Section, groups: Sequence[ParamGroup], prefer_fused: bool) -
     # Only an instance shows which hyper-parameters a group can have, and their defaults.
     probe = make(section.target, [nn.Parameter(torch.zeros(1, 1))])
     defaults = probe.defaults
-    problems: list[Problem] = []
+    problems = list[Problem]()
     for options, group in zip(resolved, groups, strict=True):
         options |= _resolved(group, defaults, problems)
     raise_problems(problems)
@@ -293,7 +292,7 @@ def _resolved(
     group: ParamGroup, defaults: Mapping[str, Any], problems: list[Problem]
 ) -> dict[str, Any]:
     # The hyper-parameters of a group that differ from the optimizer's defaults.
-    resolved: dict[str, Any] = {}
+    resolved = {}
     given = group.rule.overrides
     for name, value in given.items():
         key, stem = f"{group.rule.key}.{name}", name.removesuffix("_scale")

@@ -57,7 +57,7 @@ T = TypeVar("T")
 
 def candidates(model: nn.Module, others: Mapping[str, nn.Module] | None = None) -> list[Candidate]:
     """Return each parameter of `model` once, in order of registration, then those of `others`."""
-    found: dict[nn.Parameter, Candidate] = {}
+    found = dict[nn.Parameter, Candidate]()
     for root, part in {"": model, **(others or {})}.items():
         for place, module in part.named_modules(prefix=root, remove_duplicate=False):
             for tensor in module.parameters():
@@ -112,10 +112,10 @@ def divide(
     """
     rules = [rule for claim in claims.values() for rule in claim.rules[:-1]]
     layers = {rule.key: _layers(rule, model, found) for rule in rules if rule.layers}
-    groups: dict[tuple[str, int, int], ParamGroup] = {}  # by optimizer, rule and layer
-    frozen: list[nn.Parameter] = []
-    used: set[str] = set()
-    homeless: list[str] = []
+    groups = dict[tuple[str, int, int], ParamGroup]()  # by optimizer, rule and layer
+    frozen = []
+    used = set()
+    homeless = []
     for candidate in found:
         owner = next((name for name, claim in claims.items() if claim.takes(candidate)), "")
         rule = first_rule(claims[owner].rules if owner else (), candidate)

@@ -129,7 +129,7 @@ def type_name(instance: object) -> str:
 
 def pack(of: Optimizers) -> dict[str, Any]:
     """Return types, groups, hyper-parameters and state by name; the tensors are not copied."""
-    packed: dict[str, Any] = {}
+    packed = {}
     for name, optimizer in of.items():
         kind = type_name(optimizer)
         section: dict[str, Any] = {"type": kind, "groups": {}, "state": {}, "shared": {}}
@@ -212,7 +212,7 @@ def unpack(of: Optimizers, saved: State, hyper_parameters: bool = True) -> list[
 
 
 def _places(packed: State) -> dict[str, _Place]:
-    groups: dict[str, Any] = {"": packed["frozen"]}
+    groups = {"": packed["frozen"]}
     for name, section in packed["optimizers"].items():
         for group, content in section["groups"].items():
             groups[f"group {group!r} of {name!r} ({section['type']})"] = content["parameters"]

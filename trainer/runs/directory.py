@@ -59,7 +59,7 @@ class RunDirectory:
     def __init__(self, path: Path) -> None:
         self.path = path.absolute()  # user code may change the working directory
         self._lock = RunLock(self.path)
-        self._made: list[Path] = []  # folders
+        self._made = list[Path]()  # folders
         self._started = now()
         self._seconds = 0.0  # of training, by the processes before this one
 

@@ -103,7 +103,7 @@ def _number(text: str) -> int | float:
 def read_json(path: Path) -> Record:
     """Read a JSON object; {} for a missing file. Raises RunDirectoryError."""
     try:
-        text = regular(path).read_text(encoding="utf-8")
+        text = regular(path).read_text("utf-8")
         value = json.loads(text, parse_int=_number, parse_float=_number, parse_constant=_number)
     except FileNotFoundError:
         return {}

@@ -109,7 +109,7 @@ def _place(given: Processes, local_rank: int) -> torch.device:
 
 
 def _powersgd(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    exchanged: torch.futures.Future[Tensor] = powerSGD_hook(state, bucket)
+    exchanged = powerSGD_hook(state, bucket)
     # Its callbacks wait in gloo's two threads, which would have to answer them: with two buckets in
     # flight both threads would wait forever.
     if dist.get_backend() == "gloo":
@@ -153,7 +153,7 @@ class DDP(Replicas):
         self._comm_hook_options = dict(comm_hook_options or {})
         self._unused = find_unused_parameters
         self._options = {"gradient_as_bucket_view": True, **options}
-        self._trained: list[str] = []  # names of the trainable parameters, in DDP's order
+        self._trained = list[str]()  # names of the trainable parameters, in DDP's order
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Return the module that averages gradients over the processes."""

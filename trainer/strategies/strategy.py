@@ -130,7 +130,7 @@ def tensor_styles(
     kinds = (nn.Linear, nn.Embedding)
     there = {name: m for name, m in model.named_modules() if isinstance(m, kinds)}
     uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
-    styles: dict[str, str] = {}
+    styles = dict[str, str]()
     problems = []
     for pattern, given in plan.items():
         style = _ALSO.get(given, given)

@@ -54,8 +54,9 @@ def _norm(tensors: list[Tensor], norm_type: float) -> Tensor:
     norms = [get_total_norm(alike, norm_type) for alike in _by_mesh(tensors) or [[]]]
     # Sharded: of all ranks.
     norms = [norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in norms]
-    whole: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
-    return norms[0] if len(norms) == 1 else whole
+    if len(norms) == 1:
+        return norms[0]
+    return torch.linalg.vector_norm(torch.stack(norms), norm_type)  # type: ignore[no-any-return]
 
 
 def _by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
@@ -101,7 +102,7 @@ def add_noise(
     assert options.gradient_noise is not None
     std = options.gradient_noise.std(update)
     seed = derived(options.seed, "gradient noise", update, turn)
-    generators: dict[torch.device, torch.Generator] = {}
+    generators = {}
     for grad in [p.grad for p in parameters if p.grad is not None]:
         device, dtype = grad.device, grad.dtype
         if device not in generators:
@@ -111,7 +112,7 @@ def add_noise(
             from torch.distributed.tensor import distribute_tensor  # takes 0.5 s, and few need it
 
             # Each process has drawn it in full, and takes its shard.
-            places: Any = grad.placements  # type: ignore[attr-defined]
+            places = grad.placements  # type: ignore[attr-defined]
             drawn = distribute_tensor(drawn, mesh, places, src_data_rank=None)
         grad.add_(drawn, alpha=std)
 

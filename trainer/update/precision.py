@@ -74,7 +74,7 @@ class Precision:
 
         So all processes learn of it from the gradients, and the host reads nothing else.
         """
-        scaled: Tensor = self.scaler.scale(loss)  # nothing without a scale
+        scaled = self.scaler.scale(loss)  # nothing without a scale
         if loss.device.type == "cpu" and math.isfinite(loss.item()):  # reading costs nothing there
             ones = torch.ones_like(scaled)  # not kept: a gradient may share its memory
         else:

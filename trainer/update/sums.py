@@ -169,7 +169,7 @@ class Sums:
         rows = dict(zip(names, whole.tolist(), strict=True))
         losses = [count for name, (_, count) in rows.items() if name.startswith("loss")]
         self.without_labels = bool(losses) and not any(losses)
-        result: dict[str, float] = {}
+        result = {}
         for name, (total, count) in rows.items():
             value = total / count if count else total
             loss, colon, term = name.partition(":")

@@ -150,8 +150,8 @@ class Updater:
     ) -> tuple[list[StepOutput], list[Tensor]]:
         trainer, task, model = self._trainer, self._trainer.task, self._trainer.wrapped
         strategy, precision = trainer.strategy, trainer.precision
-        outputs: list[StepOutput] = []
-        shares: list[Tensor] = []
+        outputs = []
+        shares = []
         batch, output = micro_batches[0].batch, None
         try:
             totals = totals_of(task, strategy, micro_batches)
