@@ -220,8 +220,8 @@ class _Dumper(yaml.SafeDumper):
 
 def dump(config: dict[str, Any]) -> str:
     """Return plain containers as YAML that `--config-name` reads back to the very same values."""
-    form: dict[str, Any] = {"sort_keys": False, "allow_unicode": True, "width": 100}
-    return str(yaml.dump(_escaped(config), Dumper=_Dumper, **form))
+    plain = _escaped(config)
+    return str(yaml.dump(plain, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100))
 
 
 def _escaped(node: Any) -> Any:

@@ -86,7 +86,7 @@ def topic_text(groups: Groups, topic: str) -> str:
     Raises ConfigError for a group or a key that does not exist.
     """
     group, _, rest = topic.partition(".")
-    parts = list[str]()
+    parts = []
     lines = dict[str, str]()
     for name, files in below(groups, group).items():
         told = {one.name: one.told(len(files)) for one in keys_of(name, files)}

@@ -6,24 +6,26 @@ from collections.abc import Sequence
 
 from scripts.cli.shadow import refuse_shadows
 
-# The function of each command, from its arguments to its exit code, and what the command is for.
-# No module is imported before its command is called.
-COMMANDS = {
-    "train": ("train:train", "train a model, sweep (-m), or show the plan (dry_run=true)"),
-    "evaluate": ("evaluate:evaluate", "test a run's checkpoint again"),
-    "predict": ("predict:predict", "a trained run's answers for files, as a table"),
-    "export": ("export:export", "a trained model as a file for other programs"),
-    "quantize": ("export:quantize", "a trained model with 8-bit integers: smaller, faster"),
-    "demo": ("demo:demo", "a page that shows what a trained model answers"),
-    "ls": ("catalog:ls", "the groups of configs, their choices, what each is for"),
-    "cp": ("catalog:cp", "copy a config, to change the copy"),
-    "new": ("catalog:new", "a small project of your own that trains at once"),
-    "runs": ("list_runs:runs", "a table of runs; also `runs diff A B`"),
-    "doctor": ("doctor:doctor", "whether this machine can train, and what would cure it"),
-    "schema": ("schema:schema", "the JSON schema by which editors complete and check a config"),
-    "completion": ("help:completion", "what TAB completes, for bash, zsh and fish"),
-    "convert": ("convert:convert", "put a sharded checkpoint together into one file"),
-}
+# Each command, its function (from its arguments to its exit code), and what it is for. No module is
+# imported before its command is called.
+_TABLE = """
+train      train:train        train a model, sweep (-m), or show the plan (dry_run=true)
+evaluate   evaluate:evaluate  test a run's checkpoint again
+predict    predict:predict    a trained run's answers for files, as a table
+export     export:export      a trained model as a file for other programs
+quantize   export:quantize    a trained model with 8-bit integers: smaller, faster
+demo       demo:demo          a page that shows what a trained model answers
+ls         catalog:ls         the groups of configs, their choices, what each is for
+cp         catalog:cp         copy a config, to change the copy
+new        catalog:new        a small project of your own that trains at once
+runs       list_runs:runs     a table of runs; also `runs diff A B`
+doctor     doctor:doctor      whether this machine can train, and what would cure it
+schema     schema:schema      the JSON schema by which editors complete and check a config
+completion help:completion    what TAB completes, for bash, zsh and fish
+convert    convert:convert    put a sharded checkpoint together into one file
+"""
+_ROWS = (line.split(maxsplit=2) for line in _TABLE.strip().splitlines())
+COMMANDS = {name: (place, what) for name, place, what in _ROWS}
 
 
 def main(*words: str) -> None:

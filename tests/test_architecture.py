@@ -68,8 +68,8 @@ BUDGET = {
     "models": 702,
     "trainer": 8965,
     "callbacks": 2408,
-    "scripts": 4602,
-    "the six packages": 20865,
+    "scripts": 4601,
+    "the six packages": 20864,
     "tests": 18854,
     "benchmarks": 1296,
 }

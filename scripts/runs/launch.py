@@ -4,8 +4,6 @@ They tell each other what happens through a folder (`Notes`), and the launcher r
 that caused the others.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os
@@ -21,7 +19,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from conf.errors import ConfigError, Problem
 from scripts.cli.arguments import Request
@@ -30,9 +28,6 @@ from scripts.cli.signals import Handler, end_with_parent, handling, leave_after_
 from trainer.errors import PeerError, SilentPeerError, leave_at_once
 from trainer.files.atomic import write_json
 from trainer.runs.status import amend_failure
-
-if TYPE_CHECKING:
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 # Exit codes after which a restart may help: an unexpected error, a lost process, out of memory.
 _MENDABLE = (1, 6, 8)
@@ -109,7 +104,7 @@ def launch(request: Request) -> int:
         # Signals that end a run are forwarded by us, without torch's timeout.
         signals_to_handle="SIGQUIT",
     )
-    error = None
+    failures = dict[int, Any]()
     try:
         asked = {"request": asdict(request), "path": sys.path}
         (notes.folder / "request").write_text(json.dumps(asked))
@@ -119,11 +114,11 @@ def launch(request: Request) -> int:
             try:
                 elastic_launch(options, sys.executable)(*command)
             except (ChildFailedError, SignalException) as failed:
-                error = failed if isinstance(failed, ChildFailedError) else None
+                failures = getattr(failed, "failures", failures)
             else:
                 if notes.finished.exists():
                     return 0
-        return _answer(first_failure(error, processes, notes), request, notes)
+        return _answer(first_failure(failures, processes, notes), request, notes)
     finally:
         shutil.rmtree(notes.folder, ignore_errors=True)
 
@@ -147,19 +142,19 @@ def _passing_on(notes: Notes) -> Handler:
     return handle
 
 
-def first_failure(error: ChildFailedError | None, processes: int, notes: Notes) -> Failure:
-    """Return the failure that caused the others; `error` is what torch's launcher raised."""
+def first_failure(failures: Mapping[int, Any], processes: int, notes: Notes) -> Failure:
+    """Return the failure that caused the others; `failures`: torch's of processes, by rank."""
     told = [Failure(**signed["failure"]) for signed in notes.signed() if signed["failure"]]
     stopping, lost = notes.stopping.exists(), None
-    if error is not None:
-        ended = sorted((it.timestamp, rank, it) for rank, it in error.failures.items())
-        for moment, rank, it in ended:
-            if lost is None and it.exitcode < 0 and moment < ended[0][0] + _PATIENCE:
-                name = signal.Signals(-it.exitcode).name
-                why = ", often for lack of memory" if name == "SIGKILL" else ""
-                lost = f"process {rank} (pid {it.pid}) was killed by {name}{why}"
-        if not stopping:  # torch's launcher stopped these, since another process had failed
-            told = [failure for failure in told if failure.code not in _STOPPED]
+    ended = sorted(failures.items(), key=lambda pair: pair[1].timestamp)
+    for rank, it in ended:
+        soon = it.timestamp < ended[0][1].timestamp + _PATIENCE
+        if lost is None and it.exitcode < 0 and soon:
+            name = signal.Signals(-it.exitcode).name
+            why = ", often for lack of memory" if name == "SIGKILL" else ""
+            lost = f"process {rank} (pid {it.pid}) was killed by {name}{why}"
+    if ended and not stopping:  # torch's launcher stopped these, since another process had failed
+        told = [failure for failure in told if failure.code not in _STOPPED]
     first = min(told, key=lambda failure: (failure.by_peer, failure.time), default=None)
     if first is not None and not first.by_peer:
         return first

@@ -74,7 +74,7 @@ def make_plan(request: Request, experiment: Experiment, folder: Path) -> None:
         "Files": [f"a run would write to {folder}"],
         "Notes": notes,
     }
-    lines = list[str]()
+    lines = []
     for title, body in sections.items():
         if body:
             lines += [f"{title} ".ljust(width, "─"), *map(visible, body), ""]

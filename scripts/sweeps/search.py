@@ -165,7 +165,7 @@ def sampler_of(settings: SweepConfig, seed: int, space: Space) -> Callable[[int]
     fixed = dict[str, Any]()
     if name == "grid":
         fixed["search_space"] = {d.name: values_of(d.name, kind) for d, kind in space.items()}
-    if name in ("cmaes", "qmc"):
+    elif name in ("cmaes", "qmc"):
         fixed["warn_independent_sampling"] = False  # words are sampled alone
     if name == "qmc":
         options.setdefault("scramble", True)  # else the seed would change nothing

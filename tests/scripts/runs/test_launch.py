@@ -6,7 +6,7 @@ import sys
 from dataclasses import asdict
 
 import pytest
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from scripts.runs.launch import Failure, Notes, first_failure
 
@@ -21,7 +21,7 @@ def ended(codes, seconds):
     failures = {r: ProcessFailure(r, 100 + r, code, "none") for r, code in codes.items()}
     for rank, failure in failures.items():
         failure.timestamp = 1000 + seconds.get(rank, 0)
-    return ChildFailedError("rank", failures)
+    return failures
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_the_cause_of_the_others_is_told(tmp_path, told, codes, seconds, stoppin
         notes.sign(failure.rank, failure)
     if stopping:
         notes.stopping.touch()
-    found = first_failure(ended(codes, seconds) if codes else None, 3 if OWN in told else 2, notes)
+    found = first_failure(ended(codes, seconds), 3 if OWN in told else 2, notes)
     assert found.code == expected[0]
     assert re.match(expected[1], found.text)
     assert len(notes.signed()) == len(told)
