@@ -141,8 +141,7 @@ def _check(path: Path, file: BinaryIO, crcs: bool) -> None:
             # was. Compressed entries, or such as overlap, can expand without bound.
             odd = any(entry.compress_type or entry.external_attr & _FOLDER for entry in entries)
             large = sum(entry.file_size for entry in entries) > path.stat().st_size
-            foreign = odd or large or len(names) < len(entries)
-            damaged = foreign or bool(crcs and archive.testzip())
+            damaged = odd or large or len(names) < len(entries) or bool(crcs and archive.testzip())
     except MemoryError:
         raise
     except Exception:  # zipfile raises about ten types for damaged archives

@@ -130,8 +130,7 @@ def read(
     except CheckpointError as error:
         raise CheckpointError(f"{folder / '.metadata'}: {error}") from None
     except Exception as error:  # unpickling damaged bytes can raise any type
-        message = f"{folder / '.metadata'}: cannot be read: {error}"
-        raise DamagedCheckpointError(message) from error
+        raise DamagedCheckpointError(f"{folder / '.metadata'}: cannot be read: {error}") from error
 
     reader = dcp.FileSystemReader(folder)
     reader.read_metadata = lambda *_, **__: described

@@ -222,8 +222,7 @@ def _enter(
     index: Index, path: Path, payload: Mapping[str, Any], metrics: dict[str, float | None]
 ) -> Entry:
     state = payload.get("state", {})
-    made_with = state.get("made_with", {})
-    facts = {"saved": now(), "world_size": state.get("world_size"), **made_with}
+    facts = {"saved": now(), "world_size": state.get("world_size"), **state.get("made_with", {})}
     if shards := payload.get("shards"):
         facts["shards"] = Path(shards["folder"]).name
     step = int(path.stem.removeprefix("step-"))

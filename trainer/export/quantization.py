@@ -174,8 +174,7 @@ def integer_model(
 
 def _learnt(run: Run, checkpoint: str, proto: Any) -> dict[str, Any]:
     """Return the ranges that a run has learnt, by the tensors that its layers are given."""
-    path = find_checkpoint(run.path, checkpoint)
-    states = read_checkpoint(path)["callbacks"].values()
+    states = read_checkpoint(find_checkpoint(run.path, checkpoint))["callbacks"].values()
     state = next((s[_RANGES] for s in states if isinstance(s, Mapping) and _RANGES in s), None)
     if state is None or not state["known"]:
         return {}

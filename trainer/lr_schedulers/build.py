@@ -60,8 +60,7 @@ def build_lr_schedule(
         for step, rates in zip(steps, schedule.preview(steps), strict=True):
             for group, lr in rates.items():
                 if not 0 <= lr < math.inf:
-                    message = f"makes the learning rate of {group!r} {lr:g} at {step}"
-                    refuse("lr_scheduler", message)
+                    refuse("lr_scheduler", f"makes the learning rate of {group!r} {lr:g} at {step}")
     except (TypeError, ArithmeticError) as error:
         refuse("lr_scheduler", f"the schedule cannot be computed: {error}")
     except ValueError as error:

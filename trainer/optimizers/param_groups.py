@@ -177,8 +177,7 @@ def _timm_layers(model: nn.Module) -> dict[str, int]:
         if hasattr(module, "group_matcher"):
             from timm.models import group_parameters
 
-            matcher = module.group_matcher(coarse=False)
-            layers = group_parameters(module, matcher, reverse=True)
+            layers = group_parameters(module, module.group_matcher(coarse=False), reverse=True)
             return {f"{prefix}.{name}".removeprefix("."): n for name, n in layers.items()}
     return {}
 

@@ -180,8 +180,7 @@ class _FrozenStatistics(AbstractContextManager[None]):
     def __enter__(self) -> None:
         self._kept.append([norm._buffers for norm in self._norms])
         for norm in self._norms:
-            copies = {n: None if b is None else b.clone() for n, b in norm._buffers.items()}
-            norm._buffers = copies
+            norm._buffers = {n: None if b is None else b.clone() for n, b in norm._buffers.items()}
 
     def __exit__(self, *error: Any) -> None:
         for norm, buffers in zip(self._norms, self._kept.pop(), strict=True):

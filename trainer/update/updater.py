@@ -179,8 +179,7 @@ class Updater:
         if trainer.group.world_size > 1:  # the wrapper knows the model's parameters, not the task's
             for parameter in self._apart:
                 if parameter.grad is not None:
-                    whole = trainer.group.reduce(parameter.grad)
-                    parameter.grad = whole / strategy.gradient_scale
+                    parameter.grad = trainer.group.reduce(parameter.grad) / strategy.gradient_scale
         if self._keeps:
             self._last_outputs[turn.name] = outputs
         return outputs, shares
