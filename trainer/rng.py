@@ -13,6 +13,7 @@ import torch
 from conf.schema_trainer import TrainerConfig
 from trainer.device import rng_state, seed_device, set_rng_state
 
+_Devices = Sequence[torch.device]
 # Of torch, `random` and numpy, and of accelerators: as their libraries return them.
 _States = tuple[torch.Tensor, Any, Any, list[torch.Tensor]]
 # How their parts are saved.
@@ -27,7 +28,7 @@ class RandomStates:
     so a callback draws the same numbers after a resume, and others at another time.
     """
 
-    def __init__(self, devices: Sequence[torch.device], seed: Callable[[], int]) -> None:
+    def __init__(self, devices: _Devices, seed: Callable[[], int]) -> None:
         self._devices, self._seed = _accelerators(devices), seed
         self._kind = self._devices[0].type if self._devices else "cpu"
         self._kept: _States | None = None  # of the training, while something else may draw
@@ -95,16 +96,16 @@ def preserved(device: torch.device, seed: int = 0) -> Iterator[None]:
         _put_back(before, [device])
 
 
-def _accelerators(devices: Sequence[torch.device]) -> list[torch.device]:
+def _accelerators(devices: _Devices) -> list[torch.device]:
     return [device for device in devices if device.type not in ("cpu", "meta")]
 
 
-def _states(devices: Sequence[torch.device]) -> _States:
+def _states(devices: _Devices) -> _States:
     own = [rng_state(device) for device in _accelerators(devices)]
     return torch.get_rng_state(), random.getstate(), np.random.get_state(), own
 
 
-def _put_back(states: _States, devices: Sequence[torch.device]) -> None:
+def _put_back(states: _States, devices: _Devices) -> None:
     ours, python, numpy, own = states
     torch.set_rng_state(ours)
     random.setstate(python)
@@ -113,7 +114,7 @@ def _put_back(states: _States, devices: Sequence[torch.device]) -> None:
         set_rng_state(state, device)
 
 
-def _seed_all(devices: Sequence[torch.device], seed: int) -> None:
+def _seed_all(devices: _Devices, seed: int) -> None:
     torch.default_generator.manual_seed(seed)  # torch.manual_seed seeds every device
     for device in _accelerators(devices):
         seed_device(seed, device)

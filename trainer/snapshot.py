@@ -103,9 +103,8 @@ def go_on(trainer: Trainer, resume: Path | str) -> None:
     if found is None:
         raise CheckpointError(f"resume={place}: there is no checkpoint in it")
     path, payload = found
-    store = CheckpointStore(path.parent)
     own = trainer.run_dir is not None and path.parent.parent.resolve() == trainer.run_dir.resolve()
-    if own and max(store.steps(), default=0) > log_point_of(payload).step:
+    if own and max(CheckpointStore(path.parent).steps(), default=0) > log_point_of(payload).step:
         raise CheckpointError(
             f"{path}: run_dir holds checkpoints of later steps: go on with resume='auto', or give "
             "Trainer another run_dir"
@@ -242,10 +241,11 @@ class Unsaved:
                 name,
             )
         self._told |= moved
-        buffers = {}
-        for name, (*_, buffer) in self._passing():
-            if name not in self._built or not torch.equal(buffer.cpu(), self._built[name]):
-                buffers[name] = _copied(buffer)
+        buffers = {
+            name: _copied(buffer)
+            for name, (*_, buffer) in self._passing()
+            if name not in self._built or not torch.equal(buffer.cpu(), self._built[name])
+        }
         return {"buffers": buffers, "task": {n: _copied(v) for n, v in self._own_state().items()}}
 
     @torch.no_grad()

@@ -252,8 +252,8 @@ class Trainer:
 
     def to_device(self, batch: Any) -> Any:
         """Move a batch to this process's device, in the run's number format."""
-        dtype, channels_last = self.precision.dtype, self.options.channels_last
-        return to_device(batch, self.strategy.device, dtype, channels_last)
+        form = self.precision.dtype, self.options.channels_last
+        return to_device(batch, self.strategy.device, *form)
 
     def update(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Apply one optimizer update, or skip it, and count; `trainer.update.updater` draws it."""

@@ -69,7 +69,7 @@ def build(
     switches = set_switches(options)
     seed_everything(config.seed)
     data = open_data(config, strategy)
-    loader, few = train_loader(config, data, strategy), overfit_samples(config, data.sets["train"])
+    loader = train_loader(config, data, strategy)
     steps = count(options.limit_train_batches, len(loader))
 
     parts = Assembly(config, strategy, data.num_classes, horizon(options, steps), steps)
@@ -79,7 +79,7 @@ def build(
         parts.task,
         parts.optimizers,
         loader,
-        _val_loaders(config, data, strategy, few),
+        _val_loaders(config, data, strategy),
         parts.schedule,
         strategy,
         parts.precision,
@@ -102,13 +102,11 @@ def build(
     return Experiment(config, data, trainer, test_loader, switches, checkpointed)
 
 
-def _val_loaders(
-    config: Config, data: Data, strategy: Strategy, few: int | None
-) -> dict[str, Loader | None]:
-    """Build the loaders of validation by stage: of the training set where `few` are overfitted."""
-    few_of = {} if few is None else {"val": data.sets["train"]}
-    sets = few_of or {stage: data.sets[stage] for stage in config.data.validations}
-    limit = config.trainer.limit_val_batches
+def _val_loaders(config: Config, data: Data, strategy: Strategy) -> dict[str, Loader | None]:
+    """Build the loaders of validation by stage: of the training set where a few are overfitted."""
+    few, limit = overfit_samples(config, data.sets["train"]), config.trainer.limit_val_batches
+    own = {stage: data.sets[stage] for stage in config.data.validations}
+    sets = own if few is None else {"val": data.sets["train"]}
     return {stage: eval_loader(config, one, strategy, limit, few) for stage, one in sets.items()}
 
 

@@ -242,8 +242,8 @@ class Assembly:
     @cached_property
     def schedule(self) -> LRSchedule:
         """The schedule of all optimizers' learning rates."""
-        node, lengths = self.config.lr_scheduler, (self.total_steps, self.steps_per_epoch)
-        return build_lr_schedule(node, self.optimizers, *lengths, self.guessed)
+        lengths = self.total_steps, self.steps_per_epoch
+        return build_lr_schedule(self.config.lr_scheduler, self.optimizers, *lengths, self.guessed)
 
     @cached_property
     def callbacks(self) -> dict[str, Callback]:

@@ -148,7 +148,7 @@ class Generation(NamedTuple):
         if self.sampling == "random":
             for row, number in zip(draws, numbers.tolist(), strict=True):
                 generator = torch.Generator().manual_seed(derived(self.seed, "generate", number))
-                torch.rand(len(row), generator=generator, dtype=torch.float64, out=row)
+                row.uniform_(generator=generator)
         rows = torch.arange(len(window), device=window.device)
         longest, context = int(lengths.max()), window.shape[1]
         found = []

@@ -73,8 +73,8 @@ def load_run(path: str | Path, device: str = "auto", allow_targets: Iterable[str
     allow(allow_targets)
     close([str(folder)])
     config = parse(values)
-    strategy: Any = {"name": "single", "accelerator": device}
-    config = replace(config, strategy=replace(config.strategy, **strategy))
+    strategy = replace(config.strategy, name="single", accelerator=device)
+    config = replace(config, strategy=strategy)
     check_targets(config)
     return Run(folder, config)
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from conf.errors import Problem
 from trainer.errors import ModelError
 from trainer.tasks.losses import Loss
-from trainer.tasks.supervised import Metrics, Scores, Supervised
+from trainer.tasks.supervised import Metrics, Scores, Shape, Supervised
 
 
 class Classification(Supervised):
@@ -46,7 +46,7 @@ class Classification(Supervised):
         """Return the probability of each class."""
         return output.float().softmax(1)
 
-    def shape(self, target: Tensor) -> Sequence[Any]:
+    def shape(self, target: Tensor) -> Shape:
         """Return that of one logit for each class."""
         return len(target), self.num_classes
 

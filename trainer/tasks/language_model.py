@@ -1,13 +1,12 @@
 """Language modelling: predict the next token at each position of a text."""
 
-from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
 from trainer.tasks.losses import Loss
 from trainer.tasks.metrics import Perplexity
-from trainer.tasks.supervised import Metrics, Scores, Supervised
+from trainer.tasks.supervised import Metrics, Scores, Shape, Supervised
 
 
 class LanguageModel(Supervised):
@@ -37,7 +36,7 @@ class LanguageModel(Supervised):
         """Return logits [n, vocabulary, length]: torch's losses expect classes in dimension 1."""
         return model(inputs).transpose(1, 2)
 
-    def shape(self, target: Tensor) -> Sequence[Any]:
+    def shape(self, target: Tensor) -> Shape:
         """Return that of one logit for each token and position."""
         return len(target), self.num_classes, *target.shape[1:]
 

@@ -1,13 +1,10 @@
 """Multi-label classification: any number of labels for each sample."""
 
-from collections.abc import Sequence
-from typing import Any
-
 from torch import Tensor, nn
 
 from trainer.tasks.losses import Loss
 from trainer.tasks.metrics import MicroF1
-from trainer.tasks.supervised import Metrics, Scores, Supervised
+from trainer.tasks.supervised import Metrics, Scores, Shape, Supervised
 
 
 class MultiLabel(Supervised):
@@ -34,7 +31,7 @@ class MultiLabel(Supervised):
         """Return the probability of each label."""
         return output.float().sigmoid()
 
-    def shape(self, target: Tensor) -> Sequence[Any]:
+    def shape(self, target: Tensor) -> Shape:
         """Return that of one logit for each label."""
         return target.shape
 

@@ -1,13 +1,12 @@
 """Regression: one or several real numbers for each sample."""
 
-from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
 from trainer.tasks.losses import Loss
 from trainer.tasks.metrics import R2
-from trainer.tasks.supervised import Metrics, Scores, Supervised
+from trainer.tasks.supervised import Metrics, Scores, Shape, Supervised
 
 
 class Regression(Supervised):
@@ -27,7 +26,7 @@ class Regression(Supervised):
         output: Tensor = model(inputs)
         return output.squeeze(1) if output.ndim == 2 and output.shape[1] == 1 else output
 
-    def shape(self, target: Tensor) -> Sequence[Any]:
+    def shape(self, target: Tensor) -> Shape:
         """Return the shape of the values."""
         return target.shape
 

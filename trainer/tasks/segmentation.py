@@ -1,14 +1,11 @@
 """Semantic segmentation: one class for each pixel."""
 
-from collections.abc import Sequence
-from typing import Any
-
 from torch import Tensor, nn
 
 from trainer.errors import ModelError
 from trainer.tasks.losses import Loss
 from trainer.tasks.metrics import MeanIoU
-from trainer.tasks.supervised import Metrics, Scores, Supervised
+from trainer.tasks.supervised import Metrics, Scores, Shape, Supervised
 
 
 class Segmentation(Supervised):
@@ -42,7 +39,7 @@ class Segmentation(Supervised):
         """Return the predicted class of each pixel."""
         return output.argmax(1)
 
-    def shape(self, target: Tensor) -> Sequence[Any]:
+    def shape(self, target: Tensor) -> Shape:
         """Return that of one logit for each class and pixel. Raises ModelError without masks."""
         if target.ndim < 2:
             raise ModelError(

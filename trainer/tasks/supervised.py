@@ -13,6 +13,7 @@ from trainer.tasks.losses import Loss, Losses
 
 Scores = dict[str, tuple[Tensor, Tensor | int]]
 Metrics = Mapping[str, Metric | None]
+Shape = Sequence[Any]  # of integers, as `Tensor.shape` is
 
 
 class Supervised(Task):
@@ -43,7 +44,7 @@ class Supervised(Task):
         """Return for each of `score_names` the sum over the batch and the number of summands."""
         return {}
 
-    def shape(self, target: Any) -> Sequence[Any] | None:
+    def shape(self, target: Any) -> Shape | None:
         """Return the shape of an output that fits a target; None if any does."""
         return None
 
