@@ -38,8 +38,8 @@ class Staging:
     """
 
     def __init__(self) -> None:
-        self._buffers: dict[Any, list[Tensor]] = {}  # by shape, stride, dtype, pinned
-        self._events: list[torch.Event] = []
+        self._buffers = dict[Any, list[Tensor]]()  # by shape, stride, dtype, pinned
+        self._events = list[torch.Event]()
 
     @torch.no_grad()
     def copy(self, tree: Any) -> Any:
@@ -48,7 +48,7 @@ class Staging:
         Copies from an accelerator are complete after `wait`.
         """
         free, self._buffers = self._buffers, defaultdict(list)
-        devices: set[torch.device] = set()
+        devices = set[torch.device]()
 
         def copied(tensor: Tensor) -> Tensor:
             queued = has_streams(tensor.device)
@@ -109,8 +109,8 @@ class Checkpoint(Saver):
         self._store: CheckpointStore | None = None
         self._resumed_from = -1  # its step, which is never removed
         self._logged: tuple[int, dict[str, float]] = -1, {}  # after how many updates, and what
-        self.ranking: list[tuple[int, float]] = []  # step and value of the metric, the best first
-        self._saved: dict[str, Any] = {}  # the counters of the last save
+        self.ranking = list[tuple[int, float]]()  # step and value of the metric, the best first
+        self._saved = dict[str, Any]()  # the counters of the last save
         self._failures = 0  # in a row
         self._staging, self._staged_weights = Staging(), Staging()
         self._write: Future[None] | None = None  # of the main process

@@ -28,16 +28,16 @@ class RunningAverage(Average):
         self.used_for_evaluation = use_for_evaluation
         self._use_buffers = use_buffers
         self._loaded: Mapping[str, Tensor] = {}
-        self._tensors: dict[str, Tensor] = {}  # the average, by name; empty before `begin`
-        self._averaged: list[tuple[Tensor, Tensor]] = []  # pairs of average and model
-        self._copied: list[tuple[Tensor, Tensor]] = []
+        self._tensors = dict[str, Tensor]()  # the average, by name; empty before `begin`
+        self._averaged = list[tuple[Tensor, Tensor]]()  # pairs of average and model
+        self._copied = list[tuple[Tensor, Tensor]]()
 
     @torch.no_grad()
     def begin(self, model: nn.Module) -> None:
         """Start from a loaded average or from the model's weights; later calls do nothing."""
         if self._tensors:
             return
-        averages: dict[int, Tensor] = {}  # tied weights have several names and one average
+        averages = {}  # tied weights have several names and one average
         for name, tensor in model.state_dict(keep_vars=True).items():
             if not isinstance(tensor, Tensor):
                 continue

@@ -24,7 +24,7 @@ class Histograms(Callback):
 
     def __post_init__(self) -> None:
         check_least(every_n_epochs=self.every_n_epochs, bins=self.bins)
-        self._gradients: dict[str, Tensor] = {}
+        self._gradients = dict[str, Tensor]()
 
     def on_gradients(self, trainer: Trainer) -> None:
         """Copy the gradients of an epoch's last update."""

@@ -34,9 +34,9 @@ class LRFinder(Callback):
         require(0 < self.min_lr < self.max_lr, f"{given}: choose 0 < min_lr < max_lr")
         sound = self.updates >= 2 and 0 <= self.smoothing < 1 and self.stop_factor > 1
         require(sound, "choose updates >= 2, 0 <= smoothing < 1 and stop_factor > 1")
-        self.rates: list[float] = []
-        self.losses: list[float] = []
-        self.ratios: list[float] = []  # of the groups' rates to the largest
+        self.rates = list[float]()
+        self.losses = list[float]()
+        self.ratios = list[float]()  # of the groups' rates to the largest
 
     def setup(self, trainer: Trainer) -> None:
         """Raise CallbackError unless the loss of every update is logged."""

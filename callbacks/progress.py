@@ -39,10 +39,10 @@ class Progress(Callback):
         require(every_seconds > 0, f"every_seconds={every_seconds}: choose more than 0")
         self._wants_bar = bar
         self._every_seconds = every_seconds
-        self._bars: list[_Bar] = []  # of the run and of its epoch
+        self._bars = list[_Bar]()  # of the run and of its epoch
         self._best: float | None = None  # of the monitored metric, so far
-        self._columns: dict[str, str] = {}  # of the table, empty
-        self._fresh: dict[str, float] = {}  # of an epoch and a validation, not shown yet
+        self._columns = dict[str, str]()  # of the table, empty
+        self._fresh = dict[str, float]()  # of an epoch and a validation, not shown yet
         self._due = self._begun = self._started = 0.0  # times: next line, epoch, run
         self._first_step = 0  # of this process
 

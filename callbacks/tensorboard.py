@@ -48,7 +48,7 @@ class TensorBoard(Recorder):
         require(named, f"hparams={hparams!r}: give a list of globs, such as [{hparams}]")
         self._hparams = hparams
         self._path: Path | None = None
-        self.sizes: dict[str, int] = {}  # of this file and those of earlier processes
+        self.sizes = dict[str, int]()  # of this file and those of earlier processes
 
     def begin(self, trainer: Trainer) -> None:
         """Start a file, and truncate those of a resumed run to their sizes in the checkpoint."""

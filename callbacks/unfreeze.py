@@ -32,8 +32,8 @@ class Unfreeze(Callback):
             sound = {"pattern"} in (stage.keys() - {"epoch"}, stage.keys() - {"step"})
             hint = "give pattern, and at most one of epoch and step"
             require(sound, f"stages.{name}={dict(stage)}: {hint}")
-        self._members: dict[str, list[nn.Parameter]] = {}
-        self._frozen: set[str] = set()  # names of stages
+        self._members = dict[str, list[nn.Parameter]]()
+        self._frozen = set[str]()  # names of stages
 
     def setup(self, trainer: Trainer) -> None:
         """Find the parameters of each stage, and freeze them."""

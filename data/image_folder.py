@@ -355,9 +355,9 @@ def image_folder(
 
 def _scan(folder: Path, classes: list[str]) -> tuple[list[str], list[int]]:
     """Return the image files below each class folder, sorted, and their class numbers."""
-    paths: list[str] = []
-    targets: list[int] = []
-    ignored: list[str] = []
+    paths = []
+    targets = []
+    ignored = list[str]()
     for label, name in enumerate(classes):
         found = _files_below(folder, name, ignored)
         if not found:
@@ -382,8 +382,8 @@ def _files_below(folder: Path, name: str, ignored: list[str]) -> list[str]:
 
     What carries an image's name is listed even if it is a dangling link: it fails when read.
     """
-    found: list[str] = []
-    visited: set[str] = set()
+    found = list[str]()
+    visited = set()
     prefix = os.path.join(folder, "")
     for here, folders, files in os.walk(prefix + name, followlinks=True, onerror=_unlisted):
         if (real := os.path.realpath(here)) in visited:

@@ -67,7 +67,7 @@ def counted(words: Words, first: int, numbers: int) -> Words:
 
 def keys(values: ArrayLike, *parts: int) -> Words:
     """Return `key(*parts, value)` for each of many values."""
-    words: Words = np.asarray(values, dtype=np.uint64) ^ np.uint64(key(*parts))
+    words = np.asarray(values, dtype=np.uint64) ^ np.uint64(key(*parts))
     return counted(words, 0, 1).reshape(words.shape)
 
 

@@ -126,7 +126,7 @@ def find_prompts(source: str, lines: Iterable[str] = ()) -> tuple[list[str], lis
     """
     if source != "-":
         try:
-            lines = Path(source).expanduser().read_text(encoding="utf-8").split("\n")
+            lines = Path(source).expanduser().read_text("utf-8").split("\n")
         except (OSError, UnicodeDecodeError) as error:
             way_out = "give a text file with one prompt a line, or - for standard input"
             raise DataError(f"source={source}: {reason(error)}: {way_out}") from error
@@ -141,7 +141,7 @@ def docstrings(module: str) -> tuple[str, ...]:
     """Return the documentation strings of a module's source file; the module is not imported."""
     path = Path(sysconfig.get_paths()["stdlib"]) / f"{module}.py"
     try:
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+        tree = ast.parse(path.read_text("utf-8"))
     except OSError as error:
         raise DataError(f"this Python has no source of its standard library: {path}") from error
     texts = (ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, _DOCUMENTED))

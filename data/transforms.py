@@ -63,7 +63,7 @@ class Pipeline:
 
     def __post_init__(self) -> None:
         self.steps = {name: step for name, step in self.steps.items() if step is not None}
-        self.deferred: dict[str, Any] = {}
+        self.deferred = dict[str, Any]()
 
     @property
     def acts_on_batches(self) -> bool:

@@ -102,7 +102,7 @@ def load_weights(
     layers = [name for name, module in model.named_modules() if isinstance(module, Head)]
     head = layers[-1] if head is None and layers else head
     first = next((n for n, p in model.named_parameters() if p.ndim == 4), None)
-    kept: dict[str, Tensor] = {}
+    kept = {}
     adapted, resized = [], []
     for name, value in state.items():
         has, wanted = value.shape, own.get(name, value).shape

@@ -31,7 +31,7 @@ def build(
         raise NetworkError(f"model.name: torchvision has no model {name!r}; nearest: {near}")
     builder = torchvision.models.get_model_builder(name)
     family = builder.__module__.split(".")[2]
-    given: dict[str, Any] = {"weights": None, "num_classes": num_classes}
+    given = {"weights": None, "num_classes": num_classes}
     if "weights_backbone" in inspect.signature(builder).parameters:
         given["weights_backbone"] = None  # torchvision would download them by default
     if name in _INCEPTIONS:

@@ -64,12 +64,12 @@ KNOWN_TO_ALL = ("conf.errors", "conf.interpolation", "conf.schema_trainer", "dat
 # is thrown away, and up in the commit that brings a new capability.
 BUDGET = {
     "conf": 1025,
-    "data": 3163,
+    "data": 3158,
     "models": 702,
     "trainer": 8951,
     "callbacks": 2408,
     "scripts": 4601,
-    "the six packages": 20850,
+    "the six packages": 20845,
     "tests": 18854,
     "benchmarks": 1296,
 }

@@ -163,9 +163,9 @@ class Pruning(Settings, Callback):
         alike = isinstance(self.start_step, float) == isinstance(self.end_step, float)
         falls = alike and self.end_step is not None and self.end_step < self.start_step
         require(not falls, f"end_step={self.end_step}: choose at least start_step={plan.start}")
-        self.pools: list[Pool] = []
-        self._pruned: dict[str, Tensor] = {}  # by name of the parameter, True where it is zero
-        self._handles: list[Any] = []
+        self.pools = list[Pool]()
+        self._pruned = dict[str, Tensor]()  # by name of the parameter, True where it is zero
+        self._handles = list[Any]()
 
     def schedule(self, total: int | None) -> range:
         """Return the steps at which a run of `total` updates prunes. Raises CallbackError."""

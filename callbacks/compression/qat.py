@@ -80,8 +80,8 @@ class QuantizationAwareTraining(Callback):
         steps_of("start_step", start_step, 1)
         require(0 <= momentum < 1, f"momentum={momentum}: choose at least 0 and less than 1")
         self._start_step, self._momentum = start_step, momentum
-        self._layers: list[str] = []
-        self._changed: list[tuple[nn.Module, Any]] = []  # a layer, and the hook on its inputs
+        self._layers = list[str]()
+        self._changed = list[tuple[nn.Module, Any]]()  # a layer, and the hook on its inputs
         self._known = False  # whether there are ranges
         self.rounds = True  # where they are known
 

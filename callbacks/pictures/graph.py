@@ -32,7 +32,7 @@ class Graph(Recorder):
     def __init__(self) -> None:
         super().__init__()
         self._inputs: Any = None
-        self._boards: list[TensorBoard] = []
+        self._boards = list[TensorBoard]()
 
     def setup(self, trainer: Trainer) -> None:
         """Find the TensorBoard callback. Raises CallbackError if there is none."""

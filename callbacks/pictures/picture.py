@@ -41,7 +41,7 @@ class ValidationPicture(Callback):
         self._every = every_n_validations
         self.count = 0  # validations so far
         self._due = False
-        self.kept: list[Sequence[Tensor]] = []
+        self.kept = list[Sequence[Tensor]]()
 
     def collect(self, trainer: Trainer, batch: Any, output: Any) -> None:
         """Keep something of a batch in `kept`."""

@@ -28,7 +28,7 @@ class TrainingSamples(Callback):
         check_least(count=count, every_n_epochs=every_n_epochs)
         self._count = count
         self._every = every_n_epochs
-        self.kept: list[Tensor] = []  # images that wait for a log line, and their labels
+        self.kept = list[Tensor]()  # images that wait for a log line, and their labels
 
     def on_update_start(self, trainer: Trainer, micro_batches: Sequence[MicroBatch]) -> None:
         """Keep a copy of the first images, on their device."""

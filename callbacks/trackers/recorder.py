@@ -41,7 +41,7 @@ class MetricsLog(Callback):
         self._log: AppendLog | None = None
         self.sizes = {METRICS: 0}
         self.step = -1
-        self.keys: list[str] = []  # already written for that step
+        self.keys = list[str]()  # already written for that step
 
     def setup(self, trainer: Trainer) -> None:
         """Open the file. Raises StorageError if it cannot be opened."""
@@ -172,7 +172,7 @@ class Tracker(Recorder):
         missing = f"the package {self.package} is not installed: pip install {self.package}"
         require(there, missing)
         self._names: Names
-        self.known: dict[str, Any] = {}  # what is written down: tracked, sent, rows (sendings)
+        self.known = dict[str, Any]()  # what is written down: tracked, sent, rows (sendings)
         self._reached, self._retry_at = False, 0.0
 
     def connect(self, names: "Names", tracked: Mapping[str, str]) -> tuple[dict[str, str], str]:
@@ -225,7 +225,7 @@ class Tracker(Recorder):
         The small ones come first; of several names of one file the first. Left out are what
         trackers keep there, locks and files that are being written.
         """
-        inodes: dict[int, tuple[int, str]] = {}
+        inodes = dict[int, tuple[int, str]]()
         for path in sorted(self.run.rglob("*")):
             place = path.relative_to(self.run).as_posix()
             own = place.startswith((f"{FOLDER}/", "wandb/"))
@@ -281,8 +281,8 @@ class Names(NamedTuple):
 def names_of(run: Path, config_text: str) -> Names:
     """Return the names of the run in a directory; without a `config.yaml` by `config_text`."""
     file, keys = run / CONFIG, read_json(run.parent / SWEEP).get("swept") or []
-    config = own_values(file.read_text(encoding="utf-8") if file.exists() else config_text) or {}
-    texts = own_values((run / OVERRIDES).read_text(encoding="utf-8")) if keys else []
+    config = own_values(file.read_text("utf-8") if file.exists() else config_text) or {}
+    texts = own_values((run / OVERRIDES).read_text("utf-8")) if keys else []
     given = dict(str(text).lstrip("+~").partition("=")[::2] for text in texts)
     varied = {key: given.get(key) for key in keys}
     project = str(config.get("name") or run.parent.name)

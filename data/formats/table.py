@@ -81,8 +81,7 @@ class Columns:
             why = "no value; data.missing=mean takes it as none of the categories"
             raise DataError(f"{self.place(cells.index(None), name)}: {why}")
         known = np.array(categories, dtype=object)
-        found: Numbers = np.equal(np.array(cells, dtype=object)[:, None], known).astype(np.float64)
-        return found
+        return np.equal(np.array(cells, dtype=object)[:, None], known).astype(np.float64)  # type: ignore[no-any-return]
 
 
 def read_columns(path: str | Path) -> Columns:

@@ -136,7 +136,7 @@ class DeviceTransforms:
 
 def _fused(steps: Mapping[str, Any]) -> dict[str, Any]:
     """Standardize what is converted to floats in one step; change what is new in its memory."""
-    result: dict[str, Any] = {}
+    result = dict[str, Any]()
     before: Any = None
     for name, step in steps.items():
         last = next(reversed(result), "")
@@ -220,5 +220,4 @@ class _Step:
         lasting = getattr(self.transform, "lasting", False)
         parts = (self.seed, LASTING) if lasting else (self.seed, SAMPLE, epoch)
         own = _keys(indices, *parts) ^ np.uint64(zlib.crc32(self.name.encode()))
-        found: Sequence[Tensor] = self.transform.draw(Draws(own, epoch), *size)
-        return found
+        return self.transform.draw(Draws(own, epoch), *size)  # type: ignore[no-any-return]

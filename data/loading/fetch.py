@@ -246,8 +246,8 @@ class Workers:
 
     def __post_init__(self) -> None:
         self.ahead = min(self.ahead, 64)  # no more messages than a channel holds
-        self.processes: list[BaseProcess] = []
-        self._channels: list[socket.socket] = []
+        self.processes = list[BaseProcess]()
+        self._channels = list[socket.socket]()
         start = multiprocessing.get_context(self.context)
         self._watch = [start.RawArray("q", [-1]) for _ in range(self.number)]
         # Before multiprocessing waits for its daemons, which would ignore its SIGTERM.
@@ -279,7 +279,7 @@ class Workers:
 
         Raises WorkerError if a worker is lost, or hangs.
         """
-        waiting: deque[int] = deque()
+        waiting = deque[int]()
         turns = itertools.cycle(range(len(self.processes)))
         with contextlib.suppress(BrokenOff):
             for worker, piece in zip(turns, pieces, strict=False):

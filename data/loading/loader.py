@@ -30,7 +30,7 @@ def can_be_kept(kind: type) -> bool:
 
 def bytes_of(samples: Any) -> int:
     """Return the bytes of all tensors of a nested batch."""
-    sizes: list[int] = []
+    sizes = []
     map_leaves(lambda leaf: sizes.append(leaf.nbytes if isinstance(leaf, Tensor) else 0), samples)
     return sum(sizes)
 
@@ -113,7 +113,7 @@ class Loader:
         if isinstance(self.dataset, Stream) and self.on_error != "raise":
             why = "cannot be kept for a stream, whose samples come once; set data.on_error=raise"
             raise DataError(f"data.on_error=skip {why}")
-        self.skipped: list[Skipped] = []
+        self.skipped = list[Skipped]()
         among_own = self.on_error == "replace"
         others = own_samples(self.sampler.updates) if among_own else range(len(self.dataset))
         form = self.collate_fn or collate
