@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from conf.errors import some
 from models.layers import NetworkError
-from trainer.checkpoints.reader import read_weights as read_file
+from trainer.checkpoints.reader import model_only
 from trainer.errors import CheckpointError
 
 log = logging.getLogger(__name__)
@@ -156,19 +156,7 @@ def read_weights(source: str, checkpoint: str = "best", average: bool = True) ->
     path = path / f"checkpoints/{checkpoint}.pt" if path.is_dir() else path
     if not path.is_file():
         raise NetworkError(f"model.weights: no file {path}")
-    loaded = read_file(path)
-    if average and isinstance(loaded, Mapping) and "format_version" in loaded:
-        for kept in (loaded.get("ema"), *(loaded.get("callbacks") or {}).values()):
-            if isinstance(kept, Mapping) and kept.get("model") and kept.get("averaged", 1):
-                log.info("%s: loading the average of the weights instead of the last ones", path)
-                loaded = kept
-                break
-    for key in ("model", "state_dict"):
-        if isinstance(loaded, Mapping) and isinstance(loaded.get(key), Mapping):
-            loaded = loaded[key]
-    if not isinstance(loaded, Mapping) or not all(isinstance(v, Tensor) for v in loaded.values()):
-        raise CheckpointError(f"{path} is not a state dict, a mapping of names to tensors")
-    return loaded
+    return model_only(path, average)
 
 
 def fetch(entry: Any) -> dict[str, Tensor]:

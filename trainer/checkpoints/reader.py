@@ -125,24 +125,11 @@ def read_whole(path: Path) -> dict[str, Any]:
     return checkpoint_shards.read(read_checkpoint(path))
 
 
-def read_weights(path: Path) -> Any:
-    """Return the content of a file on the CPU; of a checkpoint, only weights and averages.
-
-    Raises CheckpointError.
-    """
-    if path.suffix == ".safetensors":
-        return read_safetensors(path)
-    payload = read_archive(path)
-    if isinstance(payload, dict) and "format_version" in payload:
-        payload = read_checkpoint(path)
-        payload = checkpoint_shards.read({k: payload[k] for k in _WEIGHTS if k in payload})
-    return payload
-
-
-def model_only(path: Path) -> dict[str, Tensor]:
+def model_only(path: Path, average: bool = False) -> dict[str, Tensor]:
     """Return the weights in `path` by name: a checkpoint, a state dict or a .safetensors file.
 
-    A run directory means its best checkpoint, or else its last.
+    A run directory means its best checkpoint, or else its last. `average`: the average of the
+    weights (EMA, SWA) if a checkpoint has one. Raises CheckpointError.
     """
     if path.is_dir():
         names = ("checkpoints/best.pt", "checkpoints/last.pt", "best.pt", "last.pt")
@@ -150,8 +137,16 @@ def model_only(path: Path) -> dict[str, Tensor]:
         if found is None:
             raise CheckpointError(f"{path}: it contains neither best.pt nor last.pt")
         path = found
-    payload = read_weights(path)
+    payload: Any = read_safetensors(path) if path.suffix == ".safetensors" else read_archive(path)
     if isinstance(payload, Mapping):
+        if "format_version" in payload:
+            payload = read_checkpoint(path)
+            payload = checkpoint_shards.read({k: payload[k] for k in _WEIGHTS if k in payload})
+            kept = (payload.get("ema"), *(payload.get("callbacks") or {}).values())
+            means = (k for k in kept if isinstance(k, Mapping) and k.get("averaged", 1))
+            if average and (mean := next((k for k in means if k.get("model")), None)):
+                _log.info("%s: loading the average of the weights instead of the last ones", path)
+                payload = mean
         inner = next((payload[key] for key in _WEIGHT_KEYS if key in payload), payload)
         tensors = inner.values() if isinstance(inner, Mapping) else ()
         if tensors and all(isinstance(value, Tensor) for value in tensors):

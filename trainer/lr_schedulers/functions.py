@@ -22,16 +22,27 @@ _Term = Callable[[Mapping[str, float]], float]
 MAX_LENGTH = 500
 MAX_DEPTH = 30
 CONSTANTS = {"pi": math.pi, "e": math.e}
-# Nodes of Python's syntax, and the functions of `operator` that they stand for.
-_NODES = (
-    "Add=add Sub=sub Mult=mul Div=truediv FloorDiv=floordiv Mod=mod USub=neg UAdd=pos Not=not_ "
-    "Lt=lt LtE=le Gt=gt GtE=ge Eq=eq NotEq=ne"
-)
-OPERATORS = {"Pow": math.pow} | {
-    node: getattr(operator, name) for node, _, name in (n.partition("=") for n in _NODES.split())
+OPERATORS: dict[type[ast.AST], Callable[..., float]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: math.pow,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.USub: operator.neg,
+    ast.UAdd: operator.pos,
+    ast.Not: operator.not_,
 }
-_MATH = "ceil cos exp floor log pow sin sqrt tanh"
-FUNCTIONS = {"abs": abs, "max": max, "min": min} | {n: getattr(math, n) for n in _MATH.split()}
+_MATH = ("ceil", "cos", "exp", "floor", "log", "pow", "sin", "sqrt", "tanh")
+FUNCTIONS: dict[str, Callable[..., float]] = {name: getattr(math, name) for name in _MATH}
+FUNCTIONS |= {"abs": abs, "max": max, "min": min}
 _IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 
 
@@ -78,12 +89,12 @@ def _compiled(node: ast.expr, names: Sequence[str], depth: int) -> _Term:
         case ast.Name(id=name) if name in names:
             return operator.itemgetter(name)
         case ast.UnaryOp(op=op, operand=operand):
-            function, parts = OPERATORS.get(type(op).__name__), [operand]
+            function, parts = OPERATORS.get(type(op)), [operand]
         case (
             ast.BinOp(left=left, op=op, right=right)
             | ast.Compare(left=left, ops=[op], comparators=[right])
         ):
-            function, parts = OPERATORS.get(type(op).__name__), [left, right]
+            function, parts = OPERATORS.get(type(op)), [left, right]
         case ast.BoolOp(op=op, values=parts):
             several = [_compiled(part, names, depth - 1) for part in parts]
             combine = all if isinstance(op, ast.And) else any
