@@ -94,9 +94,15 @@ def some(names: Sequence[str], limit: int = 8) -> str:
     return ", ".join(names[:limit]) + more
 
 
-def one_line(text: str) -> str:
-    """Make control characters and line breaks visible, so that a message stays one line."""
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+def one_line(text: object) -> str:
+    """Return a value as text, with control characters and line breaks escaped."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(text))
+
+
+def lacks_memory(error: BaseException) -> bool:
+    """Return whether an exception shows that the host's memory gave out."""
+    told = isinstance(error, RuntimeError | OSError) and "allocate memory" in str(error)
+    return told or isinstance(error, MemoryError)
 
 
 def _text(problems: list[Problem]) -> str:

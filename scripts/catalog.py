@@ -8,14 +8,13 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from conf.errors import ConfigError, Problem, did_you_mean
+from conf.errors import ConfigError, Problem, did_you_mean, one_line
 from scripts.cli.arguments import command_parser
 from scripts.cli.shadow import ROOT
 from scripts.composition.folders import CONF, check_folder
 from scripts.help import Groups, below, description, groups_in
 from scripts.regimen import COMMANDS
 from trainer.files.atomic import storage_error
-from trainer.files.layout import on_one_line
 
 _TEMPLATE = ROOT / "template"
 _LONGEST = 100  # letters of a name, which becomes a folder's and a package's
@@ -32,7 +31,7 @@ def ls(argv: Sequence[str]) -> int:
         print(group)
         for choice, path in files.items():
             place = "" if path.is_relative_to(CONF) else f" ({path})"
-            print(on_one_line(f"  {choice:<{width}}  {description(path)}{place}").rstrip())
+            print(one_line(f"  {choice:<{width}}  {description(path)}{place}").rstrip())
     return 0
 
 
@@ -54,7 +53,7 @@ def cp(argv: Sequence[str]) -> int:
     if target.suffix != ".yaml":
         raise ConfigError(f"{target}: the name of a config ends in .yaml")
     _write_new(target, files[choice].read_text("utf-8"))
-    print(f"written to {on_one_line(target)}")
+    print(f"written to {one_line(target)}")
     return 0
 
 
@@ -85,7 +84,7 @@ def new(argv: Sequence[str]) -> int:
         raise ConfigError(f"{folder} exists and is no empty folder: choose another name")
     for name, text in project_files(title, os.path.relpath(ROOT, folder.resolve())).items():
         _write_new(folder / name, text)
-        print(on_one_line(folder / name))
+        print(one_line(folder / name))
     print(f"train it: cd {shlex.quote(str(folder))} && train --config-dir conf experiment=mine")
     return 0
 

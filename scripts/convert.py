@@ -11,6 +11,7 @@ from scripts.regimen import main
 
 def convert(argv: Sequence[str]) -> int:
     """Write a checkpoint, whole, to a new file. Raises CheckpointError, StorageError."""
+    from conf.errors import one_line
     from scripts.cli.arguments import command_parser
     from scripts.cli.console import greet
 
@@ -22,13 +23,12 @@ def convert(argv: Sequence[str]) -> int:
     from trainer.checkpoints.archive import write_archive
     from trainer.checkpoints.reader import read_whole
     from trainer.errors import CheckpointError
-    from trainer.files.layout import on_one_line
 
     target: Path = arguments.target
     if target.exists():  # in a run's folder it would be a file that the index does not know
         raise CheckpointError(f"{target} exists: choose another name")
     write_archive(target, read_whole(arguments.checkpoint))
-    print(f"written to {on_one_line(target)}")
+    print(f"written to {one_line(target)}")
     return 0
 
 

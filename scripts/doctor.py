@@ -8,9 +8,9 @@ import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from conf.errors import one_line
 from scripts.cli.arguments import command_parser
 from scripts.cli.console import importing, usable_cpus
-from trainer.files.layout import on_one_line
 from trainer.runs.directory import versions
 
 _GIB = 2**30
@@ -35,7 +35,7 @@ def doctor(argv: Sequence[str]) -> int:
         found.append({"name": name, "text": text, "cure": cure, "good": cure is None})
         if not arguments.json:
             mark, end = ("good", "") if cure is None else ("WARN", f"; cure: {cure}")
-            print(on_one_line(f"{mark}  {name:<20} {text}{end}"), flush=True)
+            print(one_line(f"{mark}  {name:<20} {text}{end}"), flush=True)
     bad = sum(not one["good"] for one in found)
     told = "all is well" if not bad else f"to look at: {bad} of {len(found)}"
     print(json.dumps(found) if arguments.json else told)

@@ -47,7 +47,7 @@ def evaluate(argv: Sequence[str]) -> int:
         print(f"{one_line(name):<20} {value:.4f}")
     result = {**tested, "split": split, **metrics}
     write_text(run_dir / "evaluation.json", json.dumps(result, indent=2) + "\n")
-    print(f"written to {one_line(str(run_dir / 'evaluation.json'))}")
+    print(f"written to {one_line(run_dir / 'evaluation.json')}")
     return 0
 
 

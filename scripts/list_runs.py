@@ -11,20 +11,20 @@ from typing import Any
 
 import yaml
 
-from conf.errors import ConfigError, some
+from conf.errors import ConfigError, one_line, some
 from conf.interpolation import join
 from conf.yaml_file import plain_values, word
 from scripts.cli.arguments import RUNS, command_parser
-from trainer.files.layout import aligned, columns_of, on_one_line, size
+from trainer.files.layout import aligned, columns_of, size
 from trainer.runs.directory import CONFIG, OVERRIDES
 from trainer.runs.status import (
     CHECKPOINTS,
     MANIFEST,
     RunDirectoryError,
     holds_run,
-    own_values,
     read_json,
     read_metrics,
+    read_own,
     read_status,
     seconds_of,
 )
@@ -66,7 +66,7 @@ def runs(argv: Sequence[str]) -> int:
     if arguments.json:
         print(json.dumps(found, indent=2, default=str))
     elif not found:
-        print(f"no runs in {on_one_line(arguments.folder)}")
+        print(f"no runs in {one_line(arguments.folder)}")
     else:
         _print(rows)
     return 0
@@ -108,7 +108,7 @@ def read_run(path: Path) -> dict[str, Any]:
         raise RunDirectoryError(f"{path} holds no run: it has no {MANIFEST}")
     status, created = _node(_read(read_status, path)), _node(_read(read_json, path / MANIFEST))
     config = _node(_read(lambda p: plain_values(p.read_text("utf-8"), str(p)), path / CONFIG))
-    overrides = _read(lambda p: own_values(p.read_text("utf-8")), path / OVERRIDES)
+    overrides = _read(read_own, path / OVERRIDES)
     last = next(iter([*read_metrics(path, _TAIL)][-1:]), {})
     best = _node(status.get("best"))
     sizes = {}  # a file with several names counts once

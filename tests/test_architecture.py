@@ -63,12 +63,12 @@ KNOWN_TO_ALL = ("conf.errors", "conf.interpolation", "conf.schema_trainer", "dat
 # Code lines (no blank line, comment, docstring) and files: a budget. A number goes down with what
 # is thrown away, and up in the commit that brings a new capability.
 BUDGET = {
-    "conf": 1025,
-    "data": 3158,
+    "conf": 1028,
+    "data": 3155,
     "models": 690,
-    "trainer": 8963,
+    "trainer": 8965,
     "callbacks": 2408,
-    "scripts": 4601,
+    "scripts": 4599,
     "the six packages": 20845,
     "tests": 18854,
     "benchmarks": 1296,

@@ -17,7 +17,7 @@ from traceback import walk_tb
 from types import FrameType
 from typing import Any, NoReturn
 
-from conf.errors import ConfigError
+from conf.errors import ConfigError, lacks_memory
 from trainer.shadow import PACKAGES, ROOT
 
 # What ends a run, and the exit code that goes with it. SIGUSR1 is what batch systems send ahead of
@@ -227,7 +227,7 @@ def is_misfit(error: Exception) -> bool:
     if not isinstance(error, MISFITS) or hasattr(error, "exit_code"):
         return False
     modules = [str(f.f_globals.get("__name__", "")) for f, _ in walk_tb(error.__traceback__)]
-    if "allocate memory" in str(error) or device_failed(error) or modules[-1].startswith(_FOREIGN):
+    if lacks_memory(error) or device_failed(error) or modules[-1].startswith(_FOREIGN):
         return False
     return all(module.partition(".")[0] in _LIBRARIES for module in modules)
 

@@ -16,7 +16,7 @@ from trainer.callback import Callback, Histogram, Media, PRCurve, Results
 from trainer.files.atomic import TEMPORARY, AppendLog, storage_error, write_json
 from trainer.runs.directory import CONFIG, OVERRIDES
 from trainer.runs.lock import LOCK_FILE
-from trainer.runs.status import METRICS, SWEEP, own_values, read_json, read_metrics
+from trainer.runs.status import METRICS, SWEEP, own_values, read_json, read_metrics, read_own
 from trainer.state import LogPoint
 from trainer.trainer import Trainer
 
@@ -281,8 +281,8 @@ class Names(NamedTuple):
 def names_of(run: Path, config_text: str) -> Names:
     """Return the names of the run in a directory; without a `config.yaml` by `config_text`."""
     file, keys = run / CONFIG, read_json(run.parent / SWEEP).get("swept") or []
-    config = own_values(file.read_text("utf-8") if file.exists() else config_text) or {}
-    texts = own_values((run / OVERRIDES).read_text("utf-8")) if keys else []
+    config = (read_own(file) if file.exists() else own_values(config_text)) or {}
+    texts = read_own(run / OVERRIDES) if keys else []
     given = dict(str(text).lstrip("+~").partition("=")[::2] for text in texts)
     varied = {key: given.get(key) for key in keys}
     project = str(config.get("name") or run.parent.name)

@@ -7,7 +7,6 @@ bytes, with a timeout, and maps the file. Tensors are not copied again.
 """
 
 import contextlib
-import errno
 import io
 import itertools
 import mmap
@@ -29,6 +28,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
+from conf.errors import lacks_memory
 from data.batch import Piece, rebuild
 from data.errors import DataError, UnreadableError, WorkerError, is_fault, reason
 from data.image_folder import memory_file
@@ -223,10 +223,7 @@ def path_of(dataset: Any, index: int) -> str | None:
 
 def memory_error(error: BaseException) -> WorkerError | None:
     """Say in words how an exception shows that memory gave out; None if it does not."""
-    full = isinstance(error, OSError) and error.errno == errno.ENOMEM
-    if full or isinstance(error, MemoryError) or "can't allocate memory" in str(error):
-        return WorkerError(f"out of memory: {reason(error)}")
-    return None
+    return WorkerError(f"out of memory: {reason(error)}") if lacks_memory(error) else None
 
 
 @dataclass(eq=False)

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from importlib import metadata
 from typing import Any, NoReturn, TextIO, cast
 
+from conf.errors import lacks_memory
 from scripts.cli.deferred import defer_imports
 from scripts.cli.signals import end_on_signals
 from trainer.errors import account, device_failed, is_users
@@ -119,8 +120,7 @@ def exit_code(error: BaseException) -> int:
 
 def _is_out_of_memory(error: BaseException) -> bool:
     """Return whether the device or the host ran out of memory; does not import torch."""
-    named = type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError)
-    return named or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
+    return type(error).__name__ == "OutOfMemoryError" or lacks_memory(error)
 
 
 def describe(error: BaseException) -> str:

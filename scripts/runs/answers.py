@@ -15,7 +15,7 @@ from PIL import Image
 from torch import Tensor
 
 from conf.check import parse
-from conf.errors import ConfigError, Problem, raise_problems
+from conf.errors import ConfigError, Problem, one_line, raise_problems
 from conf.schema import Config
 from data.errors import DataError
 from data.formats.table import Table, read_columns
@@ -30,7 +30,6 @@ from trainer.assembly.experiment import eval_loader
 from trainer.assembly.parts import build_strategy
 from trainer.checkpoints.archive import write_safetensors
 from trainer.files.atomic import replacing, storing, write_json
-from trainer.files.layout import on_one_line
 from trainer.inference.predictor import (
     OUTPUT,
     Answers,
@@ -169,7 +168,7 @@ class Findings:
 
     def told(self) -> str:
         """Return how many rows there are, and where. Raises DataError if all files were broken."""
-        where, broken = on_one_line(self._table), sum("error" in row for row in self.rows)
+        where, broken = one_line(self._table), sum("error" in row for row in self.rows)
         if broken and broken == len(self.rows):
             raise DataError(f"none of {broken} samples could be read: {where} has the reasons")
         of_them = f", {broken} of them broken" if broken else ""

@@ -15,8 +15,9 @@ from statistics import fmean, stdev
 from typing import Any
 
 from callbacks.support import AUTO, Monitor
+from conf.errors import one_line
 from trainer.files.atomic import write_text
-from trainer.files.layout import aligned, on_one_line
+from trainer.files.layout import aligned
 from trainer.runs.status import ENDED_WELL, TENSORBOARD, RunDirectoryError, read_status
 from trainer.state import epoch_metric
 
@@ -178,7 +179,7 @@ def show(folder: Path, ranking: Ranking, group_by: Sequence[str], varied: Sequen
     ranked, shown, columns = ranking.ranked(), "{:.4f}".format, get_terminal_size().columns
     rows = [["job", "status", *short_keys(varied), ranking.name, "seconds"]]
     rows += [ranking.row(job, varied, shown) for job in ranked[:SHOWN]]
-    print("", on_one_line(f"sweep {folder}"), *aligned(rows, columns, last=2), sep="\n")
+    print("", one_line(f"sweep {folder}"), *aligned(rows, columns, last=2), sep="\n")
     if len(ranked) > SHOWN:
         print(f"and {len(ranked) - SHOWN} more jobs in {FILE}")
     if group_by:
@@ -191,8 +192,8 @@ def show(folder: Path, ranking: Ranking, group_by: Sequence[str], varied: Sequen
         print(*aligned(rows, columns, last=2), sep="\n")
     for job in ranking.jobs:
         if job.failed:
-            print(on_one_line(f"job {job.number} {job.state} (exit {job.code}): {job.reason}"))
-    print(on_one_line(f"leaderboard: {folder / FILE}"))
+            print(one_line(f"job {job.number} {job.state} (exit {job.code}): {job.reason}"))
+    print(one_line(f"leaderboard: {folder / FILE}"))
 
 
 def short_keys(keys: Sequence[str]) -> list[str]:

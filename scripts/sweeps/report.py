@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from conf.errors import one_line
 from scripts.sweeps.leaderboard import SHOWN, Job, Ranking, short_keys
 from trainer.files.atomic import replacing
-from trainer.files.layout import on_one_line
 from trainer.runs.status import read_metrics
 
 FILE = "report.png"
@@ -31,7 +31,7 @@ def write_report(folder: Path, ranking: Ranking, varied: Sequence[str]) -> None:
         said = f"{FILE} takes two packages: pip install matplotlib optuna"
     except Exception as error:  # a picture must not end a sweep
         said = f"no {FILE}: {type(error).__name__}: {error}"
-    print(on_one_line(said))
+    print(one_line(said))
 
 
 def study_of(ranking: Ranking, varied: Sequence[str]) -> Any:

@@ -14,7 +14,7 @@ from pathlib import Path
 import yaml
 
 from conf.check import parse
-from conf.errors import ConfigError, Problem, did_you_mean, raise_problems
+from conf.errors import ConfigError, Problem, did_you_mean, one_line, raise_problems
 from conf.schema import SweepConfig, Values
 from scripts.cli.arguments import PRIMARY, RUNS, Arguments, key_of, run_dir_override
 from scripts.cli.console import logger
@@ -26,7 +26,6 @@ from scripts.sweeps.leaderboard import FILE, NOT_STARTED, RUNNING, Job, Ranking
 from scripts.sweeps.report import write_report
 from trainer.errors import StorageError
 from trainer.files.atomic import write_json
-from trainer.files.layout import on_one_line
 from trainer.runs.directory import CONFIG, OVERRIDES, make_folder, name_folder, reserve, timestamp
 from trainer.runs.lock import RunLock, is_held
 from trainer.runs.status import (
@@ -36,8 +35,8 @@ from trainer.runs.status import (
     RunDirectoryError,
     check_run_dir,
     holds_run,
-    own_values,
     read_metrics,
+    read_own,
     read_status,
 )
 
@@ -194,7 +193,7 @@ class Sweep:
                     job.end(code)
                 lost = code < 0 or code in _LOST
                 if lost and job.starts <= self.settings.retries and not self.heard:
-                    print(on_one_line(f"job {job.number} starts again: {job.reason}"), flush=True)
+                    print(one_line(f"job {job.number} starts again: {job.reason}"), flush=True)
                     queue.append(job)
                     continue
                 self.write()
@@ -213,7 +212,7 @@ class Sweep:
         given = job.overrides
         varied = " ".join(f"{key}={given[key]}" for key in self.varied if key in given)
         again = f" (start {job.starts})" if job.starts > 1 else ""
-        line = on_one_line(f"{varied}  ->  {job.run_dir}{again}")
+        line = one_line(f"{varied}  ->  {job.run_dir}{again}")
         print(f"[{self.jobs.index(job) + 1}/{self.count}] {line}", flush=True)
 
     def _say_end(self, job: Job, seconds: float) -> None:
@@ -221,7 +220,7 @@ class Sweep:
         value = ranking.value(job)
         result = "" if value is None else f" {ranking.name} {value:.4f}"
         why = f": {job.reason}" if job.failed else ""
-        told = on_one_line(f"job {job.number} {job.state}{result}{why}")
+        told = one_line(f"job {job.number} {job.state}{result}{why}")
         facts = [told, f"{done} of {self.count} done"]
         if compared := ranking.compared():
             best = compared[0]
@@ -320,7 +319,7 @@ def job_folders(sweep: Path) -> dict[tuple[str, ...], Path]:
     for path in sorted(numbered, key=lambda path: int(path.name)):
         # One that cannot be read is the folder of no known job.
         with suppress(OSError, ValueError, TypeError, yaml.YAMLError, ConfigError):
-            texts = own_values((path / OVERRIDES).read_text("utf-8"))
+            texts = read_own(path / OVERRIDES)
             folders.setdefault(identity(map(str, texts)), path)
     return folders
 
@@ -330,6 +329,6 @@ def has_finished(folder: Path | None, config: Values) -> bool:
     outside = dict.fromkeys(OF_A_START)
     with suppress(OSError, ValueError, yaml.YAMLError, RunDirectoryError):
         if folder is not None and read_status(folder).get("state") in ENDED_WELL:
-            saved = own_values((folder / CONFIG).read_text("utf-8"))
+            saved = read_own(folder / CONFIG)
             return isinstance(saved, dict) and saved | outside == config | outside
     return False

@@ -16,6 +16,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from conf.errors import lacks_memory
 from data.batch import map_tensors
 from trainer.errors import CheckpointError, ResourceError, StorageError
 from trainer.files.atomic import regular, replacing
@@ -92,7 +93,7 @@ def write_archive(path: Path, payload: Any) -> None:
             while cause is not None:
                 if isinstance(cause, OSError):
                     raise cause from None
-                if isinstance(cause, MemoryError) or "allocate memory" in str(cause):
+                if lacks_memory(cause):
                     message = "no memory left; the earlier checkpoints are whole"
                     raise ResourceError(f"cannot write {path}: {message}") from error
                 cause = cause.__context__
@@ -118,7 +119,7 @@ def read_archive(path: Path, crcs: bool = True) -> Any:
     except OSError as error:
         raise DamagedCheckpointError(f"{path}: cannot be read: {error.strerror}") from error
     except Exception as error:
-        if isinstance(error, MemoryError) or "allocate memory" in str(error):
+        if lacks_memory(error):
             raise ResourceError(f"{path}: no memory left to load it") from error
         raise _refusal(path, error) from error
 

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from conf.errors import one_line
+
 WIDTH = 100  # characters of a line, where no terminal sets a limit
 _GAP = "  "  # between columns
 
@@ -49,7 +51,7 @@ def aligned(
     Columns that have no room stand below their row by name; the `last` ones are the last to go.
     Those called as in `right` are aligned there.
     """
-    rows = [list(map(on_one_line, row)) for row in rows]
+    rows = [list(map(one_line, row)) for row in rows]
     sizes = [max(map(len, column)) for column in zip(*rows, strict=True)]
     shown = list(range(len(sizes)))
     while sum(sizes[i] + len(_GAP) for i in shown) - len(_GAP) > width and len(shown) > 1:
@@ -78,11 +80,6 @@ def indented_lines(text: str) -> list[str]:
     return visible(re.sub(r"\n(?!  )", r"\\n", text)).split("\n")
 
 
-def on_one_line(text: object) -> str:
-    """Return a path or a value as text, with line breaks and control characters escaped."""
-    return visible(str(text)).replace("\n", "\\n")
-
-
 class VisibleFormatter(logging.Formatter):
     """Format as the base class does, and escape control characters, and line breaks in paths."""
 
@@ -90,7 +87,7 @@ class VisibleFormatter(logging.Formatter):
         """Return the formatted record, which may have several lines."""
         record = logging.makeLogRecord(record.__dict__)
         if isinstance(record.args, tuple):
-            record.args = tuple(on_one_line(a) if isinstance(a, Path) else a for a in record.args)
+            record.args = tuple(one_line(a) if isinstance(a, Path) else a for a in record.args)
         return visible(super().format(record))
 
 

@@ -119,6 +119,11 @@ def own_values(text: str) -> Any:
     return yaml.load(text, Loader=_LOADER)
 
 
+def read_own(path: Path) -> Any:
+    """Return the values of a YAML file that Regimen wrote itself. Raises what reading it raises."""
+    return own_values(path.read_text("utf-8"))
+
+
 def read_metrics(run_dir: Path, last_bytes: int | None = None) -> Iterator[Record]:
     """Yield the lines of a run's log, the oldest first; nothing where there is no log.
 
