@@ -26,7 +26,6 @@ def evaluate(argv: Sequence[str]) -> int:
     with importing():
         from trainer.assembly.check import check_targets
         from trainer.files.atomic import write_text
-        from trainer.targets.allow_list import allow
 
         if keys.artefact is not None:
             from trainer.export.artefact import evaluate_artefact
@@ -34,7 +33,6 @@ def evaluate(argv: Sequence[str]) -> int:
             from trainer.inference.run import evaluate_run
 
     with composed.locating():
-        allow(arguments.allow_targets)
         config, run_dir = parse(composed.config), Path(keys.run)
         check_targets(config)
         if keys.artefact is not None:

@@ -1,6 +1,5 @@
 """`predict run=RUN_DIR source=DIR`: a trained model's answers for files, as a table."""
 
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -18,7 +17,6 @@ def predict(argv: Sequence[str]) -> int:
     from conf.errors import Problem, raise_problems
     from conf.schema_trainer import StrategyConfig
     from conf.yaml_file import word
-    from scripts.cli.console import importing
     from scripts.cli.keys import Prediction, read_keys
 
     # data.on_error: as the error of a broken file calls it
@@ -35,6 +33,7 @@ def predict(argv: Sequence[str]) -> int:
         if key in ("strategy", "strategy.name") and value not in ("single", "ddp")
     )
     from scripts.composition.compose import compose  # after the first line: it imports Hydra
+    from scripts.runs.launch import start
 
     # However a run was trained (in shards, on many devices), it is asked on one; who wants more
     # says so. The kind of its device stays.
@@ -47,12 +46,7 @@ def predict(argv: Sequence[str]) -> int:
         overrides += [f"strategy.accelerator={kind}", f"strategy.devices={devices}"]
     composed = compose(replace(arguments, overrides=tuple(overrides)))
     files = [line.rstrip("\n") for line in sys.stdin] if keys.source == "-" else []
-    with importing():
-        if composed.config["strategy"]["name"] == "ddp" and "RANK" not in os.environ:
-            from scripts.runs.launch import launch as work
-        else:
-            from scripts.runs.answers import answer as work
-    return work(composed.request(argv, prediction=asdict(keys), files=files))
+    return start(composed.request(argv, prediction=asdict(keys), files=files))
 
 
 if __name__ == "__main__":

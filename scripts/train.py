@@ -1,6 +1,5 @@
 """`train experiment=resnet18 [key=value ...]`: train, or with -m sweep."""
 
-import os
 from collections.abc import Sequence
 
 from scripts import regimen
@@ -14,7 +13,7 @@ def main() -> None:
 def train(argv: Sequence[str]) -> int:
     """Do what a command line asks for; torch is imported once its keys and types are sound."""
     from scripts.cli.arguments import parse_arguments
-    from scripts.cli.console import greet, importing, logger
+    from scripts.cli.console import greet, logger
 
     arguments = parse_arguments(argv)
     if arguments.asks_for_text:
@@ -40,12 +39,8 @@ def train(argv: Sequence[str]) -> int:
         logger.warning("warning: %s", doubt)
     if trial := (composed.config.get("sweep") or {}).get("trial"):
         refuse_untyped("sweep", {"trial": trial}, composed.overrides)
-    several = composed.config["strategy"]["name"] in ("ddp", "fsdp")
-    with importing():
-        if several and not composed.config["dry_run"] and "RANK" not in os.environ:
-            from scripts.runs.launch import launch as start
-        else:
-            from scripts.runs.run import run as start
+    from scripts.runs.launch import start
+
     with composed.locating():
         return start(composed.request(argv))
 

@@ -72,6 +72,24 @@ class Notes:
         return [json.loads(path.read_text()) for path in self.folder.glob("rank-*")]
 
 
+def start(request: Request) -> int:
+    """Do what is requested, in this process or in those that the strategy asks for."""
+    several = request.config["strategy"]["name"] in ("ddp", "fsdp")
+    if several and not request.config["dry_run"] and "RANK" not in os.environ:
+        return launch(request)
+    return _work(request)
+
+
+def _work(request: Request, note: Path | None = None) -> int:
+    if request.prediction is not None:
+        with importing():
+            from scripts.runs.answers import answer
+        return answer(request)
+    with importing():
+        from scripts.runs.run import run
+    return run(request, note)
+
+
 def launch(request: Request) -> int:
     """Run a request in `strategy.devices` processes and return the run's exit code.
 
@@ -196,11 +214,7 @@ def main() -> None:
             asked = json.loads((notes.folder / "request").read_text())
             sys.path[:] = asked["path"]
             request = Request(**asked["request"])
-            with importing():
-                from scripts.runs.answers import answer
-                from scripts.runs.run import run
-            predicts = request.prediction is not None
-            code = answer(request) if predicts else run(request, notes.run_dir)
+            code = _work(request, notes.run_dir)
             if rank == 0:
                 notes.finished.touch()
     except BaseException as error:

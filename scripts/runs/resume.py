@@ -52,12 +52,12 @@ _HORIZON = ("trainer.max_epochs", "trainer.max_steps")
 
 @dataclass(slots=True)
 class Resume:
-    """What a run is resumed from."""
+    """What a run goes on from; a new run from nothing, or from a checkpoint."""
 
-    config: Values  # the configuration of the resumed run
-    run_dir: Path | None = None  # the run to continue; None: a new run begins from the checkpoint
+    config: Values  # the configuration of the run
+    run_dir: Path | None = None  # the run to continue; None: a new run begins
     checkpoint: Path | None = None
-    payload: dict[str, Any] | None = None  # None: the run has no checkpoint yet
+    payload: dict[str, Any] | None = None  # None: there is no checkpoint
     notes: list[str] = field(default_factory=list)
     new_values: bool = False  # use the hyper-parameters of the configuration, not the checkpoint's
     moved: bool = False  # whether the horizon changes
@@ -91,19 +91,19 @@ def new_folder(raw: Mapping[str, Any]) -> Path:
     return Path(raw["run_dir"] or reserve(name_folder(RUNS, raw["name"]), timestamp()))
 
 
-def find_resume(raw: Values) -> Resume | None:
-    """Return the run or the checkpoint that a configuration's `resume` selects; None: a new run.
+def find_resume(raw: Values) -> Resume:
+    """Return what a configuration's `resume` selects; for a plan nothing.
 
     Raises CheckpointError if it cannot be resumed.
     """
     own = raw["run_dir"] and Path(raw["run_dir"])
-    if raw["resume"] is None:
-        return None
+    if raw["resume"] is None or raw["dry_run"]:
+        return Resume(raw)
     if raw["resume"] == "auto":
         folder = own or find_unfinished(name_folder(RUNS, raw["name"]))
         if folder is None or not holds_run(folder):
             logger.info("resume=auto: there is no unfinished run, starting a new one")
-            return None
+            return Resume(raw)
         return _from_run(folder, raw)
     if is_remote(raw["resume"]):
         return _from_run(_fetched(raw), raw)
@@ -145,8 +145,8 @@ def _from_run(folder: Path, raw: Values) -> Resume:
         raise ConfigError(Problem("resume", f"{folder} holds no run: it has no manifest.json"))
     newest = CheckpointStore(folder / "checkpoints").newest(going_back_to(folder))
     if newest is None:
-        note = "the run was stopped before its first checkpoint: it starts from the beginning"
-        return Resume(raw, folder, notes=[note])
+        logger.info("the run was stopped before its first checkpoint: it starts from the beginning")
+        return Resume(raw, folder)
     path, payload, passed = newest
     for reason in passed:
         logger.warning("warning: passed over %s", reason)

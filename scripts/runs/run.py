@@ -52,18 +52,14 @@ class BuiltRun:
 
     request: Request  # with the configuration of the resumed run
     experiment: Experiment
-    resume: Resume | None
+    resume: Resume
     directory: RunDirectory | None = None  # on the main process, while it is held
-
-    @property
-    def continued(self) -> Path | None:
-        """The directory of the earlier run that is gone on with, if one is."""
-        return self.resume.run_dir if self.resume else None
 
     def hold(self) -> RunDirectory:
         """Make or take the run's directory and lock it, on the main process."""
         experiment, config = self.experiment, self.experiment.config
-        trainer, folder = experiment.trainer, self.continued or new_folder(self.request.config)
+        trainer, earlier = experiment.trainer, self.resume.run_dir
+        folder = earlier or new_folder(self.request.config)
         facts = {
             "seed": config.seed,
             "device": str(trainer.strategy.device),
@@ -75,7 +71,7 @@ class BuiltRun:
             "threads": torch.get_num_threads(),
         }
         command = self.request.resume_command(folder.absolute())  # should SIGKILL end the run
-        if self.continued is not None:
+        if earlier is not None:
             self.directory = RunDirectory.resume(folder, facts=facts, command=command)
         else:
             text, overrides = self.request.config_text(), self.request.overrides
@@ -169,7 +165,7 @@ def recorded(run: BuiltRun, log: MemoryHandler) -> Iterator[None]:
         code = exit_code(error)
         state = "preempted" if code in EXIT_CODES.values() else "failed"
         results = Results(state, results_of(run.experiment, {}), code, describe(error))
-        began = trainer.state.updates or run.continued is not None
+        began = trainer.state.updates or run.resume.run_dir is not None
         if directory is not None and results.code == ConfigError.exit_code and not began:
             directory.discard()  # a mistake that kept a run from starting leaves nothing behind
             ours = run.experiment.config.run_dir is None
@@ -206,18 +202,15 @@ def outcome(experiment: Experiment, tested: dict[str, float]) -> Results:
 
 def _prepared(request: Request, strategy: Strategy) -> BuiltRun | None:
     """Build the run; None after a dry run, or if nothing is left to train."""
-    config, group = parse(request.config), strategy.group
-    if config.run_dir is not None:
-        check_run_dir(Path(config.run_dir))
-    payload = None
-    finds = group.is_main and not config.dry_run
-    resume = group.broadcast(find_resume(request.config) if finds else None)
-    if resume is not None:
-        if resume.finished:
-            logger.info("%s", resume.finished)
-            return None
-        request = replace(request, config=resume.config)  # which checkpoints then save
-        config, payload = parse(resume.config), resume.payload
+    group, place = strategy.group, request.config["run_dir"]
+    if place is not None:
+        check_run_dir(Path(place))
+    resume = group.broadcast(find_resume(request.config) if group.is_main else None)
+    if resume.finished:
+        logger.info("%s", resume.finished)
+        return None
+    request = replace(request, config=resume.config)  # which checkpoints then save
+    config, payload = parse(resume.config), resume.payload
     if config.trainer.gradient_accumulation_steps == "auto":  # a number, in the run's files too
         fitting = {"gradient_accumulation_steps": fitting_steps(config, strategy)}
         values = {**request.config, "trainer": request.config["trainer"] | fitting}
@@ -233,7 +226,7 @@ def _prepared(request: Request, strategy: Strategy) -> BuiltRun | None:
     with nullcontext() if payload is None else no_initial_weights():
         built = with_statistics(config, payload)
         experiment = build(built, strategy, own, request.config_text())
-    if resume and payload:  # before any file of the run is changed
+    if payload:  # before any file of the run is changed
         compare_names(payload, experiment.trainer.model.state_dict(), resume.checkpoint)
     return BuiltRun(request, experiment, resume)
 
@@ -246,9 +239,8 @@ def _train(it: BuiltRun, note: Path | None) -> None:
         if note is not None:
             note.write_text(str(it.directory.path))
         logger.info("run directory: %s", it.directory.path)
-    if it.resume is not None:
-        it.resume.apply(trainer)
-        trainer.group.on_main(it.resume.leave_behind)  # after all checks have passed
+    it.resume.apply(trainer)
+    trainer.group.on_main(it.resume.leave_behind)  # after all checks have passed
     if it.directory is not None:  # of a run that is gone on with, too: it may have changed
         it.directory.configure(request.config_text(), request.overrides)
         facts_of(experiment.config, experiment.data, trainer.task).write(it.directory.path)
