@@ -83,7 +83,7 @@ def _diff(argv: Sequence[str]) -> int:
     both = [read_run(path) for path in paths]
     for path in paths:  # of a run that has not ended well, what it has logged last
         logged = {k: v for line in read_metrics(path) for k, v in line.items() if "/" in k}
-        results.append(_node(_node(_read(read_status, path)).get("results")) or logged)
+        results.append(_node(_read(read_status, path).get("results")) or logged)
     facts = {key: [run[key] for run in both] for key in ("status", "seconds")}
     config = dict(varied([run["config"] for run in both], deep=True))
     metrics = {n: [found.get(n) for found in results] for n in results[0] | results[1]}
@@ -106,9 +106,8 @@ def read_run(path: Path) -> dict[str, Any]:
     """
     if not holds_run(path):
         raise RunDirectoryError(f"{path} holds no run: it has no {MANIFEST}")
-    status, created = _node(_read(read_status, path)), _node(_read(read_json, path / MANIFEST))
-    config = _node(_read(lambda p: plain_values(p.read_text("utf-8"), str(p)), path / CONFIG))
-    overrides = _read(read_own, path / OVERRIDES)
+    status, created = _read(read_status, path), _read(read_json, path / MANIFEST)
+    config = _read(lambda p: plain_values(p.read_text("utf-8"), str(p)), path / CONFIG)
     last = next(iter([*read_metrics(path, _TAIL)][-1:]), {})
     best = _node(status.get("best"))
     sizes = {}  # a file with several names counts once
@@ -130,16 +129,18 @@ def read_run(path: Path) -> dict[str, Any]:
         "seconds": seconds_of(status) if status else None,
         "bytes": sum(sizes.values()),
         "sweep": str(path.parent) if (path.parent / "leaderboard.csv").exists() else None,
-        "overrides": overrides if isinstance(overrides, list) else [],
+        "overrides": _read(read_own, path / OVERRIDES, list),
         "differs": {},
         "config": config,
     }
 
 
-def _read(read: Callable[[Path], Any], path: Path) -> Any:
-    with suppress(OSError, ValueError, yaml.YAMLError, ConfigError):  # damaged, or not there
-        return read(path)
-    return None
+def _read(read: Callable[[Path], Any], path: Path, kind: type = dict) -> Any:
+    """Return what is read if it is of a kind, else an empty one: damaged, or not there."""
+    with suppress(OSError, ValueError, yaml.YAMLError, ConfigError):
+        if isinstance(value := read(path), kind):
+            return value
+    return kind()
 
 
 def _node(value: Any) -> dict[str, Any]:

@@ -13,7 +13,7 @@ PACKAGES = ("conf", "trainer", "models", "data", "callbacks", "scripts")
 def refuse_shadows() -> None:
     """Raise ImportError if another package or file is found where one of ours is imported."""
     for name in PACKAGES:
-        if name != "trainer" and (place := _place(name)) != ROOT / name:
+        if (place := _place(name)) != ROOT / name:
             found = f"is taken by {place}" if place else "is not installed"
             raise ImportError(
                 f"the package {name!r} {found}, but Regimen needs its own in {ROOT}: rename the "

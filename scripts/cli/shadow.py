@@ -3,8 +3,8 @@
 Imports none of our modules: it runs before anything else is imported.
 """
 
-import importlib.util
 import os
+import runpy
 import sys
 from pathlib import Path
 
@@ -14,16 +14,10 @@ ROOT = Path(__file__).resolve().parents[2]
 def refuse_shadows() -> None:
     """Exit with code 2 if another package shadows one of ours."""
     _move_working_folder()
+    # By its file: `import trainer` might run the other package.
+    ours = runpy.run_path(str(ROOT / "trainer" / "shadow.py"))
     try:
-        spec = importlib.util.find_spec("trainer")
-        place = Path(spec.origin).resolve() if spec and spec.origin else None
-        if place != ROOT / "trainer" / "__init__.py":
-            found = f"is taken by {place}" if place else "is not installed"
-            raise ImportError(
-                f"the package 'trainer' {found}, but Regimen needs its own in {ROOT}:"
-                " rename the other one, or remove its folder from PYTHONPATH"
-            )
-        import trainer.shadow  # noqa: F401 (its package looks for the other five)
+        ours["refuse_shadows"]()
     except ImportError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
