@@ -5,9 +5,10 @@ import re
 import numpy as np
 from PIL import Image as Pillow
 
-from callbacks.trackers.recorder import Recorder, as_text, leaves, names_of, table
+from callbacks.trackers.recorder import Recorder, as_text, leaves, names_of
 from trainer.callback import Media, Results
 from trainer.files.atomic import write_text
+from trainer.files.layout import as_csv
 from trainer.runs.status import read_metrics
 from trainer.trainer import Trainer
 
@@ -30,7 +31,7 @@ class CSV(Recorder):
             if int(path.stem.removeprefix("step-")) > last:
                 path.unlink()
         settings = leaves(names_of(self.run, trainer.config_text).config)
-        write_text(folder / "config.csv", table([("key", "value"), *settings]))
+        write_text(folder / "config.csv", as_csv([("key", "value"), *settings]))
 
     def show(self, step: int, name: str, value: Media) -> None:
         """Write an image, a histogram, a text or a curve as a file."""
@@ -47,6 +48,6 @@ class CSV(Recorder):
         lines = list(read_metrics(self.run))
         names = list(dict.fromkeys(name for line in lines for name in line))
         rows = [[line.get(name) for name in names] for line in lines]
-        write_text(self.run / "csv/metrics.csv", table([names, *rows]))
+        write_text(self.run / "csv/metrics.csv", as_csv([names, *rows]))
         last = ("state", results.state), *results.metrics.items()
-        write_text(self.run / "csv/results.csv", table([("key", "value"), *last]))
+        write_text(self.run / "csv/results.csv", as_csv([("key", "value"), *last]))

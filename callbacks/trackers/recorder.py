@@ -1,12 +1,10 @@
 """What records a run: values, what is shown beside them, and its end; and trackers of others."""
 
-import csv
 import importlib.util
-import io
 import json
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +12,7 @@ from typing import Any, NamedTuple
 from callbacks.support import logger, require
 from trainer.callback import Callback, Histogram, Media, PRCurve, Results
 from trainer.files.atomic import TEMPORARY, AppendLog, storage_error, write_json
+from trainer.files.layout import as_csv
 from trainer.runs.directory import CONFIG, OVERRIDES
 from trainer.runs.lock import LOCK_FILE
 from trainer.runs.status import METRICS, SWEEP, own_values, read_json, read_metrics, read_own
@@ -306,13 +305,6 @@ def as_text(value: Histogram | PRCurve | str) -> tuple[str, str]:
         return "md", value
     if isinstance(value, PRCurve):
         rows = zip(value.thresholds, value.precision, value.recall, strict=True)
-        return "csv", table([("threshold", "precision", "recall"), *rows])
+        return "csv", as_csv([("threshold", "precision", "recall"), *rows])
     rows = zip(value.edges[:-1], value.edges[1:], value.counts, strict=True)
-    return "csv", table([("left", "right", "count"), *rows])
-
-
-def table(rows: Iterable[Sequence[Any]]) -> str:
-    """Return rows as CSV."""
-    file = io.StringIO()
-    csv.writer(file, lineterminator="\n").writerows(rows)
-    return file.getvalue()
+    return "csv", as_csv([("left", "right", "count"), *rows])

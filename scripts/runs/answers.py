@@ -1,7 +1,5 @@
 """One process's part of `predict`: the loader, the model, and the files of the main process."""
 
-import csv
-import io
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -30,6 +28,7 @@ from trainer.assembly.experiment import eval_loader
 from trainer.assembly.parts import build_strategy
 from trainer.checkpoints.archive import write_safetensors
 from trainer.files.atomic import replacing, storing, write_json
+from trainer.files.layout import as_csv
 from trainer.inference.predictor import (
     OUTPUT,
     Answers,
@@ -206,11 +205,8 @@ def _write_table(file: BinaryIO, suffix: str, columns: Sequence[str], rows: Sequ
         table = pyarrow.table({name: [row.get(name) for row in rows] for name in columns})
         parquet.write_table(table, file)
     else:
-        text = io.StringIO()
-        writer = csv.writer(text, lineterminator="\n")
-        writer.writerow(columns)
-        writer.writerows([_cell(row.get(name, "")) for name in columns] for row in rows)
-        file.write(text.getvalue().encode(errors="surrogateescape"))
+        cells = ([_cell(row.get(name, "")) for name in columns] for row in rows)
+        file.write(as_csv([columns, *cells]).encode(errors="surrogateescape"))
 
 
 def _cell(value: Any) -> Any:

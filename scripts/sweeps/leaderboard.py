@@ -1,7 +1,5 @@
 """The jobs of a sweep and how they ended: ranked, as a table, in `leaderboard.csv` and as links."""
 
-import csv
-import io
 import os
 import re
 import signal
@@ -17,7 +15,7 @@ from typing import Any
 from callbacks.support import AUTO, Monitor
 from conf.errors import one_line
 from trainer.files.atomic import write_text
-from trainer.files.layout import aligned
+from trainer.files.layout import aligned, as_csv
 from trainer.runs.status import ENDED_WELL, TENSORBOARD, RunDirectoryError, read_status
 from trainer.state import epoch_metric
 
@@ -169,9 +167,7 @@ def write_csv(folder: Path, ranking: Ranking, group_by: Sequence[str], count: in
         statistics = _statistics(groups[_shared(job, group_by)], repr) if group_by else ()
         rows.append([*ranking.row(job, keys, repr), str(job.run_dir), *statistics])
     rows += [["", NOT_STARTED, *[""] * (len(rows[0]) - 2)]] * (count - len(ranking.jobs))
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(rows)
-    write_text(folder / FILE, text.getvalue())
+    write_text(folder / FILE, as_csv(rows))
 
 
 def show(folder: Path, ranking: Ranking, group_by: Sequence[str], varied: Sequence[str]) -> None:

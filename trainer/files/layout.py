@@ -1,9 +1,11 @@
 """Text that is safe to print, and tables that fit."""
 
+import csv
+import io
 import logging
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +67,13 @@ def aligned(
             words = ", ".join(below).split(" ")
             lines += [_GAP + line for line in packed(words, width - len(_GAP), " ")]
     return lines
+
+
+def as_csv(rows: Iterable[Sequence[Any]]) -> str:
+    """Return rows as CSV."""
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    return text.getvalue()
 
 
 def visible(text: str) -> str:
