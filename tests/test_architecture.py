@@ -68,8 +68,8 @@ BUDGET = {
     "models": 690,
     "trainer": 8971,
     "callbacks": 2404,
-    "scripts": 4573,
-    "the six packages": 20821,
+    "scripts": 4572,
+    "the six packages": 20820,
     "tests": 18854,
     "benchmarks": 1296,
 }

@@ -113,21 +113,16 @@ def exit_code(error: BaseException) -> int:
     """Return the exit code of an exception; 1 for an unexpected one."""
     if isinstance(error, KeyboardInterrupt):
         return 130
-    gave_out = _is_out_of_memory(error) or device_failed(error)
+    gave_out = lacks_memory(error) or device_failed(error)
     code = 8 if gave_out else getattr(error, "exit_code", 1)
     return code if isinstance(code, int) else 1
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    """Return whether the device or the host ran out of memory; does not import torch."""
-    return type(error).__name__ == "OutOfMemoryError" or lacks_memory(error)
 
 
 def describe(error: BaseException) -> str:
     """Return the message of an exception, or the name of its type if it has none."""
     text = str(error).strip()
     first = text.partition("\n")[0]
-    if _is_out_of_memory(error):
+    if lacks_memory(error) or type(error).__name__ == "OutOfMemoryError":  # torch's
         return f"out of memory: {first or 'no memory is left'}; {_LESS_MEMORY}"
     if hasattr(error, "exit_code") or exit_code(error) != 1:
         return text or type(error).__name__

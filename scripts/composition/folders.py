@@ -22,10 +22,11 @@ from omegaconf.errors import OmegaConfBaseException
 from conf.errors import ConfigError, Problem, did_you_mean
 from conf.yaml_file import Document, examine
 from scripts.cli.arguments import Arguments
+from scripts.cli.shadow import ROOT
 from scripts.composition.overrides import NO_HYDRA, choice_problem, first_lines
 from scripts.composition.tree import shown_path
 
-CONF = Path(__file__).resolve().parents[2] / "conf"
+CONF = ROOT / "conf"
 # What Hydra and OmegaConf raise for invalid input, their asserts among it.
 REFUSED = (
     *(OmegaConfBaseException, HydraException, RecursionError, ValueError, TypeError),
@@ -110,7 +111,7 @@ class Folder(ConfigSource):
             message = "must open with `# @package _global_`, or its keys go astray"
             yield Problem("", message, file=shown)
         entries = document.values.get("defaults")
-        for number, entry in enumerate(entries if isinstance(entries, builtins.list) else []):
+        for number, entry in enumerate(entries if isinstance(entries, list) else []):
             for text, value in entry.items() if isinstance(entry, dict) else [("", entry)]:
                 for wrong in self._wrong_choices(str(text), value, config_path.rpartition("/")[0]):
                     line = document.lines.get(f"defaults.{number}" + (f".{text}" if text else ""))
@@ -137,7 +138,7 @@ class Folder(ConfigSource):
         elif text.startswith("/") and "@" not in text and group in groups:
             yield f"{group} has a choice already", override
         else:
-            for choice in value if isinstance(value, builtins.list) else [value]:
+            for choice in value if isinstance(value, list) else [value]:
                 file, somewhere = f"{inside}/{choice}" if text else inside, known.is_group(inside)
                 if not isinstance(choice, str) or "${" in file or name == "_self_":
                     continue
@@ -157,7 +158,7 @@ class Folders:
 
     hydra: Any
     whole: bool  # Hydra is given all that the files hold: it prints that itself
-    folders: builtins.list[Folder] = field(default_factory=builtins.list)
+    folders: list[Folder] = field(default_factory=list)
     documents: dict[Path, Document] = field(default_factory=dict)  # that were read so far
 
     def find(self, config_path: str) -> Folder | None:
@@ -168,13 +169,13 @@ class Folders:
         """Return whether any folder has a group."""
         return any(folder.is_group(group) for folder in self.folders)
 
-    def options(self, group: str) -> builtins.list[str]:
+    def options(self, group: str) -> list[str]:
         """Return the choices of a group."""
         having = [folder for folder in self.folders if folder.is_group(group)]
         return sorted({name for f in having for name in f.list(group, ObjectType.CONFIG)})
 
     @property
-    def chosen(self) -> builtins.list[str]:
+    def chosen(self) -> list[str]:
         """The groups that the primary config, which is read first, chooses in."""
         first = next(iter(self.documents.values()), Document())
         return [m[1] for key in first.lines if (m := re.match(r"defaults\.\d+\./?([^@\s]+)", key))]

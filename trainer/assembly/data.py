@@ -39,7 +39,7 @@ class Data(NamedTuple):
     num_classes: int | None
 
     def describe(self) -> list[dict[str, Any]]:
-        """Return the facts about each set that the plan and the manifest show."""
+        """Return the facts about each set that the manifest shows."""
         return [
             {
                 "split": split,
