@@ -101,13 +101,13 @@ def _examined(text: str, name: str) -> Document:
         return document
     except ConfigError as error:
         return _unreadable(str(error), name)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        what = getattr(error, "problem", None) or getattr(error, "reason", None) or "not YAML"
-        if mark is not None and "\t" in "".join(text.splitlines()[mark.line : mark.line + 1]):
+    except yaml.reader.ReaderError as error:
+        return _unreadable(f"YAML syntax: {error.reason}", name)
+    except yaml.MarkedYAMLError as error:  # all others of yaml's
+        what, mark = error.problem, error.problem_mark
+        if mark and "\t" in "".join(text.splitlines()[mark.line : mark.line + 1]):
             what = "a tab, which YAML does not take as indentation: use spaces"
-        context = getattr(error, "context", None)
-        message = f"YAML syntax: {what}" + (f" ({context})" if context else "")
+        message = f"YAML syntax: {what}" + (f" ({error.context})" if error.context else "")
         return _unreadable(message, name, mark.line + 1 if mark else None)
     except (RecursionError, ValueError) as error:
         return _unreadable(f"not YAML that can be read: {type(error).__name__}", name)

@@ -47,13 +47,11 @@ from trainer.inference.run import (
     pictures_for,
     prompts_for,
 )
-from trainer.targets.allow_list import allow
 
 
 def answer(request: Request) -> int:
     """Answer for every sample of the source; the main process writes."""
     keys = Prediction(**(request.prediction or {}))
-    allow(request.allowed)
     config = parse(request.config)
     # As many samples may be broken as there are.
     config = replace(config, data=replace(config.data, on_error=keys.on_error, max_skipped=1 << 62))

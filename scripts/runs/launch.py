@@ -28,6 +28,7 @@ from scripts.cli.signals import Handler, end_with_parent, handling, leave_after_
 from trainer.errors import PeerError, SilentPeerError, leave_at_once
 from trainer.files.atomic import write_json
 from trainer.runs.status import amend_failure
+from trainer.targets.allow_list import allow
 
 # Exit codes after which a restart may help: an unexpected error, a lost process, out of memory.
 _MENDABLE = (1, 6, 8)
@@ -214,6 +215,7 @@ def main() -> None:
             asked = json.loads((notes.folder / "request").read_text())
             sys.path[:] = asked["path"]
             request = Request(**asked["request"])
+            allow(request.allowed)
             code = _work(request, notes.run_dir)
             if rank == 0:
                 notes.finished.touch()

@@ -40,7 +40,6 @@ from trainer.inference.run import best_or_last
 from trainer.runs.directory import RunDirectory
 from trainer.runs.status import CHECKPOINTS, ENDED_WELL, LOG, check_run_dir
 from trainer.strategies.strategy import Strategy
-from trainer.targets.allow_list import allow
 
 logger = logging.getLogger("regimen")
 _SWITCHES = ("channels_last", "compile", "detect_anomaly")
@@ -101,7 +100,6 @@ def run(request: Request, note: Path | None = None) -> int:
 
     The main process writes the path of the run directory to the file `note`, for the launcher.
     """
-    allow(request.allowed)
     config = parse(request.config)
     check_targets(config)
     strategy = build_strategy(config)
