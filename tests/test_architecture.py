@@ -66,10 +66,10 @@ BUDGET = {
     "conf": 1028,
     "data": 3155,
     "models": 690,
-    "trainer": 8971,
+    "trainer": 8973,
     "callbacks": 2404,
-    "scripts": 4570,
-    "the six packages": 20818,
+    "scripts": 4575,
+    "the six packages": 20825,
     "tests": 18854,
     "benchmarks": 1296,
 }

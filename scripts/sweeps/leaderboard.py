@@ -184,8 +184,8 @@ def show(folder: Path, ranking: Ranking, group_by: Sequence[str], varied: Sequen
         for name, values in list(ranking.groups(group_by).items())[:SHOWN]:
             given = dict(name)
             rows.append([*(given.get(key, "") for key in keys), *_statistics(values, shown)])
-        print("", f"{ranking.name} over {', '.join(group_by)}", sep="\n")
-        print(*aligned(rows, columns, last=2), sep="\n")
+        title = f"{ranking.name} over {', '.join(group_by)}"
+        print("", title, *aligned(rows, columns, last=2), sep="\n")
     for job in ranking.jobs:
         if job.failed:
             print(one_line(f"job {job.number} {job.state} (exit {job.code}): {job.reason}"))

@@ -26,8 +26,16 @@ from scripts.sweeps.leaderboard import FILE, NOT_STARTED, RUNNING, Job, Ranking
 from scripts.sweeps.report import write_report
 from trainer.errors import StorageError
 from trainer.files.atomic import write_json
-from trainer.runs.directory import CONFIG, OVERRIDES, make_folder, name_folder, reserve, timestamp
-from trainer.runs.lock import RunLock, is_held
+from trainer.runs.directory import (
+    CONFIG,
+    OVERRIDES,
+    locked,
+    make_folder,
+    name_folder,
+    reserve,
+    timestamp,
+)
+from trainer.runs.lock import is_held
 from trainer.runs.status import (
     ENDED_WELL,
     SWEEP,
@@ -94,10 +102,7 @@ class Sweep:
         given = self.found or self.config["run_dir"]
         self.folder = Path(given) if given else reserve(_sweeps(self.config), timestamp())
         make_folder(self.folder)
-        lock = RunLock(self.folder)
-        if (holder := lock.acquire()) is not None:
-            message = f"the sweep in {self.folder} is in use by {holder}"
-            raise RunDirectoryError(Problem("run_dir", message, "choose another run_dir"))
+        lock = locked(self.folder)
         self._taken = {path.name for path in self.folder.iterdir()}
         if (wanted := self.settings).launcher == "local":  # the devices are counted now
             self.launcher = LocalLauncher(wanted.jobs or 1, wanted.jobs_per_device, self.devices)

@@ -58,7 +58,6 @@ class RunDirectory:
 
     def __init__(self, path: Path) -> None:
         self.path = path.absolute()  # user code may change the working directory
-        self._lock = RunLock(self.path)
         self._made = list[Path]()  # folders
         self._started = now()
         self._seconds = 0.0  # of training, by the processes before this one
@@ -178,10 +177,7 @@ class RunDirectory:
                 if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(root):
                     message = f"{path} is a link that leads out of the run"
                     raise RunDirectoryError(Problem("run_dir", message, "remove it"))
-        holder = self._lock.acquire()
-        if holder is not None:
-            message = f"{self.path} is in use by {holder}"
-            raise RunDirectoryError(Problem("run_dir", message, "choose another run_dir"))
+        self._lock = locked(self.path)
         try:
             yield
         except BaseException:
@@ -213,6 +209,15 @@ class RunDirectory:
             "seconds": self._seconds,
         }
         write_json(self.path / STATUS, {**status, **fields})
+
+
+def locked(folder: Path) -> RunLock:
+    """Lock a folder. Raises RunDirectoryError if another process holds it, StorageError."""
+    lock = RunLock(folder)
+    if (holder := lock.acquire()) is not None:
+        message = f"{folder} is in use by {holder}"
+        raise RunDirectoryError(Problem("run_dir", message, "choose another run_dir"))
+    return lock
 
 
 def name_folder(root: Path, name: str) -> Path:
