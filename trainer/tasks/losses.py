@@ -55,6 +55,7 @@ class Losses:
         entropies = {n: m for n, m in losses.items() if isinstance(m, _CROSS_ENTROPIES)}
         # Terms that torch divides by something other than the number of samples.
         self.counted = [name for name, m in entropies.items() if m.reduction == "mean"]
+        self._weighted = [name for name, m in entropies.items() if m.weight is not None]
         self.summed = [n for n, m in losses.items() if getattr(m, "reduction", "mean") == "sum"]
         # Of the first cross entropy.
         self.ignored = next((m.ignore_index for m in entropies.values()), None)
@@ -87,7 +88,7 @@ class Losses:
             loss: Any = self.terms[name].loss
             if target.is_floating_point():  # of shares torch's mean is over the samples
                 found[name] = target.numel() // (target.shape[1] if target.ndim > 1 else 1)
-            elif loss.weight is None:
+            elif name not in self._weighted:
                 found[name] = _valid(target, loss.ignore_index)
             else:
                 known = target.clamp(min=0, max=len(loss.weight) - 1)
