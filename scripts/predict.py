@@ -33,7 +33,7 @@ def predict(argv: Sequence[str]) -> int:
         if key in ("strategy", "strategy.name") and value not in ("single", "ddp")
     )
     from scripts.composition.compose import compose  # after the first line: it imports Hydra
-    from scripts.runs.launch import start
+    from scripts.runs.launch import work_of
 
     # However a run was trained (in shards, on many devices), it is asked on one; who wants more
     # says so. The kind of its device stays.
@@ -46,7 +46,8 @@ def predict(argv: Sequence[str]) -> int:
         overrides += [f"strategy.accelerator={kind}", f"strategy.devices={devices}"]
     composed = compose(replace(arguments, overrides=tuple(overrides)))
     files = [line.rstrip("\n") for line in sys.stdin] if keys.source == "-" else []
-    return start(composed.request(argv, prediction=asdict(keys), files=files))
+    request = composed.request(argv, prediction=asdict(keys), files=files)
+    return work_of(request)(request)
 
 
 if __name__ == "__main__":

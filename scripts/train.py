@@ -39,10 +39,11 @@ def train(argv: Sequence[str]) -> int:
         logger.warning("warning: %s", doubt)
     if trial := (composed.config.get("sweep") or {}).get("trial"):
         refuse_untyped("sweep", {"trial": trial}, composed.overrides)
-    from scripts.runs.launch import start
+    from scripts.runs.launch import work_of
 
     with composed.locating():
-        return start(composed.request(argv))
+        request = composed.request(argv)
+        return work_of(request)(request)
 
 
 if __name__ == "__main__":

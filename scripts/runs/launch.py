@@ -17,6 +17,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -73,22 +74,18 @@ class Notes:
         return [json.loads(path.read_text()) for path in self.folder.glob("rank-*")]
 
 
-def start(request: Request) -> int:
-    """Do what is requested, in this process or in those that the strategy asks for."""
+def work_of(request: Request, note: Path | None = None) -> Callable[[Request], int]:
+    """Return what does a request: `launch`, where the strategy asks for processes, or the work."""
     several = request.config["strategy"]["name"] in ("ddp", "fsdp")
     if several and not request.config["dry_run"] and "RANK" not in os.environ:
-        return launch(request)
-    return _work(request)
-
-
-def _work(request: Request, note: Path | None = None) -> int:
-    if request.prediction is not None:
-        with importing():
-            from scripts.runs.answers import answer
-        return answer(request)
+        return launch
     with importing():
+        if request.prediction is not None:
+            from scripts.runs.answers import answer
+
+            return answer
         from scripts.runs.run import run
-    return run(request, note)
+    return partial(run, note=note)
 
 
 def launch(request: Request) -> int:
@@ -216,7 +213,7 @@ def main() -> None:
             sys.path[:] = asked["path"]
             request = Request(**asked["request"])
             allow(request.allowed)
-            code = _work(request, notes.run_dir)
+            code = work_of(request, notes.run_dir)(request)
             if rank == 0:
                 notes.finished.touch()
     except BaseException as error:
