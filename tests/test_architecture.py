@@ -66,11 +66,11 @@ BUDGET = {
     "conf": 1028,
     "data": 3155,
     "models": 690,
-    "trainer": 8973,
+    "trainer": 8974,
     "callbacks": 2404,
     "scripts": 4575,
-    "the six packages": 20825,
-    "tests": 18854,
+    "the six packages": 20826,
+    "tests": 18853,
     "benchmarks": 1296,
 }
 FILES = {"the six packages": 199, "tests": 129}
