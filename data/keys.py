@@ -18,6 +18,7 @@ _MASK = (1 << 64) - 1
 _GAMMA, _C1, _C2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 _ROUNDS = 8
+_BLOCK = 4096  # positions computed at a time: numpy takes about as long for a batch's
 _HALF = np.uint64(32)
 
 # Each kind of draw has its own domain, so that equal numbers in two domains are unrelated.
@@ -127,13 +128,22 @@ class Permutation:
         rows = math.isqrt(max(samples - 1, 0)) + 1
         self._rows, self._columns = np.uint64(rows), np.uint64(-(-samples // rows))
         self._keys = [np.uint64(key(*identity, number)) for number in range(_ROUNDS)]
+        self._begin, self._block = 0, np.empty(0, np.int64)  # what was computed last, and where
 
     def __len__(self) -> int:
         return self.samples
 
     def __getitem__(self, part: slice, /) -> Indices:
-        """Return the samples at positions `part`."""
-        found = self._mapped(np.arange(*part.indices(self.samples), dtype=np.uint64))
+        """Return the samples at positions `part`; those that follow are computed with them."""
+        start, stop, step = part.indices(self.samples)
+        if step != 1 or stop - start > _BLOCK:
+            return self._at(start, stop, step)
+        if not self._begin <= start <= stop <= self._begin + len(self._block):
+            self._begin, self._block = start, self._at(start, min(start + _BLOCK, self.samples))
+        return self._block[start - self._begin : stop - self._begin]
+
+    def _at(self, *positions: int) -> Indices:
+        found = self._mapped(np.arange(*positions, dtype=np.uint64))
         outside = np.flatnonzero(found >= self.samples)
         while len(outside):
             found[outside] = self._mapped(found[outside])
