@@ -51,7 +51,8 @@ def decode_image(data: bytes, path: Path | str, channels: int = 3) -> Tensor:
         with suppress(RuntimeError):
             # Channels: 1 = grey, 3 = RGB, as in torchvision.io.ImageReadMode; upright by EXIF.
             content = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-            return _decode_jpeg(content, channels, True)  # type: ignore[no-any-return]
+            image: Tensor = _decode_jpeg(content, channels, True)
+            return image
     with _opened(data, path) as opened:
         _check_size(*opened.size, path)
         upright = ImageOps.exif_transpose(opened)

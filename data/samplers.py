@@ -51,7 +51,8 @@ class OrderedUpdates:
         if self._epoch != epoch:
             self._epoch, self._view = epoch, self.order(epoch)
         first = update * self.batch_size
-        return self._view[first : min(first + self.batch_size, self._last)]  # type: ignore[no-any-return]
+        part: Indices = self._view[first : min(first + self.batch_size, self._last)]
+        return part
 
 
 @dataclass(eq=False)
@@ -103,7 +104,8 @@ class UpdateSampler:
 def default_order(dataset: Any, seed: int, shuffle: bool = True) -> Order:
     """Return the order of a data set without a sampler; a stream or a mixture has its own."""
     if callable(own := getattr(dataset, "order", None)):
-        return own(seed, shuffle)  # type: ignore[no-any-return]
+        ordered: Order = own(seed, shuffle)
+        return ordered
     if not shuffle or isinstance(dataset, Stream):
         return Sequential(len(dataset))
     return LowMemory(dataset, seed) if len(dataset) >= HUGE else Shuffled(len(dataset), seed)

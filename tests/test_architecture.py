@@ -64,12 +64,12 @@ KNOWN_TO_ALL = ("conf.errors", "conf.interpolation", "conf.schema_trainer", "dat
 # is thrown away, and up in the commit that brings a new capability.
 BUDGET = {
     "conf": 1028,
-    "data": 3164,
+    "data": 3169,
     "models": 690,
-    "trainer": 8974,
+    "trainer": 8979,
     "callbacks": 2404,
     "scripts": 4575,
-    "the six packages": 20835,
+    "the six packages": 20845,
     "tests": 18853,
     "benchmarks": 1296,
 }

@@ -80,8 +80,9 @@ class Columns:
         if missing == "error" and None in cells:
             why = "no value; data.missing=mean takes it as none of the categories"
             raise DataError(f"{self.place(cells.index(None), name)}: {why}")
-        known = np.array(categories, dtype=object)
-        return np.equal(np.array(cells, dtype=object)[:, None], known).astype(np.float64)  # type: ignore[no-any-return]
+        column, known = (np.array(values, dtype=object) for values in (cells, categories))
+        equal: NDArray[np.bool_] = np.equal(column[:, None], known)
+        return equal.astype(np.float64)
 
 
 def read_columns(path: str | Path) -> Columns:

@@ -220,4 +220,5 @@ class _Step:
         lasting = getattr(self.transform, "lasting", False)
         parts = (self.seed, LASTING) if lasting else (self.seed, SAMPLE, epoch)
         own = _keys(indices, *parts) ^ np.uint64(zlib.crc32(self.name.encode()))
-        return self.transform.draw(Draws(own, epoch), *size)  # type: ignore[no-any-return]
+        found: Sequence[Tensor] = self.transform.draw(Draws(own, epoch), *size)
+        return found

@@ -44,8 +44,11 @@ _PARTS = re.compile(
 # Of optimizers and schedules: keys of ours, and arguments that are computed from what they hold.
 _APART = (*chain(*OWN_KEYS.values()), "milestones", "step_size", "max_lr")
 # Losses of torch's, by what they compare an output with: class numbers, or values of its shape.
-_BY_CLASS = ["CrossEntropyLoss", "NLLLoss", "MultiMarginLoss"]
-_REAL = "MSELoss L1Loss SmoothL1Loss HuberLoss SoftMarginLoss BCEWithLogitsLoss PoissonNLLLoss"
+_BY_CLASS = ("CrossEntropyLoss", "NLLLoss", "MultiMarginLoss")
+_BY_VALUE = (
+    *("MSELoss", "L1Loss", "SmoothL1Loss", "HuberLoss", "SoftMarginLoss"),
+    *("BCEWithLogitsLoss", "PoissonNLLLoss"),
+)
 _MONITOR = re.compile(r"((optimizer\.optimizers\.[^.]+\.)?lr_scheduler|callbacks\.[^.]+)\.monitor")
 
 
@@ -103,7 +106,7 @@ def _loss_problems(config: Config) -> Iterator[Problem]:
     """Call torch's losses on two tiny samples: torch checks their arguments only when called."""
     for key, node in nodes_in(with_classes(config.task, _CLASSES).get("loss"), "task.loss"):
         module, _, name = node["_target_"].rpartition(".")
-        if module != "torch.nn" or name not in (*_BY_CLASS, *_REAL.split()):
+        if module != "torch.nn" or name not in (*_BY_CLASS, *_BY_VALUE):
             continue
         with suppress(ConfigError):  # of its constructor: reported with the task's
             loss = instantiate(node, _key_=key)

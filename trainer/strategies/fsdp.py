@@ -130,7 +130,8 @@ class FSDP(Replicas):
         self._unchecked = False
         grads: dict[str, Any] = {n: p.grad for n, p in model.named_parameters()}
         grads = {n: g for n, g in grads.items() if g is not None and "tensor" not in _dimensions(g)}
-        own = [grad.to_local().norm().item() for grad in grads.values()]
+        own = [grad.to_local().norm().float() for grad in grads.values()]
+        own = torch.stack(own).tolist() if own else own  # one wait for the device
         every, size = self.group.gather(own), self.mesh.tensor
         for start in range(0, len(every), size):
             for name, *norms in zip(grads, *every[start : start + size], strict=True):

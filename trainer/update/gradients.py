@@ -56,7 +56,8 @@ def _norm(tensors: list[Tensor], norm_type: float) -> Tensor:
     norms = [norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in norms]
     if len(norms) == 1:
         return norms[0]
-    return torch.linalg.vector_norm(torch.stack(norms), norm_type)  # type: ignore[no-any-return]
+    whole: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    return whole
 
 
 def _by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
