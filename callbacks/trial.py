@@ -115,7 +115,7 @@ def import_optuna() -> Any:
         optuna = importlib.import_module("optuna")
     except ImportError:
         message = "sweep=optuna takes the package optuna: pip install optuna"
-        raise ConfigError(Problem("sweep", message)) from None
+        raise ConfigError("sweep", message) from None
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     return optuna
 
@@ -165,8 +165,7 @@ def study_errors(place: str, opening: bool = False) -> Iterator[None]:
         reason = f"{type(cause).__name__}: {first}"  # of a KeyError alone a number
         unread = opening and isinstance(error, ValueError | LookupError | AssertionError)
         if isinstance(error, ImportError) or type(error).__name__ in _NO_PLACE:
-            problem = Problem("sweep.storage", f"{place} cannot be opened: {reason}")
-            raise ConfigError(problem) from error
+            raise ConfigError("sweep.storage", f"{place} cannot be opened: {reason}") from error
         if unread or any(word in reason for word in _DAMAGED):
             raise CheckpointError(
                 f"the study {place} is damaged ({reason}): move it away, and the search starts "
@@ -193,7 +192,7 @@ def construct(kind: Any, options: Mapping[str, Any], key: str, **fixed: Any) -> 
     try:
         return kind(**options, **fixed)
     except (TypeError, ValueError) as error:
-        raise ConfigError(Problem(key, f"{kind.__name__}: {error}")) from error
+        raise ConfigError(key, f"{kind.__name__}: {error}") from error
     except ImportError as error:
         package = getattr(error, "name", None) or "cmaes"
-        raise ConfigError(Problem(key, f"takes a package: pip install {package}")) from error
+        raise ConfigError(key, f"takes a package: pip install {package}") from error

@@ -29,14 +29,17 @@ class Problem:
 
 
 class ConfigError(Exception):
-    """Every mistake that was found in a configuration or a command line."""
+    """The mistakes that were found in a configuration or a command line: one, or a list of them."""
 
     exit_code = 2
 
-    def __init__(self, problems: Problem | Iterable[Problem] | str) -> None:
-        if isinstance(problems, str | Problem):
-            problems = [Problem("", problems) if isinstance(problems, str) else problems]
-        self.problems = list(dict.fromkeys(problems))
+    def __init__(
+        self, where: Iterable[Problem] | str, message: str | None = None, hint: str | None = None
+    ) -> None:
+        """`where`: the key of one mistake, or without a `message` all of its text; or a list."""
+        if isinstance(where, str):
+            where = [Problem(*("", where) if message is None else (where, message, hint))]
+        self.problems = list(dict.fromkeys(where))
         super().__init__(_text(self.problems))
 
     def __reduce__(self) -> tuple[type[Self], tuple[list[Problem]]]:

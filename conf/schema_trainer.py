@@ -212,5 +212,4 @@ class StrategyConfig:
             idle = one.strategies and self.name not in one.strategies
             if idle and getattr(self, name) != one.default:
                 choices = " or ".join(f"strategy={user}" for user in one.strategies)
-                message = f"has no effect with strategy={self.name}, only with {choices}"
-                yield Problem(name, message)
+                yield Problem(name, f"has no effect with strategy={self.name}, only with {choices}")

@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from conf.errors import ConfigError, Problem, did_you_mean, one_line
+from conf.errors import ConfigError, did_you_mean, one_line
 from scripts.cli.arguments import command_parser
 from scripts.cli.shadow import ROOT
 from scripts.composition.folders import CONF, check_folder
@@ -47,7 +47,7 @@ def cp(argv: Sequence[str]) -> int:
     if choice not in files:
         known = [f"{group}/{choice}" for group, files in groups.items() for choice in files]
         message = f"there is no config {arguments.source!r}: name group/choice, as `regimen ls`"
-        raise ConfigError(Problem("", message, did_you_mean(arguments.source, known)))
+        raise ConfigError("", message, did_you_mean(arguments.source, known))
     if arguments.target.endswith("/") or target.is_dir():
         target /= files[choice].name
     if target.suffix != ".yaml":

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from conf.errors import ConfigError, Problem
+from conf.errors import ConfigError
 from scripts.cli.console import exit_code, importing
 from scripts.cli.keys import Demo, read_keys
 from scripts.cli.signals import StoppedEarlyError
@@ -53,7 +53,7 @@ def serve(page: Any, host: str, port: int) -> None:
             server_name=host, server_port=port or None, auth=login, **options
         )
     except OSError as error:
-        raise ConfigError(Problem("port", str(error), "port=0 takes one that is free")) from error
+        raise ConfigError("port", str(error), "port=0 takes one that is free") from error
     print(address + (f" (name {login[0]}, password {login[1]})" if login else ""))
     print("Ctrl-C ends it", flush=True)
 

@@ -16,7 +16,7 @@ from itertools import islice, pairwise
 from pathlib import Path
 
 from conf.check import spelled
-from conf.errors import ConfigError, Problem, did_you_mean
+from conf.errors import ConfigError, did_you_mean
 from conf.fields import REQUIRED, Key, declared
 from conf.interpolation import join
 from conf.schema import Config
@@ -96,7 +96,7 @@ def topic_text(groups: Groups, topic: str) -> str:
         key = topic.strip("/").replace("/", ".")
         parts = [line for name, line in lines.items() if f"{name}.".startswith(f"{key}.")]
     if not parts:
-        raise ConfigError(Problem(topic, "there is no such key", did_you_mean(topic, lines)))
+        raise ConfigError(topic, "there is no such key", did_you_mean(topic, lines))
     return "\n".join(parts)
 
 
@@ -126,7 +126,7 @@ def below(groups: Groups, name: str) -> Groups:
     found = {g: files for g, files in groups.items() if g == name or g.startswith(f"{name}/")}
     if not found:
         hint = did_you_mean(name, list(groups)) or f"groups: {', '.join(groups)}"
-        raise ConfigError(Problem("", f"there is no group {name!r}", hint))
+        raise ConfigError("", f"there is no group {name!r}", hint)
     return found
 
 

@@ -46,10 +46,10 @@ def regimen(argv: Sequence[str]) -> int:
         print("\nEach takes --help. `train`, `evaluate` and `predict` are commands of their own.")
         return 0
     if word not in COMMANDS:
-        from conf.errors import ConfigError, Problem, did_you_mean
+        from conf.errors import ConfigError, did_you_mean
 
         hint = did_you_mean(word, COMMANDS) or f"commands: {', '.join(COMMANDS)}"
-        raise ConfigError(Problem("", f"regimen has no command {word!r}", hint))
+        raise ConfigError("", f"regimen has no command {word!r}", hint)
     module, _, function = COMMANDS[word][0].partition(":")
     run = getattr(importlib.import_module(f"scripts.{module}"), function)
     return int(run(argv[1:]))

@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from trainer.options import TrainerOptions, count, horizon
 from trainer.rng import RandomStates, derived
 from trainer.runs.directory import make_folder
 from trainer.state import MAX_TIME, LogPoint, Timer, TrainState
-from trainer.strategies.strategy import Strategy
+from trainer.strategies.strategy import AS_IT_IS, Strategy
 from trainer.task import Task, coupling_remark, named_modules
 from trainer.update.batch import Waiting, as_source
 from trainer.update.precision import Precision
@@ -280,7 +280,8 @@ class Trainer:
         Returns whether the run ends here.
         """
         logs, validates = self._log_is_due(), self._validation_is_due()
-        with self.random.aside() if logs or validates else nullcontext():
+        # A log without callbacks draws nothing.
+        with self.random.aside() if validates or (logs and self.callbacks) else AS_IT_IS:
             if logs:
                 self._log()
             if validates:
@@ -360,7 +361,7 @@ class Trainer:
 
     def evaluation_weights(self) -> AbstractContextManager[Any]:
         """Return the context in which the model has the weights to evaluate, or an average's."""
-        return nullcontext() if self.average is None else self.average.swap(self)
+        return AS_IT_IS if self.average is None else self.average.swap(self)
 
     def learning_rates(self) -> dict[str, float]:
         """Return each parameter group's learning rate: that of the next update."""

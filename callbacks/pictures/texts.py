@@ -20,5 +20,4 @@ class Texts(Callback):
             return
         for name in (CONFIG, OVERRIDES, PLAN):
             if (path := trainer.run_dir / name).is_file():
-                text = path.read_text("utf-8")
-                trainer.log_text(f"run/{path.stem}", code_block(text))
+                trainer.log_text(f"run/{path.stem}", code_block(path.read_text("utf-8")))

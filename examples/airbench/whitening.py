@@ -10,7 +10,6 @@ from torch.nn.functional import unfold
 
 from callbacks.support import CallbackError
 from callbacks.unfreeze import set_trainable
-from conf.errors import Problem
 from data.batch import inputs_of
 from trainer.callback import Callback
 
@@ -53,12 +52,12 @@ class Whitening(Callback):
         if not isinstance(layer, nn.Conv2d) or layer.groups != 1 or isinstance(layer.padding, str):
             found = [name for name, m in model.named_modules() if isinstance(m, nn.Conv2d)][:5]
             message = f"is {self._module!r}, which is no convolution of the model"
-            raise CallbackError(Problem(key, message, f"it has {', '.join(found) or 'none'}"))
+            raise CallbackError(key, message, f"it has {', '.join(found) or 'none'}")
         components = layer.weight[0].numel()
         if layer.out_channels != 2 * components:
             message = f"{self._module} has {layer.out_channels} filters"
             hint = f"patches of {components} numbers require {2 * components}"
-            raise CallbackError(Problem(key, message, hint))
+            raise CallbackError(key, message, hint)
 
     def setup(self, trainer: Trainer) -> None:
         """Find the layer, and how long its bias is trained."""

@@ -98,7 +98,7 @@ class _Parser(argparse.ArgumentParser):
         raise AnsweredError
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(Problem("command line", message, self._hint(message)))
+        raise ConfigError("command line", message, self._hint(message))
 
     def _hint(self, message: str) -> str:
         word = re.match(r"unrecognized arguments: --?([\w.-]+)", message)

@@ -199,8 +199,7 @@ class Composition:
             for name in re.findall(r"\$\{oc\.env:(\w+)\}", text):
                 if name not in os.environ:
                     hint = f"set it, or give a default: ${{oc.env:{name},VALUE}}"
-                    message = f"the environment variable {name} is not set"
-                    found.append(Problem(key, message, hint))
+                    found.append(Problem(key, f"the environment variable {name} is not set", hint))
         if not found:
             cfg = OmegaConf.create(escape_reserved(raw))
             try:

@@ -230,4 +230,4 @@ def check_folder(folder: str | Path, option: str) -> Path:
         reason = f"cannot list {folder}: {getattr(error, 'strerror', None) or error}"
         if isinstance(error, FileNotFoundError | NotADirectoryError):
             reason = f"there is no folder {folder}"
-    raise ConfigError(Problem(option, reason))
+    raise ConfigError(option, reason)

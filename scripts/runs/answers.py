@@ -93,10 +93,10 @@ def _dataset(keys: Prediction, config: Config, facts: InferenceFacts, lines: lis
         return pictures_for(facts, config, find_pictures(source, lines))
     if text and keys.save is None:
         hint = "save=logits writes its answers into a file"
-        raise ConfigError(Problem("source", "these samples are no prompts", hint))
+        raise ConfigError("source", "these samples are no prompts", hint)
     if nodes_of(config, [source])[source] is None:
         hint = "data.predict names samples without labels; source=DIR reads pictures"
-        raise ConfigError(Problem(f"data.{source}", "is null: no samples", hint))
+        raise ConfigError(f"data.{source}", "is null: no samples", hint)
     config = as_trained(config, find_checkpoint(Path(keys.run), keys.checkpoint))
     return build_data(config, (source,)).sets[source]
 
@@ -110,10 +110,9 @@ def _generation(keys: Prediction, config: Config, dataset: Any) -> Generation | 
         return None
     if keys.save is not None:
         hint = "source=val saves the logits of the run's own data"
-        raise ConfigError(Problem("save", "there is nothing to save of new text", hint))
+        raise ConfigError("save", "there is nothing to save of new text", hint)
     if keys.top_k is not None and keys.sampling != "random":
-        message = "has no effect on the likeliest token"
-        raise ConfigError(Problem("top_k", message, "add sampling=random"))
+        raise ConfigError("top_k", "has no effect on the likeliest token", "add sampling=random")
     return Generation(**given, top_k=keys.top_k, seed=config.seed)
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from conf.check import fill_defaults
-from conf.errors import ConfigError, Problem
+from conf.errors import ConfigError
 from conf.schema import Values
 from conf.yaml_file import plain_values
 from scripts.cli.arguments import RUNS
@@ -110,7 +110,7 @@ def find_resume(raw: Values) -> Resume:
     path = Path(raw["resume"])
     if not path.exists():
         hint = "give auto, or the path of a run or a checkpoint"
-        raise ConfigError(Problem("resume", f"there is no {path}", hint))
+        raise ConfigError("resume", f"there is no {path}", hint)
     if path.is_dir():
         return _from_run(path, raw)
     payload = read_checkpoint(path)
@@ -134,7 +134,7 @@ def _fetched(raw: Mapping[str, Any]) -> Path:
     folder, address = new_folder(raw), raw["resume"]
     if holds_run(folder):
         hint = "resume=auto goes on with it"
-        raise ConfigError(Problem("resume", f"{address}: {folder} holds a run already", hint))
+        raise ConfigError("resume", f"{address}: {folder} holds a run already", hint)
     Remote(address).fetch(folder)
     logger.info("fetched %s into %s", address, folder)
     return folder
@@ -142,7 +142,7 @@ def _fetched(raw: Mapping[str, Any]) -> Path:
 
 def _from_run(folder: Path, raw: Values) -> Resume:
     if not holds_run(folder):
-        raise ConfigError(Problem("resume", f"{folder} holds no run: it has no manifest.json"))
+        raise ConfigError("resume", f"{folder} holds no run: it has no manifest.json")
     newest = CheckpointStore(folder / "checkpoints").newest(going_back_to(folder))
     if newest is None:
         logger.info("the run was stopped before its first checkpoint: it starts from the beginning")

@@ -23,7 +23,7 @@ from pathlib import Path
 from shlex import quote
 from typing import IO, Any
 
-from conf.errors import ConfigError, Problem
+from conf.errors import ConfigError
 from scripts.cli.console import AS_JOB, logger, usable_cpus
 from scripts.cli.signals import end_with_parent
 from scripts.composition.overrides import first_lines, refuse_untyped
@@ -273,7 +273,7 @@ class SubmititLauncher(Launcher):
             executor.update_parameters(**self._options, nodes=1, tasks_per_node=1)
         except Exception as error:
             hint = f"{_OPTIONS}.cluster=local tries it on this machine"
-            raise ConfigError(Problem(_OPTIONS, first_lines(error), hint)) from error
+            raise ConfigError(_OPTIONS, first_lines(error), hint) from error
         return executor
 
 
@@ -288,7 +288,7 @@ class RayLauncher(Launcher):
             # No retries of Ray's own: sweep.retries counts.
             self._task = self._ray.remote(**{**options, "max_retries": 0})(lambda job: job())
         except (ValueError, TypeError) as error:
-            raise ConfigError(Problem(_OPTIONS, first_lines(error))) from error
+            raise ConfigError(_OPTIONS, first_lines(error)) from error
 
     def start(self, job: Job, argv: Sequence[str], running: Collection[Job]) -> bool:
         """Submit a job to Ray, which starts it when there is room."""
@@ -338,4 +338,4 @@ def _package(name: str) -> Any:
         return importlib.import_module(name)
     except ImportError:
         message = f"{name} takes the package {name}: pip install {name}"
-        raise ConfigError(Problem("sweep.launcher", message)) from None
+        raise ConfigError("sweep.launcher", message) from None

@@ -59,7 +59,7 @@ def search(arguments: Arguments) -> int:
     settings = parse(config).sweep or SweepConfig()
     if config["dry_run"]:
         hint = "leave -m and sweep=optuna out for the plan of one job"
-        raise ConfigError(Problem("dry_run", "a search has no plan of its jobs", hint))
+        raise ConfigError("dry_run", "a search has no plan of its jobs", hint)
     if settings.storage is not None:  # what a stranger's study holds is unpickled
         refuse_untyped("sweep", {"storage": settings.storage}, arguments.overrides)
     replaced = {d.name for d in varied}
@@ -71,7 +71,7 @@ def search(arguments: Arguments) -> int:
     )
     if not (dimensions := varied + more):
         message = "nothing to search: give a key as interval(a,b) or choice(a,b)"
-        raise ConfigError(Problem("sweep.params", message))
+        raise ConfigError("sweep.params", message)
     refuse_outside(d.name for d in dimensions)
     space = {d: distribution(d, config) for d in dimensions}
     jobs = [[*fixed, *values] for values in samples(space)]
@@ -105,8 +105,7 @@ def values_of(name: str, kind: Any) -> list[Any]:
     if hasattr(kind, "choices"):
         return list(kind.choices)
     if kind.step is None:
-        message = "sampler=grid takes choices, or numbers with a step"
-        raise ConfigError(Problem(name, message, "sampler=tpe"))
+        raise ConfigError(name, "sampler=grid takes choices, or numbers with a step", "sampler=tpe")
     steps = round((kind.high - kind.low) / kind.step)
     return [kind.low + n * kind.step for n in range(steps + 1)]
 
@@ -161,7 +160,7 @@ def sampler_of(settings: SweepConfig, seed: int, space: Space) -> Callable[[int]
     name, options = settings.sampler, dict(settings.sampler_options)
     if name == "cmaes" and importlib.util.find_spec("cmaes") is None:
         message = "sampler=cmaes takes the package cmaes: pip install cmaes"
-        raise ConfigError(Problem("sweep.sampler", message))
+        raise ConfigError("sweep.sampler", message)
     fixed = dict[str, Any]()
     if name == "grid":
         fixed["search_space"] = {d.name: values_of(d.name, kind) for d, kind in space.items()}

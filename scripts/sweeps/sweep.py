@@ -292,9 +292,8 @@ def _find_sweep(config: Values) -> Path | None:
     check_run_dir(folder)
     used = (folder / FILE).exists() or holds_run(folder / "0")
     if holds_run(folder) or (used and config["resume"] is None):
-        message = f"{folder} holds a run or a sweep already"
         hint = "resume=auto goes on with it" if used else "choose another run_dir"
-        raise ConfigError(Problem("run_dir", message, hint))
+        raise ConfigError("run_dir", f"{folder} holds a run or a sweep already", hint)
     return folder if used else None
 
 

@@ -69,7 +69,7 @@ def build_data(config: Config, splits: Sequence[str] | None = None) -> Data:
             sets[split] = _open(config, split, node) if node else None
             _try_transforms(sets[split])
     if "train" in sets and sets["train"] is None:
-        raise ConfigError(Problem("data.train", "is null: there is nothing to train on"))
+        raise ConfigError("data.train", "is null: there is nothing to train on")
     return Data(sets, _num_classes(config, sets))
 
 
@@ -90,7 +90,7 @@ def _try_transforms(dataset: Any) -> None:
             dataset[0]
         except DataError as error:
             if isinstance(error.__cause__, ValueError):
-                raise ConfigError(Problem("", str(error))) from error
+                raise ConfigError("", str(error)) from error
             raise
 
 
@@ -172,7 +172,7 @@ def _num_classes(config: Config, sets: dict[str, Any]) -> int | None:
         if low < 0 or high >= declared:
             message = f"is {declared}, but the labels of data.{split} go from {low} to {high}"
             hint = f"set data.num_classes={high + 1}" if low >= 0 else "labels count from 0"
-            raise ConfigError(Problem("data.num_classes", message, hint))
+            raise ConfigError("data.num_classes", message, hint)
     return declared
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from conf.check import parse
-from conf.errors import ConfigError, Problem
+from conf.errors import ConfigError
 from conf.fields import declared
 from conf.schema import Config, EvalLoaderConfig
 from data.loading.device_transforms import DeviceTransforms, collate_ragged, mixes_samples
@@ -181,7 +181,7 @@ def build_split(config: Config, strategy: Strategy, split: str) -> tuple[Loader,
     if data.sets[split] is None:
         others = [s for s in config.data.nodes() if s not in ("train", split)] or ["test"]
         hint = f"try split={' or '.join(others)}"
-        raise ConfigError(Problem(f"data.{split}", "the data have no such split", hint))
+        raise ConfigError(f"data.{split}", "the data have no such split", hint)
     limit = options.limit_test_batches if split == "test" else options.limit_val_batches
     return eval_loader(config, data.sets[split], strategy, limit or None), data.num_classes
 

@@ -82,9 +82,9 @@ def build_node(node: Node, key: str, **given: Any) -> Any:
     except DataError as error:
         if key.startswith("loader."):  # about the data, which only then are open
             raise
-        raise TargetError(Problem(key, str(error))) from error
+        raise TargetError(key, str(error)) from error
     if (reason := wrong_class(key, type(made))) is not None:
-        raise TargetError(Problem(f"{key}._target_", reason))
+        raise TargetError(f"{key}._target_", reason)
     if isinstance(made, Callback):
         with problems_at(key):
             check_hooks(made)
@@ -148,13 +148,13 @@ def device_of(options: StrategyConfig) -> torch.device:
     kind = there[0] if options.accelerator == "auto" else options.accelerator
     if kind not in there:
         message = f"this machine has no {kind}: it has {' and '.join(there)}"
-        raise ModelError(Problem("strategy.accelerator", message, "auto takes what it has"))
+        raise ModelError("strategy.accelerator", message, "auto takes what it has")
     numbers = options.devices
     if kind == "cpu" or not isinstance(numbers, list):
         return indexed(kind)
     if options.name == "single" and numbers[0] >= (count := device_count(kind)):
         message = f"this machine has {count} of {kind}, numbered from 0: no {numbers[0]}"
-        raise ModelError(Problem("strategy.devices", message))
+        raise ModelError("strategy.devices", message)
     return torch.device(kind, numbers[0])
 
 
@@ -199,10 +199,10 @@ class Assembly:
             if not is_misfit(error):
                 raise
             message = f"{node['_target_']} does not accept its arguments: {brief(error)}"
-            raise ModelError(Problem("model", message)) from error
+            raise ModelError("model", message) from error
         if lazy := [name for name, p in model.named_parameters() if is_lazy(p)]:
             hint = "give its layer its sizes, or call it once"
-            raise ModelError(Problem("model", f"{lazy[0]} is a lazy parameter", hint))
+            raise ModelError("model", f"{lazy[0]} is a lazy parameter", hint)
         if self.config.trainer.channels_last:
             model = model.to(memory_format=torch.channels_last)
         return self.strategy.prepare(self.precision.convert(model))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from conf.check import parse
-from conf.errors import ConfigError, Problem
+from conf.errors import ConfigError
 from conf.schema import Config
 from conf.yaml_file import plain_values
 from data.decode import read_image
@@ -214,7 +214,7 @@ def pictures_for(facts: InferenceFacts, config: Config, paths: Sequence[str]) ->
     inputs = facts.inputs
     if inputs["kind"] != "picture":
         hint = "source=val or source=test; or describe a data set in data.predict"
-        raise ConfigError(Problem("source", "the run was not trained on pictures", hint))
+        raise ConfigError("source", "the run was not trained on pictures", hint)
     return Pictures(paths, inputs["channels"], inputs["size"], build_pipeline(config, "eval"))
 
 
@@ -228,7 +228,7 @@ def prompts_for(
             "task=language_model does on data=docstrings and on the .txt files of data=tokens; "
             "token files of numbers do not hold the tokenizer that made them"
         )
-        raise ConfigError(Problem("run", "its task and data do not continue text", hint))
+        raise ConfigError("run", "its task and data do not continue text", hint)
     transform = build_pipeline(config, "eval")
     return Prompts(names, texts, facts.classes, form["context"], transform, form["encoding"])
 

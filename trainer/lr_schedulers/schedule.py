@@ -68,9 +68,8 @@ class Track:
     ) -> None:
         follows = "metrics" in inspect.signature(scheduler.step).parameters
         if follows and not monitor:
-            message = "must be the metric that the scheduler monitors, such as val/loss"
             hint = None if settings else 'LRSchedule.wrap(scheduler, monitor="val/loss")'
-            refuse("", message, hint)
+            refuse("", "must be the metric that the scheduler monitors, such as val/loss", hint)
         if monitor and not follows:
             refuse("", f"{type(scheduler).__name__} does not monitor a metric")
         self.groups = scheduler.optimizer.param_groups

@@ -147,8 +147,10 @@ class Optimizers:
 
         torch's `zero_grad` is avoided: its profiler label costs more than the rest of it.
         """
-        for parameter in self.parameters():
-            parameter.grad = None
+        for optimizer in self.optimizers.values():
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = None
 
     def keep_rates(self) -> None:
         """Store the learning rates as those of the last update, without waiting for the device."""
@@ -282,7 +284,7 @@ def construct(
         # An error of a user's function is theirs.
         if hasattr(error, "exit_code") or "lr_lambda" in given:
             raise
-        raise ConfigError(Problem(key, f"{node['_target_']}: {error}")) from error
+        raise ConfigError(key, f"{node['_target_']}: {error}") from error
     if not isinstance(made, kind):
         refuse(f"{key}._target_", f"makes no {kind.__name__} but {made!r}")
     return made

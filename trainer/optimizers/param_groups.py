@@ -34,7 +34,7 @@ _COMPARE = {"<": lt, "<=": le, "==": eq, ">=": ge, ">": gt}
 
 def refuse(key: str, message: str, hint: str | None = None) -> NoReturn:
     """Raise `ConfigError` for one key."""
-    raise ConfigError(Problem(key, message, hint))
+    raise ConfigError(key, message, hint)
 
 
 class Candidate(NamedTuple):

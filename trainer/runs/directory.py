@@ -21,7 +21,6 @@ from typing import Any, Self
 
 import yaml
 
-from conf.errors import Problem
 from trainer.files.atomic import remove_orphans, storing, write_json, write_text
 from trainer.runs.lock import LOCK_FILE, RunLock, is_held, refuse_taken
 from trainer.runs.status import (
@@ -84,7 +83,7 @@ class RunDirectory:
             if names and not (run.path / LOCK_FILE).exists():  # which every run has
                 message = f"{run.path} holds {', '.join(names)}, and no run: they would be"
                 hint = "choose another run_dir"
-                raise RunDirectoryError(Problem("run_dir", f"{message} overwritten", hint))
+                raise RunDirectoryError("run_dir", f"{message} overwritten", hint)
         run._made = make_folder(run.path)
         with run._held():
             run._refuse_existing()
@@ -176,7 +175,7 @@ class RunDirectory:
             for path in (Path(place, name) for name in (*folders, *files)):
                 if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(root):
                     message = f"{path} is a link that leads out of the run"
-                    raise RunDirectoryError(Problem("run_dir", message, "remove it"))
+                    raise RunDirectoryError("run_dir", message, "remove it")
         self._lock = locked(self.path)
         try:
             yield
@@ -187,7 +186,7 @@ class RunDirectory:
     def _refuse_existing(self) -> None:
         if holds_run(self.path):
             hint = "continue it with resume=auto, or choose another run_dir"
-            raise RunDirectoryError(Problem("run_dir", f"{self.path} already holds a run", hint))
+            raise RunDirectoryError("run_dir", f"{self.path} already holds a run", hint)
 
     def configure(self, config_yaml: str, overrides: Sequence[str]) -> None:
         """Write the configuration, and what the command line changed of it, where it is new."""
@@ -216,7 +215,7 @@ def locked(folder: Path) -> RunLock:
     lock = RunLock(folder)
     if (holder := lock.acquire()) is not None:
         message = f"{folder} is in use by {holder}"
-        raise RunDirectoryError(Problem("run_dir", message, "choose another run_dir"))
+        raise RunDirectoryError("run_dir", message, "choose another run_dir")
     return lock
 
 
@@ -225,11 +224,10 @@ def name_folder(root: Path, name: str) -> Path:
     parts = name.split("/")
     bad = not name or "\0" in name or any(part in ("", ".", "..") for part in parts)
     if bad or any(len(os.fsencode(part)) > 200 for part in parts):
-        message = f"{name[:60]!r} is not a valid folder name below {root}"
-        raise RunDirectoryError(Problem("name", message))
+        raise RunDirectoryError("name", f"{name[:60]!r} is not a valid folder name below {root}")
     folder = root / name
     if not folder.resolve().is_relative_to(root.resolve()):
-        raise RunDirectoryError(Problem("name", f"{name!r} leads out of {root}"))
+        raise RunDirectoryError("name", f"{name!r} leads out of {root}")
     return folder
 
 

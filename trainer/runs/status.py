@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from conf.errors import ConfigError, Problem
+from conf.errors import ConfigError
 from trainer.errors import RunError
 from trainer.files.atomic import regular, storing, write_json
 from trainer.runs.lock import is_held
@@ -41,10 +41,10 @@ def check_run_dir(path: Path) -> None:
         os.lstat(path)
     if os.path.realpath(path) == os.path.realpath(os.sep):
         hint = "choose a directory for this run alone"
-        raise RunDirectoryError(Problem("run_dir", f"{path} is the root of the file system", hint))
+        raise RunDirectoryError("run_dir", f"{path} is the root of the file system", hint)
     for place in (path, *path.parents):  # of which those that are missing are made
         if os.path.lexists(place) and not place.is_dir():  # a link that leads nowhere is none
-            raise RunDirectoryError(Problem("run_dir", f"{place} is no folder", "choose another"))
+            raise RunDirectoryError("run_dir", f"{place} is no folder", "choose another")
 
 
 def holds_run(path: Path) -> bool:

@@ -5,7 +5,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,7 +23,7 @@ from trainer import rng
 from trainer.device import backend_of, device_count, has_streams, kinds
 from trainer.distributed import Group
 from trainer.errors import ModelError, ResourceError
-from trainer.strategies.strategy import Strategy
+from trainer.strategies.strategy import AS_IT_IS, Strategy
 
 logger = logging.getLogger("regimen")
 
@@ -80,7 +80,7 @@ class Replicas(Strategy):
 
     def _exchanging(self, wrapped: nn.Module, last: bool) -> AbstractContextManager[Any]:
         """Return the context in which `wrapped` exchanges gradients if `last`, else keeps them."""
-        return nullcontext()
+        return AS_IT_IS
 
     @contextmanager
     def evaluating(self, model: nn.Module) -> Iterator[None]:
@@ -176,7 +176,7 @@ class DDP(Replicas):
 
     def _exchanging(self, wrapped: nn.Module, last: bool) -> AbstractContextManager[Any]:
         if last or not isinstance(wrapped, DistributedDataParallel):
-            return nullcontext()
+            return AS_IT_IS
         return wrapped.no_sync()
 
     def warm_up(self, wrapped: nn.Module, compute: Callable[[], None]) -> None:

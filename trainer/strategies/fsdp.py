@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -18,12 +18,11 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from conf.errors import Problem
 from conf.schema_trainer import TensorParallelConfig
 from data.batch import map_tensors
 from trainer.errors import ModelError
 from trainer.strategies.ddp import Processes, Replicas
-from trainer.strategies.strategy import PLAN, Mesh, instances, tensor_styles
+from trainer.strategies.strategy import AS_IT_IS, PLAN, Mesh, instances, tensor_styles
 
 _FORMATS = {"bf16": torch.bfloat16, "fp16": torch.float16, None: None}
 
@@ -111,13 +110,12 @@ class FSDP(Replicas):
         every = (pair for n, m in others.items() for pair in m.named_parameters(prefix=n))
         if trained := [name for name, parameter in every if parameter.requires_grad]:
             message = f"fsdp shards the model only, but the task trains {trained[0]}"
-            hint = "use strategy=ddp, or move it into the model"
-            raise ModelError(Problem("strategy", message, hint))
+            raise ModelError("strategy", message, "use strategy=ddp, or move it into the model")
 
     def _exchanging(self, wrapped: nn.Module, last: bool) -> AbstractContextManager[Any]:
         module: Any = getattr(wrapped, "_orig_mod", wrapped)  # unwrap the result of torch.compile
         module.set_requires_gradient_sync(last)
-        return self._comparing(module) if last and self._unchecked else nullcontext()
+        return self._comparing(module) if last and self._unchecked else AS_IT_IS
 
     @contextmanager
     def _comparing(self, model: nn.Module) -> Iterator[None]:
@@ -138,7 +136,7 @@ class FSDP(Replicas):
                 if max(norms) - min(norms) > 0.05 * max(norms):
                     message = f"{name} is whole, and used on a part of the features that it gets"
                     hint = "leave the split layers around it out: its gradient would be of one part"
-                    raise ModelError(Problem(PLAN, message, hint))
+                    raise ModelError(PLAN, message, hint)
 
     @contextmanager
     def evaluating(self, model: nn.Module) -> Iterator[None]:

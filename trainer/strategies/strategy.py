@@ -23,6 +23,7 @@ from trainer.device import default, device_count, indexed, kinds, moved, select
 from trainer.distributed import Group
 from trainer.errors import ModelError, ResourceError
 
+AS_IT_IS = nullcontext()  # made once: an update of a small network enters several
 # Unshared memory in bytes, on Linux, of a process that has imported torch and built a small model.
 _PROCESS = 300 * 2**20
 # What a style of tensor parallelism splits: of a Linear and of an Embedding. `_rep`: its input or
@@ -83,7 +84,7 @@ def instances(model: nn.Module, classes: Sequence[str], key: str) -> list[nn.Mod
     for name in classes:
         if name not in kinds:
             message = f"the model has no module of class {name}"
-            raise ModelError(Problem(key, message, f"there are {', '.join(sorted(kinds))}"))
+            raise ModelError(key, message, f"there are {', '.join(sorted(kinds))}")
     return [module for module in model.modules() if type(module).__name__ in classes]
 
 
@@ -105,7 +106,7 @@ class Mesh:
             parts += [f"{tensor} tensor"] * (tensor > 1)
             message = f"{processes} processes cannot be laid out as {' x '.join(parts)}"
             hint = f"their number (strategy.devices, or torchrun's) must be a multiple of {size}"
-            raise ModelError(Problem(f"strategy.{key}", message, hint))
+            raise ModelError(f"strategy.{key}", message, hint)
         shards = shard_size or processes // tensor
         return cls(processes // (shards * tensor), shards, tensor)
 
@@ -164,9 +165,8 @@ def _own_plan(model: nn.Module) -> dict[str, str]:
             root = f"{name}." if name else ""
             every = {root + pattern: style for pattern, style in own.items()}
             return {p: style for p, style in every.items() if any(fnmatchcase(n, p) for n in names)}
-    message = "auto: the model has no plan of its own"
     hint = "give styles by patterns of names, such as {blocks.*.mlp.up: colwise}"
-    raise ModelError(Problem(PLAN, message, hint))
+    raise ModelError(PLAN, "auto: the model has no plan of its own", hint)
 
 
 class Strategy:
@@ -224,11 +224,11 @@ class Strategy:
 
         `counts=False`: the process has no sample in it and computes with a borrowed one.
         """
-        return nullcontext()
+        return AS_IT_IS
 
     def evaluating(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Return the context of an evaluation, in which all processes have the saved buffers."""
-        return nullcontext()
+        return AS_IT_IS
 
     def warm_up(self, wrapped: nn.Module, compute: Callable[[], None]) -> None:
         """Before a resume, call `compute` (gradients that are dropped) if the wrapper needs it."""

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from conf.errors import ConfigError, Problem, did_you_mean, nearest
+from conf.errors import ConfigError, did_you_mean, nearest
 from trainer.shadow import PACKAGES, ROOT
 
 _ROOTS = (*PACKAGES, "timm", "torch", "torchmetrics", "torchvision")
@@ -136,8 +136,7 @@ def allow(packages: Iterable[str]) -> None:
     """Allow further packages (or exact paths) for this process, as `--allow-target` does."""
     for package in packages:
         if not _is_path(package):
-            message = f"{package!r} is not the dotted path of a package"
-            raise TargetError(Problem("--allow-target", message))
+            raise TargetError("--allow-target", f"{package!r} is not the dotted path of a package")
         if package not in _extra:
             _extra.append(package)
 
@@ -204,8 +203,7 @@ def locate(path: str) -> Any:
         if not hasattr(found, name):
             place = getattr(found, "__name__", type(found).__name__)
             hint = did_you_mean(name, [n for n in dir(found) if not n.startswith("_")])
-            message = f"target {path!r} does not exist: {place} has no {name!r}"
-            raise TargetError(Problem("", message, hint))
+            raise TargetError("", f"target {path!r} does not exist: {place} has no {name!r}", hint)
         parent, found = found, getattr(found, name)
         if isinstance(found, ModuleType) and (known or found.__name__ != inner):
             raise TargetError(f"{path!r} is not allowed: it is in module {found.__name__}")

@@ -229,7 +229,7 @@ def _build(node: dict[str, Any], args: tuple[Any, ...], given: Mapping[str, Any]
         if hasattr(error, "exit_code") or listed(target) is None:
             raise
         message = f"{target} does not accept its arguments: {brief(error) or type(error).__name__}"
-        raise TargetError(Problem(key, message)) from error
+        raise TargetError(key, message) from error
 
 
 def _built(value: Any, key: str) -> Any:

@@ -5,7 +5,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from conf.errors import Problem
 from trainer.errors import ModelError
 from trainer.tasks.losses import Loss
 from trainer.tasks.supervised import Metrics, Scores, Shape, Supervised
@@ -31,7 +30,7 @@ class Classification(Supervised):
         super().__init__(loss or nn.CrossEntropyLoss(), metrics)
         self.num_classes = num_classes
         if min(top_k, default=1) < 1:
-            raise ModelError(Problem("task.top_k", f"expected numbers >= 1, got {list(top_k)}"))
+            raise ModelError("task.top_k", f"expected numbers >= 1, got {list(top_k)}")
         known = [k for k in top_k if k <= num_classes]
         self._top_k = {"accuracy" if k == 1 else f"accuracy_top{k}": k for k in known}
         self.score_names = list(self._top_k)
@@ -48,7 +47,7 @@ class Classification(Supervised):
 
     def shape(self, target: Tensor) -> Shape:
         """Return that of one logit for each class."""
-        return len(target), self.num_classes
+        return target.shape[0], self.num_classes
 
     def scores(self, output: Tensor, target: Tensor) -> Scores:
         """Count the samples whose class is among the k with the largest logits."""

@@ -1,19 +1,17 @@
 """Losses: one torch loss module, or a weighted sum of several by name."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from conf.errors import Problem
 from data.batch import least_of
 from trainer.errors import ModelError
 from trainer.task import SUM
 
 _CROSS_ENTROPIES = (nn.CrossEntropyLoss, nn.NLLLoss)
-
-Loss = nn.Module | Mapping[str, nn.Module | None]
 
 
 def vector(values: Sequence[float]) -> Tensor:
@@ -21,14 +19,18 @@ def vector(values: Sequence[float]) -> Tensor:
     return torch.tensor(list(values), dtype=torch.float32)
 
 
-class Term(nn.Module):
+@dataclass
+class Term:
     """A weighted term of a sum of losses: `weight * loss(output, target)`."""
 
-    def __init__(self, loss: nn.Module, weight: float = 1.0) -> None:
-        super().__init__()
-        self.loss = loss
-        self.weight = weight
-        self.wrt = getattr(loss, "wrt", None)  # of a penalty: with respect to what
+    loss: nn.Module
+    weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        self.wrt = getattr(self.loss, "wrt", None)  # of a penalty: with respect to what
+
+
+Loss = nn.Module | Term | Mapping[str, nn.Module | Term | None]
 
 
 class Losses:
@@ -51,7 +53,7 @@ class Losses:
             smoothing = getattr(module, "label_smoothing", 0)
             if not 0 <= smoothing <= 1:  # torch takes less than 0 as none
                 message = f"label_smoothing must be between 0.0 and 1.0, got {smoothing}"
-                raise ModelError(Problem(f"task.loss.{name}".rstrip("."), message))
+                raise ModelError(f"task.loss.{name}".rstrip("."), message)
         entropies = {n: m for n, m in losses.items() if isinstance(m, _CROSS_ENTROPIES)}
         # Terms that torch divides by something other than the number of samples.
         self.counted = [name for name, m in entropies.items() if m.reduction == "mean"]

@@ -14,15 +14,15 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.utils.checkpoint import checkpoint
 
-from conf.errors import Problem, some
+from conf.errors import some
 from trainer.device import autocasts, widest
 from trainer.errors import ModelError
+from trainer.strategies.strategy import AS_IT_IS
 from trainer.task import in_format
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _PARAMETERS = {"bf16_true": torch.bfloat16, "fp64": torch.float64}
 _KEY = "trainer.activation_checkpointing"
-_AS_IT_IS = nullcontext()
 # Flags of a CPU, and the format that they add without emulation.
 _CPU_FLAGS = {"avx512_bf16": "bf16", "amx_bf16": "bf16", "bf16": "bf16", "avx512_fp16": "fp16"}
 NAMES = ("fp32", "tf32", "bf16", "fp16", "bf16_true", "fp64")
@@ -50,7 +50,7 @@ class Precision:
             name == "fp64" and widest(torch.device(device_type)) != torch.float64
         ):
             message = f"{device_type} does not compute in {name}"
-            raise ModelError(Problem("trainer.precision", message, "fp32 is everywhere"))
+            raise ModelError("trainer.precision", message, "fp32 is everywhere")
         self.scaler = torch.amp.GradScaler(device_type, enabled=self.scales, **(scaler or {}))
 
     def convert(self, model: nn.Module) -> nn.Module:
@@ -60,13 +60,13 @@ class Precision:
         """
         if self.scales and any(p.is_complex() for p in model.parameters()):
             message = "fp16 scales the loss, for which torch has no kernel for complex gradients"
-            raise ModelError(Problem("trainer.precision", message, "use fp32, bf16 or fp64"))
+            raise ModelError("trainer.precision", message, "use fp32, bf16 or fp64")
         return model if self.dtype is None else in_format(model, self.dtype)
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the context for a forward pass."""
         if self._autocast is None:
-            return _AS_IT_IS
+            return AS_IT_IS
         return torch.autocast(self._device_type, dtype=self._autocast)
 
     def backward(self, loss: Tensor) -> None:
@@ -117,8 +117,7 @@ def checkpoint_modules(model: nn.Module, patterns: Sequence[str]) -> list[str]:
     names = [name for name, _ in model.named_modules() if name]
     for pattern in patterns:
         if not fnmatch.filter(names, pattern):
-            hint = f"there are {some(names, 12)}"
-            raise ModelError(Problem(_KEY, f"{pattern!r} matches no module", hint))
+            raise ModelError(_KEY, f"{pattern!r} matches no module", f"there are {some(names, 12)}")
     chosen: list[str] = []
     for name in names:
         inside = any(name.startswith(f"{outer}.") for outer in chosen)
@@ -134,10 +133,9 @@ def checkpoint_segments(model: nn.Module, segments: int) -> None:
     key = f"{_KEY}_segments"
     if not isinstance(model, nn.Sequential):
         message = f"needs an nn.Sequential, but the model is a {type(model).__name__}"
-        raise ModelError(Problem(key, message, f"name modules in {_KEY} instead"))
+        raise ModelError(key, message, f"name modules in {_KEY} instead")
     if not 1 <= segments <= len(model):
-        message = f"{segments} segments, but the model has {len(model)} layers"
-        raise ModelError(Problem(key, message))
+        raise ModelError(key, f"{segments} segments, but the model has {len(model)} layers")
     layers, size = list(model), len(model) // segments  # as torch's checkpoint_sequential cuts
     bounds = [*(size * i for i in range(segments)), len(layers)]
     runs = [functools.partial(_run, layers[low:high]) for low, high in itertools.pairwise(bounds)]
