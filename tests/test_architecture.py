@@ -63,13 +63,13 @@ KNOWN_TO_ALL = ("conf.errors", "conf.interpolation", "conf.schema_trainer", "dat
 # Code lines (no blank line, comment, docstring) and files: a budget. A number goes down with what
 # is thrown away, and up in the commit that brings a new capability.
 BUDGET = {
-    "conf": 1028,
+    "conf": 1029,
     "data": 3169,
     "models": 690,
-    "trainer": 8979,
-    "callbacks": 2404,
-    "scripts": 4575,
-    "the six packages": 20845,
+    "trainer": 8971,
+    "callbacks": 2402,
+    "scripts": 4571,
+    "the six packages": 20832,
     "tests": 18853,
     "benchmarks": 1296,
 }

@@ -44,7 +44,7 @@ trainer.limit_test_batches trainer.compile trainer.validate_at_start trainer.det
 trainer.activation_checkpointing trainer.activation_checkpointing_segments
 callbacks.progress callbacks.tensorboard callbacks.checkpoint callbacks.model_summary
 callbacks.lr_monitor callbacks.throughput callbacks.memory callbacks.profiler
-callbacks.mlflow callbacks.wandb callbacks.csv
+callbacks.mlflow callbacks.wandb callbacks.csv callbacks.mirror
 """
 # Keys that say where and how a job runs, not what it trains.
 _OUTSIDE = ("run_dir", "resume", "resume_policy", "sweep")

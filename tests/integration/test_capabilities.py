@@ -3,7 +3,6 @@ a mixture, a mirror of the run."""
 
 import contextlib
 import json
-import shutil
 
 import pytest
 import torch
@@ -145,19 +144,20 @@ def test_the_number_that_was_found_stands_in_the_run_and_stays(train, tmp_path):
 
 @pytest.mark.slow
 def test_a_run_goes_on_from_its_mirror_as_if_it_had_not_moved(train, start, tmp_path):
-    words = [*SHORT, "callbacks=[default,mirror]", "callbacks.checkpoint.every_n_steps=7"]
+    words = [*SHORT, "callbacks.checkpoint.every_n_steps=7", "trainer.max_epochs=4"]
     whole, moved, copy = tmp_path / "whole", tmp_path / "moved", tmp_path / "copy"
-    words += ["trainer.max_epochs=4", f"callbacks.mirror.to=file://{copy}"]
-    train([*words, f"run_dir={whole}"])
-    shutil.rmtree(copy)
-    begun = start([*words, f"run_dir={tmp_path / 'begun'}"])
+    mirrored = ["callbacks=[default,mirror]", f"callbacks.mirror.to=file://{copy}"]
+    train([*words, "callbacks=default", f"run_dir={whole}"])
+    begun = start([*words, *mirrored, f"run_dir={tmp_path / 'begun'}"])
     begun.until((copy / "checkpoints/index.json").exists)
     begun.kill()
-    train([*words, f"run_dir={moved}", f"resume=file://{copy}"])
+    words += ["callbacks=default", f"resume=file://{copy}"]  # a mirror is no part of the training
+    train([*words, f"run_dir={moved}"])
     assert differences(whole, moved) == []
-    refused = train([*words, f"run_dir={moved}", f"resume=file://{copy}"], code=2)
+    refused = train([*words, f"run_dir={moved}"], code=2)
     assert "holds a run already" in refused.error
-    dead = train([*words[:-1], "callbacks.mirror.to=file:///proc/nowhere"], code=7)
+    words = [*SHORT, "callbacks=[default,mirror]", "callbacks.mirror.to=file:///proc/nowhere"]
+    dead = train(words, code=7)
     assert "cannot write to file:///proc/nowhere" in dead.error
 
 
