@@ -4,8 +4,10 @@ import logging
 from pathlib import Path
 from threading import Thread
 
+from torch import nn
+
 from trainer.callback import Callback, Results
-from trainer.runs.remote import INDEX, Remote
+from trainer.runs.remote import INDEX, Remote, check_address
 from trainer.trainer import Trainer
 
 _log = logging.getLogger(__name__)
@@ -27,6 +29,10 @@ class Mirror(Callback):
         self._copying: Thread | None = None
         self._copied = 0  # the index that was last seen, by its time
         self._warned = False
+
+    def check(self, model: nn.Module) -> None:
+        """Raise ConfigError for an address that cannot be one."""
+        check_address(self.to)
 
     def setup(self, trainer: Trainer) -> None:
         """Try the address. Raises StorageError."""

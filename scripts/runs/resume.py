@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from conf.check import fill_defaults
-from conf.errors import ConfigError
+from conf.errors import ConfigError, problems_at
 from conf.schema import Values
 from conf.yaml_file import plain_values
 from scripts.cli.arguments import RUNS
@@ -131,11 +131,14 @@ def find_resume(raw: Values) -> Resume:
 
 def _fetched(raw: Mapping[str, Any]) -> Path:
     """Fetch a run into the directory of a new one; return it."""
-    folder, address = new_folder(raw), raw["resume"]
+    address = raw["resume"]
+    with problems_at("resume"):
+        remote = Remote(address)
+    folder = new_folder(raw)
     if holds_run(folder):
         hint = "resume=auto goes on with it"
         raise ConfigError("resume", f"{address}: {folder} holds a run already", hint)
-    Remote(address).fetch(folder)
+    remote.fetch(folder)
     logger.info("fetched %s into %s", address, folder)
     return folder
 

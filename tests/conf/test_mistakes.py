@@ -64,6 +64,11 @@ def test_a_mistake_names_its_key_and_the_way_out(rows):
         assert [text for text in row[2:] if text not in message] == [], (row, message)
 
 
+def test_a_part_that_cannot_be_built_is_not_tried_as_well():
+    error = mistakes("experiment=resnet18", "model=mlp", "task.loss.label_smoothing=7")
+    assert [problem.key for problem in error.problems] == ["task.loss"]
+
+
 @pytest.mark.parametrize("row", [pytest.param(row, id=repr(row[0])) for row in TABLE["files"]])
 def test_a_mistake_in_a_file_is_told_with_its_line_and_does_nothing(row, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -156,6 +156,9 @@ def test_a_run_goes_on_from_its_mirror_as_if_it_had_not_moved(train, start, tmp_
     assert differences(whole, moved) == []
     refused = train([*words, f"run_dir={moved}"], code=2)
     assert "holds a run already" in refused.error
+    unknown = train([*SHORT, f"run_dir={tmp_path / 'new'}", "resume=nothing://x"], code=2)
+    assert "resume: nothing://x cannot be opened" in unknown.error
+    assert not (tmp_path / "new").exists()
     words = [*SHORT, "callbacks=[default,mirror]", "callbacks.mirror.to=file:///proc/nowhere"]
     dead = train(words, code=7)
     assert "cannot write to file:///proc/nowhere" in dead.error

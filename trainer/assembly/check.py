@@ -57,7 +57,7 @@ def check_targets(config: Config) -> None:
     raise_problems([*_compile_problems(config.trainer.compile), *_node_problems(config)])
     parts = stand_ins(config)
     first = [*_task_problems(parts), *_strategy_problems(config)]
-    about = {p.key.rpartition(".")[0] for p in first}
+    about = {key for p in first for key in (p.key, p.key.rpartition(".")[0])}
     others = [*_loss_problems(config), *_part_problems(parts), *data_problems(config)]
     raise_problems([*first, *(p for p in others if p.key not in about)])
 

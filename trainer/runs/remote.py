@@ -8,6 +8,7 @@ from threading import Thread
 
 import fsspec
 
+from conf.errors import ConfigError
 from trainer.errors import StorageError
 from trainer.files.atomic import TEMPORARY, link_or_copy
 from trainer.runs.lock import LOCK_FILE
@@ -22,15 +23,21 @@ def is_remote(place: str) -> bool:
     return "://" in place
 
 
+def check_address(address: str) -> None:
+    """Raise ConfigError for an address that no file system here is for; it is not reached."""
+    try:
+        fsspec.get_filesystem_class(fsspec.utils.get_protocol(address))
+    except (ImportError, ValueError) as error:
+        raise ConfigError("", f"{address} cannot be opened: {error}") from error
+
+
 class Remote:
     """The run at an address; its `index.json` names only checkpoints that are there whole."""
 
     def __init__(self, address: str) -> None:
+        check_address(address)
         self.address = address
-        try:
-            self.files, self._root = fsspec.url_to_fs(address)
-        except (ImportError, ValueError) as error:
-            raise StorageError(f"{address} cannot be opened: {error}") from error
+        self.files, self._root = fsspec.url_to_fs(address)
 
     def probe(self) -> None:
         """Write and remove a file. Raises StorageError, after ten seconds without an answer."""
