@@ -70,7 +70,7 @@ BUDGET = {
     "callbacks": 2405,
     "scripts": 4574,
     "the six packages": 20842,
-    "tests": 18857,
+    "tests": 18859,
     "benchmarks": 1296,
 }
 FILES = {"the six packages": 199, "tests": 129}

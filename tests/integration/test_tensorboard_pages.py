@@ -107,7 +107,9 @@ def test_the_curve_of_a_run_killed_three_times_is_that_of_one_that_was_not(
     page, picture, plain, resumed
 ):
     both = f"tensorboard --logdir {resumed.parent}"
-    browser = page(both, f"scalars&tagFilter={quote('loss$|accuracy$')}&_smoothingWeight=0")
+    runs = quote("^[a-z]+/tensorboard")  # not what a kill has left in abandoned/
+    tags = quote("loss$|accuracy$")
+    browser = page(both, f"scalars&regexInput={runs}&tagFilter={tags}&_smoothingWeight=0")
     browser.shows("uninterrupted/tensorboard", "resumed/tensorboard", "train/loss")
     for tag in ("train/loss", "train/accuracy", "val/loss", "val/accuracy"):
         browser.until(f"{curves(tag)}.length === 2")
