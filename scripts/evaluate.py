@@ -22,7 +22,7 @@ def evaluate(argv: Sequence[str]) -> int:
     from scripts.cli.console import importing
     from scripts.composition.compose import compose  # after the first line: it imports Hydra
 
-    composed = compose(arguments)
+    composed = compose(arguments, trains=False)
     with importing():
         from trainer.assembly.check import check_targets
         from trainer.files.atomic import write_text

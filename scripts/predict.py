@@ -44,7 +44,7 @@ def predict(argv: Sequence[str]) -> int:
         kind, _, place = keys.device.partition(":")
         devices = f"[{place}]" if place else "auto"
         overrides += [f"strategy.accelerator={kind}", f"strategy.devices={devices}"]
-    composed = compose(replace(arguments, overrides=tuple(overrides)))
+    composed = compose(replace(arguments, overrides=tuple(overrides)), trains=False)
     files = [line.rstrip("\n") for line in sys.stdin] if keys.source == "-" else []
     request = composed.request(argv, prediction=asdict(keys), files=files)
     return work_of(request)(request)

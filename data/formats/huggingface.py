@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from conf.addresses import check_protocol, is_address
+from conf.errors import problems_at
 from data.decode import Channels, decode_image
 from data.errors import DataError, explained, import_package
 from data.splits import Split, class_names, is_cut, rows_of_train
@@ -147,6 +149,9 @@ def open_tables(path: str, name: str | None, streaming: bool = False) -> dict[st
     datasets = import_package("datasets", "huggingface")
     folder = Path(path).expanduser()
     given = str(folder) if folder.exists() else path
+    if is_address(path):
+        with problems_at("data.path"):
+            check_protocol(path, trusted=True)
     with explained(f"data.path={path}", Exception):  # of the hub, of file systems, of each format
         if any((folder / file).is_file() for file in ("dataset_dict.json", "state.json")):
             found = datasets.load_from_disk(given)

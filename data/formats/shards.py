@@ -15,8 +15,11 @@ from typing import Any
 import numpy as np
 import torch
 from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem, make_path_posix
 from torch import Tensor
 
+from conf.addresses import check_protocol, is_address
+from conf.errors import problems_at
 from data.decode import Channels, decode_image
 from data.errors import DataError, explained, reason
 from data.image_folder import EXTENSIONS, Pictures
@@ -67,8 +70,8 @@ class TarShards(Pictures):
         content: bytes
         # fsspec's file systems raise what their libraries do.
         with explained(f"cannot read {self.path(index)}", Exception):
-            if "://" in self._root:
-                files = url_to_fs(self._root)[0]
+            if is_address(self._root):
+                files = _opened(self._root)[0]
                 content = files.cat_file(self._paths[shard], start=start, end=start + size)
             else:
                 content = os.pread(_descriptor(self._paths[shard]), size, start)
@@ -104,12 +107,16 @@ def tar_shards(
     `val_fraction` of train is taken, stratified; with `folds`, fold number `fold` of train.
     Without `keep_index` no index is written. None if there is no such split. Raises DataError.
     """
-    root = root if "://" in root else str(Path(root).expanduser())
+    if is_address(root):
+        with problems_at("data.root"):
+            check_protocol(root, trusted=True)
+    else:
+        root = str(Path(root).expanduser())
     train = _shards(root, "train")
     if not train:
         raise DataError(f"data.root={root} holds no shards: expected train*.tar or train/*.tar")
     place = Path(cache_dir).expanduser() if cache_dir else None
-    if place is None and "://" not in root:
+    if place is None and not is_address(root):
         place = Path(root) / ".index"
     index = _indexed(root, train, label, place, keep_index)
     labels, numbers = np.unique(index["label"], return_inverse=True)
@@ -128,10 +135,16 @@ def tar_shards(
     return TarShards(root, paths, index, classes, channels, transform)
 
 
+def _opened(root: str) -> tuple[Any, str]:
+    """Return the file system of a root, and the root's place in it."""
+    # By itself: fsspec takes a folder `a::b` for a chain of addresses.
+    return url_to_fs(root) if is_address(root) else (LocalFileSystem(), make_path_posix(root))
+
+
 def _shards(root: str, split: str) -> list[str]:
     """Return the paths of a split's shards, sorted."""
     with explained(f"data.root={root} cannot be listed", Exception):  # as above
-        files, place = url_to_fs(root)
+        files, place = _opened(root)
         found = [*files.glob(f"{place}/{split}*.tar"), *files.glob(f"{place}/{split}/*.tar")]
     return sorted(map(str, found))
 
@@ -145,7 +158,7 @@ def _indexed(root: str, paths: list[str], label: str, place: Path | None, keep: 
 
 
 def _shard_index(root: str, path: str, label: str, place: Path | None, keep: bool) -> Any:
-    files = url_to_fs(root)[0]
+    files = _opened(root)[0]
     facts = files.info(path)
     known = f"{_LAYOUT} {path} {facts['size']} {facts.get('mtime') or files.ukey(path)} {label}"
     kept = None if place is None else place / f"{sha256(known.encode()).hexdigest()[:24]}.npy"

@@ -21,6 +21,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from conf.addresses import allow_protocols, wrong_addresses
 from conf.check import check, fill_defaults, shown
 from conf.errors import ConfigError, Problem, did_you_mean, raise_problems
 from conf.interpolation import RESERVED, Interpolations, leaves, mapped, walk
@@ -35,21 +36,29 @@ from trainer.targets.instantiate import refused_targets
 MAX_JOBS = 10_000  # of a sweep
 # What OmegaConf raises if a value cannot be resolved.
 UNRESOLVED = (OmegaConfBaseException, RecursionError, ValueError, TypeError)
-_MIRROR = "callbacks.mirror.Mirror"
+# Arguments of ours that say where a run is written, or sent to. All else goes below its directory.
+PLACES = {
+    "callbacks.mirror.Mirror": "to",
+    "callbacks.trackers.mlflow.MLflow": "tracking_uri",
+}
 _NAMES = "|".join(RESERVED)
 _RESERVED = re.compile(r"(?<!\\)\$\{(" + _NAMES + r")\}")
 _OPEN = re.compile(r"\$\{(?!(" + _NAMES + r")\})")
 
 
-def compose(argv: Sequence[str] | Arguments) -> "Composition":
-    """Compose and check the configuration of one job; raises ConfigError with all mistakes."""
+def compose(argv: Sequence[str] | Arguments, trains: bool = True) -> "Composition":
+    """Compose and check the configuration of one job; raises ConfigError with all mistakes.
+
+    Not `trains`: a command over a finished run, which goes to none of the places that it names.
+    """
     arguments = argv if isinstance(argv, Arguments) else parse_arguments(argv)
     allow(arguments.allow_targets)
+    allow_protocols(arguments.overrides)
     close([*arguments.config_dirs, *filter(None, [arguments.config_path])])
     with _composing(arguments) as it:
         it.config = it.resolved(it.unresolved())
         it.check(it.config)
-        it.problems += it.not_typed()
+        it.problems += it.not_typed(trains)
     return it
 
 
@@ -218,13 +227,18 @@ class Composition:
         wrong = [*check(raw), *refused_targets(raw)]
         self.problems += [problem for problem in wrong if problem.key not in open_keys]
 
-    def not_typed(self) -> Iterator[Problem]:
+    def not_typed(self, trains: bool) -> Iterator[Problem]:
         """Name what only the person who starts the run may say, and a file says instead."""
         found = dict(leaves(self.config))
-        mirrors = (key.removesuffix("_target_") for key, value in found.items() if value == _MIRROR)
-        places = ("run_dir", "resume", *(f"{key}to" for key in mirrors))
+        yield from wrong_addresses(found.items())
+        places = {"run_dir", "resume"}
         for key, value in found.items():
-            if key in places and value not in (None, "???") and not self._is_typed(key):
+            node = key.removesuffix("_target_")
+            if node != key and value in PLACES:
+                places |= {f"{node}{PLACES[value]}", f"{node}_args_.0"}
+        for key, value in found.items():
+            said = value not in (None, "???")
+            if trains and said and key in places and not self._is_typed(key):
                 message = f"is {shown(value)}: no file says where a run is written or goes on"
                 yield Problem(key, message, f"type {key}={value} on the command line")
             address = isinstance(value, str) and re.search(r"\w://", value)

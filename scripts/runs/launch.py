@@ -22,6 +22,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from conf.addresses import allow_protocols
 from conf.errors import ConfigError, Problem
 from scripts.cli.arguments import Request
 from scripts.cli.console import describe, exit_code, importing, log_to_stderr, print_error, set_up
@@ -213,6 +214,7 @@ def main() -> None:
             sys.path[:] = asked["path"]
             request = Request(**asked["request"])
             allow(request.allowed)
+            allow_protocols(request.overrides)
             code = work_of(request, notes.run_dir)(request)
             if rank == 0:
                 notes.finished.touch()

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+from conf.addresses import is_address
 from conf.check import fill_defaults
 from conf.errors import ConfigError, problems_at
 from conf.schema import Values
@@ -26,8 +27,9 @@ from trainer.checkpoints.reader import check_payload, read_checkpoint
 from trainer.checkpoints.store import CheckpointStore
 from trainer.errors import CheckpointError
 from trainer.files.atomic import remove_orphans, replacing, storing, sync_folder, write_json
-from trainer.runs.directory import name_folder, reserve, timestamp
-from trainer.runs.remote import Remote, is_remote
+from trainer.files.names import path_below
+from trainer.runs.directory import name_folder, refuse_links, reserve, timestamp
+from trainer.runs.remote import Remote
 from trainer.runs.status import (
     ENDED_WELL,
     METRICS,
@@ -92,12 +94,12 @@ def new_folder(raw: Mapping[str, Any]) -> Path:
 
 
 def find_resume(raw: Values) -> Resume:
-    """Return what a configuration's `resume` selects; for a plan nothing.
+    """Return what a configuration's `resume` selects; nothing is written, or for a plan fetched.
 
     Raises CheckpointError if it cannot be resumed.
     """
     own = raw["run_dir"] and Path(raw["run_dir"])
-    if raw["resume"] is None or raw["dry_run"]:
+    if raw["resume"] is None:
         return Resume(raw)
     if raw["resume"] == "auto":
         folder = own or find_unfinished(name_folder(RUNS, raw["name"]))
@@ -105,8 +107,13 @@ def find_resume(raw: Values) -> Resume:
             logger.info("resume=auto: there is no unfinished run, starting a new one")
             return Resume(raw)
         return _from_run(folder, raw)
-    if is_remote(raw["resume"]):
-        return _from_run(_fetched(raw), raw)
+    if is_address(raw["resume"]):
+        with problems_at("resume"):
+            remote = Remote(raw["resume"])
+        if raw["dry_run"]:
+            remote.index()  # whether there is a run
+            return Resume(raw)
+        return _from_run(_fetched(remote, raw), raw)
     path = Path(raw["resume"])
     if not path.exists():
         hint = "give auto, or the path of a run or a checkpoint"
@@ -129,12 +136,9 @@ def find_resume(raw: Values) -> Resume:
     return found
 
 
-def _fetched(raw: Mapping[str, Any]) -> Path:
+def _fetched(remote: Remote, raw: Mapping[str, Any]) -> Path:
     """Fetch a run into the directory of a new one; return it."""
-    address = raw["resume"]
-    with problems_at("resume"):
-        remote = Remote(address)
-    folder = new_folder(raw)
+    address, folder = remote.address, new_folder(raw)
     if holds_run(folder):
         hint = "resume=auto goes on with it"
         raise ConfigError("resume", f"{address}: {folder} holds a run already", hint)
@@ -146,6 +150,7 @@ def _fetched(raw: Mapping[str, Any]) -> Path:
 def _from_run(folder: Path, raw: Values) -> Resume:
     if not holds_run(folder):
         raise ConfigError("resume", f"{folder} holds no run: it has no manifest.json")
+    refuse_links(folder)
     newest = CheckpointStore(folder / "checkpoints").newest(going_back_to(folder))
     if newest is None:
         logger.info("the run was stopped before its first checkpoint: it starts from the beginning")
@@ -296,7 +301,10 @@ def go_back(run: Path, moment: Moment) -> Path | None:
     if interrupted is None and not longer and max(store.steps(), default=0) <= moment.step:
         return None
     if interrupted == moment.step:
-        folder = away / Path(str(read_json(away / _NOTE)["folder"])).name
+        try:
+            folder = path_below(away, read_json(away / _NOTE)["folder"])
+        except (LookupError, ValueError) as error:
+            raise CheckpointError(f"{away / _NOTE}: {error!r}") from error
     else:
         folder = reserve(away, timestamp())
         write_json(away / _NOTE, {"step": moment.step, "folder": folder.name})

@@ -37,7 +37,7 @@ from trainer.files.atomic import LogFileHandler
 from trainer.files.layout import columns_of
 from trainer.inference.predictor import facts_of
 from trainer.inference.run import best_or_last
-from trainer.runs.directory import RunDirectory
+from trainer.runs.directory import RunDirectory, refuse_existing, refuse_held
 from trainer.runs.status import CHECKPOINTS, ENDED_WELL, LOG, check_run_dir
 from trainer.strategies.strategy import Strategy
 
@@ -204,6 +204,12 @@ def _prepared(request: Request, strategy: Strategy) -> BuiltRun | None:
     if place is not None:
         check_run_dir(Path(place))
     resume = group.broadcast(find_resume(request.config) if group.is_main else None)
+    if request.config["dry_run"]:  # what would end the run before it begins
+        if resume.run_dir is not None:
+            refuse_held(resume.run_dir)
+        elif place is not None:
+            refuse_held(Path(place))
+            refuse_existing(Path(place))
     if resume.finished:
         logger.info("%s", resume.finished)
         return None
@@ -213,19 +219,22 @@ def _prepared(request: Request, strategy: Strategy) -> BuiltRun | None:
         fitting = {"gradient_accumulation_steps": fitting_steps(config, strategy)}
         values = {**request.config, "trainer": request.config["trainer"] | fitting}
         request, config = replace(request, config=values), parse(values)
-    if config.dry_run:
-        experiment = build(config, strategy, {}, request.config_text())
-        if group.is_main:
-            make_plan(request, experiment, new_folder(request.config))
-        return None
-    own: dict[str, Callback] = {"metrics_log": MetricsLog()}  # beside those of the configuration
-    if config.sweep and (trial := config.sweep.trial):
+    own = dict[str, Callback]()  # beside those of the configuration
+    if not config.dry_run:
+        own["metrics_log"] = MetricsLog()
+    if not config.dry_run and config.sweep and (trial := config.sweep.trial):
         own["trial"] = Trial(trial.storage, trial.study, trial.number)
     with nullcontext() if payload is None else no_initial_weights():
         built = with_statistics(config, payload)
         experiment = build(built, strategy, own, request.config_text())
     if payload:  # before any file of the run is changed
         compare_names(payload, experiment.trainer.model.state_dict(), resume.checkpoint)
+    if config.dry_run:
+        if group.is_main:
+            for text in resume.notes:
+                logger.info("it would go on: %s", text)
+            make_plan(request, experiment, resume.run_dir or new_folder(request.config))
+        return None
     return BuiltRun(request, experiment, resume)
 
 

@@ -22,9 +22,24 @@ def path_below(folder: Path, name: Any) -> Path:
     if "\0" in name or {"", ".", ".."} & {*parts} or PureWindowsPath(name).drive:
         raise ForeignNameError(f"{name[:100]!r} is no name of a file below {folder}")
     try:
-        place = Path(os.path.realpath(folder / name))
+        outside = leads_out(folder / name, folder)
     except ValueError as error:  # letters that no file system takes (lone surrogates)
         raise ForeignNameError(f"{name[:100]!r} is no name of a file: {error}") from error
-    if not place.is_relative_to(os.path.realpath(folder)):
+    if outside:
         raise ForeignNameError(f"{name[:100]!r} is a link that leads out of {folder}")
     return folder / name
+
+
+def leads_out(path: Path, folder: Path) -> bool:
+    """Return whether a path below a folder is really elsewhere, by a link on the way."""
+    return not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))
+
+
+def link_out(folder: Path) -> Path | None:
+    """Return the first link anywhere below a folder that leads out of it; None if there is none."""
+    for place, folders, files in os.walk(folder):
+        for name in (*folders, *files):
+            path = Path(place, name)
+            if path.is_symlink() and leads_out(path, folder):
+                return path
+    return None

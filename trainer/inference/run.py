@@ -15,8 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from conf.addresses import wrong_addresses
 from conf.check import parse
-from conf.errors import ConfigError
+from conf.errors import ConfigError, raise_problems
+from conf.interpolation import leaves
 from conf.schema import Config
 from conf.yaml_file import plain_values
 from data.decode import read_image
@@ -72,6 +74,7 @@ def load_run(path: str | Path, device: str = "auto", allow_targets: Iterable[str
         raise RunDirectoryError(f"{source} holds no configuration; {way_out}")
     allow(allow_targets)
     close([str(folder)])
+    raise_problems(wrong_addresses(leaves(values)))
     config = parse(values)
     strategy = replace(config.strategy, name="single", accelerator=device)
     config = replace(config, strategy=strategy)

@@ -22,7 +22,8 @@ from typing import Any, Self
 import yaml
 
 from trainer.files.atomic import remove_orphans, storing, write_json, write_text
-from trainer.runs.lock import LOCK_FILE, RunLock, is_held, refuse_taken
+from trainer.files.names import ForeignNameError, link_out, path_below
+from trainer.runs.lock import LOCK_FILE, RunLock, is_held, read_holder, refuse_taken
 from trainer.runs.status import (
     CHECKPOINTS,
     INFERENCE,
@@ -42,6 +43,13 @@ CONFIG, OVERRIDES = "config.yaml", "overrides.yaml"
 OF_TRACKERS = "trackers", "wandb", "csv"  # folders that callbacks/trackers write
 _FILES = (CONFIG, OVERRIDES, LOG, METRICS, INFERENCE, STATUS)  # beside the manifest
 _FOLDERS = (TENSORBOARD, CHECKPOINTS, *OF_TRACKERS)
+_LATER = "abandoned exports evaluation.json lr_finder.json plan.txt profile.txt"
+OF_A_RUN = (
+    MANIFEST,
+    *_FILES,
+    *_FOLDERS,
+    *_LATER.split(),
+)  # all that stands in its directory
 _DISTRIBUTIONS = (
     "regimen torch torchvision hydra-core omegaconf tensorboard numpy pillow scikit-learn"
 )
@@ -78,15 +86,10 @@ class RunDirectory:
         """
         run = cls(path)
         if not is_held(path):  # before anything is created, so that a refusal leaves nothing behind
-            run._refuse_existing()
-            names = [name for name in (*_FILES, *_FOLDERS) if os.path.lexists(run.path / name)]
-            if names and not (run.path / LOCK_FILE).exists():  # which every run has
-                message = f"{run.path} holds {', '.join(names)}, and no run: they would be"
-                hint = "choose another run_dir"
-                raise RunDirectoryError("run_dir", f"{message} overwritten", hint)
+            refuse_existing(run.path)
         run._made = make_folder(run.path)
         with run._held():
-            run._refuse_existing()
+            refuse_existing(run.path)
             remove_orphans(run.path)
             run.configure(config_yaml, overrides)
             run._write_status("running", resume=command)
@@ -166,27 +169,14 @@ class RunDirectory:
 
     @contextlib.contextmanager
     def _held(self) -> Iterator[None]:
-        """Acquire the lock, and release it if the block fails.
-
-        A link that leads out of a received run is refused: what it names would be changed.
-        """
-        root = os.path.realpath(self.path)
-        for place, folders, files in os.walk(self.path):
-            for path in (Path(place, name) for name in (*folders, *files)):
-                if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(root):
-                    message = f"{path} is a link that leads out of the run"
-                    raise RunDirectoryError("run_dir", message, "remove it")
+        """Acquire the lock, and release it if the block fails."""
+        refuse_links(self.path)
         self._lock = locked(self.path)
         try:
             yield
         except BaseException:
             self.release()
             raise
-
-    def _refuse_existing(self) -> None:
-        if holds_run(self.path):
-            hint = "continue it with resume=auto, or choose another run_dir"
-            raise RunDirectoryError("run_dir", f"{self.path} already holds a run", hint)
 
     def configure(self, config_yaml: str, overrides: Sequence[str]) -> None:
         """Write the configuration, and what the command line changed of it, where it is new."""
@@ -210,6 +200,34 @@ class RunDirectory:
         write_json(self.path / STATUS, {**status, **fields})
 
 
+def refuse_existing(folder: Path) -> None:
+    """Raise RunDirectoryError if a folder holds a run, or files that one would replace."""
+    if holds_run(folder):
+        hint = "continue it with resume=auto, or choose another run_dir"
+        raise RunDirectoryError("run_dir", f"{folder} already holds a run", hint)
+    names = [name for name in (*_FILES, *_FOLDERS) if os.path.lexists(folder / name)]
+    if names and not (folder / LOCK_FILE).exists():  # which every run has
+        message = f"{folder} holds {', '.join(names)}, and no run: they would be overwritten"
+        raise RunDirectoryError("run_dir", message, "choose another run_dir")
+
+
+def refuse_held(folder: Path) -> None:
+    """Raise RunDirectoryError if another process holds a folder."""
+    if is_held(folder):
+        message = f"{folder} is in use by {read_holder(folder)}"
+        raise RunDirectoryError("run_dir", message, "choose another run_dir")
+
+
+def refuse_links(folder: Path, key: str = "run_dir") -> None:
+    """Raise RunDirectoryError where a link below a run or a sweep leads out of it.
+
+    What the link names, a private file, would be changed, or told to whoever is given the run.
+    """
+    link = link_out(folder)
+    if link is not None:
+        raise RunDirectoryError(key, f"{link} is a link that leads out of {folder}", "remove it")
+
+
 def locked(folder: Path) -> RunLock:
     """Lock a folder. Raises RunDirectoryError if another process holds it, StorageError."""
     lock = RunLock(folder)
@@ -221,13 +239,12 @@ def locked(folder: Path) -> RunLock:
 
 def name_folder(root: Path, name: str) -> Path:
     """Return `root/name`. Raises RunDirectoryError for a name that leads out of `root`."""
-    parts = name.split("/")
-    bad = not name or "\0" in name or any(part in ("", ".", "..") for part in parts)
-    if bad or any(len(os.fsencode(part)) > 200 for part in parts):
+    try:
+        folder = path_below(root, name)
+    except ForeignNameError as error:
+        raise RunDirectoryError("name", str(error)) from error
+    if any(len(os.fsencode(part)) > 200 for part in name.split("/")):
         raise RunDirectoryError("name", f"{name[:60]!r} is not a valid folder name below {root}")
-    folder = root / name
-    if not folder.resolve().is_relative_to(root.resolve()):
-        raise RunDirectoryError("name", f"{name!r} leads out of {root}")
     return folder
 
 

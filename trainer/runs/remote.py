@@ -3,28 +3,33 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from threading import Thread
+from typing import Any
 
 import fsspec
 
-from conf.errors import ConfigError
+from conf.addresses import check_protocol
+from conf.errors import ConfigError, some
 from trainer.errors import StorageError
 from trainer.files.atomic import TEMPORARY, link_or_copy
+from trainer.files.names import leads_out, path_below
+from trainer.runs.directory import OF_A_RUN
 from trainer.runs.lock import LOCK_FILE
 from trainer.runs.status import CHECKPOINTS
 
 INDEX = f"{CHECKPOINTS}/index.json"
 _PATIENCE = 10.0  # seconds for an address to answer
-
-
-def is_remote(place: str) -> bool:
-    """Return whether a place is an address, and no path of this machine."""
-    return "://" in place
+_log = logging.getLogger(__name__)
 
 
 def check_address(address: str) -> None:
-    """Raise ConfigError for an address that no file system here is for; it is not reached."""
+    """Raise ConfigError for an address that no file system here is for; it is not reached.
+
+    A person has said it: no file does.
+    """
+    check_protocol(address, trusted=True)
     try:
         fsspec.get_filesystem_class(fsspec.utils.get_protocol(address))
     except (ImportError, ValueError) as error:
@@ -37,7 +42,8 @@ class Remote:
     def __init__(self, address: str) -> None:
         check_address(address)
         self.address = address
-        self.files, self._root = fsspec.url_to_fs(address)
+        self.files, root = fsspec.url_to_fs(address)
+        self._root = root.rstrip("/")
 
     def probe(self) -> None:
         """Write and remove a file. Raises StorageError, after ten seconds without an answer."""
@@ -79,22 +85,52 @@ class Remote:
             if name.split("/")[1] not in (*kept, "index.json"):
                 self.files.rm_file(f"{self._root}/{name}")
 
-    def fetch(self, folder: Path) -> None:
-        """Copy the run into a folder. Raises StorageError."""
+    def index(self) -> dict[str, Any]:
+        """Return what the run's index holds. Raises StorageError."""
         try:
-            index = json.loads(self.files.cat_file(f"{self._root}/{INDEX}"))
-            for place in self.files.find(self._root):
-                name = place.removeprefix(self._root).lstrip("/")
-                parts = name.split("/")
-                own = parts[0] != CHECKPOINTS or parts[1] in (*index["files"], "index.json")
-                if own and not parts[-1].startswith(TEMPORARY):
-                    (folder / name).parent.mkdir(parents=True, exist_ok=True)
-                    self.files.get_file(place, str(folder / name))
-            checkpoints = folder / CHECKPOINTS
-            for name, entry in index["names"].items():
-                link_or_copy(checkpoints / entry["file"], checkpoints / f"{name}.pt")
+            return dict(json.loads(self.files.cat_file(f"{self._root}/{INDEX}")))
         except Exception as error:  # each kind of storage has its own
             raise StorageError(f"cannot read the run at {self.address}: {error!r}") from error
+
+    def fetch(self, folder: Path) -> None:
+        """Copy the run into a folder: what a run has, whatever else is listed.
+
+        Raises StorageError, for a name that leads out of the folder before anything is copied.
+        """
+        index, checkpoints = self.index(), folder / CHECKPOINTS
+        try:
+            kept = {path_below(checkpoints, name).name for name in index["files"]}
+            names = {
+                path_below(checkpoints, f"{name}.pt"): path_below(checkpoints, entry["file"])
+                for name, entry in index["names"].items()
+            }
+            found, others = self._listed(folder, {*kept, "index.json"})
+            for path, place in found.items():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                self.files.get_file(place, str(path))
+            for path, file in names.items():
+                link_or_copy(file, path)
+        except Exception as error:  # each kind of storage has its own
+            raise StorageError(f"cannot read the run at {self.address}: {error!r}") from error
+        if others:
+            _log.info("%s: left there, since no run has them: %s", self.address, some(others))
+
+    def _listed(self, folder: Path, kept: set[str]) -> tuple[dict[Path, str], list[str]]:
+        """Return where the files of the run go, with their places; and what is no run's.
+
+        `kept`: of the checkpoints. Raises ValueError for a name that leads out of the folder.
+        """
+        found, others = dict[Path, str](), list[str]()
+        for place, facts in self.files.find(self._root, detail=True).items():
+            path = path_below(folder, place.removeprefix(f"{self._root}/"))
+            parts = path.relative_to(folder).parts
+            if parts[0] not in OF_A_RUN or facts.get("islink"):
+                others.append(place)
+            elif parts[-1].startswith(TEMPORARY):
+                continue
+            elif parts[0] != CHECKPOINTS or parts[1] in kept:
+                found[path] = place
+        return found, others
 
     def _put(self, content: bytes, name: str) -> None:
         """Replace a file, so that it is whole at any moment."""
@@ -114,4 +150,5 @@ class Remote:
 def _files(folder: Path) -> list[Path]:
     """Return the files of a run that are whole, and belong to no process."""
     every = (path for path in sorted(folder.rglob("*")) if path.is_file())
-    return [p for p in every if p.name != LOCK_FILE and not p.name.startswith(TEMPORARY)]
+    own = (path for path in every if not leads_out(path, folder))
+    return [p for p in own if p.name != LOCK_FILE and not p.name.startswith(TEMPORARY)]

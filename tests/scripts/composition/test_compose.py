@@ -1,16 +1,22 @@
 """From a command line to a configuration."""
 
+import importlib
+import inspect
+
 import hydra
 import pytest
 from hydra import initialize_config_dir
 from hydra.version import VersionBase
 
+from conf import addresses
 from conf.check import parse
 from conf.errors import ConfigError, Problem
 from conf.yaml_file import dump
-from scripts.composition.compose import compose
+from scripts.composition.compose import PLACES, compose
+from scripts.composition.folders import CONF
 from scripts.composition.overrides import identity
 from trainer.assembly.check import check_targets
+from trainer.callback import Callback
 
 EXPERIMENT = "# train experiment=mine\n# @package _global_\n"
 OPEN = "model._target_=torchvision.models.resnet18"  # takes any argument
@@ -205,3 +211,81 @@ def test_a_job_is_its_overrides(one, other, same):
     assert identity(["model.widths=[1, 2]"]) == identity(["model.widths=[1,2]"])
     with pytest.raises(ConfigError, match="not an override"):
         identity(["=="])
+
+
+MLFLOW = "callbacks.trackers.mlflow.MLflow"
+MIRROR = "callbacks.mirror.Mirror"
+STOP = "callbacks.early_stopping.EarlyStopping"
+NO_PLACES = """
+checkpoint.Checkpoint.mode checkpoint.Checkpoint.monitor compression.pruning.Pruning.method
+compression.pruning.Pruning.rules compression.pruning.Pruning.scope
+early_stopping.EarlyStopping.mode early_stopping.EarlyStopping.monitor
+tensorboard.TensorBoard.hparams trackers.mlflow.MLflow.artifacts trackers.mlflow.MLflow.experiment
+trackers.recorder.Tracker.artifacts trackers.wandb.WandB.artifacts trackers.wandb.WandB.entity
+trackers.wandb.WandB.mode trackers.wandb.WandB.project unfreeze.Unfreeze.stages
+"""
+
+
+@pytest.mark.parametrize(
+    ("node", "key", "place"),
+    [
+        (f"_target_: {MLFLOW}, tracking_uri: /elsewhere/mlf", "tracking_uri", "/elsewhere/mlf"),
+        (f"_target_: {MLFLOW}, tracking_uri: http://h", "tracking_uri", "http://h"),
+        (f"_target_: {MLFLOW}, tracking_uri: mlf", "tracking_uri", "mlf"),
+        (f"_target_: {MIRROR}, to: file:///elsewhere", "to", "file:///elsewhere"),
+        (f"_target_: {MIRROR}, _args_: [file:///elsewhere]", "_args_.0", "file:///elsewhere"),
+        (f"_target_: {STOP}, both: [{{_target_: {MIRROR}, to: s3://b}}]", "both.0.to", "s3://b"),
+    ],
+    ids=["a folder", "a server", "below", "a mirror", "a mirror by position", "within another"],
+)
+def test_where_a_run_is_written_or_sent_to_no_file_says(mine, node, key, place):
+    text = f"name: mine\ncallbacks:\n  sent: {{{node}}}\n"
+    write(mine, "experiment/mine.yaml", EXPERIMENT + text)
+    line = ["--config-dir", str(mine), "experiment=mine"]
+    told = refused(*line)
+    assert f"callbacks.sent.{key}: is {place!r}" in told
+    assert "experiment/mine.yaml" in told
+    found = composed(*line, f"callbacks.sent.{key}={place}")["callbacks"]["sent"]
+    assert place in str(found)
+    # What tests a run, or asks it, goes to none of these places.
+    composed_for = compose([*line], trains=False)
+    assert composed_for.problems == []
+
+
+def test_every_text_that_one_of_our_callbacks_takes_is_no_place_or_is_known_as_one():
+    found = set()
+    for path in (CONF.parent / "callbacks").rglob("*.py"):
+        module = ".".join(path.relative_to(CONF.parent).with_suffix("").parts)
+        for name, kind in inspect.getmembers(importlib.import_module(module), inspect.isclass):
+            if issubclass(kind, Callback) and kind.__module__ == module:
+                for parameter in inspect.signature(kind).parameters.values():
+                    if "str" in str(parameter.annotation):
+                        found.add(f"{module}.{name}.{parameter.name}")
+    places = {f"{target}.{argument}" for target, argument in PLACES.items()}
+    trial = {f"callbacks.trial.Trial.{name}" for name in ("storage", "study")}  # no YAML names it
+    assert found - trial == places | {f"callbacks.{name}" for name in NO_PLACES.split()}
+
+
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [
+        ("reference::file:///x.json", "leads from one address to another"),
+        ("simplecache::https://host/x", "leads from one address to another"),
+        ("reference://x.json", "can hold code"),
+        ("sftp://host/x", "opened where the command line says it"),
+    ],
+)
+@pytest.mark.parametrize("key", ["root", "train.root"])
+def test_an_address_of_a_file_has_one_protocol_of_a_list(mine, place, words, key, monkeypatch):
+    monkeypatch.setattr(addresses, "_typed", set())
+    own = f"{{root: '{place}'}}" if key == "root" else f"{{train: {{root: '{place}'}}}}"
+    text = f"defaults: [override /data: shards]\nname: mine\ndata: {own}\n"
+    write(mine, "experiment/mine.yaml", EXPERIMENT + text)
+    line = ["--config-dir", str(mine), "experiment=mine"]
+    told = refused(*line, *([] if key == "root" else ["data.root=x"]))
+    assert f"data.{key}: {place!r}" in told
+    assert words in told
+    if place.startswith("sftp"):
+        assert composed(*line, "data.root=sftp://host/x")["data"]["root"] == place
+    else:
+        assert words in refused(*line, f"data.root={place}")

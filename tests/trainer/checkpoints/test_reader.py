@@ -4,6 +4,7 @@ import collections
 import copy
 import functools
 import io
+import json
 import os
 import pathlib
 import pickle
@@ -18,6 +19,7 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+import toy_runs
 from scripts.runs.resume import saved_config
 from toy_runs import Call, refused
 from toys import CLASSES, differences, points, trainer_of
@@ -30,6 +32,7 @@ from trainer.checkpoints.archive import (
 )
 from trainer.checkpoints.reader import (
     FORMAT_VERSION,
+    Index,
     check_payload,
     compare_names,
     model_only,
@@ -386,3 +389,34 @@ def test_what_a_run_writes_fits_and_another_number_of_threads_is_said(payload):
     payload["state"]["made_with"]["threads"] = before + 1
     (note,) = snapshot.restore(make_trainer(), payload)
     assert note.startswith(f"threads: saved with {before + 1}, goes on with {before}")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param({"names": {"../best": {}}}, id="a name"),
+        pytest.param({"files": {"../step-00000001.pt": {}}}, id="a key of files"),
+        pytest.param({"names": {"best": {"file": "/etc/passwd"}}}, id="an absolute file"),
+        pytest.param({"names": {"best": {"file": "link.pt"}}}, id="a link that leads out"),
+        pytest.param({"names": {"best": {"facts": {"shards": "../.."}}}}, id="a folder of shards"),
+        pytest.param({"names": {"best": {"file": ["step-00000001.pt"]}}}, id="a list"),
+    ],
+)
+def test_an_index_whose_names_lead_out_is_no_index(tmp_path, change, caplog):
+    (tmp_path / "run").mkdir()
+    store = CheckpointStore(tmp_path / "run/checkpoints")
+    store.save(toy_runs.payload(1.0), step=1)
+    secret = tmp_path / "secret"
+    secret.write_text("mine")
+    (store.folder / "link.pt").symlink_to(secret)
+    index = json.loads((store.folder / "index.json").read_text())
+    entry = index["names"]["last"]
+    for part, entries in change.items():
+        for name, fields in entries.items():
+            index[part][name] = {**entry, **fields}
+    (store.folder / "index.json").write_text(json.dumps(index))
+    assert Index.read(store.folder) == Index()
+    assert "is damaged and is set up anew" in caplog.text
+    CheckpointStore(store.folder).clean()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "secret"]
+    assert secret.stat().st_nlink == 1

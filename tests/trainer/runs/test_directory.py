@@ -144,7 +144,7 @@ def test_a_run_with_a_link_that_leads_out_of_it_is_refused(tmp_path, name):
     RunDirectory.resume(tmp_path / "run", facts={}).release()
     link.unlink(missing_ok=True)
     link.symlink_to(victim)
-    with pytest.raises(RunDirectoryError, match=f"{name} is a link that leads out of the run"):
+    with pytest.raises(RunDirectoryError, match=f"{name} is a link that leads out of"):
         RunDirectory.resume(tmp_path / "run", facts={})
     (tmp_path / "run" / "manifest.json").unlink()
     with pytest.raises(RunDirectoryError):
