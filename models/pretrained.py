@@ -16,6 +16,7 @@ from conf.errors import some
 from models.layers import NetworkError
 from trainer.checkpoints.reader import model_only
 from trainer.errors import CheckpointError
+from trainer.files.names import ForeignNameError, path_below
 
 log = logging.getLogger(__name__)
 Head = nn.Linear | nn.Conv2d
@@ -153,7 +154,11 @@ def read_weights(source: str, checkpoint: str = "best", average: bool = True) ->
             ) from error
         return fetch(entry)
     path = Path(source).expanduser()
-    path = path / f"checkpoints/{checkpoint}.pt" if path.is_dir() else path
+    if path.is_dir():
+        try:
+            path = path_below(path, f"checkpoints/{checkpoint}.pt")
+        except ForeignNameError as error:
+            raise NetworkError(f"model.weights: {error}") from error
     if not path.is_file():
         raise NetworkError(f"model.weights: no file {path}")
     return model_only(path, average)

@@ -16,7 +16,7 @@ from conf.interpolation import join
 from conf.yaml_file import plain_values, word
 from scripts.cli.arguments import RUNS, command_parser
 from trainer.files.layout import aligned, columns_of, size
-from trainer.runs.directory import CONFIG, OVERRIDES
+from trainer.runs.directory import CONFIG, OVERRIDES, link_out
 from trainer.runs.status import (
     CHECKPOINTS,
     MANIFEST,
@@ -106,9 +106,17 @@ def read_run(path: Path) -> dict[str, Any]:
     """
     if not holds_run(path):
         raise RunDirectoryError(f"{path} holds no run: it has no {MANIFEST}")
-    status, created = _read(read_status, path), _read(read_json, path / MANIFEST)
-    config = _read(lambda p: plain_values(p.read_text("utf-8"), str(p)), path / CONFIG)
-    last = next(iter([*read_metrics(path, _TAIL)][-1:]), {})
+    status = dict[str, Any]()
+    created = dict[str, Any]()
+    config = dict[str, Any]()
+    last = dict[str, Any]()
+    overrides = list[Any]()
+    if link_out(path) is None:  # or it could show what the link names
+        status = _read(read_status, path)
+        created = _read(read_json, path / MANIFEST)
+        config = _read(lambda p: plain_values(p.read_text("utf-8"), str(p)), path / CONFIG)
+        last = next(iter([*read_metrics(path, _TAIL)][-1:]), {})
+        overrides = _read(read_own, path / OVERRIDES, list)
     best = _node(status.get("best"))
     sizes = {}  # a file with several names counts once
     for place, _, files in os.walk(path):
@@ -129,7 +137,7 @@ def read_run(path: Path) -> dict[str, Any]:
         "seconds": seconds_of(status) if status else None,
         "bytes": sum(sizes.values()),
         "sweep": str(path.parent) if (path.parent / "leaderboard.csv").exists() else None,
-        "overrides": _read(read_own, path / OVERRIDES, list),
+        "overrides": overrides,
         "differs": {},
         "config": config,
     }

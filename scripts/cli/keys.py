@@ -23,6 +23,7 @@ from conf.schema import Config
 from conf.yaml_file import word
 from scripts.cli.arguments import AnsweredError, Arguments, parse_arguments
 from scripts.cli.console import greet
+from trainer.runs.directory import refuse_links
 
 Format = Literal["onnx", "torch_export", "torchscript", "aoti", "safetensors"]
 _DEVICE = r"[a-z]+(:\d+)?"
@@ -230,6 +231,7 @@ def read_keys(command: type[T], argv: Sequence[str]) -> tuple[T, Arguments]:
         else:
             raw[key] = text  # an unknown one
     keys = parsed(raw, command)
+    refuse_links(Path(keys.run), "run")
     own = Arguments(tuple(others), config_name="config", config_dirs=(keys.run,))
     return keys, replace(own, allow_targets=arguments.allow_targets)
 

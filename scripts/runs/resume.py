@@ -120,10 +120,12 @@ def find_resume(raw: Values) -> Resume:
         raise ConfigError("resume", f"there is no {path}", hint)
     if path.is_dir():
         return _from_run(path, raw)
-    payload = read_checkpoint(path)
     # Back in the run that the checkpoint belongs to, unless `run_dir` is another directory.
     run = path.absolute().parent.parent
     inside = path.absolute().parent.name == "checkpoints" and holds_run(run)
+    if inside:
+        refuse_links(run)
+    payload = read_checkpoint(path)
     if not inside or (own is not None and own.resolve() != run.resolve()):
         return _checked(Resume(raw, None, path, payload), raw)
     found = _checked(Resume(raw, run, path, payload), raw)

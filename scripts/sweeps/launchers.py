@@ -29,6 +29,7 @@ from scripts.cli.signals import end_with_parent
 from scripts.composition.overrides import first_lines, refuse_untyped
 from scripts.sweeps.leaderboard import Job
 from trainer.errors import ResourceError, stopping_signals
+from trainer.files.names import ForeignNameError, path_below
 from trainer.runs.status import holds_run
 
 TRAIN = "scripts.train"
@@ -64,8 +65,11 @@ def start_process(
     file: IO[bytes]
     try:
         output.parent.mkdir(exist_ok=True)
-        file = output.open("ab")
-    except OSError:  # a full disk: the job reports it for its own files
+        path = path_below(output.parent.parent, f"{output.parent.name}/{output.name}")
+        # What another job has put there, a link or a pipe, is neither followed nor waited for.
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK
+        file = open(os.open(path, flags, 0o666), "ab")  # noqa: SIM115
+    except (OSError, ForeignNameError):  # a full disk: the job reports it for its own files
         file = open(os.devnull, "ab")  # noqa: SIM115
     with file:
         return subprocess.Popen(

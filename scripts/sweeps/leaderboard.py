@@ -68,7 +68,9 @@ class Job:
         self.seconds, self.results = status.get("seconds"), status.get("results") or {}
         self.reason = ""
         if code > 0:
-            said = self.output.read_text("utf-8", "replace") if self.output.exists() else ""
+            said = ""
+            if self.output.is_file() and not self.output.is_symlink():
+                said = self.output.read_text("utf-8", "replace")
             told = re.findall(r"^error: (.*)", said, re.MULTILINE) or [f"see {self.output}"]
             self.reason = str(status.get("reason") or told[-1].strip())
         elif code < 0:
@@ -203,9 +205,12 @@ def short_keys(keys: Sequence[str]) -> list[str]:
 def link_jobs(sweep: Path, jobs: Sequence[Job], varied: Sequence[str]) -> None:
     """Link each job that has begun in `tensorboard/`, by what varies: `lr=0.1,seed=2`.
 
-    Links of jobs that the grid has no more are removed. Raises OSError.
+    Links of jobs that the grid has no more are removed. A `tensorboard` that is a link itself is
+    left alone. Raises OSError.
     """
     board, links = sweep / TENSORBOARD, dict[str, str]()
+    if board.is_symlink():
+        return
     for job in jobs:
         own = job.run_dir / TENSORBOARD
         if not own.is_dir() and job.state != RUNNING:

@@ -32,6 +32,7 @@ from trainer.runs.directory import (
     locked,
     make_folder,
     name_folder,
+    refuse_links,
     reserve,
     timestamp,
 )
@@ -85,7 +86,10 @@ class Sweep:
             if key not in varied
         )
         self.found = _find_sweep(config)
-        self._known = job_folders(self.found) if self.found else {}
+        self._known = dict[tuple[str, ...], Path]()
+        if self.found is not None:
+            refuse_links(self.found)
+            self._known = job_folders(self.found)
         self._planned = dict[tuple[str, ...], Job]()
         self._complaints = set[str]()  # about the leaderboard's file
 
@@ -102,6 +106,7 @@ class Sweep:
         given = self.found or self.config["run_dir"]
         self.folder = Path(given) if given else reserve(_sweeps(self.config), timestamp())
         make_folder(self.folder)
+        refuse_links(self.folder)
         lock = locked(self.folder)
         self._taken = {path.name for path in self.folder.iterdir()}
         if (wanted := self.settings).launcher == "local":  # the devices are counted now
@@ -318,7 +323,7 @@ def newest_unfinished(sweeps: Path) -> Path | None:
 
 def job_folders(sweep: Path) -> dict[tuple[str, ...], Path]:
     """Return the folder of each job, by the overrides that it was made with."""
-    numbered = [path for path in sweep.iterdir() if path.name.isdecimal()]
+    numbered = [p for p in sweep.iterdir() if p.name.isdecimal() and not p.is_symlink()]
     folders = dict[tuple[str, ...], Path]()
     for path in sorted(numbered, key=lambda path: int(path.name)):
         # One that cannot be read is the folder of no known job.

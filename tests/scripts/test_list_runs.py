@@ -131,3 +131,13 @@ def test_two_runs_side_by_side(capsys):
     for argv, text in ((["diff", "a"], "required: B"), (["a", "b"], "unrecognized")):
         with pytest.raises(ConfigError, match=f"command line: .*{text}"):
             runs(argv)
+
+
+def test_nothing_is_shown_of_what_a_link_leads_to(capsys):
+    path = made("net/a", best=0.5)
+    Path("secret.yaml").write_text("name: swordfish\npassword: swordfish\n")
+    (path / "config.yaml").unlink()
+    (path / "config.yaml").symlink_to(Path("secret.yaml").absolute())
+    (run,) = listed(capsys)
+    assert (run["status"], run["step"]) == ("damaged", None)
+    assert "swordfish" not in json.dumps(run)

@@ -20,7 +20,7 @@ from trainer.checkpoints.archive import (
 )
 from trainer.errors import CheckpointError
 from trainer.files.atomic import regular, write_json
-from trainer.files.names import path_below
+from trainer.files.names import ForeignNameError, path_below
 from trainer.state import TrainState
 
 FORMAT_VERSION = 2
@@ -139,10 +139,13 @@ def model_only(path: Path, average: bool = False) -> dict[str, Tensor]:
     """
     if path.is_dir():
         names = ("checkpoints/best.pt", "checkpoints/last.pt", "best.pt", "last.pt")
-        found = next((path / name for name in names if (path / name).is_file()), None)
+        found = next((name for name in names if (path / name).is_file()), None)
         if found is None:
             raise CheckpointError(f"{path}: it contains neither best.pt nor last.pt")
-        path = found
+        try:
+            path = path_below(path, found)
+        except ForeignNameError as error:
+            raise CheckpointError(f"{path}: {error}") from error
     payload: Any = read_safetensors(path) if path.suffix == ".safetensors" else read_archive(path)
     if isinstance(payload, Mapping):
         if "format_version" in payload:

@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path, PureWindowsPath
 from typing import Any
 
@@ -35,11 +36,10 @@ def leads_out(path: Path, folder: Path) -> bool:
     return not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))
 
 
-def link_out(folder: Path) -> Path | None:
-    """Return the first link anywhere below a folder that leads out of it; None if there is none."""
+def links_out(folder: Path) -> Iterator[Path]:
+    """Yield the links anywhere below a folder that lead out of it; none is followed."""
     for place, folders, files in os.walk(folder):
         for name in (*folders, *files):
             path = Path(place, name)
             if path.is_symlink() and leads_out(path, folder):
-                return path
-    return None
+                yield path

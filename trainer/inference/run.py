@@ -45,7 +45,7 @@ from trainer.inference.predictor import (
     Sampling,
     read_facts,
 )
-from trainer.runs.directory import versions
+from trainer.runs.directory import refuse_links, versions
 from trainer.runs.status import RunDirectoryError, read_metrics
 from trainer.strategies.strategy import Strategy
 from trainer.targets.allow_list import allow, close
@@ -65,6 +65,7 @@ def load_run(path: str | Path, device: str = "auto", allow_targets: Iterable[str
     source = folder / "config.yaml"
     if not source.is_file():
         raise RunDirectoryError(f"{folder} holds no run: it has no {source.name}")
+    refuse_links(folder, "run")
     way_out = "a training with resume=auto restores it from a checkpoint"
     try:
         values = plain_values(source.read_text(encoding="utf-8"), str(source))

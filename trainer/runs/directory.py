@@ -22,7 +22,7 @@ from typing import Any, Self
 import yaml
 
 from trainer.files.atomic import remove_orphans, storing, write_json, write_text
-from trainer.files.names import ForeignNameError, link_out, path_below
+from trainer.files.names import ForeignNameError, links_out, path_below
 from trainer.runs.lock import LOCK_FILE, RunLock, is_held, read_holder, refuse_taken
 from trainer.runs.status import (
     CHECKPOINTS,
@@ -43,6 +43,7 @@ CONFIG, OVERRIDES = "config.yaml", "overrides.yaml"
 OF_TRACKERS = "trackers", "wandb", "csv"  # folders that callbacks/trackers write
 _FILES = (CONFIG, OVERRIDES, LOG, METRICS, INFERENCE, STATUS)  # beside the manifest
 _FOLDERS = (TENSORBOARD, CHECKPOINTS, *OF_TRACKERS)
+_OF_WANDB = "wandb/*/logs/debug-core.log"
 _LATER = "abandoned exports evaluation.json lr_finder.json plan.txt profile.txt"
 OF_A_RUN = (
     MANIFEST,
@@ -218,11 +219,18 @@ def refuse_held(folder: Path) -> None:
         raise RunDirectoryError("run_dir", message, "choose another run_dir")
 
 
-def refuse_links(folder: Path, key: str = "run_dir") -> None:
-    """Raise RunDirectoryError where a link below a run or a sweep leads out of it.
+def link_out(folder: Path) -> Path | None:
+    """Return a link below a run or a sweep that leads out of it; None if there is none.
 
-    What the link names, a private file, would be changed, or told to whoever is given the run.
+    What it names, a private file, would be changed, or told to whoever is given the run.
     """
+    # W&B links the log of its own process, which nobody reads there.
+    links = (link for link in links_out(folder) if not link.match(_OF_WANDB))
+    return next(links, None)
+
+
+def refuse_links(folder: Path, key: str = "run_dir") -> None:
+    """Raise RunDirectoryError where a link below a run or a sweep leads out of it."""
     link = link_out(folder)
     if link is not None:
         raise RunDirectoryError(key, f"{link} is a link that leads out of {folder}", "remove it")

@@ -166,3 +166,64 @@ def test_one_job_of_each_combination_of_words_is_checked(monkeypatch):
     arguments = parse_arguments(["-m", "model=mlp,gan", "optimizer.lr=0.1,0.2"])
     assert grid.check_built(arguments, split_jobs(arguments)) == ("val/accuracy", ("", []))
     assert calls == [[("model=mlp", "optimizer.lr=0.2"), ("model=gan", "optimizer.lr=0.2")]]
+
+
+@pytest.mark.parametrize(
+    ("place", "target"),
+    [
+        pytest.param("output/0.txt", "victim.txt", id="what a job prints"),
+        pytest.param("output/0.txt", "missing.txt", id="what a job prints, to nothing yet"),
+        pytest.param("output", "folder", id="the folder of what jobs print"),
+        pytest.param("tensorboard", "folder", id="tensorboard"),
+        pytest.param("0", "folder", id="the folder of a job"),
+        pytest.param("7/checkpoints", "folder", id="within the folder of a job"),
+        pytest.param("study.journal", "victim.txt", id="a study"),
+        pytest.param("submitit", "folder", id="what a cluster is told"),
+    ],
+)
+@pytest.mark.parametrize("used", [True, False])
+def test_no_link_leads_out_of_a_sweep(job, sweep_of, place, target, used):
+    Path("folder").mkdir()
+    Path("victim.txt").write_text("mine")
+    link = Path("there") / place
+    link.parent.mkdir(parents=True)
+    link.symlink_to(Path(target).absolute())
+    if used:
+        Path("there/leaderboard.csv").write_text("job,status\n")
+    with pytest.raises(ConfigError, match=f"{place} is a link that leads out of there"):
+        sweep_of("run_dir=there", "optimizer.lr=0.1,0.2", *["resume=auto"] * used)
+    assert Path("victim.txt").read_text() == "mine"
+    assert not Path("missing.txt").exists()
+    assert list(Path("folder").iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", ["a link out", "a link inside", "a pipe", "a folder that is one"])
+def test_a_job_prints_into_a_file_of_its_own_or_nowhere(tmp_path, kind):
+    victim, output = tmp_path / "victim.txt", tmp_path / "there/output/0.txt"
+    victim.write_text("mine")
+    (tmp_path / "there/1").mkdir(parents=True)
+    (tmp_path / "there/1/train.log").write_text("job 1\n")
+    if kind == "a folder that is one":
+        (tmp_path / "0.txt").write_text("mine")
+        output.parent.symlink_to(tmp_path)
+    else:
+        output.parent.mkdir()
+    if kind == "a link out":
+        output.symlink_to(victim)
+    if kind == "a link inside":
+        output.symlink_to("../1/train.log")
+    if kind == "a pipe":
+        os.mkfifo(output)
+    assert launchers.start_process("platform", [], output).wait() == 0
+    assert victim.read_text() == "mine"
+    assert (tmp_path / "there/1/train.log").read_text() == "job 1\n"
+    assert not (tmp_path / "0.txt").exists() or (tmp_path / "0.txt").read_text() == "mine"
+
+
+def test_the_links_of_a_sweep_are_made_in_no_other_folder(tmp_path):
+    (tmp_path / "there/0/tensorboard").mkdir(parents=True)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "there/tensorboard").symlink_to(tmp_path / "elsewhere")
+    jobs = [Job(0, tmp_path / "there/0", {"lr": "0.1"})]
+    leaderboard.link_jobs(tmp_path / "there", jobs, ["lr"])
+    assert list((tmp_path / "elsewhere").iterdir()) == []

@@ -5,11 +5,17 @@ from functools import partial
 import pytest
 import torch
 
+from conf.errors import ConfigError
 from data.errors import DataError, UnreadableError
 from data.loading.fetch import collate
 from data.text import ALPHABET, Prompts, find_prompts
 from models.gpt import GPT
+from models.layers import NetworkError
+from models.pretrained import read_weights
+from scripts.cli.keys import Evaluation, read_keys
 from trainer.checkpoints.archive import DamagedCheckpointError
+from trainer.checkpoints.reader import model_only
+from trainer.errors import CheckpointError
 from trainer.inference.predictor import Generation
 from trainer.inference.run import load_run, load_trainer
 from trainer.runs.status import RunDirectoryError
@@ -127,3 +133,25 @@ def test_for_a_damaged_checkpoint_the_others_are_named(tmp_path):
         (tmp_path / "checkpoints" / f"{name}.pt").write_bytes(b"x")
     with pytest.raises(DamagedCheckpointError, match="=NAME takes another of best, last, step-0"):
         load_trainer(tmp_path, None, None, None, "best")
+
+
+def test_a_run_with_a_link_that_leads_out_is_not_opened(tmp_path):
+    run, secret = tmp_path / "run", tmp_path / "secret.pt"
+    (run / "checkpoints").mkdir(parents=True)
+    (run / "config.yaml").write_text("name: x\n")
+    torch.save({"model": {"w": torch.zeros(1)}}, secret)
+    (run / "checkpoints/best.pt").symlink_to(secret)
+    with pytest.raises(RunDirectoryError, match=r"best\.pt is a link that leads out"):
+        load_run(run)
+    with pytest.raises(RunDirectoryError, match=r"best\.pt is a link that leads out"):
+        read_keys(Evaluation, [f"run={run}"])
+    with pytest.raises(CheckpointError, match="is a link that leads out"):
+        model_only(run)
+    with pytest.raises(NetworkError, match="is a link that leads out"):
+        read_weights(str(run))
+
+
+def test_the_data_of_a_run_are_at_an_address_that_is_opened(tmp_path):
+    (tmp_path / "config.yaml").write_text("data: {train: {root: 'sftp://host/x'}}\n")
+    with pytest.raises(ConfigError, match=r"data\.train\.root: 'sftp://host/x': sftp://"):
+        load_run(tmp_path)

@@ -141,7 +141,12 @@ def test_a_run_with_a_link_that_leads_out_of_it_is_refused(tmp_path, name):
     victim.write_text("theirs")
     link.parent.mkdir(exist_ok=True)
     (tmp_path / "run" / "latest").symlink_to("status.json")  # within the run it may stay
+    logs = tmp_path / "run" / "wandb" / "offline-run-1" / "logs"
+    logs.mkdir(parents=True)
+    (logs / "debug-core.log").symlink_to(tmp_path / "cache/core-debug.log")  # of W&B
     RunDirectory.resume(tmp_path / "run", facts={}).release()
+    if link.is_dir():
+        shutil.rmtree(link)
     link.unlink(missing_ok=True)
     link.symlink_to(victim)
     with pytest.raises(RunDirectoryError, match=f"{name} is a link that leads out of"):
