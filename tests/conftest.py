@@ -1,11 +1,24 @@
-"""What every test leaves as it was."""
+"""What every test leaves as it was, and the threads and the time that it has."""
 
 import logging
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
+# Read once, by `import torch`, here and in the processes that tests start. These share few cores,
+# and many are forked: in a fork of a process in which OpenMP's threads run, torch waits for ever.
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["MKL_NUM_THREADS"] = "1"
 
+import pytest
+import torch
+
+from limits import (  # noqa: F401 (hooks of pytest)
+    pytest_configure,
+    pytest_runtest_call,
+    pytest_runtest_setup,
+    pytest_runtest_teardown,
+)
 from toy_pictures import write_digits
 
 
@@ -17,6 +30,13 @@ def _root_logger() -> Iterator[None]:
     yield
     root.handlers[:] = handlers
     root.setLevel(level)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Whatever a test forks after this one would hang."""
+    yield
+    assert torch.get_num_threads() == 1, "the test has changed torch's number of threads"
 
 
 @pytest.fixture(scope="session")

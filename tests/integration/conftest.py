@@ -155,7 +155,6 @@ def job():
 
 @pytest.fixture(scope="session")
 def server():
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # read once, when the server imports torch
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED.split())
     return context
