@@ -313,7 +313,11 @@ class Workers:
                 if self.timeout and looks * look >= self.timeout:
                     late = f"gave no batch for {self.timeout:g} s (loader.timeout)"
                     at = f"{self._sample(worker)}; raise loader.timeout if it is only slow"
-                    raise WorkerError(f"loader worker {worker} {late} at {at}") from None
+                    raise WorkerError(
+                        f"loader worker {worker} {late} at {at}; if its code calls "
+                        "torch.set_num_threads, which waits for ever in a forked process, set "
+                        "loader.multiprocessing_context=forkserver"
+                    ) from None
             except (EOFError, ConnectionError) as error:
                 raise self._lost(worker) from error
         if isinstance(fetched, Exception):
@@ -352,6 +356,8 @@ def _work(channel: socket.socket, fetcher: Fetcher, worker: int, watch: Any, ini
     for number in PARENTS_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, PARENTS_SIGNALS)
+    # The workers share the cores. And where this process is a fork of one in which torch has
+    # computed with several threads, these are gone: torch would wait for them for ever.
     torch.set_num_threads(1)
     seed_rng(key(fetcher.seed, LOADER, worker))
     fetcher.watch = watch

@@ -1,6 +1,7 @@
 """Signals: before there is anything to save they end the command, a run they end after its update.
 
-A second Ctrl-C ends a run at once.
+A second Ctrl-C ends a run at once. Handlers act in the process that has set them alone: one that is
+forked, as a user's `multiprocessing.Pool` does, has those that it would have without us.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 _PR_SET_PDEATHSIG = 1
 _early: list[int] = []
 Handler = Callable[[int, FrameType | None], object]
+_replaced: dict[Any, dict[int, Any]] = {}  # by handler of ours: those that it stands for, by signal
 
 
 class StoppedEarlyError(BaseException):
@@ -42,8 +44,25 @@ def end_on_signals() -> None:
         _early.append(number)
         raise StoppedEarlyError(number)
 
-    for number in stopping_signals():
-        signal.signal(number, stop_early)
+    _set(stop_early)
+
+
+def _set(handle: Handler) -> dict[int, Any]:
+    if not _replaced:
+        os.register_at_fork(after_in_child=_give_back)
+    _replaced[handle] = {n: signal.signal(n, handle) for n in stopping_signals()}
+    return dict(_replaced[handle])
+
+
+def _give_back() -> None:
+    # `Pool.terminate()` waits for children that it has sent SIGTERM: a handler that notes a signal,
+    # or raises what only our commands catch, would keep them alive.
+    for number in EXIT_CODES:
+        ours = handler = signal.getsignal(number)
+        while handler in _replaced:
+            handler = _replaced[handler][number]
+        if handler is not ours:
+            signal.signal(number, handler)
 
 
 def end_with_parent(number: int) -> None:
@@ -55,7 +74,7 @@ def end_with_parent(number: int) -> None:
 @contextmanager
 def handling(handle: Handler) -> Iterator[dict[int, Any]]:
     """Have `handle` called for signals within the context; yields the handlers from then on."""
-    previous: dict[int, Any] = {n: signal.signal(n, handle) for n in stopping_signals()}
+    previous = _set(handle)
     try:
         yield previous
     finally:

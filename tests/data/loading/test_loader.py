@@ -7,6 +7,7 @@ import random
 import select
 import signal
 import subprocess
+import sys
 import threading
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -242,6 +243,54 @@ def test_workers_leave_when_their_parent_is_gone(noisy):
             continue
         assert select.select([descriptor], [], [], 20)[0]
         os.close(descriptor)
+
+
+THREADS = """
+import threading
+import torch
+from data.loading.loader import Loader
+from data.orders import Sequential
+from data.samplers import UpdateSampler
+
+def compute():
+    return torch.rand(512, 512).exp() @ torch.rand(512, 512)
+
+class Computed:
+    before = staticmethod(lambda: None)
+    def __len__(self):
+        return 4
+    def __getitem__(self, index):
+        self.before()
+        result = compute()
+        thread = threading.Thread(target=compute)
+        thread.start()
+        thread.join()
+        return result
+
+assert torch.get_num_threads() == 2
+compute()
+for seconds, before in ((60.0, None), (2.0, lambda: torch.set_num_threads(2))):
+    if before is not None:
+        Computed.before = staticmethod(before)
+    sampler = UpdateSampler(Sequential(4), batch_size=2)
+    loader = Loader(Computed(), sampler, seed=1, num_workers=2, timeout=seconds)
+    try:
+        print(sum(len(micro.batch) for micro in loader.epoch(0)))
+    except Exception as error:
+        print(error)
+    loader.close()
+"""
+
+
+def test_workers_compute_beside_a_process_that_computes_with_threads():
+    """A user's own threads in a forked worker hang; that is told."""
+    command = [sys.executable, "-c", THREADS]
+    environment = {**os.environ, "OMP_NUM_THREADS": "2", "MKL_NUM_THREADS": "2"}
+    options = {"capture_output": True, "text": True, "timeout": 120, "check": True}
+    fine, told = subprocess.run(command, env=environment, **options).stdout.splitlines()
+    assert fine == "4"
+    assert "gave no batch for 2 s" in told
+    assert "loader.multiprocessing_context=forkserver" in told
 
 
 NEW_MOUNTS = 0x00020000  # CLONE_NEWNS

@@ -1,5 +1,6 @@
 """Signals at any moment: they are noted, and nothing of what they interrupt is changed."""
 
+import contextlib
 import os
 import random
 import signal
@@ -15,9 +16,10 @@ from torch import nn
 from data.loading.loader import Loader
 from data.orders import Sequential
 from data.samplers import UpdateSampler
-from scripts.cli.signals import stop_signals
+from scripts.cli.signals import end_on_signals, stop_signals
+from toy_runs import FORK
 from trainer.distributed import Group
-from trainer.errors import stopping_signals
+from trainer.errors import EXIT_CODES, stopping_signals
 from trainer.state import TrainState
 from trainer.strategies.strategy import Strategy
 from trainer.tasks.regression import Regression
@@ -178,6 +180,41 @@ def test_under_nohup_a_closed_terminal_is_nothing(ignored):
         assert signal.getsignal(signal.SIGHUP) == (signal.SIG_IGN if ignored else signal.SIG_DFL)
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def _pause(started):
+    started.set()
+    try:
+        signal.pause()
+    except KeyboardInterrupt:
+        os._exit(7)
+
+
+@pytest.mark.parametrize("running", [False, True], ids=["early", "in a run"])
+def test_a_handler_of_ours_acts_in_no_process_of_the_users(running):
+    """A fork is told by a signal to end, as `Pool.terminate` tells its processes, and ends."""
+    before = {number: signal.getsignal(number) for number in stopping_signals()}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, theirs := lambda *_: os._exit(8))
+    trainer, ended = listener(), {}
+    try:
+        end_on_signals()
+        with stop_signals(trainer) if running else contextlib.nullcontext():
+            for number in EXIT_CODES:
+                started = FORK.Event()
+                process = FORK.Process(target=_pause, args=(started,))
+                process.start()
+                assert started.wait(60)
+                os.kill(process.pid, number)
+                process.join(60)
+                ended[number.name] = process.exitcode
+                process.kill()
+            assert signal.getsignal(signal.SIGHUP) is not theirs  # here ours are still in force
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert ended == {"SIGINT": 7, "SIGTERM": -15, "SIGUSR1": -10, "SIGHUP": 8}
+    assert trainer.state.signal is None
 
 
 @pytest.mark.parametrize(("main", "lines"), [(True, 1), (False, 0)], ids=["main", "other"])
