@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,7 @@ from trainer.errors import StorageError
 from trainer.state import TrainState
 
 if TYPE_CHECKING:
+    from trainer.task import Task
     from trainer.trainer import Trainer
 
 _log = logging.getLogger(__name__)
@@ -129,10 +130,14 @@ class Checkpoint(Saver):
         """Compare by `mode`; NaN never improves."""
         return self._judge.better(value, than)
 
+    def check_task(self, task: Task, stages: Iterable[str]) -> None:
+        """Raise ConfigError if it is not known which values of the metric are better."""
+        with problems_at(f"callbacks.{self.name}"):
+            self._judge.resolve(task, stages)
+
     def setup(self, trainer: Trainer) -> None:
         """Find the folder and the metric."""
-        with problems_at(f"callbacks.{self.name}"):
-            self._judge.resolve(trainer)
+        self.check_task(trainer.task, trainer.val_loaders)
         if self._judge.on_validation and not trainer.val_loaders:
             _log.info("no validation set: the newest checkpoint counts as the best")
             self._judge = Monitor(None)

@@ -1,11 +1,13 @@
 """Stop a run that no longer improves."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from callbacks.support import AUTO, Monitor, check_least, require
 from conf.errors import problems_at
 from trainer.callback import Callback
+from trainer.task import Task
 from trainer.trainer import Trainer
 
 
@@ -38,11 +40,15 @@ class EarlyStopping(Callback):
         self.epoch = 0  # the epoch then
         self.last = 0.0  # and the value
 
+    def check_task(self, task: Task, stages: Iterable[str]) -> None:
+        """Raise ConfigError if it is not known which values of the metric are better."""
+        with problems_at(f"callbacks.{self.name}"):
+            self._judge.resolve(task, stages)
+
     def setup(self, trainer: Trainer) -> None:
         """Resolve the metric. Raises CallbackError if the run does not compute it."""
         key = f"callbacks.{self.name}"
-        with problems_at(key):
-            self._judge.resolve(trainer)
+        self.check_task(trainer.task, trainer.val_loaders)
         self.monitor = name = self._judge.name
         if self.patience:
             none = f"this task has no metric to monitor; set {key}.monitor"

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import logging
 import math
-import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from conf.errors import ConfigError
-from trainer.state import TrainState, epoch_metric
+from trainer.state import TrainState, direction_of, epoch_metric
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from trainer.trainer import Trainer
+    from trainer.task import Task
 
 AUTO = "auto"
 logger = logging.getLogger("callbacks")
-_SMALLER = {"loss", "error", "perplexity", "mae", "mse", "rmse", "nll", "wer", "cer"}
-_LARGER = {"accuracy", "acc", "precision", "recall", "f1", "auc", "auroc", "map", "r2"}
-_LARGER |= {"iou", "miou", "dice"}
 
 
 class CallbackError(ConfigError, ValueError):
@@ -72,33 +68,44 @@ class Monitor:
 
     `name`: "auto" becomes the metric of `Task.monitor`, such as val/accuracy; None monitors
     nothing; train/loss becomes train/epoch_loss, the mean over an epoch. `mode`: min, max, or
-    "auto", which follows from the metric's name and is an error for unknown names where the values
-    are `compared`.
+    "auto", which follows from what the task says (`Task.modes`) or else from the metric's name, and
+    is an error for unknown names where the values are `compared`.
     """
 
     def __init__(self, name: str | None, mode: str = AUTO, compared: bool = True) -> None:
         require(mode in ("min", "max", AUTO), f"mode={mode!r}: choose min, max or {AUTO}")
         self.name = None if name is None else epoch_metric(name)
-        self._mode, self._compared, self._sign = mode, compared, 1
-        self._find_sign()
+        self._mode = mode
+        self._compared = compared
+        self._sign = 1
 
-    def resolve(self, trainer: Trainer) -> None:
-        """Replace "auto" by the metric of the task, on the first validation set."""
+    def resolve(self, task: Task, stages: Iterable[str]) -> None:
+        """Replace "auto" by the metric of the task on the first of `stages`; find the direction.
+
+        Raises CallbackError if neither the task nor the name tells which values are better.
+        """
         if self.name == AUTO:
-            metric = trainer.task.monitor()
-            stage = next(iter(trainer.val_loaders), "val")
+            metric = task.monitor()
+            stage = next(iter(stages), "val")
             self.name = None if metric is None else f"{stage}/{metric}"
-            self._find_sign()
+        self.find_direction(task.modes())
 
-    def _find_sign(self) -> None:
-        if not self._compared or self.name in (None, AUTO):
+    def find_direction(self, modes: Mapping[str, str]) -> None:
+        """Find which values are better; `modes` as in `trainer.state.direction_of`."""
+        if not self._compared or self.name is None:
             return
-        words = re.findall(r"f1|r2|[a-z]+", str(self.name).lower())
-        found = next((word for word in words if word in _SMALLER | _LARGER), None)
-        known, hint = self._mode != AUTO or found is not None, "say mode=max or mode=min"
-        require(known, f"mode={AUTO}: is a larger {self.name} better? {hint}")
-        rises = found in _LARGER if self._mode == AUTO else self._mode == "max"
-        self._sign = 1 if rises else -1
+        mode: str | None = self._mode
+        if mode == AUTO:
+            mode = direction_of(self.name, modes)
+        require(
+            mode is not None,
+            f"mode={AUTO}: is a larger {self.name} better? say mode=max or mode=min, or let the "
+            "task's modes() say it",
+        )
+        require(mode in ("min", "max"), f"the task's modes() say {mode!r}: choose min or max")
+        self._sign = -1
+        if mode == "max":
+            self._sign = 1
 
     @property
     def on_validation(self) -> bool:

@@ -23,6 +23,7 @@ from trainer.errors import ModelError
 
 if TYPE_CHECKING:
     from data.batch import MicroBatch
+    from trainer.task import Task
     from trainer.trainer import Trainer
 
 
@@ -60,6 +61,9 @@ class Callback:
 
     def check(self, model: nn.Module) -> None:
         """Raise ConfigError if it does not fit the model, whose weights may have no values yet."""
+
+    def check_task(self, task: Task, stages: Iterable[str]) -> None:
+        """Raise ConfigError if it does not fit the task; `stages`: of the validation sets."""
 
     def explain(self, trainer: Trainer) -> Iterable[str]:
         """Return lines for the plan of a run, which is built and not begun."""

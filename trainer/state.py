@@ -1,5 +1,6 @@
 """Progress of a run: counters that are saved with every checkpoint, and where its time goes."""
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -8,6 +9,10 @@ from typing import Any, Literal, NamedTuple, get_args
 
 MAX_TIME = "max_time"  # the reason of a run that stopped at its time limit
 PRUNED = "pruning"  # the reason of a run that its search ended early
+# Words in the names of metrics whose smaller values are better, and whose larger.
+_SMALLER = {"loss", "error", "perplexity", "mae", "mse", "rmse", "nll", "wer", "cer"}
+_LARGER = {"accuracy", "acc", "precision", "recall", "f1", "auc", "auroc", "map", "r2"}
+_LARGER |= {"iou", "miou", "dice"}
 _STOP = ("stop_reason", "stop_code", "requested", "signal")
 
 
@@ -26,6 +31,28 @@ def epoch_metric(name: str) -> str:
     stage, slash, metric = name.partition("/")
     whole = stage != "train" or not slash or metric.startswith("epoch_")
     return name if whole else f"train/epoch_{metric}"
+
+
+def direction_of(name: str, modes: Mapping[str, str]) -> str | None:
+    """Return "min" or "max": which values of a logged metric, such as val/accuracy, are better.
+
+    `modes`: what the task says of its own metrics, by their names without the stage. Of any other
+    metric the last known word behind the last slash decides; a term of the loss (`loss_<term>`)
+    falls. None if no word is known.
+    """
+    for key, mode in modes.items():
+        if f"/{name}".endswith((f"/{key}", f"/epoch_{key}")):
+            return mode
+    metric = name.rpartition("/")[2].lower().removeprefix("epoch_")
+    if metric.startswith("loss_"):  # what a term is made of may rise: loss_dice
+        return "min"
+    words = re.findall(r"f1|r2|[a-z]+", metric)
+    known = [word for word in words if word in _SMALLER or word in _LARGER]
+    if not known:
+        return None
+    if known[-1] in _LARGER:
+        return "max"
+    return "min"
 
 
 @dataclass(slots=True)

@@ -151,6 +151,21 @@ class Task:
         """
         return "accuracy" if "accuracy" in self.metric_names() else "loss"
 
+    def modes(self) -> Mapping[str, str]:
+        """Return which values of its metrics are better, "min" or "max", by the metric's name.
+
+        The name tells it of those that are left out (`trainer.state.direction_of`). The default is
+        what the metrics say themselves by `higher_is_better`, as those of torchmetrics do.
+        """
+        found: dict[str, str] = {}
+        for name, metric in self.metrics().items():
+            rises = getattr(metric, "higher_is_better", None)
+            if rises is True:
+                found[name] = "max"
+            elif rises is False:
+                found[name] = "min"
+        return found
+
     def training_step(self, model: nn.Module, batch: Any) -> StepOutput | Tensor:
         """Compute the loss of a micro-batch; a tensor stands for `StepOutput(loss)`."""
         raise UserCodeError(missing_step(type(self), "training_step"))

@@ -54,6 +54,16 @@ def best_of(experiment: Experiment) -> tuple[str, float, int] | None:
     return saver.best_result() if saver else None
 
 
+def mode_of(experiment: Experiment) -> str | None:
+    """Return "max" or "min": which values of the monitored metric are better; None without one."""
+    saver = saver_of(experiment.trainer.callbacks)
+    if saver is None:
+        return None
+    if saver.improves(1.0, 0.0):
+        return "max"
+    return "min"
+
+
 def final_block(
     request: Request,
     experiment: Experiment,

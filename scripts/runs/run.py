@@ -8,6 +8,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from logging.handlers import MemoryHandler
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -20,7 +21,7 @@ from scripts.cli.arguments import RUNS, Request
 from scripts.cli.console import describe, exit_code, log_file
 from scripts.cli.signals import stop_signals
 from scripts.runs.plan import make_plan
-from scripts.runs.report import best_of, final_block, results_of
+from scripts.runs.report import best_of, final_block, mode_of, results_of
 from scripts.runs.resume import Resume, changes, find_resume, new_folder
 from trainer import snapshot
 from trainer.assembly.check import check_targets
@@ -83,14 +84,19 @@ class BuiltRun:
         """Record how the run ended. Raises StorageError."""
         if self.directory is None:
             return
-        ended, best = results.state in ENDED_WELL, best_of(self.experiment)
+        ended = results.state in ENDED_WELL
+        best = best_of(self.experiment)
+        told: dict[str, Any] | None = None
+        if best is not None:
+            told = dict(zip(("metric", "value", "step"), best, strict=True))
+            told["mode"] = mode_of(self.experiment)
         self.directory.finish(
             results.state,
             code=results.code,
             reason=results.reason,
             resume=None if ended else self.request.resume_command(self.directory.path),
             results=None if results.code else results.metrics,
-            best=best and dict(zip(("metric", "value", "step"), best, strict=True)),
+            best=told,
             seconds=self.experiment.trainer.timer.seconds,
         )
 

@@ -44,7 +44,7 @@ def sweep(arguments: Arguments) -> int:
     pairs = list(zip(jobs, configs, strict=True))
     unfinished = [job for job, config in pairs if not has_finished(it.knows(job), config)]
     if len(unfinished) > 1:  # a single job checks itself
-        it.metric, it.devices = check_built(arguments, unfinished)
+        it.metric, it.modes, it.devices = check_built(arguments, unfinished)
     with it.held():
         planned = [it.plan(job, config) for job, config in pairs]
         it.write()
@@ -65,12 +65,12 @@ def composed(arguments: Arguments, jobs: Iterable[Sequence[Swept]]) -> list[dict
 
 def check_built(
     arguments: Arguments, jobs: Sequence[Sequence[Swept]]
-) -> tuple[str | None, tuple[str, list[str]]]:
+) -> tuple[str | None, dict[str, str], tuple[str, list[str]]]:
     """Find the mistakes for which torch and the targets must be imported, in one process.
 
     One job is checked for each combination of the swept values that are no numbers: groups and
-    words. Returns the metric of the first job's task, such as val/accuracy, if known, and what
-    `trainer.device.visible` does. Raises ConfigError.
+    words. Returns the metric of the first job's task, such as val/accuracy, if known, what the task
+    says of its metrics, and what `trainer.device.visible` does. Raises ConfigError.
     """
     kinds = {
         tuple(o.text for o in job if o.varies and not _NUMBER.fullmatch(o.value)): job
@@ -83,34 +83,39 @@ def check_built(
     ignored = signal.SIGINT, signal.SIG_IGN  # this process ends it
     try:
         with ProcessPoolExecutor(1, apart, signal.signal, ignored) as pool:
-            problems, monitor, devices = pool.submit(built, given).result()
+            problems, monitor, modes, devices = pool.submit(built, given).result()
     except BrokenProcessPool:  # each job reports its own mistakes
-        return None, ("", [])
+        return None, {}, ("", [])
     raise_problems(problems)
-    return monitor, devices
+    return monitor, modes, devices
 
 
 def built(
     given: Sequence[Arguments],
-) -> tuple[list[Problem], str | None, tuple[str, list[str]]]:
+) -> tuple[list[Problem], str | None, dict[str, str], tuple[str, list[str]]]:
     """Build the targets of configurations on stand-ins; a job reports errors of others itself.
 
-    Returns their mistakes, the metric of the first one's task, and the accelerators.
+    Returns their mistakes, the metric and the modes of the first one's task, and the accelerators.
     """
     from trainer.assembly.check import check_targets, stand_ins
     from trainer.device import visible
 
     problems = list[Problem]()
     monitor = None
+    modes = dict[str, str]()
     for arguments in given:
         with suppress(Exception), noted(problems):
             job = compose(arguments)
             with job.locating():
                 config = parse(job.config)
                 check_targets(config)
-            if arguments is given[0] and (metric := stand_ins(config).task.monitor()):
-                monitor = f"{next(iter(config.data.validations), 'val')}/{metric}"
-    return problems, monitor, visible()
+            if arguments is given[0]:
+                task = stand_ins(config).task
+                modes |= task.modes()
+                metric = task.monitor()
+                if metric is not None:
+                    monitor = f"{next(iter(config.data.validations), 'val')}/{metric}"
+    return problems, monitor, modes, visible()
 
 
 def _arguments_of(arguments: Arguments, job: Sequence[Swept]) -> Arguments:

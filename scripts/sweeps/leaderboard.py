@@ -4,7 +4,7 @@ import os
 import re
 import signal
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,6 +46,7 @@ class Job:
     reason: str = ""
     seconds: float | None = None
     results: dict[str, float] = field(default_factory=dict)
+    best: dict[str, Any] = field(default_factory=dict)  # metric, value, step, mode
 
     @property
     def failed(self) -> bool:
@@ -66,6 +67,8 @@ class Job:
         self.state = "failed" if code and state in (*ENDED_WELL, RUNNING) else state
         self.code = 128 - code if code < 0 else code
         self.seconds, self.results = status.get("seconds"), status.get("results") or {}
+        if isinstance(status.get("best"), dict):
+            self.best = status["best"]
         self.reason = ""
         if code > 0:
             said = ""
@@ -83,7 +86,8 @@ class Ranking:
     """Compare jobs by the metric that their checkpoints are chosen by.
 
     The configuration names it, else the results do, else it is the one `expected` of the task. With
-    `decided` results have no say: a search compares by the metric of its study.
+    `decided` results have no say: a search compares by the metric of its study. `said`: what the
+    task says of its metrics (`Task.modes`), which jobs that ended have noted as well.
     """
 
     def __init__(
@@ -92,6 +96,7 @@ class Ranking:
         jobs: Sequence[Job],
         expected: str | None = None,
         decided: bool = False,
+        said: Mapping[str, str] | None = None,
     ) -> None:
         self.jobs = jobs
         modes = {
@@ -102,7 +107,11 @@ class Ranking:
         known = next(reversed(modes), expected or "val/loss")
         best = (k.removeprefix(_BEST) for job in jobs for k in job.results if k.startswith(_BEST))
         self.name = known if decided else next(best, known)
-        self.rank_of = Monitor(self.name, modes.get(self.name, AUTO)).rank
+        judge = Monitor(self.name, modes.get(self.name, AUTO))
+        ended = [job.best for job in jobs if "mode" in job.best]
+        noted = {str(best.get("metric")): str(best["mode"]) for best in ended}
+        judge.find_direction({**noted, **(said or {})})
+        self.rank_of = judge.rank
         self.larger_is_better = self.rank_of(1.0) < 0
 
     def value(self, job: Job) -> float | None:

@@ -79,7 +79,7 @@ def search(arguments: Arguments) -> int:
     sampler = sampler_of(settings, config["seed"], space)
     entries = enqueued(space, settings.enqueue, whole=settings.sampler == "grid")
     it = Sweep(arguments, config, [d.name for d in space], settings.n_trials)
-    it.metric, it.devices = check_built(arguments, jobs)
+    it.metric, it.modes, it.devices = check_built(arguments, jobs)
     it.decided = it.metric is not None
     with it.held():
         trials = Trials(it, space, fixed, sampler, entries)

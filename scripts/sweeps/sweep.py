@@ -71,6 +71,7 @@ class Sweep:
         self.settings = parse(config).sweep or SweepConfig()
         self.devices = "", list[str]()  # of `trainer.device.visible`, once known
         self.metric: str | None = None  # of the task, if it is known
+        self.modes: dict[str, str] = {}  # what the task says of its metrics (`Task.modes`)
         self.decided = False  # whether jobs are compared by it whatever they log
         self.heard = list[int]()  # signals that ask the sweep to end
         self.launcher: AnyLauncher
@@ -163,7 +164,7 @@ class Sweep:
     @property
     def ranking(self) -> Ranking:
         """Return how the jobs compare, by what is known so far."""
-        return Ranking(self.config, self.jobs, self.metric, self.decided)
+        return Ranking(self.config, self.jobs, self.metric, self.decided, self.modes)
 
     def run(
         self, ask: Callable[[], Job | None], tell: Callable[[Job], None] = lambda job: None

@@ -17,11 +17,11 @@ NAN, INF = math.nan, math.inf
 
 @pytest.mark.parametrize("callback", [Checkpoint(), EarlyStopping(patience=1)])
 def test_unknown_direction_is_asked_for_where_values_are_compared(make_trainer, tmp_path, callback):
-    with pytest.raises(CallbackError, match="is a larger val/wobble better"):
-        EarlyStopping("val/wobble", patience=1)
     with pytest.raises(CallbackError, match="choose min, max or auto"):
         Monitor("val/loss", "smallest")
-    assert EarlyStopping("val/wobble").monitor == "val/wobble"
+    EarlyStopping("val/wobble").check_task(Task(), ["val"])  # nothing is compared
+    with pytest.raises(CallbackError, match="is a larger val/wobble better"):
+        EarlyStopping("val/wobble", patience=1).check_task(Task(), ["val"])
     trainer = make_trainer({"mine": callback}, tmp_path)
     trainer.task.monitor = lambda: "wobble"
     with pytest.raises(CallbackError, match=r"^callbacks.mine: mode=auto: is a larger val/wobble"):
@@ -36,6 +36,11 @@ def test_unknown_direction_is_asked_for_where_values_are_compared(make_trainer, 
         pytest.param("val/acc_top5", "auto", [], "val/acc_top5", True, id="top-5 accuracy"),
         pytest.param("val/f1", "max", [], "val/f1", True, id="stated"),
         pytest.param("val/acc", "min", [], "val/acc", False, id="stated against the name"),
+        pytest.param("val/dice_loss", "auto", [], "val/dice_loss", False, id="the last word"),
+        pytest.param("val/loss_dice", "auto", [], "val/loss_dice", False, id="term of the loss"),
+        pytest.param("val/map/error_rate", "auto", [], "val/map/error_rate", False, id="set: map"),
+        pytest.param("val/loss/top1_acc", "auto", [], "val/loss/top1_acc", True, id="set: loss"),
+        pytest.param("train/acc", "auto", [], "train/epoch_acc", True, id="of an epoch"),
         pytest.param("auto", "auto", ["loss", "acc", "accuracy"], "val/accuracy", True, id="task"),
         pytest.param("auto", "auto", ["loss"], "val/loss", False, id="without accuracy"),
         pytest.param("auto", "auto", None, None, True, id="none: a GAN"),
@@ -46,16 +51,50 @@ def test_the_metric_is_the_one_given_or_the_tasks_and_rises_by_mode_or_name(
 ):
     task = GAN() if metrics is None else Task()
     task.metric_names = lambda: metrics
-    trainer = SimpleNamespace(task=task, val_loaders={})
     monitor = Monitor(given, mode)
-    monitor.resolve(trainer)
-    assert (monitor.name, monitor.on_validation) == (chosen, chosen is not None)
+    monitor.resolve(task, [])
+    assert (monitor.name, monitor.on_validation) == (chosen, (chosen or "").startswith("val/"))
     assert (monitor.better(2.0, 1.0), monitor.better(1.0, 2.0)) == (rises, not rises)
+
+
+class Scored(Task):
+    """Says which values of its own metrics are better; of one the metric says it itself."""
+
+    def __init__(self):
+        self.own = {"distance": SimpleNamespace(higher_is_better=False)}
+
+    def metric_names(self):
+        return ["loss", "fid", "auc", "distance"]
+
+    def metrics(self):
+        return self.own
+
+    def modes(self):
+        return {**super().modes(), "fid": "min", "auc": "min"}
+
+
+@pytest.mark.parametrize("name", ["val/fid", "val/auc/fid", "train/fid", "val/auc", "val/distance"])
+def test_a_task_says_which_values_of_its_own_metrics_are_better(name):
+    for mode, rises in (("auto", False), ("max", True)):
+        monitor = Monitor(name, mode)
+        monitor.resolve(Scored(), ["val"])
+        assert monitor.better(2.0, 1.0) is rises
+    nonsense = Monitor("val/fid")
+    with pytest.raises(CallbackError, match=r"modes\(\) say 'down': choose min or max"):
+        nonsense.find_direction({"fid": "down"})
+
+
+def test_the_best_of_a_loss_whose_name_holds_the_word_of_an_accuracy_is_the_least():
+    monitor = Monitor("val/dice_loss")
+    monitor.resolve(Task(), ["val"])
+    values = {1: 0.9, 2: 0.5, 3: 0.2, 4: 0.6}
+    assert monitor.best_first(values)[0] == (3, 0.2)
 
 
 def run(callback, values, first_epoch=1):
     """Return the epoch in which the callback stops a run whose validations give these values."""
-    trainer = SimpleNamespace(state=TrainState(), metrics={}, val_loaders={"val": object()})
+    sets = {"val": object()}
+    trainer = SimpleNamespace(state=TrainState(), metrics={}, val_loaders=sets, task=Task())
     callback.setup(trainer)
     for epoch, value in enumerate(values, first_epoch):
         trainer.state.epoch = epoch

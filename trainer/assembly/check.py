@@ -23,6 +23,7 @@ from conf.other_words import our_key
 from conf.schema import OWN_KEYS, Config
 from trainer.assembly.data import build_transforms, data_problems, key_of
 from trainer.assembly.parts import OFFERED, Assembly, device_of, mesh_of, with_classes, wrong_class
+from trainer.lr_schedulers.build import AUTO
 from trainer.optimizers.optimizers import UNSHARDED, Optimizers, sections
 from trainer.optimizers.state import needs_closure
 from trainer.options import horizon
@@ -99,6 +100,8 @@ def _node_problems(config: Config) -> Iterator[Problem]:
         if part and section == "data":
             provided = ("transform",)
         called = bool(part) and section in OWN_KEYS  # with the parameters, or with an optimizer
+        if called and node.get("mode") == AUTO:  # it is made from what a plateau schedule monitors
+            node = {name: value for name, value in node.items() if name != "mode"}
         yield from node_problems(node, key, called, provided, _APART if called else None, our_key)
 
 
@@ -194,6 +197,12 @@ def _part_problems(parts: Assembly) -> list[Problem]:
     found: list[Problem] = []
     with noted(found):
         _ = parts.callbacks
+    for name, callback in vars(parts).get("callbacks", {}).items():
+        if type(parts.task) is Task:  # it replaces one that could not be built
+            break
+        callback.name = name
+        with noted(found):
+            callback.check_task(parts.task, config.data.validations)
     for stage in ("train", "eval", "device"):
         with noted(found):
             build_transforms(config, stage, _CLASSES)

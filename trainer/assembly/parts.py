@@ -243,7 +243,8 @@ class Assembly:
     def schedule(self) -> LRSchedule:
         """The schedule of all optimizers' learning rates."""
         lengths = self.total_steps, self.steps_per_epoch
-        return build_lr_schedule(self.config.lr_scheduler, self.optimizers, *lengths, self.guessed)
+        node, modes = self.config.lr_scheduler, self.task.modes()
+        return build_lr_schedule(node, self.optimizers, *lengths, self.guessed, modes)
 
     @cached_property
     def callbacks(self) -> dict[str, Callback]:

@@ -19,8 +19,10 @@ from trainer.lr_schedulers.schedule import (
 )
 from trainer.optimizers.optimizers import Optimizers, construct
 from trainer.optimizers.param_groups import DEFAULT, refuse
+from trainer.state import direction_of, epoch_metric
 from trainer.targets.allow_list import locate
 
+AUTO = "auto"
 OUTER = ("interval", "monitor", "warmup")  # keys of ours, in the outermost node only
 _BUILT = ("functions", "schedulers")  # of which objects are made for the target
 EXAMINED = 10_000  # updates, at most, that are walked before a run
@@ -33,13 +35,14 @@ def build_lr_schedule(
     total_steps: int | None,
     steps_per_epoch: int | None,
     guessed: bool = False,
+    modes: Mapping[str, str] | None = None,
 ) -> LRSchedule:
     """Build the schedule of an `lr_scheduler` node over `optimizers`.
 
     An optimizer with an `lr_scheduler` of its own uses that one. "${total_steps}" is replaced by
     the scheduler's own horizon: the rest of the run after the warm-up, in updates, or in epochs
     with `interval: epoch`. Raises `ConfigError`, also for a schedule that ends before the run,
-    unless the lengths are `guessed`.
+    unless the lengths are `guessed`. `modes`: what the task says of its metrics (`Task.modes`).
     """
     groups = optimizers.groups()
     tracks = {}
@@ -50,7 +53,8 @@ def build_lr_schedule(
         if section:
             names = [group.name for group in groups if group.optimizer_name == name]
             every = [group.name for group in groups]
-            builder = _Builder(optimizer, names, every, total_steps, steps_per_epoch, guessed)
+            lengths = total_steps, steps_per_epoch, guessed
+            builder = _Builder(optimizer, names, every, *lengths, modes or {})
             tracks[name] = builder.track(section, where)
     schedule = LRSchedule(tracks, steps_per_epoch)
     # torch validates few arguments, so the learning rates of the run are looked at.
@@ -117,7 +121,9 @@ class _Builder:
     updates: int | None  # of the run, then of what remains after the warm-up
     steps_per_epoch: int | None
     guessed: bool
+    modes: Mapping[str, str]
     interval: Interval = "step"
+    monitor: str | None = None
     settings: dict[str, Any] = field(default_factory=dict)
 
     def track(self, node: Mapping[str, Any], key: str) -> Track:
@@ -133,7 +139,8 @@ class _Builder:
             if self.interval == "epoch":
                 steps = math.ceil(steps / per_epoch) if per_epoch else None
         inner = {name: value for name, value in node.items() if name not in OUTER}
-        scheduler, monitor = self.scheduler(inner, steps, key), node.get("monitor")
+        self.monitor = monitor = node.get("monitor")
+        scheduler = self.scheduler(inner, steps, key)
         settings = {where.removeprefix(f"{key}."): v for where, v in self.settings.items()}
         ramp = warmup._asdict() if warmup.ticks else {}
         settings |= {f"warmup.{name}": value for name, value in ramp.items()}
@@ -157,6 +164,9 @@ class _Builder:
         if isinstance(size, float):
             arguments["step_size"] = max(1, _share(size, steps, f"{key}.step_size"))
         self.settings |= {f"{key}.{name}": value for name, value in arguments.items()}
+        plateau = isinstance(kind, type) and issubclass(kind, lr_scheduler.ReduceLROnPlateau)
+        if plateau and arguments.get("mode", AUTO) == AUTO:
+            arguments["mode"] = self.mode(key)
         objects = {}  # arguments that are not plain data
         if "functions" in node:
             if "lr_lambda" in arguments:
@@ -183,6 +193,16 @@ class _Builder:
             message = f"total steps is {ends}, but the run has {self.updates} updates"
             refuse(key, message, "set lr_scheduler.total_steps to ${total_steps}")
         return made
+
+    def mode(self, key: str) -> str:
+        """Return which values of the monitored metric are better; torch's default without one."""
+        if self.monitor is None:
+            return "min"
+        found = direction_of(epoch_metric(self.monitor), self.modes)
+        if found is None:
+            message = f"is not said: is a larger {self.monitor} better?"
+            refuse(f"{key}.mode", message, "say mode=max or mode=min")
+        return found
 
     def functions(self, functions: Any, key: str) -> list[Any]:
         # Of each group that of its name, its rule or optimizer, or `default`.

@@ -35,6 +35,10 @@ class OwnLoss(Task):
         """Return the metrics of the task."""
         return self._task.metrics()
 
+    def modes(self) -> Mapping[str, str]:
+        """Return what the task says of its metrics."""
+        return self._task.modes()
+
     def counts(self, batch: Any) -> Mapping[str, Tensor | int]:
         """Return the number of labels that the model's mean is over."""
         labels = batch[1]

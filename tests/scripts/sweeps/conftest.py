@@ -61,7 +61,7 @@ SWEEP = """
 import sys
 from scripts.cli.arguments import parse_arguments
 from scripts.sweeps import grid, launchers
-grid.check_built = lambda *_: (None, ('', []))
+grid.check_built = lambda *_: (None, {}, ('', []))
 launchers.TRAIN = 'small_job'
 sys.exit(grid.sweep(parse_arguments(sys.argv[1:])))
 """
@@ -76,7 +76,7 @@ def job(tmp_path, monkeypatch):
         path.write_text(text)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "modules"))
     monkeypatch.setattr(launchers, "TRAIN", "small_job")
-    monkeypatch.setattr(grid, "check_built", lambda *_: (None, ("", [])))
+    monkeypatch.setattr(grid, "check_built", lambda *_: (None, {}, ("", [])))
     monkeypatch.chdir(tmp_path)
 
 

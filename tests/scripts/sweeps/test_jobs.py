@@ -87,7 +87,7 @@ def test_each_job_has_its_share_of_threads_and_a_device_of_its_own(job, sweep_of
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(launchers, "usable_cpus", lambda: range(9))
     devices = "CUDA_VISIBLE_DEVICES", ["2", "5"]
-    monkeypatch.setattr(grid, "check_built", lambda *_: (None, devices))
+    monkeypatch.setattr(grid, "check_built", lambda *_: (None, {}, devices))
     assert sweep_of("run_dir=there", "optimizer.lr=0.7", "seed=1,2,3,4", "sweep.jobs=4") == 0
     files = [json.loads(Path(f"there/{n}/environment.json").read_text()) for n in range(4)]
     assert {shown.pop("CUDA_VISIBLE_DEVICES") for shown in files} == {"2", "5"}
@@ -159,12 +159,12 @@ def test_one_job_of_each_combination_of_words_is_checked(monkeypatch):
 
     def built(given):
         calls.append([arguments.overrides for arguments in given])
-        return [], "val/accuracy", ("", [])
+        return [], "val/accuracy", {}, ("", [])
 
     monkeypatch.setattr(grid, "built", built)
     monkeypatch.setattr(grid, "ProcessPoolExecutor", lambda *_: ThreadPoolExecutor(1))
     arguments = parse_arguments(["-m", "model=mlp,gan", "optimizer.lr=0.1,0.2"])
-    assert grid.check_built(arguments, split_jobs(arguments)) == ("val/accuracy", ("", []))
+    assert grid.check_built(arguments, split_jobs(arguments)) == ("val/accuracy", {}, ("", []))
     assert calls == [[("model=mlp", "optimizer.lr=0.2"), ("model=gan", "optimizer.lr=0.2")]]
 
 

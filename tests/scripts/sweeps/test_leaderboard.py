@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from callbacks.support import CallbackError
 from scripts.sweeps.leaderboard import SHOWN, Job, Ranking, link_jobs, short_keys, show, write_csv
 from scripts.sweeps.report import study_of, write_report
 from toy_runs import board
@@ -31,6 +32,26 @@ def test_the_pruned_the_failed_and_the_waiting_come_last_and_a_study_has_its_met
     assert [job.number for job in jobs if job.failed] == [1]
     assert ranking.value(jobs[4]) == 1.0
     assert Ranking(CONFIG, jobs).value(jobs[4]) == 0.9
+
+
+@pytest.mark.parametrize(
+    ("metric", "said", "best", "first"),
+    [
+        pytest.param("val/dice_loss", {}, {}, 0, id="the last word of the name"),
+        pytest.param("val/map/error", {}, {}, 0, id="not the name of the set"),
+        pytest.param("val/fid", {"fid": "min"}, {}, 0, id="the task says it"),
+        pytest.param("val/fid", {}, {"metric": "val/fid", "mode": "max"}, 2, id="a job noted it"),
+        pytest.param("val/top_score_acc", {}, {}, 2, id="rises"),
+    ],
+)
+def test_jobs_are_compared_in_the_direction_that_their_checkpoints_are(metric, said, best, first):
+    jobs = [ended(n, results={metric: n / 10}, best=best) for n in range(3)]
+    assert Ranking(CONFIG, jobs, metric, said=said).ranked()[0].number == first
+
+
+def test_a_direction_that_nobody_says_is_asked_for():
+    with pytest.raises(CallbackError, match=r"is a larger val/wobble better\? say mode=max or"):
+        Ranking(CONFIG, [ended(0)], "val/wobble")
 
 
 def test_groups_have_a_mean_and_a_deviation(tmp_path, capsys):

@@ -96,7 +96,7 @@ def _configs(tmp_path, monkeypatch):
 
 @pytest.fixture
 def jobs(monkeypatch):
-    monkeypatch.setattr(searches, "check_built", lambda *_: ("val/accuracy", ("", [])))
+    monkeypatch.setattr(searches, "check_built", lambda *_: ("val/accuracy", {}, ("", [])))
     found = Jobs()
     monkeypatch.setattr(Sweep, "run", lambda *them: found.run_all(*them))
     return found
@@ -275,7 +275,7 @@ def test_a_study_that_began_otherwise_is_refused(jobs, monkeypatch):
     assert len(study_in().trials) == 2
     run(*argv, "seed=3", "resume_policy=override", "sweep.n_trials=3")
     assert len(study_in().trials) == 3
-    monkeypatch.setattr(searches, "check_built", lambda *_: ("val/loss", ("", [])))
+    monkeypatch.setattr(searches, "check_built", lambda *_: ("val/loss", {}, ("", [])))
     with pytest.raises(CheckpointError, match="is about val/accuracy, and this search about val/l"):
         run(*argv)
 

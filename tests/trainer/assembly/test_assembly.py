@@ -107,6 +107,36 @@ def test_the_plan_counts_what_is_kept(digit_photographs):
     assert kept_bytes(config, build_data(config).sets) is None  # nothing is decoded yet
 
 
+WOBBLES = """
+from trainer.tasks.classification import Classification
+class Wobbles(Classification):
+    def metric_names(self):
+        return [*super().metric_names(), "wobble"]
+    def monitor(self):
+        return "wobble"
+class Says(Wobbles):
+    def modes(self):
+        return {"wobble": "min"}
+"""
+
+
+def test_a_direction_that_neither_the_task_nor_a_name_says_is_asked_for_before_data_are_read(
+    tmp_path, monkeypatch
+):
+    (tmp_path / "my_wobbles.py").write_text(WOBBLES)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for typed in (
+        [],
+        ["callbacks.checkpoint.monitor=val/wobble"],
+        ["callbacks.checkpoint.monitor=val/loss", "callbacks.early_stopping.patience=2"],
+        ["callbacks=none", "lr_scheduler=plateau", "lr_scheduler.monitor=val/wobble"],
+    ):
+        with pytest.raises(ConfigError, match=r"a larger val/wobble better.* say mode=max or mode"):
+            check_targets(composed("task._target_=my_wobbles.Wobbles", *typed))
+        check_targets(composed("task._target_=my_wobbles.Says", *typed))
+
+
 def sizes(*typed):
     config = parse(compose([*typed, "transforms=none"]).config)
     return [len(dataset) for dataset in build_data(config).sets.values() if dataset is not None]

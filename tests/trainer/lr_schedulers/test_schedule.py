@@ -51,6 +51,28 @@ def test_a_warm_up_stands_in_front_of_any_schedule(name: str) -> None:
         assert_close(ours[6:], after)
 
 
+@pytest.mark.parametrize(
+    ("monitor", "modes", "mode", "wanted"),
+    [
+        pytest.param("val/loss", {}, "auto", "min", id="falls"),
+        pytest.param("val/dice_loss", {}, "auto", "min", id="its last word"),
+        pytest.param("val/accuracy", {}, "auto", "max", id="rises"),
+        pytest.param("val/loss/accuracy", {}, "auto", "max", id="not the set's name"),
+        pytest.param("val/accuracy", {}, None, "max", id="not given"),
+        pytest.param("val/accuracy", {}, "min", "min", id="given"),
+        pytest.param("val/fid", {"fid": "min"}, "auto", "min", id="the task says it"),
+    ],
+)
+def test_a_plateau_follows_its_metric_in_the_direction_that_is_better(
+    monitor: str, modes: dict[str, str], mode: str | None, wanted: str
+) -> None:
+    given = node("plateau") | {"monitor": monitor, "mode": mode}
+    if mode is None:
+        del given["mode"]
+    schedule = build_lr_schedule(given, optimizers(), TOTAL, PER_EPOCH, modes=modes)
+    assert schedule.tracks["optimizer"].scheduler.mode == wanted
+
+
 def test_a_plateau_schedule_does_not_count_validations_of_the_warm_up() -> None:
     rates = walked(node("plateau", "lr_scheduler.patience=0") | {"warmup": {"epochs": 3}})
     by_epoch = [rates[step][0] for step in range(17, TOTAL, PER_EPOCH)]
