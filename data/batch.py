@@ -31,6 +31,13 @@ class Piece:
     micro_batches: int
     epoch: int
     update: int
+    # How many times the epoch's order draws each before it stands here; empty: none of them.
+    occurrences: tuple[int, ...] = ()
+
+    def draws(self) -> list[tuple[int, int]]:
+        """Return (index, occurrence) of each sample."""
+        occurrences = self.occurrences or (0,) * len(self.indices)
+        return list(zip(self.indices, occurrences, strict=True))
 
 
 @dataclass(slots=True)

@@ -72,6 +72,18 @@ def keys(values: ArrayLike, *parts: int) -> Words:
     return counted(words, 0, 1).reshape(words.shape)
 
 
+def of_occurrence(sample_key: int, occurrence: int) -> int:
+    """Return the key of an occurrence of a sample: its own for the first, number 0."""
+    return mix(sample_key ^ occurrence) if occurrence else sample_key
+
+
+def of_occurrences(sample_keys: Words, occurrences: ArrayLike) -> Words:
+    """Return `of_occurrence` of each of many keys (n,) and its occurrence (n,)."""
+    numbers = np.asarray(occurrences, dtype=np.uint64)
+    later = counted(sample_keys ^ numbers, 0, 1).reshape(sample_keys.shape)
+    return np.where(numbers == 0, sample_keys, later)
+
+
 @dataclass(eq=False, repr=False)
 class Draws:
     """Draw for n samples: the k-th number of a sample is a function of its key and k alone.

@@ -13,8 +13,8 @@ from data.transforms import Transform, on_inputs
 class WithNoise:
     """Pair each image of a labelled data set with noise [latent_dim] from a normal distribution.
 
-    The noise is keyed by (seed, epoch, index) as any augmentation is, so that an update of a GAN
-    is the same however its batch is split.
+    The noise is keyed by (seed, epoch, index, occurrence) as any augmentation is, so that an update
+    of a GAN is the same however its batch is split.
     """
 
     transforms_in_batches = True

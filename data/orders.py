@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence, Sized
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +13,11 @@ from data.splits import cut
 
 
 class Order(Protocol):
-    """The order of an epoch's samples, as a pure function of its own seed and the epoch."""
+    """The order of an epoch's samples, as a pure function of its own seed and the epoch.
+
+    One that draws no sample twice in an epoch may say so by `repeats = False`: the others are
+    searched for repetitions once an epoch, which takes 8 bytes a sample.
+    """
 
     def __len__(self) -> int:
         """Return the number of samples in an epoch."""
@@ -26,6 +30,7 @@ class Order(Protocol):
 class Sequential:
     """All samples, first to last, in every epoch: the order of evaluation."""
 
+    repeats: ClassVar[bool] = False
     samples: int
 
     def __len__(self) -> int:
@@ -40,6 +45,7 @@ class Sequential:
 class Shuffled:
     """All samples in a new random order each epoch."""
 
+    repeats: ClassVar[bool] = False
     samples: int
     seed: int
 
@@ -56,6 +62,7 @@ class Shuffled:
 class LowMemory:
     """All samples in a new random order each epoch, which takes no memory, for sets of any size."""
 
+    repeats: ClassVar[bool] = False
     dataset: Sized
     seed: int
 
@@ -118,6 +125,8 @@ class Subset:
     same for every `seed` and chosen by `subset_seed`.
     """
 
+    repeats: ClassVar[bool] = False
+
     def __init__(
         self, dataset: Any, seed: int, size: int | float, subset_seed: int = 0, shuffle: bool = True
     ) -> None:
@@ -142,6 +151,21 @@ class Subset:
         if not self.shuffle:
             return self.indices
         return self.indices[random_state(self.seed, ORDER, epoch).permutation(len(self))]
+
+
+def occurrences_in(order: Indices) -> Indices | None:
+    """Return how often each sample of an order stands before it (n,); None if none is repeated."""
+    by_sample = np.argsort(order, kind="stable")
+    samples = order[by_sample]
+    is_first = np.append(True, samples[1:] != samples[:-1])
+    if is_first.all():
+        return None
+    # Equal samples stand side by side now, in the order's sequence: each is counted from the first.
+    places = np.arange(len(order), dtype=np.int64)
+    first = np.maximum.accumulate(np.where(is_first, places, 0))
+    found = np.empty_like(places)
+    found[by_sample] = places - first
+    return found
 
 
 def classes_of(dataset: Any) -> NDArray[Any]:

@@ -11,7 +11,7 @@ from torch.utils.data import DistributedSampler
 from data.batch import Piece
 from data.errors import DataError
 from data.keys import ORDER, Indices, key, preserved_rng, random_state, seed_rng
-from data.orders import LowMemory, Order, Sequential, Shuffled, classes_of
+from data.orders import LowMemory, Order, Sequential, Shuffled, classes_of, occurrences_in
 from data.streams import Stream
 
 # From this size on an order is computed by position: in memory it would take 0.8 GB.
@@ -19,7 +19,10 @@ HUGE = 100_000_000
 
 
 class Updates(Protocol):
-    """The samples of each update: of `loader.batch_sampler`, or an order split by size."""
+    """The samples of each update: of `loader.batch_sampler`, or an order split by size.
+
+    As an order it may say `repeats = False`.
+    """
 
     def __len__(self) -> int:
         """Return the number of updates in an epoch."""
@@ -42,6 +45,11 @@ class OrderedUpdates:
         self._last = len(order) // batch_size * batch_size if drop_last else len(order)
         self._epoch: int | None = None
         self._view: Any = None
+
+    @property
+    def repeats(self) -> bool:
+        """Whether the order may draw a sample twice in an epoch."""
+        return bool(getattr(self.order, "repeats", True))
 
     def __len__(self) -> int:
         return -(-self._last // self.batch_size)
@@ -75,6 +83,10 @@ class UpdateSampler:
     def __post_init__(self) -> None:
         if callable(self.updates):
             self.updates = OrderedUpdates(self.updates, self.batch_size, self.drop_last)
+        self._may_repeat = bool(getattr(self.updates, "repeats", True))
+        self._counted_epoch: int | None = None
+        self._occurrences: Indices | None = None  # of all samples of that epoch
+        self._first = np.zeros(1, np.int64)  # the place of each update's first sample
 
     def __len__(self) -> int:
         return len(self.updates)
@@ -82,6 +94,7 @@ class UpdateSampler:
     def pieces(self, epoch: int, update: int) -> list[Piece]:
         """Return this rank's micro-batches of an update, in execution order."""
         indices = self.updates.samples(epoch, update).tolist()
+        occurrences = self._occurrences_of(epoch, update)
         total = len(indices)
         parts = self.gradient_accumulation_steps * self.world_size
         size, extra = divmod(total, parts)
@@ -92,8 +105,30 @@ class UpdateSampler:
             first = number * size + min(number, extra)
             own = tuple(indices[first : first + size + (number < extra)])
             some, start = (own, first) if own else ((indices[0],), 0)
-            pieces.append(Piece(some, len(own), start, total, m, micro_batches, epoch, update))
+            again = tuple(occurrences[start : start + len(some)])
+            # Where none was drawn before, as in most orders, a piece carries no numbers.
+            again = again if any(again) else ()
+            place = (start, total, m, micro_batches, epoch, update)
+            pieces.append(Piece(some, len(own), *place, again))
         return pieces
+
+    def _occurrences_of(self, epoch: int, update: int) -> list[int]:
+        """Return how often the epoch drew each sample of an update before it; empty for never.
+
+        That is a function of the epoch's whole order, not of what was trained on: a resume in the
+        middle of an epoch, and every process, finds the same.
+        """
+        if not self._may_repeat:
+            return []
+        if self._counted_epoch != epoch:
+            every = [self.updates.samples(epoch, number) for number in range(len(self.updates))]
+            self._first = np.cumsum([0, *map(len, every)])
+            self._occurrences = occurrences_in(np.concatenate(every))
+            self._counted_epoch = epoch
+        if self._occurrences is None:
+            return []
+        found: list[int] = self._occurrences[self._first[update] : self._first[update + 1]].tolist()
+        return found
 
     def walk(self, epoch: int, start: int, stop: int) -> Iterator[Piece]:
         """Yield this rank's pieces of updates `start` to `stop` of an epoch."""

@@ -65,7 +65,7 @@ class StandardLibraryText:
 
     def __getitem__(self, index: int) -> Any:
         start = index * self.context
-        if self.shift:  # the draw is keyed by seed, epoch and index
+        if self.shift:  # the draw is keyed by seed, epoch, index and occurrence
             start += int(torch.randint(self.context, ()))
         start = min(start, len(self.tokens) - self.context - 1)
         window = self.tokens[start : start + self.context + 1]

@@ -19,7 +19,18 @@ from torchvision.transforms import v2
 from data.batch import Piece, rebuild
 from data.batch_transforms import RandomCrop
 from data.errors import DataError, reason
-from data.keys import LASTING, MICRO_BATCH, SAMPLE, Draws, key, keys, preserved_rng, seed_rng
+from data.keys import (
+    LASTING,
+    MICRO_BATCH,
+    SAMPLE,
+    Draws,
+    Words,
+    key,
+    keys,
+    of_occurrences,
+    preserved_rng,
+    seed_rng,
+)
 from data.loading.fetch import collate
 from data.transforms import Pipeline, Standardize, ToFloat, acts_on_batches
 from trainer.device import sent
@@ -82,7 +93,8 @@ class DeviceTransforms:
 
     A step is one of:
     - one with `draw(draws, height, width)`, as those of `data.batch_transforms`: each image's draws
-      are keyed by (seed, epoch, sample, name), or, with `lasting = True`, by (seed, sample, name);
+      are keyed by (seed, epoch, sample, occurrence in the epoch, name), or, with `lasting = True`,
+      by (seed, sample, occurrence, name);
     - a step with `of_epoch(epoch)`, which returns the deterministic function for that epoch;
     - torchvision's MixUp or CutMix, or a step with `mixes_samples = True`: called with inputs and
       targets, keyed by (seed, epoch, update, micro-batch), since it pairs samples;
@@ -159,7 +171,12 @@ def mixes_samples(step: Any) -> bool:
 
 
 _MOST_AHEAD = 2**18  # samples whose draws of an epoch are kept, some 16 bytes each
-_keys = functools.lru_cache(maxsize=2)(keys)  # the steps of a batch share its samples' keys
+
+
+@functools.lru_cache(maxsize=2)  # the steps of a batch share its samples' keys
+def _keys(indices: Sequence[int], occurrences: Sequence[int], *parts: int) -> Words:
+    own = keys(indices, *parts)
+    return of_occurrences(own, occurrences) if occurrences else own
 
 
 @functools.lru_cache(maxsize=2)
@@ -172,7 +189,8 @@ class _Step:
     """A step by its name, keyed: a function of inputs, targets and their piece.
 
     The draws of a set that is not too large are those of an epoch together, in one pass. A sample's
-    depend on seed, epoch and its number alone, so that it is all the same.
+    depend on seed, epoch, its number and occurrence alone, so that it is all the same; those of a
+    batch that holds a later occurrence are drawn by themselves.
     """
 
     name: str
@@ -192,8 +210,10 @@ class _Step:
         if isinstance(inputs, Ragged):  # one by one; perhaps they have one size then
             if masks:
                 raise DataError(f"images differ in size ({inputs}), and have masks")
-            single = zip(piece.indices, inputs.images, strict=True)
-            results = [self(x[None], None, replace(piece, indices=(i,)))[0] for i, x in single]
+            results = []
+            for (index, occurrence), image in zip(piece.draws(), inputs.images, strict=True):
+                own = replace(piece, indices=(index,), occurrences=(occurrence,))
+                results.append(self(image[None], None, own)[0])
             if len({result.shape for result in results}) == 1:
                 return torch.cat(results), targets
             return Ragged([result[0] for result in results]), targets
@@ -208,17 +228,23 @@ class _Step:
     def _rows(self, piece: Piece, size: Sequence[int]) -> Sequence[Tensor]:
         """Return the draws of a batch, from those of the epoch where these are kept."""
         last = max(piece.indices, default=_MOST_AHEAD)
-        if last >= _MOST_AHEAD or len(piece.indices) == 1:
-            return self._drawn(piece.indices, piece.epoch, size)
+        if last >= _MOST_AHEAD or len(piece.indices) == 1 or piece.occurrences:
+            return self._drawn(piece.indices, piece.occurrences, piece.epoch, size)
         if self._form != (piece.epoch, *size) or last >= len(self._table[0]):
-            self._table = list(self._drawn(range(1 << last.bit_length()), piece.epoch, size))
+            self._table = list(self._drawn(range(1 << last.bit_length()), (), piece.epoch, size))
             self._form = (piece.epoch, *size)
         these = _places(piece.indices)
         return [row.index_select(0, these) for row in self._table]
 
-    def _drawn(self, indices: Sequence[int], epoch: int, size: Sequence[int]) -> Sequence[Tensor]:
+    def _drawn(
+        self,
+        indices: Sequence[int],
+        occurrences: Sequence[int],
+        epoch: int,
+        size: Sequence[int],
+    ) -> Sequence[Tensor]:
         lasting = getattr(self.transform, "lasting", False)
         parts = (self.seed, LASTING) if lasting else (self.seed, SAMPLE, epoch)
-        own = _keys(indices, *parts) ^ np.uint64(zlib.crc32(self.name.encode()))
+        own = _keys(indices, occurrences, *parts) ^ np.uint64(zlib.crc32(self.name.encode()))
         found: Sequence[Tensor] = self.transform.draw(Draws(own, epoch), *size)
         return found

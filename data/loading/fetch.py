@@ -32,7 +32,16 @@ from conf.errors import lacks_memory
 from data.batch import Piece, rebuild
 from data.errors import DataError, UnreadableError, WorkerError, is_fault, reason
 from data.image_folder import memory_file
-from data.keys import LOADER, REPLACEMENT, SAMPLE, Indices, key, preserved_rng, seed_rng
+from data.keys import (
+    LOADER,
+    REPLACEMENT,
+    SAMPLE,
+    Indices,
+    key,
+    of_occurrence,
+    preserved_rng,
+    seed_rng,
+)
 from data.sources import Interrupted
 
 Collate = Callable[[Sequence[Any]], Any]
@@ -157,14 +166,14 @@ class Fetcher:
             if self.on_error == "drop":
                 samples, piece = self._kept(piece, skipped)
             else:
-                samples = [self._replaced(index, piece.epoch, skipped) for index in piece.indices]
+                samples = [self._replaced(*draw, piece.epoch, skipped) for draw in piece.draws()]
             return Fetched(self.collate(samples), piece, skipped)
 
-    def _replaced(self, index: int, epoch: int, skipped: list[Skipped]) -> Any:
+    def _replaced(self, index: int, occurrence: int, epoch: int, skipped: list[Skipped]) -> Any:
         """Load one sample or its replacement, which is drawn for with the sample's own key."""
-        candidate = index
+        candidate, own_key = index, self._key_of(index, occurrence, epoch)
         for attempt in range(REPLACEMENTS):
-            if found := self._loaded(candidate, epoch, index, skipped):
+            if found := self._loaded(candidate, own_key, skipped):
                 return found[0]
             drawn = key(self.seed, REPLACEMENT, index, attempt) % len(self.replacements)
             candidate = int(self.replacements[drawn])
@@ -172,22 +181,36 @@ class Fetcher:
 
     def _kept(self, piece: Piece, skipped: list[Skipped]) -> tuple[list[Any], Piece]:
         """Load the samples that can be loaded; an empty piece gets a sample and `count` 0."""
-        tried = {index: self._loaded(index, piece.epoch, index, skipped) for index in piece.indices}
-        found = {index: samples[0] for index, samples in tried.items() if samples}
-        if not found:  # of files without labels all may be broken
-            own, first = getattr(self.dataset, "stand_in", None), piece.indices[0]
-            stand_in = own() if callable(own) else self._replaced(first, piece.epoch, skipped)
-            return [stand_in], replace(piece, indices=piece.indices[:1], count=0)
-        if len(found) < len(piece.indices):
-            piece = replace(piece, indices=tuple(found), count=len(found) if piece.count else 0)
-        return [*found.values()], piece
+        draws = piece.draws()
+        samples = list[Any]()
+        kept = list[tuple[int, int]]()
+        for index, occurrence in draws:
+            found = self._loaded(index, self._key_of(index, occurrence, piece.epoch), skipped)
+            if found:
+                samples += found
+                kept.append((index, occurrence))
+        if not kept:  # of files without labels all may be broken
+            own = getattr(self.dataset, "stand_in", None)
+            stand_in = own() if callable(own) else self._replaced(*draws[0], piece.epoch, skipped)
+            first = piece.indices[:1]
+            return [stand_in], replace(
+                piece, indices=first, occurrences=piece.occurrences[:1], count=0
+            )
+        if len(kept) < len(draws):
+            indices, occurrences = zip(*kept, strict=True)
+            count = len(kept) if piece.count else 0
+            piece = replace(piece, indices=indices, occurrences=occurrences, count=count)
+        return samples, piece
 
-    def _loaded(self, index: int, epoch: int, keyed_by: int, skipped: list[Skipped]) -> list[Any]:
-        """Return a sample; none where it is left out."""
+    def _key_of(self, index: int, occurrence: int, epoch: int) -> int:
+        return of_occurrence(key(self.seed, SAMPLE, epoch, index), occurrence)
+
+    def _loaded(self, index: int, own_key: int, skipped: list[Skipped]) -> list[Any]:
+        """Return a sample, drawn for with a key; none where it is left out."""
         if self.interrupted():
             raise BrokenOff
         self.watch[0] = index
-        seed_rng(key(self.seed, SAMPLE, epoch, keyed_by))
+        seed_rng(own_key)
         try:
             return [self.dataset[index]]
         except BaseException as error:

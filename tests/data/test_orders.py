@@ -11,7 +11,16 @@ from torch.utils import data as torch_data
 
 from data import samplers
 from data.errors import DataError
-from data.orders import ClassBalanced, LowMemory, Sequential, Shuffled, Subset, Weighted
+from data.mixture import Mixture
+from data.orders import (
+    ClassBalanced,
+    LowMemory,
+    Sequential,
+    Shuffled,
+    Subset,
+    Weighted,
+    occurrences_in,
+)
 from data.samplers import (
     GivenBatches,
     PerClass,
@@ -238,3 +247,78 @@ def test_per_class_updates_hold_so_many_of_so_many():
         assert len(set(drawn)) == (8 if counts[2] == 0 else 5)  # class 2 has one sample
     first = [UpdateSampler(updates, batch_size=1).pieces(0, 1)[0].indices for _ in range(2)]
     assert first[0] == first[1] != sampler.pieces(1, 1)[0].indices
+
+
+def _counted(order):
+    """Count one by one how often each sample was drawn before."""
+    seen = {}
+    found = []
+    for index in order:
+        found.append(seen.get(index, 0))
+        seen[index] = seen.get(index, 0) + 1
+    return found
+
+
+@settings(max_examples=60, deadline=None)
+@given(order=st.lists(st.integers(0, 9), min_size=1, max_size=40))
+def test_occurrences_are_those_counted_one_by_one(order):
+    found = occurrences_in(np.array(order, np.int64))
+    expected = _counted(order)
+    assert any(expected) == (found is not None)
+    assert found is None or found.tolist() == expected
+
+
+def _mixed():
+    sets = {"large": list(range(40)), "small": list(range(7))}
+    return default_order(Mixture(sets, {"large": 1, "small": 1}), seed=3)
+
+
+class _Twice:
+    """Updates of one's own, which hold what the one before them held."""
+
+    def __len__(self):
+        return 6
+
+    def samples(self, epoch, update):
+        return np.arange(4) + update // 2
+
+
+REPEATING = {
+    "balanced": lambda: ClassBalanced(Labelled(), 1),
+    "mixture": _mixed,
+    "with-replacement": lambda: as_order(
+        torch_data.RandomSampler(range(30), replacement=True, num_samples=50), 1
+    ),
+    "repeated": lambda: as_order([i for i in range(12) for _ in range(3)], 1),
+    "batches": lambda: as_updates([[1, 2, 1], [2, 3], [1, 1, 4, 2]], 1),
+    "per-class": lambda: PerClass(Labelled(), 1, classes=3, samples_per_class=2),
+    "own-updates": _Twice,
+}
+
+
+@pytest.mark.parametrize("make", REPEATING.values(), ids=REPEATING)
+@pytest.mark.parametrize(("accumulation", "world"), [(1, 1), (3, 1), (2, 2), (4, 3)])
+def test_a_repeated_sample_is_numbered_by_the_epoch_whatever_the_split(make, accumulation, world):
+    whole = UpdateSampler(make(), batch_size=9)
+    cut = {"gradient_accumulation_steps": accumulation, "world_size": world}
+    samplers = [UpdateSampler(make(), batch_size=9, **cut, rank=rank) for rank in range(world)]
+    for epoch in (0, 1):
+        updates = range(len(whole))
+        drawn = [whole.pieces(epoch, update)[0].draws() for update in updates]
+        every = [pair for draws in drawn for pair in draws]
+        expected = _counted(index for index, _ in every)
+        assert [occurrence for _, occurrence in every] == expected
+        assert max(expected) > 0
+        for update in reversed(updates):  # as after a resume, whatever came before
+            per_rank = [sampler.pieces(epoch, update) for sampler in samplers]
+            pieces = [piece for column in zip(*per_rank, strict=True) for piece in column]
+            assert [d for p in pieces if p.count for d in p.draws()] == drawn[update]
+            borrowed = [piece.draws() for piece in pieces if not piece.count]
+            assert borrowed == [drawn[update][:1]] * len(borrowed)
+
+
+@pytest.mark.parametrize("name", ["shuffled", "subset", "low-memory"])
+def test_orders_without_repetitions_are_not_searched_for_them(name, monkeypatch):
+    monkeypatch.setattr(samplers, "occurrences_in", lambda order: pytest.fail("searched"))
+    sampler = UpdateSampler(ORDERS[name](1), batch_size=16)
+    assert all(piece.occurrences == () for piece in sampler.walk(0, 0, len(sampler)))

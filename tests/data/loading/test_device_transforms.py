@@ -227,3 +227,84 @@ def test_batches_keep_the_types_that_hold_their_samples():
         assert held["pair"].image.shape == (3, 2)
         assert (held["none"], held["list"][1]) == (None, ["name"] * 3)
     assert held["pair"].image.is_meta
+
+
+CROP = "transforms=crop_flip"
+REPEATED = {
+    "balanced": "+loader/sampler=balanced",
+    "replacement": "+loader/sampler=torch_random",
+    "per-class": "+loader/batch_sampler=per_class",
+}
+
+
+def _drawn(built, *words, world=1):
+    """(update, position in it) -> the draw and what the network sees, of an epoch's second half."""
+    found = {}
+    for rank in range(world):
+        loader, *_ = built(*words, rank=rank, world=world)
+        for micro in loader.epoch(1, len(loader) // 2):
+            piece = micro.piece
+            draws = zip(piece.draws()[: piece.count], micro.batch[0], strict=False)
+            for place, (draw, image) in enumerate(draws, piece.start):
+                found[piece.update, place] = draw, image
+        loader.close()
+    return found
+
+
+@pytest.mark.parametrize("sampler", REPEATED.values(), ids=REPEATED)
+@pytest.mark.parametrize(
+    "transforms",
+    [CROP, "transforms=on_device", "transforms=randaugment"],
+    ids=["deferred", "device", "per-sample"],
+)
+def test_a_sample_drawn_again_is_another_picture_whatever_the_cache(
+    picture_tree, built, sampler, transforms
+):
+    words = _words(picture_tree, transforms, sampler)
+    words += ["loader.sampler.num_samples=90"] * ("/sampler" in sampler)
+    words += ["loader.batch_sampler.classes=2"] * ("batch" in sampler)
+    expected = _drawn(built, *words)
+    shown = {}
+    for draw, image in expected.values():
+        shown.setdefault(draw, image)
+        assert torch.equal(shown[draw], image)
+    most = max(shown, key=lambda draw: draw[1])
+    pictures = {image.numpy().tobytes() for draw, image in shown.items() if draw[0] == most[0]}
+    assert most[1] > 0
+    assert len(pictures) > 1
+    others = [_drawn(built, *words, "trainer.gradient_accumulation_steps=3", world=2)]
+    caches = ["ram", "disk"] + ["device"] * ("randaugment" not in transforms)
+    workers = f"loader.num_workers={int('per-sample' in transforms)}"
+    others += [_drawn(built, *words, f"data.cache={cache}", workers) for cache in caches]
+    for found in others:
+        assert found.keys() == expected.keys()
+        assert all(found[place][0] == draw for place, (draw, _) in expected.items())
+        assert all(torch.equal(found[place][1], image) for place, (_, image) in expected.items())
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        batched.RandomCrop(8, padding=4),
+        batched.RandomHorizontalFlip(),
+        batched.AlternatingFlip(),
+        batched.RandomErasing(1.0),
+        batched.RandomResizedCrop(8),
+        batched.RandomAffine(20, (0.2, 0.2)),
+        batched.ColorJitter(0.4, 0.4),
+    ],
+    ids=lambda step: type(step).__name__,
+)
+def test_every_step_draws_anew_for_a_later_occurrence(step):
+    images = torch.rand(1, 3, 8, 8).expand(64, -1, -1, -1).contiguous()
+    occurrences = tuple(range(32)) * 2
+    piece = Piece((5,) * 32 + (9,) * 32, 64, 0, 64, 0, 1, 0, 0, occurrences)
+    transforms = DeviceTransforms({"step": step}, seed=1)
+    whole = transforms(images, piece)
+    assert len({image.numpy().tobytes() for image in whole[:32]}) > 1
+    assert not torch.equal(whole[:32], whole[32:])
+    for number, (index, occurrence) in enumerate(piece.draws()):
+        own = Piece((index,), 1, 0, 1, 0, 1, 0, 0, (occurrence,))
+        assert torch.equal(transforms(images[:1], own)[0], whole[number])
+    first = Piece((5, 9), 2, 0, 2, 0, 1, 0, 0)  # keyed as where nothing is repeated
+    assert torch.equal(transforms(images[:2], first), whole[[0, 32]])

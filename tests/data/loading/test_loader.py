@@ -18,8 +18,9 @@ import torch
 from torchvision import tv_tensors
 
 from data.errors import DataError, WorkerError
-from data.keys import REPLACEMENT, key
+from data.keys import REPLACEMENT, SAMPLE, key, preserved_rng, seed_rng
 from data.loading.loader import Loader
+from data.mixture import Mixture
 from data.orders import Sequential, Shuffled, Weighted
 from data.samplers import GivenBatches, SamplerOrder, UpdateSampler
 from data.sources import Digits
@@ -80,6 +81,49 @@ def test_augmentation_is_keyed_by_the_sample_whatever_the_order_and_the_split(no
     assert not torch.equal(joined, whole)
     assert torch.equal(joined[joined[:, 0].argsort()], whole)
     assert len(whole[:, 1:].unique()) == 60
+
+
+REPEATING = {
+    "weighted": lambda data: Weighted(data, 5, [1.0] * 19 + [30.0]),
+    "mixture": lambda data: Mixture({"a": data, "b": range(90)}, {"a": 1, "b": 1}).order(5, True),
+    "sampler": lambda data: SamplerOrder([3, 3, 7, 3, 1, 7, 0, 3] * 2, 5),
+    "batches": lambda data: GivenBatches([[1, 1, 2], [2, 1], [2, 2, 2]], 5),
+}
+
+
+@pytest.mark.parametrize("make", REPEATING.values(), ids=REPEATING)
+def test_what_an_epoch_draws_again_is_augmented_anew(noisy, make):
+    """By hand: the key of the first is (seed, epoch, index), of those after it one number more."""
+    dataset = noisy()
+    both = noisy(110)
+    with loading(both, make(dataset)) as loader:
+        whole = torch.cat(drain(loader, 1))
+        indices = [i for micro in loader.epoch(1) for i in micro.piece.indices]
+    seen = dict.fromkeys(indices, 0)
+    expected = []
+    with preserved_rng():
+        for index in indices:
+            parts = (SAMPLE, 1, index, seen[index])
+            seed_rng(key(5, *parts[: 3 + (seen[index] > 0)]))
+            expected.append(both[index][0])
+            seen[index] += 1
+    assert max(seen.values()) > 2
+    assert torch.equal(whole, torch.stack(expected))
+    assert len(whole[:, 1:].unique()) == 3 * len(whole)
+    parts = []
+    split = {"gradient_accumulation_steps": 2, "world_size": 2}
+    for rank in range(2):
+        with loading(both, make(dataset), split=split | {"rank": rank}, num_workers=rank) as loader:
+            drain(loader, 0)
+            for start in (1, 2):  # in the middle of an epoch
+                parts += [
+                    (micro.piece.update, micro.piece.start, micro.batch[0][: micro.piece.count])
+                    for micro in loader.epoch(1, start, start + 1)
+                ]
+    parts.sort(key=lambda part: part[:2])
+    with loading(both, make(dataset)) as loader:
+        middle = torch.cat(drain(loader, 1, 1, 3))
+    assert torch.equal(torch.cat([part for *_, part in parts]), middle)
 
 
 BROKEN = r"(?m)^sample 10 \(/pictures/10\.jpg\): ValueError: broken in two lines$"
@@ -373,6 +417,15 @@ def test_evaluation_drops(noisy, workers):
     (first, *_), _ = _skipping(nothing_left, "drop", order=Sequential(20), max_skipped=10)
     assert (first.piece.count, first.batch[0].shape) == (0, (1, 4))
     assert int(first.batch[0][0, 0]) > 5
+
+
+def test_evaluation_drops_no_sample_for_standing_twice(noisy):
+    order = SamplerOrder([4, 3, 4, 5, 4, 6], 5)
+    micros, _ = _skipping(noisy(bad=BAD), "drop", order=order)
+    piece = micros[0].piece
+    assert piece.draws() == [(4, 0), (4, 1), (5, 0), (4, 2), (6, 0)]
+    assert piece.count == 5
+    assert micros[0].batch[0][:, 0].tolist() == [4, 4, 5, 4, 6]
 
 
 @pytest.mark.parametrize("on_error", ["replace", "drop"])
