@@ -109,11 +109,14 @@ def rows_of_train(
 
 
 def file_of(place: Path, split: str, suffixes: Sequence[str]) -> Path | None:
-    """Return the file of a split in a folder; a single file is train's. None if there is none."""
+    """Return the file of a split in a folder; a single file is train's. None if there is none.
+
+    Names are compared in lower case.
+    """
     if not place.is_dir():
         return place if split == "train" and place.is_file() else None
-    found = (place / f"{split}{suffix}" for suffix in suffixes)
-    return next((path for path in found if path.is_file()), None)
+    there = {path.name.lower(): path for path in sorted(place.iterdir()) if path.is_file()}
+    return next((there[name] for s in suffixes if (name := f"{split}{s}") in there), None)
 
 
 def in_order(values: set[str]) -> list[str]:

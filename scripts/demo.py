@@ -124,7 +124,10 @@ def _answer(run: Any, given: Sequence[Any], checkpoint: str, top_k: int) -> Any:
     if form["kind"] == "table":
         names = [column["name"] for column in form["features"]]
         cells = {n: [None if v is None else str(v)] for n, v in zip(names, given, strict=True)}
-        columns, transform = Columns(Path("the form"), cells, 1), build_pipeline(run.config, "eval")
+        columns, transform = (
+            Columns(Path("the form"), cells, [1]),
+            build_pipeline(run.config, "eval"),
+        )
         sample = Table(columns, form["features"], form["missing"], transform)[0]
     elif form["kind"] != "picture":
         sample = torch.tensor(sample, dtype=torch.float32)

@@ -1,12 +1,18 @@
 """Tables from CSV and Parquet files: rows of features, and a number or a class to predict."""
 
+import bz2
 import csv
+import gzip
+import logging
+import lzma
 import math
-from collections.abc import Mapping, Sequence
+import re
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
 import numpy as np
 import torch
@@ -19,8 +25,29 @@ from data.sources import TensorSamples
 from data.splits import Split, cut, file_of, in_order, train_and_val
 from data.transforms import Transform
 
-_SUFFIXES = (".csv", ".tsv", ".parquet")
-_MISSING = frozenset({"", "NA", "N/A", "NaN", "nan", "null", "None", "?"})
+logger = logging.getLogger(__name__)
+_OPENERS: Mapping[str, Callable[..., IO[str]]] = {
+    "": open,
+    ".gz": gzip.open,
+    ".bz2": bz2.open,
+    ".xz": lzma.open,
+}
+_TEXTS = tuple(kind + packed for kind in (".csv", ".tsv") for packed in _OPENERS)
+_SUFFIXES = (*_TEXTS, ".parquet")
+# Of a value that is missing: what pandas takes for one, and a question mark.
+_MISSING = frozenset(
+    {"", "#N/A", "#N/A N/A", "#NA", "-1.#IND", "-1.#QNAN", "-NaN", "-nan", "1.#IND", "1.#QNAN"}
+    | {"<NA>", "N/A", "NA", "NULL", "NaN", "None", "n/a", "nan", "null", "?"}
+)
+# These may be names of categories; in a column of numbers they stand for a missing one.
+_NO_NUMBER = frozenset({"-", "--", ".", "*", "na", "n.a.", "N.A.", "none", "missing"})
+_DELIMITERS = (",", ";", "\t", "|")
+# A number that is written in another way than the file's: `1,000.5`, `12%`, `3,5`, `1 000`.
+_ODD_NUMBER = re.compile(r"[+-]?[$€£]?\s?\d[\d.,' \u00a0\u202f]*(e[+-]?\d+)?\s?[%$€£]?", re.I)
+_AS_CATEGORIES = {"data.target": "data.target_kind=class"}
+# How a program calls the row numbers that it wrote as a column.
+_ARROW_INDEX = "__index_level_0__"
+_ROW_NUMBERS = ("", "Unnamed: 0", _ARROW_INDEX)
 
 Missing = Literal["error", "mean"]
 Numbers = NDArray[np.float64]
@@ -31,38 +58,109 @@ Feature = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
+class Dialect:
+    """How a text file is written: what separates cells, how numbers are spelled, its encoding.
+
+    delimiter: None = what the header is split by. thousands: what groups the digits of a number.
+    encoding: None = UTF-8, or UTF-16 where the file begins with its mark.
+    """
+
+    delimiter: str | None = None
+    decimal: str = "."
+    thousands: str | None = None
+    encoding: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("delimiter", "decimal", "thousands"):
+            value = getattr(self, name)
+            if value is not None and len(value) != 1:
+                raise DataError(f"data.{name}={value!r}: give one character")
+        if self.decimal == self.thousands:
+            raise DataError(f"data.decimal and data.thousands are both {self.decimal!r}")
+
+    def number(self, cell: str) -> float:
+        """Return the number that a cell holds. Raises ValueError."""
+        text = cell
+        if self.thousands is not None and self.thousands in text:
+            group, point = re.escape(self.thousands), re.escape(self.decimal)
+            if not re.fullmatch(rf"[+-]?\d{{1,3}}({group}\d{{3}})+({point}\d*)?", text):
+                raise ValueError(text)
+            text = text.replace(self.thousands, "")
+        foreign = {"_", "."} - {self.decimal}  # Python reads 1_000, and no other program does
+        if any(sign in text for sign in foreign):
+            raise ValueError(text)
+        return float(text.replace(self.decimal, "."))
+
+    def holds_number(self, cell: str) -> bool:
+        """Return whether a cell is a number."""
+        try:
+            self.number(cell)
+        except ValueError:
+            return False
+        return True
+
+
+@dataclass(frozen=True, slots=True)
 class Columns:
     """The cells of a file as text, by column; None where one is missing."""
 
     path: Path
     cells: dict[str, Cells]
-    first_row: int  # number of the first row, as a spreadsheet shows it
+    lines: Sequence[int]  # numbers of the rows, as a spreadsheet shows them
+    dialect: Dialect = Dialect()
 
     def __len__(self) -> int:
-        return len(next(iter(self.cells.values()), []))
+        return len(self.lines)
 
     def place(self, row: int, name: str) -> str:
         """Return where a cell is, for a message."""
-        return f"{self.path}: row {self.first_row + row}, column {name!r}"
+        return f"{self.path}: row {self.lines[row]}, column {name!r}"
 
     def column(self, name: str, key: str) -> Cells:
         """Return the column that a key of the configuration names. Raises DataError."""
-        if name not in self.cells:
+        if (found := self.cells.get(name, self.cells.get(name.strip()))) is None:
             known = ", ".join(map(repr, self.cells))
             raise DataError(f"{key}: {self.path} has no column {name!r}; it has {known}")
-        return self.cells[name]
+        return found
+
+    def holds_numbers(self, name: str) -> bool:
+        """Return whether at least half of a column's values are numbers.
+
+        Raises DataError where they are numbers in another spelling than the file's.
+        """
+        cells = self.column(name, "data.features")
+        values = [cell for cell in cells if cell is not None and cell not in _NO_NUMBER]
+        numbers = sum(map(self.dialect.holds_number, values))
+        if not values or 2 * numbers >= len(values):
+            return bool(values)
+        alike = [cell for cell in values if _ODD_NUMBER.fullmatch(cell)]
+        if 2 * len(alike) < len(values):
+            return False
+        odd = next(cell for cell in alike if not self.dialect.holds_number(cell))
+        raise DataError(
+            f"{self.place(cells.index(odd), name)}: {odd!r} is written like a number, as most of "
+            "the column is, and cannot be read as one: \"data.decimal=','\" or "
+            "\"data.thousands=','\" says how numbers are written; if they are categories: "
+            f"data.categorical=[{name}]"
+        )
 
     def numbers(self, name: str, missing: Missing, key: str) -> Numbers:
         """Return a column as numbers, NaN where a value is missing. Raises DataError."""
         found = np.full(len(self), math.nan)
         for row, cell in enumerate(self.column(name, key)):
-            with suppress(ValueError):
-                found[row] = math.nan if cell is None else float(cell)
-            if math.isfinite(found[row]) or (cell is None and missing == "mean"):
+            if cell is None or cell in _NO_NUMBER:
+                if missing == "error":
+                    why = "no value; data.missing=mean fills it in"
+                    raise DataError(f"{self.place(row, name)}: {why}")
                 continue
-            why = f"{cell!r} is not a finite number; are they categories (data.categorical)?"
-            why = why if cell is not None else "no value; data.missing=mean fills it in"
-            raise DataError(f"{self.place(row, name)}: {why}")
+            with suppress(ValueError):
+                found[row] = self.dialect.number(cell)
+            if not math.isfinite(found[row]):
+                raise DataError(
+                    f"{self.place(row, name)}: {cell!r} is not a finite number: mend the cell; "
+                    "data.decimal and data.thousands say how numbers are written, and "
+                    f"{_AS_CATEGORIES.get(key, 'data.categorical')} that a column holds categories"
+                )
         return found
 
     def encoded(self, feature: Feature, missing: Missing) -> Numbers:
@@ -85,35 +183,101 @@ class Columns:
         return equal.astype(np.float64)
 
 
-def read_columns(path: str | Path) -> Columns:
+def read_columns(path: str | Path, dialect: Dialect | None = None) -> Columns:
     """Read a whole file. Raises DataError."""
     path = Path(path).expanduser()
-    if path.suffix not in _SUFFIXES:
+    name = path.name.lower()
+    if not name.endswith(_SUFFIXES):
         raise DataError(f"data.path: {path} is none of {', '.join(_SUFFIXES)}")
-    kinds = (OSError, ValueError, NotImplementedError, csv.Error)  # Arrow's are such
-    with explained(f"{path}: cannot be read as {path.suffix[1:]}", *kinds):
-        names, columns, first = (_parquet if path.suffix == ".parquet" else _csv)(path)
-    if not names or len({*names, ""}) <= len(names):
+    # Arrow's errors, and those of compressed files, are such.
+    kinds = (OSError, ValueError, NotImplementedError, EOFError, csv.Error)
+    kind = "parquet" if name.endswith(".parquet") else name.rpartition(".csv")[1][1:] or "tsv"
+    with explained(f"{path}: cannot be read as {kind}", *kinds, zlib.error, lzma.LZMAError):
+        if kind == "parquet":
+            dialect = Dialect()
+            names, columns, lines = _parquet(path)
+        else:
+            dialect = dialect or Dialect()
+            names, columns, lines = _csv(path, "\t" if kind == "tsv" else ",", dialect)
+    # What separators at the ends of lines make: columns without a name that hold nothing.
+    kept = [n for n, name in enumerate(names) if name or not columns or any(columns[n])]
+    names = [names[n] for n in kept]
+    # A first column without a name holds the numbers of the rows.
+    if not names or len(set(names)) < len(names) or "" in names[1:]:
         raise DataError(f"{path}: each column needs a name of its own, in the first row: {names}")
-    if not columns or not columns[0]:
+    if not lines:
         raise DataError(f"{path}: the table has no rows")
-    return Columns(path, dict(zip(names, columns, strict=True)), first)
+    cells = {name: columns[n] for name, n in zip(names, kept, strict=True)}
+    return Columns(path, cells, lines, dialect)
 
 
-def _csv(path: Path) -> tuple[list[str], list[Cells], int]:
-    delimiter = "\t" if path.suffix == ".tsv" else ","
-    with open(path, newline="", encoding="utf-8-sig") as file:
-        names, *rows = [*csv.reader(file, delimiter=delimiter, strict=True)] or [[]]
-    for number, row in enumerate(rows, 2):
+def _csv(path: Path, usual: str, dialect: Dialect) -> tuple[list[str], list[Cells], list[int]]:
+    rows = list[list[str]]()
+    lines = list[int]()
+    opener = _OPENERS.get(path.suffix.lower(), open)
+    try:
+        with opener(path, "rt", newline="", encoding=_encoding(path, opener, dialect)) as file:
+            text = file.readlines()
+    except UnicodeError as error:
+        raise DataError(
+            f"{path}: its text is not {dialect.encoding or 'UTF-8'} ({error}): data.encoding says "
+            "what it is, such as data.encoding=cp1252 or latin-1"
+        ) from error
+    except LookupError as error:
+        raise DataError(f"data.encoding={dialect.encoding}: Python has no such encoding") from error
+    header = next((line for line in text if line.strip()), "")
+    delimiter = dialect.delimiter or _delimiter(path, header, usual)
+    for number, row in enumerate(csv.reader(text, delimiter=delimiter, strict=True), 1):
+        cells = [cell.strip() for cell in row]
+        if cells not in ([], [""]):  # an empty line is no row
+            rows.append(cells)
+            lines.append(number)
+    while rows and not any(rows[-1]):  # as spreadsheets leave them
+        rows.pop()
+        lines.pop()
+    names = rows[0] if rows else []
+    for number, row in zip(lines, rows, strict=True):
         if len(row) != len(names):
-            raise ValueError(f"row {number} has {len(row)} cells, the header {len(names)}")
-    columns = (map(str.strip, column) for column in zip(*rows, strict=True))
-    return names, [[None if cell in _MISSING else cell for cell in c] for c in columns], 2
+            raise ValueError(
+                f"row {number} has {len(row)} cells, the header {len(names)} (separated by "
+                f"{delimiter!r}: data.delimiter says by what they are)"
+            )
+    columns = [
+        [None if cell in _MISSING else cell for cell in column]
+        for column in zip(*rows[1:], strict=True)
+    ]
+    return names, columns, lines[1:]
 
 
-def _parquet(path: Path) -> tuple[list[str], list[Cells], int]:
+def _encoding(path: Path, opener: Callable[..., IO[Any]], dialect: Dialect) -> str:
+    """Return the encoding of a file: as given, or by its first bytes."""
+    if dialect.encoding is not None:
+        return dialect.encoding
+    with opener(path, "rb") as file:
+        start = file.read(2)
+    return "utf-16" if start in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig"
+
+
+def _delimiter(path: Path, header: str, usual: str) -> str:
+    """Return what separates the names of a header. Raises DataError if that is not clear."""
+    splitting = [
+        one for one in _DELIMITERS if len(next(csv.reader([header], delimiter=one), [])) > 1
+    ]
+    if usual in splitting or not splitting:
+        return usual
+    if len(splitting) > 1:
+        raise DataError(
+            f"{path}: each of {splitting} separates names in its first row: data.delimiter says "
+            "which it is"
+        )
+    logger.info("%s: its cells are separated by %r", path, splitting[0])
+    return splitting[0]
+
+
+def _parquet(path: Path) -> tuple[list[str], list[Cells], Sequence[int]]:
     table = import_package("pyarrow.parquet", "parquet").read_table(path)
-    return table.column_names, [[*map(_text, c.to_pylist())] for c in table.columns], 1
+    columns = [[*map(_text, c.to_pylist())] for c in table.columns]
+    return table.column_names, columns, range(1, len(table) + 1)
 
 
 def _text(value: Any) -> str | None:
@@ -139,7 +303,9 @@ class Table(TensorSamples):
         classes: list[str] | None = None,
         target_scale: Sequence[float] | None = None,
     ) -> None:
-        self._path, self._first_row = columns.path, columns.first_row
+        self._path = columns.path
+        self._lines = columns.lines
+        self.dialect = columns.dialect
         self.features = [dict(feature) for feature in features]
         self.missing = missing
         self.rows = np.arange(len(columns)) if rows is None else rows
@@ -151,11 +317,12 @@ class Table(TensorSamples):
 
     def path(self, index: int) -> str:
         """Return the file and the row of a sample."""
-        return f"{self._path}:{self._first_row + int(self.rows[index])}"
+        return f"{self._path}:{self._lines[int(self.rows[index])]}"
 
     def input_form(self) -> dict[str, Any]:
         """Return the encoding of the columns, with the training statistics, as plain values."""
-        return {"kind": "table", "features": self.features, "missing": self.missing}
+        read = {"features": self.features, "missing": self.missing}
+        return {"kind": "table", **read, "dialect": asdict(self.dialect)}
 
     def statistics(self) -> dict[str, Any]:
         """Return how the columns are encoded, by the training rows: what a checkpoint keeps."""
@@ -180,24 +347,31 @@ def table(
     fold: int = 0,
     folds: int = 0,
     statistics: Mapping[str, Any] | None = None,
+    delimiter: str | None = None,
+    decimal: str = ".",
+    thousands: str | None = None,
+    encoding: str | None = None,
 ) -> Table | None:
     """Open one split of a file, or of a folder with a train file and perhaps val and test.
 
     What has no file of its own is cut from train, stratified by class; with `folds` val is a fold
     of what test leaves. Columns and targets are encoded by the training rows, or by a checkpoint's
-    `statistics` if the columns are the same. `channels`: how many inputs are expected.
+    `statistics` if the columns are the same. `channels`: how many inputs are expected. The last
+    four are a `Dialect`.
     """
     place = Path(path).expanduser()
+    dialect = Dialect(delimiter, decimal, thousands, encoding)
     if (file := file_of(place, "train", _SUFFIXES)) is None:
         raise DataError(f"data.path={path}: no such file, nor a folder with a train.csv")
-    train = read_columns(file)
+    train = read_columns(file, dialect)
     test_file = file_of(place, "test", _SUFFIXES)
     val_file = None if folds else file_of(place, "val", _SUFFIXES)
-    names = [n for n in train.cells if n != target] if features is None else list(features)
+    known = statistics or {}
+    before = [feature["name"] for feature in known.get("features", ())]
+    names = _features(train, target, before) if features is None else list(features)
     if not names:
         raise DataError(f"data.path={path}: no column but data.target={target} to predict from")
-    known = statistics or {}
-    if [feature["name"] for feature in known.get("features", ())] != names:
+    if before != names:
         known = {}  # none, or other columns were chosen since
     classes, scale, labels = None, None, np.zeros(len(train))
     if target_kind == "class":
@@ -218,7 +392,7 @@ def table(
         scale = known.get("target_scale") or (float(values.mean()), float(values.std()) or 1.0)
     rows = {"train": rows, "val": rest[val], "test": test}[split]
     own = {"train": None, "val": val_file, "test": test_file}[split]
-    columns = train if own is None else read_columns(own)
+    columns = train if own is None else read_columns(own, dialect)
     rows = rows if own is None else np.arange(len(columns))
     if not len(rows):
         return None
@@ -226,19 +400,31 @@ def table(
     return Table(columns, fitted, missing, transform, rows, targets, classes, scale)
 
 
+def _features(train: Columns, target: str, known: Sequence[str]) -> list[str]:
+    """Return all columns but the target, and but row numbers that a program has written.
+
+    known: columns of a checkpoint, which stay.
+    """
+    names = [name for name in train.cells if name not in (target, target.strip())]
+    first = next(iter(train.cells))
+    numbers = [name for name in (first, _ARROW_INDEX) if name in _ROW_NUMBERS]
+    for name in [name for name in numbers if name in names and name not in known]:
+        text = "%s: column %r is left out: it holds row numbers; data.features can name it"
+        logger.info(text, train.path, name)
+        names.remove(name)
+    return names
+
+
 def _fitted(train: Columns, rows: Indices, name: str, categorical: Sequence[str] | None) -> Feature:
     """Return how a column becomes inputs, with the statistics of the training rows.
 
-    categorical: the columns with categories; None: those whose first value is not a number.
+    categorical: the columns with categories; None: those most of whose values are no numbers.
     """
     for other in categorical or ():
         train.column(other, "data.categorical")
     cells = train.column(name, "data.features")
-    if categorical is None:
-        try:
-            float(next((cell for cell in cells if cell is not None), ""))
-        except ValueError:
-            categorical = [name]
+    if categorical is None and not train.holds_numbers(name):
+        categorical = [name]
     if name in (categorical or ()):
         categories = in_order({cell for row in rows if (cell := cells[row]) is not None})
         return {"name": name, "categories": categories, "mean": 0.0, "std": 1.0}

@@ -16,7 +16,7 @@ from conf.check import parse
 from conf.errors import ConfigError, Problem, one_line, raise_problems
 from conf.schema import Config
 from data.errors import DataError
-from data.formats.table import Table, read_columns
+from data.formats.table import Dialect, Table, read_columns
 from data.image_folder import find_pictures
 from data.loading.fetch import path_of
 from data.text import Prompts, find_prompts
@@ -89,7 +89,8 @@ def _dataset(keys: Prediction, config: Config, facts: InferenceFacts, lines: lis
             return prompts_for(facts, config, *find_prompts(source, lines))
         if form["kind"] == "table":
             pipeline = build_pipeline(config, "eval")
-            return Table(read_columns(source), form["features"], form["missing"], pipeline)
+            columns = read_columns(source, Dialect(**form.get("dialect", {})))
+            return Table(columns, form["features"], form["missing"], pipeline)
         return pictures_for(facts, config, find_pictures(source, lines))
     if text and keys.save is None:
         hint = "save=logits writes its answers into a file"

@@ -1,5 +1,9 @@
 """Numbers in others' formats: tables with their encoding, and token files."""
 
+import bz2
+import gzip
+import logging
+import lzma
 import pickle
 from itertools import pairwise
 
@@ -8,7 +12,7 @@ import pytest
 import torch
 
 from data.errors import DataError
-from data.formats.table import Table, read_columns, table
+from data.formats.table import Dialect, Table, read_columns, table
 from data.formats.tokens import token_blocks
 from data.sources import fingerprint
 from data.splits import class_names
@@ -137,6 +141,165 @@ def test_a_mistake_is_named_by_row_and_column(tmp_path, text, options, words):
     (tmp_path / "t.csv").write_text(text)
     with pytest.raises(DataError, match=words):
         rows_of(tmp_path / "t.csv", **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "options"),
+    [
+        pytest.param("t.csv", lambda t: t.replace(",", ";"), {}, id="semicolons"),
+        pytest.param("t.csv", lambda t: t.replace(",", "\t"), {}, id="tabs"),
+        pytest.param("t.csv", lambda t: t.replace(",", "|"), {}, id="bars"),
+        pytest.param("t.tsv", lambda t: t, {}, id="commas in a .tsv"),
+        pytest.param("t.csv", lambda t: t.replace(",", ":"), {"delimiter": ":"}, id="colons"),
+        pytest.param(
+            *("t.csv", lambda t: t.replace(",", ";").replace(".", ","), {"decimal": ","}),
+            id="decimal comma",
+        ),
+        pytest.param("t.csv", lambda t: t.replace(",", " , "), {}, id="blanks around cells"),
+        pytest.param("t.csv", lambda t: f"\n{t}\n\n  \n", {}, id="empty lines"),
+        pytest.param("t.csv", lambda t: t.replace("\n", "\n\n"), {}, id="lines between"),
+        pytest.param("t.csv", lambda t: t.replace("\n", "\r\n") + ",,,\n", {}, id="a sheet's end"),
+        pytest.param("t.csv", lambda t: t.replace("\n", ",\n"), {}, id="a comma at the end"),
+        pytest.param("T.CSV", lambda t: t, {}, id="capitals"),
+        pytest.param("t.csv", lambda t: f"\ufeff{t}", {}, id="with a mark"),
+    ],
+)
+def test_a_table_is_read_as_people_write_it(file, tmp_path, name, change, options):
+    usual, other = rows_of(file), tmp_path / name
+    other.write_text(change(file.read_text()), newline="")
+    found = rows_of(other, **options)
+    assert found.features == usual.features
+    assert torch.equal(found.inputs, usual.inputs)
+    assert torch.equal(found.targets, usual.targets)
+    form = found.input_form()
+    again = Table(read_columns(other, Dialect(**form["dialect"])), form["features"])
+    assert torch.equal(again.inputs[torch.from_numpy(found.rows)], usual.inputs)
+
+
+@pytest.mark.parametrize(
+    ("suffix", "pack"),
+    [(".csv.gz", gzip.compress), (".CSV.bz2", bz2.compress), (".tsv.xz", lzma.compress)],
+)
+def test_a_packed_table_is_read(file, tmp_path, suffix, pack):
+    packed = tmp_path / f"train{suffix}"
+    packed.write_bytes(pack(file.read_bytes()))
+    for path in (packed, tmp_path):  # by its name, or as the folder's split
+        assert torch.equal(rows_of(path).inputs, rows_of(file).inputs)
+    packed.write_bytes(packed.read_bytes()[:-20])
+    with pytest.raises(DataError, match=rf"train{suffix}: cannot be read as .sv"):
+        rows_of(packed)
+
+
+@pytest.mark.parametrize(("encoding", "key"), [("cp1252", "cp1252"), ("utf-16", None)])
+def test_the_encoding_of_a_table_is_read_or_named(file, encoding, key):
+    file.write_text(file.read_text().replace("area", "fläche"), encoding=encoding)
+    if key is not None:
+        with pytest.raises(DataError, match=r"is not UTF-8.*data\.encoding=cp1252"):
+            rows_of(file)
+    assert [feature["name"] for feature in rows_of(file, encoding=key).features][1] == "fläche"
+    with pytest.raises(DataError, match=r"data\.encoding=klingon"):
+        rows_of(file, encoding="klingon")
+
+
+def test_several_possible_delimiters_are_not_guessed(file):
+    file.write_text(file.read_text().replace("area", "area|m").replace(",", ";"))
+    with pytest.raises(DataError, match=r"data\.delimiter says which"):
+        rows_of(file)
+    assert len(rows_of(file, delimiter=";")) == 32
+
+
+def numbered(text, name):
+    head, *rows = text.splitlines()
+    return "\n".join([f"{name},{head}", *(f"{n * 7 % 40},{row}" for n, row in enumerate(rows))])
+
+
+@pytest.mark.parametrize("name", ["", "Unnamed: 0"])
+def test_row_numbers_without_a_name_are_no_feature(file, caplog, name):
+    usual = rows_of(file)
+    file.write_text(numbered(file.read_text(), name))
+    with caplog.at_level(logging.INFO):
+        found = rows_of(file)
+    assert "is left out: it holds row numbers" in caplog.text
+    assert torch.equal(found.inputs, usual.inputs)
+    named = rows_of(file, features=[name, "area"])
+    assert named.inputs.shape[1] == 2
+    assert rows_of(file, statistics=named.statistics()).features != named.features
+    every = rows_of(file, features=[name, "rooms", "area", "town"])
+    assert rows_of(file, statistics=every.statistics()).features == every.features
+
+
+@pytest.mark.parametrize("row", [0, 7, 39], ids=str)
+@pytest.mark.parametrize("odd", ["1,000.5", "12%", "n.v.", "3,5", "1_000"])
+def test_a_column_is_what_most_of_its_rows_are(file, row, odd):
+    head, *rows = file.read_text().splitlines()
+    cells = rows[row].split(",")
+    cells[1] = f'"{odd}"'
+    rows[row] = ",".join(cells)
+    file.write_text("\n".join([head, *rows]))
+    with pytest.raises(DataError, match=rf"row {row + 2}, column 'area': '{odd}' is not a finite"):
+        rows_of(file)
+    # A column of names, one of which is a number, stays one.
+    cells[1], cells[2] = "1", "5"
+    rows[row] = ",".join(cells)
+    file.write_text("\n".join([head, *rows]))
+    known = rows_of(file, val_fraction=0.0, test_fraction=0.0).features[2]["categories"]
+    assert known == ["5", "Aachen", "Bonn", "Celle"]
+
+
+@pytest.mark.parametrize(
+    ("spelled", "options", "wanted"),
+    [
+        pytest.param("1,{:03d}.5", {"thousands": ","}, 1000.5, id="thousands"),
+        pytest.param("1.{:03d},5", {"thousands": ".", "decimal": ","}, 1000.5, id="german"),
+        pytest.param("{:03d},5", {"decimal": ","}, 0.5, id="decimal"),
+        pytest.param("{:d}%", None, 0.0, id="percent"),
+        pytest.param("${:d}", None, 0.0, id="dollar"),
+    ],
+)
+def test_a_column_of_numbers_in_another_spelling_is_no_column_of_names(
+    tmp_path, spelled, options, wanted
+):
+    path = tmp_path / "t.csv"
+    path.write_text("size;price\n" + "".join(f"{spelled.format(i)};{i}\n" for i in range(40)))
+    with pytest.raises(DataError, match=r"row 2, column 'size'.*data\.decimal.*data\.categorical"):
+        rows_of(path)
+    assert len(rows_of(path, categorical=["size"]).features[0]["categories"]) == 32
+    if options is not None:
+        data = rows_of(path, **options)
+        values = wanted + data.rows
+        assert data.features[0]["mean"] == pytest.approx(values.mean())
+        assert data.features[0]["std"] == pytest.approx(values.std())
+
+
+MARKS = [
+    "",
+    "NA",
+    "N/A",
+    "n/a",
+    "NaN",
+    "nan",
+    "NULL",
+    "null",
+    "None",
+    "<NA>",
+    "#N/A",
+    "?",
+    "-",
+    ".",
+]
+
+
+@pytest.mark.parametrize("mark", MARKS)
+def test_the_usual_marks_of_a_missing_value_are_known(file, mark):
+    head, *rows = file.read_text().splitlines()
+    _, *others = rows[0].split(",")
+    file.write_text("\n".join([head, ",".join([mark, *others]), *rows[1:]]))
+    with pytest.raises(DataError, match=r"row 2, column 'rooms': no value"):
+        rows_of(file)
+    data = rows_of(file, missing="mean", val_fraction=0.0, test_fraction=0.0)
+    rest = np.array([float(row.split(",")[0]) for row in rows[1:]])
+    assert data.features[0]["mean"] == pytest.approx(rest.mean())
+    assert data.inputs[0, 0] == 0
 
 
 def test_folds_are_shared_out_of_what_test_leaves(file):
