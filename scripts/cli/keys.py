@@ -60,7 +60,8 @@ class Evaluation(OfRun):
       evaluate run=RUN_DIR [checkpoint=best|last|PATH] [split=test|val] [key=value ...]
       evaluate run=RUN_DIR artefact=FILE [split=test|val] [allow_code=true]
 
-    Further overrides change the run's configuration, e.g. loader.num_workers=2 or data.root=DIR.
+    Further overrides change the run's configuration, e.g. loader.num_workers=2 or
+    data.test.root=DIR. It is stored resolved: data.root alone feeds nothing, and is refused.
     """
 
     overrides = True

@@ -16,6 +16,9 @@ from trainer.targets.instantiate import SPECIAL, takes
 
 # Sections that may contain the user's own keys, read by interpolations.
 _OPEN = {"data": DataConfig, "transforms": TransformsConfig}
+# Keys of the schema that data sets, too, read by interpolations: alone they do less, or nothing.
+_SHARED = ("root", "cache_dir", "num_classes")
+_TAKING = ("model.", "data.", "transforms.")  # sections whose arguments read them
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -39,6 +42,7 @@ class Tree:
         self.values = Values()
         self.sources = dict[str, Source]()
         self.declared = set[str]()  # keys that a group's file has
+        self._primary = Values()  # of the open sections in the primary file, with their values
         self.problems = list[Problem]()
         self._replaced = dict[str, set[Source]]()  # by node: of earlier targets
 
@@ -48,6 +52,8 @@ class Tree:
             content = {part: content}
         for section in _OPEN if primary else _OPEN.keys() & {source.package}:
             self.declared |= {key for key, _ in children(content.get(section), section)}
+            if primary:
+                self._primary |= copy.deepcopy(dict(children(content.get(section), section)))
         self._merge(self.values, content, "", source)
 
     def _merge(self, old: Values, new: Mapping[str, Any], key: str, source: Source) -> None:
@@ -133,8 +139,36 @@ class Tree:
             known = [*declared(schema), *(n for n in names if join(section, n) in self.declared)]
             for name in [name for name in names if name not in known]:
                 key = join(section, name)
-                if not any(_is_below(key, at) or _is_below(at, key) for at in followed.read):
+                if not _is_read(key, followed):
                     yield unknown(section, name, known)
+        yield from self._idle(followed)
+
+    def _idle(self, followed: Interpolations) -> Iterator[Problem]:
+        """Yield the typed keys that feed nothing: a run's configuration is stored resolved."""
+        for key, before in self._primary.items():
+            section, _, name = key.partition(".")
+            if before == self.node(key) or not self._is_typed(key) or _is_read(key, followed):
+                continue
+            if name in declared(_OPEN[section]) and name not in _SHARED:
+                continue
+            equal = [] if before is None else self._holders(before)
+            alike = [holder for holder in equal if holder.endswith(f".{name}")]
+            if name in _SHARED[1:] and not alike:  # such a key has an effect of its own
+                continue
+            if not any(holder.startswith("data.") for holder in alike):  # data sets ignore it
+                alike += [one for one in equal if one not in alike]
+            instead = ", ".join(f"{holder}=..." for holder in alike)
+            message = f"feeds nothing in this run: {instead or 'no key takes its value from it'}"
+            yield Problem(key, message)
+
+    def _holders(self, value: Any) -> list[str]:
+        """Return the arguments that hold a value and were not typed, those of data.test first."""
+        arguments = [one for one in walk(self.values) if one[0].startswith(_TAKING)]
+        found = [key for key, held in arguments if held == value and not self._is_typed(key)]
+        return [key for key in reversed(found) if key not in self._primary]
+
+    def _is_typed(self, key: str) -> bool:
+        return any(source.package is None for source in self._below(key))
 
     def of(self, key: str) -> str | None:
         """Return where a key was last set: the command line, or file:line; None if not at all."""
@@ -142,6 +176,11 @@ class Tree:
             return typed[-1].shown
         key = above(key, self.sources)
         return self.sources[key].at(key) if key else None
+
+
+def _is_read(key: str, followed: Interpolations) -> bool:
+    """Return whether an interpolation refers to a key, or to what is above or below it."""
+    return any(_is_below(key, at) or _is_below(at, key) for at in followed.read)
 
 
 def _is_below(key: str | None, other: str) -> bool:

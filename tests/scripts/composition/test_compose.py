@@ -48,6 +48,50 @@ def write(folder, name, text):
     path.write_bytes(text.encode())
 
 
+@pytest.fixture
+def stored(tmp_path):
+    """Return words that compose the configuration of a run, as the run has stored it."""
+
+    def words(*argv):
+        folder = tmp_path / "run"
+        folder.mkdir()
+        (folder / "config.yaml").write_text(dump(composed(*argv)))
+        return ["--config-dir", str(folder), "--config-name", "config"]
+
+    return words
+
+
+FOLDER = ("experiment=images", "data.root=here")
+HOUSES = ("data=table", "data.path=a.csv", "data.target=price", "data.channels=3")
+
+
+@pytest.mark.parametrize(
+    ("run", "typed", "fed"),
+    [
+        (FOLDER, "data.root=other", "data.test.root=..., data.val.root=..., data.train.root=..."),
+        (FOLDER, "data.split_seed=1", "data.val.split_seed=..., data.train.split_seed=..."),
+        (FOLDER, "data.mean=[0.5,0.5,0.5]", "transforms.eval.normalize.mean=..."),
+        (FOLDER, "data.image_size=32", "transforms.eval.resize.size.0=..."),
+        (FOLDER, "data.channels=1", "data.test.channels=..."),
+        (HOUSES, "data.path=b.csv", "data.test.path=..., data.val.path=..., data.train.path=..."),
+        (HOUSES, "data.missing=mean", "data.test.missing=..., data.val.missing=..."),
+        ((), "data.num_classes=3", "model.num_classes=..."),
+        ((), "data.root=other", "no key takes its value from it"),
+        (("data=shards", "data.root=a", "data.cache_dir=b"), "data.cache_dir=c", "data.test.cache"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_key_that_feeds_nothing_in_a_stored_run_is_refused(stored, run, typed, fed):
+    words = stored(*run)
+    key = typed.partition("=")[0]
+    told = refused(*words, typed)
+    assert f"{key}: feeds nothing in this run: " in told
+    assert fed in told
+    # What it is told to set, it can set; and a key with an effect of its own stays one.
+    compose([*words, *(["data.test.root=other"] if run == FOLDER else []), "data.on_error=skip"])
+    compose([*words, *run[1:]])
+
+
 def test_groups_then_the_experiment_then_the_command_line():
     config = composed()
     assert (config["name"], config["model"]["_target_"]) == ("train", "models.small_cnn.SmallCNN")
