@@ -18,6 +18,10 @@ class DataError(Exception):
         return one_line(super().__str__())
 
 
+class ClassNamesError(DataError):
+    """Classes that are not those of the run."""
+
+
 class UnreadableError(DataError):
     """A single file that cannot be read."""
 

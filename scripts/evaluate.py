@@ -29,6 +29,7 @@ def evaluate(argv: Sequence[str]) -> int:
 
         if keys.artefact is not None:
             from trainer.export.artefact import evaluate_artefact
+            from trainer.inference.predictor import classes_of
         else:
             from trainer.inference.run import evaluate_run
 
@@ -37,7 +38,8 @@ def evaluate(argv: Sequence[str]) -> int:
         check_targets(config)
         if keys.artefact is not None:
             tested, file = {"artefact": keys.artefact}, Path(keys.artefact)
-            split, metrics = evaluate_artefact(config, file, keys.split, keys.allow_code)
+            classes = classes_of(run_dir)
+            split, metrics = evaluate_artefact(config, file, keys.split, keys.allow_code, classes)
         else:
             tested = {"checkpoint": keys.checkpoint}
             split, metrics = evaluate_run(config, run_dir, keys.checkpoint, keys.split)

@@ -42,6 +42,7 @@ class ArrowRows:
             table = table.cast_column(columns["input"], undecoded)
         self.table, self._columns = table, columns
         self._numbers = {name: number for number, name in enumerate(classes or ())}
+        self._order: list[int] | None = None
         self._tokenizer, self._length = None, length
         if tokenizer is not None:
             auto = import_package("transformers", "transformers").AutoTokenizer
@@ -88,7 +89,15 @@ class ArrowRows:
         target = self._class(target) if self._numbers else _tensor(target)
         return on_inputs(self.transform, (value, target))
 
+    def renumber(self, numbers: list[int]) -> None:
+        """Give each class, by its number so far, another number."""
+        self._order = numbers
+
     def _class(self, value: Any) -> int:
+        number = self._own_class(value)
+        return number if self._order is None or number < 0 else self._order[number]
+
+    def _own_class(self, value: Any) -> int:
         if self._numbered:
             return int(value)
         if str(value) not in self._numbers:

@@ -376,7 +376,9 @@ def table(
     classes, scale, labels = None, None, np.zeros(len(train))
     if target_kind == "class":
         found = {cell for cell in train.column(target, "data.target") if cell is not None}
-        classes = list(known.get("classes") or in_order(found))
+        classes = list(known.get("classes") or ())
+        if not found <= {*classes}:  # where there are names of a run, they are compared with these
+            classes = in_order(found)
         labels = _targets(train, target, classes, None).numpy()
     # Test is cut first: its rows are the same whichever fold is validated on.
     rest, test = cut(labels, 0 if test_file else round(test_fraction * len(train)), split_seed)

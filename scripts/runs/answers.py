@@ -99,7 +99,7 @@ def _dataset(keys: Prediction, config: Config, facts: InferenceFacts, lines: lis
         hint = "data.predict names samples without labels; source=DIR reads pictures"
         raise ConfigError(f"data.{source}", "is null: no samples", hint)
     config = as_trained(config, find_checkpoint(Path(keys.run), keys.checkpoint))
-    return build_data(config, (source,)).sets[source]
+    return build_data(config, (source,), facts.classes).sets[source]
 
 
 def _generation(keys: Prediction, config: Config, dataset: Any) -> Generation | None:

@@ -16,6 +16,7 @@ from callbacks.trackers.recorder import MetricsLog
 from callbacks.trial import Trial
 from conf.check import parse
 from conf.errors import ConfigError, Problem, raise_problems
+from data.errors import ClassNamesError
 from models.pretrained import no_initial_weights
 from scripts.cli.arguments import RUNS, Request
 from scripts.cli.console import describe, exit_code, log_file
@@ -32,7 +33,7 @@ from trainer.callback import Callback, Results
 from trainer.checkpoints.reader import compare_names, read_checkpoint
 from trainer.device import product_name
 from trainer.distributed import attempt
-from trainer.errors import EXIT_CODES, Interrupted, StorageError
+from trainer.errors import EXIT_CODES, CheckpointError, Interrupted, StorageError
 from trainer.evaluation import EvaluationAbandoned
 from trainer.files.atomic import LogFileHandler
 from trainer.files.layout import columns_of
@@ -232,7 +233,11 @@ def _prepared(request: Request, strategy: Strategy) -> BuiltRun | None:
         own["trial"] = Trial(trial.storage, trial.study, trial.number)
     with nullcontext() if payload is None else no_initial_weights():
         built = with_statistics(config, payload)
-        experiment = build(built, strategy, own, request.config_text())
+        kept = {} if payload is None else payload["state"].get("data", {})
+        try:
+            experiment = build(built, strategy, own, request.config_text(), kept.get("classes"))
+        except ClassNamesError as error:
+            raise CheckpointError(f"resume: {error}, or begin a new run") from error
     if payload:  # before any file of the run is changed
         compare_names(payload, experiment.trainer.model.state_dict(), resume.checkpoint)
     if config.dry_run:

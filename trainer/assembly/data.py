@@ -14,13 +14,14 @@ from conf.errors import ConfigError, Problem, raise_problems
 from conf.interpolation import mapped
 from conf.schema import Config, Node
 from data.decode import quick_form
-from data.errors import DataError
-from data.image_folder import ImageCache, ImageFolder
+from data.errors import ClassNamesError, DataError
+from data.formats.huggingface import ArrowRows
+from data.image_folder import ImageCache, ImageFolder, Pictures
 from data.loading.device_transforms import batch_form, check_per_sample, defer
 from data.loading.loader import bytes_of, can_be_kept
 from data.mixture import Mixture, faults
 from data.orders import labels_of
-from data.sources import fingerprint
+from data.sources import TensorSamples, fingerprint
 from data.streams import as_dataset
 from data.transforms import Pipeline
 from trainer.assembly.parts import build_named, with_classes
@@ -60,26 +61,69 @@ def nodes_of(config: Config, splits: Sequence[str] | None = None) -> dict[str, A
     return {split: known.get(split) for split in splits or ["train", *config.data.nodes()]}
 
 
-def build_data(config: Config, splits: Sequence[str] | None = None) -> Data:
-    """Open the data sets: some, or those of a run. Raises DataError and ConfigError."""
+def build_data(
+    config: Config, splits: Sequence[str] | None = None, classes: Sequence[str] | None = None
+) -> Data:
+    """Open the data sets: some, or those of a run. Raises DataError and ConfigError.
+
+    classes: the names of a run that they are opened for again, which give the numbers.
+    """
     sets = dict[str, Any]()
     for split, node in nodes_of(config, splits).items():
         # Whatever a data set draws here, it draws in an evaluation of it alone, and moves no other.
         with preserved(torch.device("cpu"), derived(config.seed, "data", split)):
             sets[split] = _open(config, split, node) if node else None
+            follow_names(sets[split], classes, key_of(split))
             _try_transforms(sets[split])
     if "train" in sets and sets["train"] is None:
         raise ConfigError("data.train", "is null: there is nothing to train on")
     return Data(sets, _num_classes(config, sets))
 
 
-def open_data(config: Config, strategy: Strategy, splits: Sequence[str] | None = None) -> Data:
+def open_data(
+    config: Config,
+    strategy: Strategy,
+    splits: Sequence[str] | None = None,
+    classes: Sequence[str] | None = None,
+) -> Data:
     """Open the data sets, which may be downloaded, in one process of a machine at a time."""
     nodes = [node for node in nodes_of(config, splits).values() if node]
     # `concurrent = True` on a class opts out.
     at_once = all(getattr(locate(node["_target_"]), "concurrent", False) for node in nodes)
     with nullcontext() if at_once else strategy.group.one_per_node():
-        return build_data(config, splits)
+        return build_data(config, splits, classes)
+
+
+def names_of(dataset: Any) -> list[str] | None:
+    """Return the names of a data set's classes, by number; None of one without names."""
+    names = getattr(dataset, "classes", None)
+    return [str(name) for name in names] if names else None
+
+
+def follow_names(dataset: Any, classes: Sequence[str] | None, key: str) -> None:
+    """Number a data set's classes as a run does, whose names are given. Raises ClassNamesError."""
+    own = names_of(dataset)
+    if own is None or classes is None or own == [*classes]:
+        return
+    targets = getattr(dataset, "targets", None)
+    of_ours = isinstance(dataset, Pictures | TensorSamples | ArrowRows)
+    by_sample = isinstance(targets, torch.Tensor) and targets.ndim == 1
+    if not (of_ours and by_sample) and own == [*classes[: len(own)]]:
+        return  # the numbers agree
+    if not {*own} <= {*classes} or not of_ours or not by_sample:
+        unknown = [name for name in own if name not in classes]
+        wrong = f"{', '.join(map(repr, unknown[:5]))} among them" if unknown else "in another order"
+        shown = [", ".join(map(repr, names[:5])) for names in (own, classes)]
+        raise ClassNamesError(
+            f"{key}: its classes are not those that the run was trained on, {wrong}: it has "
+            f"{len(own)} ({shown[0]}), the run {len(classes)} ({shown[1]}): with other names their "
+            "numbers would mean something else; give them the names of the run"
+        )
+    numbers = torch.tensor([classes.index(name) for name in own])
+    if isinstance(dataset, ArrowRows):
+        dataset.renumber(numbers.tolist())
+    dataset.targets = numbers[targets]
+    dataset.classes = [*classes]
 
 
 def _try_transforms(dataset: Any) -> None:
@@ -294,13 +338,15 @@ def _not_kept(config: Config, split: str, kind: type, transform: Any) -> Iterato
 
 
 def data_facts(sets: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a checkpoint keeps of data sets that have statistics; nothing of others."""
+    """Return what a checkpoint keeps of data sets: names of classes, and statistics, if any."""
+    names = next((found for s in sets.values() if (found := names_of(s)) is not None), None)
+    facts = {} if names is None else {"classes": names}
     known = {split: s for split, s in sets.items() if callable(getattr(s, "statistics", None))}
     if not known:
-        return {}
+        return facts
     first = known.get("train", next(iter(known.values())))
     fingerprints = {split: fingerprint(dataset) for split, dataset in known.items()}
-    return {"statistics": first.statistics(), "fingerprints": fingerprints}
+    return {**facts, "statistics": first.statistics(), "fingerprints": fingerprints}
 
 
 def statistical(config: Config) -> dict[str, Any]:

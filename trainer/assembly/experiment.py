@@ -51,11 +51,13 @@ def build(
     strategy: Strategy | None = None,
     callbacks: Mapping[str, Callback] | None = None,
     config_text: str = "",
+    classes: Sequence[str] | None = None,
 ) -> Experiment:
     """Build what `config` describes, from the data to the trainer; nothing is written.
 
     `config` may be what `compose([...]).config` holds; `strategy` (default: the configuration's)
     must be set up. `callbacks` come before its own; `config_text` is saved in checkpoints.
+    `classes` are the names of a run that is gone on with.
     Raises DataError, ConfigError, ModelError and the other errors of the rooms below.
     """
     if not isinstance(config, Config):
@@ -68,7 +70,7 @@ def build(
     torch.autograd.set_detect_anomaly(options.detect_anomaly)
     switches = set_switches(options)
     seed_everything(config.seed)
-    data = open_data(config, strategy)
+    data = open_data(config, strategy, classes=classes)
     loader = train_loader(config, data, strategy)
     steps = count(options.limit_train_batches, len(loader))
 
@@ -172,12 +174,15 @@ def follows_split(trainer: Trainer) -> list[str]:
     return [name for name, found in coupling.items() if found]
 
 
-def build_split(config: Config, strategy: Strategy, split: str) -> tuple[Loader, int | None]:
+def build_split(
+    config: Config, strategy: Strategy, split: str, classes: Sequence[str] | None = None
+) -> tuple[Loader, int | None]:
     """Build the loader of one split for an evaluation; return it and the number of classes.
 
-    A limit of 0 batches applied to the training run only: it is ignored here.
+    `classes` are the names of the run, which give the numbers. A limit of 0 batches applied to the
+    training run only: it is ignored here.
     """
-    data, options = open_data(config, strategy, (split,)), config.trainer
+    data, options = open_data(config, strategy, (split,), classes), config.trainer
     if data.sets[split] is None:
         others = [s for s in config.data.nodes() if s not in ("train", split)] or ["test"]
         hint = f"try split={' or '.join(others)}"

@@ -4,7 +4,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -263,7 +263,11 @@ class _Answering(nn.Module):
 
 
 def evaluate_artefact(
-    config: Config, path: Path, split: str | None = None, allow_code: bool = False
+    config: Config,
+    path: Path,
+    split: str | None = None,
+    allow_code: bool = False,
+    classes: Sequence[str] | None = None,
 ) -> tuple[str, dict[str, float]]:
     """Return the split and the metrics of an exported file, as `evaluate_run` does for a model.
 
@@ -287,11 +291,15 @@ def evaluate_artefact(
         raise
     except Exception as error:
         raise ModelError(f"artefact={path} cannot be loaded: {brief(error)}") from error
-    return metrics_of(config, answer, facts, split)
+    return metrics_of(config, answer, facts, split, classes)
 
 
 def metrics_of(
-    config: Config, answer: Answer, facts: Facts, split: str | None
+    config: Config,
+    answer: Answer,
+    facts: Facts,
+    split: str | None,
+    classes: Sequence[str] | None,
 ) -> tuple[str, dict[str, float]]:
     """Return the split, and the metrics over it of a file that `answer` has loaded.
 
@@ -302,7 +310,7 @@ def metrics_of(
     config = with_transforms(config, facts["transforms_of_the_caller"])
     config = replace(config, trainer=replace(config.trainer, **options))
     strategy = Strategy("cpu")
-    split, loader, num_classes = open_split(config, strategy, split)
+    split, loader, num_classes = open_split(config, strategy, split, classes)
     trainer = build_evaluator(config, num_classes, strategy, _Answering(answer, facts))
     try:
         metrics = trainer.evaluate(loader, split)

@@ -93,8 +93,8 @@ def quantize_run(
         save_onnx(integer_model(whole, path, given, learnt), path, facts)
         difference = largest_difference(graph, GRAPHS["onnx"].load(path), quantized=True)
         facts["verified"]["largest_difference"] = difference
-        before = facts["before"] = _measured(run.config, whole, graph, split)
-        after = facts["after"] = _measured(run.config, path, graph, split)
+        before = facts["before"] = _measured(run, whole, graph, split)
+        after = facts["after"] = _measured(run, path, graph, split)
         whole.unlink()
         for name, value in before.items():
             if name.endswith("/accuracy") and not value - after[name] <= max_drop:
@@ -224,12 +224,13 @@ def calibration(config: Config, names: Iterable[str], samples: int) -> Iterator[
         ) from error
 
 
-def _measured(config: Config, path: Path, graph: Exportable, split: str | None) -> dict[str, float]:
+def _measured(run: Run, path: Path, graph: Exportable, split: str | None) -> dict[str, float]:
     """Return size, metrics and latency of a file."""
     answer, values = GRAPHS["onnx"].load(path), {"megabytes": path.stat().st_size / 1e6}
+    config = run.config
     if split is not None or config.data.test is not None or config.data.val is not None:
         try:
-            values |= metrics_of(config, answer, graph.facts, split)[1]
+            values |= metrics_of(config, answer, graph.facts, split, run.facts.classes)[1]
         except DataError as error:
             logger.warning("the run's data are not there (%s): accuracy is not measured", error)
     for size in (1, _BATCH):

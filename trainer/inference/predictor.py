@@ -15,7 +15,7 @@ from data.batch import inputs_of
 from data.keys import preserved_rng
 from data.loading.loader import Loader
 from data.transforms import Pipeline
-from trainer.assembly.data import Data
+from trainer.assembly.data import Data, names_of
 from trainer.assembly.parts import with_classes
 from trainer.errors import MISFITS, ModelError, misfit
 from trainer.files.atomic import write_json
@@ -49,14 +49,13 @@ def facts_of(config: Config, data: Data, task: Task) -> InferenceFacts:
     """Return the facts of a run whose data are open."""
     order = [*config.data.validations, "test", "train"]
     known = [data.sets[s] for s in order if data.sets.get(s) is not None]
-    classes = next((c for s in known if (c := getattr(s, "classes", None))), None)
     outputs: dict[str, Any] = {"kind": task.output_kind}
     if (threshold := getattr(task, "threshold", None)) is not None:
         outputs["threshold"] = threshold
     if (scale := getattr(known[0], "target_scale", None)) is not None:
         outputs["scale"] = list(scale)  # mean and deviation of the training targets
     return InferenceFacts(
-        classes=[str(name) for name in classes] if classes else None,
+        classes=next((names for s in known if (names := names_of(s))), None),
         num_classes=data.num_classes,
         inputs=_input_form(known[0]),
         outputs=outputs,
@@ -75,6 +74,12 @@ def read_facts(folder: Path) -> InferenceFacts:
         raise RunDirectoryError(
             f"{path} is missing or has no {error}: training writes it, with resume=auto again"
         ) from error
+
+
+def classes_of(folder: Path) -> list[str] | None:
+    """Return the names of a run's classes; None of one without names. Raises RunDirectoryError."""
+    found: list[str] | None = read_json(folder / INFERENCE).get("classes")
+    return found
 
 
 def _input_form(dataset: Any) -> dict[str, Any]:

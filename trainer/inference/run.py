@@ -43,6 +43,7 @@ from trainer.inference.predictor import (
     Row,
     Rows,
     Sampling,
+    classes_of,
     read_facts,
 )
 from trainer.runs.directory import refuse_links, versions
@@ -175,7 +176,7 @@ class Run:
     def loader(self, split: str = "val") -> Iterator[Any]:
         """Yield the batches of the run's own val (or val/NAME) or test data, on its device."""
         config = as_trained(self.config, best_or_last(self.path / "checkpoints"))
-        loader, _ = build_split(config, build_strategy(config), split)
+        loader, _ = build_split(config, build_strategy(config), split, self.facts.classes)
         return (micro.batch for micro in loader.epoch(0))
 
     def _rows(
@@ -301,15 +302,16 @@ def best_or_last(folder: Path) -> Path | None:
 
 
 def open_split(
-    config: Config, strategy: Strategy, split: str | None
+    config: Config, strategy: Strategy, split: str | None, classes: Sequence[str] | None
 ) -> tuple[str, Loader, int | None]:
     """Open `split`, or where none is named the test data, or else those of validation.
 
+    classes: the names of the run, which give the numbers; None where it has none.
     Raises ConfigError for a split that the data do not have.
     """
     if split is None and config.data.test is not None:
         try:
-            return "test", *build_split(config, strategy, "test")
+            return "test", *build_split(config, strategy, "test", classes)
         except ConfigError as error:
             if config.data.val is None or [p.key for p in error.problems] != ["data.test"]:
                 raise
@@ -317,7 +319,7 @@ def open_split(
         split = next(iter(config.data.validations), "test")
         if split != "test":
             logger.info("the data have no test split: split=%s", split)
-    return split, *build_split(config, strategy, split)
+    return split, *build_split(config, strategy, split, classes)
 
 
 def evaluate_run(
@@ -331,7 +333,7 @@ def evaluate_run(
     strategy = build_strategy(config)
     strategy.setup()
     config = as_trained(config, path)
-    split, loader, num_classes = open_split(config, strategy, split)
+    split, loader, num_classes = open_split(config, strategy, split, classes_of(run_dir))
     trainer = load_trainer(run_dir, config, num_classes, strategy, str(path))
     if trainer.average is not None:
         logger.info("evaluating the average of callbacks.%s", trainer.average.name)

@@ -13,13 +13,16 @@ import torch
 from callbacks.checkpoint import Checkpoint
 from conf.check import parse
 from conf.errors import ConfigError
+from data.errors import ClassNamesError
+from data.formats.table import table
+from data.scenes import DigitScenes
 from data.sources import Digits, ImageTensors
 from data.tabular import Diabetes
 from data.transforms import Pipeline, ToFloat
 from models.mlp import MLP
 from scripts.composition.compose import compose
 from trainer.assembly.check import check_targets
-from trainer.assembly.data import build_data, kept_bytes, set_cache
+from trainer.assembly.data import build_data, data_facts, follow_names, kept_bytes, set_cache
 from trainer.assembly.experiment import build
 from trainer.assembly.parts import with_classes
 from trainer.lr_schedulers.schedule import LRSchedule
@@ -40,6 +43,61 @@ class Drawn(list):
 
 def composed(*typed):
     return parse(compose(["experiment=resnet18", "model=mlp", *typed]).config)
+
+
+def pictures(names):
+    images = torch.arange(len(names)).view(-1, 1, 1, 1).expand(-1, 1, 4, 4).to(torch.uint8)
+    return ImageTensors(images, torch.arange(len(names)), names)
+
+
+def rows(folder, names):
+    path = folder / "t.csv"
+    path.write_text("x,kind\n" + "".join(f"{i},{n}\n" for i, n in enumerate(names)))
+    cuts = {"val_fraction": 0.0, "test_fraction": 0.0}
+    return table(str(path), "train", "kind", "class", **cuts)
+
+
+@pytest.mark.parametrize("own", [["b"], ["c", "a"], ["b", "a", "c"], ["a", "b"]], ids="".join)
+def test_numbers_of_classes_follow_the_names_of_a_run(tmp_path, own):
+    run = ["a", "b", "c"]
+    for dataset in (pictures(own), rows(tmp_path, own)):
+        follow_names(dataset, run, "data.test")
+        expected = [run.index(name) for name in own]
+        assert dataset.classes == run
+        assert [label for _, label in dataset] == expected
+        assert dataset.batch([0])[1].tolist() == expected[:1]
+        assert dataset.tensors()[1].tolist() == expected
+        assert data_facts({"test": dataset})["classes"] == run
+
+
+@pytest.mark.parametrize(
+    ("opened", "told"),
+    [
+        (lambda: pictures(["b", "x"]), "'x' among them: it has 2 ('b', 'x'), the run 2 ('a', 'b')"),
+        (lambda: DigitScenes("test", target="present"), "'0', '1', '2', '3', '4' among them"),
+        (lambda: DigitScenes("test", target="mask"), "'paper', "),
+        (lambda: Named(["b", "a"]), "in another order"),
+    ],
+    ids=["pictures", "labels", "masks", "of one's own"],
+)
+def test_other_names_of_classes_are_refused(opened, told):
+    with pytest.raises(ClassNamesError) as caught:
+        follow_names(opened(), ["a", "b"], "data.test")
+    assert str(caught.value).startswith("data.test: its classes are not those that the run")
+    assert told in str(caught.value)
+    assert caught.value.exit_code == 3
+
+
+class Named(list):
+    def __init__(self, classes):
+        super().__init__([(torch.zeros(1), 0)])
+        self.classes = classes
+
+
+def test_a_data_set_without_names_or_with_the_runs_stays_as_it_is():
+    follow_names(Named(None), ["a"], "data.test")
+    follow_names(Named(["a"]), ["a", "b"], "data.test")
+    follow_names(Named(["a", "b"]), None, "data.test")
 
 
 def test_what_a_data_set_draws_when_it_is_opened_is_its_own(tmp_path, monkeypatch):
