@@ -9,9 +9,10 @@ import pickle
 import shutil
 import uuid
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -20,9 +21,11 @@ from trainer.checkpoints.archive import DamagedCheckpointError, digest
 from trainer.distributed import Group
 from trainer.errors import CheckpointError, StorageError
 from trainer.files.atomic import TEMPORARY, storage_error, storing, sync_folder
+from trainer.files.names import ForeignNameError, path_below
 
 SUFFIX = ".shards"
-# The types in the .metadata of the shards; torch would unpickle any other, and run its code.
+_DESCRIPTION = ".metadata"
+# What .metadata may name; torch would unpickle any other, and run its code.
 _PLAIN = {
     *("Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "TensorProperties"),
     *("ChunkStorageMetadata", "_MEM_FORMAT_ENCODING", "_StorageInfo", "_get_layout", "Size"),
@@ -64,7 +67,7 @@ def write(payload: Mapping[str, Any], target: Path, group: Group) -> dict[str, A
     files = {name: sha256 for part in group.gather(own) for name, sha256 in part.items()}
 
     def move() -> None:
-        files[".metadata"] = digest(temporary / ".metadata")
+        files[_DESCRIPTION] = digest(temporary / _DESCRIPTION)
         with storing(folder):
             sync_folder(temporary)
             temporary.rename(folder)
@@ -83,11 +86,15 @@ def check(payload: Mapping[str, Any], path: Path) -> None:
     if shards is None:
         return
     try:
-        folder = path.resolve().parent / Path(shards["folder"]).name
-        known = {Path(name).name: sha256 for name, sha256 in shards["files"].items()}
+        folder = path_below(path.resolve().parent, shards["folder"])
+        known = {path_below(folder, name): sha256 for name, sha256 in shards["files"].items()}
+    except ForeignNameError as error:
+        raise CheckpointError(f"{path}: refused: of its shards {error}") from None
     except (TypeError, KeyError, AttributeError) as error:
-        raise CheckpointError(f"{path}: its list of shards is malformed: {error!r}") from None
-    for file, sha256 in ((folder / name, sha256) for name, sha256 in known.items()):
+        raise CheckpointError(f"{path}: its list of shards is malformed: {error!r:.200}") from None
+    if folder / _DESCRIPTION not in known:
+        raise CheckpointError(f"{path}: its list of shards is malformed: no {_DESCRIPTION}")
+    for file, sha256 in known.items():
         try:
             same = digest(file) == sha256
         except OSError as error:
@@ -123,14 +130,22 @@ def read(
             tensors[path] = torch.empty(tensor.shape, dtype=tensor.dtype)
         return tensors[path]
 
+    wanted = list[int]()
+    _mapped(payload, lambda _, tensor: wanted.append(tensor.nbytes if tensor.is_meta else 0))
+    files = payload["shards"]["files"]
+    stored = sum((folder / name).stat().st_size for name in files)
+    if sum(wanted) > stored:  # found before the memory is asked for
+        raise CheckpointError(
+            f"{folder}: {sum(wanted)} bytes of tensors cannot be in files of {stored} bytes"
+        )
     filled: dict[str, Any] = _mapped(payload, room_for)
     try:
-        with open(folder / ".metadata", "rb") as file:
-            described = _Unpickler(file).load()
+        with open(folder / _DESCRIPTION, "rb") as file:
+            described = _description(file, files)
     except CheckpointError as error:
-        raise CheckpointError(f"{folder / '.metadata'}: {error}") from None
+        raise CheckpointError(f"{folder / _DESCRIPTION}: {error}") from None
     except Exception as error:  # unpickling damaged bytes can raise any type
-        raise DamagedCheckpointError(f"{folder / '.metadata'}: cannot be read: {error}") from error
+        raise DamagedCheckpointError(f"{folder / _DESCRIPTION}: cannot be read: {error}") from error
 
     reader = dcp.FileSystemReader(folder)
     reader.read_metadata = lambda *_, **__: described
@@ -157,11 +172,63 @@ def _mapped(tree: Any, leaf: Callable[[str, Tensor], Any], path: str = "") -> An
     return tree
 
 
+def _description(file: BinaryIO, files: Container[str]) -> Any:
+    """Return torch's description of shards, made anew from the plain values of a `.metadata`.
+
+    Raises CheckpointError for code and for a file that is none of `files`; for values of another
+    form whatever their use raises.
+    """
+    kinds = importlib.import_module(f"{_CHECKPOINT}.metadata")
+    told = _Unpickler(file).load().state
+    tensors = {}
+    for name, tensor in told["state_dict_metadata"].items():
+        chunks = [
+            kinds.ChunkStorageMetadata(_size(chunk, "offsets"), _size(chunk, "sizes"))
+            for chunk in tensor.state["chunks"]
+        ]
+        properties = kinds.TensorProperties()
+        tensors[name] = kinds.TensorStorageMetadata(properties, _size(tensor, "size"), chunks)
+    places = {}
+    for index, place in told["storage_data"].items():
+        path = place.state["relative_path"]
+        if path not in files:
+            raise CheckpointError(f"refused: {path!r:.100} is none of its files")
+        key = kinds.MetadataIndex(index.state["fqn"], _size(index, "offset"), index.state["index"])
+        places[key] = SimpleNamespace(
+            relative_path=path,
+            offset=place.state["offset"],
+            length=place.state["length"],
+            transform_descriptors=None,
+        )
+    return kinds.Metadata(tensors, storage_data=places)
+
+
+def _size(described: Any, name: str) -> torch.Size:
+    (numbers,) = described.state[name].arguments
+    return torch.Size(numbers)
+
+
+class _Described:
+    """What stands for each thing that a `.metadata` names: with what it was made, and its state.
+
+    A pickle can set attributes of the classes that it names, and change them for the whole process.
+    This one it cannot: on the class `__setstate__` lacks an object.
+    """
+
+    __slots__ = ("arguments", "state")
+
+    def __init__(self, *arguments: Any) -> None:
+        self.arguments = arguments
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        """Return a type that `.metadata` may hold. Raises CheckpointError for others."""
+        """Return what stands for a thing in `.metadata`. Raises CheckpointError for others."""
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         if name in _PLAIN and (module in _FROM or module.startswith(_CHECKPOINT)):
-            return super().find_class(module.removesuffix("._local"), name)  # so called by 3.13
-        raise CheckpointError(f"refused: contains code ({module}.{name})")
+            return _Described
+        raise CheckpointError(f"refused: contains code ({module}.{name})"[:200])

@@ -2,6 +2,7 @@
 
 import errno
 import hashlib
+import importlib
 import os
 import pickle
 import signal
@@ -162,8 +163,99 @@ def test_no_code_is_run_and_no_file_elsewhere_reached(saved, tmp_path):
         assert caught.type is CheckpointError  # no damage, over which an older one would be taken
     assert not canary.exists()
     secret.write_text("x")
-    with pytest.raises(DamagedCheckpointError, match="cannot read its shard"):
-        read_whole(forge(saved, files={"../../secret": "0"}))
+    for name in ("../../secret", str(secret), "../secret"):
+        with pytest.raises(CheckpointError, match="refused"):
+            read_whole(forge(saved, files={name: "0"}))
+    with pytest.raises(CheckpointError, match=r"no \.metadata"):
+        read_whole(forge(saved, files={"__0_0.distcp": "0"}))
+
+
+@pytest.mark.parametrize(
+    ("of", "name"),
+    [
+        pytest.param("pathlib PosixPath", "_str", id="paths"),
+        pytest.param("torch.distributed.checkpoint.metadata Metadata", "version", id="its kinds"),
+        pytest.param("torch.serialization _get_layout", "__defaults__", id="a function"),
+        pytest.param("torch Size", "numel", id="a type of torch"),
+        pytest.param("torch float32", "itemsize", id="a number format"),
+    ],
+)
+@pytest.mark.parametrize("slots", [True, False], ids=["by slots", "by dict"])
+def test_a_description_changes_no_class(saved, of, name, slots):
+    module, thing = of.split()
+    named = getattr(importlib.import_module(module), thing)
+    before = getattr(named, name, None)
+    (written,) = saved.glob("*.shards/.metadata")
+    whole = pickle.dumps(pickle.loads(written.read_bytes()), 2).removesuffix(pickle.STOP)
+    state = {name: ("changed",)}
+    told = pickle.dumps((None, state) if slots else state, 2).removesuffix(pickle.STOP)[2:]
+    change = pickle.GLOBAL + f"{module}\n{thing}\n".encode() + told + pickle.BUILD + pickle.POP
+    with pytest.raises(CheckpointError, match=r"^[^\n]*\.metadata[^\n]*$"):
+        read_whole(forge(saved, whole + change + pickle.STOP))
+    assert getattr(named, name, None) == before
+
+
+@pytest.mark.parametrize("kind", ["above", "absolute", "a pipe", "not listed"])
+def test_shards_lie_in_their_folder(saved, tmp_path, kind):
+    (written,) = saved.glob("*.shards/.metadata")
+    metadata = pickle.loads(written.read_bytes())
+    folder = written.parent
+    places = {"above": "../../secret", "absolute": str(tmp_path / "secret")}
+    name = places.get(kind, "other.distcp")
+    (tmp_path / "secret").write_bytes((folder / "__0_0.distcp").read_bytes())
+    if kind == "a pipe":
+        os.mkfifo(folder / name)
+    else:
+        (folder / "other.distcp").write_bytes((folder / "__0_0.distcp").read_bytes())
+    for place in metadata.storage_data.values():
+        place.relative_path = name
+    with pytest.raises(CheckpointError, match=f"refused: '{name}' is none of its files"):
+        read_whole(forge(saved, pickle.dumps(metadata)))
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata"])
+def test_a_pipe_instead_of_a_shard_is_not_read(saved, name):
+    (folder,) = saved.glob("*.shards")
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    with pytest.raises(DamagedCheckpointError, match=f"cannot read its shard .*{name}"):
+        read_whole(saved / "last.pt")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(lambda m: ["a list"], id="a list"),
+        pytest.param(lambda m: setattr(m, "storage_data", [1]), id="places as a list"),
+        pytest.param(lambda m: setattr(m, "state_dict_metadata", None), id="no tensors"),
+        pytest.param(lambda m: next(iter(m.storage_data)).__dict__.pop("fqn"), id="no name"),
+        pytest.param(lambda m: m.storage_data.popitem()[1].__dict__.clear(), id="a place less"),
+        pytest.param(lambda m: set_all(m.storage_data, "offset", "x"), id="offset as text"),
+        pytest.param(lambda m: set_all(m.storage_data, "length", -1), id="negative length"),
+        pytest.param(lambda m: set_all(m.state_dict_metadata, "size", (1,)), id="plain size"),
+        pytest.param(lambda m: set_all(m.state_dict_metadata, "chunks", 3), id="chunks"),
+    ],
+)
+def test_a_description_of_another_form_is_refused(saved, change):
+    (written,) = saved.glob("*.shards/.metadata")
+    metadata = pickle.loads(written.read_bytes())
+    metadata = change(metadata) or metadata
+    with pytest.raises(DamagedCheckpointError):
+        read_whole(forge(saved, pickle.dumps(metadata)))
+
+
+def set_all(values, name, value):
+    for each in values.values():
+        setattr(each, name, value)
+
+
+def test_tensors_larger_than_their_files_are_refused_before_memory_is_asked_for(saved):
+    path = forge(saved)
+    payload = torch.load(path, weights_only=True)
+    payload["model"]["weight"] = torch.empty(10**7, 10**7, device="meta")
+    torch.save(payload, path)
+    with pytest.raises(CheckpointError, match=r"400000000000\d+ bytes of tensors cannot be"):
+        read_whole(path)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
