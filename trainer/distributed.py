@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import FileStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
@@ -34,7 +35,9 @@ from trainer.errors import (
 )
 from trainer.state import TrainState
 
+STORE = "REGIMEN_STORE"  # the path of the file in which the processes of our launcher meet
 _ATTEMPT = "TORCHELASTIC_RESTART_COUNT"
+_LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 _PATIENCE = timedelta(seconds=10)
 _PAUSE = 0.02  # seconds between two polls of the store
 _SHORT_PAUSE = 1e-4  # seconds between two reads of the flag of a late process
@@ -92,6 +95,31 @@ def is_first_to_fail(error: BaseException) -> bool:
     except (RuntimeError, KeyError, ValueError):
         return True
     return Board(store, int(os.environ["RANK"])).claim(error)
+
+
+def meeting_place(timeout: timedelta) -> Store:
+    """Return the store of this process's launcher: a file of ours, or the server of torchrun.
+
+    A server would listen on every interface, and its store lists its keys to whoever asks.
+    """
+    store: Store
+    if STORE in os.environ:
+        # Without the number of processes none removes the file: a restart needs what it holds.
+        store = FileStore(os.environ[STORE])
+        store.set_timeout(timeout)
+    else:
+        store, _, _ = next(rendezvous("env://", timeout=timeout))
+    return store
+
+
+def stay_on_this_machine() -> None:
+    """Let gloo and NCCL listen on the loopback interface only.
+
+    They would take the interface of the host's name, and unpickle what arrives there. What the
+    environment says of a cluster's interfaces is meant for several machines.
+    """
+    os.environ["GLOO_SOCKET_IFNAME"] = _LOOPBACK
+    os.environ["NCCL_SOCKET_IFNAME"] = f"={_LOOPBACK}"
 
 
 def attempt() -> str:
@@ -181,17 +209,20 @@ class Group:
         """
         if self.backend is None:
             return
-        store, rank, world_size = next(rendezvous("env://", timeout=self.timeout))
+        on_one_machine = os.environ.get("LOCAL_WORLD_SIZE") == str(self.world_size)
+        if on_one_machine:
+            stay_on_this_machine()
+        store = meeting_place(self.timeout)
         if int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1:
-            os.environ[_ATTEMPT] = agreed_attempt(store, rank, world_size, self.timeout)
-        self._board = Board(store, rank)
+            os.environ[_ATTEMPT] = agreed_attempt(store, self.rank, self.world_size, self.timeout)
+        self._board = Board(store, self.rank)
         queued = has_streams(device)
         self._patience = self.timeout + _WATCHDOG_LATER if queued else self.timeout
         dist.init_process_group(
             self.backend,
             store=PrefixStore(f"regimen/group-{attempt()}", store),
-            rank=rank,
-            world_size=world_size,
+            rank=self.rank,
+            world_size=self.world_size,
             timeout=self._patience,
             device_id=device if queued else None,
         )
@@ -203,7 +234,7 @@ class Group:
         self.control = dist.new_group(backend=backend, timeout=self.timeout)  # type: ignore[assignment]
         # Where work is queued only the device waits for a collective: hosts may be several updates
         # apart.
-        if device.type == "cpu" and os.environ.get("LOCAL_WORLD_SIZE") == str(world_size):
+        if device.type == "cpu" and on_one_machine:
             self._share_flags()
 
     def along(self, shape: Sequence[int]) -> list[dist.ProcessGroup]:

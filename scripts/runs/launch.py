@@ -57,13 +57,16 @@ class Notes:
     """A launcher's folder: the request, a file for each process, and three that tell by existing.
 
     `stopping`: a signal arrived, and starting processes exit. `finished`: the run ended without a
-    failure. `run_dir` holds the path of the run directory.
+    failure. `run_dir` holds the path of the run directory. Nobody else may enter the folder: torch
+    unpickles what the stores in it hold.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.run_dir, self.stopping = folder / "run_dir", folder / "stop"
         self.finished = folder / "finished"
+        self.launcher_store = folder / "launcher.store"  # torch's, of the launcher alone
+        self.store = folder / "processes.store"  # of the processes, through all restarts
 
     def sign(self, rank: int, failure: Failure | None = None) -> None:
         """Tell the id of this process, and how it failed; in place of an earlier attempt's."""
@@ -108,14 +111,19 @@ def launch(request: Request) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
     # `_answer` reports a failure, once.
     logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
-    notes = Notes(Path(tempfile.mkdtemp(prefix="regimen-")))
+    notes = Notes(Path(tempfile.mkdtemp(prefix="regimen-")))  # of mode 0700
+    # Nothing listens on the network: the launcher's store is a file, and it opens no server for the
+    # processes, which meet in a file of theirs.
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     options = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=processes,
         run_id=uuid.uuid4().hex,
         rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
+        rdzv_endpoint=str(notes.launcher_store),
+        # Each sign of life lengthens the file by 1 KB; it counts between launchers only.
+        rdzv_configs={"store_type": "file", "keep_alive_interval": 600},
         max_restarts=strategy["max_restarts"],
         logs_specs=DefaultLogsSpecs(log_dir=str(notes.folder)),
         # Signals that end a run are forwarded by us, without torch's timeout.
@@ -215,6 +223,9 @@ def main() -> None:
             request = Request(**asked["request"])
             allow(request.allowed)
             allow_protocols(request.overrides)
+            with importing():
+                from trainer.distributed import STORE
+            os.environ[STORE] = str(notes.store)
             code = work_of(request, notes.run_dir)(request)
             if rank == 0:
                 notes.finished.touch()

@@ -303,6 +303,41 @@ def test_a_killed_process_ends_all(launched, tmp_path):
     assert "resume=auto" in command
 
 
+def processes_below(pid):
+    """Return a process and all below it."""
+    found = [pid]
+    for file in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in file.read_text().split():
+            found += processes_below(child)
+    return found
+
+
+def listening(pid):
+    """Return the addresses at which a process and those below it listen, as the kernel has them."""
+    own = set()
+    for process in processes_below(pid):
+        own |= {os.readlink(file) for file in Path(f"/proc/{process}/fd").iterdir()}
+    lines = [
+        line.split()
+        for table in ("tcp", "tcp6")
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]
+    ]
+    return [one[1] for one in lines if one[3] == "0A" and f"socket:[{one[9]}]" in own]
+
+
+@pytest.mark.parametrize("name", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
+def test_nothing_listens_beyond_the_machine_or_is_unpickled_from_it(launched, name):
+    run = launched(*broken("wait"), f"strategy={name}")
+    descriptors, notes = waiting(run)
+    assert notes.stat().st_mode & 0o777 == 0o700  # torch unpickles what its stores hold
+    found = listening(run.pid)
+    assert found  # gloo's
+    assert {address.partition(":")[0] for address in found} == {"0100007F"}  # 127.0.0.1
+    run.send(signal.SIGINT)
+    run.wait(130, 30)
+    assert_ended(descriptors)
+
+
 def test_a_mistake_that_the_processes_find_is_told_once_where_it_was_written(launched, tmp_path):
     run = launched("optimizer.nesterof=true").wait(2)
     assert run.err.startswith("regimen ")
