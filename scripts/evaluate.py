@@ -1,6 +1,7 @@
 """`evaluate run=RUN_DIR [checkpoint=best]`: test a finished run again."""
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,6 +23,7 @@ def evaluate(argv: Sequence[str]) -> int:
     from scripts.cli.console import importing
     from scripts.composition.compose import compose  # after the first line: it imports Hydra
 
+    _refuse_processes(arguments.overrides)
     composed = compose(arguments, trains=False)
     with importing():
         from trainer.assembly.check import check_targets
@@ -49,6 +51,25 @@ def evaluate(argv: Sequence[str]) -> int:
     write_text(run_dir / "evaluation.json", json.dumps(result, indent=2) + "\n")
     print(f"written to {one_line(run_dir / 'evaluation.json')}")
     return 0
+
+
+def _refuse_processes(overrides: Sequence[str]) -> None:
+    """Raise ConfigError for overrides that ask for several processes: a test has one."""
+    from conf.errors import ConfigError
+    from scripts.cli.arguments import key_of
+
+    asking = []
+    for text in overrides:
+        key, value = key_of(text), text.partition("=")[2]
+        named = key in ("strategy", "strategy.name") and re.search(r"\b(ddp|fsdp)\b", value)
+        counted = key == "strategy.devices" and re.fullmatch(r"(?!1$)\d+|\[.*,.*\]", value)
+        # With dp one process has several devices.
+        if named or (counted and "strategy.name=dp" not in overrides):
+            asking.append(text)
+    if asking:
+        message = f"{' '.join(asking)}: evaluate works in one process, however a run was trained"
+        hint = "leave it out; strategy.name=dp uses several GPUs"
+        raise ConfigError("strategy", message, hint)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ def predict(argv: Sequence[str]) -> int:
     raise_problems(
         Problem(key, f"{value!r}: {problem}", "leave it out, or strategy.name=ddp")
         for key, _, value in given
-        if key in ("strategy", "strategy.name") and value not in ("single", "ddp")
+        if key == "strategy.name" and value not in ("single", "ddp")
     )
     from scripts.composition.compose import compose  # after the first line: it imports Hydra
     from scripts.runs.launch import work_of

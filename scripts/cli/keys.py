@@ -224,6 +224,8 @@ def read_keys(command: type[T], argv: Sequence[str]) -> tuple[T, Arguments]:
     raw = {}
     others, roots = [], declared(Config)
     for override in arguments.overrides:
+        # The configuration of a run has no groups to choose in.
+        override = re.sub(r"^\+*strategy=(\w+)$", r"strategy.name=\1", override)
         key, equals, text = override.partition("=")
         if equals and key in known:
             raw[key] = _value(text, members(known[key].type))

@@ -29,7 +29,7 @@ from conf.schema import Values
 from scripts.cli.arguments import Arguments, Request, key_of, parse_arguments
 from scripts.composition.folders import REFUSED, Folders, opened
 from scripts.composition.overrides import Dimension, Overrides, Swept, first_lines, identity
-from scripts.composition.tree import Source, Tree, shown_path
+from scripts.composition.tree import Choice, Source, Tree, shown_path
 from trainer.targets.allow_list import allow, close
 from trainer.targets.instantiate import refused_targets
 
@@ -65,7 +65,7 @@ def compose(argv: Sequence[str] | Arguments, trains: bool = True) -> "Compositio
 def split_jobs(arguments: Arguments) -> list[list[Swept]]:
     """Return the overrides of each job of a sweep, each combination once. Raises ConfigError."""
     with _composing(arguments) as it:
-        lists = [it.typed.values_of(override) for override in it.typed.parse(it.overrides)]
+        lists = [it.typed.values_of(override) for override in it.swept()]
     if math.prod(len(values) for values in lists) > MAX_JOBS:
         raise ConfigError(f"these values make more than {MAX_JOBS} jobs")
     jobs = dict[tuple[str, ...], list[Swept]]()
@@ -77,7 +77,7 @@ def split_jobs(arguments: Arguments) -> list[list[Swept]]:
 def split_search(arguments: Arguments) -> tuple[list[Swept], list[Dimension]]:
     """Separate the overrides of all jobs of a search from the dimensions it searches."""
     with _composing(arguments) as it:
-        parsed = [(it.typed.dimension(o), o) for o in it.typed.parse(it.overrides)]
+        parsed = [(it.typed.dimension(o), o) for o in it.swept()]
         fixed = [s for varied, o in parsed if varied is None for s in it.typed.values_of(o)]
     return fixed, [varied for varied, _ in parsed if varied is not None]
 
@@ -145,20 +145,21 @@ class Composition:
     def unresolved(self) -> Values:
         """Return the composed tree with its interpolations."""
         parsed = self.typed.parse(self.overrides, sweep=False)
-        picked, values = self.typed.sort(parsed, lambda: set(self._listed([])[1]))
         try:
-            defaults, self.choices = self._listed(picked)
+            picked, values = self.typed.sort(parsed, self._known)
+            defaults, self.choices, choices = self._listed(picked)
         except REFUSED as error:
             if self.folders.readable:
                 self.problems.append(self.folders.meant(error, self.arguments.config_name))
             self.stop_if_wrong()
             raise
-        for default in defaults:
+        for place, default in enumerate(defaults):
             if folder := self.folders.find(default.config_path):
                 found, path = folder.read(default.config_path), folder.file(default.config_path)
                 source = Source(shown_path(path), default.package or "", found.lines)
                 content = {name: v for name, v in found.values.items() if name != "defaults"}
-                self._tree.merge(content, source, default.primary)
+                later = [choice for choice in choices if choice.place > place]
+                self._tree.merge(content, source, default.primary, later)
         if not self.folders.readable:
             self.stop_if_wrong()
         for override in values:
@@ -170,13 +171,46 @@ class Composition:
         self.problems += [*self._tree.problems, *self._tree.unread(self._followed)]
         return tree
 
-    def _listed(self, choices: list[str]) -> tuple[list[Any], Values]:
-        """Return the files to be merged, in this order, and the choice for each group."""
+    def swept(self) -> list[Override]:
+        """Return the overrides of a sweep; of those for the same key the last one counts."""
+        return self.typed.last_words(self.typed.parse(self.overrides), self._known)
+
+    def _known(self) -> set[str]:
+        """Return the groups that have a choice before the command line makes any."""
+        return set(self._listed([])[1])
+
+    def _listed(self, picked: list[str]) -> tuple[list[Any], Values, list[Choice]]:
+        """Return the files to be merged in this order, the choice for each group, and from where.
+
+        The last are those that replace an earlier choice.
+        """
         loader, name = self.folders.hydra.config_loader, self.arguments.config_name
-        listed = loader.compute_defaults_list(name, choices, RunMode.RUN)
+        listed = loader.compute_defaults_list(name, picked, RunMode.RUN)
+        replaced = listed.overrides.override_choices
+        more = [text for text in picked if text[0] == "+" and key_of(text) in replaced]
+        for text in more:  # Hydra adds a choice to a list of the primary file, to no other
+            key = key_of(text)
+            before = replaced[key] or []
+            replaced[key] = [*([before] if isinstance(before, str) else before), *_listed_in(text)]
+            picked = [one for one in picked if key_of(one) != key]
+            picked.append(f"{key}=[{','.join(replaced[key])}]")
+        if more:
+            listed = loader.compute_defaults_list(name, picked, RunMode.RUN)
         files = [d for d in listed.defaults if not (d.config_path or "hydra").startswith("hydra")]
         known = listed.overrides.known_choices
-        return files, {g: choice for g, choice in known.items() if not g.startswith("hydra/")}
+        places = {file.config_path: place for place, file in enumerate(files)}
+        choices = []
+        for element, where in listed.overrides.override_metadata.items():
+            group, _, package = element.partition("@")
+            key = package.removeprefix("_global_.") or group.replace("/", ".")
+            is_empty = listed.overrides.override_choices[element] in (None, [])
+            place = places.get(where.containing_config_path, len(files))
+            choices.append(Choice(key, is_empty, place))
+        return (
+            files,
+            {g: choice for g, choice in known.items() if not g.startswith("hydra/")},
+            choices,
+        )
 
     def _apply(self, override: Override) -> None:
         """Set or delete a key; a missing one is added, and checked by the schema later."""
@@ -270,6 +304,11 @@ class Composition:
     def _is_typed(self, key: str) -> bool:
         where = self._tree.of(self._followed.source(key)) or self._tree.of(key) or ""
         return where.startswith("command line")
+
+
+def _listed_in(text: str) -> list[str]:
+    """Return the choices that an override names: one, or those of a list."""
+    return [choice.strip() for choice in text.partition("=")[2].strip("[]").split(",")]
 
 
 def _unresolved(cfg: DictConfig, key: str) -> Problem | None:

@@ -86,6 +86,8 @@ class Folder(ConfigSource):
         """Read a file; one that cannot be read is a problem, and empty."""
         document = self.read(config_path)
         taken = {k: v for k, v in document.values.items() if self.together.whole or k == "defaults"}
+        if isinstance(entries := taken.get("defaults"), list):
+            taken["defaults"] = _last_words(entries)
         config = OmegaConf.create(taken)
         # Hydra requires `# @package` on the first line; ours may have the command there.
         return ConfigResult(self.provider, self.path, config, {"package": document.package})
@@ -148,6 +150,20 @@ class Folder(ConfigSource):
                     yield f"there is no {file}.yaml", hint
 
 
+def _last_words(entries: list[Any]) -> list[Any]:
+    """Return a defaults list without choices that a later one replaces: Hydra takes the first."""
+    kept = list[Any]()
+    replaced = set[str]()
+    for entry in reversed(entries):
+        words = str(next(iter(entry), "")).split() if isinstance(entry, dict) else []
+        if "override" in words:
+            if words[-1] in replaced:
+                continue
+            replaced.add(words[-1])
+        kept.append(entry)
+    return kept[::-1]
+
+
 def _is_inside(config_path: str) -> bool:
     return not os.path.isabs(config_path) and ".." not in Path(config_path).parts
 
@@ -191,6 +207,16 @@ class Folders:
             lists = [shown_path(p) for p, one in self.documents.items() if "defaults" in one.lines]
             message = "a list leads back to its own file"
             return Problem("defaults", message, file=", ".join(lists[1:]))
+        if found := re.match(r"Could not override '([^'@]+)'\. No match", str(error)):
+            group, (*_, value) = found[1], str(error).rpartition("=")
+            if not self.chosen:
+                message = f"{config_name}.yaml holds values, and chooses in no group"
+                hint = f"set keys of it: {group.replace('/', '.')}.KEY=VALUE"
+            elif value == "[]":
+                message, hint = "has no choice that could be left out", None
+            else:
+                message, hint = "has no choice that could be replaced", f"add one: +{group}={value}"
+            return Problem(group, message, hint, "command line")
         missing = getattr(error, "missing_cfg_file", None) == config_name
         hint = did_you_mean(config_name, self.options("")) if missing else None
         return Problem("", first_lines(error), hint)

@@ -11,11 +11,11 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import ChoiceSweep, Override
 from hydra.errors import HydraException
 
 from conf.errors import ConfigError, Problem, did_you_mean, raise_problems
-from conf.interpolation import above
+from conf.interpolation import above, join
 from scripts.cli.arguments import key_of, quoted
 
 if TYPE_CHECKING:
@@ -137,13 +137,45 @@ class Overrides:
         `known` returns the groups that have a choice already, which `+` cannot add.
         """
         choices, values, known = [], [], functools.cache(known)
-        for override in overrides:
-            value = override.value()
-            if isinstance(value, dict) or not self.folders.is_group(override.key_or_group):
+        for override in self.last_words(overrides, known):
+            if not self._chooses(override):
                 values.append(override)
-            elif text := self._choice(override, value, known):
+            elif text := self._choice(override, override.value(), known):
                 choices.append(text)
         return choices, values
+
+    def last_words(
+        self, overrides: Sequence[Override], known: Callable[[], set[str]]
+    ) -> list[Override]:
+        """Leave out each override that a later one makes void, since the last word wins.
+
+        A choice in a group takes the place of an earlier one, and of a node that was set there;
+        values within the group stay. No choice (null, `~group`) makes values within void as well,
+        and so does a value: Hydra applies all choices before all values, and a sweep would make
+        jobs of each value that it replaces.
+        """
+        kept = list[tuple[str, set[str], Override]]()  # with its key, and the keys that it sets
+        for override in overrides:
+            key = override.get_key_element().lstrip("+~").replace("/", ".")
+            keys = {at for value in _given(override) for at in _keys(value, key)}
+            chooses = self._chooses(override)
+            if chooses and override.is_add() and self._is_list(override, known):
+                pass  # one more choice, beside the earlier ones
+            elif chooses and (override.key_or_group in NEEDED or not _is_empty(override)):
+                kept = [earlier for earlier in kept if earlier[0] != key]
+            else:
+                kept = [earlier for earlier in kept if not all(above(k, keys) for k in earlier[1])]
+            kept.append((key, keys, override))
+        return [override for _, _, override in kept]
+
+    def _chooses(self, override: Override) -> bool:
+        given = any(isinstance(value, dict) for value in _given(override))
+        return not given and self.folders.is_group(override.key_or_group)
+
+    def _is_list(self, override: Override, known: Callable[[], set[str]]) -> bool:
+        """Return whether a group has a list of choices, to which `+group=x` adds one."""
+        group = override.key_or_group
+        return group not in known() and group in self.folders.chosen
 
     def values_of(self, override: Override) -> list[Swept]:
         """Return one override for each value that a sweep gives a key."""
@@ -198,7 +230,7 @@ class Overrides:
             self.note(group, problem, listed)
             return None
         if value is None:
-            return f"~{element}"
+            return f"{element}=[]"  # unlike `~group`, of a group with a list of choices as well
         for name in value if isinstance(value, list) else [value]:
             if not isinstance(name, str) or self.folders.find(f"{group}/{name}") is None:
                 near = did_you_mean(str(name), self.folders.options(group))
@@ -207,6 +239,23 @@ class Overrides:
                 return None
         added = override.is_add() and element not in known()
         return ("+" if added else "") + str(override.input_line).lstrip("+")
+
+
+def _given(override: Override) -> list[Any]:
+    """Return the value of an override, or those that a sweep gives it as a list."""
+    value = override.value()
+    return list(value.list) if isinstance(value, ChoiceSweep) else [value]
+
+
+def _is_empty(override: Override) -> bool:
+    return override.is_delete() or override.value() in (None, [])
+
+
+def _keys(value: Any, key: str) -> set[str]:
+    """Return the keys that are set by a value for a key: a section is merged into what is there."""
+    if not isinstance(value, dict):
+        return {key}
+    return {at for name, child in value.items() for at in _keys(child, join(key, name))}
 
 
 def _open_brackets(text: str) -> int:

@@ -2,7 +2,7 @@
 
 import copy
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,15 @@ class Source:
         return f"{self.shown}:{line}" if line else self.shown
 
 
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A choice in a group that replaces an earlier one."""
+
+    key: str  # of the group, with dots
+    is_empty: bool
+    place: int  # of the file that makes it among all of them; their number: typed
+
+
 class Tree:
     """Merged values with their interpolations, and the source that set each key last."""
 
@@ -46,10 +55,22 @@ class Tree:
         self.problems = list[Problem]()
         self._replaced = dict[str, set[Source]]()  # by node: of earlier targets
 
-    def merge(self, content: Mapping[str, Any], source: Source, primary: bool = False) -> None:
-        """Merge what a file holds, or an override sets; lists and values replace what is there."""
+    def merge(
+        self,
+        content: Mapping[str, Any],
+        source: Source,
+        primary: bool = False,
+        later: Sequence[Choice] = (),
+    ) -> None:
+        """Merge what a file holds, or an override sets; lists and values replace what is there.
+
+        `later`: choices in groups by a later word than the file's.
+        """
         for part in reversed(source.package.split(".") if source.package else ()):
             content = {part: content}
+        for choice in later:
+            if not _is_below(source.package, choice.key):  # a file of the group itself
+                content = _without(content, choice, choice.key.split("."))
         for section in _OPEN if primary else _OPEN.keys() & {source.package}:
             self.declared |= {key for key, _ in children(content.get(section), section)}
             if primary:
@@ -181,6 +202,21 @@ class Tree:
 def _is_read(key: str, followed: Interpolations) -> bool:
     """Return whether an interpolation refers to a key, or to what is above or below it."""
     return any(_is_below(key, at) or _is_below(at, key) for at in followed.read)
+
+
+def _without(content: Mapping[str, Any], choice: Choice, path: Sequence[str]) -> Values:
+    """Return a file's content without what a choice of a later word replaces at a path.
+
+    That is a null or a whole node in the place of the group; where nothing was chosen, values too.
+    """
+    name, *rest = path
+    child = content.get(name)
+    if rest and isinstance(child, dict):
+        return {**content, name: _without(child, choice, rest)}
+    is_node = isinstance(child, dict) and "_target_" in child
+    if not rest and (choice.is_empty or child is None or is_node):
+        return {n: value for n, value in content.items() if n != name}
+    return dict(content)
 
 
 def _is_below(key: str | None, other: str) -> bool:

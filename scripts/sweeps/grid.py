@@ -12,7 +12,7 @@ from typing import Any
 
 from conf.check import parse
 from conf.errors import Problem, noted, raise_problems
-from scripts.cli.arguments import Arguments
+from scripts.cli.arguments import Arguments, key_of
 from scripts.cli.console import logger
 from scripts.composition.compose import compose, split_jobs
 from scripts.composition.overrides import Swept, refuse_outside
@@ -20,13 +20,13 @@ from scripts.sweeps.leaderboard import NOT_STARTED
 from scripts.sweeps.sweep import Sweep, has_finished
 
 _NUMBER = re.compile(r"[-+]?[\d.]+([eE][-+]?\d+)?")
-_LAUNCHERS = ("local", "submitit", "ray", "null")  # choices of `sweep` that search nothing
+_LAUNCHERS = ("local", "submitit", "ray", "null", "")  # choices of `sweep` that search nothing
 
 
 def searches(arguments: Arguments) -> bool:
-    """Return whether an override chooses a search: the other sweeps say where jobs run."""
-    pairs = (text.lstrip("+").partition("=") for text in arguments.overrides)
-    return any(key == "sweep" and choice not in _LAUNCHERS for key, _, choice in pairs)
+    """Return whether the overrides choose a search: the other sweeps say where jobs run."""
+    choices = [text.partition("=")[2] for text in arguments.overrides if key_of(text) == "sweep"]
+    return bool(choices) and choices[-1] not in _LAUNCHERS
 
 
 def sweep(arguments: Arguments) -> int:

@@ -54,7 +54,7 @@ def search(arguments: Arguments) -> int:
     The study is a function of the seed and of the results of the jobs. A resumed study keeps its
     jobs, and interrupted ones run first. It learns nothing from a job that fails.
     """
-    fixed, varied = split_search(arguments)
+    fixed, _ = split_search(arguments)
     (config,) = composed(arguments, [fixed])
     settings = parse(config).sweep or SweepConfig()
     if config["dry_run"]:
@@ -62,16 +62,25 @@ def search(arguments: Arguments) -> int:
         raise ConfigError("dry_run", "a search has no plan of its jobs", hint)
     if settings.storage is not None:  # what a stranger's study holds is unpickled
         refuse_untyped("sweep", {"storage": settings.storage}, arguments.overrides)
-    replaced = {d.name for d in varied}
-    params = [f"{k}={v}" for k, v in settings.params.items() if k.lstrip("+") not in replaced]
-    single, more = split_search(replace(arguments, overrides=tuple(params)))
+    params = tuple(f"{key}={values}" for key, values in settings.params.items())
+    single, _ = split_search(replace(arguments, overrides=params))
     raise_problems(
         Problem("sweep.params", f"{one.text}: gives one value only", "use key=value outside of it")
         for one in single
     )
-    if not (dimensions := varied + more):
+    # A file's `sweep.params` come before what is typed; typed ones stand where they were typed.
+    texts, place = list(arguments.overrides), 0
+    for number, text in enumerate(texts, 1):
+        if text.lstrip("+").startswith(("sweep.params", "sweep={")):
+            place = number
+    texts[place:place] = params
+    fixed, found = split_search(replace(arguments, overrides=tuple(texts)))
+    if not found:
         message = "nothing to search: give a key as interval(a,b) or choice(a,b)"
         raise ConfigError("sweep.params", message)
+    typed = {key_of(text) for text in arguments.overrides}
+    more = [d for d in found if d.name not in typed]
+    dimensions = [*(d for d in found if d not in more), *more]
     refuse_outside(d.name for d in dimensions)
     space = {d: distribution(d, config) for d in dimensions}
     jobs = [[*fixed, *values] for values in samples(space)]

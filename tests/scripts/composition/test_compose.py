@@ -333,3 +333,100 @@ def test_an_address_of_a_file_has_one_protocol_of_a_list(mine, place, words, key
         assert composed(*line, "data.root=sftp://host/x")["data"]["root"] == place
     else:
         assert words in refused(*line, f"data.root={place}")
+
+
+STEP_LR = "{_target_: torch.optim.lr_scheduler.StepLR, step_size: 3}"
+CHOSEN_LAST = {
+    "null, a choice": ("lr_scheduler=null", "lr_scheduler=one_cycle"),
+    "deleted, a choice": ("~lr_scheduler", "lr_scheduler=one_cycle"),
+    "deleted by its name, a choice": ("~lr_scheduler=constant", "lr_scheduler=one_cycle"),
+    "an empty list, a choice": ("lr_scheduler=[]", "lr_scheduler=[one_cycle]"),
+    "added null, a choice": ("+lr_scheduler=null", "lr_scheduler=one_cycle"),
+    "null, an added choice": ("lr_scheduler=null", "+lr_scheduler=one_cycle"),
+    "two choices": ("lr_scheduler=cosine", "lr_scheduler=one_cycle"),
+    "a node, a choice": (f"lr_scheduler={STEP_LR}", "lr_scheduler=one_cycle"),
+    "a misspelt choice, a choice": ("lr_scheduler=nothing", "lr_scheduler=one_cycle"),
+    "a choice, null": ("lr_scheduler=one_cycle", "lr_scheduler=null"),
+    "a choice, deleted": ("lr_scheduler=one_cycle", "~lr_scheduler"),
+    "a choice, an empty list": ("lr_scheduler=one_cycle", "lr_scheduler=[]"),
+    "a node, null": (f"lr_scheduler={STEP_LR}", "lr_scheduler=null"),
+    "a value within, null": ("lr_scheduler.interval=epoch", "lr_scheduler=null"),
+    "a choice within, null": ("lr_scheduler/warmup=linear", "lr_scheduler=null"),
+}
+
+
+@pytest.mark.parametrize("typed", CHOSEN_LAST.values(), ids=CHOSEN_LAST.keys())
+@pytest.mark.parametrize(
+    "file",
+    [
+        pytest.param("", id="no file"),
+        pytest.param("defaults: [override /lr_scheduler: null]", id="null in its list"),
+        pytest.param("defaults: [override /lr_scheduler: cosine]", id="a choice in its list"),
+        pytest.param("lr_scheduler: null", id="null in a file"),
+        pytest.param(f"lr_scheduler: {STEP_LR}", id="a node in a file"),
+    ],
+)
+def test_the_last_word_on_a_group_wins(mine, file, typed):
+    write(mine, "experiment/mine.yaml", f"{EXPERIMENT}{file}\n")
+    schedule = composed("--config-dir", str(mine), "experiment=mine", *typed)["lr_scheduler"]
+    chooses = typed[-1].endswith(("one_cycle", "[one_cycle]"))
+    target = "torch.optim.lr_scheduler.OneCycleLR" if chooses else None
+    assert (schedule and schedule["_target_"]) == target
+
+
+@pytest.mark.parametrize(
+    ("typed", "there"),
+    [
+        pytest.param(["callbacks=null", "callbacks=[ema]"], {"ema"}, id="null, a list"),
+        pytest.param(["callbacks=[ema]", "~callbacks"], set(), id="a list, deleted"),
+        pytest.param(["callbacks=null", "+callbacks=ema"], {"ema"}, id="null, one more"),
+        pytest.param(["callbacks=[swa]", "+callbacks=ema"], {"swa", "ema"}, id="one more"),
+        pytest.param(["+callbacks=ema", "callbacks=[swa]"], {"swa"}, id="one more, a list"),
+        pytest.param(["callbacks=[ema]", "callbacks.ema=null"], {"ema"}, id="a value stays"),
+    ],
+)
+def test_the_last_word_on_a_list_of_choices_wins(typed, there):
+    callbacks = composed(*typed)["callbacks"]
+    assert callbacks.keys() & {"ema", "swa"} == there
+
+
+OURS = "torch.optim.lr_scheduler."
+
+
+@pytest.mark.parametrize(
+    ("base", "choices", "target"),
+    [
+        pytest.param("lr_scheduler: null", ["cosine"], "CosineAnnealingLR", id="over null"),
+        pytest.param(f"lr_scheduler: {STEP_LR}", ["cosine"], "CosineAnnealingLR", id="over a node"),
+        pytest.param(f"lr_scheduler: {STEP_LR}", ["null"], None, id="null over a node"),
+        pytest.param(
+            "defaults: [override /lr_scheduler: null]", ["cosine"], "CosineAnnealingLR", id="lists"
+        ),
+        pytest.param("seed: 1", ["null", "cosine"], "CosineAnnealingLR", id="twice in a list"),
+        pytest.param("seed: 1", ["cosine", "null"], None, id="null last in a list"),
+    ],
+)
+def test_the_last_word_of_files_on_a_group_wins(mine, base, choices, target):
+    write(mine, "experiment/base.yaml", f"{EXPERIMENT}{base}\n")
+    listed = "".join(f"- override /lr_scheduler: {choice}\n" for choice in choices)
+    write(mine, "experiment/mine.yaml", f"{EXPERIMENT}defaults:\n- base\n{listed}")
+    schedule = composed("--config-dir", str(mine), "experiment=mine")["lr_scheduler"]
+    assert (schedule and schedule["_target_"]) == (target and f"{OURS}{target}")
+
+
+def test_one_more_choice_is_added_to_the_list_of_a_file(mine):
+    text = "defaults: [override /callbacks: [default, ema]]\n"
+    write(mine, "experiment/mine.yaml", EXPERIMENT + text)
+    callbacks = composed("--config-dir", str(mine), "experiment=mine", "+callbacks=swa")[
+        "callbacks"
+    ]
+    assert {"checkpoint", "ema", "swa"} <= callbacks.keys()
+
+
+def test_values_of_a_file_stay_where_another_choice_is_typed(mine):
+    text = "optimizer: {lr: 0.5}\nlr_scheduler: {interval: epoch}\n"
+    write(mine, "experiment/mine.yaml", EXPERIMENT + text)
+    line = ["--config-dir", str(mine), "experiment=mine"]
+    config = composed(*line, "lr_scheduler=cosine", "optimizer=adam")
+    assert (config["optimizer"]["lr"], config["lr_scheduler"]["interval"]) == (0.5, "epoch")
+    assert composed(*line, "lr_scheduler=null")["lr_scheduler"] is None

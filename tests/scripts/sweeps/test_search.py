@@ -374,3 +374,35 @@ def test_a_real_search_prunes_and_reports(tmp_path):
     drawn = importlib.util.find_spec("matplotlib") is not None  # of the extra `report`
     assert ("report: there/report.png" in done.stdout) == drawn
     assert (tmp_path / "there" / "report.png").exists() == drawn
+
+
+@pytest.mark.parametrize(
+    ("params", "typed", "searched"),
+    [
+        pytest.param("", ["seed=choice(1,2)", "seed=3"], {}, id="a value"),
+        pytest.param("", ["seed=3", "seed=choice(1,2)"], {"seed": ("1", "2")}, id="a choice"),
+        pytest.param("", ["seed=choice(1,2)", "seed=choice(3,4)"], {"seed": ("3", "4")}, id="both"),
+        pytest.param("seed: 'choice(1,2)'", ["seed=3"], {}, id="typed over a file's"),
+        pytest.param(
+            *("seed: 'choice(1,2)'", ["seed=choice(3,4)"], {"seed": ("3", "4")}),
+            id="a choice typed over a file's",
+        ),
+        pytest.param(
+            *("", ["seed=3", "sweep.params={seed:'choice(1,2)'}"], {"seed": ("1", "2")}),
+            id="params typed last",
+        ),
+        pytest.param(
+            *("", ["sweep.params={seed:'choice(1,2)'}", "seed=3"], {}), id="params typed first"
+        ),
+    ],
+)
+def test_a_key_that_is_given_twice_is_searched_by_its_last_word(jobs, params, typed, searched):
+    Path("conf/sweep/optuna.yaml").write_text(
+        f"n_trials: 3\nsampler: random\nparams: {{{params}}}\n"
+    )
+    run(*SPACE[:1], *typed, "run_dir=there")
+    trial = study_in().get_trials()[0]
+    del trial.distributions["optimizer.lr"]
+    assert {name: kind.choices for name, kind in trial.distributions.items()} == searched
+    seeds = [job["seed"] for job in board(Path("there")) if "seed" in job]
+    assert set(seeds) <= set(searched.get("seed", ("3",)))

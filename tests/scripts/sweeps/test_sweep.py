@@ -49,6 +49,30 @@ def keep_configs(folder):
         pytest.param(["+model.x=1,2"], [["+model.x=1"], ["+model.x=2"]], id="add"),
         pytest.param(["a.b=[1,2],[3]"], [["a.b=[1,2]"], ["a.b=[3]"]], id="lists"),
         pytest.param(["strategy=glob(d*)"], [["strategy=ddp"], ["strategy=dp"]], id="glob"),
+        # Of a key that is given twice the last word counts.
+        pytest.param(["seed=1,2", "seed=3"], [["seed=3"]], id="a value after a list"),
+        pytest.param(["seed=3", "seed=1,2"], [["seed=1"], ["seed=2"]], id="a list after a value"),
+        pytest.param(["seed=1,2", "+seed=3,4"], [["+seed=3"], ["+seed=4"]], id="two lists"),
+        pytest.param(["seed=range(1,4)", "++seed=3"], [["++seed=3"]], id="a value after a range"),
+        pytest.param(["model.x=1,2", "~model.x"], [["~model.x"]], id="deleted after a list"),
+        pytest.param(["model=mlp,gan", "model=mlp"], [["model=mlp"]], id="a choice after choices"),
+        pytest.param(["sweep=null,ray", "~sweep"], [["~sweep"]], id="no choice after choices"),
+        pytest.param(
+            ["optimizer.lr=1,2", "optimizer={lr:3}"], [["optimizer={lr:3}"]], id="in a section"
+        ),
+        pytest.param(
+            ["optimizer={lr:1},{lr:2}", "optimizer.lr=3"], [["optimizer.lr=3"]], id="of sections"
+        ),
+        pytest.param(
+            ["model.x=1,2", "model=mlp"],
+            [["model.x=1", "model=mlp"], ["model.x=2", "model=mlp"]],
+            id="a choice leaves the values within",
+        ),
+        pytest.param(
+            ["optimizer={lr:1},{lr:2}", "optimizer={eps:3}"],
+            [["optimizer={lr:1}", "optimizer={eps:3}"], ["optimizer={lr:2}", "optimizer={eps:3}"]],
+            id="sections are merged",
+        ),
     ],
 )
 def test_the_jobs_of_a_command_line(argv, expected):
