@@ -1,6 +1,5 @@
 """The learning rate range test."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -69,8 +68,7 @@ class LRFinder(Callback):
         if trainer.run_dir is None or not trainer.is_main or not self.rates:
             return
         found, path = self.suggestion(), trainer.run_dir / "lr_finder.json"
-        losses = [loss if math.isfinite(loss) else None for loss in self.losses]
-        write_json(path, {"suggestion": found, "lr": self.rates, "loss": losses})
+        write_json(path, {"suggestion": found, "lr": self.rates, "loss": self.losses})
         told = "nothing: the loss never fell" if found is None else f"{found:.4g}"
         logger.info("learning rate range test: suggests %s (%s)", told, path)
 

@@ -1,6 +1,5 @@
 """`evaluate run=RUN_DIR [checkpoint=best]`: test a finished run again."""
 
-import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,7 +26,7 @@ def evaluate(argv: Sequence[str]) -> int:
     composed = compose(arguments, trains=False)
     with importing():
         from trainer.assembly.check import check_targets
-        from trainer.files.atomic import write_text
+        from trainer.files.atomic import write_json
 
         if keys.artefact is not None:
             from trainer.export.artefact import evaluate_artefact
@@ -48,7 +47,7 @@ def evaluate(argv: Sequence[str]) -> int:
     for name, value in metrics.items():  # first: the directory may be another's, read-only
         print(f"{one_line(name):<20} {value:.4f}")
     result = {**tested, "split": split, **metrics}
-    write_text(run_dir / "evaluation.json", json.dumps(result, indent=2) + "\n")
+    write_json(run_dir / "evaluation.json", result)
     print(f"written to {one_line(run_dir / 'evaluation.json')}")
     return 0
 

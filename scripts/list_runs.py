@@ -1,6 +1,5 @@
 """`regimen runs [DIR]`: what was trained; also `runs diff A B`."""
 
-import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +14,7 @@ from conf.errors import ConfigError, one_line, some
 from conf.interpolation import join
 from conf.yaml_file import plain_values, word
 from scripts.cli.arguments import RUNS, command_parser
+from trainer.files.atomic import as_json
 from trainer.files.layout import aligned, columns_of, size
 from trainer.runs.directory import CONFIG, OVERRIDES, link_out
 from trainer.runs.status import (
@@ -64,7 +64,7 @@ def runs(argv: Sequence[str]) -> int:
         facts = [epoch, best, _duration(run["seconds"]), size(run["bytes"])]
         rows.append([run["run"], run["status"], *facts, some(words)])
     if arguments.json:
-        print(json.dumps(found, indent=2, default=str))
+        print(as_json(found, indent=2, default=str))
     elif not found:
         print(f"no runs in {one_line(arguments.folder)}")
     else:
@@ -89,7 +89,7 @@ def _diff(argv: Sequence[str]) -> int:
     metrics = {n: [found.get(n) for found in results] for n in results[0] | results[1]}
     if arguments.json:
         pairs = {"run": facts, "config": config, "metrics": metrics}
-        print(json.dumps(pairs, indent=2, default=str))
+        print(as_json(pairs, indent=2, default=str))
         return 0
     rows = [["", *map(str, paths)], ["status", *facts["status"]]]
     rows.append(["duration", *map(_duration, facts["seconds"])])

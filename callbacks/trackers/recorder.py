@@ -1,8 +1,6 @@
 """What records a run: values, what is shown beside them, and its end; and trackers of others."""
 
 import importlib.util
-import json
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -11,7 +9,7 @@ from typing import Any, NamedTuple
 
 from callbacks.support import logger, require
 from trainer.callback import Callback, Histogram, Media, PRCurve, Results
-from trainer.files.atomic import TEMPORARY, AppendLog, storage_error, write_json
+from trainer.files.atomic import TEMPORARY, AppendLog, as_json, storage_error, write_json
 from trainer.files.layout import as_csv
 from trainer.runs.directory import CONFIG, OVERRIDES
 from trainer.runs.lock import LOCK_FILE
@@ -64,8 +62,7 @@ class MetricsLog(Callback):
         fresh = {key: value for key, value in scalars.items() if key not in self.keys}
         self.keys += fresh
         if fresh:
-            numbers = {k: v if math.isfinite(v) else None for k, v in fresh.items()}
-            self._log.write(json.dumps({"step": step, "epoch": epoch, **numbers}, allow_nan=False))
+            self._log.write(as_json({"step": step, "epoch": epoch, **fresh}))
 
     def teardown(self, trainer: Trainer) -> None:
         """Close the file; `on_log` opens it again."""

@@ -27,7 +27,7 @@ from trainer.assembly.data import build_data, build_pipeline, nodes_of
 from trainer.assembly.experiment import eval_loader
 from trainer.assembly.parts import build_strategy
 from trainer.checkpoints.archive import write_safetensors
-from trainer.files.atomic import replacing, storing, write_json
+from trainer.files.atomic import as_json, replacing, storing, write_json
 from trainer.files.layout import as_csv
 from trainer.inference.predictor import (
     OUTPUT,
@@ -195,7 +195,7 @@ def mask_picture(mask: Tensor) -> Image.Image:
 
 def _write_table(file: BinaryIO, suffix: str, columns: Sequence[str], rows: Sequence[Row]) -> None:
     if suffix == ".jsonl":
-        file.writelines(json.dumps(row).encode() + b"\n" for row in rows)
+        file.writelines(as_json(row).encode() + b"\n" for row in rows)
     elif suffix == ".parquet":
         import pyarrow
         from pyarrow import parquet

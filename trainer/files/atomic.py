@@ -5,6 +5,7 @@ import errno
 import functools
 import json
 import logging
+import math
 import mmap
 import os
 import shutil
@@ -14,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from conf.interpolation import mapped
 from trainer.errors import StorageError
 from trainer.files.layout import VisibleFormatter
 
@@ -76,8 +78,20 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Replace `path` by `value` as indented JSON. Raises ValueError for NaN and infinity."""
-    write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
+    """Replace `path` by `value` as indented JSON, with null for NaN and infinity."""
+    write_text(path, as_json(value, indent=2) + "\n")
+
+
+def as_json(value: Any, **how: Any) -> str:
+    """Return plain values as JSON, which has no NaN and no infinity: they become null.
+
+    `how`: further arguments of `json.dumps`.
+    """
+    return json.dumps(mapped(value, _finite), allow_nan=False, **how)
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def link_or_copy(source: Path, target: Path) -> None:

@@ -8,7 +8,6 @@ import functools
 import hashlib
 import importlib.metadata
 import logging
-import math
 import os
 import platform
 import shutil
@@ -148,7 +147,7 @@ class RunDirectory:
         refuse_taken(self.path)
         end: Record = {"state": state, "code": code, "reason": reason}
         self._seconds += seconds
-        plain = {k: float(v) if math.isfinite(v) else None for k, v in (results or {}).items()}
+        plain = {name: float(value) for name, value in (results or {}).items()}
         self._write_status(**end, resume=resume, results=plain, best=best and dict(best))
         self.update_manifest({"exit": {**end, "ended": now()}})
 

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import io
+import json
 import logging
 import multiprocessing
 import os
@@ -95,8 +96,13 @@ def test_what_failed_is_said_in_one_line(tmp_path, monkeypatch, number, reason):
     for write in (lambda path: atomic.write_text(path, "x"), atomic.AppendLog):
         with pytest.raises(StorageError, match=missing):
             write(tmp_path / "no" / "a.txt")
-    with pytest.raises(ValueError, match="JSON"):
-        atomic.write_json(path, {"a": float("nan")})
+
+
+def test_json_has_no_nan_and_no_infinity(tmp_path):
+    value = {"a": float("nan"), "b": [1.5, float("inf"), (-float("inf"), True)], "c": "NaN"}
+    atomic.write_json(tmp_path / "a.json", value)
+    found = json.loads((tmp_path / "a.json").read_text(), parse_constant=pytest.fail)
+    assert found == {"a": None, "b": [1.5, None, [None, True]], "c": "NaN"}
 
 
 def test_a_further_name_is_replaced_in_one_step(tmp_path):

@@ -360,3 +360,13 @@ def test_a_run_whose_folder_was_moved_writes_nothing_into_the_next_one(tmp_path,
     kill(other)
     run.release()
     store.prepare()
+
+
+def test_a_run_whose_best_value_is_infinite_keeps_its_end(tmp_path):
+    run = create(tmp_path / "run")
+    best = {"metric": "val/ratio", "value": float("inf"), "step": 3}
+    ended(run, "finished", results={"val/ratio": float("nan"), "val/loss": 1}, best=best)
+    status = json.loads((run.path / "status.json").read_text(), parse_constant=pytest.fail)
+    assert (status["state"], status["results"]) == ("finished", {"val/ratio": None, "val/loss": 1})
+    assert status["best"] == {**best, "value": None}
+    assert run.manifest()["exit"]["state"] == "finished"
