@@ -10,11 +10,12 @@ from pathlib import Path
 
 from conf.errors import ConfigError, did_you_mean, one_line
 from scripts.cli.arguments import command_parser
+from scripts.cli.files import make_above, write_new
 from scripts.cli.shadow import ROOT
 from scripts.composition.folders import CONF, check_folder
 from scripts.help import Groups, below, description, groups_in
 from scripts.regimen import COMMANDS
-from trainer.files.atomic import storage_error
+from trainer.files.atomic import TEMPORARY, remove_orphans, storing
 
 _TEMPLATE = ROOT / "template"
 _LONGEST = 100  # letters of a name, which becomes a folder's and a package's
@@ -52,7 +53,7 @@ def cp(argv: Sequence[str]) -> int:
         target /= files[choice].name
     if target.suffix != ".yaml":
         raise ConfigError(f"{target}: the name of a config ends in .yaml")
-    _write_new(target, files[choice].read_text("utf-8"))
+    write_new(target, files[choice].read_text("utf-8"))
     print(f"written to {one_line(target)}")
     return 0
 
@@ -80,10 +81,23 @@ def new(argv: Sequence[str]) -> int:
     title = folder.resolve().name
     if len(title) > _LONGEST:
         raise ConfigError(f"{title[:20]}...: a name has at most {_LONGEST} letters")
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    if os.path.lexists(folder) and not (folder.is_dir() and _is_empty(folder)):
         raise ConfigError(f"{folder} exists and is no empty folder: choose another name")
-    for name, text in project_files(title, os.path.relpath(ROOT, folder.resolve())).items():
-        _write_new(folder / name, text)
+    texts = project_files(title, os.path.relpath(ROOT, folder.resolve()))
+    make_above(folder)
+    made = folder / f"{TEMPORARY}project"
+    with storing(folder):
+        folder.mkdir(exist_ok=True)
+        remove_orphans(folder)  # of a command that was killed
+        try:  # half a project would refuse the next try
+            for name, text in texts.items():
+                (made / name).parent.mkdir(parents=True, exist_ok=True)
+                (made / name).write_text(text, "utf-8")
+            for path in sorted(made.iterdir()):
+                os.replace(path, folder / path.name)
+        finally:
+            remove_orphans(folder)
+    for name in texts:
         print(one_line(folder / name))
     print(f"train it: cd {shlex.quote(str(folder))} && train --config-dir conf experiment=mine")
     return 0
@@ -111,13 +125,6 @@ def project_files(title: str, clone: str) -> dict[str, str]:
     return files
 
 
-def _write_new(path: Path, text: str) -> None:
-    # Never over a file that exists.
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("x", encoding="utf-8") as file:
-            file.write(text)
-    except FileExistsError as error:
-        raise ConfigError(f"{error.filename} exists: choose another name") from None
-    except OSError as error:
-        raise storage_error(path, error) from error
+def _is_empty(folder: Path) -> bool:
+    with storing(folder):
+        return all(path.name.startswith(TEMPORARY) for path in folder.iterdir())

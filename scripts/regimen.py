@@ -1,10 +1,11 @@
 """`regimen COMMAND ...`: every command under one name."""
 
 import importlib
+import os
+import signal
 import sys
 from collections.abc import Sequence
-
-from scripts.cli.shadow import refuse_shadows
+from types import FrameType
 
 # Each command, its function (from its arguments to its exit code), and what it is for. No module is
 # imported before its command is called.
@@ -30,10 +31,21 @@ COMMANDS = {name: (place, what) for name, place, what in _ROWS}
 
 def main(*words: str) -> None:
     """Run the command line, whose first words may be given, and leave with its exit code."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # before all imports, which take a while
+        signal.signal(number, _leave_early)
+    from scripts.cli.shadow import refuse_shadows
+
     refuse_shadows()  # before anything of ours could be imported from where another package stands
     from scripts.cli.console import leave_with
 
     leave_with(regimen, [*words, *sys.argv[1:]])
+
+
+def _leave_early(number: int, frame: FrameType | None) -> None:
+    # Past Python's streams: an exception would end in a traceback from within an import.
+    name = signal.Signals(number).name
+    os.write(2, f"error: stopped by {name}: there was nothing to save\n".encode())
+    os._exit(128 + number)
 
 
 def regimen(argv: Sequence[str]) -> int:

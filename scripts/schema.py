@@ -21,8 +21,10 @@ from conf.fields import Key, choices, declared, is_open, members
 from conf.interpolation import children
 from conf.schema import OWN_KEYS, Config
 from scripts.cli.arguments import command_parser
+from scripts.cli.files import make_above
 from scripts.composition.folders import CONF
 from scripts.help import below, groups_in, key_of
+from trainer.files.atomic import storing, write_text
 from trainer.targets.allow_list import locate
 from trainer.targets.instantiate import SPECIAL
 
@@ -35,7 +37,7 @@ _OURS = ("models.", "data.", "trainer.", "callbacks.")
 
 
 def schema(argv: Sequence[str]) -> int:
-    """Print or write the schemas that a command line asks for. Raises ConfigError."""
+    """Print or write the schemas that a command line asks for. Raises ConfigError, StorageError."""
     parser = command_parser("regimen schema", __doc__)
     parser.add_argument("group", nargs="?", help="optimizer, task/loss, experiment, ...")
     parser.add_argument("--write", type=Path, metavar="DIR", help="write all schemas into a folder")
@@ -43,10 +45,13 @@ def schema(argv: Sequence[str]) -> int:
     if (folder := arguments.write) is None:
         print(schema_text(arguments.group), end="")
         return 0
-    folder.mkdir(parents=True, exist_ok=True)
-    for group in (None, *groups_in([CONF])):
-        name = (group or "configuration").replace("/", ".")
-        (folder / f"{name}.json").write_text(schema_text(group), "utf-8")
+    groups = (None, *groups_in([CONF]))
+    texts = {(group or "configuration").replace("/", "."): schema_text(group) for group in groups}
+    make_above(folder)
+    with storing(folder):
+        folder.mkdir(exist_ok=True)
+    for name, text in texts.items():
+        write_text(folder / f"{name}.json", text)
     return 0
 
 

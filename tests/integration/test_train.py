@@ -103,3 +103,31 @@ def test_what_a_run_meets_is_one_line_with_its_code(train, tmp_path, row):
     assert done.err.count("Traceback (most recent call last)") == (code == 1)
     if code == 2 or (code == 1 and "dry_run=true" in overrides):
         assert not (tmp_path / "run").exists()
+
+
+def test_a_plan_looks_at_what_would_be_resumed_and_at_a_taken_run_dir(finished, train, tmp_path):
+    run = shutil.copytree(finished[1], tmp_path / "run")
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    words = [*QUICK, "callbacks=[default,ema]", "dry_run=true"]
+    (tmp_path / "others").mkdir()
+    (tmp_path / "others/config.yaml").write_text("mine: 1\n")
+    longer = ["trainer.max_epochs=3", f"run_dir={run}", "resume=auto"]
+    other = [*longer, "model.hidden=[7]", "resume_policy=override"]
+    refused = (
+        ([f"run_dir={run}"], 2, f"run_dir: {run} already holds a run"),
+        ([f"run_dir={tmp_path / 'others'}"], 2, "holds config.yaml, and no run"),
+        ([f"resume={tmp_path / 'nothing'}"], 2, "resume: there is no"),
+        ([f"resume={tmp_path / 'others'}"], 2, "holds no run"),
+        ([f"resume=file://{tmp_path / 'nothing'}"], 7, "cannot read the run at file://"),
+        (["optimizer.lr=0.5", f"resume={run}"], 4, "the configuration differs"),
+        (other, 4, "does not fit the model"),
+    )
+    for more, code, text in refused:
+        assert text in train([*words, *more], code=code).error
+    assert "already finished" in train([*words, f"run_dir={run}", "resume=auto"]).err
+    shown = train([*words, *longer])
+    assert f"a run would write to {run}" in shown.out
+    assert "it would go on: changed: trainer.max_epochs: 2 -> 3" in shown.err
+    after = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    assert after.keys() - before.keys() == {run / "plan.txt"}
+    assert before.items() <= after.items()

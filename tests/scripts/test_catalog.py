@@ -1,5 +1,6 @@
 """`regimen ls` lists the configs, `regimen cp` copies one, `regimen new` begins a project."""
 
+import errno
 import json
 import os
 import re
@@ -20,6 +21,7 @@ from scripts.composition.compose import compose, split_jobs
 from scripts.composition.folders import CONF
 from scripts.help import description
 from scripts.regimen import COMMANDS, regimen
+from trainer.errors import StorageError
 from trainer.shadow import PACKAGES
 
 TABLE = yaml.safe_load((ROOT / "tests/mistakes.yaml").read_text())
@@ -61,6 +63,7 @@ def test_a_group_is_listed_with_those_inside_it_and_the_users_files(capsys):
 
 
 def test_a_copy_is_the_file():
+    Path("../a").mkdir()
     for source, target, copy in (
         ("experiment/resnet18", "new/experiment/mine.yaml", "new/experiment/mine.yaml"),
         ("model/mlp.yaml", "new/model/", "new/model/mlp.yaml"),
@@ -79,6 +82,71 @@ def test_what_is_refused_leaves_every_file_as_it_was(line, expected):
     assert caught.value.exit_code == 2
     assert MINE.read_text() == before
     assert [path for path in Path().rglob("*") if path.is_file()] == [MINE]
+
+
+@pytest.mark.parametrize(
+    ("command", "place"),
+    [
+        pytest.param("cp model/mlp {}/", "../typo", id="cp beside"),
+        pytest.param("cp model/mlp {}/mlp.yaml", "{tmp}/typo/model", id="cp, absolute"),
+        pytest.param("cp model/mlp {}/", "out/typo", id="cp, by a link that leads out"),
+        pytest.param("new {}/mine", "../typo", id="new"),
+        pytest.param("schema --write {}/editor", "../typo", id="schema"),
+    ],
+)
+def test_a_missing_folder_is_made_below_the_working_folder_only(command, place, tmp_path):
+    Path("out").symlink_to("..")
+    folder = place.format(tmp=tmp_path)
+    with pytest.raises(ConfigError, match=f"there is no folder {folder}; make it first"):
+        regimen(command.format(folder).split())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["here"]
+    Path(folder).mkdir(parents=True)
+    assert regimen(command.format(folder).split()) == 0
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS])
+@pytest.mark.parametrize(
+    ("command", "written"),
+    [
+        pytest.param("cp model/mlp mlp.yaml", 0, id="cp"),
+        pytest.param("new mine", 0, id="new, at once"),
+        pytest.param("new mine", 3, id="new, after some files"),
+        pytest.param("schema --write editor", 0, id="schema, at once"),
+        pytest.param("schema --write editor", 6, id="schema, after some files"),
+    ],
+)
+def test_a_disk_that_is_full_or_read_only_is_one_line_and_the_next_try_is_free(
+    command, number, written, monkeypatch
+):
+    calls = []
+
+    def failing(original):
+        def call(*arguments, **options):
+            calls.append(original)
+            if len(calls) > written:
+                raise OSError(number, os.strerror(number))
+            return original(*arguments, **options)
+
+        return call
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", failing(os.fsync))
+        patch.setattr(Path, "write_text", failing(Path.write_text))
+        with pytest.raises(StorageError, match=os.strerror(number).lower()) as caught:
+            regimen(command.split())
+        assert caught.value.exit_code == 7
+    name = Path(command.split()[-1])
+    left = [path for path in name.rglob("*") if path.is_file()]
+    assert all(json.loads(path.read_text()) for path in left)  # whole, each by itself
+    assert left == [] or command.startswith("schema")
+    assert regimen(command.split()) == 0
+
+
+def test_a_project_is_begun_where_a_killed_command_began_one(tmp_path):
+    (tmp_path / "here/mine/.tmp-project/conf").mkdir(parents=True)
+    assert new(["mine"]) == 0
+    assert not Path("mine/.tmp-project").exists()
+    assert Path("mine/conf/experiment/mine.yaml").is_file()
 
 
 @pytest.fixture

@@ -4,6 +4,8 @@ import contextlib
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 from statistics import median
 from types import SimpleNamespace
@@ -236,3 +238,18 @@ def test_a_second_interrupt_leaves_with_one_line(main, lines):
     assert text.count("\n") == lines
     assert text.startswith("error: ended at once by a second Ctrl-C" if main else "")
     assert ("resume=auto" in text) == main
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
+def test_a_signal_before_the_first_import_is_one_line(name, code):
+    early = f"""
+import signal, sys, types
+from scripts import regimen
+shadow = sys.modules["scripts.cli.shadow"] = types.ModuleType("shadow")
+shadow.refuse_shadows = lambda: signal.raise_signal(signal.{name})
+regimen.main("train")
+"""
+    command = [sys.executable, "-P", "-c", early]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (code, "")
+    assert done.stderr == f"error: stopped by {name}: there was nothing to save\n"

@@ -1,0 +1,33 @@
+"""Files and folders that a command makes for a person: whole or absent, and where it was meant."""
+
+import os
+from pathlib import Path
+
+from conf.errors import ConfigError
+from trainer.files.atomic import storing, write_text
+
+
+def make_above(path: Path) -> None:
+    """Make the folders above a path, where they are below the working folder.
+
+    Raises ConfigError for a folder elsewhere that is missing, most likely by a slip, and for a file
+    in its place; StorageError.
+    """
+    folder = path.parent
+    there = next(place for place in path.absolute().parents if os.path.lexists(place))
+    if not there.is_dir():
+        raise ConfigError(f"{there} exists: choose another name")
+    if folder.is_dir():
+        return
+    if not Path(os.path.realpath(folder)).is_relative_to(os.path.realpath(os.curdir)):
+        raise ConfigError("", f"{path}: there is no folder {folder}", "make it first")
+    with storing(path):
+        folder.mkdir(parents=True, exist_ok=True)
+
+
+def write_new(path: Path, text: str) -> None:
+    """Write a file, never over one that exists. Raises ConfigError, StorageError."""
+    if os.path.lexists(path):
+        raise ConfigError(f"{path} exists: choose another name")
+    make_above(path)
+    write_text(path, text)
