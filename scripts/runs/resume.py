@@ -28,7 +28,15 @@ from trainer.checkpoints.store import CheckpointStore
 from trainer.errors import CheckpointError
 from trainer.files.atomic import remove_orphans, replacing, storing, sync_folder, write_json
 from trainer.files.names import path_below
-from trainer.runs.directory import name_folder, refuse_links, reserve, timestamp
+from trainer.runs.directory import (
+    locked,
+    make_folder,
+    name_folder,
+    refuse_existing,
+    refuse_links,
+    reserve,
+    timestamp,
+)
 from trainer.runs.remote import Remote
 from trainer.runs.status import (
     ENDED_WELL,
@@ -144,7 +152,13 @@ def _fetched(remote: Remote, raw: Mapping[str, Any]) -> Path:
     if holds_run(folder):
         hint = "resume=auto goes on with it"
         raise ConfigError("resume", f"{address}: {folder} holds a run already", hint)
-    remote.fetch(folder)
+    refuse_existing(folder)
+    make_folder(folder)
+    lock = locked(folder)  # and by its file another try knows the folder again
+    try:
+        remote.fetch(folder)
+    finally:
+        lock.release()
     logger.info("fetched %s into %s", address, folder)
     return folder
 

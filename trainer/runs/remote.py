@@ -17,7 +17,7 @@ from trainer.files.atomic import TEMPORARY, link_or_copy
 from trainer.files.names import leads_out, path_below
 from trainer.runs.directory import OF_A_RUN
 from trainer.runs.lock import LOCK_FILE
-from trainer.runs.status import CHECKPOINTS
+from trainer.runs.status import CHECKPOINTS, MANIFEST
 
 INDEX = f"{CHECKPOINTS}/index.json"
 _PATIENCE = 10.0  # seconds for an address to answer
@@ -105,11 +105,13 @@ class Remote:
                 for name, entry in index["names"].items()
             }
             found, others = self._listed(folder, {*kept, "index.json"})
+            manifest = found.pop(folder / MANIFEST)
             for path, place in found.items():
                 path.parent.mkdir(parents=True, exist_ok=True)
                 self.files.get_file(place, str(path))
             for path, file in names.items():
                 link_or_copy(file, path)
+            self.files.get_file(manifest, str(folder / MANIFEST))  # last: the run exists with it
         except Exception as error:  # each kind of storage has its own
             raise StorageError(f"cannot read the run at {self.address}: {error!r}") from error
         if others:

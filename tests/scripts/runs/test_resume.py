@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from conf.check import fill_defaults
-from scripts.runs.resume import ABSENT, Moment, changes, go_back, going_back_to
+from conf.errors import ConfigError
+from scripts.runs.resume import ABSENT, Moment, changes, find_resume, go_back, going_back_to
 from toy_runs import listed
 from trainer.checkpoints.reader import Index, read_checkpoint
 from trainer.checkpoints.store import CheckpointStore
@@ -206,3 +207,29 @@ def test_an_order_of_transforms_and_what_is_empty_within_an_argument_are_values(
     assert [*changes(first, second)] == ["transforms.train (order)"]
     before, after = ({"model": RUN["model"] | {"activation": given}} for given in ({}, {"a": None}))
     assert changes(before, after) == {"model.activation.a": (ABSENT, None)}
+
+
+def test_a_mirror_is_fetched_over_no_file_of_others(run, tmp_path):
+    (run / "manifest.json").write_text("{}")
+    project = tmp_path / "project"
+    project.mkdir()
+    (project / "config.yaml").write_text("mine: 1")
+    raw = {"resume": f"file://{run}", "run_dir": str(project), "name": "x", "dry_run": False}
+    with pytest.raises(ConfigError, match=r"holds config\.yaml, and no run"):
+        find_resume(raw)
+    assert [path.name for path in project.iterdir()] == ["config.yaml"]
+    (project / "config.yaml").unlink()
+    (project / ".lock").touch()  # of a try that was killed, which had begun to fetch
+    (project / "metrics.jsonl").write_text("half")
+    with pytest.raises(CheckpointError, match="not a checkpoint of a run"):  # of these tests
+        find_resume(raw)
+    assert (project / "metrics.jsonl").read_text() == (run / "metrics.jsonl").read_text()
+
+
+def test_the_note_of_a_way_back_leads_nowhere_else(run):
+    go_back(run, MOMENT)
+    (run / "abandoned/unfinished.json").write_text('{"step": 5, "folder": ".."}')
+    before = sorted(path for path in run.rglob("*"))
+    with pytest.raises(CheckpointError, match=r"unfinished\.json"):
+        go_back(run, MOMENT)
+    assert sorted(path for path in run.rglob("*")) == before

@@ -78,7 +78,8 @@ def test_a_listing_that_leads_out_is_refused_before_anything_is_copied(
 ) -> None:
     folder = tmp_path / "a/run"
     (folder / "tensorboard").mkdir(parents=True)
-    (folder / "tensorboard/out").symlink_to(tmp_path)
+    if "out" in name:
+        (folder / "tensorboard/out").symlink_to(tmp_path)
     with pytest.raises(StorageError, match="cannot read the run at http://host/run"):
         at({**RUN, name: b"theirs"}).fetch(folder)
     assert content(tmp_path) == {}
@@ -141,3 +142,11 @@ def test_links_are_neither_fetched_nor_sent(tmp_path: Path) -> None:
 def test_an_address_that_leads_to_another_is_none(address: str) -> None:
     with pytest.raises(ConfigError):
         Remote(address)
+
+
+def test_a_copy_that_breaks_off_is_no_run_yet(tmp_path: Path) -> None:
+    remote = at(RUN)
+    del remote.files.content["http://host/run/checkpoints/step-00000001.pt"]
+    with pytest.raises(StorageError):  # the name `last` has no file
+        remote.fetch(tmp_path / "run")
+    assert not (tmp_path / "run/manifest.json").exists()
