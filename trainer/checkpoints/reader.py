@@ -20,7 +20,7 @@ from trainer.checkpoints.archive import (
 )
 from trainer.errors import CheckpointError
 from trainer.files.atomic import regular, write_json
-from trainer.files.names import ForeignNameError, path_below
+from trainer.files.names import ForeignNameError, checked_name, path_below
 from trainer.state import TrainState
 
 FORMAT_VERSION = 2
@@ -67,8 +67,8 @@ class Index:
                 {name: Entry(**fields) for name, fields in content[key].items()}
                 for key in ("files", "names")
             )
-            for name in (*files, *(f"{name}.pt" for name in names)):
-                path_below(folder, name)
+            for name in (*files, *names):
+                checked_name(name)
             for entry in (*files.values(), *names.values()):
                 path_below(folder, entry.file)
                 path_below(folder, entry.facts.get("shards", INDEX))

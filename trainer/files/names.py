@@ -17,18 +17,28 @@ def path_below(folder: Path, name: Any) -> Path:
     The name is relative, with slashes between its parts. Raises ForeignNameError for anything but
     such a text, and where a link leads out of the folder.
     """
+    path = folder / checked_name(name)
+    if leads_out(path, folder):
+        raise ForeignNameError(f"{name[:100]!r} is a link that leads out of {folder}")
+    return path
+
+
+def checked_name(name: Any) -> str:
+    """Return a value from outside that is a relative name without a way up.
+
+    For a name whose file is replaced, and never opened; any other goes through `path_below`. Raises
+    ForeignNameError.
+    """
     if not isinstance(name, str):
         raise ForeignNameError(f"{name!r:.100} is no name of a file")
     parts = re.split(r"[/\\]", name)
     if "\0" in name or {"", ".", ".."} & {*parts} or PureWindowsPath(name).drive:
-        raise ForeignNameError(f"{name[:100]!r} is no name of a file below {folder}")
+        raise ForeignNameError(f"{name[:100]!r} is no name of a file below its folder")
     try:
-        outside = leads_out(folder / name, folder)
-    except ValueError as error:  # letters that no file system takes (lone surrogates)
+        os.fsencode(name)
+    except UnicodeEncodeError as error:  # lone surrogates
         raise ForeignNameError(f"{name[:100]!r} is no name of a file: {error}") from error
-    if outside:
-        raise ForeignNameError(f"{name[:100]!r} is a link that leads out of {folder}")
-    return folder / name
+    return name
 
 
 def leads_out(path: Path, folder: Path) -> bool:
