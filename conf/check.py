@@ -7,9 +7,10 @@ import re
 import typing
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import islice
 from typing import Any, Literal, TypeVar
 
-from conf.errors import Problem, did_you_mean, nearest, raise_problems
+from conf.errors import MOST_PROBLEMS, Problem, did_you_mean, nearest, raise_problems
 from conf.fields import REQUIRED, Key, choices, declared, is_open, members
 from conf.interpolation import children, join, walk
 from conf.other_words import VALUES, our_key
@@ -23,9 +24,14 @@ _FINITE = ("optimizer.", "lr_scheduler.")  # nodes whose numbers are hyper-param
 
 
 def check(raw: Values, schema: type = Config) -> list[Problem]:
-    """List what is wrong with a resolved configuration; an empty list means nothing."""
-    found = list(_section(raw, schema, ""))
-    return found + [p for p in _everywhere(raw) if p.key not in {f.key for f in found}]
+    """List what is wrong with a resolved configuration; an empty list means nothing.
+
+    Of thousands of mistakes the first ones: to find what was meant takes a while for each.
+    """
+    found = list(islice(_section(raw, schema, ""), MOST_PROBLEMS))
+    keys = {problem.key for problem in found}
+    others = islice(_everywhere(raw), MOST_PROBLEMS)
+    return found + [problem for problem in others if problem.key not in keys]
 
 
 def parse(raw: Values) -> Config:

@@ -8,7 +8,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from itertools import islice
 from typing import Self
+
+MOST_PROBLEMS = 100  # that are looked for and told: a stranger's file can hold 50,000
+_LONGEST = 4000  # characters of a part of a message, such as a list of what is available
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,10 +25,11 @@ class Problem:
     file: str | None = None
 
     def __str__(self) -> str:
-        where = f" [{self.file}]" if self.file else ""
-        hint = f"; {self.hint}" if self.hint else ""
-        message = self.message.rstrip(".") if self.hint else self.message
-        text = f"{self.key}: {message}" if self.key else message
+        # Each part may hold what a stranger's file holds: a text of a megabyte, too.
+        where = f" [{shortened(self.file, _LONGEST)}]" if self.file else ""
+        hint = f"; {shortened(self.hint, _LONGEST)}" if self.hint else ""
+        message = shortened(self.message.rstrip(".") if self.hint else self.message, _LONGEST)
+        text = f"{shortened(self.key)}: {message}" if self.key else message
         return one_line(f"{text}{hint}{where}")
 
 
@@ -79,7 +84,8 @@ def raise_problems(found: Iterable[Problem], kind: type[ConfigError] = ConfigErr
 
 def nearest(name: str, names: Iterable[str], cutoff: float = 0.6) -> str | None:
     """Return the name that a misspelt one was most likely meant for."""
-    known = {known.lower(): known for known in names}
+    # Of thousands of names a stranger's file may hold, the first thousand is looked at.
+    known = {known[:100].lower(): known for known in islice(names, 1000)}
     # The cost grows with the product of the lengths, and nobody mistypes a thousand letters.
     near = get_close_matches(name[:100].lower(), list(known), n=1, cutoff=cutoff)
     return known[near[0]] if near else None
@@ -95,6 +101,11 @@ def some(names: Sequence[str], limit: int = 8) -> str:
     """Join the first `limit` names, with the number of the others."""
     more = f" (+{len(names) - limit} more)" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more
+
+
+def shortened(text: str, limit: int = 200) -> str:
+    """Return a text of at most `limit` characters: the first ones of a longer one, and dots."""
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
 
 def one_line(text: object) -> str:

@@ -13,6 +13,8 @@ from conf.errors import Problem, nearest
 RESERVED = ("total_steps", "steps_per_epoch")  # open until the length of the training is known
 MAX_SIZE = 200_000  # characters and values, once everything is written out
 MAX_CHAIN = 100  # keys, each within or referring to the next
+MAX_INTERPOLATIONS = 1000  # in all texts together: OmegaConf takes half a millisecond for one
+MAX_NESTING = 20  # of interpolations and of brackets in a text with interpolations
 _REFERRING = ("oc.select", "oc.dict.keys", "oc.dict.values")
 RESOLVERS = ("oc.env", "oc.decode", "now", *_REFERRING)
 # A resolver, if there is one, and the first of its arguments; or the key alone.
@@ -59,6 +61,28 @@ def mapped(node: Any, change: Callable[[Any], Any]) -> Any:
     return change(node)
 
 
+def excessive(root: Any) -> Iterator[Problem]:
+    """Yield why texts would take OmegaConf too long to read: too many interpolations, or too deep.
+
+    Found in time linear in the length of the texts, before OmegaConf is given one.
+    """
+    count = 0
+    for key, text in leaves(root):
+        if not isinstance(text, str) or "${" not in text:
+            continue
+        count += text.count("${")
+        depth = 0
+        for bracket in re.findall(r"[\[\]{}]", text):
+            depth += 1 if bracket in "[{" else -1
+            if depth > MAX_NESTING:
+                yield Problem(key, f"its interpolations are nested deeper than {MAX_NESTING}")
+                return
+    if count > MAX_INTERPOLATIONS:
+        yield Problem(
+            "", f"{count} interpolations are too many: there may be {MAX_INTERPOLATIONS} in all"
+        )
+
+
 def fill(node: Any, values: Mapping[str, int | None]) -> Any:
     """Return a copy of plain containers with `${total_steps}` and its like replaced.
 
@@ -82,13 +106,15 @@ class Interpolations:
 
     def __init__(self, root: Any) -> None:
         """Follow all of them: loops, dead ends and explosions are problems."""
-        self.problems = list[Problem]()
+        self.problems = list(excessive(root))
         self.read = set[str]()  # the keys that are referred to
         self._nodes = dict(walk(root))  # all there is, by key
         self._taken = dict[str, str]()  # `${...}` and nothing else: from where
         self._environment = set[str]()  # keys to which `oc.env` contributes
         self._sizes = dict[str, int]()
         self._path = list[str]()  # of the keys that are being followed
+        if self.problems:
+            return
         if self._size("", root) > MAX_SIZE and not self.problems:
             key = next(key for key, size in self._sizes.items() if size > MAX_SIZE)
             self._note(key, f"its interpolations write out to more than {MAX_SIZE} characters")
@@ -162,7 +188,7 @@ class Interpolations:
     def _absolute(self, reference: str, key: str) -> str | None:
         """Resolve a relative reference; one that is itself computed counts as all of its parent."""
         static, computed, _ = reference.partition("${")
-        static = re.sub(r"\[['\"]?([^\]'\"]*)['\"]?\]", r".\1", static)
+        static = re.sub(r"\[['\"]?([^\[\]'\"]*)['\"]?\]", r".\1", static)
         if computed:
             static = static.rpartition(".")[0]
             if not static:

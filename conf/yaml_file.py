@@ -6,22 +6,27 @@ nesting without end) is found before its values are made.
 
 import json
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 import yaml
 
-from conf.errors import ConfigError, Problem
-from conf.interpolation import RESERVED, join, mapped
+from conf.errors import ConfigError, Problem, shortened
+from conf.interpolation import RESERVED, excessive, join, mapped
 
 MAX_BYTES = 1_000_000
 MAX_DEPTH = 40
 MAX_NODES = 50_000  # after aliases are written out
+MAX_KEY = 1000  # characters of a key with those above it, which each message repeats
+MAX_DIGITS = 300  # characters of a number: Python takes a time that is quadratic in them
 _BASE: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _PREFIX = "tag:yaml.org,2002:"
 _TAGS = ("str", "int", "float", "bool", "null", "map", "seq", "merge", "value")
-_FLOAT = re.compile(r"[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+$")
+# Each pattern here takes a time linear in the text: no two repeats in a row match the same letters.
+_FLOAT = re.compile(r"[-+]?(\d[\d_]*(\.[\d_]*)?|\.\d[\d_]*)[eE][-+]?\d+$")
+# Among the first comments. Blanks are those of one line, so that each line is read once.
+_PACKAGE = re.compile(r"(?:#.*\n|[ \t\r]*\n)*?#[ \t]*@package[ \t]+(\S+)[ \t\r]*$", re.MULTILINE)
 # What YAML 1.1 makes of a bare word, where a person is likely to have meant something else.
 _TRAP = re.compile(
     r"(?P<yes>(?i:yes|on))|(?P<no>(?i:no|off))|(?P<octal>[-+]?0[0-9_]+)"
@@ -55,7 +60,7 @@ class _Loader(_BASE):  # type: ignore[misc]
 class Document:
     """What a file holds: its values, the lines of their keys, and what is wrong."""
 
-    values: dict[str, Any] = field(default_factory=dict)
+    values: Any = field(default_factory=dict)  # a dict, or a list where that is expected
     lines: dict[str, int] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     package: str | None = None  # what `# @package` among its first comments says
@@ -73,12 +78,14 @@ def examine(path: Path, name: str) -> Document:
     return _examined(text, name)
 
 
-def plain_values(text: str, name: str) -> Any:
-    """Return the values of a YAML text from a place that is not trusted.
+def plain_values(text: str, name: str, lists: bool = False) -> Any:
+    """Return the values of a YAML text from a place that is not trusted: a section.
+
+    `lists`: or a list.
 
     Raises ConfigError where it is hostile or broken: aliases that multiply, tags, endless nesting.
     """
-    document = _examined(text, name)
+    document = _examined(text, name, lists)
     if not document.readable:
         raise ConfigError(document.problems)
     return document.values
@@ -89,14 +96,22 @@ def _unreadable(message: str, name: str, line: int | None = None) -> Document:
     return Document(problems=[Problem("", message, file=where)], readable=False)
 
 
-def _examined(text: str, name: str) -> Document:
+def _examined(text: str, name: str, lists: bool = False) -> Document:
     document = Document()
     try:
-        if root := _root(text):
+        root = _root(text)
+        if root is not None:
+            is_list = lists and isinstance(root, yaml.SequenceNode)
+            if not (is_list or isinstance(root, yaml.MappingNode)):
+                line = root.start_mark.line + 1
+                return _unreadable("expected keys and values (`key: value`)", name, line)
             _note(document, name, root, "")
         if document.readable:
             document.values = yaml.load(text, Loader=_Loader) or {}
-        head = re.match(r"(?:#.*\n|\s*\n)*?#\s*@package\s+(\S+)\s*$", text, re.MULTILINE)
+            for problem in excessive(document.values):
+                where = f"{name}:{document.lines.get(problem.key, 1)}"
+                document = Document(problems=[replace(problem, file=where)], readable=False)
+        head = _PACKAGE.match(text)
         document.package = head[1] if head else None
         return document
     except ConfigError as error:
@@ -104,12 +119,14 @@ def _examined(text: str, name: str) -> Document:
     except yaml.reader.ReaderError as error:
         return _unreadable(f"YAML syntax: {error.reason}", name)
     except yaml.MarkedYAMLError as error:  # all others of yaml's
-        what, mark = error.problem, error.problem_mark
+        what, mark = shortened(str(error.problem)), error.problem_mark
         if mark and "\t" in "".join(text.splitlines()[mark.line : mark.line + 1]):
             what = "a tab, which YAML does not take as indentation: use spaces"
-        message = f"YAML syntax: {what}" + (f" ({error.context})" if error.context else "")
+        message = f"YAML syntax: {what}" + (
+            f" ({shortened(error.context)})" if error.context else ""
+        )
         return _unreadable(message, name, mark.line + 1 if mark else None)
-    except (RecursionError, ValueError) as error:
+    except (RecursionError, ValueError, ArithmeticError, LookupError) as error:  # of `!!bool x`
         return _unreadable(f"not YAML that can be read: {type(error).__name__}", name)
 
 
@@ -158,10 +175,10 @@ def _note(document: Document, file: str, node: yaml.Node, key: str) -> None:
         document.lines.setdefault(key, at.start_mark.line + 1)
         _note(document, file, child, key)
 
-    if not (key or isinstance(node, yaml.MappingNode)):
-        wrong(node, key, "expected keys and values (`key: value`)")
-    elif node.tag.removeprefix(_PREFIX) not in _TAGS:
-        wrong(node, key, f"tag {node.tag!r} is not allowed")
+    if node.tag.removeprefix(_PREFIX) not in _TAGS:
+        wrong(node, key, f"tag {shortened(node.tag)!r} is not allowed")
+    elif _is_long_number(node):
+        wrong(node, key, f"a number of more than {MAX_DIGITS} characters: quote it if it is text")
     elif isinstance(node, yaml.SequenceNode):
         for index, child in enumerate(node.value):
             inside(child, child, join(key, index))
@@ -173,6 +190,11 @@ def _note(document: Document, file: str, node: yaml.Node, key: str) -> None:
             wrong(name, key, "a key must be a word")
             continue
         here = join(key, name.value)
+        if len(here) > MAX_KEY:
+            wrong(name, key, f"a key of more than {MAX_KEY} characters, with those above it")
+            continue
+        if _is_long_number(name):
+            wrong(name, here, f"a number of more than {MAX_DIGITS} characters: quote it")
         if trap := _trap(name):
             wrong(name, here, f"the key {trap}", readable=True)
         if name.tag == f"{_PREFIX}null":
@@ -181,24 +203,30 @@ def _note(document: Document, file: str, node: yaml.Node, key: str) -> None:
             wrong(name, here, "repeated key")
         empty = isinstance(child, yaml.ScalarNode) and not child.style and not child.value
         if ":" in name.value and not name.style and empty:
-            message = f"a blank is missing after the colon of {name.value!r}"
+            message = f"a blank is missing after the colon of {shortened(name.value)!r}"
             wrong(name, here, message, readable=True)
         seen.add(name.value)
         inside(name, child, here)
+
+
+def _is_long_number(node: yaml.Node) -> bool:
+    number = node.tag.removeprefix(_PREFIX) in ("int", "float")
+    return number and len(node.value) > MAX_DIGITS
 
 
 def _trap(node: yaml.ScalarNode) -> str | None:
     if node.style:
         return None
     if node.end_mark.line > node.start_mark.line and (found := _KEY.search(node.value)):
-        return f"goes on to the next line: is a blank missing after the colon of {found[1]!r}?"
+        word = shortened(found[1])
+        return f"goes on to the next line: is a blank missing after the colon of {word!r}?"
     trap = _TRAP.fullmatch(node.value)
-    return f"{node.value} {_TRAPS[trap.lastgroup or '']}" if trap else None
+    return f"{shortened(node.value)} {_TRAPS[trap.lastgroup or '']}" if trap else None
 
 
 # Words that OmegaConf, or our own reading of YAML, take for something else than text.
 _NOT_TEXT = re.compile(
-    r"[-+]?(\d[\d_]*)?\.?[\d_]*([eE][-+]?\d+)?|(?i:yes|no|on|off|y|n)|[-+]?\d[\d_]*(:[0-5]?\d)+.*"
+    r"[-+]?(\d[\d_]*)?(\.[\d_]*|_[\d_]*)?([eE][-+]?\d+)?|(?i:yes|no|on|off|y|n)|[-+]?\d[\d_]*(:[0-5]?\d)+.*"
     r"|\?\?\?"
 )
 

@@ -8,11 +8,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from conf.errors import ConfigError, one_line, some
+from conf.errors import ConfigError, one_line, shortened, some
 from conf.interpolation import join
-from conf.yaml_file import plain_values, word
+from conf.yaml_file import word
 from scripts.cli.arguments import RUNS, command_parser
 from trainer.files.atomic import as_json
 from trainer.files.layout import aligned, columns_of, size
@@ -48,7 +46,7 @@ def runs(argv: Sequence[str]) -> int:
         if MANIFEST in files:
             found.append(read_run(Path(place)))
             folders[:] = [name for name in folders if name not in (CHECKPOINTS, "tensorboard")]
-    found.sort(key=lambda run: (run["created"] or "", run["run"]))
+    found.sort(key=lambda run: (str(run["created"] or ""), run["run"]))
     for name in {run["name"] for run in found}:  # runs of a name are compared with each other
         known = [run for run in found if run["name"] == name and run["config"]]
         for key, values in varied([run["config"] for run in known]):
@@ -62,7 +60,7 @@ def runs(argv: Sequence[str]) -> int:
         epoch = "" if run["epoch"] is None else f"{run['epoch']}{epochs}"
         best = "" if run["metric"] is None else f"{run['metric']} {_number(run['best'])}"
         facts = [epoch, best, _duration(run["seconds"]), size(run["bytes"])]
-        rows.append([run["run"], run["status"], *facts, some(words)])
+        rows.append(list(map(shortened, [run["run"], run["status"], *facts, some(words)])))
     if arguments.json:
         print(as_json(found, indent=2, default=str))
     elif not found:
@@ -114,7 +112,7 @@ def read_run(path: Path) -> dict[str, Any]:
     if link_out(path) is None:  # or it could show what the link names
         status = _read(read_status, path)
         created = _read(read_json, path / MANIFEST)
-        config = _read(lambda p: plain_values(p.read_text("utf-8"), str(p)), path / CONFIG)
+        config = _read(read_own, path / CONFIG)
         last = next(iter([*read_metrics(path, _TAIL)][-1:]), {})
         overrides = _read(read_own, path / OVERRIDES, list)
     best = _node(status.get("best"))
@@ -145,7 +143,7 @@ def read_run(path: Path) -> dict[str, Any]:
 
 def _read(read: Callable[[Path], Any], path: Path, kind: type = dict) -> Any:
     """Return what is read if it is of a kind, else an empty one: damaged, or not there."""
-    with suppress(OSError, ValueError, yaml.YAMLError, ConfigError):
+    with suppress(OSError, ValueError, ConfigError):
         if isinstance(value := read(path), kind):
             return value
     return kind()
@@ -174,11 +172,14 @@ def varied(
 
 
 def _shown(value: Any) -> str:
-    return str(value.get(_TARGET, value)) if isinstance(value, dict) else word(value)
+    text = str(value.get(_TARGET, value)) if isinstance(value, dict) else word(value)
+    return shortened(text)
 
 
 def _number(value: Any) -> str:
-    return "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return "-" if value is None else shortened(str(value))
 
 
 def _duration(seconds: float | None) -> str:

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from callbacks.support import logger, require
+from conf.yaml_file import plain_values
 from trainer.callback import Callback, Histogram, Media, PRCurve, Results
 from trainer.files.atomic import TEMPORARY, AppendLog, as_json, storage_error, write_json
 from trainer.files.layout import as_csv
 from trainer.runs.directory import CONFIG, OVERRIDES
 from trainer.runs.lock import LOCK_FILE
-from trainer.runs.status import METRICS, SWEEP, own_values, read_json, read_metrics, read_own
+from trainer.runs.status import METRICS, SWEEP, read_json, read_metrics, read_own
 from trainer.state import LogPoint
 from trainer.trainer import Trainer
 
@@ -277,7 +278,7 @@ class Names(NamedTuple):
 def names_of(run: Path, config_text: str) -> Names:
     """Return the names of the run in a directory; without a `config.yaml` by `config_text`."""
     file, keys = run / CONFIG, read_json(run.parent / SWEEP).get("swept") or []
-    config = (read_own(file) if file.exists() else own_values(config_text)) or {}
+    config = read_own(file) if file.exists() else plain_values(config_text, "its configuration")
     texts = read_own(run / OVERRIDES) if keys else []
     given = dict(str(text).lstrip("+~").partition("=")[::2] for text in texts)
     varied = {key: given.get(key) for key in keys}

@@ -1,6 +1,5 @@
 """Tar shards in WebDataset's layout, with an index that gives random access to their samples."""
 
-import json
 import logging
 import os
 import tarfile
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from conf.addresses import check_protocol, is_address
 from conf.errors import problems_at
+from conf.json_text import plain_json
 from data.decode import Channels, decode_image
 from data.errors import DataError, explained, reason
 from data.image_folder import EXTENSIONS, Pictures
@@ -213,7 +213,7 @@ def _sample(
             content = archive.extractfile(member).read()  # type: ignore[union-attr]
             place = f"{path}:{member.name}: no label in it"
             with explained(place, ValueError, KeyError, TypeError):
-                value = str(json.loads(content)[field] if field else content.decode().strip())
+                value = str(plain_json(content)[field] if field else content.decode().strip())
             if not value:
                 raise DataError(f"{path}:{member.name}: the label is empty")
     if not image or value is None:

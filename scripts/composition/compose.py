@@ -23,8 +23,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from conf.addresses import allow_protocols, wrong_addresses
 from conf.check import check, fill_defaults, shown
-from conf.errors import ConfigError, Problem, did_you_mean, raise_problems
-from conf.interpolation import RESERVED, Interpolations, leaves, mapped, walk
+from conf.errors import MOST_PROBLEMS, ConfigError, Problem, did_you_mean, raise_problems
+from conf.interpolation import RESERVED, Interpolations, excessive, leaves, mapped, walk
 from conf.schema import Values
 from scripts.cli.arguments import Arguments, Request, key_of, parse_arguments
 from scripts.composition.folders import REFUSED, Folders, opened
@@ -168,7 +168,8 @@ class Composition:
         self._tree.drop_leftovers(chosen)
         tree = fill_defaults(self._tree.values)
         self._followed = Interpolations(tree)
-        self.problems += [*self._tree.problems, *self._tree.unread(self._followed)]
+        unread = itertools.islice(self._tree.unread(self._followed), MOST_PROBLEMS)
+        self.problems += [*self._tree.problems, *unread]
         return tree
 
     def swept(self) -> list[Override]:
@@ -231,6 +232,9 @@ class Composition:
     def resolved(self, raw: Values) -> Values:
         """Return the tree with its interpolations resolved; as it is, if one cannot be."""
         found = list(self._followed.problems)
+        if any(excessive(raw)):
+            self.problems += found
+            return raw
         texts = {key: text for key, text in leaves(raw) if isinstance(text, str) and "${" in text}
         for key, text in texts.items():
             try:
@@ -258,7 +262,7 @@ class Composition:
         for key, value in leaves(raw):
             if isinstance(value, str) and (_OPEN.search(value) or (incomplete and value == "???")):
                 open_keys.add(key)
-        wrong = [*check(raw), *refused_targets(raw)]
+        wrong = [*check(raw), *itertools.islice(refused_targets(raw), MOST_PROBLEMS)]
         self.problems += [problem for problem in wrong if problem.key not in open_keys]
 
     def not_typed(self, trains: bool) -> Iterator[Problem]:
@@ -286,9 +290,13 @@ class Composition:
         return Request(self.config, self.overrides, self.choices, list(argv), allowed, **how)
 
     def found(self) -> list[Problem]:
-        """Return all mistakes so far, each with its file."""
+        """Return the mistakes so far, each with its file; of very many the first ones."""
         in_files = [p for document in self.folders.documents.values() for p in document.problems]
-        return [*in_files, *map(self._located, self.problems)]
+        found = [*in_files, *self.problems]
+        first = [self._located(problem) for problem in found[:MOST_PROBLEMS]]
+        if len(found) >= MOST_PROBLEMS:
+            first.append(Problem("", "there may be further mistakes, which are not looked for"))
+        return first
 
     def stop_if_wrong(self) -> None:
         """Raise ConfigError if there are mistakes so far."""

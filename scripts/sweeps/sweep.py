@@ -11,8 +11,6 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 
-import yaml
-
 from conf.check import parse
 from conf.errors import ConfigError, Problem, did_you_mean, one_line, raise_problems
 from conf.schema import SweepConfig, Values
@@ -41,7 +39,6 @@ from trainer.runs.status import (
     ENDED_WELL,
     SWEEP,
     TENSORBOARD,
-    RunDirectoryError,
     check_run_dir,
     holds_run,
     read_metrics,
@@ -328,7 +325,7 @@ def job_folders(sweep: Path) -> dict[tuple[str, ...], Path]:
     folders = dict[tuple[str, ...], Path]()
     for path in sorted(numbered, key=lambda path: int(path.name)):
         # One that cannot be read is the folder of no known job.
-        with suppress(OSError, ValueError, TypeError, yaml.YAMLError, ConfigError):
+        with suppress(OSError, ValueError, TypeError, ConfigError):
             texts = read_own(path / OVERRIDES)
             folders.setdefault(identity(map(str, texts)), path)
     return folders
@@ -337,7 +334,7 @@ def job_folders(sweep: Path) -> dict[tuple[str, ...], Path]:
 def has_finished(folder: Path | None, config: Values) -> bool:
     """Return whether the run in a folder, if there is one, has finished with a configuration."""
     outside = dict.fromkeys(OF_A_START)
-    with suppress(OSError, ValueError, yaml.YAMLError, RunDirectoryError):
+    with suppress(OSError, ValueError, ConfigError):
         if folder is not None and read_status(folder).get("state") in ENDED_WELL:
             saved = read_own(folder / CONFIG)
             return isinstance(saved, dict) and saved | outside == config | outside

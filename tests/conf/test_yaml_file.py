@@ -5,7 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from conf.yaml_file import MAX_DEPTH, dump, examine
+from conf.errors import ConfigError
+from conf.yaml_file import MAX_DEPTH, dump, examine, plain_values
 from scripts.composition.compose import escape_reserved
 
 
@@ -21,6 +22,8 @@ def problems(tmp_path, content):
         (b"\xff\xfea: 1", "UTF-8"),
         (b"a: \x00", "syntax"),
         ("a: " + "[" * 500, "nested deeper"),
+        ("a: !!bool x", "KeyError"),
+        ('a: !!int ""', "IndexError"),
         ("a: '" + "x" * 1_100_000 + "'", "longer than"),
         ("a: 'no'\nb: \"010\"\nc: '1:30'\n", ""),
         ("a: true\nb: 0\nc: 0.5\nd: 1e-3\ne: null\nf: 0x1f\n", ""),
@@ -30,11 +33,57 @@ def problems(tmp_path, content):
         ("a: " + "[" * (MAX_DEPTH - 2) + "]" * (MAX_DEPTH - 2), ""),
         ("größe: ümlaut ✓\n", ""),
     ],
-    ids=range(11),
+    ids=range(13),
 )
 def test_what_cannot_be_read_is_named_and_what_is_fine_passes(tmp_path, content, text):
     found = " ".join(problems(tmp_path, content))
     assert text in found if text else found == ""
+
+
+LENGTH = 100_000
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        pytest.param("a: " + "01" * LENGTH + "9z", "", id="digits, then a letter"),
+        pytest.param("a: 0" + "1" * LENGTH + "9z", "", id="octal digits, then a letter"),
+        pytest.param("a: 1." + "1" * LENGTH + "ex", "", id="an exponent that is none"),
+        pytest.param("a: 1" + "_" * LENGTH + "x", "", id="underscores"),
+        pytest.param("a: " + "1." * LENGTH, "", id="points"),
+        pytest.param("a: " + "1" * LENGTH, "a number of more than 300", id="an integer"),
+        pytest.param("a: 0x" + "f" * LENGTH, "a number of more than 300", id="hexadecimal"),
+        pytest.param("a: 1" + ":1" * LENGTH, "a number of more than 300", id="base 60"),
+        pytest.param(
+            "a: 1" + ":1" * LENGTH + ".5", "a number of more than 300", id="to a fraction"
+        ),
+        pytest.param("? " + "1" * LENGTH + "\n: 1", "a key of more than 1000", id="a key"),
+        pytest.param("\n" * LENGTH + "a: 1", "", id="empty lines"),
+        pytest.param("#\n" * LENGTH + "a: 1", "", id="comments"),
+        pytest.param("# @package" + " " * LENGTH + "\na: 1", "", id="blanks after @package"),
+        pytest.param("a: !" + "x" * LENGTH + " 1", "is not allowed", id="a tag"),
+        pytest.param("a: '" + "${" * 20_000 + "'", "nested deeper", id="open interpolations"),
+        pytest.param("a: '${" + "[" * LENGTH + "}'", "nested deeper", id="brackets in one"),
+        pytest.param("a: '" + "${b}" * 20_000 + "'", "20000 interpolations", id="interpolations"),
+    ],
+)
+def test_reading_takes_a_time_linear_in_the_length(tmp_path, content, text):
+    # Quadratic time would be minutes: the test's own limit. What is said of it is short.
+    found = " ".join(problems(tmp_path, content))
+    assert text in found if text else found == ""
+    assert len(found) < 1000
+
+
+def test_a_list_is_read_where_one_is_expected():
+    assert plain_values("- a=1\n- b=2\n", "overrides", lists=True) == ["a=1", "b=2"]
+    with pytest.raises(ConfigError, match="expected keys and values"):
+        plain_values("- a=1\n", "config")
+    multiplied = "- &a [x, x]\n" + "".join(
+        f"- &{c} [*{b}, *{b}]\n"
+        for b, c in zip("abcdefghijklmnopqr", "bcdefghijklmnopqrs", strict=True)
+    )
+    with pytest.raises(ConfigError, match="aliases"):
+        plain_values(multiplied, "overrides", lists=True)
 
 
 def test_lines_and_package_are_noted(tmp_path):

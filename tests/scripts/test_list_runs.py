@@ -45,6 +45,41 @@ def listed(capsys, *argv):
     return json.loads(capsys.readouterr().out)
 
 
+VALUES = [None, True, -1, 1e300, 10**30, "\ud800\x1b[0m", "x" * 10_000, [[1]], {"a": {"b": 1}}]
+DEEP = "[" * 5000
+
+
+@pytest.mark.parametrize("value", VALUES, ids=range(len(VALUES)))
+def test_a_run_whose_files_say_anything_is_listed(capsys, value):
+    made("net/a")
+    path = made("net/b")
+    for name, keys in {
+        "status.json": ("state", "seconds", "best", "results", "code"),
+        "manifest.json": ("created", "exit", "facts"),
+    }.items():
+        (path / name).write_text(json.dumps(dict.fromkeys(keys, value)))
+    line = {"step": value, "epoch": value, "val/loss": value}
+    (path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    status = {"state": "finished", "best": {"metric": value, "value": value}, "seconds": value}
+    (made("net/c") / "status.json").write_text(json.dumps(status))
+    for argv in ([], ["--json"], ["diff", "runs/net/a", "runs/net/b"]):
+        assert runs(argv) == 0
+    capsys.readouterr().out.encode()  # no lone surrogates
+
+
+@pytest.mark.parametrize(
+    "name", ["status.json", "manifest.json", "metrics.jsonl", "config.yaml", "overrides.yaml"]
+)
+@pytest.mark.parametrize(
+    "content", [DEEP, DEEP + "\n", "{" * 100, "1" * 5000, "- &a [x]\n- *a", ""]
+)
+def test_a_damaged_file_of_one_run_hides_no_other(capsys, name, content):
+    made("net/a")
+    (made("net/b") / name).write_text(content)
+    assert len(listed(capsys)) == 2
+    assert runs(["diff", "runs/net/a", "runs/net/b"]) == 0
+
+
 def test_what_a_finished_run_tells(capsys):
     path = made("net/a", best=0.5)
     (path / "checkpoints" / "step.pt").write_bytes(b"x" * 1000)

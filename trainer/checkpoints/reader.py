@@ -1,6 +1,5 @@
 """Read checkpoints: verified against their index, of this format, and of a run's form."""
 
-import json
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -11,6 +10,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from conf.json_text import plain_json
 from trainer.checkpoints import shards as checkpoint_shards
 from trainer.checkpoints.archive import (
     DamagedCheckpointError,
@@ -62,7 +62,7 @@ class Index:
     def read(cls, folder: Path) -> Self:
         """Read the index of `folder`: empty if missing, or damaged (with a warning)."""
         try:
-            content = json.loads(regular(folder / INDEX).read_text("utf-8"))
+            content = plain_json(regular(folder / INDEX).read_bytes())
             files, names = (
                 {name: Entry(**fields) for name, fields in content[key].items()}
                 for key in ("files", "names")

@@ -10,6 +10,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
 
+from conf.errors import one_line, shortened
+from conf.json_text import plain_json
 from trainer.errors import StorageError
 from trainer.files.atomic import forget, keep_from_children, regular, storage_error
 
@@ -94,8 +96,9 @@ class RunLock:
 def read_holder(folder: Path) -> Holder | None:
     """Return the last holder written to the lock, dead or alive; None if it cannot be read."""
     try:
-        fields = json.loads(regular(folder / LOCK_FILE).read_text())
-        return Holder(int(fields["pid"]), str(fields["host"]), str(fields["since"]))
+        fields = plain_json(regular(folder / LOCK_FILE).read_bytes(), finite=True)
+        host, since = (shortened(one_line(fields[name])) for name in ("host", "since"))
+        return Holder(int(fields["pid"]), host, since)
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 from threading import Thread
@@ -12,6 +11,7 @@ import fsspec
 
 from conf.addresses import check_protocol
 from conf.errors import ConfigError, some
+from conf.json_text import plain_json
 from trainer.errors import StorageError
 from trainer.files.atomic import TEMPORARY, link_or_copy
 from trainer.files.names import leads_out, path_below
@@ -70,7 +70,7 @@ class Remote:
         moment: the index tells of the run as it was before.
         """
         listed = (folder / INDEX).read_bytes()
-        kept = json.loads(listed)["files"].keys()
+        kept = plain_json(listed)["files"].keys()
         for path in _files(folder):
             if path.relative_to(folder).parts[0] != CHECKPOINTS:
                 self._put(path.read_bytes(), path.relative_to(folder).as_posix())
@@ -88,7 +88,7 @@ class Remote:
     def index(self) -> dict[str, Any]:
         """Return what the run's index holds. Raises StorageError."""
         try:
-            return dict(json.loads(self.files.cat_file(f"{self._root}/{INDEX}")))
+            return dict(plain_json(self.files.cat_file(f"{self._root}/{INDEX}")))
         except Exception as error:  # each kind of storage has its own
             raise StorageError(f"cannot read the run at {self.address}: {error!r}") from error
 

@@ -1,17 +1,15 @@
 """Read the status of runs without locking them, and find the run to resume."""
 
 import contextlib
-import json
-import math
 import os
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from conf.errors import ConfigError
+from conf.json_text import plain_json
+from conf.yaml_file import plain_values
 from trainer.errors import RunError
 from trainer.files.atomic import regular, storing, write_json
 from trainer.runs.lock import is_held
@@ -22,9 +20,9 @@ STATUS = "status.json"
 ENDED_WELL = ("finished", "pruned")  # states of runs that are not gone on with
 LOG, METRICS, CHECKPOINTS = "train.log", "metrics.jsonl", "checkpoints"
 TENSORBOARD = "tensorboard"
+_CENTURIES = 1e10  # seconds
 SWEEP = "sweep.json"  # in the folder of a sweep: what varies in it
 Record = dict[str, Any]  # plain values by name, as a JSON file holds them
-_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # of libyaml, where it is
 
 
 class RunDirectoryError(ConfigError, RunError):
@@ -61,9 +59,11 @@ def read_status(path: Path) -> Record:
 
 
 def seconds_of(status: Record) -> float:
-    """Return the seconds that a status tells of; 0.0 where it tells of none."""
+    """Return the seconds that a status tells of; 0.0 where it tells of none, or of centuries."""
     seconds = status.get("seconds")
-    return float(seconds) if isinstance(seconds, int | float) else 0.0
+    if isinstance(seconds, int | float) and 0 <= seconds < _CENTURIES:
+        return float(seconds)
+    return 0.0
 
 
 def amend_failure(path: Path, code: int, reason: str, resume: str) -> None:
@@ -93,18 +93,10 @@ def find_unfinished(folder: Path) -> Path | None:
     return None
 
 
-def _number(text: str) -> int | float:
-    value = float(text)
-    if not math.isfinite(value):
-        raise ValueError(f"{text[:20]} is no finite number")
-    return int(text) if text.lstrip("-").isdecimal() else value
-
-
 def read_json(path: Path) -> Record:
     """Read a JSON object; {} for a missing file. Raises RunDirectoryError."""
     try:
-        text = regular(path).read_text("utf-8")
-        value = json.loads(text, parse_int=_number, parse_float=_number, parse_constant=_number)
+        value = plain_json(regular(path).read_bytes(), finite=True)
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
@@ -114,14 +106,13 @@ def read_json(path: Path) -> Record:
     return value
 
 
-def own_values(text: str) -> Any:
-    """Return the values of a YAML text that Regimen wrote itself."""
-    return yaml.load(text, Loader=_LOADER)
-
-
 def read_own(path: Path) -> Any:
-    """Return the values of a YAML file that Regimen wrote itself. Raises what reading it raises."""
-    return own_values(path.read_text("utf-8"))
+    """Return the values of a YAML file of a run: a section, or a list.
+
+    Regimen wrote it, though perhaps somewhere else, where somebody changed it. Raises OSError,
+    UnicodeDecodeError, and ConfigError for what is dangerous or broken.
+    """
+    return plain_values(regular(path).read_text("utf-8"), str(path), lists=True)
 
 
 def read_metrics(run_dir: Path, last_bytes: int | None = None) -> Iterator[Record]:
@@ -139,7 +130,7 @@ def read_metrics(run_dir: Path, last_bytes: int | None = None) -> Iterator[Recor
         return
     for line in lines:
         try:
-            values = json.loads(line)
+            values = plain_json(line)
         except ValueError:
             continue
         if isinstance(values, dict):
