@@ -44,7 +44,7 @@ from examples.airbench.by_hand_gpu import train_by_hand
 from models.resnet import ResNet
 from scripts.composition.compose import compose
 from trainer.assembly.experiment import Experiment, build
-from trainer.device import has_streams, indexed, kinds, release, waits
+from trainer.device import indexed, kinds, pins, release, waits
 from trainer.strategies.strategy import Strategy
 from trainer.tasks.classification import Classification
 
@@ -140,7 +140,7 @@ def _network(rig: Rig, name: str) -> tuple[Any, torch.optim.Optimizer, Any]:
     model: Any = ResNet(depth, classes, stem=stem)  # type: ignore[arg-type]
     model = model.to(rig.device, memory_format=torch.channels_last)
     compiled = torch.compile(model, dynamic=False, mode=rig.mode) if rig.mode else model
-    fused = has_streams(rig.device)
+    fused = waits(rig.device)
     return model, torch.optim.SGD(model.parameters(), 0.01, 0.9, fused=fused), compiled
 
 
@@ -295,7 +295,7 @@ def _jpeg(rig: Rig, rounds: int) -> Found:
         for number in range(len(files), rig.updates * batch):
             (place / f"{number:06d}.jpg").symlink_to(files[number % len(files)])
         options: dict[str, Any] = {"shuffle": True, "drop_last": True, "num_workers": workers}
-        options["pin_memory"] = has_streams(rig.device)
+        options["pin_memory"] = pins(rig.device)
         loader: Any = DataLoader(ImageFolder(f"{tree}/train", IMAGENET), batch, **options)
         words = ["transforms=imagenet", f"loader.batch_size={batch}", "loader.drop_last=true"]
         words += [f"loader.num_workers={workers}", "loader.persistent_workers=false"]

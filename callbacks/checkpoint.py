@@ -20,7 +20,7 @@ from trainer.callback import Saver
 from trainer.checkpoints import shards
 from trainer.checkpoints.archive import on_host, write_safetensors
 from trainer.checkpoints.store import CheckpointStore
-from trainer.device import current_stream, has_streams
+from trainer.device import current_stream, pins
 from trainer.errors import StorageError
 from trainer.state import TrainState
 
@@ -52,7 +52,7 @@ class Staging:
         devices = set[torch.device]()
 
         def copied(tensor: Tensor) -> Tensor:
-            queued = has_streams(tensor.device)
+            queued = pins(tensor.device)
             kind = (tensor.shape, tensor.stride(), tensor.dtype, queued)
             if free.get(kind):
                 buffer = free[kind].pop()

@@ -1,7 +1,7 @@
 """Log the peak memory of every epoch."""
 
 from trainer.callback import Callback
-from trainer.device import has_streams, peak_rss, peaks, reset_peaks
+from trainer.device import counts_memory, peak_rss, peaks, reset_peaks
 from trainer.trainer import Trainer
 
 _MIB = 2**20
@@ -11,13 +11,13 @@ class Memory(Callback):
     """Add `memory/peak_*` to the last log line of an epoch, in MiB.
 
     On an accelerator these are the peaks of the epoch: the memory of tensors (`allocated`) and of
-    torch's caching allocator (`reserved`). Otherwise `rss` is the peak resident memory of this
-    process since its start.
+    torch's caching allocator (`reserved`). Where torch counts none, `rss` is the peak
+    resident memory of this process since its start.
     """
 
     def on_epoch_start(self, trainer: Trainer) -> None:
         """Reset the peaks."""
-        if has_streams(trainer.strategy.device):
+        if counts_memory(trainer.strategy.device):
             reset_peaks(trainer.strategy.device)
 
     def scalars(self, trainer: Trainer) -> dict[str, float]:
@@ -25,5 +25,5 @@ class Memory(Callback):
         if trainer.state.position and not trainer.done:
             return {}
         device = trainer.strategy.device
-        found = peaks(device) if has_streams(device) else {"rss": peak_rss()}
+        found = peaks(device) if counts_memory(device) else {"rss": peak_rss()}
         return {f"memory/peak_{name}_mib": value / _MIB for name, value in found.items()}

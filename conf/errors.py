@@ -4,6 +4,7 @@ Every room may import this module: a mistake stays a `Problem` from where it ari
 printed.
 """
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -113,10 +114,25 @@ def one_line(text: object) -> str:
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(text))
 
 
+# What torch's allocators, that of the host among them, and the libraries of vendors say: "out of
+# memory", STATUS_ALLOC_FAILED, ERROR_OUT_OF_DEVICE_MEMORY, "Insufficient memory".
+_NO_MEMORY = re.compile(
+    r"allocate memory|out[ _]?of[ _]?(\w+[ _])?(memory|resources)"
+    r"|(insufficient|not enough|lack of|exceed\w*|exhausted) ([\w-]+ ){0,2}memory"
+    r"|memory ([\w-]+ ){0,2}(exhausted|insufficient|exceeded)"
+    r"|(memory|mem)[ _]?alloc\w*[ _]?fail|alloc_?fail|fail\w* to (re)?alloc|bad_alloc"
+    r"|allocat\w+ ([\w.-]+ ){0,6}failed",
+    re.IGNORECASE,
+)
+
+
 def lacks_memory(error: BaseException) -> bool:
-    """Return whether an exception shows that the host's memory gave out."""
-    told = isinstance(error, RuntimeError | OSError) and "allocate memory" in str(error)
-    return told or isinstance(error, MemoryError)
+    """Return whether an exception shows that the memory of the host or of a device gave out."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # torch's
+        return True
+    if isinstance(error, OSError):
+        return "allocate memory" in str(error)
+    return isinstance(error, RuntimeError) and bool(_NO_MEMORY.search(str(error)))
 
 
 def _text(problems: list[Problem]) -> str:

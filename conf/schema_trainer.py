@@ -158,7 +158,7 @@ class StrategyConfig:
     devices: int | list[int] | Literal["auto"] = count(
         "auto", "how many, or their numbers; under torchrun the world decides"
     )
-    backend: Literal["auto", "nccl", "gloo"] = _of_both("auto", "auto = the device's own, as nccl")
+    backend: str = _of_both("auto", "of torch.distributed; auto = the device's own, as nccl")
     timeout: float = positive(
         1800.0, "seconds after which a silent process has failed", strategies=_BOTH
     )

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.device import sent
+from trainer.device import held, sent
 
 # Integers that the host looks at before they leave it: so many take it 15 us, 16 million 6 ms. A
 # kernel counts them in less.
@@ -88,10 +88,10 @@ def to_device(
         return batch  # loaders return tensors in host memory
 
     def moved(tensor: Tensor) -> Tensor:
-        kind = None if dtype is None else matching(tensor, dtype)
+        kind = tensor.dtype if dtype is None else matching(tensor, dtype)
         leaves = tensor.device.type == "cpu" != device.type and tensor.numel() <= _FEW
         least = least_of(tensor) if leaves else None
-        tensor = tensor.to(device, kind, non_blocking=non_blocking)
+        tensor = tensor.to(device, held(kind, device), non_blocking=non_blocking)
         if least is not None:
             note_least(tensor, least)
         if channels_last and tensor.ndim == 4:

@@ -87,6 +87,8 @@ def of_driver(cuda: str | None, works: bool) -> Finding:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.CalledProcessError):
+        if works:
+            return "no NVIDIA driver answers; the devices below need none", None
         return "no NVIDIA driver answers: training is on the CPU", None
     cure = "this torch is built for CPUs only: pip install torch from PyTorch's CUDA index"
     if cuda is not None:

@@ -359,7 +359,8 @@ def as_image(image: Any) -> Image:
 
 def histogram_of(values: Any, bins: int = 64) -> Histogram:
     """Return the histogram of the finite values of a tensor or an array."""
-    tensor = torch.as_tensor(values).detach().double().flatten().cpu()
+    # Converted on the host: not every device has float64.
+    tensor = torch.as_tensor(values).detach().flatten().cpu().double()
     array = tensor[tensor.isfinite()].numpy()
     counts, edges = np.histogram(array, bins=bins)
     return Histogram(edges, counts, float(array.sum()), float(array @ array))

@@ -11,6 +11,7 @@ import os
 import resource
 import sys
 import warnings
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# What limits the devices that a process sees, by kind; CUDA's name holds for ROCm as well.
+# No streams on MPS until somebody has run them: torch has their names there.
+_WITHOUT_STREAMS = ("cpu", "meta", "mps")
+# What limits the devices that a process sees, by kind.
 _VISIBLE = {
     "cuda": "CUDA_VISIBLE_DEVICES",
     "xpu": "ZE_AFFINITY_MASK",
     "npu": "ASCEND_RT_VISIBLE_DEVICES",
     "hpu": "HABANA_VISIBLE_MODULES",
 }
+_SINGLE = {torch.float64: torch.float32, torch.complex128: torch.complex64}
+_OF_HIP = "HIP_VISIBLE_DEVICES"
 
 
 def kinds() -> list[str]:
@@ -52,12 +57,59 @@ def default() -> torch.device:
     return indexed(kinds()[0])
 
 
+def _works(probe: Callable[[], object]) -> bool:
+    # A device that failed, or has no memory left, has not answered.
+    try:
+        probe()
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
+        raise
+    except (RuntimeError, TypeError, ValueError, AttributeError):
+        return False
+    return True
+
+
+# What a device can do is asked of the device, once: those of vendors have any part of it. None of
+# the questions below stands for another.
+
+
 @functools.cache
 def has_streams(device: torch.device) -> bool:
-    """Return whether work is queued in streams, so that copies of pinned memory need no wait."""
-    if device.type in ("cpu", "meta"):
+    """Return whether work is queued in streams that can wait for each other's events."""
+    if device.type in _WITHOUT_STREAMS:
         return False
-    return hasattr(torch.get_device_module(device), "Stream")
+
+    def probe() -> None:
+        current = current_stream(device)
+        current.wait_event(side_stream(device).record_event())
+        torch.empty(1, device=device).record_stream(current)
+
+    return _works(probe)
+
+
+@functools.cache
+def pins(device: torch.device) -> bool:
+    """Return whether copies between a device and pinned memory of the host need no wait.
+
+    torch keeps such memory by the events of streams until a copy is done.
+    """
+    if not has_streams(device):
+        return False
+    return _works(lambda: torch.zeros(1).pin_memory().to(device, non_blocking=True))
+
+
+def exchanges(device: torch.device, backend: str | None = None) -> bool:
+    """Return whether a backend of torch.distributed, by default the device's, serves a device."""
+    # Not imported at the top: data sets import this module, and need no torch.distributed.
+    known = torch.distributed.Backend
+    if backend is None:
+        backend = known.default_device_backend_map.get(device.type, "")
+    return device.type in known.backend_capability.get(backend, ())
+
+
+@functools.cache
+def counts_memory(device: torch.device) -> bool:
+    """Return whether torch counts the memory of a device."""
+    return device.type != "cpu" and _works(lambda: torch.accelerator.max_memory_reserved(device))
 
 
 def waits(device: torch.device) -> bool:
@@ -65,9 +117,26 @@ def waits(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
+@functools.cache
 def widest(device: torch.device) -> torch.dtype:
-    """Return the widest floating-point format of a device, in which counts are divided."""
-    return torch.float32 if device.type == "mps" else torch.float64
+    """Return the widest floating-point format of a device, in which counts are divided.
+
+    Waits for the device, once: some find out only while they compute.
+    """
+    if device.type in ("cpu", "meta"):
+        return torch.float64
+    there = _works(lambda: torch.ones(1, dtype=torch.float64, device=device).add(1).item())
+    return torch.float64 if there else torch.float32
+
+
+def held(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """Return the format in which a device holds numbers of a format: single for double if need be.
+
+    Data in double precision come about by themselves, as from Python's numbers.
+    """
+    if dtype not in _SINGLE or widest(device) == torch.float64:
+        return dtype
+    return _SINGLE[dtype]
 
 
 def autocasts(kind: str, dtype: torch.dtype) -> bool:
@@ -94,12 +163,15 @@ def product_name(device: torch.device) -> str:
 
 
 def describe_all() -> list[str]:
-    """Return number, product name and memory of every accelerator of this machine."""
+    """Return number, product name and memory, if it tells, of every accelerator of this machine."""
     found = []
     for number in range(device_count()):
         device = torch.device(kinds()[0], number)
-        _, total = torch.accelerator.get_memory_info(device)
-        found.append(f"{device} {product_name(device)} {total / 2**30:.0f} GiB")
+        text = f"{device} {product_name(device)}"
+        with suppress(RuntimeError):
+            _, total = torch.accelerator.get_memory_info(device)
+            text += f" {total / 2**30:.0f} GiB"
+        found.append(text)
     return found
 
 
@@ -107,6 +179,8 @@ def visible() -> tuple[str, list[str]]:
     """Return the environment variable that limits which accelerators a process sees, and these."""
     kind = kinds()[0]
     variable = _VISIBLE.get(kind, f"{kind.upper()}_VISIBLE_DEVICES")
+    if torch.version.hip is not None and _OF_HIP in os.environ:
+        variable = _OF_HIP  # before which ROCm passes over CUDA's name
     named = [name.strip() for name in os.environ.get(variable, "").split(",") if name.strip()]
     there = device_count()
     return variable, (named or list(map(str, range(there))))[:there]
@@ -163,7 +237,7 @@ def sent(rows: Tensor, device: torch.device) -> Tensor:
     """Copy rows of numbers to a device, from pinned memory so that the host does not wait."""
     if device.type == rows.device.type:
         return rows
-    if not has_streams(device):
+    if not pins(device):
         return rows.to(device)
     return rows.contiguous().pin_memory().to(device, non_blocking=True)
 

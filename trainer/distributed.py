@@ -24,7 +24,7 @@ from torch.distributed import FileStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from trainer.device import has_streams
+from trainer.device import waits
 from trainer.errors import (
     EXIT_CODES,
     Interrupted,
@@ -181,6 +181,7 @@ class Group:
         self.recognize: Callable[[Exception], Exception | None] = lambda _: None  # a strategy's
         # Between hosts, whatever devices use; None of one process alone.
         self.control: dist.ProcessGroup | None = None
+        self._devices_only = False  # whether `data` exchanges no tensors of hosts
         self._board: Board | None = None
         self._failed = False
         self._flags: Any = None  # numbers in memory that the processes of a machine share
@@ -216,7 +217,8 @@ class Group:
         if int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1:
             os.environ[_ATTEMPT] = agreed_attempt(store, self.rank, self.world_size, self.timeout)
         self._board = Board(store, self.rank)
-        queued = has_streams(device)
+        queued = waits(device)  # collectives are: the host goes on
+        self._devices_only = queued and not self.backend.startswith("cpu:")
         self._patience = self.timeout + _WATCHDOG_LATER if queued else self.timeout
         dist.init_process_group(
             self.backend,
@@ -285,6 +287,10 @@ class Group:
         if self.control is None:
             return tensor
         tensor = tensor.clone()
+        if tensor.device.type == "cpu" and self._devices_only:
+            # All processes instead of those of `data`: each neighbour adds the same.
+            dist.all_reduce(tensor, group=self.control)
+            return tensor / self.tensor_size if self.tensor_size > 1 else tensor
         dist.all_reduce(tensor, group=self.data)
         return tensor
 

@@ -30,8 +30,23 @@ MISFITS = (RuntimeError, TypeError, ValueError, LookupError, AttributeError)
 # another process, or hide where they come from.
 _LIBRARIES = {"torch", "torchvision", "timm", "torchmetrics", "models", "trainer", "data", "hydra"}
 _FOREIGN = ("torch.distributed", "torch.nn.parallel", "torch._utils", "torch.accelerator")
-# How the libraries of devices begin their errors: CUDA error, HIP error, XPU error.
+# How the drivers of devices begin their errors: CUDA error, HIP error, XPU error.
 _DEVICE_ERROR = re.compile(r"\b[A-Z]{3,} error\b")
+# What says that a device cannot compute something, which has nothing to do with shapes: an operator
+# that it lacks; a library's error or status (cuDNN error, miopenStatusUnknownError, synStatus=26,
+# PI_ERROR_INVALID_QUEUE); a kernel or a format that is not there.
+_KINDS = r"(\w* )?(device|backend|framework|CUDA|HIP|ROCm|MPS|XPU|NPU|HPU|MUSA|MTIA|GPU)s?\b"
+_REFUSED_BY_DEVICE = re.compile(
+    r"'\w+::[\w.]+'.* (from|for|on) the |\boperator\b.* not (currently )?(implemented|supported)"
+    r"|\b(?=\w*[A-Z]\w*[A-Z])\w+( \w+){0,2} ([Ee]rror|[Ff]ail(ed|ure))\b"
+    r"|\b[a-z]+(Status|Error)([A-Z]\w*|=)|\b[A-Z]\w*_(STATUS|ERROR|RESULT)_\w+|[Ee]rror code\b"
+    r"|(unable to find|no) (an engine|available kernel|valid kernel|kernel image)"
+    r"|INTERNAL ASSERT FAILED|Required aspect \w+ is not supported"
+    rf"|\b[Dd]evice(-side assert| lost| is lost| hung)|\b{_KINDS} failed"
+    rf"|\b{_KINDS}( does not| doesn't| cannot) (yet )?support"
+    rf"|not (currently |yet )?(supported|implemented) (on|by|in|for) (the )?'?{_KINDS}"
+)
+_ON_CPU = re.compile(r"(from|for|on) the '?\w*CPU\b")
 # What an error says, and the smallest change that helps. `{}` takes the groups.
 _CHANGES = {
     r"mat1 and mat2 shapes cannot be multiplied \(\d+x(\d+) and (\d+)x\d+\)": (
@@ -187,9 +202,22 @@ def account(error: BaseException) -> str | None:
 
 
 def device_failed(error: BaseException) -> bool:
-    """Return whether an accelerator failed or ran out of memory, whatever the code asked of it."""
-    named = type(error).__name__ in ("AcceleratorError", "OutOfMemoryError")
-    return named or (isinstance(error, RuntimeError) and bool(_DEVICE_ERROR.search(str(error))))
+    """Return whether an accelerator failed, whatever the code asked of it."""
+    if type(error).__name__ == "AcceleratorError":
+        return True
+    return isinstance(error, RuntimeError) and bool(_DEVICE_ERROR.search(str(error)))
+
+
+def refused_by_device(error: BaseException) -> bool:
+    """Return whether a device lacks what torch asked of it, or a library of its own failed.
+
+    Told by the type of an error and, since each vendor has words of its own, by many of them.
+    """
+    # TypeError: what MPS raises for a format that it lacks.
+    if not isinstance(error, RuntimeError | TypeError):
+        return False
+    text = str(error)
+    return bool(_REFUSED_BY_DEVICE.search(text)) and not _ON_CPU.search(text)
 
 
 def misfit(
@@ -227,7 +255,9 @@ def is_misfit(error: Exception) -> bool:
     if not isinstance(error, MISFITS) or hasattr(error, "exit_code"):
         return False
     modules = [str(f.f_globals.get("__name__", "")) for f, _ in walk_tb(error.__traceback__)]
-    if lacks_memory(error) or device_failed(error) or modules[-1].startswith(_FOREIGN):
+    if lacks_memory(error) or device_failed(error) or refused_by_device(error):
+        return False
+    if modules[-1].startswith(_FOREIGN):
         return False
     return all(module.partition(".")[0] in _LIBRARIES for module in modules)
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torchvision.transforms import v2
 
+from conf.errors import lacks_memory
 from data.batch import Piece, rebuild
 from data.batch_transforms import RandomCrop
 from data.errors import DataError, reason
@@ -134,7 +135,7 @@ class DeviceTransforms:
             except DataError as error:
                 raise DataError(f"transforms.{name}: {error}") from error
             except (RuntimeError, TypeError, ValueError, IndexError) as error:
-                if isinstance(error, torch.OutOfMemoryError):
+                if lacks_memory(error):
                     raise
                 raise DataError(f"transforms.{name} failed: {reason(error)}") from error
         if isinstance(inputs, Ragged):

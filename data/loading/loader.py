@@ -17,7 +17,7 @@ from data.loading.fetch import Collate, Fetched, Fetcher, Skipped, Workers, coll
 from data.samplers import UpdateSampler, own_samples
 from data.sources import Interrupted
 from data.streams import Stream, as_dataset
-from trainer.device import current_stream, has_streams, side_stream, use_on
+from trainer.device import current_stream, default, has_streams, pins, side_stream, use_on
 
 logger = logging.getLogger(__name__)
 CPU = torch.device("cpu")
@@ -118,7 +118,7 @@ class Loader:
         others = own_samples(self.sampler.updates) if among_own else range(len(self.dataset))
         form = self.collate_fn or collate
         self._fetcher = Fetcher(self.dataset, form, self.seed, self.on_error, others)
-        self._pins = self.pin_memory and torch.accelerator.is_available()
+        self._pins = self.pin_memory and pins(default())
         self._workers: Workers | None = None
         self._busy = False  # an epoch was begun and has not ended
         self._interrupted: Interrupted = never

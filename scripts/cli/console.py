@@ -19,7 +19,7 @@ from typing import Any, NoReturn, TextIO, cast
 from conf.errors import lacks_memory
 from scripts.cli.deferred import defer_imports
 from scripts.cli.signals import end_on_signals
-from trainer.errors import account, device_failed, is_users
+from trainer.errors import account, device_failed, is_users, refused_by_device
 from trainer.files.layout import VisibleFormatter, indented_lines, visible
 
 logger = logging.getLogger("regimen")
@@ -122,11 +122,14 @@ def describe(error: BaseException) -> str:
     """Return the message of an exception, or the name of its type if it has none."""
     text = str(error).strip()
     first = text.partition("\n")[0]
-    if lacks_memory(error) or type(error).__name__ == "OutOfMemoryError":  # torch's
+    if lacks_memory(error):
         return f"out of memory: {first or 'no memory is left'}; {_LESS_MEMORY}"
     if hasattr(error, "exit_code") or exit_code(error) != 1:
         return text or type(error).__name__
-    return account(error) or f"{type(error).__name__}: {first}".rstrip(": ")
+    said = account(error) or f"{type(error).__name__}: {first}".rstrip(": ")
+    if refused_by_device(error):
+        return f"{said}; the device cannot compute this: strategy.accelerator=cpu does without it"
+    return said
 
 
 def log_to_stderr(verbose: bool) -> None:

@@ -46,10 +46,10 @@ def python():
             raise
         pytest.skip(str(error))
 
-    def start(*words, **options):
+    def start(*words, lacks="", **options):
         return subprocess.Popen(
             [sys.executable, *words],
-            env={**os.environ, **variables},
+            env={**os.environ, **variables, "SIM_LACKS": lacks},
             stdout=subprocess.PIPE,
             text=True,
             **options,
@@ -79,6 +79,26 @@ def test_on_it_pass_the_tests_for_any_accelerator(python, path):
     words = ["-m", "pytest", "-n0", "-m", "", "-k", "not processes", str(TESTS / path)]
     process = python(*words, stderr=subprocess.STDOUT)
     output, _ = process.communicate(timeout=1200)
+    print(output)
+    assert process.returncode == 0
+
+
+@pytest.mark.parametrize(
+    "lacks",
+    [
+        pytest.param("", id="nothing"),
+        pytest.param("float64", id="float64"),
+        pytest.param("fused", id="fused kernels"),
+        pytest.param("found_inf", id="fused kernels that heed found_inf"),
+        pytest.param("streams", id="streams"),
+        pytest.param("pinned", id="pinned memory"),
+        pytest.param("float64,fused,streams,pinned,statistics,collectives", id="all"),
+    ],
+)
+def test_a_run_does_without_what_a_device_lacks(python, lacks):
+    path = TESTS / "integration" / "device" / "test_poorer.py"
+    process = python("-m", "pytest", "-n0", str(path), lacks=lacks, stderr=subprocess.STDOUT)
+    output, _ = process.communicate(timeout=600)
     print(output)
     assert process.returncode == 0
 

@@ -58,6 +58,7 @@ def check_targets(config: Config) -> None:
     raise_problems([*_compile_problems(config.trainer.compile), *_node_problems(config)])
     parts = stand_ins(config)
     first = [*_task_problems(parts), *_strategy_problems(config)]
+    first += _backend_problems(config.strategy.backend)
     about = {key for p in first for key in (p.key, p.key.rpartition(".")[0])}
     others = [*_loss_problems(config), *_part_problems(parts), *data_problems(config)]
     raise_problems([*first, *(p for p in others if p.key not in about)])
@@ -67,6 +68,15 @@ def stand_ins(config: Config) -> Assembly:
     """Return the parts of a run without data, device or storage."""
     total = None if horizon(config.trainer, _STEPS_PER_EPOCH) is None else _TOTAL_STEPS
     return Assembly(config, Strategy("meta"), _CLASSES, total, _STEPS_PER_EPOCH, guessed=True)
+
+
+def _backend_problems(name: str) -> Iterator[Problem]:
+    """Check that torch.distributed knows a backend: its own, or one of a vendor's package."""
+    if name == "auto" or name in torch.distributed.Backend.backend_list:
+        return
+    known = torch.distributed.Backend.backend_list[1:]  # the first is none
+    hint = did_you_mean(name, known) or f"there are {', '.join(known)}; auto takes the device's own"
+    yield Problem("strategy.backend", f"no backend {name!r} is registered", hint)
 
 
 def _compile_problems(choice: bool | dict[str, Any]) -> Iterator[Problem]:

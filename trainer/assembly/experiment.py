@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from conf.check import parse
-from conf.errors import ConfigError
+from conf.errors import ConfigError, lacks_memory
 from conf.fields import declared
 from conf.schema import Config, EvalLoaderConfig
 from data.loading.device_transforms import DeviceTransforms, collate_ragged, mixes_samples
@@ -22,7 +22,7 @@ from trainer.assembly.data import Data, build_transforms, data_facts, open_data
 from trainer.assembly.parts import OFFERED, Assembly, build_node, build_strategy
 from trainer.assembly.summary import state_bytes
 from trainer.callback import Average, Callback
-from trainer.device import has_streams, peak_rss, release, reset_peak_rss, waits
+from trainer.device import peak_rss, pins, release, reset_peak_rss, waits
 from trainer.errors import ResourceError, spelled
 from trainer.options import TrainerOptions, count, horizon
 from trainer.rng import seed_everything, set_switches
@@ -152,7 +152,9 @@ def _tried(config: Config, strategy: Strategy) -> tuple[str | None, list[str]]:
         what = spelled(micro_batch.batch)
         trainer.updater.try_out([micro_batch])
         del room
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        if not lacks_memory(error):
+            raise
         lacking = f"{what}: {str(error).partition('.')[0]}"
     trainer.train_loader.close()
     if limit is not None and not waits(strategy.device):
@@ -304,7 +306,7 @@ def _loader(
     if deferred:
         values["collate_fn"] = collate_ragged
     # Pinning would wake the accelerator, which a run on the CPU does not need.
-    values["pin_memory"] = values["pin_memory"] is not False and has_streams(strategy.device)
+    values["pin_memory"] = values["pin_memory"] is not False and pins(strategy.device)
     values["num_workers"] = workers_of(values["num_workers"])
     return Loader(
         dataset,

@@ -20,7 +20,7 @@ from conf.schema import Config, Node
 from conf.schema_trainer import StrategyConfig
 from data.errors import DataError
 from trainer.callback import Callback, Saver, check_hooks
-from trainer.device import device_count, has_streams, indexed, kinds
+from trainer.device import device_count, indexed, kinds, waits
 from trainer.distributed import is_rank
 from trainer.errors import ModelError, brief, is_misfit
 from trainer.lr_schedulers.build import build_lr_schedule
@@ -235,7 +235,7 @@ class Assembly:
         # Reserved interpolations stay: an optimizer's own schedule fills them with what remains of
         # the run after its warm-up. A fused step skips a non-finite update in its kernel, so
         # that its state need not be copied.
-        node, fused = self.config.optimizer, has_streams(self.strategy.device)
+        node, fused = self.config.optimizer, waits(self.strategy.device)
         others = named_modules(self.task)
         return build_optimizers(self.model, node, prefer_fused=fused, others=others)
 

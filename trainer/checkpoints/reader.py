@@ -10,6 +10,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from conf.errors import lacks_memory
 from conf.json_text import plain_json
 from trainer.checkpoints import shards as checkpoint_shards
 from trainer.checkpoints.archive import (
@@ -18,7 +19,7 @@ from trainer.checkpoints.archive import (
     read_archive,
     read_safetensors,
 )
-from trainer.errors import CheckpointError
+from trainer.errors import CheckpointError, device_failed
 from trainer.files.atomic import regular, write_json
 from trainer.files.names import ForeignNameError, checked_name, path_below
 from trainer.state import TrainState
@@ -225,7 +226,7 @@ def taking_over(what: str) -> Iterator[None]:
     try:
         yield
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        if hasattr(error, "exit_code") or isinstance(error, torch.OutOfMemoryError):
+        if hasattr(error, "exit_code") or lacks_memory(error) or device_failed(error):
             raise
         line = (str(error).strip().splitlines() or [""])[0][:500]
         reason = f"{type(error).__name__}: {line}"

@@ -17,6 +17,7 @@ from data.loading.loader import Loader
 from data.transforms import Pipeline
 from trainer.assembly.data import Data, names_of
 from trainer.assembly.parts import with_classes
+from trainer.device import widest
 from trainer.errors import MISFITS, ModelError, misfit
 from trainer.files.atomic import write_json
 from trainer.rng import derived
@@ -171,7 +172,7 @@ class Generation(NamedTuple):
         """Return a token for each row of logits [n, vocabulary]."""
         if self.sampling == "greedy":
             return logits.argmax(1)
-        scaled = logits.double() / self.temperature
+        scaled = logits.to(widest(logits.device)) / self.temperature
         if self.top_k is not None and self.top_k < scaled.shape[1]:
             least = scaled.topk(self.top_k, dim=1).values[:, -1:]
             scaled = scaled.masked_fill(scaled < least, -torch.inf)

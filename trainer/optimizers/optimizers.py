@@ -25,7 +25,7 @@ from trainer.optimizers.param_groups import (
     parse_selector,
     refuse,
 )
-from trainer.optimizers.state import begin_with_zeros, damped, pack, unpack
+from trainer.optimizers.state import begin_with_zeros, can_leave_out, damped, pack, unpack
 from trainer.targets.instantiate import instantiate
 
 T = TypeVar("T")
@@ -263,9 +263,9 @@ def _build(section: Section, groups: Sequence[ParamGroup], prefer_fused: bool) -
         and (not sharded or isinstance(probe, SHARDED_FUSED))
     ):
         built = make(section.target | {"fused": True}, [dict(group) for group in resolved])
-        # torch 2.11's fused Adagrad runs on CPUs only and lacks this attribute, which all fused
-        # optimizers for GPUs have.
-        if hasattr(built, "_step_supports_amp_scaling"):
+        # Some devices have not all kernels, and torch 2.11's fused Adagrad runs on CPUs only.
+        on_meta = any(p.is_meta for group in groups for p in group.parameters.values())
+        if on_meta or can_leave_out(built):
             return built
     return make(section.target, resolved)
 

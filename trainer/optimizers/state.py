@@ -6,6 +6,7 @@ By name, so that state is never loaded into another parameter.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,10 +15,10 @@ import torch.optim.optimizer as optimizer_module
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
-from conf.errors import some
+from conf.errors import lacks_memory, some
 from data.batch import map_tensors
 from trainer.checkpoints.archive import NotPlainError, plain, plain_part
-from trainer.errors import CheckpointError
+from trainer.errors import CheckpointError, device_failed
 
 if TYPE_CHECKING:
     from trainer.optimizers.optimizers import Optimizers
@@ -93,13 +94,41 @@ def needs_closure(kind: type[Any]) -> bool:
 
 
 def can_leave_out(optimizer: Optimizer) -> bool:
-    """Return whether the optimizer's kernel can skip a step without a trace.
+    """Return whether the optimizer's kernel can skip a step without a trace; tries it.
 
-    Fused kernels can. The exception is SGD with dampening, whose first step differs from the
+    Fused kernels promise to. The exception is SGD with dampening, whose first step differs from the
     others and must not be skipped.
     """
-    fused = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
-    return fused and not (isinstance(optimizer, SGD) and any(map(damped, optimizer.param_groups)))
+    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+        return False
+    if isinstance(optimizer, SGD) and any(map(damped, optimizer.param_groups)):
+        return False
+    kinds = {(p.device, p.dtype) for g in optimizer.param_groups for p in g["params"]}
+    return all(_leaves_out(optimizer, *kind) for kind in kinds)
+
+
+def _leaves_out(optimizer: Optimizer, device: torch.device, dtype: torch.dtype) -> bool:
+    # Not every device has the kernel, and there were some that passed over `found_inf`. So one
+    # element takes a step that must be left out, and one that must not. Waits for the device.
+    given = inspect.signature(type(optimizer)).parameters
+    options = {name: value for name, value in optimizer.defaults.items() if name in given}
+    one = torch.nn.Parameter(torch.ones(1, 1, device=device, dtype=dtype))
+    try:
+        trial = type(optimizer)([one], **options | {"lr": 0.5})
+        for gradient, found in ((math.nan, 1.0), (1.0, 0.0)):
+            one.grad = torch.full_like(one, gradient)
+            if isinstance(trial, SGD) and trial.defaults["fused"]:
+                begin_with_zeros(trial)
+            trial.grad_scale = None  # type: ignore[attr-defined]
+            trial.found_inf = torch.full((), found, device=device)  # type: ignore[attr-defined]
+            take_step(trial)
+            if found and one.item() != 1:
+                return False
+        return math.isfinite(one.item()) and one.item() != 1
+    except (RuntimeError, TypeError, ValueError) as error:
+        if lacks_memory(error) or device_failed(error):
+            raise
+        return False
 
 
 def damped(group: Mapping[str, Any]) -> bool:

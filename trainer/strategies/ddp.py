@@ -20,10 +20,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from conf.errors import some
 from trainer import rng
-from trainer.device import backend_of, device_count, has_streams, kinds
+from trainer.device import backend_of, default, device_count, exchanges, kinds, waits
 from trainer.distributed import Group
 from trainer.errors import ModelError, ResourceError
-from trainer.strategies.strategy import AS_IT_IS, Strategy
+from trainer.strategies.strategy import AS_IT_IS, Strategy, check_backend
 
 logger = logging.getLogger("regimen")
 
@@ -97,7 +97,8 @@ class Replicas(Strategy):
 
 def _place(given: Processes, local_rank: int) -> torch.device:
     there = device_count(given.accelerator)
-    if not there or not has_streams(torch.device(kinds()[0])):  # one that has no collectives
+    check_backend(given.accelerator, given.backend)
+    if not there or not exchanges(default(), given.backend):
         return torch.device("cpu")
     number = given.numbers[local_rank] if given.numbers else local_rank
     if number >= there:
@@ -160,7 +161,7 @@ class DDP(Replicas):
         self._trained = [name for name, p in model.named_parameters() if p.requires_grad]
         if not self._trained:  # an evaluation, or a model without parameters
             return model
-        ids = [self.device.index] if has_streams(self.device) else None
+        ids = [self.device.index] if waits(self.device) else None
         unused = self._unused
         if unused is None:
             unused = self.some_unused and not self._options.get("static_graph")

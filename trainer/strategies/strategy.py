@@ -15,11 +15,21 @@ from fnmatch import fnmatchcase
 from typing import Any, Literal, Self
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from conf.errors import Problem, raise_problems, some
 from data.batch import map_tensors
-from trainer.device import default, device_count, indexed, kinds, moved, select
+from trainer.device import (
+    backend_of,
+    default,
+    device_count,
+    exchanges,
+    indexed,
+    kinds,
+    moved,
+    select,
+)
 from trainer.distributed import Group
 from trainer.errors import ModelError, ResourceError
 
@@ -49,13 +59,34 @@ def count_devices(devices: int | Sequence[int] | str, accelerator: str) -> int:
     return devices if isinstance(devices, int) else len(devices)
 
 
+def check_backend(accelerator: str, backend: str | None) -> None:
+    """Raise ModelError for a backend that cannot connect the devices; None is their own."""
+    if not device_count(accelerator):
+        return
+    device = default()
+    if backend is None:
+        if accelerator != "auto" and not exchanges(device):
+            message = f"torch.distributed has no backend for {device.type}"
+            raise ModelError("strategy.accelerator", message, "cpu trains on the CPU")
+    elif exchanges(device) and not exchanges(device, backend):
+        message = f"{backend} does not connect devices of the kind {device.type}"
+        hint = f"auto takes {backend_of(device)}; strategy.accelerator=cpu trains on the CPU"
+        raise ModelError("strategy.backend", message, hint)
+
+
 def check_processes(processes: int, accelerator: str = "auto", backend: str = "auto") -> None:
     """Raise ResourceError if the machine lacks the memory or the devices for these processes."""
     there = device_count(accelerator)
-    if backend not in ("auto", "gloo") and not there:
+    check_backend(accelerator, None if backend == "auto" else backend)
+    if backend != "auto" and not there and not exchanges(torch.device("cpu"), backend):
         raise ResourceError(
             f"strategy.backend={backend} connects accelerators, and this run has none: set "
             "strategy.backend=gloo, or auto"
+        )
+    if backend != "auto" and not dist.is_backend_available(backend):
+        raise ResourceError(
+            f"strategy.backend={backend} is no part of this build of torch: install one that has "
+            "it, or set strategy.backend=auto"
         )
     if 0 < there < processes:
         raise ResourceError(

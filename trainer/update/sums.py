@@ -164,8 +164,9 @@ class Sums:
         names = sorted(self._sums)
         if not names:
             return {}
-        own = [self._sums[name] for name in names]
-        whole = reduce(torch.tensor(own, dtype=widest(self._device), device=self._device))
+        own = torch.tensor([self._sums[name] for name in names], dtype=torch.float64)
+        # A device without float64 would round counts above 16 million: then hosts exchange them.
+        whole = reduce(own.to(self._device) if widest(self._device) == own.dtype else own)
         rows = dict(zip(names, whole.tolist(), strict=True))
         losses = [count for name, (_, count) in rows.items() if name.startswith("loss")]
         self.without_labels = bool(losses) and not any(losses)

@@ -99,7 +99,7 @@ def test_it_trains_as_the_cpu(words, tolerance, monkeypatch):
         there = trained(words, DEVICE)
     # The loss of pixels and tokens; on a GPU its kernel for images is not deterministic.
     assert "nll_loss2d_forward.default" not in asked.names
-    monkeypatch.setattr(parts, "has_streams", lambda device: True)  # the same optimizer.fused
+    monkeypatch.setattr(parts, "waits", lambda device: True)  # the same optimizer.fused
     with sdpa_kernel(SDPBackend.MATH):  # others are one rounding off
         here = trained(words, CPU)
     assert len(here["log"]) >= 4

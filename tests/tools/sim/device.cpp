@@ -1,4 +1,6 @@
 // What torch asks of an accelerator: devices, streams, events, generators, pinned memory.
+#include <cstdlib>
+
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <c10/core/DeviceGuard.h>
@@ -55,6 +57,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   c10::Stream getDefaultStream(c10::Device device) const override { return stream_at(device.index(), 0); }
   c10::Stream getNewStream(c10::Device device, int) const override {
+    need_streams();
     static std::array<std::atomic<int>, kDevices> made{};
     const int index = device.index() < 0 ? device_now : device.index();
     return stream_at(index, 1 + made[index]++ % (kStreams - 1));
@@ -66,6 +69,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   void* getStreamNativeHandle(const c10::Stream stream) const override { return reinterpret_cast<void*>(stream.id()); }
   void record(void** event, const c10::Stream& stream, const c10::DeviceIndex, const c10::EventFlag) const override {
+    need_streams();
     if (!*event) *event = new Event;
     sim::record(*static_cast<Event*>(*event), stream);
   }
@@ -95,6 +99,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
 
  private:
+  static void need_streams() { TORCH_CHECK(!lacks("streams"), "Backend doesn't support create a new Stream."); }
   static void wait(const Clock& clock, const char* name) {
     if (!reached(clock)) count_wait(name);
     wait_for(clock);
@@ -116,7 +121,10 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     return device < 0 ? getCurrentDevice() : exchangeDevice(device);
   }
   bool isPinnedPtr(const void* pointer) const override { return is_pinned(pointer); }
-  c10::Allocator* getPinnedMemoryAllocator() const override { return pinned_allocator(); }
+  c10::Allocator* getPinnedMemoryAllocator() const override {
+    TORCH_CHECK(!lacks("pinned"), "You should register `PrivateUse1HooksInterface` for getPinnedMemoryAllocator");
+    return pinned_allocator();
+  }
   const at::Generator& getDefaultGenerator(c10::DeviceIndex device) const override { return default_generator(device); }
   at::Generator getNewGenerator(c10::DeviceIndex device) const override {
     return at::make_generator<GeneratorImpl>(device < 0 ? device_now : checked(device));
@@ -146,6 +154,19 @@ at::Generator host_generator(const at::Generator& generator) {
   TORCH_CHECK(generator.device().type() == kSim, "Expected a 'sim' device type for generator but found '",
               generator.device().type(), "'");
   return static_cast<GeneratorImpl*>(generator.unsafeGetGeneratorImpl())->inner;
+}
+
+bool lacks(const char* what) {
+  static const std::string all = [] {
+    const char* given = std::getenv("SIM_LACKS");
+    return "," + std::string(given ? given : "") + ",";
+  }();
+  return all.find("," + std::string(what) + ",") != std::string::npos;
+}
+
+void check_format(at::ScalarType type) {
+  const bool wide = type == at::kDouble || type == at::kComplexDouble;
+  TORCH_CHECK(!wide || !lacks("float64"), "Required aspect fp64 is not supported on the device");
 }
 
 void register_device() {

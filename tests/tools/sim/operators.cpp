@@ -51,6 +51,7 @@ class Mirror {
                                                            original.key_set(), result.dtype());
       return like(made, result);
     }
+    check_format(result.scalar_type());
     auto& storage = origins_[result.storage().unsafeGetStorageImpl()];
     if (!storage) {
       storage = c10::Storage(c10::make_intrusive<c10::StorageImpl>(
@@ -185,6 +186,9 @@ void fallback(const c10::OperatorHandle& op, Stack* stack) {
   const auto& name = schema.name();
   const size_t count = schema.arguments().size();
   const auto arguments = torch::jit::last(*stack, count);
+  const bool fused = name.rfind("aten::_fused_", 0) == 0;
+  TORCH_CHECK_NOT_IMPLEMENTED(!fused || !lacks("fused"), "Could not run '", name,
+                              "' with arguments from the 'sim' backend.");
   Mirror mirror;
   mirror.device = only_device(name, arguments);
   c10::DeviceGuard guard(c10::Device(kSim, static_cast<c10::DeviceIndex>(mirror.device)));
@@ -203,7 +207,9 @@ void fallback(const c10::OperatorHandle& op, Stack* stack) {
       if (on_device(tensor) && !view) access(tensor.storage(), use, writes);
       return mirror.host(tensor);
     };
-    if (arguments[i].isGenerator()) {
+    if (fused && argument.name() == "found_inf" && lacks("found_inf")) {
+      taken.push_back(c10::IValue());
+    } else if (arguments[i].isGenerator()) {
       taken.push_back(host_generator(arguments[i].toGenerator()));
     } else if (argument.name() == "generator" && op.hasTag(at::Tag::nondeterministic_seeded)) {
       taken.push_back(host_generator(default_generator(mirror.device)));
@@ -270,6 +276,7 @@ at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_blocking)
 at::Tensor empty(c10::SymIntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
                  std::optional<at::Device> device, std::optional<bool>, std::optional<at::MemoryFormat> format) {
   const c10::OptionalDeviceGuard guard(device);
+  check_format(c10::dtype_or_default(dtype));
   return at::detail::empty_generic_symint(size, allocator(), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
                                           c10::dtype_or_default(dtype), format);
 }
@@ -277,6 +284,7 @@ at::Tensor empty(c10::SymIntArrayRef size, std::optional<at::ScalarType> dtype, 
 at::Tensor empty_strided(c10::SymIntArrayRef size, c10::SymIntArrayRef stride, std::optional<at::ScalarType> dtype,
                          std::optional<at::Layout>, std::optional<at::Device> device, std::optional<bool>) {
   const c10::OptionalDeviceGuard guard(device);
+  check_format(c10::dtype_or_default(dtype));
   return at::detail::empty_strided_symint_generic(
       size, stride, allocator(), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), c10::dtype_or_default(dtype));
 }

@@ -93,6 +93,10 @@ c10::DataPtr take(c10::DataPtr memory, size_t size, int device) {
   return {data, block.release(), &release, c10::Device(kSim, static_cast<c10::DeviceIndex>(device))};
 }
 
+void need_statistics() {
+  TORCH_CHECK_NOT_IMPLEMENTED(!lacks("statistics"), "the allocator of sim does not count its memory");
+}
+
 struct Allocator final : c10::DeviceAllocator {
   c10::DataPtr allocate(size_t size) override {
     refuse_fork();
@@ -109,16 +113,19 @@ struct Allocator final : c10::DeviceAllocator {
   void emptyCache(c10::MempoolId_t) override {}
   void recordStream(const c10::DataPtr& memory, c10::Stream stream) override { record_stream(memory, stream); }
   c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex device) override {
+    need_statistics();
     std::lock_guard<std::mutex> lock(mutex);
     return stats[device];
   }
   void resetAccumulatedStats(c10::DeviceIndex) override {}
   void resetPeakStats(c10::DeviceIndex device) override {
+    need_statistics();
     std::lock_guard<std::mutex> lock(mutex);
     stats[device].allocated_bytes[0].reset_peak();
     stats[device].reserved_bytes[0].reset_peak();
   }
   std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex device) override {
+    need_statistics();
     std::lock_guard<std::mutex> lock(mutex);
     return {limits[device] - stats[device].allocated_bytes[0].current, limits[device]};
   }

@@ -49,6 +49,13 @@ struct Event {
   double milliseconds = 0;
 };
 
+// Whether this device is one without something, by the variable SIM_LACKS: float64, fused (kernels of
+// optimizers), found_inf (they are there and ignore it), streams, pinned (memory), statistics (of
+// memory).
+bool lacks(const char* what);
+// Refuses a tensor in a format that the device lacks.
+void check_format(at::ScalarType type);
+
 int queue_of(const c10::Stream& stream);
 c10::Stream current_stream(int device);
 

@@ -1,6 +1,7 @@
 """The simulated accelerator as torch sees it: `torch.sim`, its collectives, and what it counts."""
 
 import contextlib
+import os
 import sys
 import traceback
 from collections import Counter
@@ -187,4 +188,5 @@ def load() -> None:
     rename_privateuse1_backend("sim")
     torch._register_device_module("sim", sys.modules[__name__])
     generate_methods_for_privateuse1_backend(for_storage=True)
-    distributed.Backend.register_backend("simccl", Collectives, devices=["sim"])
+    if "collectives" not in os.environ.get("SIM_LACKS", "").split(","):
+        distributed.Backend.register_backend("simccl", Collectives, devices=["sim"])

@@ -1,0 +1,136 @@
+"""A device that is poorer than CUDA: what it lacks is found by asking it, and a run does without.
+
+`SIM_LACKS` takes things away from the simulated one; tests/integration/test_accelerator.py does so.
+"""
+
+import os
+
+import pytest
+import torch
+from torch import nn
+
+from accelerator import CPU, DEVICE, needs_simulation
+from conf.check import parse
+from data.batch import to_device
+from scripts.composition.compose import compose
+from scripts.doctor import of_driver
+from toys import Log
+from trainer import device as asked
+from trainer.assembly.experiment import build
+from trainer.callback import histogram_of
+from trainer.errors import DivergedError
+from trainer.optimizers.optimizers import build_optimizers
+from trainer.options import TrainerOptions
+from trainer.strategies.strategy import Strategy
+from trainer.tasks.classification import Classification
+from trainer.trainer import Trainer
+
+pytestmark = needs_simulation
+LACKS = set(os.environ.get("SIM_LACKS", "").split(","))
+SHORT = [
+    *("trainer.max_epochs=2", "trainer.limit_train_batches=3", "trainer.limit_val_batches=2"),
+    *("trainer.log_every_n_steps=2", "loader.batch_size=8", "loader.eval_batch_size=16"),
+]
+
+
+def test_each_question_has_an_answer_of_its_own():
+    streams = "streams" not in LACKS
+    assert asked.has_streams(DEVICE) == streams
+    assert asked.pins(DEVICE) == (streams and "pinned" not in LACKS)
+    assert asked.exchanges(DEVICE) == ("collectives" not in LACKS)
+    assert not asked.exchanges(DEVICE, "gloo")
+    assert asked.counts_memory(DEVICE) == ("statistics" not in LACKS)
+    wide = torch.float32 if "float64" in LACKS else torch.float64
+    assert asked.widest(DEVICE) == asked.widest(torch.device("sim")) == wide
+    (first, _) = asked.describe_all()
+    assert first.startswith("sim:0 simulated accelerator")
+    assert ("GiB" in first) == ("statistics" not in LACKS)
+    assert "CPU" not in of_driver(None, works=True)[0]
+
+
+def trained(words, device, folder):
+    """Train with all that a run has by default; return its weights and what it logs."""
+    log, strategy = Log(), Strategy(device)
+    strategy.setup()
+    composed = compose([*words[:1], *SHORT, f"run_dir={folder}", *words[1:]])
+    trainer = build(parse(composed.config), strategy, {"log": log}).trainer
+    trainer.fit()
+    lines = [
+        {k: v for k, v in line.items() if k[:4] not in ("time", "memo")} for _, line in log.lines
+    ]
+    return {n: t.cpu() for n, t in trainer.model.state_dict().items()}, lines
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param(
+            [
+                *(
+                    "experiment=resnet18",
+                    "model=small_cnn",
+                    "model.widths=[4,8]",
+                    "loader.num_workers=2",
+                ),
+                *("transforms=on_device", "task/metrics=per_class", "loader.pin_memory=true"),
+                *("callbacks=[default,ema]", "+callbacks.memory._target_=callbacks.memory.Memory"),
+            ],
+            id="digits",
+        ),
+        pytest.param(["experiment=regression", "loader.num_workers=0"], id="regression"),
+        pytest.param(
+            ["experiment=segmentation", "model.width=4", "loader.num_workers=0"], id="segmentation"
+        ),
+    ],
+)
+def test_it_trains_as_the_cpu(words, tmp_path):
+    weights, lines = trained(words, DEVICE, tmp_path / "there")
+    expected, plain = trained(words, CPU, tmp_path / "here")
+    torch.testing.assert_close(weights, expected, rtol=1e-3, atol=1e-4)
+    assert lines == [pytest.approx(line, rel=1e-3, abs=1e-4, nan_ok=True) for line in plain]
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["preferred", "asked for"])
+@pytest.mark.parametrize("name", ["SGD", "AdamW"])
+def test_an_update_that_is_not_finite_is_not_applied(name, own):
+    if own and "fused" in LACKS:
+        pytest.skip("an optimizer that the device has no kernel for is refused by torch")
+    model = nn.Linear(4, 3).to(DEVICE)
+    node = {"_target_": f"torch.optim.{name}", "lr": 0.1}
+    optimizers = build_optimizers(model, node | ({"fused": True} if own else {}), not own)
+    (optimizer,) = optimizers.optimizers.values()
+    heeds = not {"fused", "found_inf"} & LACKS
+    assert bool(optimizer.defaults["fused"]) == (own or heeds)
+    good, labels = torch.randn(8, 4), torch.zeros(8).long()
+    bad = torch.where(torch.arange(8)[:, None] == 3, torch.nan, good)
+    batches = [(inputs.to(DEVICE), labels.to(DEVICE)) for inputs in (good, bad, good)]
+    options = TrainerOptions(max_epochs=1, log_every_n_steps=3)
+    parts = Classification(3), optimizers, batches
+    trainer = Trainer(model, *parts, strategy=Strategy(DEVICE), options=options)
+    with pytest.raises(DivergedError, match="update 2 .*was not applied"):
+        trainer.fit()
+    assert trainer.state.global_step == 1
+    assert all(p.isfinite().all() for p in model.parameters())
+    assert trainer.updater.guard.by_device == heeds
+
+
+def test_numbers_of_the_user_in_double_precision_arrive():
+    batch = to_device(
+        (torch.ones(3, dtype=torch.float64), torch.zeros(2, dtype=torch.int64)), DEVICE
+    )
+    assert batch[0].dtype == asked.widest(DEVICE)
+    assert batch[1].dtype == torch.int64
+    counts, edges, *_ = histogram_of(torch.tensor([0.0, 1.0, 1.0], device=DEVICE), bins=2)
+    assert sorted(map(len, (counts, edges))) == [2, 3]
+
+
+def test_sums_of_counts_are_exact():
+    """In single precision 2^24 + 1 is 2^24."""
+    from trainer.update.sums import Sums
+
+    sums = Sums(DEVICE)
+    sums.add("loss:", torch.ones((), device=DEVICE), 2**24 + 1, mean=True)
+    sums.add("loss:", torch.zeros((), device=DEVICE), 2**24 + 1, mean=True)
+    assert sums.means(lambda tensor: tensor)["loss"] == 0.5
+    sums.add("hits", 2**24 + 1, 1)
+    assert sums.means(lambda tensor: tensor)["hits"] == 2**24 + 1
