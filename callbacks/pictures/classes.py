@@ -33,7 +33,7 @@ class ConfusionMatrix(ValidationPicture):
 
     def collect(self, trainer: Trainer, batch: Any, output: Any) -> None:
         """Keep the labels and the predictions of a batch."""
-        self.kept.append((labels_of(batch[1]), output.argmax(1)))
+        self.kept.append((labels_of(trainer, batch[1]), output.argmax(1)))
 
     def show(self, trainer: Trainer, *parts: Tensor) -> None:
         """Log the counts over all processes."""
@@ -68,7 +68,7 @@ class PRCurves(ValidationPicture):
         """Keep the probabilities of a batch, and what is right."""
         target, self._classes = batch[1], output.shape[1]
         of_labels = trainer.task.output_kind == "labels"
-        right = target[:, : self._max_classes] > 0.5 if of_labels else labels_of(target)
+        right = target[:, : self._max_classes] > 0.5 if of_labels else labels_of(trainer, target)
         self.kept.append((trainer.task.interpret(output)[:, : self._max_classes], right))
 
     def show(self, trainer: Trainer, *parts: Tensor) -> None:

@@ -16,6 +16,7 @@ from torchvision.utils import make_grid
 from callbacks.support import check_least, is_due
 from trainer.callback import Callback, Image
 from trainer.runs.status import INFERENCE, RunDirectoryError, read_json
+from trainer.tasks.supervised import Supervised
 from trainer.trainer import Trainer
 
 _TILE = 96  # pixels that a small picture is enlarged to, at least
@@ -89,8 +90,12 @@ def class_names(trainer: Trainer, count: int) -> list[str]:
     return [str(name)[:_LETTERS] for name in (names if known else range(count))]
 
 
-def labels_of(target: Tensor) -> Tensor:
-    """Return the class of each sample; of soft targets (MixUp) the largest."""
+def labels_of(trainer: Trainer, target: Tensor) -> Tensor:
+    """Return the class of each sample, below 0 where none counts; of soft targets the largest."""
+    if isinstance(trainer.task, Supervised):
+        return trainer.task.labels_of(target)
+    if target.is_floating_point():
+        return target.argmax(1)
     return target.argmax(1) if target.is_floating_point() else target
 
 

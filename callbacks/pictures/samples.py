@@ -60,7 +60,7 @@ class ValidationSamples(ValidationPicture):
         """Keep the first images."""
         if not self.kept and is_picture(batch[0]):
             images, target, answers = (part[: self.wanted] for part in (*batch[:2], output))
-            labels = labels_of(target).clone()
+            labels = labels_of(trainer, target).clone()
             self.kept = [(images.clone(), labels, trainer.task.interpret(answers))]
 
     def show(self, trainer: Trainer, *parts: Tensor) -> None:
@@ -77,7 +77,7 @@ class Misclassified(ValidationPicture):
     def collect(self, trainer: Trainer, batch: Any, output: Any) -> None:
         """Keep the worst images so far, without waiting for the device."""
         if is_picture(batch[0]):
-            samples = batch[0], labels_of(batch[1]), trainer.task.interpret(output)
+            samples = batch[0], labels_of(trainer, batch[1]), trainer.task.interpret(output)
             found = [torch.cat(parts) for parts in zip(*self.kept, samples, strict=True)]
             self.kept = [self._worst(*found)]
 

@@ -189,7 +189,7 @@ def test_what_does_not_fit_the_task_shows_nothing(make_trainer):
     assert gallery.shown == {}
 
 
-@pytest.mark.parametrize("kind", ["classes", "labels"])
+@pytest.mark.parametrize("kind", ["classes", "labels", "ignored"])
 def test_counts_curves_and_the_most_surely_wrong_are_those_of_counting(kind, monkeypatch):
     drawn = []
     seen = []
@@ -208,6 +208,8 @@ def test_counts_curves_and_the_most_surely_wrong_are_those_of_counting(kind, mon
             [(x, torch.nn.functional.one_hot(y, CLASSES).double()) for x, y in part]
             for part in (train, val)
         )
+    elif kind == "ignored":
+        task = Classification(CLASSES, torch.nn.CrossEntropyLoss(ignore_index=1))
     else:
         val[0][1][0] = -100  # a sample without a label
     callbacks = {"g": gallery, "curves": PRCurves(thresholds=5), "counts": ConfusionMatrix()}
@@ -219,19 +221,21 @@ def test_counts_curves_and_the_most_surely_wrong_are_those_of_counting(kind, mon
         scores = task.interpret(torch.cat([run.model(x) for x, _ in val]))
     labels = torch.cat([y for _, y in val])
     positive = labels > 0.5 if kind == "labels" else labels[:, None] == torch.arange(CLASSES)
-    known = torch.ones(18, dtype=torch.bool) if kind == "labels" else labels >= 0
+    known = torch.ones(18, dtype=torch.bool)
+    if kind != "labels":
+        known = (labels >= 0) & ((labels != 1) | (kind != "ignored"))
     for index in range(CLASSES):
         curve = gallery.shown[f"pr_curve/{index}"][-1][1]
         for place, threshold in enumerate([0.0, 0.25, 0.5, 0.75, 1.0]):
             said, truth = scores[known, index] >= threshold, positive[known, index]
             counts = [(said & truth), (said & ~truth), (~said & ~truth), (~said & truth)]
             assert [part[place] for part in curve[1:]] == [count.sum() for count in counts]
-    if kind == "classes":
+    if kind != "labels":
         sure, predicted = scores.max(1)
         expected = np.zeros((CLASSES, CLASSES))
         np.add.at(expected, (labels[known], predicted[known]), 1)
         assert np.array_equal(drawn[-2], expected)
-        assert expected.sum() == 17
+        assert expected.sum() == (17 if kind == "classes" else (labels != 1).sum())
         assert np.allclose(drawn[-1].sum(1)[expected.sum(1) > 0], 1)
         order = sure.argsort(descending=True).tolist()
         wrong = [i for i in order if known[i] and predicted[i] != labels[i]]

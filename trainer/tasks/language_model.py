@@ -28,9 +28,9 @@ class LanguageModel(Supervised):
         metrics: Metrics | None = None,
     ) -> None:
         loss = loss or nn.CrossEntropyLoss(ignore_index=ignore_index)
-        super().__init__(loss, metrics, perplexity=Perplexity(ignore_index))
+        perplexity = Perplexity(ignore_index)
+        super().__init__(loss, metrics, ignore_index=ignore_index, perplexity=perplexity)
         self.num_classes = num_classes
-        self._ignore_index = ignore_index
 
     def answer(self, model: nn.Module, inputs: Any) -> Any:
         """Return logits [n, vocabulary, length]: torch's losses expect classes in dimension 1."""
@@ -42,5 +42,6 @@ class LanguageModel(Supervised):
 
     def scores(self, output: Tensor, target: Tensor) -> Scores:
         """Count the tokens that are predicted correctly."""
-        right = (output.detach().argmax(1) == target).count_nonzero()
-        return {"token_accuracy": (right, (target != self._ignore_index).count_nonzero())}
+        labels, count = self.losses.counting(target)
+        right = (output.detach().argmax(1) == labels).count_nonzero()
+        return {"token_accuracy": (right, count)}

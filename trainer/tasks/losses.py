@@ -41,7 +41,8 @@ class Losses:
     their class weights. A loss that is None is dropped.
     """
 
-    def __init__(self, loss: Loss) -> None:
+    def __init__(self, loss: Loss, ignore_index: int | None = None) -> None:
+        """`ignore_index`: of the task, whose labels count nowhere."""
         given = loss if isinstance(loss, Mapping) else {"": loss}
         kept = {name: module for name, module in given.items() if module is not None}
         self.terms = {n: m if isinstance(m, Term) else Term(m) for n, m in kept.items()}
@@ -59,8 +60,10 @@ class Losses:
         self.counted = [name for name, m in entropies.items() if m.reduction == "mean"]
         self._weighted = [name for name, m in entropies.items() if m.weight is not None]
         self.summed = [n for n, m in losses.items() if getattr(m, "reduction", "mean") == "sum"]
-        # Of the first cross entropy.
-        self.ignored = next((m.ignore_index for m in entropies.values()), None)
+        # The labels that no score and no metric counts: of the first cross entropy, and the task's.
+        first = next((m.ignore_index for m in entropies.values()), None)
+        found = [first, ignore_index]
+        self.ignored = [label for label in dict.fromkeys(found) if label is not None]
 
     @property
     def names(self) -> list[str]:
@@ -69,14 +72,20 @@ class Losses:
         return ["loss", *named]
 
     def counting(self, target: Tensor) -> tuple[Tensor, Tensor | int]:
-        """Return class labels, of which those that are ignored equal none, and how many count."""
+        """Return class labels, below 0 where one is ignored, and how many count."""
         if target.is_floating_point():
-            return target.argmax(1), len(target)
-        if (ignored := self.ignored) is None:
-            return target, len(target)
-        count = _valid(target, ignored)
-        known = isinstance(count, int) or ignored < 0
-        return target if known else target.where(target != ignored, -1), count
+            target = target.argmax(1)
+            return target, target.numel()
+        if not self.ignored:
+            return target, target.numel()
+        if len(self.ignored) == 1:
+            (ignored,) = self.ignored
+            count = _valid(target, ignored)
+            known = isinstance(count, int) or ignored < 0
+            return target if known else target.where(target != ignored, -1), count
+        for ignored in self.ignored:
+            target = target.where(target != ignored, -1)
+        return target, (target >= 0).count_nonzero()
 
     @property
     def modules(self) -> dict[str, nn.Module]:

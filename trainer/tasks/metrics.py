@@ -11,6 +11,7 @@ from trainer.device import widest
 from trainer.errors import ModelError
 from trainer.tasks.losses import by_place
 
+IGNORED = -100  # the label that torch's losses leave out
 _LARGEST = 700.0  # the exponential of it is still finite
 
 
@@ -60,7 +61,10 @@ class R2(Running):
 
 
 class Perplexity(Running):
-    """The exponential of the mean negative log-likelihood of the labels that are not ignored."""
+    """The exponential of the mean negative log-likelihood of the labels that are not ignored.
+
+    Ignored are those equal to `ignore_index` and those below 0.
+    """
 
     def __init__(self, ignore_index: int = -100) -> None:
         super().__init__(2)
@@ -69,9 +73,10 @@ class Perplexity(Running):
     def update(self, output: Tensor, target: Tensor) -> None:
         """Add logits (n, classes, ...) and labels (n, ...)."""
         logits = output.detach().float() if output.dtype.itemsize < 4 else output.detach()
-        places = by_place(logits, target)
-        nll = F.cross_entropy(*places, ignore_index=self._ignore_index, reduction="sum")
-        self.total += torch.stack([nll, (target != self._ignore_index).sum().to(nll.dtype)])
+        counts = (target >= 0) & (target != self._ignore_index)
+        places = by_place(logits, target.where(counts, IGNORED))
+        nll = F.cross_entropy(*places, ignore_index=IGNORED, reduction="sum")
+        self.total += torch.stack([nll, counts.sum().to(nll.dtype)])
 
     def compute(self) -> float:
         """Return the perplexity."""

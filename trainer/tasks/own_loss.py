@@ -7,9 +7,8 @@ from torch import Tensor, nn
 
 from trainer.errors import ModelError, called, spelled
 from trainer.task import Metric, StepOutput, Task
+from trainer.tasks.metrics import IGNORED
 from trainer.tasks.supervised import Supervised
-
-IGNORED = -100  # the label that such losses leave out
 
 
 class OwnLoss(Task):
@@ -29,7 +28,8 @@ class OwnLoss(Task):
 
     def metric_names(self) -> list[str]:
         """Return the loss, and the other metrics of the task."""
-        return ["loss", *(n for n in self._task.metric_names() if not n.startswith("loss"))]
+        losses = self._task.losses.names
+        return ["loss", *(n for n in self._task.metric_names() if n not in losses)]
 
     def metrics(self) -> Mapping[str, Metric]:
         """Return the metrics of the task."""
@@ -69,8 +69,7 @@ class OwnLoss(Task):
     def evaluation_step(self, model: nn.Module, batch: Any) -> StepOutput:
         """Compute loss, scores and metrics."""
         result = self.training_step(model, batch)
-        for metric in self.metrics().values():
-            metric.update(result.output, batch[1])
+        self._task.update_metrics(result.output, batch[1])
         return result
 
     def prediction_step(self, model: nn.Module, batch: Any) -> Any:

@@ -11,9 +11,10 @@ from trainer.tasks.supervised import Metrics, Scores, Shape, Supervised
 class Segmentation(Supervised):
     """Classify pixels; batches are `(images, masks)`, masks [n, H, W] of class indices.
 
-    Pixels of `ignore_index` are excluded: the loss is the mean over all other pixels of an update,
-    however it is split. Reports `pixel_accuracy` and `miou`, the mean intersection over union of
-    the classes.
+    Pixels of `ignore_index`, which may be one of the classes, and those that the loss ignores are
+    excluded from the scores and the metrics as well: the loss is the mean over all other pixels of
+    an update, however it is split.
+    Reports `pixel_accuracy` and `miou`, the mean intersection over union of the classes.
     """
 
     output_kind = "mask"
@@ -27,9 +28,8 @@ class Segmentation(Supervised):
         metrics: Metrics | None = None,
     ) -> None:
         loss = loss or nn.CrossEntropyLoss(ignore_index=ignore_index)
-        super().__init__(loss, metrics, miou=MeanIoU(num_classes))
+        super().__init__(loss, metrics, ignore_index=ignore_index, miou=MeanIoU(num_classes))
         self.num_classes = num_classes
-        self._ignore_index = ignore_index
 
     def monitor(self) -> str:
         """Return the metric that the best checkpoint is chosen by."""
@@ -50,6 +50,6 @@ class Segmentation(Supervised):
 
     def scores(self, output: Tensor, target: Tensor) -> Scores:
         """Count the pixels that are predicted correctly."""
-        # `ignore_index` is never predicted.
-        right = (output.detach().argmax(1) == target).count_nonzero()
-        return {"pixel_accuracy": (right, (target != self._ignore_index).count_nonzero())}
+        labels, count = self.losses.counting(target)
+        right = (output.detach().argmax(1) == labels).count_nonzero()
+        return {"pixel_accuracy": (right, count)}

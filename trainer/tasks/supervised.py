@@ -10,6 +10,7 @@ from data.batch import inputs_of
 from trainer.errors import ModelError, SampleError, called, spelled
 from trainer.task import Metric, StepOutput, Task
 from trainer.tasks.losses import Loss, Losses
+from trainer.tasks.metrics import ConfusionMatrix, Perplexity
 
 Scores = dict[str, tuple[Tensor, Tensor | int]]
 Metrics = Mapping[str, Metric | None]
@@ -26,9 +27,19 @@ class Supervised(Task):
     score_names: Sequence[str] = ()
     num_classes: int | None = None  # set by tasks whose targets are class indices
 
-    def __init__(self, loss: Loss, metrics: Metrics | None = None, **own: Metric) -> None:
-        """`own`: metrics of the task itself, in front of those that are given."""
-        self.losses = Losses(loss)
+    def __init__(
+        self,
+        loss: Loss,
+        metrics: Metrics | None = None,
+        *,
+        ignore_index: int | None = None,
+        **own: Metric,
+    ) -> None:
+        """`own`: metrics of the task itself, in front of those that are given.
+
+        `ignore_index`: a label that no score and no metric counts, as that of the loss.
+        """
+        self.losses = Losses(loss, ignore_index)
         self.count_names = self.losses.counted
         named = {**own, **(metrics or {})}
         self._metrics = {name: metric for name, metric in named.items() if metric is not None}
@@ -95,10 +106,22 @@ class Supervised(Task):
         inputs, target = batch
         output = self.answer(model, inputs)
         result = self._compute(output, target, inputs, model)
-        for metric in self._metrics.values():
-            metric.update(output, target)
+        self.update_metrics(output, target)
         result.output = output
         return result
+
+    def update_metrics(self, output: Any, target: Any) -> None:
+        """Add a batch to the metrics; those that count classes are given `labels_of` it."""
+        for metric in self._metrics.values():
+            if isinstance(metric, (ConfusionMatrix, Perplexity)):
+                metric.update(output, self.labels_of(target))
+            else:
+                metric.update(output, target)
+
+    def labels_of(self, target: Tensor) -> Tensor:
+        """Return the class of each place of a target; below 0 where the loss leaves it out."""
+        labels, _ = self.losses.counting(target)
+        return labels
 
     def prediction_step(self, model: nn.Module, batch: Any) -> Any:
         """Return the model's output for a batch, with or without targets."""

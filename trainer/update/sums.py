@@ -1,8 +1,8 @@
 """Exact means over the samples of an update, an epoch or a data set: sums and counts (I3, I4)."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -10,11 +10,27 @@ from torch import Tensor
 from data.batch import MicroBatch, Piece
 from trainer.device import waits, widest
 from trainer.distributed import Group
+from trainer.errors import UserCodeError
 from trainer.strategies.strategy import Strategy
 from trainer.task import SUM, StepOutput, Task
 
 MicroBatches = Sequence[MicroBatch]  # of one update
 Total = Tensor | float  # a denominator over the whole update
+
+
+class Name(NamedTuple):
+    """What a sum is of: a metric by its name, or a term of a loss, whose name may be empty.
+
+    A metric may have any name, also one that reads like that of a loss.
+    """
+
+    loss: str  # its name; empty for a metric
+    term: str  # or the metric
+
+
+def metric(name: str) -> Name:
+    """Return the name of a metric's sum."""
+    return Name("", name)
 
 
 def totals_of(task: Task, strategy: Strategy, micro_batches: MicroBatches) -> dict[str, Total]:
@@ -80,7 +96,7 @@ class Sums:
     def __init__(self, device: torch.device, over: Self | None = None) -> None:
         self._device, self._waits = device, waits(device)
         self._added = [self] if over is None else [self, over]
-        self._sums: dict[str, list[float]] = {}  # sum and count by name
+        self._sums: dict[Name, list[float]] = {}  # sum and count by name
         self.without_labels = False  # whether no label counted in what `means` returned last
         self._pending: list[tuple[Any, ...]] = []  # what `add` was given
         # By device and dtype: the numbers since `pack`, and the vectors of the updates before.
@@ -91,7 +107,7 @@ class Sums:
         return bool(self._sums)
 
     def add(
-        self, name: str, total: Tensor | float, count: Tensor | float, mean: bool = False
+        self, name: Name, total: Tensor | float, count: Tensor | float, mean: bool = False
     ) -> None:
         """Add `total` and `count` to those of `name`, without waiting for the device.
 
@@ -113,7 +129,7 @@ class Sums:
         self._open.setdefault(kind, []).append(value.detach().reshape(()))
         return kind
 
-    def _add_numbers(self, name: str, total: float, count: float, mean: bool) -> None:
+    def _add_numbers(self, name: Name, total: float, count: float, mean: bool) -> None:
         if mean:
             total = total * count if count > 0 else 0.0
         for sums in self._added:
@@ -131,14 +147,19 @@ class Sums:
         """Add what is on the device; waits for it."""
         self.pack()
         numbers = {kind: iter(torch.cat(v).tolist()) for kind, v in self._packed.items()}
-        for addition in self._pending:
-            self._add_numbers(*(next(numbers[v]) if isinstance(v, tuple) else v for v in addition))
+        for name, total, count, mean in self._pending:
+            if isinstance(total, tuple):
+                total = next(numbers[total])
+            if isinstance(count, tuple):
+                count = next(numbers[count])
+            self._add_numbers(name, total, count, mean)
         self._pending, self._packed = [], {}
 
     def add_output(self, output: StepOutput, samples: int, loss_name: str = "loss") -> None:
         """Add a step's loss terms and metrics; `samples` of its batch count, maybe none."""
         for term_name, term in output.terms.items():
-            name, count = f"{loss_name}:{term_name}", output.counts.get(term_name)
+            name = Name(loss_name, term_name)
+            count = output.counts.get(term_name)
             if not samples:
                 self.add(name, 0.0, 0)
             elif count is SUM:  # logged as the mean of what each sample adds
@@ -146,8 +167,8 @@ class Sums:
             else:
                 mean = term.mean() if term.ndim else term
                 self.add(name, mean, samples if count is None else count, mean=True)
-        for name, (total, count) in output.sums.items():
-            self.add(name, total if samples else 0.0, count if samples else 0)
+        for metric_name, (total, count) in output.sums.items():
+            self.add(metric(metric_name), total if samples else 0.0, count if samples else 0)
 
     def join(self, group: Group) -> None:
         """Start the sums of other processes at zero: one without samples may have fewer names."""
@@ -158,7 +179,8 @@ class Sums:
     def means(self, reduce: Callable[[Tensor], Tensor]) -> dict[str, float]:
         """Return each mean over all devices; a sum where count is 0. Waits for the device.
 
-        `loss:<term>` is returned as `loss_<term>`, and the sum of these as `loss`.
+        A term of a loss is returned as `<loss>_<term>`, and the sum of the terms as `<loss>`.
+        Raises UserCodeError for a metric that has the name of one of these.
         """
         self.settle()
         names = sorted(self._sums)
@@ -168,37 +190,61 @@ class Sums:
         # A device without float64 would round counts above 16 million: then hosts exchange them.
         whole = reduce(own.to(self._device) if widest(self._device) == own.dtype else own)
         rows = dict(zip(names, whole.tolist(), strict=True))
-        losses = [count for name, (_, count) in rows.items() if name.startswith("loss")]
-        self.without_labels = bool(losses) and not any(losses)
-        result = {}
+        counts = [count for name, (_, count) in rows.items() if name.loss]
+        self.without_labels = bool(counts) and not any(counts)
+        losses: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         for name, (total, count) in rows.items():
             value = total / count if count else total
-            loss, colon, term = name.partition(":")
-            if term or not colon:  # a single loss has no name
-                result[name.replace(":", "_")] = value
-            if colon:
-                result[loss] = result.get(loss, 0.0) + value
-        return result
+            if not name.loss:
+                metrics[name.term] = value
+                continue
+            if name.term:  # a single loss has no name
+                losses[f"{name.loss}_{name.term}"] = value
+            losses[name.loss] = losses.get(name.loss, 0.0) + value
+        for taken in sorted(losses.keys() & metrics.keys()):
+            raise UserCodeError(
+                f"sums[{taken!r}] of a StepOutput has the name of its loss, which is logged as "
+                "that: give the metric another name"
+            )
+        return dict(sorted({**losses, **metrics}.items()))
 
     def reset(self) -> None:
         """Reset all sums; what is pending is part of further sums, too."""
         self.settle()
         self._sums = {}
 
-    def state_dict(self) -> dict[str, dict[str, float]]:
+    def state_dict(self) -> dict[str, Any]:
         """Return the partial sums; waits for the device."""
         self.settle()
-        parts = {"sums": 0, "counts": 1}
-        return {key: {n: row[i] for n, row in self._sums.items()} for key, i in parts.items()}
+        state: dict[str, Any] = {"sums": {}, "counts": {}, "losses": {}}
+        for name, (total, count) in self._sums.items():
+            if name.loss:
+                state["losses"].setdefault(name.loss, {})[name.term] = [total, count]
+            else:
+                state["sums"][name.term] = total
+                state["counts"][name.term] = count
+        return state
 
-    def load_state_dict(self, *states: Mapping[str, Mapping[str, float]], takes: int = 1) -> None:
+    def load_state_dict(self, *states: Mapping[str, Any], takes: int = 1) -> None:
         """Take over partial sums, of several processes together; nothing but names if not `takes`.
 
         All processes need the same names.
         """
         self.reset()
         for state in states:
-            for name, total in state["sums"].items():
+            for name, (total, count) in _saved(state):
                 entry = self._sums.setdefault(name, [0.0, 0])
                 entry[0] += total * takes
-                entry[1] += state["counts"][name] * takes
+                entry[1] += count * takes
+
+
+def _saved(state: Mapping[str, Any]) -> Iterator[tuple[Name, Sequence[float]]]:
+    for text, total in state["sums"].items():
+        loss, colon, term = text.partition(":")
+        # Earlier checkpoints hold the terms of a loss among the metrics, as `loss:<term>`.
+        name = Name(loss, term) if colon and "losses" not in state else metric(text)
+        yield name, (total, state["counts"][text])
+    for loss, terms in state.get("losses", {}).items():
+        for term, sums in terms.items():
+            yield Name(loss, term), sums

@@ -17,7 +17,7 @@ from trainer.optimizers.state import needs_closure
 from trainer.task import StepOutput, as_output, unsound
 from trainer.update import gradients
 from trainer.update.gradients import LOWER, Guard
-from trainer.update.sums import MicroBatches, Sums, add_up, share_of, totals_of
+from trainer.update.sums import MicroBatches, Sums, add_up, metric, share_of, totals_of
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
@@ -131,7 +131,7 @@ class Updater:
         for turn, outputs, norm in taken:
             self._add_outputs(self.sums, turn, micro_batches, outputs)
             name = f"grad_norm_{turn.name}" if turn.name else "grad_norm"
-            self.sums.add(name, norm if once else 0.0, once)
+            self.sums.add(metric(name), norm if once else 0.0, once)
         self.sums.pack()
         trainer.timer.lap("optimizer")
         return True

@@ -13,6 +13,8 @@ from trainer.evaluation import check_metrics
 from trainer.strategies.strategy import Strategy
 from trainer.tasks import metrics as ours
 from trainer.tasks.classification import Classification
+from trainer.tasks.language_model import LanguageModel
+from trainer.tasks.segmentation import Segmentation
 
 CLASSES = 4
 LOGITS = points(29, CLASSES, CLASSES, torch.float32)  # points whose inputs are the logits
@@ -57,6 +59,46 @@ def test_scikit_learn_agrees():
     assert got["val/perplexity"] == pytest.approx(
         math.exp(sk.log_loss(truth, LOGITS.x.double().softmax(1)))
     )
+
+
+def leaves_out(ignored):
+    return nn.CrossEntropyLoss(ignore_index=ignored)
+
+
+# kind: the task, which ignores class 1, and the shape of its targets.
+IGNORING = {
+    "classification": (lambda m: Classification(CLASSES, leaves_out(1), metrics=m), (40,)),
+    "of the task": (lambda m: Segmentation(CLASSES, ignore_index=1, metrics=m), (2, 4, 5)),
+    "of the loss": (lambda m: Segmentation(CLASSES, leaves_out(1), metrics=m), (2, 4, 5)),
+    "several": (lambda m: Segmentation(CLASSES, leaves_out(3), 1, metrics=m), (2, 4, 5)),
+    "text": (lambda m: LanguageModel(CLASSES, ignore_index=1, metrics=m), (2, 20)),
+    "soft loss": (lambda m: Segmentation(CLASSES, nn.MultiMarginLoss(), 1, metrics=m), (2, 4, 5)),
+}
+
+
+@pytest.mark.parametrize("kind", IGNORING)
+def test_a_class_that_is_ignored_is_left_out_of_every_score_as_scikit_learn_does(kind):
+    from sklearn import metrics as sk
+
+    make, shape = IGNORING[kind]
+    draws = torch.Generator().manual_seed(4)
+    target = torch.randint(CLASSES, shape, generator=draws)
+    logits = torch.randn(shape[0], CLASSES, *shape[1:], generator=draws)
+    task = make(every_metric())
+    counted = (target != 1) & ((target != 3) | (kind != "several"))
+    truth, said = target[counted].numpy(), logits.argmax(1)[counted].numpy()
+    (hits, count), *_ = task.scores(logits, target).values()
+    assert float(hits / count) == pytest.approx(sk.accuracy_score(truth, said))
+    task.update_metrics(logits, target)
+    got = {name: metric.compute() for name, metric in task.metrics().items()}
+    every = range(CLASSES)
+    assert got["miou"] == pytest.approx(sk.jaccard_score(truth, said, average="macro"))
+    assert got["macro_f1"] == pytest.approx(sk.f1_score(truth, said, average="macro"))
+    recall = sk.recall_score(truth, said, average=None, labels=every, zero_division=math.nan)
+    assert list(got["class"].values()) == pytest.approx(recall.tolist(), nan_ok=True)
+    places = logits.movedim(1, -1)[counted].double().softmax(1)
+    loss = sk.log_loss(truth, places, labels=every)
+    assert got["perplexity"] == pytest.approx(math.exp(loss), rel=1e-5)
 
 
 @pytest.mark.parametrize("batch", [1, 5, 29])

@@ -23,17 +23,21 @@ from toys import (
     network,
     of_output,
     points,
+    through_a_file,
     trainer_of,
     whole_batches,
 )
 from trainer.callback import Callback
-from trainer.errors import SampleError
+from trainer.errors import SampleError, UserCodeError
 from trainer.lr_schedulers.schedule import LRSchedule
 from trainer.strategies.strategy import Strategy
+from trainer.task import StepOutput
 from trainer.tasks import losses
 from trainer.tasks.classification import Classification
 from trainer.tasks.losses import Term
+from trainer.tasks.supervised import Scores
 from trainer.trainer import Trainer
+from trainer.update.sums import Sums
 
 WEIGHTS = torch.tensor([0.2, 1.0, 3.0], dtype=torch.float64)
 
@@ -189,6 +193,47 @@ def test_labels_that_never_count_are_told_at_once_and_end_the_run(
     for _ in range(2):
         assert trainer.evaluate(loader(data, shuffled=False), "test")["test/loss"] == 0
     assert warnings_of(caplog)[1:] == ["no label counts in test/loss"]
+
+
+METRICS = ["loss_free", "losses", "loss:ce", "a:b", ":", "zero:loss"]
+
+
+@pytest.mark.parametrize("name", METRICS)
+def test_a_metric_may_have_any_name_and_is_never_taken_for_a_loss(name: str) -> None:
+    class Named(Classification):
+        def scores(self, output: Tensor, target: Tensor) -> Scores:
+            return {name: (torch.tensor(3.0), 4)}
+
+    data = labelled(-100)
+    data.y[:] = -100
+    trainer = trainer_of(Named(CLASSES), data, shuffled=False, log_every_n_steps=1)
+    with pytest.raises(SampleError, match="no label of epoch 0 counts"):
+        trainer.fit()
+    assert trainer.metrics[f"train/{name}"] == 0.75
+    assert trainer.metrics["train/loss"] == 0.0
+
+
+def test_a_metric_with_the_name_of_the_loss_is_refused() -> None:
+    sums = Sums(torch.device("cpu"))
+    loss = {"ce": torch.tensor(1.0), "": torch.tensor(2.0)}
+    sums.add_output(StepOutput(loss, sums={"loss_ce": (torch.tensor(1.0), 1)}), 1)
+    with pytest.raises(UserCodeError, match=r"sums\['loss_ce'\] of a StepOutput has the name of"):
+        sums.means(lambda tensor: tensor)
+
+
+def test_partial_sums_go_on_from_their_state_and_from_that_of_earlier_checkpoints() -> None:
+    saved = Sums(torch.device("cpu"))
+    loss = {"ce": torch.tensor(1.0), "": torch.tensor(2.0)}
+    metrics = {name: (torch.tensor(3.0), 4) for name in METRICS}
+    saved.add_output(StepOutput(loss, sums=metrics), 5)
+    wanted = saved.means(lambda tensor: tensor)
+    assert wanted == {**dict.fromkeys(METRICS, 0.75), "loss": 3.0, "loss_ce": 1.0}
+    again = Sums(torch.device("cpu"))
+    again.load_state_dict(through_a_file(saved.state_dict()))
+    assert again.means(lambda tensor: tensor) == wanted
+    old = {"loss:ce": 5.0, "loss:": 10.0, "acc": 1.0}
+    again.load_state_dict({"sums": old, "counts": dict.fromkeys(old, 5)})
+    assert again.means(lambda tensor: tensor) == {"acc": 0.2, "loss": 3.0, "loss_ce": 1.0}
 
 
 def test_a_label_that_counts_suffices_in_an_epoch_in_whatever_process(ranks, caplog) -> None:
