@@ -158,7 +158,8 @@ class Fetcher:
         elif callable(tell := getattr(self.dataset, "set_epoch", None)):
             tell(piece.epoch)
         if offers(type(self.dataset), "batch", "__getitem__"):
-            batch = self.dataset.batch(piece.indices)
+            # A list: tensors and arrays take a tuple as one number for each dimension.
+            batch = self.dataset.batch(list(piece.indices))
             if batch is not None:
                 return Fetched(batch, piece)
         skipped: list[Skipped] = []

@@ -230,6 +230,30 @@ def test_a_subclass_with_samples_of_its_own_is_asked_for_them(on_error):
     assert torch.equal(labels[1], 9 - labels[0])
 
 
+class _Indexed:
+    """What anyone writes who has all samples in a tensor."""
+
+    def __init__(self):
+        self.x = torch.arange(24.0).view(6, 4)
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, index):
+        return self.x[index]
+
+    def batch(self, indices):
+        return self.x[indices], torch.tensor(self.x.numpy()[indices])
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_whole_batch_is_asked_for_by_a_list(workers):
+    with loading(_Indexed(), Sequential(6), 3, num_workers=workers) as loader:
+        for micro in loader.epoch(0):
+            rows = torch.arange(24.0).view(6, 4)[list(micro.piece.indices)]
+            assert same(micro.batch, [rows, rows])
+
+
 class _Kinds(_Ragged):
     """Samples of everything that a batch may hold."""
 
