@@ -178,5 +178,12 @@ def classes_of(dataset: Any) -> NDArray[Any]:
 
 def labels_of(dataset: Any) -> NDArray[Any] | None:
     """Return the class of every sample; None of those that have none, or measurements."""
-    found = np.asarray(getattr(dataset, "targets", None))
-    return None if found.ndim != 1 or found.dtype.kind == "f" else found
+    try:
+        found = np.asarray(getattr(dataset, "targets", None))
+    except (ValueError, TypeError, RuntimeError):  # lists of several lengths, such as boxes
+        return None
+    if found.ndim != 1 or found.dtype.kind == "f":
+        return None
+    if found.dtype.hasobject and not all(isinstance(label, str) for label in found):
+        return None  # as arrays of boxes
+    return found

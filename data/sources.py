@@ -2,8 +2,10 @@
 
 import fcntl
 import hashlib
+import logging
+import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -12,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import interpolate
 
@@ -20,6 +23,10 @@ from data.keys import Indices
 from data.splits import Split, cut, train_and_val
 from data.transforms import Transform, acts_on_batches
 
+logger = logging.getLogger(__name__)
+# What a fingerprint takes as it is: of other types it cannot know what reading them means.
+_PLAIN = (str, bytes, int, float, complex, np.generic, type(None), os.PathLike)
+_BLOCK = 1 << 24  # bytes that a fingerprint looks at together
 Interrupted = Callable[[], bool]  # asked again and again while something is awaited
 
 
@@ -222,20 +229,100 @@ def locked(path: Path, interrupted: Interrupted = lambda: False) -> Iterator[Non
 
 
 def fingerprint(dataset: Any) -> str:
-    """Return a digest of a data set: size, classes, targets, and images or paths.
+    """Return a digest of a data set: size, classes, targets, and images or paths. Never raises.
 
-    Images in memory are hashed whole; of files, the names. A data set may have a method
+    Arrays, tensors and lists in memory are hashed whole; of files, the names; of what would have to
+    be read (a mapped file, a wrapped data set) the ends or the length. A data set may have a method
     `fingerprint()` of its own.
     """
+    name = type(dataset).__name__
     own = getattr(dataset, "fingerprint", None)
     if callable(own):
-        return str(own())
-    digest = hashlib.sha256(f"{type(dataset).__name__} {len(dataset)}".encode())
+        try:
+            return str(own())
+        except Exception as error:
+            logger.warning("warning: %s.fingerprint() failed: %s", name, reason(error))
+    digest = hashlib.sha256(f"{name} {_length(dataset)}".encode())
     known = getattr(dataset, "__dict__", {})
-    for name in ("classes", "targets", "inputs", "images", "names"):
-        if (value := known.get(name)) is not None:
-            array = value.cpu().numpy() if isinstance(value, Tensor) else np.asarray(value)
-            plain = f"{array.dtype} {array.shape}".encode() + np.ascontiguousarray(array).tobytes()
-            content = repr(list(value)).encode() if array.dtype == object else plain
-            digest.update(name.encode() + content)
+    for attribute in ("classes", "targets", "inputs", "images", "names"):
+        if (value := known.get(attribute)) is not None:
+            digest.update(attribute.encode())
+            try:
+                _add(digest, value)
+            except Exception:  # of a user's own types, which may raise anything
+                digest.update(type(value).__name__.encode())
     return digest.hexdigest()[:16]
+
+
+def _length(value: Any) -> int | str:
+    try:
+        return len(value)
+    except Exception:
+        return "of unknown length"
+
+
+def _add(digest: Any, value: Any) -> None:
+    """Add what an attribute of a data set holds to a digest."""
+    if isinstance(value, Tensor):
+        _add_tensor(digest, value.detach())
+    elif isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        _add_array(digest, value)
+    elif isinstance(value, np.ndarray):
+        _add(digest, value.tolist())
+    elif isinstance(value, Mapping):
+        _add(digest, list(value.items()))
+    elif isinstance(value, list | tuple):
+        _add_items(digest, value)
+    elif isinstance(value, (range, *_PLAIN)):
+        _add_array(digest, np.asarray(value))
+    else:  # it may be a data set that reads whatever it is asked for
+        digest.update(f"{type(value).__name__} {_length(value)}".encode())
+
+
+def _add_items(digest: Any, items: Sequence[Any]) -> None:
+    if not all(isinstance(item, _PLAIN) for item in items):
+        # Lists of lists of one length are an array, too; others are taken item by item.
+        nested = all(isinstance(item, list | tuple) for item in items)
+        if nested and len({len(item) for item in items}) == 1:
+            every = [part for item in items for part in item]
+            if all(isinstance(part, _PLAIN) for part in every):
+                _add_array(digest, np.asarray(items))
+                return
+        digest.update(f"{type(items).__name__} {len(items)}".encode())
+        for item in items:
+            _add(digest, item)
+        return
+    longest = max((len(item) for item in items if isinstance(item, str | bytes)), default=0)
+    plain = None
+    # An array has room for the longest text at each place.
+    if longest * len(items) < _BLOCK:
+        plain = np.asarray(items)
+    if plain is None or plain.dtype.hasobject:
+        digest.update(repr(list(items)).encode())
+    else:
+        _add_array(digest, plain)
+
+
+def _add_tensor(digest: Any, tensor: Tensor) -> None:
+    numbers = None
+    if tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_meta:
+        tensor = tensor.cpu().resolve_conj().resolve_neg().contiguous()
+        try:
+            numbers = tensor.numpy()
+        except TypeError:  # numpy lacks some formats, such as bfloat16
+            numbers = tensor.reshape(-1).view(torch.uint8).numpy()
+    if numbers is None:
+        digest.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+    else:
+        _add_array(digest, numbers)
+
+
+def _add_array(digest: Any, array: NDArray[Any]) -> None:
+    digest.update(f"{array.dtype} {array.shape}".encode())
+    flat = array.reshape(-1)
+    at_once = max(1, _BLOCK // max(1, array.itemsize))
+    parts = range(0, len(flat), at_once)
+    if isinstance(array, np.memmap) and len(parts) > 2:
+        parts = range(0, len(flat), len(flat) - at_once)  # its beginning and its end
+    for first in parts:
+        digest.update(flat[first : first + at_once].tobytes())

@@ -3,6 +3,7 @@
 import pickle
 import random
 import struct
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -192,6 +193,90 @@ def test_noise_comes_with_the_image_alone():
     torch.manual_seed(0)
     assert torch.equal(noise, torch.randn(5))
     assert image.unique().tolist() == [2.0]
+
+
+class _Reads:
+    """A wrapped data set, which must not be read for a fingerprint."""
+
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        raise AssertionError("read")
+
+    def __array__(self, *form):
+        raise AssertionError("read")
+
+
+class _Holding:
+    def __init__(self, value, attribute="targets"):
+        setattr(self, attribute, value)
+
+    def __len__(self):
+        return 3
+
+
+def _boxes(last=3.0):
+    return [torch.zeros(2, 4), torch.zeros(0, 4), torch.full((1, 4), last)]
+
+
+HELD = {
+    "tokens": ([[1, 2], [3], []], [[1, 2], [4], []]),
+    "boxes": (_boxes(), _boxes(4.0)),
+    "arrays": ([np.zeros(2), np.zeros(3)], [np.zeros(2), np.ones(3)]),
+    "dicts": ([{"boxes": _boxes()}], [{"boxes": _boxes(4.0)}]),
+    "objects": (np.array([[1], [2, 3]], object), np.array([[1], [2, 4]], object)),
+    "bfloat16": (torch.ones(3, dtype=torch.bfloat16), torch.zeros(3, dtype=torch.bfloat16)),
+    "trained": (torch.ones(3, requires_grad=True), torch.zeros(3, requires_grad=True)),
+    "sparse": (torch.eye(3).to_sparse(), torch.eye(4).to_sparse()),
+    "surrogates": (["a", "\udc80"], ["a", "\udc81"]),
+    "long-texts": (["a" * 2**23, "b", "c"], ["a" * 2**23, "b", "d"]),
+    "mapping": ({"cat": 0, "dog": 1}, {"cat": 1, "dog": 0}),
+    "wrapped": (_Reads(), [_Reads()]),
+}
+
+
+@pytest.mark.parametrize("attribute", ["classes", "targets", "inputs", "images", "names"])
+@pytest.mark.parametrize(("value", "other"), HELD.values(), ids=HELD)
+def test_whatever_a_data_set_holds_has_a_fingerprint(value, other, attribute):
+    found = [fingerprint(_Holding(held, attribute)) for held in (value, value, other)]
+    assert found[0] == found[1] != found[2]
+
+
+def test_a_fingerprint_is_no_reason_to_fail_nor_to_read_a_file_whole(tmp_path, caplog):
+    class Failing(_Holding):
+        def fingerprint(self):
+            raise KeyError("no table")
+
+    class Endless(_Holding):
+        def __len__(self):
+            raise TypeError("a stream")
+
+    assert fingerprint(Failing([1])) == fingerprint(Failing([1])) != fingerprint(Failing([2]))
+    assert "Failing.fingerprint() failed: KeyError: 'no table'" in caplog.text
+    assert fingerprint(Endless([1])) != fingerprint(Endless([2]))
+    round_itself = []
+    round_itself.append(round_itself)
+    assert len(fingerprint(_Holding(round_itself))) == 16
+    mapped = np.memmap(tmp_path / "large", np.uint8, "w+", shape=2**26)
+    before = fingerprint(_Holding(mapped))
+    mapped[2**25] = 1  # in the middle
+    assert fingerprint(_Holding(mapped)) == before
+    mapped[-1] = 1
+    assert fingerprint(_Holding(mapped)) != before
+
+
+def test_the_fingerprints_of_manifests_stay():
+    """They were written down: a resume compares those of tables."""
+    known = {
+        "numbers": ([3, 1, 2], "836ffc63e82d173b"),
+        "texts": (["cat", "dog"], "7a4389ab7ebc8194"),
+        "paths": ([Path("a/b.png")], "d0a7580fcd39bec7"),
+        "tensor": (torch.arange(6.0).view(2, 3), "2f0fb19e7ffcfb66"),
+        "nested": ([[1, 2], [3, 4]], "cf78c62af7887a0a"),
+    }
+    found = {name: fingerprint(_Holding(value)) for name, (value, _) in known.items()}
+    assert found == {name: digest for name, (_, digest) in known.items()}
 
 
 def test_fingerprints_tell_data_apart(picture_tree):

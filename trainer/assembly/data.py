@@ -46,13 +46,18 @@ class Data(NamedTuple):
                 "split": split,
                 "type": type(dataset).__name__,
                 "samples": len(dataset) if hasattr(dataset, "__len__") else None,
-                "classes": len(getattr(dataset, "classes", None) or ()) or None,
+                "classes": _number_of_classes(dataset),
                 "fingerprint": fingerprint(dataset),
                 **({"epoch": dataset.explain()} if isinstance(dataset, Mixture) else {}),
             }
             for split, dataset in self.sets.items()
             if dataset is not None
         ]
+
+
+def _number_of_classes(dataset: Any) -> int | None:
+    named = getattr(dataset, "classes", None)
+    return None if named is None else len(named) or None
 
 
 def nodes_of(config: Config, splits: Sequence[str] | None = None) -> dict[str, Any]:
