@@ -88,6 +88,12 @@ class DataConfig:
             value = given.get(name, 0)
             if type(value) not in (int, float) or not 0 <= value < 1:
                 yield Problem(name, f"expected a share, >= 0 and < 1, got {value!r}")
+        limits = given.get("range", [0, 1])
+        numbers = isinstance(limits, list) and {*map(type, limits)} <= {int, float}
+        if not isinstance(limits, dict) and not (
+            numbers and len(limits) == 2 and limits[0] < limits[1]
+        ):
+            yield Problem("range", f"expected [black, white], two rising numbers, got {limits!r}")
         channels = given.get("channels")
         for name in ("mean", "std") if type(channels) is int else ():
             value = given.get(name)

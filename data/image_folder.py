@@ -20,10 +20,10 @@ import torch
 import torchvision
 from torch import Tensor
 
-from data.decode import Channels, open_image, read_image
+from data.decode import Channels, Range, depth_of, open_image, read_content, read_image
 from data.errors import DataError, UnreadableError
 from data.sources import Interrupted, locked, resized
-from data.splits import Split, is_cut, rows_of_train
+from data.splits import NAMES, Split, is_cut, name_unused, rows_of_train
 from data.transforms import Transform, acts_on_batches
 
 logger = logging.getLogger(__name__)
@@ -34,6 +34,9 @@ _KNOWN = ", ".join(sorted(EXTENSIONS))
 _ANY_SIZE = (256, 256)  # of pictures that the transforms bring to one size
 _LAYOUT = 1  # version of a cache: the pixels of all images, then each image's height and width
 _PART = 256  # images between two checks whether to stop
+_LOOKED_AT = 200  # files of a data set whose depth the plan looks at
+_MEASURED = 20  # of them: those that are decoded for it
+_EIGHT_BITS = frozenset({".jpg", ".jpeg", ".bmp", ".gif", ".webp"})
 
 
 @dataclass(eq=False, repr=False)
@@ -41,6 +44,7 @@ class Pictures:
     """Picture files, decoded when asked for: samples are images, or with `targets` (image, class).
 
     `size`: height and width that pictures are resized to before the transforms; None: none.
+    `value_range`: of greys of more than 8 bits, the values that become 0 and 255; None: all.
     """
 
     transforms_in_batches = True
@@ -50,6 +54,7 @@ class Pictures:
     size: Sequence[int] | None = None
     transform: Transform = None
     targets: Tensor | None = None
+    value_range: Range = None
 
     def __post_init__(self) -> None:
         # One byte string instead of many objects: forked workers then share its memory.
@@ -64,11 +69,65 @@ class Pictures:
 
     def input_form(self) -> dict[str, Any]:
         """Return what a picture must be brought to before the transforms: any size will do."""
-        return {"kind": "picture", "channels": self.channels, "size": None}
+        form = {"kind": "picture", "channels": self.channels, "size": None}
+        return form if self.value_range is None else {**form, "range": list(self.value_range)}
 
     def decoded(self, index: int) -> Any:
         """Return a picture as uint8 (C, H, W), or what the first transform takes for it."""
-        return read_image(self.path(index), self.channels)
+        return self.read(index)
+
+    def read(self, index: int) -> Tensor:
+        """Return the picture of a file as uint8 (C, H, W). Raises UnreadableError."""
+        return read_image(self.path(index), self.channels, self.value_range)
+
+    def content(self, index: int) -> bytes:
+        """Return the bytes of a file. Raises DataError."""
+        return read_content(self.path(index))
+
+    def explain_depth(self) -> list[str]:
+        """Say how many files hold more than the 8 bits that are read, and what is left of them."""
+        every = max(1, -(-len(self) // _LOOKED_AT))
+        looked_at = range(0, len(self), every)
+        greys = 0
+        colours = 0
+        largest: list[int] = []
+        for index in looked_at:
+            if os.path.splitext(self.path(index))[1].lower() in _EIGHT_BITS:
+                continue
+            try:
+                depth = depth_of(self.content(index), self.path(index), len(largest) < _MEASURED)
+            except DataError:  # told where the sample is needed
+                continue
+            if depth is None or depth.states_range:
+                continue
+            if depth.is_grey:
+                greys += 1
+            else:
+                colours += 1
+            if depth.largest is not None:
+                largest.append(depth.largest)
+        of_all = (
+            f"of {len(self)}" if len(looked_at) == len(self) else f"of {len(looked_at)} looked at"
+        )
+        found = []
+        if colours:
+            found.append(f"{colours} files {of_all} hold 16-bit colours: the upper 8 bits are read")
+        if greys and largest:
+            found.append(f"{greys} files {of_all} {self._loss_of_greys(max(largest))}")
+        return found
+
+    def _loss_of_greys(self, largest: int) -> str:
+        if self.value_range is not None:
+            low, high = self.value_range
+            beyond = f", and values up to {largest} are cut off" if largest > high else ""
+            return f"hold 16-bit greys: data.range=[{low}, {high}] becomes 256 levels{beyond}"
+        if largest >= 2**15:
+            return "hold 16-bit greys: the upper 8 bits are read, 256 levels"
+        white = 2 ** max(largest.bit_length(), 8) - 1
+        return (
+            f"hold 16-bit greys, none above {largest}: as 8 bits {max(largest, 0) // 256 + 1} "
+            f"levels of them are left, and with data.range=[0,{white}] 256"
+        )
 
     def __getitem__(self, index: int) -> Any:
         image = self.brought_to_form(self.decoded(index))
@@ -99,9 +158,10 @@ class ImageFolder(Pictures):
         classes: list[str],
         channels: Channels = 3,
         transform: Transform = None,
+        value_range: Range = None,
     ) -> None:
         labels = torch.tensor(targets, dtype=torch.int64)
-        super().__init__(paths, channels, None, transform, labels)
+        super().__init__(paths, channels, None, transform, labels, value_range)
         self._prefix = str(folder)
         self.classes = classes
         self.cache: ImageCache | None = None
@@ -125,7 +185,9 @@ class ImageFolder(Pictures):
         """Return the image of the cache; else of its file, or a large JPEG file as it is."""
         if (images := self._kept([index])) is not None:
             return images[0]
-        return (open_image if self.scaled else read_image)(self.path(index), self.channels)
+        if self.scaled:
+            return open_image(self.path(index), self.channels, self.value_range)
+        return self.read(index)
 
     def tensors(self) -> tuple[Tensor, Tensor] | None:
         """Return all samples as one batch, before the transforms, if the cache holds them so."""
@@ -252,7 +314,7 @@ class ImageCache:
 
         def decoded(index: int) -> Tensor | None:
             with contextlib.suppress(UnreadableError):
-                return read_image(files.path(index), files.channels)
+                return files.read(index)
             return None
 
         sizes = np.zeros((len(files), 2), np.int64)
@@ -277,6 +339,8 @@ class ImageCache:
 def _identity(files: Pictures) -> str:
     """Return a digest of the files' names, sizes and times, and of the decoders' versions."""
     versions = f"{_LAYOUT} {files.channels} {PIL.__version__} {torchvision.__version__}"
+    if files.value_range is not None:
+        versions = f"{versions} {list(files.value_range)}"
     digest = hashlib.sha256(versions.encode())
     for path in map(files.path, range(len(files))):
         digest.update(os.fsencode(path) + b"\0")
@@ -316,13 +380,14 @@ def image_folder(
     transform: Transform = None,
     fold: int = 0,
     folds: int = 0,
+    value_range: Range = None,
 ) -> ImageFolder | None:
     """Open one split of a folder tree; None where there is no such split, which is logged.
 
-    A missing `val` is cut from `train`: `val_fraction` of it, stratified by class, drawn with
-    `split_seed`. With `folds` it is fold number `fold` of `train`; a folder `val` is left aside.
-    Hidden files and folders are ignored. Classes are the sorted names of train's folders; the other
-    splits must have the same.
+    A missing `val` (or `valid`, `validation`) is cut from `train`: `val_fraction` of it, stratified
+    by class, drawn with `split_seed`. With `folds` it is fold number `fold` of `train`; a folder
+    `val` is left aside. Hidden files and folders are ignored, other folders are named in the log.
+    Classes are the sorted names of train's folders; the other splits may lack some of them.
     """
     tree = Path(root).expanduser()
     if not (tree / "train").is_dir():
@@ -336,35 +401,54 @@ def image_folder(
     if twice := next((name for name in alike if alike.count(name) > 1), None):
         both = f"two folders of {tree}/train look the same (Unicode forms), {twice!r}: merge them"
         raise DataError(f"data.root: {both}")
-    cuts = is_cut(split, (tree / "val").is_dir(), val_fraction, folds)
-    folder = tree / ("train" if cuts else split)
-    if not folder.is_dir():
+    places = {name: _folder_of(tree, name) for name in ("train", "val", "test")}
+    if folds:
+        places["val"] = None
+    if split == "train":
+        used = [place.name for place in places.values() if place is not None]
+        name_unused(tree, tuple(name for name in _folders_of(tree) if name not in used))
+    cuts = is_cut(split, places["val"] is not None, val_fraction, folds)
+    folder = places["train"] if cuts else places[split]
+    if folder is None:
         logger.warning("data.root=%s has no folder %r: the run goes without it", tree, split)
         return None
-    here = _folders_of(folder)
-    if here != classes:
-        names = ", ".join(sorted({*here} ^ {*classes})[:5])
-        differ = f"the class folders of {folder} and of train differ: one has {names}"
-        raise DataError(f"data.root: {differ}; with other classes their numbers would shift")
+    if unknown := sorted({*_folders_of(folder)} - {*classes}):
+        names = ", ".join(unknown[:5])
+        differ = f"{folder} has class folders that train lacks: {names}"
+        raise DataError(f"data.root: {differ}; classes are numbered by train's folders")
     paths, targets = _scan(folder, classes)
     if cuts:
         rows = rows_of_train(split, targets, val_fraction, split_seed, fold, folds)
         paths, targets = [paths[row] for row in rows], [targets[row] for row in rows]
-    return ImageFolder(folder, paths, targets, classes, channels, transform)
+    return ImageFolder(folder, paths, targets, classes, channels, transform, value_range)
+
+
+def _folder_of(tree: Path, split: str) -> Path | None:
+    """Return the folder of a split, whichever of its names it has."""
+    return next((tree / name for name in NAMES[split] if (tree / name).is_dir()), None)
 
 
 def _scan(folder: Path, classes: list[str]) -> tuple[list[str], list[int]]:
-    """Return the image files below each class folder, sorted, and their class numbers."""
+    """Return the image files below each class folder, sorted, and their class numbers.
+
+    Each class has some in train; what another split lacks is named in the log.
+    """
     paths = []
     targets = []
     ignored = list[str]()
+    lacking = list[str]()
     for label, name in enumerate(classes):
-        found = _files_below(folder, name, ignored)
+        found = _files_below(folder, name, ignored) if (folder / name).is_dir() else []
         if not found:
-            empty = f"the class folder {folder / name} holds no images ({_KNOWN})"
-            raise DataError(f"data.root: {empty}: fill or remove it")
+            lacking.append(name)
         paths += found
         targets += [label] * len(found)
+    if lacking and (folder.name in NAMES["train"] or not paths):
+        empty = f"the class folder {folder / lacking[0]} holds no images ({_KNOWN})"
+        raise DataError(f"data.root: {empty}: fill or remove it")
+    if lacking:
+        few = ", ".join(lacking[:5])
+        logger.warning("%s has no images of %d of train's classes: %s", folder, len(lacking), few)
     if ignored:
         few = ", ".join(ignored[:3])
         logger.warning("%s: ignored %d files that are no images: %s", folder, len(ignored), few)

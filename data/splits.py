@@ -1,5 +1,7 @@
 """Split data sets: stratified and seeded, the same in every version."""
 
+import functools
+import logging
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +13,10 @@ from numpy.typing import ArrayLike
 from data.errors import DataError
 from data.keys import SPLIT, Indices, random_state
 
+logger = logging.getLogger(__name__)
 Split = Literal["train", "val", "test"]
+# What the folder or the file of a split may be called; the first that is there is taken.
+NAMES = {"train": ("train",), "val": ("val", "valid", "validation"), "test": ("test",)}
 
 
 def cut(targets: ArrayLike, wanted: int, seed: int) -> tuple[Indices, Indices]:
@@ -116,7 +121,22 @@ def file_of(place: Path, split: str, suffixes: Sequence[str]) -> Path | None:
     if not place.is_dir():
         return place if split == "train" and place.is_file() else None
     there = {path.name.lower(): path for path in sorted(place.iterdir()) if path.is_file()}
-    return next((there[name] for s in suffixes if (name := f"{split}{s}") in there), None)
+    if split == "train":
+        splits = [name for names in NAMES.values() for name in names]
+        known = {f"{name}{suffix}" for name in splits for suffix in suffixes}
+        tables = {name: path for name, path in there.items() if name.endswith(tuple(suffixes))}
+        name_unused(place, tuple(tables[name].name for name in tables if name not in known))
+    wanted = (f"{name}{suffix}" for name in NAMES[split] for suffix in suffixes)
+    return next((there[name] for name in wanted if name in there), None)
+
+
+@functools.cache  # told once of a folder, which each split of it looks at
+def name_unused(place: Path, names: Sequence[str]) -> None:
+    """Name the folders or files beside those of the splits: one may be a split that is misspelt."""
+    if names:
+        few = ", ".join(names[:5]) + ", ..." * (len(names) > 5)
+        known = "splits are called train, val (or valid, validation) and test"
+        logger.warning("%s: not used: %s; %s", place, few, known)
 
 
 def in_order(values: set[str]) -> list[str]:

@@ -9,7 +9,7 @@ import torch
 
 from conf.addresses import check_protocol, is_address
 from conf.errors import problems_at
-from data.decode import Channels, decode_image
+from data.decode import Channels, Range, decode_image
 from data.errors import DataError, explained, import_package
 from data.splits import Split, class_names, is_cut, rows_of_train
 from data.transforms import Transform, on_inputs
@@ -33,6 +33,7 @@ class ArrowRows:
         tokenizer: str | None,
         length: int,
         transform: Transform = None,
+        value_range: Range = None,
     ) -> None:
         features = table.features
         self._numbered = type(features.get(columns.get("target"))).__name__ == "ClassLabel"
@@ -52,6 +53,7 @@ class ArrowRows:
             self.classes = classes
             self.targets = torch.tensor([self._class(value) for value in table[columns["target"]]])
         self.channels = channels
+        self.value_range = value_range
         self.transform = transform
 
     def __len__(self) -> int:
@@ -63,7 +65,9 @@ class ArrowRows:
 
     def input_form(self) -> dict[str, Any]:
         """Return the form of pictures before the transforms; that of other inputs is unknown."""
-        picture = {"kind": "picture", "channels": self.channels, "size": None}
+        picture: dict[str, Any] = {"kind": "picture", "channels": self.channels, "size": None}
+        if self.value_range is not None:
+            picture["range"] = list(self.value_range)
         return picture if self._picture else {"kind": "array"}
 
     def __getitem__(self, index: int) -> Any:
@@ -76,7 +80,8 @@ class ArrowRows:
             raise DataError(f"column {self._columns['input']!r}: no value")
         if self._picture:
             content = value["bytes"] or Path(value["path"]).read_bytes()
-            value = decode_image(content, value["path"] or "its picture", self.channels)
+            name = value["path"] or "its picture"
+            value = decode_image(content, name, self.channels, self.value_range)
         elif not isinstance(value, str):
             value = _tensor(value)
         elif self._tokenizer is not None:
@@ -126,6 +131,7 @@ def huggingface(
     fold: int = 0,
     folds: int = 0,
     num_classes: int | None = None,
+    value_range: Range = None,
 ) -> ArrowRows | None:
     """Open one split of a folder of `save_to_disk`, of files, or of a name on the hub.
 
@@ -150,7 +156,8 @@ def huggingface(
         table = train.select(rows_of_train(split, labels, val_fraction, split_seed, fold, folds))
     if table is None:
         return None
-    return ArrowRows(table, columns, classes, channels, tokenizer, length, transform)
+    own = (tokenizer, length, transform, value_range)
+    return ArrowRows(table, columns, classes, channels, *own)
 
 
 def open_tables(path: str, name: str | None, streaming: bool = False) -> dict[str, Any]:

@@ -20,10 +20,10 @@ from torch import Tensor
 from conf.addresses import check_protocol, is_address
 from conf.errors import problems_at
 from conf.json_text import plain_json
-from data.decode import Channels, decode_image
+from data.decode import Channels, Range, decode_image
 from data.errors import DataError, explained, reason
 from data.image_folder import EXTENSIONS, Pictures
-from data.splits import Split, class_names, is_cut, rows_of_train
+from data.splits import NAMES, Split, class_names, is_cut, rows_of_train
 from data.transforms import Transform
 
 logger = logging.getLogger(__name__)
@@ -47,8 +47,9 @@ class TarShards(Pictures):
         classes: list[str],
         channels: Channels,
         transform: Transform,
+        value_range: Range = None,
     ) -> None:
-        super().__init__(index["name"], channels, None, transform)
+        super().__init__(index["name"], channels, None, transform, value_range=value_range)
         self._root, self._paths, self._index, self.classes = root, paths, index, classes
         numbers = {name.encode(): number for number, name in enumerate(classes)}
         for row, label in enumerate(index["label"]):
@@ -61,11 +62,13 @@ class TarShards(Pictures):
         """Return the shard of a sample and its name there."""
         return f"{self._paths[self._index['shard'][index]]}:{super().path(index)}"
 
-    def decoded(self, index: int) -> Tensor:
+    def read(self, index: int) -> Tensor:
         """Return a picture as uint8 (C, H, W). Raises DataError."""
-        return decode_image(self._content(index), self.path(index), self.channels)
+        content = self.content(index)
+        return decode_image(content, self.path(index), self.channels, self.value_range)
 
-    def _content(self, index: int) -> bytes:
+    def content(self, index: int) -> bytes:
+        """Return the bytes of a picture. Raises DataError."""
         shard, start, size, *_ = self._index[index].tolist()
         content: bytes
         # fsspec's file systems raise what their libraries do.
@@ -98,6 +101,7 @@ def tar_shards(
     folds: int = 0,
     keep_index: bool = True,
     num_classes: int | None = None,
+    value_range: Range = None,
 ) -> TarShards | None:
     """Open one split of `root`: the shards `<split>*.tar` or `<split>/*.tar`.
 
@@ -132,7 +136,7 @@ def tar_shards(
             logger.warning(lacking, root, split)
             return None
         index = _indexed(root, paths, label, place, keep_index)
-    return TarShards(root, paths, index, classes, channels, transform)
+    return TarShards(root, paths, index, classes, channels, transform, value_range)
 
 
 def _opened(root: str) -> tuple[Any, str]:
@@ -145,7 +149,10 @@ def _shards(root: str, split: str) -> list[str]:
     """Return the paths of a split's shards, sorted."""
     with explained(f"data.root={root} cannot be listed", Exception):  # as above
         files, place = _opened(root)
-        found = [*files.glob(f"{place}/{split}*.tar"), *files.glob(f"{place}/{split}/*.tar")]
+        for name in NAMES[split]:
+            found = [*files.glob(f"{place}/{name}*.tar"), *files.glob(f"{place}/{name}/*.tar")]
+            if found:
+                break
     return sorted(map(str, found))
 
 

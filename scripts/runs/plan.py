@@ -9,6 +9,7 @@ from typing import Any
 from callbacks.checkpoint import Checkpoint
 from data.batch import MicroBatch
 from data.errors import DataError
+from data.image_folder import Pictures
 from data.mixture import Mixture
 from scripts.cli.arguments import Request
 from trainer.assembly.data import kept_bytes
@@ -64,7 +65,7 @@ def make_plan(request: Request, experiment: Experiment, folder: Path) -> None:
     chosen = [*packed(picked, width, "  "), *packed(settings, width, "  ")]
     sections = {
         f"Plan of {config.name}": [*chosen, *mesh, *given],
-        "Data": _data_table(sets, width),
+        "Data": _data_table(sets, experiment.data.describe(), width),
         "Model": [render(summary, width)],
         "Optimizer": groups_table(trainer.optimizers.table(), width),
         "Learning rate": _rate_table(rates, width) if rates else [],
@@ -126,15 +127,19 @@ def _loss(task: Any, model: Any, batch: Any) -> Any:
     return as_output(task.training_step(model, batch), task, "training_step").loss
 
 
-def _data_table(sets: Mapping[str, Any], width: int) -> list[str]:
-    rows = [["split", "data set", "samples", "classes"]]
+def _data_table(
+    sets: Mapping[str, Any], facts: Sequence[Mapping[str, Any]], width: int
+) -> list[str]:
+    fingerprints = {known["split"]: known["fingerprint"] for known in facts}
+    rows = [["split", "data set", "samples", "fingerprint", "classes"]]
     for split, dataset in sets.items():
         if dataset is not None:
-            names = [*map(str, getattr(dataset, "classes", None) or ())]
+            known = getattr(dataset, "classes", None)
+            names = [] if known is None else [*map(str, known)]
             more = ", ..." if len(names) > _CLASSES else ""
             classes = f"{len(names)}: {', '.join(names[:_CLASSES])}{more}" if names else "-"
             count = f"{len(dataset):,}" if hasattr(dataset, "__len__") else "a stream"
-            rows.append([split, type(dataset).__name__, count, classes])
+            rows.append([split, type(dataset).__name__, count, fingerprints[split], classes])
     table, train = aligned(rows, width, right=("samples",)), sets["train"]
     mixed = [f"an epoch of train: {train.explain()}"] if isinstance(train, Mixture) else []
     return [*table, *mixed]
@@ -173,6 +178,9 @@ def _notes(experiment: Experiment, memory: Mapping[str, int | None]) -> Iterator
         yield "no validation split: no metric is monitored, use the last checkpoint"
     if sets.get("test") is None:
         yield "no test split: the run ends with its validation metrics"
+    for split, dataset in sets.items():
+        if isinstance(dataset, Pictures):
+            yield from (f"data.{split}: {remark}" for remark in dataset.explain_depth())
     accumulation = experiment.config.trainer.micro_batches
     if remark := coupling_remark(trainer.task, accumulation, trainer.strategy.shares):
         yield remark

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 from torch import Tensor
 from torch.nn.functional import interpolate
 from torchvision.transforms import v2
@@ -58,9 +58,135 @@ def test_exif_orientation_is_applied(tmp_path, name):
     assert image[0, 0, -1] < image[0, 0, 0]
 
 
-def _jpeg():
+RANGES = {
+    "12-bits": (np.uint16, 4095, [0, 4095]),
+    "10-bits-of-12": (np.uint16, 1023, [0, 4095]),
+    "offset": (np.int32, 3000, [-1000, 3000]),
+    "floats": (np.float32, 1.0, [0.0, 1.0]),
+    "cut": (np.uint16, 4095, [100, 900]),
+}
+
+
+@pytest.mark.parametrize(("kind", "largest", "limits"), RANGES.values(), ids=RANGES)
+def test_a_range_divides_deep_greys_into_256_levels(tmp_path, kind, largest, limits):
+    low, high = limits
+    values = np.linspace(min(low, 0), largest, 64).astype(kind).reshape(8, 8)
+    Image.fromarray(values).save(tmp_path / "deep.tif")
+    edges = np.linspace(low, high + (kind is not np.float32), 257)
+    expected = np.clip(np.searchsorted(edges, values, side="right") - 1, 0, 255)
+    found = read_image(tmp_path / "deep.tif", 1, limits)
+    assert np.array_equal(found[0].numpy(), expected)
+
+
+def test_a_file_that_states_its_range_needs_none(tmp_path):
+    values = (np.arange(64).reshape(8, 8) * 65).astype(np.uint16)
+    header = b"P5 8 8 4095\n"
+    (tmp_path / "a.pgm").write_bytes(header + values.astype(">u2").tobytes())
+    for limits in (None, [0, 4095]):
+        found = read_image(tmp_path / "a.pgm", 1, limits)
+        assert np.abs(found[0].numpy().astype(int) - (values >> 4)).max() <= 1
+    assert decode.depth_of((tmp_path / "a.pgm").read_bytes(), "a.pgm", True).states_range
+
+
+def _segment(marker, content):
+    return b"\xff" + bytes([marker]) + (len(content) + 2).to_bytes(2, "big") + content
+
+
+def _exif(turn, order="II", kind=3, more=b""):
+    """Return a segment with EXIF's orientation as a number of a TIFF type: 3 SHORT, 4 LONG."""
+    name = {"II": "little", "MM": "big"}[order]
+    value = turn.to_bytes(2 if kind == 3 else 4, name).ljust(4, b"\0")
+    entry = (0x112).to_bytes(2, name) + kind.to_bytes(2, name) + (1).to_bytes(4, name) + value
+    head = order.encode() + (42).to_bytes(2, name) + (8).to_bytes(4, name)
+    content = b"Exif\0\0" + head + (1).to_bytes(2, name) + entry + bytes(4)
+    return _segment(0xE1, content + more)
+
+
+def _xmp(attributes=""):
+    text = f"<x:xmpmeta xmlns:tiff='t'><rdf:Description {attributes}/></x:xmpmeta>"
+    return _segment(0xE1, b"http://ns.adobe.com/xap/1.0/\0" + text.encode())
+
+
+SEGMENTS = {
+    "exif": lambda turn: _exif(turn),
+    "big-endian": lambda turn: _exif(turn, "MM"),
+    "long": lambda turn: _exif(turn, kind=4),
+    "long-big-endian": lambda turn: _exif(turn, "MM", 4),
+    "xmp-before": lambda turn: _xmp() + _exif(turn),
+    "xmp-says-another": lambda turn: _xmp('tiff:Orientation="3"') + _exif(turn, "MM"),
+    "xmp-alone": lambda turn: _xmp(f'tiff:Orientation="{turn}"'),
+    "others-before": lambda turn: _segment(0xE2, b"ICC") + _segment(0xFE, b"x") + _exif(turn),
+    "padded": lambda turn: b"\xff\xff" + _exif(turn),
+    "in-two": lambda turn: _exif(turn) + _exif(9 - turn, "MM"),
+    "unknown-value": lambda turn: _exif(turn + 8),
+    "no-exif": lambda turn: _segment(0xE1, b"neither") + _segment(0xEF, bytes(turn)),
+    "damaged": lambda turn: _segment(0xE1, b"Exif\0\0" + bytes(turn)),
+}
+
+
+def _turned(path):
+    """Return the pixels of Pillow's `exif_transpose`; those of the file where it raises."""
+    with Image.open(path) as opened:
+        plain = opened.convert("RGB")
+        try:
+            upright = ImageOps.exif_transpose(opened).convert("RGB")
+        except Exception:
+            upright = plain
+        return np.asarray(upright).transpose(2, 0, 1)
+
+
+@pytest.mark.filterwarnings("ignore:Corrupt EXIF")
+@pytest.mark.parametrize("segments", SEGMENTS.values(), ids=SEGMENTS)
+@pytest.mark.parametrize("turn", range(1, 9))
+def test_a_jpeg_is_turned_as_by_pillow(tmp_path, segments, turn):
+    jpeg = _jpeg((20, 30))
+    path = tmp_path / "a.jpg"
+    path.write_bytes(jpeg[:2] + segments(turn) + jpeg[2:])
+    expected = _turned(path)
+    assert np.array_equal(read_image(path).numpy(), expected)
+    grey = read_image(path, channels=1)  # decoded by Pillow
+    assert grey.shape[1:] == expected.shape[1:]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_is_damaged_in_exif_turns_no_picture_otherwise_than_pillow(tmp_path):
+    draw = np.random.RandomState(2)
+    jpeg = _jpeg((20, 30))
+    path = tmp_path / "a.jpg"
+    compared = 0
+    turned = 0
+    for number in range(300):
+        segments = list(SEGMENTS.values())[number % 6](1 + number % 8)
+        damaged = bytearray(segments)
+        for _ in range(draw.randint(0, 4)):
+            damaged[draw.randint(4, len(damaged))] = draw.randint(256)
+        path.write_bytes(jpeg[:2] + damaged + jpeg[2:])
+        try:
+            expected = _turned(path)
+        except (OSError, SyntaxError):  # the damage is in a segment's length: Pillow gives up
+            continue
+        compared += 1
+        assert np.array_equal(read_image(path).numpy(), expected)
+        if expected.shape == (3, 30, 20):
+            turned += 1
+    assert compared > 200
+    assert turned > 30
+
+
+@pytest.mark.parametrize("turn", range(1, 9))
+@pytest.mark.parametrize("name", ["a.png", "a.webp", "a.tif"])
+def test_other_formats_are_turned_as_by_pillow(tmp_path, name, turn):
+    exif = Image.Exif()
+    exif[0x0112] = turn
+    pixels = np.random.RandomState(0).randint(0, 256, (20, 30, 3), np.uint8)
+    options = {"lossless": True} if name == "a.webp" else {}
+    Image.fromarray(pixels).save(tmp_path / name, exif=exif, **options)
+    assert np.array_equal(read_image(tmp_path / name).numpy(), _turned(tmp_path / name))
+
+
+def _jpeg(size=(64, 64)):
     stream = io.BytesIO()
-    noise = np.random.RandomState(0).randint(0, 256, (64, 64, 3), np.uint8)
+    noise = np.random.RandomState(0).randint(0, 256, (*size, 3), np.uint8)
     Image.fromarray(noise).save(stream, "jpeg")
     return stream.getvalue()
 

@@ -3,10 +3,13 @@
 import logging
 from shutil import rmtree
 
+import numpy as np
 import pytest
+import torch
+from PIL import Image
 
 from data.errors import DataError
-from data.image_folder import Pictures, find_pictures, image_folder
+from data.image_folder import ImageCache, Pictures, find_pictures, image_folder
 from toy_batches import batches
 
 
@@ -74,8 +77,8 @@ TWINS = ("train/caf\u00e9", "train/cafe\u0301")
         (["train"], [], "has no folder 'train'"),
         (["train/cat", "train/dog"], [], "no class folders"),
         ([], ["train/eel"], "eel holds no images"),
-        (["test/dog"], [], "test and of train differ: one has dog"),
-        ([], ["test/eel"], "one has eel"),
+        (["test/dog", "test/cat"], [], "cat holds no images"),
+        ([], ["test/eel"], "test has class folders that train lacks: eel"),
         ([], TWINS, "look the same"),
     ],
 )
@@ -87,6 +90,88 @@ def test_damaged_tree_names_the_key_and_the_fault(picture_tree, removed, made, t
     with pytest.raises(DataError, match=text) as caught:
         [_open(picture_tree, split) for split in ("train", "val", "test")]
     assert "data.root" in str(caught.value)
+
+
+@pytest.mark.parametrize("fault", ["missing", "empty", "other-files"])
+@pytest.mark.parametrize("split", ["val", "test"])
+def test_a_class_that_a_split_lacks_keeps_its_number(
+    picture_tree, write_image, split, fault, caplog
+):
+    for name in ("cat", "dog", "eel"):
+        write_image(picture_tree / "train" / name / "x.png")
+        write_image(picture_tree / split / name / "x.png")
+    rmtree(picture_tree / split / "cat")
+    if fault != "missing":
+        (picture_tree / split / "cat").mkdir()
+    if fault == "other-files":
+        (picture_tree / split / "cat" / "notes.txt").write_text("none yet")
+    found = _open(picture_tree, split)
+    assert found.classes == ["cat", "dog", "eel"]
+    names = [found.classes[label] for label in found.targets]
+    assert names == [found.path(i).split("/")[-2] for i in range(len(found))]
+    assert set(names) == {"dog", "eel"}
+    assert f"{split} has no images of 1 of train's classes: cat" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["val", "valid", "validation"])
+def test_the_folder_of_val_may_have_either_name(picture_tree, write_image, name, caplog):
+    write_image(picture_tree / name / "cat" / "x.png")
+    train = _open(picture_tree)
+    val = _open(picture_tree, "val")
+    assert len(train) == 16
+    assert [val.path(i) for i in range(len(val))] == [str(picture_tree / name / "cat" / "x.png")]
+    assert "not used" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("made", "folds", "named"),
+    [
+        (["dev"], 0, "dev"),
+        (["Val", "holdout", ".cache"], 0, "Val, holdout"),
+        (["val", "valid"], 0, "valid"),
+        (["validation"], 3, "validation"),
+    ],
+)
+def test_folders_that_are_no_split_are_named_once(
+    picture_tree, write_image, made, folds, named, caplog
+):
+    for name in made:
+        write_image(picture_tree / name / "cat" / "x.png")
+    for split in ("train", "val", "test"):
+        _open(picture_tree, split, folds=folds)
+    assert caplog.text.count(f"not used: {named}; splits are called train, val") == 1
+
+
+def test_deep_greys_are_counted_and_keep_their_levels_with_a_range(tmp_path, write_image):
+    """A detector of 12 bits in files of 16: 16 of its 4,096 levels are left without a range."""
+    values = np.arange(4096).astype(np.uint16).reshape(64, 64)
+    for number in range(5):
+        path = tmp_path / "train" / "scan" / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(values).save(path)
+    for number in range(3):
+        write_image(tmp_path / "train" / "photo" / f"{number}.png")
+        write_image(tmp_path / "train" / "photo" / f"{number}.jpg")
+    plain = _open(tmp_path, channels=1, val_fraction=0)
+    ranged = _open(tmp_path, channels=1, val_fraction=0, value_range=[0, 4095])
+    deep = next(i for i in range(len(plain)) if "scan" in plain.path(i))
+    assert len(plain[deep][0].unique()) == 16
+    assert torch.equal(ranged[deep][0][0], torch.from_numpy((values >> 4).astype(np.uint8)))
+    assert plain.explain_depth() == [
+        "5 files of 11 hold 16-bit greys, none above 4095: as 8 bits 16 levels of them are left, "
+        "and with data.range=[0,4095] 256"
+    ]
+    assert "becomes 256 levels" in ranged.explain_depth()[0]
+    short = _open(tmp_path, channels=1, val_fraction=0, value_range=[0, 1023])
+    assert "values up to 4095 are cut off" in short.explain_depth()[0]
+    assert ranged.input_form()["range"] == [0, 4095]
+    for kind in ("ram", "disk"):
+        for files in (plain, ranged):
+            expected = files[deep][0]
+            files.cache = ImageCache(kind, tmp_path / ".cache", 10**7)
+            files.fill_cache(lambda: False)
+            assert torch.equal(files[deep][0], expected)
+            files.cache = None
 
 
 def test_one_image_a_class_cannot_give_a_val_split(tmp_path, write_image):

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
 from conf.addresses import wrong_addresses
@@ -21,7 +22,7 @@ from conf.errors import ConfigError, raise_problems
 from conf.interpolation import leaves
 from conf.schema import Config
 from conf.yaml_file import plain_values
-from data.decode import read_image
+from data.decode import planes_of, read_image
 from data.errors import DataError
 from data.image_folder import Pictures
 from data.loading.fetch import collate
@@ -197,10 +198,10 @@ class Run:
         channels = form.channels
         for image in [images] if isinstance(images, (str, os.PathLike)) else images:
             if isinstance(image, (str, os.PathLike)):
-                tensor = read_image(Path(image), channels)
+                tensor = read_image(Path(image), channels, form.value_range)
+            elif isinstance(image, Image.Image):
+                tensor = planes_of(image, "a picture", channels, form.value_range)
             else:
-                if hasattr(image, "convert"):  # Pillow's
-                    image = image.convert("L" if channels == 1 else "RGB")
                 tensor = image if isinstance(image, Tensor) else torch.from_numpy(np.array(image))
             if tensor.ndim == 2:
                 tensor = tensor[None]
@@ -220,7 +221,8 @@ def pictures_for(facts: InferenceFacts, config: Config, paths: Sequence[str]) ->
     if inputs["kind"] != "picture":
         hint = "source=val or source=test; or describe a data set in data.predict"
         raise ConfigError("source", "the run was not trained on pictures", hint)
-    return Pictures(paths, inputs["channels"], inputs["size"], build_pipeline(config, "eval"))
+    own = inputs["channels"], inputs["size"], build_pipeline(config, "eval")
+    return Pictures(paths, *own, value_range=inputs.get("range"))
 
 
 def prompts_for(

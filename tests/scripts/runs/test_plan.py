@@ -3,7 +3,9 @@
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from data.errors import DataError
 from data.orders import Sequential
@@ -92,3 +94,25 @@ def test_figures_are_short():
     sizes = {0: "0 B", 1023: "1023 B", 1024: "1.0 KiB", 44_691_240: "42.6 MiB", None: "?"}
     assert {value: size(value) for value in sizes} == sizes
     assert size(5 * 2**40) == "5.0 TiB"
+
+
+def test_files_of_which_little_is_left_are_counted_and_data_have_fingerprints(tmp_path, capsys):
+    for split, files in (("train", 6), ("val", 2)):
+        for name in ("a", "b"):
+            (tmp_path / split / name).mkdir(parents=True)
+            for number in range(files):
+                values = np.full((9, 9), 4095 - number, np.uint16)
+                Image.fromarray(values).save(tmp_path / split / name / f"{number}.png")
+    words = ["experiment=resnet18", "model=mlp", "data=image_folder", f"data.root={tmp_path}"]
+    words += ["data.image_size=8", "data.channels=1", "data.mean=[0.5]", "data.std=[0.5]"]
+    for more in ([], ["data.range=[0,4095]"]):
+        request = compose([*words, *more])
+        experiment = build(request.config)
+        make_plan(request, experiment, tmp_path / "run")
+        text = " ".join(capsys.readouterr().out.split())
+        proposed = "16 levels of them are left, and with data.range=[0,4095] 256"
+        assert "data.train: 12 files of 12 hold 16-bit greys" in text
+        assert "data.val: 4 files of 4 hold 16-bit greys" in text
+        assert (proposed in text) == (not more)
+        for facts in experiment.data.describe():
+            assert facts["fingerprint"] in text

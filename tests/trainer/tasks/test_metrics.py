@@ -101,6 +101,21 @@ def test_a_class_that_is_ignored_is_left_out_of_every_score_as_scikit_learn_does
     assert got["perplexity"] == pytest.approx(math.exp(loss), rel=1e-5)
 
 
+def test_a_class_that_does_not_occur_is_left_out_as_by_scikit_learn():
+    from sklearn import metrics as sk
+
+    truth = torch.tensor([1, 1, 3, 3, 3])
+    said = torch.tensor([1, 3, 3, 3, 1])  # classes 0 and 2 neither occur nor are predicted
+    metrics = every_metric()
+    for name in ("balanced", "macro_f1", "miou", "class"):
+        metrics[name].update(torch.eye(CLASSES)[said], truth)
+    found = {name: metrics[name].compute() for name in ("balanced", "macro_f1", "miou")}
+    assert found["balanced"] == pytest.approx(sk.balanced_accuracy_score(truth, said))
+    assert found["macro_f1"] == pytest.approx(sk.f1_score(truth, said, average="macro"))
+    assert found["miou"] == pytest.approx(sk.jaccard_score(truth, said, average="macro"))
+    assert [name for name, v in metrics["class"].compute().items() if math.isnan(v)] == ["a", "c"]
+
+
 @pytest.mark.parametrize("batch", [1, 5, 29])
 def test_batches_of_any_size_give_the_same_and_an_evaluation_begins_afresh(batch):
     metrics = every_metric()
