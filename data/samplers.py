@@ -43,8 +43,10 @@ class OrderedUpdates:
         self.order = order
         self.batch_size = batch_size
         self._last = len(order) // batch_size * batch_size if drop_last else len(order)
+        self._drop_last = drop_last
         self._epoch: int | None = None
         self._view: Any = None
+        self._resumed = (-1, 0, 0)  # the epoch of a resume, its first update, the samples before it
 
     @property
     def repeats(self) -> bool:
@@ -54,11 +56,26 @@ class OrderedUpdates:
     def __len__(self) -> int:
         return -(-self._last // self.batch_size)
 
+    def resume(self, epoch: int, seen: int, length: int) -> int:
+        """Go on with an epoch of `length` updates behind its first `seen` samples.
+
+        They may have been seen in updates of another size. Returns the number of the next update:
+        what is left has the last numbers of the epoch, maybe none.
+        """
+        span = min(self._last, length * self.batch_size)
+        left = max(0, span - seen)
+        updates = left // self.batch_size if self._drop_last else -(-left // self.batch_size)
+        self._resumed = epoch, length - updates, seen
+        return length - updates
+
     def samples(self, epoch: int, update: int) -> Indices:
         """Return the sample indices of one update; the epoch's order is computed once."""
         if self._epoch != epoch:
             self._epoch, self._view = epoch, self.order(epoch)
         first = update * self.batch_size
+        resumed, begin, seen = self._resumed
+        if epoch == resumed and update >= begin:
+            first = seen + (update - begin) * self.batch_size
         part: Indices = self._view[first : min(first + self.batch_size, self._last)]
         return part
 
@@ -90,6 +107,17 @@ class UpdateSampler:
 
     def __len__(self) -> int:
         return len(self.updates)
+
+    @property
+    def samples(self) -> int | None:
+        """The samples of an epoch; None where whole updates are given."""
+        return len(self.updates.order) if isinstance(self.updates, OrderedUpdates) else None
+
+    def resume(self, epoch: int, seen: int, length: int) -> int | None:
+        """Go on behind `seen` samples (`OrderedUpdates.resume`); None where updates are given."""
+        if isinstance(self.updates, OrderedUpdates):
+            return self.updates.resume(epoch, seen, length)
+        return None
 
     def pieces(self, epoch: int, update: int) -> list[Piece]:
         """Return this rank's micro-batches of an update, in execution order."""

@@ -55,6 +55,7 @@ def take(trainer: Trainer, on_main: Callable[[Any], Any] = on_host) -> dict[str,
             "unsaved": gather(on_host(trainer.unsaved.state_dict())),
             "metrics": dict(trainer.metrics),
             "data": trainer.data_facts,
+            "lengths": _lengths(trainer),
             "roles": {"average": average and average.name, "saver": saver and saver.name},
             "world_size": strategy.group.data_size,  # those of a tensor group count as one
             "made_with": _circumstances(trainer),
@@ -136,18 +137,23 @@ def _take_over(
         for key, now in _circumstances(trainer).items()
         if (then := state["made_with"].get(key, now)) != now
     ]
+    trainer.state.load_state_dict(state["counters"])
+    changed = _find_place(trainer, state)
+    notes += changed
     parameters = dict(trainer.model.named_parameters())
     payload = shards.read(payload, parameters)
     trainer.strategy.load_model_state(trainer.model, payload["model"])
     optimizer = trainer.strategy.split_like(payload["optimizer"], parameters)
     notes += trainer.optimizers.load_state_dict(optimizer, hyper_parameters)
-    trainer.lr_schedule.load_state_dict(payload["lr_scheduler"], hyper_parameters)
+    schedule = dict(payload["lr_scheduler"])
+    if changed and (left := trainer.updates_left) is not None:
+        schedule["updates"] = (trainer.total_steps or left) - left  # as much of the curve is left
+    trainer.lr_schedule.load_state_dict(schedule, hyper_parameters and not changed)
     trainer.precision.load_state_dict(payload["scaler"])
     _load_callbacks(trainer, payload, lambda callback: same_run or not callback.of_run)
     same = state["world_size"] == trainer.group.data_size
     own = slice(rank, rank + 1) if same else slice(None)  # of what is saved by process
     notes += trainer.unsaved.load_state_dict(state["unsaved"][rank if same else 0])
-    trainer.state.load_state_dict(state["counters"])
     trainer.metrics.update(state["metrics"])
     trainer.resumed, trainer.branched = True, not hyper_parameters
     if hasattr(trainer.train_loader, "load_skipped_state"):
@@ -166,6 +172,40 @@ def _take_over(
             "the samples of every update stay the same; dropout masks and the last digits do not"
         )
     return notes
+
+
+def _lengths(trainer: Trainer) -> dict[str, int | None]:
+    """Return what the place in an epoch and the schedule depend on; None of what is not known."""
+    sampler = getattr(trainer.train_loader, "sampler", None)
+    return {
+        "loader.batch_size": getattr(sampler, "batch_size", None),
+        "samples of an epoch": getattr(sampler, "samples", None),
+        "updates of an epoch": trainer.steps_per_epoch,
+    }
+
+
+def _find_place(trainer: Trainer, saved: Mapping[str, Any]) -> list[str]:
+    """Go on behind the samples of the epoch that were seen; return what has changed, in words.
+
+    The updates of an epoch follow from the batch size and the data, which may both be others than
+    those that the checkpoint was saved with.
+    """
+    state, now = trainer.state, _lengths(trainer)
+    then = saved.get("lengths", now)
+    size, length = now["loader.batch_size"], trainer.steps_per_epoch
+    if state.position and size is not None and length is not None:
+        if "epoch_samples" not in saved["counters"]:  # of an earlier version: the size was this one
+            state.epoch_samples = state.position * size
+        begin = trainer.train_loader.sampler.resume(state.epoch, state.epoch_samples, length)
+        if begin is not None:
+            state.position = begin
+    changed = [f"{n}: {then[n]} -> {now[n]}" for n in now if then[n] != now[n]]
+    if not changed:
+        return []
+    return [
+        f"{', '.join(changed)}: the run goes on behind the {state.epoch_samples} samples that it "
+        f"has seen of epoch {state.epoch}; as much of the schedule is left as of the run"
+    ]
 
 
 def _circumstances(trainer: Trainer) -> dict[str, Any]:

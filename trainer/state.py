@@ -65,6 +65,7 @@ class TrainState:
 
     epoch: int = 0  # epochs completed
     position: int = 0  # updates consumed in the current epoch
+    epoch_samples: int = 0  # and samples: the place where a run with another batch size goes on
     global_step: int = 0  # updates applied
     updates: int = 0  # updates consumed over all epochs
     skipped_updates: int = 0  # updates not applied: their gradient was not finite
@@ -86,6 +87,7 @@ class TrainState:
         """Count an update; `Updater.count_skipped` counts those that were not applied."""
         self.updates += 1
         self.position += 1
+        self.epoch_samples += samples
         self.micro_batches += micro_batches
         self.samples += samples
         if applied:
@@ -130,7 +132,7 @@ class TrainState:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over the counters of `state`."""
         for name in self.state_dict():
-            setattr(self, name, state[name])
+            setattr(self, name, state.get(name, 0))  # earlier checkpoints have no `epoch_samples`
 
 
 Training = Literal["data", "forward + backward", "optimizer", "callbacks"]

@@ -132,6 +132,16 @@ class Trainer:
         return horizon(self.options, self.steps_per_epoch)
 
     @property
+    def updates_left(self) -> int | None:
+        """Updates from here to the horizon; None if that is a time."""
+        options, length, left = self.options, self.steps_per_epoch, []
+        if options.max_steps is not None:
+            left.append(options.max_steps - self.state.global_step)
+        if options.max_epochs is not None and length is not None:
+            left.append((options.max_epochs - self.state.epoch) * length - self.state.position)
+        return max(0, min(left)) if left else None
+
+    @property
     def done(self) -> bool:
         """Whether the horizon is reached."""
         epochs, steps = self.options.max_epochs, self.options.max_steps
@@ -269,6 +279,7 @@ class Trainer:
         self.updater.confirm()  # before anything counts or averages what the epoch ended with
         self.state.epoch += 1
         self.state.position = 0
+        self.state.epoch_samples = 0
         self.lr_schedule.after_epoch()
         with self.random.aside():
             self.hooks.emit("on_epoch_end", self)

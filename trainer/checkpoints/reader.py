@@ -203,8 +203,9 @@ def _misfits(payload: Mapping[str, Any]) -> Iterator[str]:
         for key, kind in wanted.items():
             if not isinstance(values.get(key), kind):
                 yield f"{prefix}{key} is missing, or no {kind.__name__}"
+    counters: Any = {"epoch_samples": 0, **state["counters"]}  # which earlier versions lack
     for name in TrainState().state_dict():
-        count = state["counters"].get(name)
+        count = counters.get(name)
         if type(count) is not int or count < 0:
             yield f"state.counters.{name} is no count but {count!r}"[:200]
     pending, visited = [payload], 0  # a value that stands in several places is visited in each
