@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from PIL import ExifTags, Image, UnidentifiedImageError
 from torch import Tensor
 from torch.nn.functional import interpolate
@@ -89,6 +90,27 @@ def planes_of(
 ) -> Tensor:
     """Return a picture of Pillow's as uint8 (channels, H, W); `path` is for messages."""
     return _planes(_to_eight_bits(image, path, value_range).convert(_MODES[channels]))
+
+
+def read_levels(path: Path | str) -> NDArray[np.int64]:
+    """Return the values (H, W) of a grey picture or the numbers of a palette's colours, unscaled.
+
+    Raises UnreadableError, also for colours.
+    """
+    data = read_content(path)
+    if not data:
+        raise UnreadableError(f"cannot decode {path}: the file is empty")
+    with _opened(data, path) as image:
+        _check_size(*image.size, path)
+        if image.mode not in ("1", "L", "P") and not image.mode.startswith("I"):
+            raise UnreadableError(
+                f"cannot decode {path}: {image.mode} pixels are colours: a mask is grey or has a "
+                "palette, and its values are class numbers"
+            )
+        image.load()
+        turn = _orientation(image)
+        upright = image.transpose(_TURNS[turn]) if turn in _TURNS else image
+        return np.asarray(upright).astype(np.int64)
 
 
 @dataclass(frozen=True, slots=True)

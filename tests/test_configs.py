@@ -18,6 +18,7 @@ GIVEN = {
     "data=huggingface": ["data.path=images"],
     "data=huggingface_stream": ["data.path=x", "data.train_length=9", "data.val_length=9"],
     "data=image_folder": ["data.root=images"],
+    "data=mask_folder": ["data.root=images", "data.num_classes=3"],
     "data=shards": ["data.root=images"],
     "data=table": ["data.path=t.csv", "data.target=price", "data.channels=3"],
     "data=tokens": ["data.root=book.txt"],
