@@ -11,6 +11,7 @@ from typing import Any
 from conf.errors import Problem, nearest
 
 RESERVED = ("total_steps", "steps_per_epoch")  # open until the length of the training is known
+CLASSES = "data.num_classes"  # where it is null, open until it is counted in the data
 MAX_SIZE = 200_000  # characters and values, once everything is written out
 MAX_CHAIN = 100  # keys, each within or referring to the next
 MAX_INTERPOLATIONS = 1000  # in all texts together: OmegaConf takes half a millisecond for one

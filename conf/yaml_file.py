@@ -6,6 +6,7 @@ nesting without end) is found before its values are made.
 
 import json
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -13,7 +14,7 @@ from typing import Any, ClassVar
 import yaml
 
 from conf.errors import ConfigError, Problem, shortened
-from conf.interpolation import RESERVED, excessive, join, mapped
+from conf.interpolation import CLASSES, RESERVED, excessive, join, mapped
 
 MAX_BYTES = 1_000_000
 MAX_DEPTH = 40
@@ -248,17 +249,19 @@ class _Dumper(yaml.SafeDumper):
 
 def dump(config: dict[str, Any]) -> str:
     """Return plain containers as YAML that `--config-name` reads back to the very same values."""
-    plain = _escaped(config)
+    data = config.get("data")
+    is_counted = isinstance(data, dict) and data.get("num_classes", 0) is None
+    plain = _escaped(config, (*RESERVED, CLASSES) if is_counted else RESERVED)
     return str(yaml.dump(plain, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100))
 
 
-def _escaped(node: Any) -> Any:
+def _escaped(node: Any, names: Iterable[str]) -> Any:
     """Protect `${` in text that is final, so that it is not resolved again.
 
-    The reserved names stay open: they are filled in after the configuration was read.
+    These names stay open: they are filled in after the configuration was read.
     """
     # Backslashes right before an interpolation are halved when it is read: double them.
-    final = re.compile(rf"(\\*)\$\{{(?!({'|'.join(RESERVED)})\}})")
+    final = re.compile(rf"(\\*)\$\{{(?!({'|'.join(map(re.escape, names))})\}})")
     return mapped(node, lambda v: final.sub(r"\1\1\\${", v) if isinstance(v, str) else v)
 
 

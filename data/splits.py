@@ -159,4 +159,4 @@ def class_names(found: set[str], num_classes: int | None, samples: int, source: 
         bound = "data.num_classes" if num_classes else "the number of samples of train"
         why = f"class number {highest} is not below {bound}, {most}"
         raise DataError(f"{source}: {why}: mend the labels or set data.num_classes")
-    return [str(number) for number in range(highest + 1)]
+    return [str(number) for number in range(num_classes or highest + 1)]

@@ -24,7 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 from conf.addresses import allow_protocols, wrong_addresses
 from conf.check import check, fill_defaults, shown
 from conf.errors import MOST_PROBLEMS, ConfigError, Problem, did_you_mean, raise_problems
-from conf.interpolation import RESERVED, Interpolations, excessive, leaves, mapped, walk
+from conf.interpolation import CLASSES, RESERVED, Interpolations, excessive, leaves, mapped, walk
 from conf.schema import Values
 from scripts.cli.arguments import Arguments, Request, key_of, parse_arguments
 from scripts.composition.folders import REFUSED, Folders, opened
@@ -41,6 +41,7 @@ PLACES = {
     "callbacks.mirror.Mirror": "to",
     "callbacks.trackers.mlflow.MLflow": "tracking_uri",
 }
+_COUNTED = f"${{{CLASSES}}}"
 _NAMES = "|".join(RESERVED)
 _RESERVED = re.compile(r"(?<!\\)\$\{(" + _NAMES + r")\}")
 _OPEN = re.compile(r"\$\{(?!(" + _NAMES + r")\})")
@@ -248,9 +249,10 @@ class Composition:
                     hint = f"set it, or give a default: ${{oc.env:{name},VALUE}}"
                     found.append(Problem(key, f"the environment variable {name} is not set", hint))
         if not found:
-            cfg = OmegaConf.create(escape_reserved(raw))
+            cfg = OmegaConf.create(_with_open_classes(escape_reserved(raw)))
             try:
-                return OmegaConf.to_container(cfg, resolve=True)  # type: ignore[return-value]
+                plain: Values = mapped(OmegaConf.to_container(cfg, resolve=True), _null_where_named)
+                return plain
             except UNRESOLVED:
                 found = [p for key in texts if (p := _unresolved(cfg, key))]
         self.problems += found
@@ -334,6 +336,24 @@ def _unresolved(cfg: DictConfig, key: str) -> Problem | None:
 def escape_reserved(node: Any) -> Any:
     """Escape the reserved interpolations, so that resolution leaves them as they are."""
     return mapped(node, lambda v: _RESERVED.sub(r"\\${\1}", v) if isinstance(v, str) else v)
+
+
+def _with_open_classes(raw: Values) -> Values:
+    """Escape `${data.num_classes}` where it is null: the data sets, once open, tell it."""
+    data = raw.get("data")
+    if not isinstance(data, dict) or data.get("num_classes", 0) is not None:
+        return raw
+
+    def escaped(value: Any) -> Any:
+        return value.replace(_COUNTED, rf"\{_COUNTED}") if isinstance(value, str) else value
+
+    return {name: part if name == "data" else mapped(part, escaped) for name, part in raw.items()}
+
+
+def _null_where_named(part: Any) -> Any:
+    """Return a section whose `num_classes` is null where it is open, as it always was stored."""
+    is_open = isinstance(part, dict) and part.get("num_classes") == _COUNTED
+    return {**part, "num_classes": None} if is_open else part
 
 
 class _Module(ModuleType):

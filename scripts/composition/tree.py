@@ -124,7 +124,7 @@ class Tree:
         """Drop what came with a `_target_` that was replaced and that the new one does not take.
 
         What was given elsewhere, or `chosen` in a group, is kept. With the training set the other
-        splits of its data set are dropped.
+        splits of its data set are dropped, and the number of its classes.
         """
         for key, earlier in self._replaced.items():
             node = self.node(key)
@@ -143,6 +143,12 @@ class Tree:
         for split in ("val", "test", "predict") if "data.train" in self._replaced else ():
             if set(self._below(f"data.{split}")) <= self._replaced["data.train"]:
                 self.values["data"][split] = None
+        of_train = self._replaced.get("data.train", set())
+        if (
+            set(self._below("data.num_classes")) <= of_train
+            and "num_classes" in self.values["data"]
+        ):
+            self.values["data"]["num_classes"] = None
         val = self.node("data.val")
         if isinstance(val, dict) and "_target_" in val:  # of a group; sets by name replace it
             named = {n: v for n, v in val.items() if isinstance(v, dict) and "_target_" in v}

@@ -22,7 +22,15 @@ from conf.interpolation import leaves
 from conf.other_words import our_key
 from conf.schema import OWN_KEYS, Config
 from trainer.assembly.data import build_transforms, data_problems, key_of
-from trainer.assembly.parts import OFFERED, Assembly, device_of, mesh_of, with_classes, wrong_class
+from trainer.assembly.parts import (
+    OFFERED,
+    Assembly,
+    device_of,
+    mesh_of,
+    with_classes,
+    with_counted_classes,
+    wrong_class,
+)
 from trainer.lr_schedulers.build import AUTO
 from trainer.optimizers.optimizers import UNSHARDED, Optimizers, sections
 from trainer.optimizers.state import needs_closure
@@ -67,7 +75,8 @@ def check_targets(config: Config) -> None:
 def stand_ins(config: Config) -> Assembly:
     """Return the parts of a run without data, device or storage."""
     total = None if horizon(config.trainer, _STEPS_PER_EPOCH) is None else _TOTAL_STEPS
-    return Assembly(config, Strategy("meta"), _CLASSES, total, _STEPS_PER_EPOCH, guessed=True)
+    counted = with_counted_classes(config, _CLASSES)
+    return Assembly(counted, Strategy("meta"), _CLASSES, total, _STEPS_PER_EPOCH, guessed=True)
 
 
 def _backend_problems(name: str) -> Iterator[Problem]:

@@ -213,8 +213,7 @@ def _own_collate(config: Config, split: str) -> str | None:
 def _num_classes(config: Config, sets: dict[str, Any]) -> int | None:
     declared = config.data.num_classes
     if declared is None:
-        first = next((dataset for dataset in sets.values() if dataset is not None), None)
-        return len(getattr(first, "classes", None) or ()) or None
+        return _counted(sets)
     for split, dataset in sets.items():
         if (labels := labels_of(dataset)) is None or not len(labels):
             continue
@@ -223,7 +222,26 @@ def _num_classes(config: Config, sets: dict[str, Any]) -> int | None:
             message = f"is {declared}, but the labels of data.{split} go from {low} to {high}"
             hint = f"set data.num_classes={high + 1}" if low >= 0 else "labels count from 0"
             raise ConfigError("data.num_classes", message, hint)
+    names = names_of(sets.get("train"))
+    if names is not None and len(names) != declared:
+        raise ConfigError(
+            "data.num_classes",
+            f"is {declared}, but data.train has {len(names)} classes: {', '.join(names[:10])}",
+            "set data.num_classes=null, and they are counted; model.num_classes=... alone sets the "
+            "number of outputs",
+        )
     return declared
+
+
+def _counted(sets: dict[str, Any]) -> int | None:
+    """Return how many classes the first data set has: by their names, or the highest label."""
+    first = next((dataset for dataset in sets.values() if dataset is not None), None)
+    if (names := names_of(first)) is not None:
+        return len(names)
+    labels = labels_of(first)
+    if labels is None or labels.dtype.kind not in "iu" or not len(labels):
+        return None
+    return int(labels.max()) + 1
 
 
 def _in_folds(config: Config, split: str, node: Node) -> Any:

@@ -19,7 +19,13 @@ from data.samplers import Updates, UpdateSampler, as_order, as_updates, default_
 from data.transforms import Pipeline
 from trainer.assembly.check import check_targets
 from trainer.assembly.data import Data, build_transforms, data_facts, open_data
-from trainer.assembly.parts import OFFERED, Assembly, build_node, build_strategy
+from trainer.assembly.parts import (
+    OFFERED,
+    Assembly,
+    build_node,
+    build_strategy,
+    with_counted_classes,
+)
 from trainer.assembly.summary import state_bytes
 from trainer.callback import Average, Callback
 from trainer.device import peak_rss, pins, release, reset_peak_rss, waits
@@ -71,6 +77,7 @@ def build(
     switches = set_switches(options)
     seed_everything(config.seed)
     data = open_data(config, strategy, classes=classes)
+    config = with_counted_classes(config, data.num_classes)
     loader = train_loader(config, data, strategy)
     steps = count(options.limit_train_batches, len(loader))
 
@@ -200,6 +207,7 @@ def build_evaluator(
 
     `answering` takes the place of the model: an exported file, which has no average either.
     """
+    config = with_counted_classes(config, num_classes)
     parts = Assembly(config, strategy, num_classes)
     every = [parts.model, *parts.task.own_modules().values()]
     callbacks = {} if answering else parts.callbacks

@@ -3,7 +3,7 @@
 import importlib
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, cast
 
@@ -13,9 +13,9 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from conf.errors import Problem, noted, problems_at, raise_problems
+from conf.errors import ConfigError, Problem, noted, problems_at, raise_problems
 from conf.fields import declared
-from conf.interpolation import fill, mapped
+from conf.interpolation import CLASSES, fill, mapped
 from conf.schema import Config, Node
 from conf.schema_trainer import StrategyConfig
 from data.errors import DataError
@@ -103,13 +103,41 @@ def build_named(nodes: Mapping[str, Any], key: str) -> dict[str, Any]:
 
 
 def with_classes(node: Any, num_classes: int | None) -> Any:
-    """Return `node` with each `num_classes: null` replaced by the data's number of classes."""
+    """Return `node` with the data's number of classes where it is open.
+
+    Open is each `num_classes: null`, and each `${data.num_classes}`, which is left where that is
+    null. Raises ConfigError if the number is needed and not known.
+    """
 
     def change(part: Any) -> Any:
-        open_ = isinstance(part, dict) and part.get("num_classes", 0) is None
-        return {**part, "num_classes": num_classes} if open_ else part
+        named = isinstance(part, dict) and part.get("num_classes", 0) is None
+        if num_classes is None and (named or (isinstance(part, str) and counted in part)):
+            raise ConfigError(
+                CLASSES,
+                "is null, and there is nothing to count: data.train has neither `classes` nor "
+                "class numbers as `targets` (or a transform of single samples takes their number)",
+                f"set {CLASSES}=...",
+            )
+        return {**part, "num_classes": num_classes} if named else part
 
-    return mapped(node, change)
+    counted = f"${{{CLASSES}}}"
+    return mapped(fill(node, {CLASSES: num_classes}), change)
+
+
+def with_counted_classes(config: Config, num_classes: int | None) -> Config:
+    """Return a configuration with the data's number of classes, wherever an argument takes it."""
+    loader = config.loader
+    nodes = ("sampler", "batch_sampler", "collate_fn", "worker_init_fn")
+    made = {name: with_classes(getattr(loader, name), num_classes) for name in nodes}
+    parts = ("model", "task", "optimizer", "lr_scheduler", "callbacks")
+    filled = {name: with_classes(getattr(config, name), num_classes) for name in parts}
+    device = with_classes(config.transforms.device, num_classes)
+    return replace(
+        config,
+        **filled,
+        loader=replace(loader, **made),
+        transforms=replace(config.transforms, device=device),
+    )
 
 
 def build_strategy(config: Config) -> Strategy:

@@ -311,7 +311,8 @@ def metrics_of(
     config = replace(config, trainer=replace(config.trainer, **options))
     strategy = Strategy("cpu")
     split, loader, num_classes = open_split(config, strategy, split, classes)
-    trainer = build_evaluator(config, num_classes, strategy, _Answering(answer, facts))
+    trained = facts.get("num_classes", num_classes)
+    trainer = build_evaluator(config, trained, strategy, _Answering(answer, facts))
     try:
         metrics = trainer.evaluate(loader, split)
     finally:

@@ -83,6 +83,12 @@ def classes_of(folder: Path) -> list[str] | None:
     return found
 
 
+def class_count_of(folder: Path, here: int | None) -> int | None:
+    """Return the number of a run's classes; `here`, that of the data at hand, of an older run."""
+    found: int | None = read_json(folder / INFERENCE).get("num_classes", here)
+    return found
+
+
 def _input_form(dataset: Any) -> dict[str, Any]:
     """Return the form of samples before the transforms: as declared, or as the samples show."""
     if callable(told := getattr(dataset, "input_form", None)):

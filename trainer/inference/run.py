@@ -44,6 +44,7 @@ from trainer.inference.predictor import (
     Row,
     Rows,
     Sampling,
+    class_count_of,
     classes_of,
     read_facts,
 )
@@ -336,7 +337,8 @@ def evaluate_run(
     strategy.setup()
     config = as_trained(config, path)
     split, loader, num_classes = open_split(config, strategy, split, classes_of(run_dir))
-    trainer = load_trainer(run_dir, config, num_classes, strategy, str(path))
+    trained = class_count_of(run_dir, num_classes)
+    trainer = load_trainer(run_dir, config, trained, strategy, str(path))
     if trainer.average is not None:
         logger.info("evaluating the average of callbacks.%s", trainer.average.name)
     metrics = trainer.evaluate(loader, split)

@@ -5,6 +5,7 @@ Single mistakes are rows of tests/mistakes.yaml.
 
 import functools
 import random
+import re
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ import torch
 from callbacks.checkpoint import Checkpoint
 from conf.check import parse
 from conf.errors import ConfigError
+from conf.yaml_file import dump
 from data.errors import ClassNamesError
 from data.formats.table import table
 from data.scenes import DigitScenes
@@ -92,6 +94,103 @@ class Named(list):
     def __init__(self, classes):
         super().__init__([(torch.zeros(1), 0)])
         self.classes = classes
+
+
+OWN = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, inputs, sizes):
+        super().__init__()
+        self.head = nn.Linear(inputs, sizes[0])
+
+    def forward(self, inputs):
+        return self.head(inputs.flatten(1))
+
+class Bare:
+    def __init__(self, split):
+        self.x = torch.randn(30, 4)
+
+    def __len__(self):
+        return 30
+
+    def __getitem__(self, index):
+        return self.x[index], index % 3
+
+class Named(Bare):
+    classes = ["a", "b", "c"]
+
+class Labelled(Bare):
+    targets = torch.arange(30) % 3
+"""
+OF_OWN = """
+# @package _global_
+defaults:
+  - override /transforms: none
+model: {_target_: my_own.Net, inputs: 4, sizes: ["${data.num_classes}"]}
+data:
+  train: {_target_: my_own.Named, split: train}
+callbacks:
+  mine:
+    _target_: callbacks.early_stopping.EarlyStopping
+    monitor: train/epoch_loss
+    mode: min
+    patience: ${data.num_classes}
+"""
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """Return what composes an experiment with data of its own, beside the group of the digits."""
+    (tmp_path / "my_own.py").write_text(OWN)
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text(f"# train experiment=mine{OF_OWN}")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def words(*typed):
+        mine = ["--config-dir", str(tmp_path), "--allow-target", "my_own", "experiment=mine"]
+        return compose([*mine, *typed])
+
+    return words
+
+
+@pytest.mark.parametrize("kind", ["Named", "Labelled"])
+def test_classes_are_those_of_the_data_set_that_an_experiment_brings(own, kind):
+    found = own(f"data.train._target_=my_own.{kind}").config
+    assert found["data"]["num_classes"] is None
+    assert found["task"]["num_classes"] is None
+    config = parse(found)
+    check_targets(config)
+    experiment = build(config)
+    assert experiment.trainer.model.head.out_features == 3
+    assert experiment.trainer.task.num_classes == 3
+    assert experiment.trainer.callbacks["mine"].patience == 3
+    assert experiment.data.num_classes == 3
+
+
+def test_a_contradiction_or_nothing_to_count_is_refused(own):
+    for typed, told in (
+        ("data.num_classes=5", "is 5, but data.train has 3 classes: a, b, c; set data.num_classes"),
+        ("data.num_classes=2", "is 2, but data.train has 3 classes"),
+        ("data.train._target_=my_own.Bare", "is null, and there is nothing to count"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(f"data.num_classes: {told}")):
+            build(parse(own(typed).config))
+    bare = own("data.train._target_=my_own.Bare", "data.num_classes=4").config
+    assert build(parse(bare)).trainer.model.head.out_features == 4
+
+
+def test_a_counted_number_is_stored_open_and_read_again(own, tmp_path):
+    found = own().config
+    assert found["model"]["sizes"] == ["${data.num_classes}"]
+    (tmp_path / "config.yaml").write_text(dump(found))
+    stored = ["--config-dir", str(tmp_path), "--config-name", "config"]
+    again = compose([*stored, "--allow-target", "my_own"]).config
+    assert again == found
+    plain = own("data.num_classes=3").config
+    assert plain["model"]["sizes"] == [3]
 
 
 def test_a_data_set_without_names_or_with_the_runs_stays_as_it_is():
