@@ -31,6 +31,62 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
+_FIRST, _LARGEST = 2**20, 2**26  # bytes of slabs of pinned memory, powers of two
+_ALIGNED = 64  # bytes, at least as for any number format
+
+
+class PinnedMemory:
+    """Pinned memory in slabs, of which tensors take pieces one after the other.
+
+    torch rounds each request up to a power of two, and asks the driver for each, which takes longer
+    than a copy: so a few slabs of such sizes, which grow with what they have to hold.
+    """
+
+    def __init__(self) -> None:
+        self._slabs = list[Tensor]()
+        self._number = 0  # of the slab that is taken from
+        self._offset = 0  # bytes of it that are taken
+        self._length = _FIRST  # of the next slab
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all slabs."""
+        return sum(slab.nbytes for slab in self._slabs)
+
+    def restart(self) -> None:
+        """Take from the first slab again: the tensors so far may be overwritten."""
+        self._number = 0
+        self._offset = 0
+
+    def empty_like(self, tensor: Tensor) -> Tensor:
+        """Return an uninitialized tensor of another's shape, dtype and, if dense, strides."""
+        form = torch.empty_like(tensor, device="cpu")
+        if not form.nbytes:
+            return form
+        slab, offset = self._room(form.nbytes)
+        # Not a view of the slab: torch.save writes the whole storage of a tensor.
+        count = form.untyped_storage().nbytes() // form.itemsize
+        piece = torch.frombuffer(slab.numpy(), dtype=form.dtype, count=count, offset=offset)
+        return piece.as_strided(form.shape, form.stride())
+
+    def _room(self, size: int) -> tuple[Tensor, int]:
+        """Return a slab with room for so many bytes, and where it begins there."""
+        size = -(-size // _ALIGNED) * _ALIGNED
+        while self._number < len(self._slabs):
+            slab = self._slabs[self._number]
+            offset = self._offset
+            if offset + size <= slab.nbytes:
+                self._offset += size
+                return slab, offset
+            self._number += 1
+            self._offset = 0
+        length = max(self._length, 1 << (size - 1).bit_length())
+        self._length = min(2 * self._length, _LARGEST)
+        self._slabs.append(torch.empty(length, dtype=torch.uint8, pin_memory=True))
+        self._offset = size
+        return self._slabs[-1], 0
+
+
 class Staging:
     """Copies of tensors in host memory, whose buffers are used again by the next save.
 
@@ -39,7 +95,8 @@ class Staging:
     """
 
     def __init__(self) -> None:
-        self._buffers = dict[Any, list[Tensor]]()  # by shape, stride, dtype, pinned
+        self._buffers = dict[Any, list[Tensor]]()  # by shape, stride and dtype: not pinned
+        self._pinned = PinnedMemory()
         self._events = list[torch.Event]()
 
     @torch.no_grad()
@@ -49,18 +106,20 @@ class Staging:
         Copies from an accelerator are complete after `wait`.
         """
         free, self._buffers = self._buffers, defaultdict(list)
+        self._pinned.restart()
         devices = set[torch.device]()
 
         def copied(tensor: Tensor) -> Tensor:
-            queued = pins(tensor.device)
-            kind = (tensor.shape, tensor.stride(), tensor.dtype, queued)
+            if pins(tensor.device):
+                devices.add(tensor.device)
+                return self._pinned.empty_like(tensor).copy_(tensor, non_blocking=True)
+            kind = (tensor.shape, tensor.stride(), tensor.dtype)
             if free.get(kind):
                 buffer = free[kind].pop()
             else:
-                buffer = torch.empty_like(tensor, device="cpu", pin_memory=queued)
+                buffer = torch.empty_like(tensor, device="cpu")
             self._buffers[kind].append(buffer)
-            devices.update([tensor.device] if queued else [])
-            return buffer.copy_(tensor, non_blocking=queued)
+            return buffer.copy_(tensor)
 
         result = on_host(tree, copied)
         self._events = [current_stream(device).record_event() for device in devices]

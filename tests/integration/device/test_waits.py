@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import toys
 from accelerator import DEVICE, needs_accelerator, needs_simulation, waits
 from benchmarks.gpu import BY_HAND, OURS, Rig, contenders, kernels
-from callbacks.checkpoint import Checkpoint, Staging
+from callbacks.checkpoint import Checkpoint, PinnedMemory, Staging
 from callbacks.ema import EMA
 from conf.check import parse
 from data.loading import loader
@@ -234,6 +234,39 @@ def test_a_race_of_the_loader_would_be_noticed(name, stand_in, said, monkeypatch
         monkeypatch.setattr(loader, "use_on", lambda _, t: used(current_stream(DEVICE), t))
     with pytest.raises(Exception, match=f"race: .* {said}"):
         built(DIGITS, Callback()).fit()
+
+
+def test_a_save_pins_few_slabs_and_its_tensors_have_storages_of_their_own(tmp_path):
+    shapes = [(3, 5), (), (0, 4), (300_000,), (7, 3, 9, 9), (2_000_000,), (64,)]
+    tree = [torch.randn(shape, device=DEVICE) for shape in shapes]
+    tree[4] = tree[4].to(memory_format=torch.channels_last)
+    tree += [torch.arange(3, device=DEVICE), torch.ones(5, dtype=torch.bfloat16, device=DEVICE)]
+    tree.append(torch.randn(6, 8, device=DEVICE)[:, ::2])  # not dense
+    staging = Staging()
+    places = []
+    for _ in range(2):
+        copies = staging.copy(tree)
+        staging.wait()
+        for copy_, tensor in zip(copies, tree, strict=True):
+            assert torch.equal(copy_, tensor.cpu())
+            assert copy_.stride() == torch.empty_like(tensor).stride()
+            assert copy_.untyped_storage().nbytes() == copy_.nbytes
+        places.append([copy_.data_ptr() for copy_ in copies])
+    assert places[0] == places[1]
+    assert staging._pinned.nbytes <= 2 * sum(tensor.nbytes for tensor in tree)
+    by_hand = [tensor.cpu() for tensor in tree]
+    for name, content in (("ours", copies), ("by hand", by_hand)):
+        torch.save(content, tmp_path / name)
+    sizes = [(tmp_path / name).stat().st_size for name in ("ours", "by hand")]
+    assert abs(sizes[0] - sizes[1]) < 1000
+
+
+def test_pinned_memory_of_many_small_tensors_is_not_rounded_up_one_by_one():
+    memory = PinnedMemory()
+    tensors = [torch.empty(2**16 + 100, dtype=torch.uint8) for _ in range(200)]  # each by itself: 2
+    for tensor in tensors:
+        memory.empty_like(tensor)
+    assert memory.nbytes < 1.5 * sum(tensor.nbytes for tensor in tensors)
 
 
 @pytest.mark.parametrize("waited", [True, pytest.param(False, marks=needs_simulation)])
