@@ -150,6 +150,22 @@ def autocasts(kind: str, dtype: torch.dtype) -> bool:
             return False
 
 
+def has_units_for(device: torch.device, name: str) -> bool:
+    """Return whether an accelerator has units for `bf16` or `tf32`; True if it does not say.
+
+    Without them torch emulates bfloat16, and computes in float32 where TF32 is allowed.
+    """
+    asked = getattr(torch.get_device_module(device), f"is_{name}_supported", None)
+    if asked is None:
+        return True
+    if name != "bf16":
+        return bool(asked())
+    try:
+        return bool(asked(including_emulation=False))
+    except TypeError:  # of a device that knows of no emulation
+        return bool(asked())
+
+
 def backend_of(device: torch.device) -> str:
     """Return torch's backend of collectives between devices of a kind."""
     # Not imported at the top: data sets import this module, and need no torch.distributed.
@@ -274,6 +290,19 @@ def peaks(device: torch.device) -> dict[str, int]:
         "allocated": torch.accelerator.max_memory_allocated(device),
         "reserved": torch.accelerator.max_memory_reserved(device),
     }
+
+
+def spare_memory(device: torch.device) -> int:
+    """Return a tenth of an accelerator's memory in bytes; 0 of a CPU, or if the device tells none.
+
+    It is what a run that was tried beforehand may take beyond the trial.
+    """
+    if not waits(device):
+        return 0
+    with suppress(RuntimeError, NotImplementedError):
+        _, total = torch.accelerator.get_memory_info(device)
+        return int(total // 10)
+    return 0
 
 
 def release() -> None:

@@ -22,6 +22,7 @@ from trainer.lr_schedulers.schedule import curve
 from trainer.optimizers.optimizers import GroupRow
 from trainer.runs.directory import make_folder
 from trainer.task import as_output, coupling_remark
+from trainer.update.precision import format_remark
 
 _RATES = 5  # about how many learning rates of a group are shown
 _CLASSES = 10  # names that are shown
@@ -174,6 +175,15 @@ def _notes(experiment: Experiment, memory: Mapping[str, int | None]) -> Iterator
     trainer, sets = experiment.trainer, experiment.data.sets
     if explained := trainer.strategy.explain():
         yield explained
+    options, strategy = experiment.config.trainer, experiment.config.strategy
+    formats: dict[str, str] = {"trainer.precision": options.precision}
+    if options.tf32:
+        formats["trainer.tf32"] = "tf32"
+    if strategy.mixed_precision is not None:
+        formats["strategy.mixed_precision"] = strategy.mixed_precision
+    for key, name in formats.items():
+        if remark := format_remark(key, name, trainer.strategy.device):
+            yield remark
     if not trainer.val_loaders:
         yield "no validation split: no metric is monitored, use the last checkpoint"
     if sets.get("test") is None:

@@ -239,9 +239,10 @@ class Assembly:
     def checkpointed(self) -> list[str]:
         """Names of the modules whose activations are recomputed in the backward pass."""
         options = self.config.trainer
+        compiled = options.compile is not False
         if options.activation_checkpointing_segments is not None:
-            checkpoint_segments(self.model, options.activation_checkpointing_segments)
-        return checkpoint_modules(self.model, options.activation_checkpointing or [])
+            checkpoint_segments(self.model, options.activation_checkpointing_segments, compiled)
+        return checkpoint_modules(self.model, options.activation_checkpointing or [], compiled)
 
     @cached_property
     def regions(self) -> list[nn.Module] | None:

@@ -15,7 +15,7 @@ from torch.autograd import Variable
 from torch.utils.checkpoint import checkpoint
 
 from conf.errors import some
-from trainer.device import autocasts, widest
+from trainer.device import autocasts, has_units_for, product_name, widest
 from trainer.errors import ModelError
 from trainer.strategies.strategy import AS_IT_IS
 from trainer.task import in_format
@@ -23,6 +23,7 @@ from trainer.task import in_format
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _PARAMETERS = {"bf16_true": torch.bfloat16, "fp64": torch.float64}
 _KEY = "trainer.activation_checkpointing"
+_CPU_INFO = Path("/proc/cpuinfo")  # of Linux
 # Flags of a CPU, and the format that they add without emulation.
 _CPU_FLAGS = {"avx512_bf16": "bf16", "amx_bf16": "bf16", "bf16": "bf16", "avx512_fp16": "fp16"}
 NAMES = ("fp32", "tf32", "bf16", "fp16", "bf16_true", "fp64")
@@ -101,16 +102,35 @@ class Precision:
             self.scaler.load_state_dict(dict(state))
 
 
+def format_remark(key: str, name: str, device: torch.device) -> str | None:
+    """Return that a device emulates the format that a key names, or lacks it; None otherwise."""
+    units = name.removesuffix("_true")
+    if device.type == "cpu":
+        if units not in _AUTOCAST or not _CPU_INFO.exists() or units in cpu_formats():
+            return None
+        return f"{key}={name}: this CPU emulates it, fp32 is faster"
+    if units == "bf16" and not has_units_for(device, "bf16"):
+        return (
+            f"{key}={name}: {product_name(device)} emulates bfloat16, fp32 is faster; "
+            "fp16 may be faster still"
+        )
+    if units == "tf32" and not has_units_for(device, "tf32"):
+        return f"{key}={name}: {product_name(device)} has no TF32 units and computes in fp32"
+    return None
+
+
 def cpu_formats() -> set[str]:
     """Return which of bf16 and fp16 the CPU is known to compute in without emulation."""
-    cpuinfo = Path("/proc/cpuinfo")  # of Linux
-    words = cpuinfo.read_text(errors="replace").split() if cpuinfo.exists() else []
+    words = _CPU_INFO.read_text(errors="replace").split() if _CPU_INFO.exists() else []
     return {name for flag, name in _CPU_FLAGS.items() if flag in words}
 
 
-def checkpoint_modules(model: nn.Module, patterns: Sequence[str]) -> list[str]:
+def checkpoint_modules(
+    model: nn.Module, patterns: Sequence[str], compiled: bool = False
+) -> list[str]:
     """Let the modules whose full names match a glob be recomputed in the backward pass.
 
+    `compiled`: whether the model will be, by torch.compile.
     Returns their names. Of nested matches only the outermost is. A pattern without a match is an
     error. Names of modules and of the state dict do not change.
     """
@@ -124,11 +144,11 @@ def checkpoint_modules(model: nn.Module, patterns: Sequence[str]) -> list[str]:
         if not inside and any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
             chosen.append(name)
             module = model.get_submodule(name)
-            module.forward = _recomputed(module, module.forward)
+            module.forward = _recomputed(module, module.forward, compiled)
     return chosen
 
 
-def checkpoint_segments(model: nn.Module, segments: int) -> None:
+def checkpoint_segments(model: nn.Module, segments: int, compiled: bool = False) -> None:
     """Let the layers of an `nn.Sequential` be recomputed, in so many segments."""
     key = f"{_KEY}_segments"
     if not isinstance(model, nn.Sequential):
@@ -142,7 +162,7 @@ def checkpoint_segments(model: nn.Module, segments: int) -> None:
     # The activations of the last of several segments are needed immediately.
     kept = len(runs) - 1 or 1
     parts: list[Callable[[Any], Any]]
-    parts = [*(_recomputed(model, run) for run in runs[:kept]), *runs[kept:]]
+    parts = [*(_recomputed(model, run, compiled) for run in runs[:kept]), *runs[kept:]]
     model.forward = functools.partial(_run, parts)  # type: ignore[method-assign]
 
 
@@ -152,7 +172,7 @@ def _run(layers: Sequence[Callable[[Any], Any]], x: Any) -> Any:
     return x
 
 
-def _recomputed(module: nn.Module, plain: Callable[..., Any]) -> Callable[..., Any]:
+def _recomputed(module: nn.Module, plain: Callable[..., Any], compiled: bool) -> Callable[..., Any]:
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         return nullcontext(), _FrozenStatistics(module)
 
@@ -162,6 +182,9 @@ def _recomputed(module: nn.Module, plain: Callable[..., Any]) -> Callable[..., A
             return plain(*args, **kwargs)
         return checkpoint(plain, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
+    if compiled:
+        # The compiler takes no contexts: it compiles what is around this call, and what is within.
+        return torch.compiler.disable(forward, recursive=False)  # type: ignore
     return forward
 
 

@@ -14,6 +14,7 @@ from scripts.composition.compose import compose
 from scripts.runs.plan import batch_split, make_plan
 from trainer.assembly import build
 from trainer.files.layout import count, size
+from trainer.update import precision
 
 
 def test_every_decision_is_shown(tmp_path, monkeypatch, capsys):
@@ -48,6 +49,14 @@ def test_every_decision_is_shown(tmp_path, monkeypatch, capsys):
     assert "\x1b[" not in text
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["plan.txt"]
     assert all(line == line.rstrip() for line in text.splitlines())
+
+
+def test_emulated_formats_are_noted(tmp_path, monkeypatch, capsys):
+    (tmp_path / "cpuinfo").write_text("flags : avx2\n")
+    monkeypatch.setattr(precision, "_CPU_INFO", tmp_path / "cpuinfo")
+    request = compose(["experiment=resnet18", "model=mlp", "trainer.precision=bf16"])
+    make_plan(request, build(request.config), tmp_path / "run")
+    assert "trainer.precision=bf16: this CPU emulates it" in capsys.readouterr().out
 
 
 def test_data_that_cannot_be_read_end_the_plan(tmp_path, capsys):

@@ -11,7 +11,13 @@ from toys import batches, differences, trainer_of
 from trainer.errors import DivergedError, ModelError
 from trainer.tasks.classification import Classification
 from trainer.trainer import Trainer
-from trainer.update.precision import Precision, checkpoint_modules, checkpoint_segments
+from trainer.update import precision
+from trainer.update.precision import (
+    Precision,
+    checkpoint_modules,
+    checkpoint_segments,
+    format_remark,
+)
 
 
 def network() -> nn.Module:
@@ -141,6 +147,87 @@ def test_gradients_and_statistics_are_those_without_checkpointing(apply) -> None
         torch.testing.assert_close(a.grad, b.grad, rtol=0, atol=1e-12)
     assert plain.state_dict().keys() == saving.state_dict().keys()
     assert differences(plain.state_dict(), saving.state_dict()) == []
+
+
+@pytest.mark.parametrize(
+    "apply",
+    [
+        pytest.param(lambda m: checkpoint_modules(m, ["0", "1"], compiled=True), id="globs"),
+        pytest.param(lambda m: checkpoint_segments(m, 2, compiled=True), id="segments"),
+    ],
+)
+def test_compiled_it_recomputes_the_same(apply) -> None:
+    """The second of its BatchNorms, without a momentum, is not compiled as one graph."""
+    plain, saving = convolutions(), convolutions()
+    apply(saving)
+    torch.compiler.reset()
+    compiled = torch.compile(saving, backend="aot_eager", dynamic=False)
+    for step in range(2):
+        x = torch.randn(5, 1, 8, 8, dtype=torch.float64)
+        for model in (plain, compiled):
+            torch.manual_seed(step)
+            model(x).square().mean().backward()
+    for a, b in zip(plain.parameters(), saving.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=0, atol=1e-12)
+    assert differences(plain.state_dict(), saving.state_dict()) == []
+
+
+class Old:
+    """A device before the units for bfloat16, as torch.cuda tells of a T4."""
+
+    @staticmethod
+    def is_bf16_supported(including_emulation: bool = True) -> bool:
+        return including_emulation
+
+    @staticmethod
+    def is_tf32_supported() -> bool:
+        return False
+
+    @staticmethod
+    def get_device_name(device: torch.device) -> str:
+        return "Tesla T4"
+
+
+class Unaware:
+    """A device of a vendor that knows of no emulation."""
+
+    @staticmethod
+    def is_bf16_supported() -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "said"),
+    [
+        pytest.param(Old, "bf16", "trainer.precision=bf16: Tesla T4 emulates bfloat16", id="bf16"),
+        pytest.param(Old, "bf16_true", "bf16_true: Tesla T4 emulates bfloat16", id="bf16_true"),
+        pytest.param(Old, "tf32", "trainer.precision=tf32: Tesla T4 has no TF32 units", id="tf32"),
+        pytest.param(Old, "fp16", None, id="fp16"),
+        pytest.param(Old, "fp32", None, id="fp32"),
+        pytest.param(Unaware, "bf16", None, id="a device that does not know"),
+        pytest.param(Unaware, "tf32", None, id="a device that does not say"),
+    ],
+)
+def test_a_format_without_units_for_it_is_told(module, name, said, monkeypatch) -> None:
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    remark = format_remark("trainer.precision", name, torch.device("cuda", 0))
+    assert remark is None if said is None else said in remark
+
+
+@pytest.mark.parametrize(
+    ("flags", "name", "told"),
+    [
+        pytest.param("avx2", "bf16", True, id="bf16"),
+        pytest.param("avx2", "bf16_true", True, id="bf16_true"),
+        pytest.param("avx2 avx512_bf16", "bf16", False, id="with units"),
+        pytest.param("avx2 avx512_bf16", "fp16", True, id="fp16"),
+        pytest.param("avx2", "fp32", False, id="fp32"),
+    ],
+)
+def test_so_is_one_that_a_cpu_emulates(flags, name, told, tmp_path, monkeypatch) -> None:
+    (tmp_path / "cpuinfo").write_text(f"flags : {flags}\n")
+    monkeypatch.setattr(precision, "_CPU_INFO", tmp_path / "cpuinfo")
+    assert (format_remark("trainer.precision", name, torch.device("cpu")) is not None) == told
 
 
 def test_activations_are_really_dropped() -> None:
