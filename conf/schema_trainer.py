@@ -123,6 +123,14 @@ class TrainerConfig:
         return steps if isinstance(steps, int) else 1
 
     @property
+    def records_graphs(self) -> bool:
+        """Whether the compiler is asked to record CUDA graphs."""
+        asked = self.compile if isinstance(self.compile, dict) else {}
+        options = asked.get("options") or {}
+        by_mode = asked.get("mode") in ("reduce-overhead", "max-autotune")
+        return by_mode or options.get("triton.cudagraphs") is True
+
+    @property
     def validates(self) -> bool:
         """Whether there are validations before the very end."""
         return bool(self.validate_every_n_epochs or self.validate_every_n_steps)
@@ -135,6 +143,12 @@ class TrainerConfig:
         for key in ("limit_train_batches", "overfit_batches"):
             if getattr(self, key) == 0:
                 yield Problem(key, "0 leaves nothing to train on; null = no limit")
+        if self.records_graphs and self.micro_batches > 1:
+            # pytorch#96693, pytorch#169545: the graph's own memory becomes the gradient, and the
+            # next micro-batch overwrites it without an error.
+            message = "CUDA graphs of torch.compile overwrite gradients that are added up"
+            hint = "set trainer.compile={mode: max-autotune-no-cudagraphs}, or true, or leave it 1"
+            yield Problem("gradient_accumulation_steps", message, hint)
         if self.clip_grad_per_group and self.clip_grad_norm is None:
             yield Problem("clip_grad_per_group", "has no effect without clip_grad_norm")
 

@@ -19,6 +19,7 @@ from trainer.assembly.experiment import build, fitting_steps
 from trainer.errors import ResourceError, StorageError
 from trainer.runs.remote import Remote
 from trainer.strategies.strategy import Strategy
+from trainer.update.updater import Updater
 
 SHORT = ["experiment=resnet18", "model=mlp", "trainer.max_epochs=1", "callbacks=none"]
 SETS = (
@@ -128,6 +129,27 @@ def test_as_many_micro_batches_as_memory_asks_for_and_no_trace_of_the_trial(monk
         whole.trainer.model.parameters(), parts.trainer.model.parameters(), strict=True
     ):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+
+
+def test_with_cuda_graphs_no_second_micro_batch_is_tried(monkeypatch):
+    monkeypatch.setattr(experiment, "_tried", lambda config, strategy: ("memory", []))
+    words = ["trainer.gradient_accumulation_steps=auto", "trainer.compile={mode: reduce-overhead}"]
+    with pytest.raises(ResourceError, match=r"CUDA graphs .*trainer\.compile=true"):
+        fitting_steps(config_of(*words), Strategy("cpu"))
+
+
+def test_what_a_trial_raises_beside_memory_is_raised(monkeypatch):
+    def fail(self, micro_batches):
+        raise RuntimeError(said)
+
+    monkeypatch.setattr(Updater, "try_out", fail)
+    auto = "trainer.gradient_accumulation_steps=auto"
+    said = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"
+    with pytest.raises(ResourceError, match="one sample does not fit"):
+        fitting_steps(config_of("loader.batch_size=2", auto), Strategy("cpu"))
+    said = "something else"
+    with pytest.raises(RuntimeError, match="something else"):
+        fitting_steps(config_of("loader.batch_size=2", auto), Strategy("cpu"))
 
 
 @pytest.mark.slow

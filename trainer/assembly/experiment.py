@@ -28,8 +28,9 @@ from trainer.assembly.parts import (
 )
 from trainer.assembly.summary import state_bytes
 from trainer.callback import Average, Callback
-from trainer.device import peak_rss, pins, release, reset_peak_rss, waits
+from trainer.device import peak_rss, pins, release, reset_peak_rss, spare_memory, waits
 from trainer.errors import ResourceError, spelled
+from trainer.evaluation import evaluate
 from trainer.options import TrainerOptions, count, horizon
 from trainer.rng import seed_everything, set_switches
 from trainer.strategies.strategy import Strategy, workers_of
@@ -122,9 +123,11 @@ def _val_loaders(config: Config, data: Data, strategy: Strategy) -> dict[str, Lo
 def fitting_steps(config: Config, strategy: Strategy) -> int:
     """Return the fewest `gradient_accumulation_steps`, a power of two, that memory has room for.
 
-    An experiment that is built for the trial alone computes the gradients of its first micro-batch:
-    on an accelerator they fit, or it is out of memory; on a CPU the peak of the process is held
-    against `trainer.memory_limit`. Raises ResourceError where a single sample does not fit.
+    An experiment that is built for the trial alone computes the gradients of its first micro-batch,
+    beside what the run holds later: on an accelerator they fit, or it is out of memory; on a CPU
+    the peak of the process is held against `trainer.memory_limit`. Raises ResourceError where a
+    single sample does not fit, where an evaluation batch does not, and where CUDA graphs allow no
+    second micro-batch.
     """
     steps, group = 1, strategy.group
     while True:
@@ -138,6 +141,12 @@ def fitting_steps(config: Config, strategy: Strategy) -> int:
                 f"trainer.gradient_accumulation_steps=auto: one sample does not fit: {lacking}"
             )
         steps *= 2
+        if config.trainer.records_graphs:
+            raise ResourceError(
+                "trainer.gradient_accumulation_steps=auto: one micro-batch does not fit, and CUDA "
+                "graphs of torch.compile overwrite gradients that are added up: lower "
+                "loader.batch_size, or set trainer.compile=true, which records none"
+            )
     if group.is_main:
         matters = f"; the number matters, for {', '.join(coupled)} follow the split" * bool(coupled)
         logger.info("trainer.gradient_accumulation_steps=auto: %d%s", steps, matters)
@@ -150,25 +159,61 @@ def _tried(config: Config, strategy: Strategy) -> tuple[str | None, list[str]]:
     trainer = build(config, strategy).trainer
     states = [state_bytes(optimizer) or 0 for _, optimizer in trainer.optimizers.items()]
     limit, shards = config.trainer.memory_limit, strategy.mesh.shards
+    later = sum(states) // shards + _average_bytes(trainer)
     trainer.wrapped.train()
     reset_peak_rss()
     lacking, what = None, "its transforms"
     try:
-        room = torch.empty(sum(states) // shards, dtype=torch.uint8, device=strategy.device)
+        held = torch.empty(later, dtype=torch.uint8, device=strategy.device)
+        # For what no trial shows: other shapes, the gaps between freed blocks, collectives.
+        spare = torch.empty(
+            spare_memory(strategy.device), dtype=torch.uint8, device=strategy.device
+        )
         micro_batch = next(trainer.draw(0))[0]
         what = spelled(micro_batch.batch)
         trainer.updater.try_out([micro_batch])
-        del room
+        del spare
+        if waits(strategy.device):
+            _evaluate_a_batch(trainer, config)
+        del held
     except RuntimeError as error:
         if not lacks_memory(error):
             raise
         lacking = f"{what}: {str(error).partition('.')[0]}"
     trainer.train_loader.close()
     if limit is not None and not waits(strategy.device):
-        taken = (peak_rss() + sum(states) // shards) / 2**30
+        taken = (peak_rss() + later) / 2**30
         if taken > limit:
             lacking = f"{what} takes {taken:.2f} GiB, trainer.memory_limit is {limit:g}"
     return lacking, follows_split(trainer)
+
+
+def _average_bytes(trainer: Trainer) -> int:
+    """Return the bytes of the averages of weights that a run holds from its first update on."""
+    shards = trainer.strategy.mesh.shards
+    parameters = sum(p.nbytes for p in trainer.model.parameters()) // shards
+    one = parameters + sum(b.nbytes for b in trainer.model.buffers())
+    return one * sum(1 for callback in trainer.callbacks.values() if isinstance(callback, Average))
+
+
+def _evaluate_a_batch(trainer: Trainer, config: Config) -> None:
+    """Evaluate one batch of each validation set. Raises ResourceError where it does not fit.
+
+    It is not split into micro-batches, so that more of them would not help.
+    """
+    size = config.loader.eval_batch_size or config.loader.batch_size
+    for stage, loader in trainer.val_loaders.items():
+        try:
+            evaluate(trainer, loader, stage, 1, 0)
+        except RuntimeError as error:
+            if not lacks_memory(error):
+                raise
+            raise ResourceError(
+                f"trainer.gradient_accumulation_steps=auto: a batch of {size} samples of {stage} "
+                "does not fit: set loader.eval_batch_size to less"
+            ) from error
+        finally:
+            loader.close()
 
 
 def follows_split(trainer: Trainer) -> list[str]:

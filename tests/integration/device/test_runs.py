@@ -15,7 +15,7 @@ from trainer import load_run
 from trainer.assembly.experiment import _tried, build, fitting_steps
 from trainer.assembly.parts import build_strategy
 from trainer.checkpoints.reader import read_checkpoint
-from trainer.device import device_count
+from trainer.device import device_count, spare_memory
 from trainer.errors import ResourceError
 from trainer.strategies.strategy import Strategy
 
@@ -192,13 +192,44 @@ def test_as_many_micro_batches_as_its_memory_asks_for():
         options = replace(config.trainer, gradient_accumulation_steps=steps)
         torch.accelerator.reset_peak_memory_stats()
         _tried(replace(config, trainer=options), strategy)
-        peaks[steps] = torch.accelerator.max_memory_allocated()
+        peaks[steps] = torch.accelerator.max_memory_allocated() - spare_memory(DEVICE)
     try:
-        module.set_memory_limit(0, peaks[2])
+        module.set_memory_limit(0, int(peaks[2] / 0.9) + 10)  # a tenth is kept back
         assert fitting_steps(config, strategy) == 2
+        module.set_memory_limit(0, int(peaks[2] / 0.95))
+        assert fitting_steps(config, strategy) == 4
         module.set_memory_limit(0, 2 * weights)  # which momentum takes
         with pytest.raises(ResourceError, match=r"does not fit: its transforms: .*memory"):
             fitting_steps(config, strategy)
+    finally:
+        module.set_memory_limit(0, 2**33)
+
+
+def test_a_trial_holds_an_average_too_and_evaluates_a_batch():
+    words = ["experiment=resnet18", "model=small_cnn", "loader.batch_size=64"]
+    words += ["trainer.gradient_accumulation_steps=auto", "loader.num_workers=0"]
+    peaks = []
+    for callbacks in ("none", "[ema]"):
+        config = parse(compose([*words, f"callbacks={callbacks}"]).config)
+        torch.accelerator.reset_peak_memory_stats()
+        _tried(config, Strategy(DEVICE))
+        peaks.append(torch.accelerator.max_memory_allocated())
+    state = build(config, Strategy(CPU)).trainer.model.state_dict()
+    assert peaks[1] - peaks[0] == pytest.approx(sum(t.nbytes for t in state.values()), rel=0.2)
+
+
+@needs_simulation
+def test_an_evaluation_batch_that_does_not_fit_is_told_by_its_key():
+    words = ["experiment=resnet18", "model=small_cnn", "callbacks=none", "loader.batch_size=16"]
+    words += ["trainer.gradient_accumulation_steps=auto", "loader.num_workers=0"]
+    module = torch.get_device_module(DEVICE)
+    try:
+        module.set_memory_limit(0, 2**22)
+        config = parse(compose(words).config)
+        assert fitting_steps(config, Strategy(DEVICE)) == 1
+        config = parse(compose([*words, "loader.eval_batch_size=4096"]).config)
+        with pytest.raises(ResourceError, match=r"4096 samples of val .*loader\.eval_batch_size"):
+            fitting_steps(config, Strategy(DEVICE))
     finally:
         module.set_memory_limit(0, 2**33)
 
