@@ -22,6 +22,7 @@ from conf.interpolation import join
 from conf.schema import Config
 from conf.yaml_file import word
 from scripts.cli.arguments import Arguments, command_parser, parser
+from scripts.cli.console import installed_version
 from scripts.composition.compose import config_text, print_by_hydra
 from scripts.composition.folders import CONF
 from scripts.regimen import COMMANDS
@@ -58,7 +59,7 @@ def answer(arguments: Arguments) -> None:
         topics = [text for text in arguments.overrides if "=" not in text]
         print("\n".join(topic_text(groups, topic) for topic in topics) or help_text(groups))
     elif arguments.version:
-        print(f"Regimen {metadata.version('regimen')} (Hydra {metadata.version('hydra-core')})")
+        print(f"Regimen {installed_version()} (Hydra {metadata.version('hydra-core')})")
     elif arguments.cfg == "job":
         text, problems = config_text(arguments)
         print(text, end="", flush=True)  # before its mistakes, wherever both go

@@ -153,9 +153,17 @@ def greet() -> None:
     first = os.environ.get("RANK", "0") == "0"
     log_to_stderr(first)
     if first and not is_job():
-        facts = (f"{name} {metadata.version(name)}" for name in ("regimen", "torch"))
-        sys.stderr.write(f"{', '.join(facts)}\n")  # at once: a signal must not part the line
+        line = f"regimen {installed_version()}, torch {metadata.version('torch')}\n"
+        sys.stderr.write(line)  # at once: a signal must not part the line
         sys.stderr.flush()
+
+
+def installed_version() -> str:
+    """Return the version that is installed; "not installed" where the code is only on the path."""
+    try:
+        return metadata.version("regimen")
+    except metadata.PackageNotFoundError:
+        return "not installed"
 
 
 def usable_cpus() -> Collection[int]:
