@@ -1,5 +1,6 @@
 """A run that goes on with another batch size, or with data that grew or shrank."""
 
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -111,7 +112,7 @@ def test_data_that_grew_or_shrank_go_on_by_their_new_length(scheduler, now):
     whole.fit()
     assert seen.rates == pytest.approx(rates.rates[len(rates.rates) - len(seen.rates) :])
     rest = Shuffled(now, 1)(1)[24:].tolist()
-    assert sum(seen.samples, [])[: len(rest)] == rest
+    assert list(chain(*seen.samples))[: len(rest)] == rest
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
@@ -125,7 +126,7 @@ def test_the_place_is_found_again_by_the_next_resume_in_the_same_epoch(drop_last
     assert notes == []
     third.fit()
     order = Shuffled(40, 1)(0)[24:].tolist()
-    drawn = sum(seen.samples + last.samples, [])
+    drawn = list(chain(*seen.samples, *last.samples))
     left = order[: len(order) // 6 * 6] if drop_last else order
     assert drawn[: len(left)] == left
     assert drawn[len(left)] == Shuffled(40, 1)(1)[0]
@@ -149,5 +150,5 @@ def test_a_checkpoint_of_an_earlier_version_goes_on_at_its_update():
     trainer, seen = trainer_of(40, 8)
     assert snapshot.restore(trainer, payload) == []
     trainer.fit()
-    assert sum(seen.samples, [])[:16] == Shuffled(40, 1)(1)[24:].tolist()
+    assert list(chain(*seen.samples))[:16] == Shuffled(40, 1)(1)[24:].tolist()
     assert torch.tensor(seen.rates).isfinite().all()

@@ -107,7 +107,7 @@ def test_an_update_that_is_not_finite_is_not_applied(name, own):
     options = TrainerOptions(max_epochs=1, log_every_n_steps=3)
     parts = Classification(3), optimizers, batches
     trainer = Trainer(model, *parts, strategy=Strategy(DEVICE), options=options)
-    with pytest.raises(DivergedError, match="update 2 .*was not applied"):
+    with pytest.raises(DivergedError, match=r"update 2 .*was not applied"):
         trainer.fit()
     assert trainer.state.global_step == 1
     assert all(p.isfinite().all() for p in model.parameters())
