@@ -14,6 +14,7 @@ from typing import Self
 
 MOST_PROBLEMS = 100  # that are looked for and told: a stranger's file can hold 50,000
 _LONGEST = 4000  # characters of a part of a message, such as a list of what is available
+_LONG_WORD = re.compile(r"\S{400,}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +28,9 @@ class Problem:
 
     def __str__(self) -> str:
         # Each part may hold what a stranger's file holds: a text of a megabyte, too.
-        where = f" [{shortened(self.file, _LONGEST)}]" if self.file else ""
-        hint = f"; {shortened(self.hint, _LONGEST)}" if self.hint else ""
-        message = shortened(self.message.rstrip(".") if self.hint else self.message, _LONGEST)
+        where = f" [{readable(self.file)}]" if self.file else ""
+        hint = f"; {readable(self.hint)}" if self.hint else ""
+        message = readable(self.message.rstrip(".") if self.hint else self.message)
         text = f"{shortened(self.key)}: {message}" if self.key else message
         return one_line(f"{text}{hint}{where}")
 
@@ -107,6 +108,11 @@ def some(names: Sequence[str], limit: int = 8) -> str:
 def shortened(text: str, limit: int = 200) -> str:
     """Return a text of at most `limit` characters: the first ones of a longer one, and dots."""
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
+
+
+def readable(text: str) -> str:
+    """Return a message whose endless words are shortened, so that what is behind them is told."""
+    return shortened(_LONG_WORD.sub(lambda word: shortened(word[0]), text), _LONGEST)
 
 
 def one_line(text: object) -> str:

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from importlib import metadata
 from typing import Any, NoReturn, TextIO, cast
 
-from conf.errors import lacks_memory
+from conf.errors import lacks_memory, readable
 from scripts.cli.deferred import defer_imports
 from scripts.cli.signals import end_on_signals
 from trainer.errors import account, device_failed, is_users, refused_by_device
@@ -105,7 +105,7 @@ def report(error: BaseException) -> int:
 
 def print_error(text: str, trace: str = "") -> None:
     """Print the `error:` line, and before it a traceback."""
-    first, *rest = indented_lines(text)
+    first, *rest = map(readable, indented_lines(text))
     print(f"{visible(trace)}error: {first}", *rest, sep="\n", file=sys.stderr)
 
 

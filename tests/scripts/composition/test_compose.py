@@ -10,7 +10,7 @@ from hydra.version import VersionBase
 
 from conf import addresses
 from conf.check import parse
-from conf.errors import ConfigError, Problem
+from conf.errors import MOST_PROBLEMS, ConfigError, Problem
 from conf.yaml_file import dump
 from scripts.composition.compose import PLACES, compose
 from scripts.composition.folders import CONF
@@ -209,6 +209,35 @@ def test_a_replaced_target_takes_over_what_it_takes(typed, key, kept):
     for name in key.split("."):
         node = node[name]
     assert node.keys() - {"_target_"} == {*kept.split()}
+
+
+def test_of_very_many_mistakes_the_first_are_told(mine):
+    (mine / "experiment").mkdir(exist_ok=True)
+    lines = "".join(f"a{number}: 1\n" for number in range(20_000))
+    (mine / "experiment/many.yaml").write_text(f"# @package _global_\n{lines}")
+    with pytest.raises(ConfigError) as caught:  # all of them would take minutes
+        compose(["--config-dir", str(mine), "experiment=many"])
+    assert len(caught.value.problems) == MOST_PROBLEMS + 1
+    assert str(caught.value.problems[0]).startswith("a0: unknown key")
+    assert "further mistakes" in str(caught.value.problems[-1])
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        pytest.param("callbacks.checkpoint.monitor", id="a metric"),
+        pytest.param("model._target_", id="a target"),
+        pytest.param("name", id="a folder"),
+        pytest.param("model", id="a choice"),
+    ],
+)
+def test_a_long_value_is_shortened_in_a_message(override):
+    def whole_check():
+        check_targets(parse(composed("experiment=resnet18", f"{override}={'n' * 5000}")))
+
+    with pytest.raises(ConfigError) as caught:
+        whole_check()
+    assert len(str(caught.value)) < 3000
 
 
 def test_a_replaced_target_of_a_file_drops_what_came_before(mine):
