@@ -5,14 +5,14 @@ import dataclasses
 import math
 import re
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import islice
 from typing import Any, Literal, TypeVar
 
 from conf.errors import MOST_PROBLEMS, Problem, did_you_mean, nearest, raise_problems
 from conf.fields import REQUIRED, Key, choices, declared, is_open, members
-from conf.interpolation import children, join, walk
+from conf.interpolation import children, is_related, join, walk
 from conf.other_words import VALUES, our_key
 from conf.schema import Config, Values
 from conf.yaml_file import word
@@ -20,6 +20,7 @@ from conf.yaml_file import word
 MISSING = "???"
 T = TypeVar("T")
 _NAMES = {int: "an integer", float: "a number", str: "text", bool: "true or false"}
+_NEEDED = ("model", "data", "task", "optimizer")
 _FINITE = ("optimizer.", "lr_scheduler.")  # nodes whose numbers are hyper-parameters
 
 
@@ -43,6 +44,33 @@ def parsed(raw: Values, schema: type[T]) -> T:
     """Turn the values of a schema's keys into its object; raises ConfigError with all mistakes."""
     raise_problems(check(raw, schema))
     return _built(schema, raw)
+
+
+def parse_sound(raw: Values, wrong: Iterable[str]) -> tuple[Config, list[Problem]]:
+    """Return a configuration without keys that are `wrong`, so that the rest can be checked.
+
+    What is wrong without them is left out as well, and returned: what their mistakes had hidden. A
+    section that every run needs is empty where it is left out.
+    """
+    raw = {"name": "", **{name: {} for name in _NEEDED}, **copy.deepcopy(raw)}
+    known, hidden = list(wrong), list[Problem]()
+    while found := [p for p in check(raw) if raw.get(p.key.partition(".")[0]) not in ("", {})]:
+        hidden += [problem for problem in found if not is_related(problem.key, known)]
+        known += [problem.key for problem in found]
+        for problem in found:
+            drop(raw, problem.key, around=True)
+        raw = {"name": "", **{name: {} for name in _NEEDED}, **raw}
+    return _built(Config, raw), hidden
+
+
+def drop(raw: Values, key: str, around: bool = False) -> None:
+    """Delete what stands at a key; if nothing does, with `around` the section around it."""
+    name, _, rest = key.partition(".")
+    inner = raw.get(name)
+    if rest and isinstance(inner, dict) and (rest.partition(".")[0] in inner or not around):
+        drop(inner, rest, around)
+    else:
+        raw.pop(name, None)
 
 
 def _section(raw: Any, schema: type, key: str) -> Iterator[Problem]:

@@ -39,6 +39,7 @@ class ConfigError(Exception):
     """The mistakes that were found in a configuration or a command line: one, or a list of them."""
 
     exit_code = 2
+    more: Callable[[], list[Problem]] | None = None  # finds further mistakes, in a longer time
 
     def __init__(
         self, where: Iterable[Problem] | str, message: str | None = None, hint: str | None = None

@@ -5,7 +5,7 @@ chain, and a loop only ends when Python's stack does. Both are found here in lin
 """
 
 import re
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any
 
 from conf.errors import Problem, nearest
@@ -39,6 +39,12 @@ def above(key: str, among: Container[str]) -> str:
     while key and key not in among:
         key = key.rpartition(".")[0]
     return key
+
+
+def is_related(key: str, keys: Iterable[str]) -> bool:
+    """Return whether a key is one of others, or contains one, or lies within one."""
+    around = [f"{other}." for other in keys]
+    return any(f"{key}.".startswith(one) or one.startswith(f"{key}.") for one in around)
 
 
 def walk(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from importlib import metadata
 from typing import Any, NoReturn, TextIO, cast
 
-from conf.errors import lacks_memory, readable
+from conf.errors import ConfigError, lacks_memory, readable
 from scripts.cli.deferred import defer_imports
 from scripts.cli.signals import end_on_signals
 from trainer.errors import account, device_failed, is_users, refused_by_device
@@ -100,6 +100,11 @@ def report(error: BaseException) -> int:
         shown.__notes__ = [note for note in shown.__notes__ or () if note != text]
         trace = "".join(shown.format())
     print_error(text, trace)
+    if isinstance(error, ConfigError) and error.more is not None:
+        sys.stderr.flush()  # the search that follows imports torch
+        if further := error.more():
+            print(f"  {len(further)} more in what else is configured:", file=sys.stderr)
+            print(*(f"  {problem}" for problem in further), sep="\n", file=sys.stderr)
     return code
 
 

@@ -11,7 +11,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
@@ -22,8 +22,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from conf.addresses import allow_protocols, wrong_addresses
-from conf.check import check, fill_defaults, shown
-from conf.errors import MOST_PROBLEMS, ConfigError, Problem, did_you_mean, raise_problems
+from conf.check import check, drop, fill_defaults, parse_sound, shown
+from conf.errors import MOST_PROBLEMS, ConfigError, Problem, did_you_mean, noted, raise_problems
 from conf.interpolation import CLASSES, RESERVED, Interpolations, excessive, leaves, mapped, walk
 from conf.schema import Values
 from scripts.cli.arguments import Arguments, Request, key_of, parse_arguments
@@ -56,10 +56,16 @@ def compose(argv: Sequence[str] | Arguments, trains: bool = True) -> "Compositio
     allow(arguments.allow_targets)
     allow_protocols(arguments.overrides)
     close([*arguments.config_dirs, *filter(None, [arguments.config_path])])
-    with _composing(arguments) as it:
+    with opened(arguments) as folders:
+        it = Composition(folders, arguments)
         it.config = it.resolved(it.unresolved())
         it.check(it.config)
         it.problems += it.not_typed(trains)
+    it.problems[:] = filter(it._is_certain, it.problems)
+    if found := it.found():
+        error = ConfigError(found)
+        error.more = it.further
+        raise error
     return it
 
 
@@ -161,8 +167,6 @@ class Composition:
                 content = {name: v for name, v in found.values.items() if name != "defaults"}
                 later = [choice for choice in choices if choice.place > place]
                 self._tree.merge(content, source, default.primary, later)
-        if not self.folders.readable:
-            self.stop_if_wrong()
         for override in values:
             self._apply(override)
         chosen = [key_of(text).replace("/", ".") for text in picked]
@@ -290,6 +294,41 @@ class Composition:
         """Return what a run does with the configuration; `argv`: as typed."""
         allowed = list(self.arguments.allow_targets)
         return Request(self.config, self.overrides, self.choices, list(argv), allowed, **how)
+
+    def further(self) -> list[Problem]:
+        """Return the mistakes in the targets of what is sound so far; imports them, and torch."""
+        from trainer.assembly.check import check_targets
+
+        guessed = self.typed.guessed
+        known = [problem.key for problem in self.problems if problem.key not in guessed]
+        found = list[Problem]()
+        # Of a configuration with holes a part may fail in a way that nobody has foreseen.
+        with suppress(Exception):
+            values, wrong = self._resolvable(known)
+            config, hidden = parse_sound(values, wrong)
+            found += map(self._located, hidden)
+            with noted(found), self.locating():
+                check_targets(config, [*wrong, *(problem.key for problem in hidden)])
+        return [problem for problem in found if self._is_certain(problem)]
+
+    def _is_certain(self, problem: Problem) -> bool:
+        """Return whether a mistake is one whatever the files hold that cannot be read."""
+        return self.folders.readable or problem.file is not None or self._is_typed(problem.key)
+
+    def _resolvable(self, wrong: Sequence[str]) -> tuple[Values, list[str]]:
+        """Return the resolved values without wrong keys and what refers to them, and all these."""
+        raw, left_out = fill_defaults(self._tree.values), list[str]()
+        while wrong:
+            for key in wrong:
+                drop(raw, key)
+            left_out += wrong
+            wrong = [problem.key for problem in Interpolations(raw).problems]
+        cfg = OmegaConf.create(escape_reserved(raw))
+        left_out += [key for key, _ in leaves(raw) if _unresolved(cfg, key)]
+        for key in left_out:
+            drop(raw, key)
+        whole = OmegaConf.create(escape_reserved(raw))
+        return OmegaConf.to_container(whole, resolve=True), left_out  # type: ignore[return-value]
 
     def found(self) -> list[Problem]:
         """Return the mistakes so far, each with its file; of very many the first ones."""

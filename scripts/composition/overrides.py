@@ -14,7 +14,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep, Override
 from hydra.errors import HydraException
 
-from conf.errors import ConfigError, Problem, did_you_mean, raise_problems
+from conf.errors import ConfigError, Problem, nearest, raise_problems
 from conf.interpolation import above, join
 from scripts.cli.arguments import key_of, quoted
 
@@ -85,6 +85,7 @@ class Overrides:
 
     folders: "Folders"
     problems: list[Problem] = field(default_factory=list)
+    guessed: set[str] = field(default_factory=set)  # groups whose choice is misspelt
 
     def parse(self, texts: Sequence[str], sweep: bool = True) -> list[Override]:
         """Parse each text, collecting all mistakes."""
@@ -231,14 +232,16 @@ class Overrides:
             return None
         if value is None:
             return f"{element}=[]"  # unlike `~group`, of a group with a list of choices as well
+        sign = "+" if override.is_add() and element not in known() else ""
         for name in value if isinstance(value, list) else [value]:
             if not isinstance(name, str) or self.folders.find(f"{group}/{name}") is None:
-                near = did_you_mean(str(name), self.folders.options(group))
-                hint = f"{near} {listed}" if near else listed
+                near = nearest(str(name), self.folders.options(group))
+                hint = f"did you mean {near}? {listed}" if near else listed
                 self.note(group, f"there is no {group}={name}", hint)
-                return None
-        added = override.is_add() and element not in known()
-        return ("+" if added else "") + str(override.input_line).lstrip("+")
+                # With the nearest one the rest can be checked.
+                self.guessed |= {group} if near else set()
+                return near and f"{sign}{element}={near}"
+        return sign + str(override.input_line).lstrip("+")
 
 
 def _given(override: Override) -> list[Any]:

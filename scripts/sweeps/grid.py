@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from conf.check import parse
-from conf.errors import Problem, noted, raise_problems
+from conf.errors import ConfigError, Problem, noted, raise_problems
 from scripts.cli.arguments import Arguments, key_of
 from scripts.cli.console import logger
 from scripts.composition.compose import compose, split_jobs
@@ -55,11 +55,16 @@ def sweep(arguments: Arguments) -> int:
 
 def composed(arguments: Arguments, jobs: Iterable[Sequence[Swept]]) -> list[dict[str, Any]]:
     """Compose every job; raises ConfigError with the mistakes of all, each once."""
-    configs, problems = [], list[Problem]()
+    configs, errors = [], list[ConfigError]()
     for job in jobs:
-        with noted(problems):
+        try:
             configs.append(compose(_arguments_of(arguments, job)).config)
-    raise_problems(problems)
+        except ConfigError as error:
+            errors.append(error)
+    if errors:
+        together = ConfigError(problem for error in errors for problem in error.problems)
+        together.more = errors[0].more  # what all jobs have in common is looked at once
+        raise together
     return configs
 
 

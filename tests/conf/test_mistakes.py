@@ -1,6 +1,8 @@
 """Every mistake of the table names its key, file and way out, all of them together (I9)."""
 
 import os
+import subprocess
+import sys
 from collections import Counter, defaultdict
 from pathlib import Path
 
@@ -9,7 +11,10 @@ import yaml
 
 from conf.check import parse
 from conf.errors import ConfigError
+from scripts.cli.console import report
+from scripts.cli.shadow import ROOT
 from scripts.composition.compose import compose
+from scripts.train import train
 from trainer.assembly.check import check_targets
 
 TABLE = yaml.safe_load((Path(__file__).parents[1] / "mistakes.yaml").read_text())
@@ -27,6 +32,11 @@ def mistakes(*argv):
     with pytest.raises(ConfigError) as caught:
         check(list(argv))
     return caught.value
+
+
+def all_mistakes(*argv):
+    error = mistakes(*argv)
+    return [*error.problems, *(error.more() if error.more else [])]
 
 
 def mine(folder, text):
@@ -104,3 +114,91 @@ def test_what_the_command_line_may_say_and_a_file_may_not():
     assert (config["run_dir"], config["resume"]) == ("/my/out", "auto")
     assert config["data"]["root"] == config["data"]["train"]["root"]
     assert compose(["data=cifar10"]).config["data"]["root"]  # a path of the environment
+
+
+# Of each kind one: what is written, and the key that the answer names. Pairs are told in one try,
+# but for those of which one hides what the other is about.
+KINDS = {
+    "unknown": ("sed=1", "sed"),
+    "unknown in a section": ("trainer.max_epoch=3", "trainer.max_epoch"),
+    "type": ("trainer.log_every_n_steps=abc", "trainer.log_every_n_steps"),
+    "range": ("loader.batch_size=0", "loader.batch_size"),
+    "type in a node": ("optimizer.lr=abc", "optimizer.lr"),
+    "choice": ("lr_scheduler=cosin", "lr_scheduler"),
+    "model": ("model=resnet19", "model"),
+    "experiment": ("+experiment=resnet81", "experiment"),
+    "grammar": ("run_dir=~/x", "run_dir=~/x"),
+    "several values": ("seed=1,2", "seed"),
+    "variable": ("name=${oc.env:REGIMEN_NOT_SET}", "name"),
+    "loop": ("trainer.max_time=${trainer.max_time}", "trainer.max_time"),
+    "hydra": ("hydra.run.dir=x", "hydra.run.dir"),
+    "conflict": ("trainer.clip_grad_per_group=true", "trainer.clip_grad_per_group"),
+    "target": ("task.loss._target_=torch.nn.CrossEntropyLos", "task.loss._target_"),
+    "refused target": ("+callbacks.x._target_=os.system", "callbacks.x._target_"),
+    "argument": ("+optimizer.lrr=3", "optimizer.lrr"),
+    "argument of the model": ("+model.dept=3", "model.dept"),
+    "value of an argument": ("model.dropout=[1]", "model.dropout"),
+    "missing argument": ("~model.num_classes", "model.num_classes"),
+    "monitor": ("callbacks.early_stopping.monitor=val/acuracy", "callbacks.early_stopping.monitor"),
+    "rule": ("optimizer.param_groups={a:{match:zzz}}", "optimizer.param_groups.a"),
+    "constructor": ("+callbacks.swa={_target_:callbacks.swa.SWA,start_epoch:5.5}", "callbacks.swa"),
+    "loss": ("task.loss.label_smoothing=7", "task.loss"),
+    "class": ("+callbacks.y._target_=torch.nn.Identity", "callbacks.y._target_"),
+    "transform": ("+transforms.train.z={_target_:torch.nn.Fold}", "transforms.train.z.kernel_size"),
+    "device": ("strategy.accelerator=tpu", "strategy.accelerator"),
+    "data": ("+data.train.shuffle=1", "data.train.shuffle"),
+}
+MODELS = {"argument of the model", "value of an argument", "missing argument"}
+HIDDEN = [{"target", "loss"}, *({kind, "rule"} for kind in MODELS)]
+NAMES = list(KINDS)
+PAIRS = [(one, NAMES[place - step]) for place, one in enumerate(NAMES) for step in (1, 9)]
+
+
+@pytest.mark.parametrize(
+    "pair", [pytest.param(pair, id=" + ".join(pair)) for pair in PAIRS if {*pair} not in HIDDEN]
+)
+def test_two_kinds_of_mistakes_are_told_in_one_try(pair):
+    rows = [KINDS[name] for name in pair]
+    keys = {problem.key for problem in all_mistakes(*(text for text, _ in rows))}
+    assert {key for _, key in rows} <= keys
+    # Nothing else is a mistake, but for the arguments that such a transform lacks as well.
+    assert {key for key in keys if "train.z" not in key} <= {key for _, key in rows}
+
+
+def test_a_file_that_cannot_be_read_hides_no_mistake_that_is_typed(tmp_path):
+    typed = mine(tmp_path, f"{HEAD}trainer: {{max_epochs: 1\n")
+    found = all_mistakes(*typed, "seed=abc", "+optimizer.lrr=3")
+    assert [problem.key for problem in found] == ["", "seed", "optimizer.lrr"]
+
+
+def test_what_needs_no_torch_is_printed_before_torch_is_imported(capsys):
+    error = ConfigError("seed", "is wrong")
+
+    def more():
+        assert "error: seed: is wrong\n" in capsys.readouterr().err
+        return [ConfigError("optimizer.lrr", "is unknown").problems[0]]
+
+    error.more = more
+    assert report(error) == 2
+    assert "  optimizer.lrr: is unknown\n" in capsys.readouterr().err
+    script = """
+import sys
+from conf.errors import ConfigError
+from scripts.train import train
+try:
+    train(["seed=abc", "+optimizer.lrr=3"])
+except ConfigError as error:
+    assert [problem.key for problem in error.problems] == ["seed"]
+    assert "torch" not in sys.modules
+    assert [problem.key for problem in error.more()] == ["optimizer.lrr"]
+    print("told")
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.endswith("told\n"), done.stderr
+
+
+def test_a_sweep_tells_further_mistakes_as_well():
+    words = ["-m", "seed=1,2", "trainer.max_epoch=3", "+optimizer.lrr=3"]
+    with pytest.raises(ConfigError, match="max_epoch") as caught:
+        train(words)
+    assert [problem.key for problem in caught.value.more()] == ["optimizer.lrr"]

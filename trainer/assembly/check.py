@@ -6,9 +6,9 @@ the meta device.
 
 import functools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import chain
 from typing import Any
 
@@ -18,9 +18,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.overrides import TorchFunctionMode
 
 from conf.errors import ConfigError, Problem, did_you_mean, noted, problems_at, raise_problems
-from conf.interpolation import leaves
+from conf.interpolation import is_related, leaves
 from conf.other_words import our_key
-from conf.schema import OWN_KEYS, Config
+from conf.schema import OWN_KEYS, Config, Named
 from trainer.assembly.data import build_transforms, data_problems, key_of
 from trainer.assembly.parts import (
     OFFERED,
@@ -32,7 +32,7 @@ from trainer.assembly.parts import (
     wrong_class,
 )
 from trainer.lr_schedulers.build import AUTO
-from trainer.optimizers.optimizers import UNSHARDED, Optimizers, sections
+from trainer.optimizers.optimizers import UNSHARDED, Optimizers, Section, sections
 from trainer.optimizers.state import needs_closure
 from trainer.options import horizon
 from trainer.state import epoch_metric
@@ -45,6 +45,8 @@ from trainer.update.gradients import without_effect
 # Placeholders for facts that are known only once the data are open.
 _TOTAL_STEPS, _STEPS_PER_EPOCH = 1000, 100
 _CLASSES = 10
+# Mistakes in spite of which a stand-in of the section's object tells what others need of it.
+_ELSEWHERE = re.compile(r"task\.loss\b|optimizer\.(?!_target_|optimizers\b)\w+$")
 # Nodes that a section itself asks for, not those within another node.
 _PARTS = re.compile(
     r"model|task|optimizer|data\.\w+|loader\.(eval\.)?\w+|callbacks\.[^.]+|transforms\.\w+\.[^.]+"
@@ -61,15 +63,51 @@ _BY_VALUE = (
 _MONITOR = re.compile(r"((optimizer\.optimizers\.[^.]+\.)?lr_scheduler|callbacks\.[^.]+)\.monitor")
 
 
-def check_targets(config: Config) -> None:
-    """Raise ConfigError with all mistakes in the targets of a configuration."""
-    raise_problems([*_compile_problems(config.trainer.compile), *_node_problems(config)])
+def check_targets(config: Config, wrong: Collection[str] = ()) -> None:
+    """Raise ConfigError with all mistakes in the targets of a configuration.
+
+    `wrong`: keys that are left out of it, since their mistakes are known. What nodes with mistakes
+    are needed for is not built.
+    """
+    found = [*_compile_problems(config.trainer.compile), *_node_problems(config)]
+    broken = {problem.key for problem in found}
+    for name in ("model", "task", "optimizer", "lr_scheduler"):
+        keys = {key for key in broken if key.startswith(f"{name}.") and not _ELSEWHERE.match(key)}
+        if keys or getattr(config, name) == {}:
+            broken.add(name)
+    config = _without(config, broken)
     parts = stand_ins(config)
     first = [*_task_problems(parts), *_strategy_problems(config)]
     first += _backend_problems(config.strategy.backend)
     about = {key for p in first for key in (p.key, p.key.rpartition(".")[0])}
     others = [*_loss_problems(config), *_part_problems(parts), *data_problems(config)]
-    raise_problems([*first, *(p for p in others if p.key not in about)])
+    later = [*first, *(p for p in others if p.key not in about)]
+    found += [problem for problem in later if not is_related(problem.key, broken)]
+    raise_problems(problem for problem in found if not is_related(problem.key, wrong))
+
+
+def _without(config: Config, broken: Collection[str]) -> Config:
+    """Return a configuration without the sections and named nodes that cannot be built."""
+    values = dict[str, Any]()
+    for name in ("model", "task", "optimizer"):
+        if name in broken:
+            values[name] = {}
+    if config.optimizer and "optimizer" not in broken:
+        values["optimizer"] = {
+            n: v for n, v in config.optimizer.items() if f"optimizer.{n}" not in broken
+        }
+    if "lr_scheduler" in broken:
+        values["lr_scheduler"] = None
+    values["callbacks"] = _sound_nodes(config.callbacks, "callbacks", broken)
+    stages = {
+        stage: _sound_nodes(getattr(config.transforms, stage), f"transforms.{stage}", broken)
+        for stage in ("train", "eval", "device")
+    }
+    return replace(config, **values, transforms=replace(config.transforms, **stages))
+
+
+def _sound_nodes(nodes: Named, key: str, broken: Collection[str]) -> Named:
+    return {n: None if is_related(f"{key}.{n}", broken) else node for n, node in nodes.items()}
 
 
 def stand_ins(config: Config) -> Assembly:
@@ -144,18 +182,21 @@ def _loss_problems(config: Config) -> Iterator[Problem]:
 
 def _task_problems(parts: Assembly) -> Iterator[Problem]:
     """Build the task and check what depends on it; a bare task replaces a broken one."""
+    if not parts.config.task:
+        vars(parts)["task"] = Task()
+        return
     try:
         task = parts.task
     except ConfigError as error:
-        vars(parts)["task"] = task = Task()
+        vars(parts)["task"] = task = _stand_in_task(parts)
         yield from error.problems
-    else:
+    if type(task) is not Task:
         step = "turn_step" if task.turns else "training_step"
         if getattr(type(task), step) is getattr(Task, step):
             yield Problem("task._target_", missing_step(type(task), step))
         yield from _monitor_problems(parts.config, task.metric_names())
-    names = [section.name for section in sections(parts.config.optimizer)]
-    if task.turns and set(task.turns) != set(names):
+    names = [section.name for section in _sections(parts.config)]
+    if names and task.turns and set(task.turns) != set(names):
         yield Problem(
             "optimizer.optimizers",
             f"the optimizers are {', '.join(names)}, but those of task.turns "
@@ -164,11 +205,25 @@ def _task_problems(parts: Assembly) -> Iterator[Problem]:
         )
 
 
+def _stand_in_task(parts: Assembly) -> Task:
+    """Return the task of a configuration without its loss, or else a bare one."""
+    plain = {name: value for name, value in parts.config.task.items() if name != "loss"}
+    with suppress(Exception):
+        return replace(parts, config=replace(parts.config, task=plain)).task
+    return Task()
+
+
+def _sections(config: Config) -> Sequence[Section]:
+    return sections(config.optimizer) if config.optimizer else []
+
+
 def _monitor_problems(config: Config, names: Sequence[str]) -> Iterator[Problem]:
     stages = (*(config.data.validations or ["val"]), "train")
     known = [*(f"{stage}/{name}" for stage in stages for name in names), "train/grad_norm"]
     known += [epoch_metric(name) for name in known if name.startswith("train/")]
-    validates = config.data.val is not None or config.trainer.overfit_batches is not None
+    overfits = config.trainer.overfit_batches is not None
+    # Without a training set the mistakes are in the data, and what is validated is not known.
+    validates = config.data.val is not None or overfits or config.data.train is None
     follow = {"lr_scheduler": config.lr_scheduler, "optimizer": config.optimizer}
     for key, monitor in leaves({**follow, "callbacks": config.callbacks}):
         if not _MONITOR.fullmatch(key):
@@ -192,7 +247,7 @@ def _strategy_problems(config: Config) -> Iterator[Problem]:
         if node and not getattr(locate(node["_target_"]), "takes_shards", True):
             message = f"{node['_target_']} needs whole parameters, and strategy=fsdp shards them"
             yield Problem(f"callbacks.{name}", message, hint="use strategy=ddp")
-    for section in sections(config.optimizer):
+    for section in _sections(config):
         kind = locate(path) if (path := section.target.get("_target_")) else None
         if not isinstance(kind, type):
             continue
@@ -225,6 +280,8 @@ def _part_problems(parts: Assembly) -> list[Problem]:
     for stage in ("train", "eval", "device"):
         with noted(found):
             build_transforms(config, stage, _CLASSES)
+    if not config.model:
+        return found
     try:
         with parts.strategy.device, _Unfilled():
             model = parts.model
@@ -242,9 +299,10 @@ def _part_problems(parts: Assembly) -> list[Problem]:
     with noted(found):
         if (tensor := config.strategy.tensor_parallel) is not None:
             tensor_styles(model, tensor.plan, tensor.size)
-    with noted(found):
-        found += _dense_problems(parts.optimizers, model)
-        _ = parts.schedule
+    if config.optimizer:
+        with noted(found):
+            found += _dense_problems(parts.optimizers, model)
+            _ = parts.schedule
     for name, callback in vars(parts).get("callbacks", {}).items():
         with noted(found), problems_at(f"callbacks.{name}"):
             callback.check(model)
