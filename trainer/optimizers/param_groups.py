@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 from torch import nn
 
 from conf.errors import ConfigError, Problem, did_you_mean, noted, problems_at, raise_problems, some
+from conf.patterns import Pattern
 from trainer.targets.allow_list import locate
 
 DEFAULT = "default"  # the group of the parameters that no rule accepts
@@ -77,7 +78,7 @@ class GroupRule(NamedTuple):
     overrides: Mapping[str, Any] = {}
     frozen: bool = False
     layer_decay: float = 1.0
-    layers: Sequence[re.Pattern[str]] = ()
+    layers: Sequence[Pattern] = ()
 
 
 class Claim(NamedTuple):
@@ -162,7 +163,7 @@ def _layers(
     return {n: (d, rule.layer_decay ** (len(layers) - 1 - d)) for n, d in depths.items()}
 
 
-def _place(name: str, layers: Sequence[re.Pattern[str]]) -> tuple[int, int] | None:
+def _place(name: str, layers: Sequence[Pattern]) -> tuple[int, int] | None:
     # A pattern with a capture group stands for one layer for each number that it matches.
     for i, pattern in enumerate(layers):
         if found := pattern.search(name):
@@ -225,7 +226,7 @@ def _parse_rule(name: str, node: Any, key: str) -> GroupRule:
         refuse(key, "needs both layer_decay and layers, or neither")
     if decay is not None and not (type(decay) in (int, float) and 0 < decay <= 1):
         refuse(f"{key}.layer_decay", f"must be a number in (0, 1], not {decay!r}")
-    patterns = [] if layers is None else _each(_pattern, layers, f"{key}.layers")
+    patterns = [] if layers is None else _each(Pattern, layers, f"{key}.layers")
     overrides = {word: value for word, value in node.items() if word not in _OWN}
     accepts = parse_selector(selector, key)
     return GroupRule(name, key, accepts, overrides, frozen, decay or 1.0, patterns)
@@ -268,15 +269,8 @@ def _each(make: Callable[[str], T], value: Any, key: str) -> list[T]:
         return [make(text) for text in texts]
 
 
-def _pattern(text: str) -> re.Pattern[str]:
-    try:
-        return re.compile(text)
-    except re.error as error:
-        refuse("", f"{text!r} is not a valid regular expression: {error}")
-
-
 def _matches(text: str) -> Selector:
-    pattern = _pattern(text)
+    pattern = Pattern(text)
     return lambda c: any(map(pattern.search, c.names))
 
 

@@ -171,6 +171,11 @@ DECAY: dict[str, Any] = {"layer_decay": 0.5}
         ({"all": ALL, "head": HEAD}, "head: has no parameter left: earlier rules take 4.weight"),
         ({"head": {"lr": 1.0}}, "param_groups.head: selects nothing"),
         ({"head": {"match": "("}}, "head.match: '(' is not a valid regular expression"),
+        ({"head": {"match": r"(([\w.]+)+)+!"}}, "could search a name of 60"),
+        (
+            {"head": {"match": "a", "layer_decay": 0.5, "layers": "(a|a)*b"}},
+            "head.layers: '(a|a)*b' could search",
+        ),
         ({"head": {"match": 3}}, "head.match: must be a string"),
         ({"head": {"kind": "biass"}}, "did you mean bias?"),
         ({"head": {"module": "nrom"}}, "did you mean norm?"),
