@@ -16,6 +16,7 @@ from scripts.doctor import doctor
     ("version", "cuda", "works", "text", "cure"),
     [
         pytest.param(None, "13.2", False, "no NVIDIA driver", None, id="none"),
+        pytest.param(None, None, True, "the devices below need none", None, id="another's device"),
         pytest.param("570.1", "12.8", True, "NVIDIA driver 570.1", None, id="good"),
         pytest.param("570.1", None, False, "NVIDIA driver 570.1", "CPUs only", id="CPU build"),
         pytest.param("470.1", "13.2", False, "NVIDIA driver 470.1", "CUDA 13.2", id="old"),

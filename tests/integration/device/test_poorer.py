@@ -14,14 +14,16 @@ from conf.check import parse
 from data.batch import to_device
 from scripts.composition.compose import compose
 from scripts.doctor import of_driver
+from toy_pictures import write_digits
 from toys import Log
 from trainer import device as asked
+from trainer import load_run
 from trainer.assembly.experiment import build
 from trainer.callback import histogram_of
-from trainer.errors import DivergedError
+from trainer.errors import DivergedError, ModelError
 from trainer.optimizers.optimizers import build_optimizers
 from trainer.options import TrainerOptions
-from trainer.strategies.strategy import Strategy
+from trainer.strategies.strategy import Strategy, check_processes
 from trainer.tasks.classification import Classification
 from trainer.trainer import Trainer
 
@@ -48,16 +50,15 @@ def test_each_question_has_an_answer_of_its_own():
     assert "CPU" not in of_driver(None, works=True)[0]
 
 
-def trained(words, device, folder):
-    """Train with all that a run has by default; return its weights and what it logs."""
+def trained(words, device):
+    """Train as a configuration says; return the weights and what is logged."""
     log, strategy = Log(), Strategy(device)
     strategy.setup()
-    composed = compose([*words[:1], *SHORT, f"run_dir={folder}", *words[1:]])
+    composed = compose([*words[:1], *SHORT, *words[1:]])
     trainer = build(parse(composed.config), strategy, {"log": log}).trainer
     trainer.fit()
-    lines = [
-        {k: v for k, v in line.items() if k[:4] not in ("time", "memo")} for _, line in log.lines
-    ]
+    apart = ("time", "memo")  # facts of this machine
+    lines = [{k: v for k, v in line.items() if k[:4] not in apart} for _, line in log.lines]
     return {n: t.cpu() for n, t in trainer.model.state_dict().items()}, lines
 
 
@@ -66,14 +67,9 @@ def trained(words, device, folder):
     [
         pytest.param(
             [
-                *(
-                    "experiment=resnet18",
-                    "model=small_cnn",
-                    "model.widths=[4,8]",
-                    "loader.num_workers=2",
-                ),
-                *("transforms=on_device", "task/metrics=per_class", "loader.pin_memory=true"),
-                *("callbacks=[default,ema]", "+callbacks.memory._target_=callbacks.memory.Memory"),
+                *("experiment=resnet18", "model=small_cnn", "model.widths=[4,8]"),
+                *("loader.num_workers=2", "loader.pin_memory=true", "callbacks=[ema]"),
+                *("transforms=on_device", "task/metrics=per_class"),
             ],
             id="digits",
         ),
@@ -83,9 +79,9 @@ def trained(words, device, folder):
         ),
     ],
 )
-def test_it_trains_as_the_cpu(words, tmp_path):
-    weights, lines = trained(words, DEVICE, tmp_path / "there")
-    expected, plain = trained(words, CPU, tmp_path / "here")
+def test_it_trains_as_the_cpu(words):
+    weights, lines = trained(words, DEVICE)
+    expected, plain = trained(words, CPU)
     torch.testing.assert_close(weights, expected, rtol=1e-3, atol=1e-4)
     assert lines == [pytest.approx(line, rel=1e-3, abs=1e-4, nan_ok=True) for line in plain]
 
@@ -112,6 +108,40 @@ def test_an_update_that_is_not_finite_is_not_applied(name, own):
     assert trainer.state.global_step == 1
     assert all(p.isfinite().all() for p in model.parameters())
     assert trainer.updater.guard.by_device == heeds
+
+
+def test_a_whole_run_and_what_it_is_used_for(train, job, tmp_path):
+    """With all that a run has by default, a resume, and answers."""
+    run = tmp_path / "run"
+    words = [*job, "model.widths=[4,8]", f"run_dir={run}"]
+    done = train(words)
+    assert "sim:0" in done.err
+    train([*words, "trainer.max_epochs=3", "resume=auto", "resume_policy=override"])
+    train([f"run={run}"], command="evaluate")
+    source = write_digits(tmp_path / "pictures", {"": 1})
+    train([f"run={run}", f"source={source}", f"out={tmp_path}/p.csv"], command="predict")
+    assert (tmp_path / "p.csv").read_text().count("\n") > 1
+
+
+def test_text_is_sampled(train, tmp_path):
+    words = ["experiment=char_lm", "model.dim=16", "model.depth=1", "data.context=16"]
+    train([*words, "trainer.max_steps=3", f"run_dir={tmp_path / 'run'}"])
+    (written,) = load_run(tmp_path / "run").generate(["a"], max_new_tokens=5, sampling="random")
+    assert len(written) >= 5
+
+
+def test_a_backend_that_does_not_connect_the_devices_is_refused(train):
+    words = ["experiment=resnet18", "strategy=ddp", "strategy.devices=2", "strategy.backend=gloo"]
+    if "collectives" in LACKS:
+        check_processes(2, "auto", "gloo")  # which connects the host's processes instead
+        with pytest.raises(ModelError, match=r"accelerator: torch\.distributed has no backend"):
+            check_processes(2, "sim")
+    else:
+        done = train(words, 2)
+        assert "strategy.backend: gloo does not connect devices of the kind sim" in done.error
+        assert "auto takes simccl" in done.error
+        check_processes(2, "auto", "simccl")
+        check_processes(2, "cpu", "gloo")
 
 
 def test_numbers_of_the_user_in_double_precision_arrive():

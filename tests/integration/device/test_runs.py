@@ -45,12 +45,31 @@ def illegal(*args):
     raise RuntimeError("SIM error: an illegal address was asked for\\nand more")
 
 
+def lacking(*args):
+    raise NotImplementedError("Could not run 'aten::relu' with arguments from the 'sim' backend.")
+
+
+def broken(*args):
+    raise RuntimeError("simDNN error: SIMDNN_STATUS_EXECUTION_FAILED")
+
+
 class Fail(Callback):
+    fault = illegal
+
     def on_update_start(self, trainer, micro_batches):
         self.library = torch.library.Library("aten", "IMPL")
-        names = {"__name__": "torch", "RuntimeError": RuntimeError}  # as raised by the operator
-        fails = types.FunctionType(illegal.__code__, names)
+        names = {"__name__": "torch"}  # as raised by the operator
+        names |= {"RuntimeError": RuntimeError, "NotImplementedError": NotImplementedError}
+        fails = types.FunctionType(type(self).fault.__code__, names)
         self.library.impl("relu", fails, "PrivateUse1", allow_override=True)
+
+
+class Lack(Fail):
+    fault = lacking
+
+
+class Break(Fail):
+    fault = broken
 """
 
 
@@ -160,6 +179,20 @@ def test_the_finder_of_learning_rates(train, job, tmp_path):
             marks=needs_simulation,
         ),
         pytest.param(
+            ["+callbacks.own._target_=own.Lack"],
+            1,
+            ["Could not run 'aten::relu'", ON_CPU],
+            id="an operator",
+            marks=needs_simulation,
+        ),
+        pytest.param(
+            ["+callbacks.own._target_=own.Break"],
+            1,
+            ["SIMDNN_STATUS_EXECUTION_FAILED", ON_CPU],
+            id="a library of the device",
+            marks=needs_simulation,
+        ),
+        pytest.param(
             ["strategy.accelerator=xpu"],
             2,
             ["strategy.accelerator", f"no xpu: it has {DEVICE.type} and cpu"],
@@ -176,8 +209,10 @@ def test_the_finder_of_learning_rates(train, job, tmp_path):
 def test_one_line_tells_what_the_device_refuses(train, job, tmp_path, words, code, said):
     (tmp_path / "own.py").write_text(OWN)
     done = train([*job, *FEW, *words], code, folder=tmp_path)
+    # No other code shows a traceback.
+    line = done.error if code != 1 else done.err.rpartition("\nerror: ")[2]
     for words in said:
-        assert words in done.error
+        assert words in line
     assert "do not fit" not in done.err
 
 

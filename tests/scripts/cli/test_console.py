@@ -30,7 +30,7 @@ from scripts.cli.console import (
 )
 from scripts.cli.keys import Demo, Evaluation, Export, Prediction, Quantization, read_keys
 from scripts.cli.shadow import ROOT
-from trainer.errors import StorageError
+from trainer.errors import StorageError, is_misfit
 from trainer.files.layout import aligned
 
 EVIL = "a\nerror: b\x1b[2J\x9b31m\r\u202ec.png"
@@ -70,6 +70,78 @@ def test_memory_that_gives_out_names_the_keys_to_turn():
         text = describe(error)
         assert (exit_code(error), text.count("\n")) == (8, 0)
         assert "trainer.gradient_accumulation_steps" in text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "XPU out of memory. Tried to allocate 2.00 GiB",
+        "NPU out of memory. NPUWorkspaceAllocator tried to allocate 1 MiB",
+        "MPS backend out of memory (MPS allocated: 1.00 GB, max allowed: 9.07 GB)",
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "level_zero backend failed with error: 39 (UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY)",
+        "Native API failed. Native API returns: -5 (PI_ERROR_OUT_OF_RESOURCES)",
+        "Insufficient memory on the device",
+        "synStatus=20 [Not enough memory] Device allocation",
+        "Failed to allocate a buffer of 3 GiB",
+    ],
+)
+def test_memory_of_a_device_gives_out_in_any_vendors_words(text):
+    error = RuntimeError(text)
+    assert exit_code(error) == 8
+    assert "trainer.gradient_accumulation_steps" in describe(error)
+
+
+# What devices and their libraries say that fail by themselves.
+OF_A_DEVICE = [
+    "Could not run 'aten::_fused_adamw_' with arguments from the 'NPU' backend. 'aten::x' is only "
+    "available for these backends: [CPU, Meta]",
+    "The operator 'aten::linalg_qr.out' is not currently implemented for the MPS device. Set the "
+    "environment variable `PYTORCH_ENABLE_MPS_FALLBACK=1` to use the CPU as a fallback",
+    "Could not run 'torchvision::nms' with arguments from the 'PrivateUse1' backend.",
+    "cuDNN error: CUDNN_STATUS_EXECUTION_FAILED",
+    "CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you passed in a non-contiguous input.",
+    "MIOpen Error: /MIOpen/src/sqlite_db.cpp:220: Internal error while accessing SQLite database",
+    "miopenStatusUnknownError",
+    "rocBLAS failure: not initialized",
+    "FIND was unable to find an engine to execute this computation",
+    "Graph compile failed. synStatus=synStatus 26 [Generic failure].",
+    "NPU function error: aclnnConvolution, error code is 561103",
+    "oneDNN error: could not create a primitive",
+    "Required aspect fp64 is not supported on the device",
+    "Native API failed. Native API returns: -997 (PI_ERROR_UNKNOWN)",
+    "Cannot convert a MPS Tensor to float64 dtype as the MPS framework doesn't support float64.",
+]
+# What tensors that do not fit each other give.
+OF_SHAPES = [
+    "mat1 and mat2 shapes cannot be multiplied (4x8 and 5x3)",
+    "Given groups=1, weight of size [4, 3, 3, 3], expected input[8, 1, 8, 8] to have 3 channels, "
+    "but got 1 channels instead",
+    "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and "
+    "cpu!",
+    "\"nll_loss_forward_reduce_cuda_kernel_2d_index\" not implemented for 'Int'",
+    "Input type (torch.cuda.FloatTensor) and weight type (torch.cuda.HalfTensor) should be the "
+    "same",
+    "The size of tensor a (4) must match the size of tensor b (5) at non-singleton dimension 1",
+    "Could not run 'aten::addmm' with arguments from the 'QuantizedCPU' backend.",
+    "shape '[8, -1]' is invalid for input of size 9",
+]
+
+
+@pytest.mark.parametrize(
+    ("text", "refused"),
+    [*((text, True) for text in OF_A_DEVICE), *((text, False) for text in OF_SHAPES)],
+)
+def test_what_a_device_cannot_compute_is_no_misfit_of_model_and_data(text, refused):
+    names = {"__name__": "torch.nn.modules.linear", "error": RuntimeError(text)}
+    with pytest.raises(RuntimeError) as raised:
+        exec("raise error", names)
+    error = raised.value
+    error.__traceback__ = error.__traceback__.tb_next  # of torch's code alone
+    assert is_misfit(error) is not refused
+    assert exit_code(error) == 1
+    assert ("strategy.accelerator=cpu" in describe(error)) is refused
+    assert text.partition("\n")[0][:40] in describe(error)
 
 
 def test_an_error_is_one_line_and_a_traceback_shows_codes(capsys):

@@ -13,6 +13,7 @@ from scripts.cli.arguments import parse_arguments
 from scripts.composition.compose import compose
 from scripts.runs.launch import launch
 from toys import CLASSES, assert_equal, by_hand, of_output, points, trainer_of
+from trainer import device
 from trainer.assembly.parts import build_strategy
 from trainer.errors import ModelError, ResourceError
 from trainer.strategies import strategy as dp
@@ -44,6 +45,7 @@ def test_a_group_of_numbered_devices_is_planned_on_a_cpu_as_it_would_train_there
     [
         pytest.param({"devices": 100000}, r"strategy\.devices=100000: .* GiB", id="too many"),
         pytest.param({"devices": 2, "backend": "nccl"}, "backend=nccl", id="nccl without a GPU"),
+        pytest.param({"backend": "mpi"}, "backend=mpi .* build of torch", id="a build without mpi"),
     ],
 )
 def test_a_machine_is_asked_before_a_process_is_started(monkeypatch, changes, message):
@@ -51,6 +53,27 @@ def test_a_machine_is_asked_before_a_process_is_started(monkeypatch, changes, me
     strategy = {"devices": 2, "accelerator": "auto", "backend": "auto", **changes}
     with pytest.raises(ResourceError, match=message):
         launch(SimpleNamespace(config={"strategy": strategy}))
+
+
+@pytest.mark.parametrize(
+    ("hip", "set_to", "expected"),
+    [
+        pytest.param(None, {"CUDA": "3,5"}, ("CUDA", ["3", "5"]), id="CUDA"),
+        pytest.param(None, {"HIP": "7,8"}, ("CUDA", ["0", "1"]), id="no ROCm"),
+        pytest.param("6.4", {"HIP": "3,5", "CUDA": "0"}, ("HIP", ["3", "5"]), id="ROCm"),
+        pytest.param("6.4", {"ROCR": "3,5"}, ("CUDA", ["0", "1"]), id="ROCm by its runtime"),
+    ],
+)
+def test_a_job_is_given_its_device_by_the_variable_that_counts(monkeypatch, hip, set_to, expected):
+    for name in ("CUDA", "HIP", "ROCR"):
+        monkeypatch.delenv(f"{name}_VISIBLE_DEVICES", raising=False)
+    for name, value in set_to.items():
+        monkeypatch.setenv(f"{name}_VISIBLE_DEVICES", value)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(device, "kinds", lambda: ["cuda", "cpu"])
+    monkeypatch.setattr(device, "device_count", lambda kind="auto": 2)
+    variable, names = expected
+    assert device.visible() == (f"{variable}_VISIBLE_DEVICES", names)
 
 
 def test_workers_share_the_cores(monkeypatch):
