@@ -55,6 +55,12 @@ _CHANGES = {
     r"to have (\d+) channels, but got (\d+) channels": (
         "the layer expects {0} channels and got {1}: build it with in_channels={1}"
     ),
+    r"(?:mat1 and mat2|m1 and m2) (?:must|to) have the same dtype, but got:? (\w+) (?:and|!=) (\w+)"
+    r"|Input type \((.+?)\) and (?:bias|weight) type \((.+?)\)": (
+        "the parameters are of another type than the inputs: what the data set returns as inputs "
+        "should be float32, as inputs.float() is, or bytes of a picture that transforms convert "
+        "(data.transforms.ToFloat)"
+    ),
     r"Target (-?\d+) is out of bounds": (
         "the labels must lie between 0 and the number of outputs less one: give the model an "
         "output for label {0} (model.num_classes), or number the labels from 0"

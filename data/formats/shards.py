@@ -27,6 +27,7 @@ from data.splits import NAMES, Split, class_names, is_cut, rows_of_train
 from data.transforms import Transform
 
 logger = logging.getLogger(__name__)
+_PACKED = (".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz", ".tar.zst", ".tzst")
 _LAYOUT = 2  # version of the index files
 # An index is an array with an entry for each sample: the number of its shard, where its image lies
 # there and how many bytes it has, the image's name, and the label as text.
@@ -151,8 +152,15 @@ def _shards(root: str, split: str) -> list[str]:
         files, place = _opened(root)
         for name in NAMES[split]:
             found = [*files.glob(f"{place}/{name}*.tar"), *files.glob(f"{place}/{name}/*.tar")]
-            if found:
+            others = [*files.glob(f"{place}/{name}*.t*"), *files.glob(f"{place}/{name}/*.t*")]
+            if found or others:
                 break
+    packed = sorted(str(path) for path in others if str(path).lower().endswith(_PACKED))
+    if packed:
+        raise DataError(
+            f"data.root={root}: {packed[0]} is a compressed tar file, whose samples have no "
+            "positions: unpack it to .tar, as gunzip does"
+        )
     return sorted(map(str, found))
 
 
@@ -212,8 +220,10 @@ def _sample(
     suffix, _, field = label.partition(".")
     image: tuple[Any, ...] = ()
     value = None
+    endings = list[str]()
     for member in members:
         ending = _split_name(member)[1]
+        endings.append(ending)
         if ending in EXTENSIONS:
             image = 0, member.offset_data, member.size, os.fsencode(member.name)
         elif ending == f".{suffix}":
@@ -225,5 +235,7 @@ def _sample(
                 raise DataError(f"{path}:{member.name}: the label is empty")
     if not image or value is None:
         lacks = f".{suffix}" if image else "image"
-        raise DataError(f"{path}: sample {name!r} has no {lacks}")
+        dots = " (a sample's name ends at its first dot: rename files with further ones)"
+        told = dots if any(ending.count(".") > 1 for ending in endings) else ""
+        raise DataError(f"{path}: sample {name!r} has no {lacks}, only {', '.join(endings)}{told}")
     return (*image, value.encode())

@@ -1,6 +1,6 @@
 """Losses: one torch loss module, or a weighted sum of several by name."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from trainer.errors import ModelError
 from trainer.task import SUM
 
 _CROSS_ENTROPIES = (nn.CrossEntropyLoss, nn.NLLLoss)
+_MODULES = [name for name in dir(nn) if name.endswith("Loss")]
 
 
 def vector(values: Sequence[float]) -> Tensor:
@@ -19,14 +20,51 @@ def vector(values: Sequence[float]) -> Tensor:
     return torch.tensor(list(values), dtype=torch.float32)
 
 
+class FunctionLoss(nn.Module):
+    """A function as a loss: `function(output, target)`, a mean over the samples or one for each."""
+
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.function = function
+        # Of a `_partial_`: what it was given.
+        self.reduction = getattr(function, "keywords", {}).get("reduction", "mean")
+
+    def forward(self, output: Any, target: Any) -> Tensor:
+        """Return what the function does."""
+        return self.function(output, target)
+
+
+def _as_module(loss: Any) -> nn.Module:
+    """Return a loss as a module; a function of torch's as the class that counts as it does."""
+    if isinstance(loss, nn.Module):
+        return loss
+    if not callable(loss):
+        raise ModelError("task.loss", f"is {loss!r}, which is no loss", _meant(loss))
+    name = getattr(getattr(loss, "func", loss), "__name__", "")
+    if getattr(nn.functional, name, None) is not getattr(loss, "func", loss):
+        return FunctionLoss(loss)
+    words = name.removesuffix("_loss").replace("_", "")
+    same = next((n for n in _MODULES if n.lower() == f"{words}loss"), None)
+    values = getattr(loss, "keywords", {})
+    return FunctionLoss(loss) if same is None else getattr(nn, same)(**values)
+
+
+def _meant(text: Any) -> str:
+    """Return how to write a loss that was given as a word."""
+    word = str(text).rpartition(".")[2].lower().replace("_", "").removesuffix("loss")
+    same = next((name for name in _MODULES if name.lower() == f"{word}loss"), "CrossEntropyLoss")
+    return f"a loss is a node, such as task.loss={{_target_: torch.nn.{same}}}, or task/loss=CHOICE"
+
+
 @dataclass
 class Term:
     """A weighted term of a sum of losses: `weight * loss(output, target)`."""
 
-    loss: nn.Module
+    loss: Any  # a module; or a function, which becomes one
     weight: float = 1.0
 
     def __post_init__(self) -> None:
+        self.loss = _as_module(self.loss)
         self.wrt = getattr(self.loss, "wrt", None)  # of a penalty: with respect to what
 
 

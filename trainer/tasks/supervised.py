@@ -17,6 +17,27 @@ Metrics = Mapping[str, Metric | None]
 Shape = Sequence[Any]  # of integers, as `Tensor.shape` is
 
 
+def pair_of(batch: Any) -> tuple[Any, Any]:
+    """Return inputs and targets of a batch. Raises SampleError where a sample is no such pair."""
+    if not isinstance(batch, list | tuple) or len(batch) != 2:
+        shown = "nothing (None)" if batch is None else f"samples that make a batch {spelled(batch)}"
+        names = [*batch][:2] if isinstance(batch, Mapping) else []
+        such = ", ".join(f"sample[{name!r}]" for name in names) or "inputs, target"
+        raise SampleError(
+            f"the data set returned {shown}, and this task takes pairs: let __getitem__ return "
+            f"({such}), or write a task of your own"
+        )
+    inputs, target = batch
+    texts = isinstance(target, list | tuple) and any(isinstance(one, str) for one in target)
+    if target is None or texts:
+        shown = "None as a target" if target is None else f"texts as targets ({target[0]!r}, ...)"
+        raise SampleError(
+            f"the data set returned {shown}: let __getitem__ return a number for each sample, such "
+            "as self.classes.index(name) of a class"
+        )
+    return inputs, target
+
+
 class Supervised(Task):
     """Train on batches `(inputs, target)` with a loss, scores that are means, and metrics.
 
@@ -89,7 +110,7 @@ class Supervised(Task):
 
     def counts(self, batch: Any) -> Mapping[str, Tensor | int]:
         """Return the denominators that depend on the labels."""
-        return self.losses.counts(batch[1])
+        return self.losses.counts(pair_of(batch)[1])
 
     def own_modules(self) -> dict[str, nn.Module]:
         """Return the losses, and the modules that a subclass adds."""
@@ -97,13 +118,13 @@ class Supervised(Task):
 
     def training_step(self, model: nn.Module, batch: Any) -> StepOutput:
         """Compute loss and scores of `(inputs, target)`."""
-        inputs, target = batch
+        inputs, target = pair_of(batch)
         inputs = self.losses.watched(inputs)
         return self._compute(self.answer(model, inputs), target, inputs, model)
 
     def evaluation_step(self, model: nn.Module, batch: Any) -> StepOutput:
         """Compute loss, scores and metrics of `(inputs, target)`."""
-        inputs, target = batch
+        inputs, target = pair_of(batch)
         output = self.answer(model, inputs)
         result = self._compute(output, target, inputs, model)
         self.update_metrics(output, target)

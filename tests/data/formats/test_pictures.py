@@ -170,6 +170,27 @@ def test_other_files_and_classes_are_refused(shards):
         tar(shards)
 
 
+@pytest.mark.parametrize(
+    "name", ["train-002.tar.gz", "val-1.tgz", "train/3.tar.xz", "test.tar.zst"]
+)
+def test_packed_shards_are_named_and_not_passed_over(shards, name):
+    (shards / name).parent.mkdir(exist_ok=True)
+    (shards / name).write_bytes(b"")
+    (shards / "train-000.tar.md5").write_bytes(b"no shard")
+    split = name[:5].strip("-.") if not name.startswith("test") else "test"
+    with pytest.raises(DataError, match=rf"{name} is a compressed tar file.*unpack it to \.tar"):
+        tar(shards, split, val_fraction=0.0)
+
+
+def test_a_dot_in_the_name_of_a_sample_is_named(shards):
+    write(shards / "val" / "1.tar", {"cat.v2.jpg": picture(1), "cat.v2.cls": b"1"})
+    told = (
+        r"sample 'cat' has no image, only \.v2\.jpg, \.v2\.cls \(a sample's name ends at its first"
+    )
+    with pytest.raises(DataError, match=told):
+        tar(shards, "val")
+
+
 COLUMNS = {"input": "image", "target": "label"}
 NUMBERS = {"input": "x", "target": "y"}
 

@@ -1,5 +1,7 @@
 """Losses made of terms, and penalties on gradients, against the same written by hand."""
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,7 +9,7 @@ from torch import nn
 
 import toys
 from toys import CLASSES, SAMPLES, Samples, assert_equal, by_hand, distance, of_output, points
-from trainer.errors import ModelError
+from trainer.errors import ModelError, SampleError, _change_for
 from trainer.tasks.classification import Classification
 from trainer.tasks.losses import Losses, Term, vector
 from trainer.tasks.own_loss import OwnLoss
@@ -36,6 +38,82 @@ def test_soft_targets(options, steps):
     data, loss = soft_points(), nn.CrossEntropyLoss(**options)
     trainer = trained(loss, steps, data)  # in float64, as the weights are from here on
     assert_equal(trainer.model, by_hand(of_output(loss), data))
+
+
+def scaled(output, target, scale):
+    return scale * F.cross_entropy(output, target)
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize(
+    ("function", "as_module"),
+    [
+        pytest.param(F.cross_entropy, nn.CrossEntropyLoss(), id="torch's"),
+        pytest.param(
+            functools.partial(F.cross_entropy, label_smoothing=0.2),
+            nn.CrossEntropyLoss(label_smoothing=0.2),
+            id="with an argument",
+        ),
+        pytest.param(
+            functools.partial(F.cross_entropy, reduction="sum"),
+            nn.CrossEntropyLoss(reduction="sum"),
+            id="a sum",
+        ),
+    ],
+)
+def test_a_function_is_the_loss_of_its_name(function, as_module, steps):
+    data = points()
+    trainer = trained(function, steps, data)
+    assert type(trainer.task.losses.terms[""].loss) is nn.CrossEntropyLoss
+    assert_equal(trainer.model, by_hand(of_output(as_module), data))
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_a_function_of_ones_own_is_a_mean_over_the_samples(steps):
+    data, function = points(), functools.partial(scaled, scale=2.0)
+    trainer = trained(function, steps, data)
+    assert_equal(trainer.model, by_hand(of_output(function), data))
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [("mse", "MSELoss"), ("torch.nn.L1Loss", "L1Loss"), ("cross_entropy", "CrossEntropyLoss")],
+)
+def test_a_word_is_no_loss_and_told_how_to_write_it(text, named):
+    with pytest.raises(ModelError, match=rf"task\.loss: is '{text}'.*torch\.nn\.{named}}}"):
+        Losses(text)
+
+
+@pytest.mark.parametrize(
+    ("batch", "told"),
+    [
+        (None, r"nothing \(None\).*return \(inputs, target\)"),
+        (
+            {"image": torch.zeros(2), "label": torch.zeros(2)},
+            r"\(sample\['image'\], sample\['label'\]",
+        ),
+        (torch.zeros(2, 3), r"make a batch float32 \[2, 3\]"),
+        ([torch.zeros(2), torch.zeros(2), torch.zeros(2)], r"takes pairs"),
+        ((torch.zeros(2), None), "None as a target"),
+        ((torch.zeros(2), ("cat", "dog")), r"texts as targets \('cat', \.\.\.\): .*classes\.index"),
+    ],
+    ids=["none", "dict", "inputs", "three", "no target", "texts"],
+)
+def test_what_a_data_set_returned_is_told(batch, told):
+    task = Classification(2)
+    for step in (task.counts, lambda b: task.training_step(nn.Identity(), b)):
+        with pytest.raises(SampleError, match=f"the data set returned .*{told}"):
+            step(batch)
+
+
+@pytest.mark.parametrize("layer", [nn.Linear(4, 2), nn.Conv2d(3, 2, 1), nn.Conv1d(3, 2, 1)])
+@pytest.mark.parametrize("kind", [torch.float64, torch.uint8, torch.int64], ids=str)
+def test_inputs_of_another_type_are_told_what_to_return(layer, kind):
+    shape = {nn.Linear: (2, 4), nn.Conv2d: (2, 3, 4, 4), nn.Conv1d: (2, 3, 4)}[type(layer)]
+    batch = torch.ones(shape, dtype=kind), torch.zeros(2, dtype=torch.int64)
+    with pytest.raises(RuntimeError) as caught:
+        layer(batch[0])
+    assert "should be float32, as inputs.float() is" in (_change_for(str(caught.value)) or "")
 
 
 SUM = nn.CrossEntropyLoss(reduction="sum")
