@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from PIL import Image
 from torch import nn
 from torchvision.io import write_jpeg
 
@@ -45,6 +46,8 @@ NOT_HERE = {  # by what they begin with, or hold
     "regimen doctor": "tests/scripts/test_doctor.py",
     "regimen new": "tests/integration/test_projects.py",
     "--config-dir conf model=mine": "below, with its files",
+    "--config-dir recipes": "tests/integration/test_recipes.py, with its files",
+    "run=runs/forecast": "the same",
     "sweep=submitit": "needs SLURM; its local executor: tests/scripts/sweeps/test_clusters.py",
     "sweep=ray": "needs Ray; tests/scripts/sweeps/test_clusters.py",
     "data=cifar10 ": "downloads",
@@ -95,6 +98,13 @@ def tables(place):
         (place / path).write_text("".join(",".join(map(str, line)) + "\n" for line in lines))
     (place / "book.txt").write_text("to be or not to be, that is the question. " * 400)
     (place / "prompts.txt").write_text("to be\nor not\n")
+    for split, count in (("train", 10), ("test", 2)):
+        for number in range(count):
+            mask = np.full((16, 16), number % 3, np.uint8)
+            for kind, pixels in (("images", mask * 80), ("masks", mask)):
+                path = place / "MASKS" / split / kind / f"{number}.png"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                Image.fromarray(pixels).save(path)
     (place / "TOKENS").mkdir()
     np.save(place / "TOKENS" / "train.npy", np.arange(20 * 1025, dtype=np.uint16) % 50257)
     for split in ("train", "val", "test"):
@@ -227,6 +237,7 @@ def test_every_exception_is_on_a_page():
 NOT_COMPOSED = (  # what a page shows within its text: names of the reader, mistakes, parts left out
     "accumulate_grad_batches=4",
     "--config-dir conf",
+    "--config-dir recipes",
     "mine.",
     "-m ",
     "...",
