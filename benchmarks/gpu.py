@@ -250,7 +250,7 @@ def _opened(rig: Rig, words: Sequence[str]) -> Experiment:
 def _trained(rig: Rig, words: Sequence[str], by_hand: bool = False) -> tuple[float, float]:
     """Return the seconds of the training and the test, and the share of the test images."""
     experiment = _opened(rig, words)
-    trainer, test = experiment.trainer, experiment.test_loader
+    trainer, test = experiment.trainer, experiment.test_loaders["test"]
     if by_hand:
         splits = [experiment.data.sets[split].tensors() for split in ("train", "test")]
         parts = [part.to(rig.device) for split in splits for part in split]

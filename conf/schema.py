@@ -37,7 +37,7 @@ class DataConfig:
     root: str | None = path(None, "folder of the data, or where it is downloaded to")
     train: Node | None = node(None, "training set")
     val: Node | None = node(None, "validation set, or several by name; null = none", several=True)
-    test: Node | None = node(None, "test set; null = none")
+    test: Node | None = node(None, "test set, or several by name; null = none", several=True)
     predict: Node | None = node(None, "samples without labels; null = none")
     fold: int | None = natural(None, "which part of train and val is validated on, from 0")
     folds: int | None = option(None, "parts for k-fold cross-validation", limits={">=": 2})
@@ -56,13 +56,16 @@ class DataConfig:
     @property
     def validations(self) -> dict[str, Node]:
         """The validation sets by stage: `val`, or `val/NAME` of each where there are several."""
-        val = self.val or {}
-        named = {f"val/{name}": one for name, one in val.items()}
-        return {"val": val} if "_target_" in val else named
+        return _by_stage("val", self.val)
+
+    @property
+    def tests(self) -> dict[str, Node]:
+        """The test sets by stage: `test`, or `test/NAME` of each where there are several."""
+        return _by_stage("test", self.test)
 
     def nodes(self) -> dict[str, Node]:
         """Return the sets that a run reads, by stage: train, those of validation, test."""
-        every = {"train": self.train, **self.validations, "test": self.test}
+        every = {"train": self.train, **self.validations, **self.tests}
         return {stage: one for stage, one in every.items() if one}
 
     def conflicts(self) -> Iterator[Problem]:
@@ -100,6 +103,13 @@ class DataConfig:
             if isinstance(value, list) and len(value) not in (1, channels):
                 message = f"has {len(value)} values for data.channels={channels}"
                 yield Problem(name, message, "give one for each channel, or one for all")
+
+
+def _by_stage(split: str, node: Node | None) -> dict[str, Node]:
+    """Return one data set, or several by name, by the stage that each is of."""
+    given = node or {}
+    named = {f"{split}/{name}": one for name, one in given.items()}
+    return {split: given} if "_target_" in given else named
 
 
 @dataclass(kw_only=True, slots=True)

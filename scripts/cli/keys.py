@@ -29,14 +29,14 @@ Format = Literal["onnx", "torch_export", "torchscript", "aoti", "safetensors"]
 _DEVICE = r"[a-z]+(:\d+)?"
 _SAVED = r"logits|probabilities|embeddings:\S+"
 _KINDS = "logits, probabilities or embeddings:MODULE"
-_SPLIT = "test, or val where the data have no test split; of several val/NAME"
+_SPLIT = "test, or val where the data have no test split; of several test/NAME, val/NAME"
 
 
 def _matching(pattern: str, words: str) -> Check:
     return lambda text: None if re.fullmatch(pattern, text) else words
 
 
-_is_split = _matching(r"test|val(/.+)?", "test, val, or val/NAME")
+_is_split = _matching(r"(test|val)(/.+)?", "test, val, or one of several: test/NAME, val/NAME")
 
 
 def _is_run(folder: str) -> str | None:

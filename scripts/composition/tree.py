@@ -149,11 +149,14 @@ class Tree:
             and "num_classes" in self.values["data"]
         ):
             self.values["data"]["num_classes"] = None
-        val = self.node("data.val")
-        if isinstance(val, dict) and "_target_" in val:  # of a group; sets by name replace it
-            named = {n: v for n, v in val.items() if isinstance(v, dict) and "_target_" in v}
-            if named and not any(takes(val, str(name)) for name in named):
-                self.values["data"]["val"] = named
+        for split in ("val", "test"):
+            one = self.node(f"data.{split}")
+            if not isinstance(one, dict) or "_target_" not in one:
+                continue
+            # It is of a group; sets by name replace it.
+            named = {n: v for n, v in one.items() if isinstance(v, dict) and "_target_" in v}
+            if named and not any(takes(one, str(name)) for name in named):
+                self.values["data"][split] = named
 
     def _below(self, key: str) -> list[Source]:
         return [s for k, s in self.sources.items() if _is_below(k, key)]

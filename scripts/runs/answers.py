@@ -84,7 +84,8 @@ def answer(request: Request) -> int:
 
 def _dataset(keys: Prediction, config: Config, facts: InferenceFacts, lines: list[str]) -> Any:
     source, form, text = keys.source, facts.inputs, facts.outputs["kind"] == "text"
-    if source not in ("val", "test", "predict", *config.data.validations):
+    splits = *config.data.validations, *config.data.tests
+    if source not in ("val", "test", "predict", *splits):
         if text or form["kind"] == "text":
             return prompts_for(facts, config, *find_prompts(source, lines))
         if form["kind"] == "table":

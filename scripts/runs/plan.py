@@ -97,7 +97,7 @@ def _tried(experiment: Experiment, unread: list[DataError]) -> tuple[MicroBatch 
     for split, loader in (
         ("train", trainer.train_loader),
         *trainer.val_loaders.items(),
-        ("test", experiment.test_loader),
+        *experiment.test_loaders.items(),
     ):
         if loader is None or (split != "train" and first is None):
             continue
@@ -186,7 +186,7 @@ def _notes(experiment: Experiment, memory: Mapping[str, int | None]) -> Iterator
             yield remark
     if not trainer.val_loaders:
         yield "no validation split: no metric is monitored, use the last checkpoint"
-    if sets.get("test") is None:
+    if not any(sets.get(stage) is not None for stage in experiment.config.data.tests):
         yield "no test split: the run ends with its validation metrics"
     for split, dataset in sets.items():
         if isinstance(dataset, Pictures):

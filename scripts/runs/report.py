@@ -128,7 +128,8 @@ def _commands(request: Request, experiment: Experiment, run_dir: Path) -> list[t
         found.append(("look", command(run_dir)))
     splits = [split for split in sets if split != "train" and sets[split] is not None]
     if splits:
-        chosen = [] if "test" in splits else [f"split={splits[0]}"]
+        tests = [split for split in splits if split.partition("/")[0] == "test"]
+        chosen = [] if tests else [f"split={splits[0]}"]
         found.append(("again", shlex.join(["evaluate", f"run={run_dir}", *chosen])))
     if experiment.trainer.state.interrupted and not experiment.trainer.done:
         found.append(("go on", request.resume_command(run_dir)))

@@ -293,14 +293,16 @@ def _train(it: BuiltRun, note: Path | None) -> None:
 def _test(experiment: Experiment) -> dict[str, float]:
     """Test the best checkpoint, or the last if no metric was monitored."""
     trainer = experiment.trainer
-    if experiment.test_loader is None or trainer.run_dir is None:
+    if not experiment.test_loaders or trainer.run_dir is None:
         return {}
     path = best_or_last(trainer.run_dir / "checkpoints") if trainer.is_main else None
     payload = trainer.group.broadcast(path and read_checkpoint(path))
     if payload is not None:
         snapshot.load_weights(trainer, payload)
     at = trainer.log_point if payload is None else snapshot.log_point_of(payload)
-    metrics = trainer.evaluate(experiment.test_loader, "test", step=at.step)
-    experiment.test_loader.close()
+    metrics = dict[str, float]()
+    for stage, loader in experiment.test_loaders.items():
+        metrics |= trainer.evaluate(loader, stage, step=at.step)
+        loader.close()
     trainer.log(metrics, at)
     return metrics

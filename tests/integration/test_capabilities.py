@@ -44,9 +44,52 @@ def test_each_validation_set_has_its_metrics_and_the_first_is_monitored():
     assert "val/loss" not in trainer.metrics
 
 
+TESTS = SETS.replace("data.val=", "data.test=")
+
+
+def test_each_test_set_has_its_metrics_wherever_it_is_tested(train, evaluated, tmp_path):
+    runs = {name: tmp_path / name for name in ("several", "clean", "hard")}
+    words = ["experiment=resnet18", "model=mlp", "trainer.max_epochs=1", "loader.num_workers=0"]
+    known = {"several": TESTS, "clean": "data.test=${data.val}", "hard": "data.fold=null"}
+    found = {}
+    for name, run in runs.items():
+        done = train([*words, known[name], f"run_dir={run}"])
+        found[name] = json.loads((run / "status.json").read_text())["results"]
+        assert "no test split" not in done.out
+    expected = {
+        f"test/{name}/{metric}": found[name][f"test/{metric}"]
+        for name in ("clean", "hard")
+        for metric in ("loss", "accuracy")
+    }
+    tested = {k: v for k, v in found["several"].items() if k.startswith("test/")}
+    assert tested == expected
+    again = evaluated(runs["several"])
+    assert again.pop("split") == "test"
+    assert {k: again[k] for k in expected} == pytest.approx(expected)
+    one = evaluated(runs["several"], "split=test/hard")
+    assert {k for k in one if k.startswith("test/")} == {"test/hard/loss", "test/hard/accuracy"}
+    told = train([f"run={runs['several']}", "split=test/other"], 2, command="evaluate").error
+    assert "try split=val or test/clean or test/hard" in told
+    table = tmp_path / "p.csv"
+    train([f"run={runs['several']}", "source=test/clean", f"out={table}"], command="predict")
+    assert len(table.read_text().splitlines()) == 1 + 270
+
+
 @pytest.mark.parametrize(
     ("words", "key", "said"),
     [
+        pytest.param(
+            ["data.test={a: {_target_: data.sources.Digits, splitt: val}}"],
+            "data.test.a.splitt",
+            "split",
+            id="an argument of a test set",
+        ),
+        pytest.param(
+            ["data.test={a: {split: val}}", "~data.test._target_"],
+            "data.test.a._target_",
+            "missing",
+            id="a test set without a target",
+        ),
         pytest.param(
             ["callbacks=default", "callbacks.checkpoint.monitor=val/loss", SETS],
             "callbacks.checkpoint.monitor",

@@ -144,7 +144,7 @@ def _compile_problems(choice: bool | dict[str, Any]) -> Iterator[Problem]:
 
 def _node_problems(config: Config) -> Iterator[Problem]:
     """Check the arguments of all nodes, and the kinds of classes; of functions, what they make."""
-    sets = [key_of(stage) for stage in config.data.validations]
+    sets = [key_of(stage) for stage in (*config.data.validations, *config.data.tests)]
     for key, node in nodes_in(with_classes(asdict(config), _CLASSES)):
         section, part = key.split(".")[0], key in sets or _PARTS.fullmatch(key)
         with suppress(TargetError):  # reported with its arguments

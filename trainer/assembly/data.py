@@ -253,7 +253,8 @@ def _in_folds(config: Config, split: str, node: Node) -> Any:
         taken = (parameters_of(target) or {}).keys() if target else ()
         return {**given, **part} if {*taken} >= given.keys() else part
 
-    cut = config.data.folds is not None and split != "test"  # which stays as it is
+    # Test sets stay as they are.
+    cut = config.data.folds is not None and split.partition("/")[0] != "test"
     return mapped(node, shared) if cut else node
 
 

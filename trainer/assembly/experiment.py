@@ -48,7 +48,7 @@ class Experiment(NamedTuple):
     config: Config
     data: Data
     trainer: Trainer
-    test_loader: Any  # None where the data have no test split
+    test_loaders: dict[str, Loader]  # by stage; empty where the data have no test split
     switches: dict[str, bool]
     checkpointed: list[str]  # modules whose activations are recomputed
 
@@ -108,8 +108,8 @@ def build(
     # Dropout masks differ between processes; the weights, drawn above, do not.
     seed_everything(config.seed, strategy.group.data_rank)
     trainer.random.keep()
-    test_loader = eval_loader(config, data.sets.get("test"), strategy, options.limit_test_batches)
-    return Experiment(config, data, trainer, test_loader, switches, checkpointed)
+    tests = _test_loaders(config, data, strategy)
+    return Experiment(config, data, trainer, tests, switches, checkpointed)
 
 
 def _val_loaders(config: Config, data: Data, strategy: Strategy) -> dict[str, Loader | None]:
@@ -118,6 +118,14 @@ def _val_loaders(config: Config, data: Data, strategy: Strategy) -> dict[str, Lo
     own = {stage: data.sets[stage] for stage in config.data.validations}
     sets = own if few is None else {"val": data.sets["train"]}
     return {stage: eval_loader(config, one, strategy, limit, few) for stage, one in sets.items()}
+
+
+def _test_loaders(config: Config, data: Data, strategy: Strategy) -> dict[str, Loader]:
+    """Build the loaders of the test sets by stage, of those that there are."""
+    limit = config.trainer.limit_test_batches
+    sets = {stage: data.sets.get(stage) for stage in config.data.tests}
+    made = {stage: eval_loader(config, one, strategy, limit) for stage, one in sets.items()}
+    return {stage: loader for stage, loader in made.items() if loader is not None}
 
 
 def fitting_steps(config: Config, strategy: Strategy) -> int:
@@ -241,7 +249,8 @@ def build_split(
         others = [s for s in config.data.nodes() if s not in ("train", split)] or ["test"]
         hint = f"try split={' or '.join(others)}"
         raise ConfigError(f"data.{split}", "the data have no such split", hint)
-    limit = options.limit_test_batches if split == "test" else options.limit_val_batches
+    is_test = split.partition("/")[0] == "test"
+    limit = options.limit_test_batches if is_test else options.limit_val_batches
     return eval_loader(config, data.sets[split], strategy, limit or None), data.num_classes
 
 

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ from trainer.files.atomic import (
     write_text,
 )
 from trainer.inference.predictor import named_tensors
-from trainer.inference.run import Run, open_split
+from trainer.inference.run import Run, measured, open_splits
 from trainer.runs.status import read_json
 from trainer.strategies.strategy import Strategy
 from trainer.targets.instantiate import instantiate
@@ -159,7 +160,7 @@ def samples_of(run: Run, names: Iterable[str]) -> tuple[Tensor, bool]:
     """Return inputs after the named transforms: the run's, or random ones without its data."""
     config = with_transforms(run.config, names)
     config = replace(config, loader=replace(config.loader, num_workers=0, eval_batch_size=_SAMPLES))
-    for split in (*config.data.validations, "test"):
+    for split in (*config.data.validations, *config.data.tests):
         try:
             dataset = build_data(config, (split,)).sets[split]
         except DataError as error:
@@ -310,14 +311,12 @@ def metrics_of(
     config = with_transforms(config, facts["transforms_of_the_caller"])
     config = replace(config, trainer=replace(config.trainer, **options))
     strategy = Strategy("cpu")
-    split, loader, num_classes = open_split(config, strategy, split, classes)
+    opened = open_splits(config, strategy, split, classes)
+    _, num_classes = next(iter(opened.values()))
     trained = facts.get("num_classes", num_classes)
     trainer = build_evaluator(config, trained, strategy, _Answering(answer, facts))
-    try:
-        metrics = trainer.evaluate(loader, split)
-    finally:
-        loader.close()
+    split, metrics = measured(trainer, opened)
     if facts["output"] == "mask" and isinstance(trainer.task, Supervised):
-        for name in trainer.task.losses.names:
-            metrics.pop(f"{split}/{name}", None)
+        for one, name in product(opened, trainer.task.losses.names):
+            metrics.pop(f"{one}/{name}", None)
     return split, metrics

@@ -48,7 +48,7 @@ class InferenceFacts(NamedTuple):
 
 def facts_of(config: Config, data: Data, task: Task) -> InferenceFacts:
     """Return the facts of a run whose data are open."""
-    order = [*config.data.validations, "test", "train"]
+    order = [*config.data.validations, *config.data.tests, "train"]
     known = [data.sets[s] for s in order if data.sets.get(s) is not None]
     outputs: dict[str, Any] = {"kind": task.output_kind}
     if (threshold := getattr(task, "threshold", None)) is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import islice
@@ -31,7 +31,7 @@ from data.text import Prompts
 from models.pretrained import no_initial_weights
 from trainer import snapshot
 from trainer.assembly.check import check_targets
-from trainer.assembly.data import build_pipeline, statistical, with_statistics
+from trainer.assembly.data import build_pipeline, key_of, statistical, with_statistics
 from trainer.assembly.experiment import build_evaluator, build_split
 from trainer.assembly.parts import build_strategy
 from trainer.checkpoints.archive import DamagedCheckpointError, digest
@@ -304,31 +304,35 @@ def best_or_last(folder: Path) -> Path | None:
     return next((p for n in ("best", "last") if (p := folder / f"{n}.pt").exists()), None)
 
 
-def open_split(
+def open_splits(
     config: Config, strategy: Strategy, split: str | None, classes: Sequence[str] | None
-) -> tuple[str, Loader, int | None]:
-    """Open `split`, or where none is named the test data, or else those of validation.
+) -> dict[str, tuple[Loader, int | None]]:
+    """Open `split`, or where none is named all test data, or else the first of validation.
 
     classes: the names of the run, which give the numbers; None where it has none.
-    Raises ConfigError for a split that the data do not have.
+    Returns by split what `build_split` does. Raises ConfigError for a split that the data do not
+    have.
     """
-    if split is None and config.data.test is not None:
+    tests = list(config.data.tests)
+    if split is None and tests:
         try:
-            return "test", *build_split(config, strategy, "test", classes)
+            return {test: build_split(config, strategy, test, classes) for test in tests}
         except ConfigError as error:
-            if config.data.val is None or [p.key for p in error.problems] != ["data.test"]:
+            lacking = {problem.key for problem in error.problems} <= set(map(key_of, tests))
+            if config.data.val is None or not lacking:
                 raise
     if split is None:
         split = next(iter(config.data.validations), "test")
         if split != "test":
             logger.info("the data have no test split: split=%s", split)
-    return split, *build_split(config, strategy, split, classes)
+    splits = tests if split == "test" and tests else [split]
+    return {one: build_split(config, strategy, one, classes) for one in splits}
 
 
 def evaluate_run(
     config: Config, run_dir: Path, checkpoint: str, split: str | None
 ) -> tuple[str, dict[str, float]]:
-    """Return the split (see `open_split`), and the metrics of `checkpoint` over it.
+    """Return the split (see `open_splits`), and the metrics of `checkpoint` over it.
 
     Raises CheckpointError, and ConfigError for a split that the data do not have.
     """
@@ -336,11 +340,23 @@ def evaluate_run(
     strategy = build_strategy(config)
     strategy.setup()
     config = as_trained(config, path)
-    split, loader, num_classes = open_split(config, strategy, split, classes_of(run_dir))
+    opened = open_splits(config, strategy, split, classes_of(run_dir))
+    _, num_classes = next(iter(opened.values()))
     trained = class_count_of(run_dir, num_classes)
     trainer = load_trainer(run_dir, config, trained, strategy, str(path))
     if trainer.average is not None:
         logger.info("evaluating the average of callbacks.%s", trainer.average.name)
-    metrics = trainer.evaluate(loader, split)
-    loader.close()
-    return split, metrics
+    return measured(trainer, opened)
+
+
+def measured(
+    trainer: Trainer, opened: Mapping[str, tuple[Loader, int | None]]
+) -> tuple[str, dict[str, float]]:
+    """Return the split, `test` of several, and the metrics over what `open_splits` opened."""
+    metrics = dict[str, float]()
+    for split, (loader, _) in opened.items():
+        try:
+            metrics |= trainer.evaluate(loader, split)
+        finally:
+            loader.close()
+    return next(iter(opened)) if len(opened) == 1 else "test", metrics
