@@ -364,7 +364,7 @@ class Checkpoint(Saver):
         weights = None
         if self.save_weights and names.get("best") == step:
             with trainer.evaluation_weights():  # those of an average are the model's only here
-                weights = strategy.gather_tensors(dict(trainer.model.state_dict()))
+                weights = strategy.gather_tensors(dict(trainer.model.state_dict()), only_main=True)
                 weights = self._staged_weights.copy(weights) if trainer.is_main else None
 
         def write() -> None:

@@ -220,6 +220,10 @@ class Group:
         queued = waits(device)  # collectives are: the host goes on
         self._devices_only = queued and not self.backend.startswith("cpu:")
         self._patience = self.timeout + _WATCHDOG_LATER if queued else self.timeout
+        if queued:
+            # By default NCCL's watchdog ends the process that waits by SIGABRT, and nothing names
+            # the cause. With aborted communicators its next collective raises: `_told_by_peer`.
+            os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
         dist.init_process_group(
             self.backend,
             store=PrefixStore(f"regimen/group-{attempt()}", store),

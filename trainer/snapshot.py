@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,10 +31,12 @@ def take(trainer: Trainer, on_main: Callable[[Any], Any] = on_host) -> dict[str,
     """Return everything that the rest of the run depends on; a collective of all processes.
 
     The main process, which writes it, does `on_main` to it; shards stay where
-    they are.
+    they are, and the tensors that other processes have to gather have no values there.
     """
     strategy = trainer.strategy
-    whole: Callable[[Any], Any] = dict if strategy.sharded_checkpoint else strategy.gather_tensors
+    whole: Callable[[Any], Any] = partial(strategy.gather_tensors, only_main=True)
+    if strategy.sharded_checkpoint:
+        whole = dict
     callbacks = whole({name: call.state_dict() for name, call in trainer.callbacks.items()})
     own = {} if strategy.shares_buffers else dict(trainer.model.named_buffers())
     skips = hasattr(trainer.train_loader, "skipped_state")  # a plain loader loads all samples

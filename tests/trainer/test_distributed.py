@@ -3,14 +3,30 @@
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
+import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore
 
-from trainer.distributed import agreed_attempt
-from trainer.errors import PeerError
+from trainer.distributed import Group, agreed_attempt
+from trainer.errors import PeerError, SilentPeerError
 
 PATIENCE = timedelta(seconds=5)
+
+
+def test_an_aborted_communicator_tells_of_the_silent_process():
+    """What the next collective raises once NCCL's watchdog has ended one that waited."""
+    group = Group(None, timeout=7)
+    group._board = SimpleNamespace(failure=lambda: None)
+    text = (
+        "NCCL communicator was aborted on rank 0. Original reason for failure was: [Rank 0] "
+        "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=12, OpType=ALLREDUCE, "
+        "NumelIn=1, NumelOut=1, Timeout(ms)=67000) ran for 67010 milliseconds before timing out."
+    )
+    told = group._told_by_peer(dist.DistBackendError(text), group._board)
+    assert type(told) is SilentPeerError
+    assert "within 7 s (strategy.timeout)" in str(told)
 
 
 @contextmanager

@@ -153,9 +153,22 @@ class FSDP(Replicas):
         model.load_state_dict(self.split_like(state, model.state_dict()))
         _forget_gathered(model)
 
-    def gather_tensors(self, tree: Any) -> Any:
-        """Return `tree` with unsharded tensors on the host; a collective over the same trees."""
-        return map_tensors(lambda t: t.full_tensor().cpu() if isinstance(t, DTensor) else t, tree)
+    def gather_tensors(self, tree: Any, only_main: bool = False) -> Any:
+        """Return `tree` with unsharded tensors on the host; a collective over the same trees.
+
+        `only_main`: the other processes get tensors without values (on the meta device). Else the
+        memory of a machine would hold the state once for each of its processes.
+        """
+
+        def gathered(tensor: Tensor) -> Tensor:
+            if not isinstance(tensor, DTensor):
+                return tensor
+            whole = tensor.full_tensor()
+            if only_main and not self.group.is_main:
+                return torch.empty(whole.shape, dtype=whole.dtype, device="meta")
+            return whole.cpu()
+
+        return map_tensors(gathered, tree)
 
     def split_like(self, tree: Any, parameters: Mapping[str, Tensor]) -> Any:
         """Return `tree` with this process's shards of the tensors under a parameter's name."""

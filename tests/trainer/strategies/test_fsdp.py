@@ -99,7 +99,9 @@ def train(strategy, saved=None, stop=None):
     if saved is not None:
         snapshot.restore(trainer, saved if isinstance(saved, dict) else read_checkpoint(saved))
     trainer.fit()
-    return trainer.metrics, through_a_file(strategy.gather_tensors(snapshot.take(trainer)))
+    content = strategy.gather_tensors(snapshot.take(trainer))
+    # What is whole is so on the main process.
+    return trainer.metrics, through_a_file(strategy.group.broadcast(content))
 
 
 in_group = partial(toys.in_group, kind=FSDP)
@@ -107,6 +109,20 @@ in_group = partial(toys.in_group, kind=FSDP)
 
 def tensors(tree):
     return {path: leaf for path, leaf in leaves(tree) if isinstance(leaf, torch.Tensor)}
+
+
+def taken(strategy):
+    """Return how many bytes of tensors this process holds of what a save takes."""
+    trainer = make_trainer(strategy, STOP)
+    trainer.fit()
+    content = snapshot.take(trainer)
+    return sum(t.nbytes for t in tensors(content["model"]).values() if t.device.type != "meta")
+
+
+def test_the_whole_state_is_in_the_memory_of_one_process(ranks):
+    main, *others = ranks(3, in_group(taken))
+    assert main > 0
+    assert others == [0, 0]
 
 
 def assert_same(one, other, tolerance=1e-10):
