@@ -9,7 +9,8 @@
   torchvision's `ImageFolder` and a bare loop; `share_of_time` is the share of its time that the
   device does not wait for data: images a second by those of the batch that stays.
 
-`parts=resnet50,jpeg` measures these alone. Each part is written as soon as it is known, into a file
+`parts=resnet50,jpeg` measures these alone. A turn takes about three seconds; `limit=N` gives the
+updates of one instead. Each part is written as soon as it is known, into a file
 of its own; one that fails does not end the others. A first, uncounted turn compiles;
 `compile=reduce-overhead` compiles both sides in that mode of torch's, with CUDA graphs,
 `compile=false` neither. `device=` names another than the first accelerator; `device=cpu limit=2
@@ -22,7 +23,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -53,6 +54,8 @@ NETWORKS = {  # depth, stem, pixels a side, classes, images of an update
     "resnet18": (18, "cifar", 32, 10, 512),
 }
 FILES, WORKERS = 300, 16  # different JPEG files, each linked many times; at most so many workers
+FED = 50  # updates from JPEG files, whose decoding takes longer than what a device does with them
+TRIED = 10  # updates that tell how many a turn needs: 50 are over in a second on a fast card
 AIRBENCH = str(Path(__file__).parents[1] / "examples" / "airbench" / "conf")
 ALONE = "Regimen, a batch that stays"
 KNOWN = ("data.root", "device", "limit", "widths", "compile", "parts")
@@ -68,10 +71,11 @@ class Rig:
 
     device: torch.device
     root: Path | None
-    updates: int  # of a turn
+    updates: int | None  # of a turn; None: as many as take some seconds on this device
     small: bool  # a trial without a GPU
     mode: str | None = "default"  # of torch.compile; None: not compiled
     caches: dict[str, Any] = field(default_factory=dict)  # decoded images by split, read once
+    seconds: float = 3.0  # of a turn whose updates are not given
 
     def network(self, name: str) -> tuple[int, str, int, int, int]:
         """Return depth, stem, pixels a side, classes and images of an update."""
@@ -117,7 +121,7 @@ def _asked(given: dict[str, str]) -> tuple[Rig, list[str]]:
         raise ConfigError(f"{min(of_files)} needs CIFAR-10 as image files: give data.root=DIR")
     small, mode = given.get("widths") == "small", given.get("compile", "default")
     compiled = None if small or mode == "false" else mode
-    rig = Rig(device, root, int(given.get("limit", 50)), small, compiled)
+    rig = Rig(device, root, int(given["limit"]) if "limit" in given else None, small, compiled)
     return rig, [name for name in names if root is not None or name not in OF_FILES]
 
 
@@ -134,7 +138,8 @@ def contenders(rig: Rig, name: str) -> dict[str, Contender]:
     return {BY_HAND: bare(rig, name, batches), OURS: ours(rig, name, batches)}
 
 
-def _network(rig: Rig, name: str) -> tuple[Any, torch.optim.Optimizer, Any]:
+def network(rig: Rig, name: str) -> tuple[Any, torch.optim.Optimizer, Any]:
+    """Return a network on the device, its optimizer, and what the compiler makes of it."""
     torch.manual_seed(0)
     depth, stem, _, classes, _ = rig.network(name)
     model: Any = ResNet(depth, classes, stem=stem)  # type: ignore[arg-type]
@@ -146,7 +151,7 @@ def _network(rig: Rig, name: str) -> tuple[Any, torch.optim.Optimizer, Any]:
 
 def bare(rig: Rig, name: str, batches: Callable[[int], Iterable[Any]]) -> Contender:
     """Return a loop with the clipping and the running sums that ours has."""
-    _, optimizer, compiled = _network(rig, name)
+    _, optimizer, compiled = network(rig, name)
     moved = partial(to_device, device=rig.device, channels_last=True)
 
     def run(updates: int) -> None:
@@ -162,7 +167,7 @@ def bare(rig: Rig, name: str, batches: Callable[[int], Iterable[Any]]) -> Conten
 
 def ours(rig: Rig, name: str, batches: Callable[[int], Any]) -> Contender:
     """Return the same by a Trainer."""
-    model, optimizer, compiled = _network(rig, name)
+    model, optimizer, compiled = network(rig, name)
     options = {"channels_last": True, "log_every_n_steps": 10**9, "clip_grad_norm": 1.0}
     others = {"task": Classification(NETWORKS[name][3]), "compiled": compiled, "callbacks": {}}
     others |= {"strategy": Strategy(rig.device), "precision": "bf16"}
@@ -173,24 +178,35 @@ def ours(rig: Rig, name: str, batches: Callable[[int], Any]) -> Contender:
     return run
 
 
-def _rates(rig: Rig, ways: dict[str, Contender], batch: int, rounds: int) -> Values:
+def rates(rig: Rig, ways: dict[str, Contender], batch: int, rounds: int) -> Values:
     """Return images a second of each; the uncounted turn compiles."""
+    updates = rig.updates or max(_enough(rig, run) for run in ways.values())
 
     def rate(run: Contender) -> float:
         since = rig.wait()
-        run(rig.updates)
-        return rig.updates * batch / (rig.wait() - since)
+        run(updates)
+        return updates * batch / (rig.wait() - since)
 
-    return report.in_turn({name: partial(rate, run) for name, run in ways.items()}, rounds)
+    turns = {name: partial(rate, run) for name, run in ways.items()}
+    # What has told how many updates it needs has compiled.
+    return report.in_turn(turns, rounds, uncounted=1 if rig.updates else 0)
+
+
+def _enough(rig: Rig, run: Contender) -> int:
+    """Return how many updates take the seconds of a turn, once compiled."""
+    run(TRIED)
+    since = rig.wait()
+    run(TRIED)
+    return max(TRIED, round(rig.seconds * TRIED / (rig.wait() - since)))
 
 
 def _speed(name: str, rig: Rig, rounds: int) -> Found:
     ways = contenders(rig, name)
-    rates = _rates(rig, ways, rig.network(name)[4], rounds)
-    headlines = {"ratio_to_reference": report.paired(rates[OURS], rates[BY_HAND])}
+    found = rates(rig, ways, rig.network(name)[4], rounds)
+    headlines = {"ratio_to_reference": report.paired(found[OURS], found[BY_HAND])}
     if rig.device.type == "cuda":  # torch tells of no other
         headlines["host_waits"] = (_waits(ways[OURS], 6) - _waits(ways[OURS], 2)) / 4
-    return _named(f"{name}, images/s", rates), headlines
+    return _named(f"{name}, images/s", found), headlines
 
 
 def _waits(run: Contender, updates: int) -> int:
@@ -247,7 +263,7 @@ def _opened(rig: Rig, words: Sequence[str]) -> Experiment:
     return experiment
 
 
-def _trained(rig: Rig, words: Sequence[str], by_hand: bool = False) -> tuple[float, float]:
+def trained(rig: Rig, words: Sequence[str], by_hand: bool = False) -> tuple[float, float]:
     """Return the seconds of the training and the test, and the share of the test images."""
     experiment = _opened(rig, words)
     trainer, test = experiment.trainer, experiment.test_loaders["test"]
@@ -266,11 +282,17 @@ def _trained(rig: Rig, words: Sequence[str], by_hand: bool = False) -> tuple[flo
     return rig.wait() - since, share
 
 
-def _airbench94(rig: Rig, rounds: int) -> Found:
+def airbench94(rig: Rig) -> list[str]:
+    """Return the command line of the recipe."""
     words = ["--config-dir", AIRBENCH, "experiment=airbench94", "callbacks=[whitening]"]
     if rig.small:
         words += ["model.widths=[8,16,16]", "loader.batch_size=20", "trainer.max_epochs=2"]
-    ways = {BY_HAND: partial(_trained, rig, words, True), OURS: partial(_trained, rig, words)}
+    return words
+
+
+def _airbench94(rig: Rig, rounds: int) -> Found:
+    words = airbench94(rig)
+    ways = {BY_HAND: partial(trained, rig, words, True), OURS: partial(trained, rig, words)}
     turns = report.in_turn(ways, rounds)
     seconds, right = ({name: [t[i] for t in own] for name, own in turns.items()} for i in (0, 1))
     values = _named("seconds", seconds) | _named("share of the test images", right)
@@ -280,19 +302,21 @@ def _airbench94(rig: Rig, rounds: int) -> Found:
 def _resnet18_whole(rig: Rig, rounds: int) -> Found:
     words = ["experiment=resnet18_cifar10", "callbacks=none", "trainer.precision=bf16"]
     words += ["model=small_cnn", "trainer.max_epochs=1"] if rig.small else []
-    took, share = _trained(rig, [*words, "loader.num_workers=0"])
+    took, share = trained(rig, [*words, "loader.num_workers=0"])
     return {}, {"seconds": took, "accuracy": share}
 
 
 def _jpeg(rig: Rig, rounds: int) -> Found:
     """Feed both from JPEG files, the images one by one through the recipe for ImageNet."""
+    updates = rig.updates or FED
+    rig = replace(rig, updates=updates)
     batch = rig.network("resnet50")[4]
     workers = 0 if rig.small else min(WORKERS, os.cpu_count() or 1)
     with tempfile.TemporaryDirectory() as folder:
         tree, _ = picture_folder("imagenet", Path(folder) / "jpeg", 500, 4 if rig.small else FILES)
         place = tree / "train" / "pictures"
         files = sorted(path.resolve() for path in place.iterdir())
-        for number in range(len(files), rig.updates * batch):
+        for number in range(len(files), updates * batch):
             (place / f"{number:06d}.jpg").symlink_to(files[number % len(files)])
         options: dict[str, Any] = {"shuffle": True, "drop_last": True, "num_workers": workers}
         options["pin_memory"] = pins(rig.device)
@@ -305,10 +329,10 @@ def _jpeg(rig: Rig, rounds: int) -> Found:
             OURS: ours(rig, "resnet50", lambda updates: own),
             ALONE: contenders(rig, "resnet50")[OURS],
         }
-        rates = _rates(rig, ways, batch, rounds)
+        found = rates(rig, ways, batch, rounds)
     to = {"ratio_to_reference": BY_HAND, "share_of_time": ALONE}
-    ratios = {name: report.paired(rates[OURS], rates[other]) for name, other in to.items()}
-    return _named("resnet50 from JPEG files, images/s", rates), ratios
+    ratios = {name: report.paired(found[OURS], found[other]) for name, other in to.items()}
+    return _named("resnet50 from JPEG files, images/s", found), ratios
 
 
 def _named(title: str, values: Values) -> Values:

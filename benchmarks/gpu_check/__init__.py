@@ -1,0 +1,1 @@
+"""The steps of `benchmarks/gpu_check.sh`: what is checked on an accelerator, and who starts it."""
