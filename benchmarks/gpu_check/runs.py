@@ -41,7 +41,7 @@ def smoke(checks: Checks) -> None:
             given = [*words, f"trainer.precision={name}", "callbacks=none"]
             experiment = built(given, DEVICE)
             experiment.trainer.fit()
-            tested = experiment.trainer.evaluate(experiment.test_loader, "test")
+            tested = experiment.trainer.evaluate(experiment.test_loaders["test"], "test")
             found = tested["test/accuracy"]
             checks.add(f"accuracy, {name}", f"at least {least}", f"{found:.3f}", found >= least)
 
