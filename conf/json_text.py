@@ -3,7 +3,10 @@
 import json
 import math
 import re
+from collections.abc import Mapping
 from typing import Any
+
+from conf.errors import shortened
 
 MAX_DEPTH = 40  # as of YAML
 _QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"?', re.DOTALL)
@@ -21,6 +24,20 @@ def plain_json(text: str | bytes, finite: bool = False) -> Any:
     if finite:
         return json.loads(text, parse_int=_number, parse_float=_number, parse_constant=_number)
     return json.loads(text)
+
+
+def form_fault(values: Mapping[str, Any], form: Mapping[str, Any]) -> str | None:
+    """Return which of an object's values is of another type than its form says; None if none is.
+
+    `form`: a type, or several (`int | None`), by name. True and false are no numbers.
+    """
+    for name, kind in form.items():
+        if name not in values:
+            return f"it has no {name!r}"
+        value = values[name]
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            return f"its {name!r} cannot be {shortened(repr(value), 80)}"
+    return None
 
 
 def _depth(text: str) -> int:

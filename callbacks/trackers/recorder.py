@@ -189,6 +189,8 @@ class Tracker(Recorder):
         """Reach the tracker, and send what it has missed."""
         self._names = names_of(self.run, trainer.config_text)
         self.known = read_json(self.run / FOLDER / f"{self.name}.json")
+        if not isinstance(self.known.get("sent", {}), dict):
+            self.known = {}
         last = max(self.known.get("sent", {}).values(), default=0)
         if trainer.branched and last > trainer.state.global_step:
             self.known = {}
@@ -277,7 +279,9 @@ class Names(NamedTuple):
 
 def names_of(run: Path, config_text: str) -> Names:
     """Return the names of the run in a directory; without a `config.yaml` by `config_text`."""
-    file, keys = run / CONFIG, read_json(run.parent / SWEEP).get("swept") or []
+    file, keys = run / CONFIG, read_json(run.parent / SWEEP).get("swept")
+    if not isinstance(keys, list):
+        keys = []
     config = read_own(file) if file.exists() else plain_values(config_text, "its configuration")
     texts = read_own(run / OVERRIDES) if keys else []
     given = dict(str(text).lstrip("+~").partition("=")[::2] for text in texts)

@@ -31,6 +31,8 @@ _PACKED = (".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz", ".tar.zst"
 _LAYOUT = 2  # version of the index files
 # An index is an array with an entry for each sample: the number of its shard, where its image lies
 # there and how many bytes it has, the image's name, and the label as text.
+_LONGEST = 1000  # letters of a label, and of a member's name
+_LARGEST = 1_000_000  # bytes of a member with a label
 _ENTRY = ("shard", "offset", "size", "name", "label")
 
 
@@ -175,12 +177,14 @@ def _indexed(root: str, paths: list[str], label: str, place: Path | None, keep: 
 def _shard_index(root: str, path: str, label: str, place: Path | None, keep: bool) -> Any:
     files = _opened(root)[0]
     facts = files.info(path)
+    if facts["type"] != "file":  # to open a pipe would wait for ever
+        raise DataError(f"{path}: is a folder, pipe or device, not a shard")
     known = f"{_LAYOUT} {path} {facts['size']} {facts.get('mtime') or files.ukey(path)} {label}"
     kept = None if place is None else place / f"{sha256(known.encode()).hexdigest()[:24]}.npy"
     if kept is not None and kept.is_file():
         try:
-            return np.load(kept, allow_pickle=False)
-        except (OSError, ValueError, EOFError) as error:
+            return _checked(np.load(kept, allow_pickle=False))
+        except (OSError, ValueError, EOFError, TypeError, OverflowError, MemoryError) as error:
             logger.warning("%s is damaged and made again: %s", kept, reason(error))
     logger.info("indexing %s", path)
     with (  # the headers and labels are read once, from the beginning to the end
@@ -206,11 +210,36 @@ def _shard_index(root: str, path: str, label: str, place: Path | None, keep: boo
     return index
 
 
+def _checked(index: Any) -> Any:
+    """Return a kept index. Raises ValueError for one of another form."""
+    names = getattr(getattr(index, "dtype", None), "names", None)
+    if names != _ENTRY or index.ndim != 1 or not len(index):
+        raise ValueError("it is no index of a shard")
+    kinds = [index.dtype[name].kind for name in _ENTRY]
+    if kinds[:3] != ["i"] * 3 or kinds[3:] != ["S"] * 2:
+        raise ValueError("it is no index of a shard")
+    if min(index["offset"].min(), index["size"].min()) < 0:
+        raise ValueError("it has negative places")
+    return index
+
+
 def _split_name(member: tarfile.TarInfo) -> tuple[str, str]:
     """Return the name of a member's sample, and its ending: all from the first dot on."""
     folder, base = os.path.split(member.name)
     stem, dot, ending = base.partition(".")
     return os.path.join(folder, stem), (dot + ending).lower()
+
+
+def _label(content: bytes, field: str) -> str:
+    """Return the label in a member; with `field` it is JSON. Raises what reading it raises."""
+    if not field:
+        return content.decode().strip()
+    value = plain_json(content)[field]
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        raise ValueError(f"{field} is neither a name nor a number but {type(value).__name__}")
+    label = str(value)
+    label.encode()  # of a lone surrogate there is no name
+    return label
 
 
 def _sample(
@@ -224,15 +253,21 @@ def _sample(
     for member in members:
         ending = _split_name(member)[1]
         endings.append(ending)
+        if len(member.name) > _LONGEST:  # an index has room for the longest name in every row
+            raise DataError(f"{path}: {member.name[:80]!r}... is longer than {_LONGEST} letters")
         if ending in EXTENSIONS:
             image = 0, member.offset_data, member.size, os.fsencode(member.name)
         elif ending == f".{suffix}":
+            if member.size > _LARGEST:
+                raise DataError(f"{path}:{member.name}: {member.size} bytes are no label")
             content = archive.extractfile(member).read()  # type: ignore[union-attr]
             place = f"{path}:{member.name}: no label in it"
             with explained(place, ValueError, KeyError, TypeError):
-                value = str(plain_json(content)[field] if field else content.decode().strip())
+                value = _label(content, field)
             if not value:
                 raise DataError(f"{path}:{member.name}: the label is empty")
+            if len(value) > _LONGEST:
+                raise DataError(f"{path}:{member.name}: the label has more than {_LONGEST} letters")
     if not image or value is None:
         lacks = f".{suffix}" if image else "image"
         dots = " (a sample's name ends at its first dot: rename files with further ones)"

@@ -160,9 +160,12 @@ def _mapped(path: Path, dtype: str) -> NDArray[Any]:
     """Map a token file. Raises DataError for one that holds no tokens."""
     if path.suffix not in _SUFFIXES:
         raise DataError(f"{path}: expected a file of the kinds {', '.join(_SUFFIXES)}")
-    with explained(f"{path}: cannot be read as tokens", OSError, ValueError, EOFError):
+    broken = (OSError, ValueError, EOFError, TypeError, OverflowError, MemoryError)
+    with explained(f"{path}: cannot be read as tokens", *broken):
         if path.suffix == ".npy":
             tokens: NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
+            if not isinstance(tokens, np.ndarray):  # an archive of several (.npz) by this name
+                raise ValueError(f"holds {type(tokens).__name__}")
         else:
             kind = np.dtype("uint8" if path.suffix == ".txt" else f"<{np.dtype(dtype).str[1:]}")
             size = path.stat().st_size

@@ -17,6 +17,7 @@ from typing import Any, Self
 from conf.addresses import is_address
 from conf.check import fill_defaults
 from conf.errors import ConfigError, problems_at
+from conf.json_text import form_fault
 from conf.schema import Values
 from conf.yaml_file import plain_values
 from scripts.cli.arguments import RUNS
@@ -301,7 +302,9 @@ def going_back_to(run: Path) -> int | None:
         note = read_json(run / _ABANDONED / _NOTE)
     except RunDirectoryError as error:
         raise CheckpointError(f"{error}: it holds the step that the run continues from") from error
-    return int(note["step"]) if note else None
+    if note and (fault := form_fault(note, {"step": int, "folder": str})):
+        raise CheckpointError(f"{run / _ABANDONED / _NOTE}: {fault}: it says where the run goes on")
+    return note["step"] if note else None
 
 
 def go_back(run: Path, moment: Moment) -> Path | None:

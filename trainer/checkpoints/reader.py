@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from conf.errors import lacks_memory
-from conf.json_text import plain_json
+from conf.json_text import form_fault, plain_json
 from trainer.checkpoints import shards as checkpoint_shards
 from trainer.checkpoints.archive import (
     DamagedCheckpointError,
@@ -26,6 +26,11 @@ from trainer.state import TrainState
 
 FORMAT_VERSION = 2
 INDEX = "index.json"
+_ENTRY: Mapping[str, Any] = {
+    **dict.fromkeys(("file", "sha256"), str),
+    **dict.fromkeys(("step", "size"), int),
+    **dict.fromkeys(("metrics", "facts"), dict),
+}
 _MOST_VALUES = 5_000_000
 _WEIGHTS = ("model", "ema", "callbacks", "shards", "format_version")  # of a run's checkpoint
 _WEIGHT_KEYS = ("model", "state_dict", "model_state_dict")
@@ -65,7 +70,7 @@ class Index:
         try:
             content = plain_json(regular(folder / INDEX).read_bytes())
             files, names = (
-                {name: Entry(**fields) for name, fields in content[key].items()}
+                {name: _entry(fields) for name, fields in content[key].items()}
                 for key in ("files", "names")
             )
             for name in (*files, *names):
@@ -93,6 +98,12 @@ class Index:
         if path.stem not in self.names or not listed:
             return None
         return {entry.sha256 for entry in (*self.files.values(), *self.names.values())}
+
+
+def _entry(fields: dict[str, Any]) -> Entry:
+    if fault := form_fault(fields, _ENTRY):
+        raise ValueError(fault)
+    return Entry(**fields)
 
 
 def read_checkpoint(path: Path, attempts: int = 5) -> dict[str, Any]:

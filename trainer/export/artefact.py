@@ -4,7 +4,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import product
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from conf.json_text import form_fault
 from conf.schema import Config
 from data.batch import inputs_of
 from data.errors import DataError
@@ -21,6 +22,7 @@ from models.pretrained import no_initial_weights
 from trainer.assembly.data import build_data, build_pipeline
 from trainer.assembly.experiment import build_evaluator, eval_loader
 from trainer.checkpoints.archive import digest, read_safetensors, write_safetensors
+from trainer.checkpoints.reader import compare_names
 from trainer.errors import ModelError, brief
 from trainer.export.formats import (
     GRAPHS,
@@ -51,6 +53,12 @@ from trainer.tasks.supervised import Supervised
 logger = logging.getLogger("regimen")
 
 FACTS = "export.json"
+# Of `export.json`, what a test of its file uses.
+_FORM: Mapping[str, Any] = {
+    **dict.fromkeys(("format", "file", "sha256", "output"), str),
+    **dict.fromkeys(("transforms_of_the_caller", "model"), dict),
+    "num_classes": int | None,
+}
 _SAMPLES = 32
 _BATCHES = (1, 2, 3, _SAMPLES)
 _ANY_SIZE = (256, 256)  # of pictures that the transforms bring to one size
@@ -213,9 +221,14 @@ def _write_weights(model: nn.Module, path: Path, facts: Facts) -> None:
 
 
 def _load_weights(path: Path, facts: Facts) -> nn.Module:
+    weights = read_safetensors(path)
+    # First without memory: what `facts` say of a network may be larger than what the file holds.
+    with torch.device("meta"), no_initial_weights():
+        planned: nn.Module = instantiate(facts["model"], _key_="model")
+    compare_names({"model": weights}, planned.state_dict(), path)
     with no_initial_weights():
         model: nn.Module = instantiate(facts["model"], _key_="model")
-    model.load_state_dict(read_safetensors(path))
+    model.load_state_dict(weights)
     return model.eval()
 
 
@@ -276,12 +289,17 @@ def evaluate_artefact(
     whose format runs code when it is read unless `allow_code`.
     """
     facts = read_json(path.parent / FACTS)
-    form = GRAPHS.get(facts.get("format", WEIGHTS))
-    fault = None
-    if not path.is_file() or (facts.get("file"), facts.get("sha256")) != (path.name, digest(path)):
+    if fault := form_fault(facts, _FORM) if facts else None:
+        raise ModelError(f"artefact={path}: {FACTS} beside it is damaged ({fault}): export again")
+    kind = facts.get("format", WEIGHTS)
+    form = GRAPHS.get(kind)
+    described = facts.get("file"), facts.get("sha256")
+    if form is None and kind != WEIGHTS:
+        fault = f" has the unknown format {kind!r:.80}: export again"
+    elif not path.is_file() or described != (path.name, digest(path)):
         fault = f" is not the file that {FACTS} beside it describes: export again"
     elif facts["output"] not in _EVALUATED:
-        fault = f" has the output {facts['output']!r}, not one of {', '.join(_EVALUATED)}"
+        fault = f" has the output {facts['output']!r:.80}, not one of {', '.join(_EVALUATED)}"
     elif form is not None and form.runs_code and not allow_code:
         fault = " runs code when it is loaded: set allow_code=true if you trust its author"
     if fault is not None:
@@ -313,8 +331,10 @@ def metrics_of(
     strategy = Strategy("cpu")
     opened = open_splits(config, strategy, split, classes)
     _, num_classes = next(iter(opened.values()))
-    trained = facts.get("num_classes", num_classes)
-    trainer = build_evaluator(config, trained, strategy, _Answering(answer, facts))
+    told = facts.get("num_classes")
+    if told is not None and num_classes is not None and told != num_classes:
+        raise ModelError(f"the file has {told} classes, the data of the run {num_classes}")
+    trainer = build_evaluator(config, told or num_classes, strategy, _Answering(answer, facts))
     split, metrics = measured(trainer, opened)
     if facts["output"] == "mask" and isinstance(trainer.task, Supervised):
         for one, name in product(opened, trainer.task.losses.names):

@@ -1,7 +1,7 @@
 """What a trained model takes and answers: the facts about its data, its outputs, their rows."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from conf.json_text import form_fault
 from conf.schema import Config
 from data.batch import inputs_of
 from data.keys import preserved_rng
@@ -28,6 +29,27 @@ from trainer.trainer import Trainer
 Row = dict[str, Any]
 Sampling = Literal["greedy", "random"]
 OUTPUT = "output"  # the name of an output that is one tensor
+# The form of `inference.json`, and of its `inputs` by their kind.
+_FORM: Mapping[str, Any] = {
+    "classes": list | None,
+    "num_classes": int | None,
+    **dict.fromkeys(("inputs", "outputs", "transforms", "model"), dict),
+}
+_INPUTS: Mapping[str, Mapping[str, Any]] = {
+    "picture": {"channels": int, "size": list | None},
+    "table": {"features": list, "missing": str},
+    "text": {"encoding": str, "context": int},
+}
+_OUTPUTS: Mapping[str, Any] = {"threshold": int | float, "scale": list}
+_NUMBER = int | float
+_FEATURE: Mapping[str, Any] = {
+    "name": str,
+    "categories": list | None,
+    "mean": _NUMBER,
+    "std": _NUMBER,
+}
+_MOST_CLASSES = 1_000_000  # a network is built with as many outputs
+_LARGEST_SIDE = 1 << 16  # pixels
 _COLUMNS = 16  # numbers of a sample that have columns of a table; more are an array
 
 
@@ -69,12 +91,42 @@ def read_facts(folder: Path) -> InferenceFacts:
     """Read a run's `inference.json`. Raises RunDirectoryError."""
     path = folder / INFERENCE
     found = read_json(path)
-    try:
-        return InferenceFacts(*(found[name] for name in InferenceFacts._fields))
-    except KeyError as error:
+    if fault := _misfit(found):
         raise RunDirectoryError(
-            f"{path} is missing or has no {error}: training writes it, with resume=auto again"
-        ) from error
+            f"{path} is missing or damaged ({fault}): training writes it, with resume=auto again"
+        )
+    return InferenceFacts(*(found[name] for name in InferenceFacts._fields))
+
+
+def _misfit(found: Mapping[str, Any]) -> str | None:
+    """Return what of `inference.json` is not as `InferenceFacts` has it; None if all is."""
+    if fault := form_fault(found, _FORM) or form_fault(found["inputs"], {"kind": str}):
+        return fault
+    classes, inputs, outputs = found["classes"], found["inputs"], found["outputs"]
+    if not all(isinstance(name, str) for name in classes or ()):
+        return "its 'classes' are no names"
+    if fault := form_fault(inputs, _INPUTS.get(inputs["kind"], {})):
+        return fault
+    given = {name: kind for name, kind in _OUTPUTS.items() if name in outputs}
+    if fault := form_fault(outputs, {"kind": str, **given}):
+        return fault
+    if (count := found["num_classes"]) is not None and not 0 <= count <= _MOST_CLASSES:
+        return f"its 'num_classes' are {count}"
+    scale = outputs.get("scale", [0.0, 1.0])
+    if len(scale) != 2 or not _are(scale, _NUMBER):
+        return "its 'scale' is no mean and deviation"
+    size = inputs.get("size") or [1, 1]
+    if len(size) != 2 or not _are(size, int) or not 0 < min(size) <= max(size) <= _LARGEST_SIDE:
+        return "its 'size' is no height and width"
+    features = inputs.get("features", [])
+    if not _are(features, dict):
+        return "its 'features' are no list of columns"
+    faults = (form_fault(feature, _FEATURE) for feature in features)
+    return next((fault for fault in faults if fault), None)
+
+
+def _are(values: Iterable[Any], kind: Any) -> bool:
+    return all(isinstance(value, kind) and not isinstance(value, bool) for value in values)
 
 
 def classes_of(folder: Path) -> list[str] | None:
@@ -325,7 +377,8 @@ class Rows(NamedTuple):
         return row
 
     def _name(self, number: int) -> str:
-        return self.facts.classes[number] if self.facts.classes else str(number)
+        names = self.facts.classes or ()
+        return names[number] if number < len(names) else str(number)
 
     def _text(self, tokens: Sequence[int]) -> str:
         if self.facts.inputs.get("encoding") == "bytes":

@@ -436,6 +436,33 @@ def test_folds_are_contiguous_and_share_out_the_file(folder, shift):
 
 
 @pytest.mark.parametrize(
+    "save",
+    [
+        pytest.param(lambda file: np.savez(file, a=NUMBERS), id="an archive"),
+        pytest.param(lambda file: np.save(file, np.array([{}]), allow_pickle=True), id="objects"),
+        pytest.param(lambda file: np.save(file, np.zeros(3, "i4,i4")), id="records"),
+        pytest.param(lambda file: np.save(file, np.array(3)), id="a number"),
+        pytest.param(lambda file: np.save(file, np.zeros(0, "u2")), id="nothing"),
+        pytest.param(
+            lambda file: file.write(b"\x93NUMPY\x01\x00v\x00{'descr'"), id="half a header"
+        ),
+        pytest.param(
+            lambda file: np.lib.format.write_array_header_1_0(
+                file, {"descr": "<u2", "fortran_order": False, "shape": (10**15,)}
+            ),
+            id="longer than the file",
+        ),
+    ],
+)
+def test_a_token_file_of_another_form_is_named(folder, save):
+    (folder / "train.bin").unlink()
+    with open(folder / "train.npy", "wb") as file:
+        save(file)
+    with pytest.raises(DataError, match=r"train\.npy"):
+        blocks(folder).batch(range(62))
+
+
+@pytest.mark.parametrize(
     ("content", "options", "words"),
     [
         (NUMBERS.tobytes(), {"num_classes": 200}, r"train\.bin: token \d+ is \d+.*200"),

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import pickle
 import tarfile
 
@@ -16,7 +17,7 @@ from data.decode import read_image
 from data.errors import DataError
 from data.formats.huggingface import huggingface
 from data.formats.huggingface_stream import streamed
-from data.formats.shards import tar_shards
+from data.formats.shards import _ENTRY, tar_shards
 from data.orders import Shuffled
 from data.streams import Stream
 from scripts.composition.compose import compose
@@ -113,6 +114,59 @@ def test_the_index_is_made_once(shards, caplog):
         kept.write_bytes(kept.read_bytes()[:50])
     assert len(tar(shards)) == 30
     assert "is damaged and made again" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        pytest.param(np.zeros((3, 3)), id="numbers"),
+        pytest.param(np.zeros(0, "i8,i8,i8,S2,S2"), id="other names"),
+        pytest.param(np.array(["a"]), id="texts"),
+        pytest.param(np.rec.fromrecords([(0, -5, 1, b"a", b"b")], names=_ENTRY), id="negative"),
+        pytest.param(
+            np.rec.fromrecords([("a", 5, 1, b"a", b"b")], names=_ENTRY), id="a shard's name"
+        ),
+        pytest.param(
+            np.rec.fromrecords([(0, 5, 1, b"a", 3)], names=_ENTRY), id="labels as numbers"
+        ),
+    ],
+)
+def test_an_index_of_another_form_is_made_again(shards, caplog, index):
+    wanted = [int(target) for _, target in tar(shards)]
+    for kept in (shards / ".index").iterdir():
+        np.save(kept, index)
+    assert [int(target) for _, target in tar(shards)] == wanted
+    assert caplog.text.count("is damaged and made again") == 2
+
+
+@pytest.mark.parametrize(
+    "label",
+    [
+        pytest.param(b'["kind"]', id="a list"),
+        pytest.param(b'{"kind": ["a"]}', id="a list in it"),
+        pytest.param(b'{"kind": {"a": 1}}', id="an object in it"),
+        pytest.param(b'{"kind": null}', id="null"),
+        pytest.param(b'{"kind": true}', id="true"),
+        pytest.param(b'{"kind": 1.5}', id="a fraction"),
+        pytest.param(b'{"kind": "\\ud800"}', id="a lone surrogate"),
+        pytest.param(b'{"kind": "' + b"x" * 5000 + b'"}', id="a long one"),
+        pytest.param(b"[" * 5000, id="brackets"),
+        pytest.param(b'{"other": 1}', id="no such field"),
+        pytest.param(b"\xff", id="no text"),
+        pytest.param(b" " * 2_000_000, id="2 MB"),
+    ],
+)
+def test_a_json_label_of_another_form_is_named(tmp_path, label):
+    write(tmp_path / "train.tar", {"a.png": picture(0), "a.json": label})
+    with pytest.raises(DataError, match=r"train\.tar:a\.json") as caught:
+        tar(tmp_path, label="json.kind")
+    assert len(str(caught.value)) < 500
+
+
+def test_a_pipe_is_no_shard(shards):
+    os.mkfifo(shards / "train-002.tar")
+    with pytest.raises(DataError, match=r"train-002\.tar: is a folder, pipe or device"):
+        tar(shards)
 
 
 def test_val_is_cut_from_train_or_a_fold_of_it(shards):

@@ -260,6 +260,34 @@ def test_files_that_run_code_or_were_changed_are_not_loaded(run, tmp_path):
             evaluate_artefact(run.config, place, "test", allow_code)
 
 
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        pytest.param({"output": None}, "has no 'output'", id="no output"),
+        pytest.param({"format": ["onnx"]}, "its 'format' cannot be", id="a list as format"),
+        pytest.param({"format": "nonsense"}, "unknown format 'nonsense'", id="an unknown format"),
+        pytest.param({"file": 3}, "its 'file' cannot be 3", id="a number as file"),
+        pytest.param({"model": "Net"}, "its 'model' cannot be", id="a text as model"),
+        pytest.param({"num_classes": "ten"}, "its 'num_classes' cannot be", id="text as classes"),
+        pytest.param({"num_classes": 10**9}, "1000000000 classes, the data", id="many classes"),
+        pytest.param({"transforms_of_the_caller": 3}, "cannot be 3", id="transforms as a number"),
+        pytest.param({"output": "x" * 5000}, "has the output 'xxx", id="a long output"),
+        pytest.param({"model": {"hidden": 10**9}}, "cannot be loaded", id="a huge network"),
+    ],
+)
+def test_facts_beside_a_file_of_another_form_are_named(run, tmp_path, change, told):
+    path, _ = export_run(run, "safetensors", tmp_path / "weights")
+    facts = json.loads((path.parent / "export.json").read_text())
+    if isinstance(change.get("model"), dict):
+        layers = {"_target_": "torch.nn.Linear", "in_features": 10**6, "out_features": 10**9}
+        change = {"model": layers}
+    facts = {k: v for k, v in (facts | change).items() if v is not None or k == "classes"}
+    (path.parent / "export.json").write_text(json.dumps(facts))
+    with pytest.raises(ModelError, match=told) as caught:
+        evaluate_artefact(run.config, path, "test")
+    assert len(str(caught.value)) < 1000
+
+
 IMAGE = torch.randn(2, 1, 16, 16)
 NETWORKS = [
     ("resnet18", [], IMAGE),

@@ -1,5 +1,6 @@
 """New text, as a loop over single prompts writes it; and runs with files that cannot be read."""
 
+import json
 from functools import partial
 
 import pytest
@@ -16,7 +17,7 @@ from scripts.cli.keys import Evaluation, read_keys
 from trainer.checkpoints.archive import DamagedCheckpointError
 from trainer.checkpoints.reader import model_only
 from trainer.errors import CheckpointError
-from trainer.inference.predictor import Generation
+from trainer.inference.predictor import Generation, read_facts
 from trainer.inference.run import load_run, load_trainer
 from trainer.runs.status import RunDirectoryError
 from trainer.tasks.language_model import LanguageModel
@@ -125,6 +126,53 @@ def test_a_damaged_configuration_is_named_with_the_way_out(tmp_path, content, te
     (tmp_path / "config.yaml").write_bytes(content)
     with pytest.raises(RunDirectoryError, match=f"{text}.*resume=auto restores it"):
         load_run(tmp_path)
+
+
+FACTS = {
+    "classes": ["a", "b"],
+    "num_classes": 2,
+    "inputs": {"kind": "picture", "channels": 1, "size": [8, 8]},
+    "outputs": {"kind": "classes"},
+    "transforms": {},
+    "model": {},
+}
+TABLE = {"kind": "table", "missing": "mean"}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param({"classes": [1, 2]}, id="numbers as names"),
+        pytest.param({"classes": "ab"}, id="text as names"),
+        pytest.param({"num_classes": 10**9}, id="a billion classes"),
+        pytest.param({"num_classes": True}, id="true classes"),
+        pytest.param({"inputs": []}, id="a list as inputs"),
+        pytest.param({"inputs": {}}, id="inputs without a kind"),
+        pytest.param({"inputs": {"kind": ["picture"]}}, id="a list as kind"),
+        pytest.param({"inputs": {"kind": "picture"}}, id="a picture without channels"),
+        pytest.param({"inputs": FACTS["inputs"] | {"size": [10**9] * 2}}, id="a huge picture"),
+        pytest.param({"inputs": FACTS["inputs"] | {"size": 8}}, id="size as a number"),
+        pytest.param({"inputs": TABLE}, id="a table without features"),
+        pytest.param({"inputs": TABLE | {"features": ["a"]}}, id="features as texts"),
+        pytest.param({"inputs": TABLE | {"features": [{"name": "a"}]}}, id="half a feature"),
+        pytest.param(
+            {"inputs": {"kind": "text", "context": "8", "encoding": "bytes"}}, id="context"
+        ),
+        pytest.param({"outputs": None}, id="no outputs"),
+        pytest.param({"outputs": {"kind": "values", "scale": [1]}}, id="half a scale"),
+        pytest.param({"outputs": {"kind": "labels", "threshold": "x"}}, id="threshold as text"),
+        pytest.param({"model": "Net"}, id="model as text"),
+    ],
+)
+def test_facts_of_another_form_are_damaged(tmp_path, change):
+    (tmp_path / "inference.json").write_text(json.dumps(FACTS))
+    assert read_facts(tmp_path).classes == ["a", "b"]
+    (tmp_path / "inference.json").write_text(json.dumps(FACTS | change))
+    with pytest.raises(
+        RunDirectoryError, match=r"inference\.json is missing or damaged \("
+    ) as caught:
+        read_facts(tmp_path)
+    assert len(str(caught.value)) < 500
 
 
 def test_for_a_damaged_checkpoint_the_others_are_named(tmp_path):
