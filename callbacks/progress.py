@@ -10,7 +10,7 @@ from typing import Any
 from tqdm import tqdm
 
 from callbacks.support import require
-from trainer.callback import Callback, saver_of
+from trainer.callback import Callback, losses_of, saver_of
 from trainer.files.layout import is_dumb, packed, size_of
 from trainer.trainer import Trainer
 
@@ -81,10 +81,12 @@ class Progress(Callback):
 
     def on_log(self, trainer: Trainer, scalars: Mapping[str, float]) -> None:
         """Show the logged values."""
-        self._fresh |= {k: v for k, v in scalars.items() if k == _EPOCH_LOSS}
-        if _LOSS not in scalars or not trainer.is_main:
+        epoch_losses = losses_of(trainer, _EPOCH_LOSS)
+        self._fresh |= {k: v for k, v in scalars.items() if k in epoch_losses}
+        losses = {key: scalars[key] for key in losses_of(trainer, _LOSS) if key in scalars}
+        if not losses or not trainer.is_main:
             return
-        state, loss = trainer.state, _text({_LOSS: scalars[_LOSS]})
+        state, loss = trainer.state, _text(losses)
         if self._bars:
             self._bars[1].set_postfix_str(loss, refresh=False)
         elif state.position and self._is_due():
@@ -165,7 +167,8 @@ class Progress(Callback):
         values, self._fresh = self._fresh, {}
         if not trainer.is_main:
             return
-        shown = {k: values[k] for k in sorted(values) if k == _EPOCH_LOSS or k.startswith("val/")}
+        losses = losses_of(trainer, _EPOCH_LOSS)
+        shown = {k: values[k] for k in sorted(values) if k in losses or k.startswith("val/")}
         step, within = trainer.state.global_step, trainer.state.position > 0
         number = _numbered(trainer, trainer.state.epoch + within)
         took = f"{time.monotonic() - self._begun:.1f} s"

@@ -57,6 +57,7 @@ class Callback:
     changes_weights: bool = False  # after an update: called before those that read them
     freezes: bool = False  # parameters get no gradient in some updates: DDP has to look for them
     takes_shards: bool = True  # does its work where each process has a part of every parameter
+    affects_result: bool = True  # False: a run may be gone on with without it, or with it anew
     persistent: tuple[str, ...] = ()  # attributes that are its state, if they are all of it
 
     def check(self, model: nn.Module) -> None:
@@ -276,6 +277,11 @@ def saver_of(callbacks: Mapping[str, Callback]) -> Saver | None:
     return next((c for c in callbacks.values() if isinstance(c, Saver)), None)
 
 
+def losses_of(trainer: Trainer, name: str) -> list[str]:
+    """Return the keys that the loss called `name` is logged by: one for each turn of a GAN."""
+    return [f"{name}_{turn}" for turn in trainer.task.turns] or [name]
+
+
 class EpochLines(Callback):
     """Print the loss of each epoch and the metrics of each validation to stderr.
 
@@ -285,7 +291,8 @@ class EpochLines(Callback):
 
     def on_log(self, trainer: Trainer, scalars: Mapping[str, float]) -> None:
         """Print the mean loss of an epoch that ends, or the metrics of a validation."""
-        metrics = {k: v for k, v in scalars.items() if k == "train/epoch_loss" or k[:4] == "val/"}
+        losses = losses_of(trainer, "train/epoch_loss")
+        metrics = {k: v for k, v in scalars.items() if k in losses or k.startswith("val/")}
         if metrics and trainer.is_main:
             state, last = trainer.state, trainer.options.max_epochs
             where = f"epoch {state.epoch}" + (f"/{last}" if last is not None else "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -207,8 +208,20 @@ class Task:
                 metric.to(device)
 
     def prediction_step(self, model: nn.Module, batch: Any) -> Any:
-        """Return the model's output for a batch."""
-        return model(inputs_of(batch))
+        """Return the model's output for a batch.
+
+        Of a batch that is a dict, a model whose `forward` names some of its keys is given those by
+        keyword.
+        """
+        inputs = inputs_of(batch)
+        if not isinstance(inputs, Mapping):
+            return model(inputs)
+        known = inspect.signature(model.forward).parameters.values()
+        takes_all = any(one.kind is one.VAR_KEYWORD for one in known)
+        names = {one.name for one in known if one.kind is not one.VAR_POSITIONAL}
+        if not names & inputs.keys():
+            return model(inputs)
+        return model(**{name: v for name, v in inputs.items() if takes_all or name in names})
 
     def interpret(self, output: Any) -> Any:
         """Convert the result of `prediction_step` to the values that `output_kind` describes."""

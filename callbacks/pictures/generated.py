@@ -8,6 +8,7 @@ from torch import Tensor
 from callbacks.pictures.picture import ValidationPicture, class_names, code_block, is_picture, sheet
 from callbacks.support import check_least, require
 from data.batch import inputs_of
+from trainer.task import tensors_of
 from trainer.trainer import Trainer
 
 
@@ -22,12 +23,23 @@ class GeneratedImages(ValidationPicture):
 
     def collect(self, trainer: Trainer, batch: Any, output: Any) -> None:
         """Keep the first images."""
-        if not self.kept and is_picture(output):
+        if not self.kept and is_picture(output) and not _are_logits(batch, output):
             self.kept = [(output[: self.wanted].clone(),)]
 
     def show(self, trainer: Trainer, *parts: Tensor) -> None:
         """Log the images."""
         trainer.log_image("generated/val", sheet(parts[0], columns=8))
+
+
+def _are_logits(batch: Any, output: Tensor) -> bool:
+    """Return whether a batch has a class for each pixel of the output, which then are no colors."""
+    height_width = output.shape[2:]
+    return any(
+        not (target.is_floating_point() or target.is_complex())
+        and target.shape[-2:] == height_width
+        and target.numel() == len(output) * height_width.numel()
+        for target in list(tensors_of(batch))[1:]
+    )
 
 
 class GeneratedText(ValidationPicture):

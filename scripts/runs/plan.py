@@ -6,6 +6,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from callbacks.checkpoint import Checkpoint
 from data.batch import MicroBatch
 from data.errors import DataError
@@ -15,13 +17,16 @@ from scripts.cli.arguments import Request
 from trainer.assembly.data import kept_bytes
 from trainer.assembly.experiment import Experiment, follows_split
 from trainer.assembly.summary import estimate, render, summarize
+from trainer.errors import brief
 from trainer.evaluation import evaluate
 from trainer.files.atomic import write_text
 from trainer.files.layout import WIDTH, aligned, packed, size, visible
+from trainer.inference.predictor import Predictor
 from trainer.lr_schedulers.schedule import curve
 from trainer.optimizers.optimizers import GroupRow
 from trainer.runs.directory import make_folder
 from trainer.task import as_output, coupling_remark
+from trainer.trainer import Trainer
 from trainer.update.precision import format_remark
 
 _RATES = 5  # about how many learning rates of a group are shown
@@ -44,6 +49,7 @@ def make_plan(request: Request, experiment: Experiment, folder: Path) -> None:
         autocast=trainer.precision.autocast,
         samples=first.piece.count if first else None,
     )
+    notes += _asked(trainer, first)
     largest, updates = _updates(experiment)
     optimizers = [optimizer for _, optimizer in trainer.optimizers.items()]
     memory = estimate(trainer.model, summary, optimizers, largest, trainer.strategy.mesh.shards)
@@ -118,6 +124,21 @@ def _tried(experiment: Experiment, unread: list[DataError]) -> tuple[MicroBatch 
             named = ", ".join(missing)
             notes.append(f"the task declares {named}, and its evaluation_step does not return it")
     return first, notes
+
+
+def _asked(trainer: Trainer, first: MicroBatch | None) -> Iterator[str]:
+    """Say why `predict` could not ask the model, which shows only once a run has ended."""
+    if first is None:
+        return
+    predictor = Predictor(trainer)
+    try:
+        with torch.inference_mode(), predictor.ready():
+            predictor.ask(first.batch, range(first.piece.count))
+    except Exception as error:  # of the user's code: the training does not need it
+        yield (
+            f"predict cannot ask this model ({brief(error)}): give the task a method "
+            "prediction_step(model, batch) that returns the model's output for a batch"
+        )
 
 
 def _loss(task: Any, model: Any, batch: Any) -> Any:
@@ -218,8 +239,10 @@ def _updates(experiment: Experiment) -> tuple[int, list[str]]:
     total = trainer.total_steps
     ends.append("no limit but its time" if total is None else f"{total:,} in all")
     grid = trainer.strategy.shares, config.trainer.micro_batches
-    dataset = experiment.data.sets["train"]
-    samples = len(dataset) if hasattr(dataset, "__len__") else None
+    samples = trainer.train_loader.sampler.samples  # of the order, which a sampler decides
+    steps = trainer.steps_per_epoch
+    if samples is not None and steps is not None and steps < len(trainer.train_loader):
+        samples = min(samples, steps * config.loader.batch_size)
     largest, lines = batch_split(config.loader.batch_size, *grid, samples, config.loader.drop_last)
     return largest, [", ".join(ends), *lines]
 

@@ -8,7 +8,8 @@ from scripts.cli.arguments import Request
 from trainer.assembly.experiment import Experiment
 from trainer.callback import saver_of
 from trainer.files.layout import WIDTH, packed
-from trainer.runs.status import TENSORBOARD, command
+from trainer.inference.run import best_or_last
+from trainer.runs.status import CHECKPOINTS, TENSORBOARD, command
 from trainer.state import MAX_TIME, Kind, epoch_metric
 
 _NOT_RESULTS = ("time/", "memory/", "lr/", "best/")
@@ -127,7 +128,7 @@ def _commands(request: Request, experiment: Experiment, run_dir: Path) -> list[t
     if (run_dir / TENSORBOARD).is_dir():
         found.append(("look", command(run_dir)))
     splits = [split for split in sets if split != "train" and sets[split] is not None]
-    if splits:
+    if splits and best_or_last(run_dir / CHECKPOINTS) is not None:
         tests = [split for split in splits if split.partition("/")[0] == "test"]
         chosen = [] if tests else [f"split={splits[0]}"]
         found.append(("again", shlex.join(["evaluate", f"run={run_dir}", *chosen])))

@@ -10,6 +10,7 @@ import logging
 import os
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -49,6 +50,7 @@ from trainer.runs.status import (
     read_json,
     read_status,
 )
+from trainer.targets.allow_list import TargetError, locate
 from trainer.targets.instantiate import is_default, takes
 from trainer.trainer import Trainer
 
@@ -203,7 +205,7 @@ def _checked(resume: Resume, raw: Values) -> Resume:
         longer = isinstance(old, int) and isinstance(new, int) and new >= old
         horizon = key in _HORIZON
         resume.moved |= horizon
-        if not (new is None or longer if horizon else trains_the_same(key)):
+        if not (new is None or longer if horizon else _is_harmless(key, saved, raw)):
             serious.append(text)
             continue
         resume.new_values |= horizon
@@ -228,6 +230,26 @@ def _checked(resume: Resume, raw: Values) -> Resume:
     elif serious:  # the saved values, with the harmless changes and the keys of this start
         resume.config = kept | {key: raw.get(key) for key in OF_A_START}
     return resume
+
+
+def _is_harmless(key: str, saved: Values, raw: Values) -> bool:
+    """Return whether a run trains the same, though the value of a key has changed.
+
+    A callback may say so of itself (`affects_result`).
+    """
+    section, _, inside = key.partition(".")
+    name = inside.partition(".")[0]
+    if section != "callbacks" or trains_the_same(key):
+        return trains_the_same(key)
+    nodes = [config["callbacks"].get(name) for config in (saved, raw)]
+    targets = [node["_target_"] for node in nodes if node and "_target_" in node]
+    return bool(targets) and not any(map(_affects_result, targets))
+
+
+def _affects_result(target: str) -> bool:
+    with suppress(TargetError):
+        return getattr(locate(target), "affects_result", True) is not False
+    return True
 
 
 def _shown(value: Any) -> str:

@@ -21,7 +21,7 @@ from callbacks.trial import (
     study_errors,
 )
 from conf.check import parse
-from conf.errors import ConfigError, Problem, did_you_mean, raise_problems
+from conf.errors import ConfigError, Problem, did_you_mean, one_line, raise_problems
 from conf.interpolation import walk
 from conf.schema import SweepConfig, Values
 from scripts.cli.arguments import Arguments, key_of, quoted
@@ -99,11 +99,14 @@ def search(arguments: Arguments) -> int:
 
 
 def distribution(d: Dimension, config: Values) -> Any:
-    """Return a dimension as Optuna names it: integers only where the configuration holds one."""
+    """Return a dimension as Optuna names it.
+
+    Ends that are written as integers give integers, unless the configuration holds another value.
+    """
     kinds = import_optuna().distributions
     if d.choices:
         return kinds.CategoricalDistribution(d.choices)
-    whole = d.integers and type(dict(walk(config)).get(d.name)) is int
+    whole = d.integers and type(dict(walk(config)).get(d.name, 0)) is int
     kind, number = (kinds.IntDistribution, int) if whole else (kinds.FloatDistribution, float)
     step = {} if d.step is None else {"step": number(d.step)}
     return kind(number(d.low), number(d.high), log=d.log, **step)
@@ -230,6 +233,7 @@ class Trials:
         self._open = list[Any]()  # trials whose jobs were interrupted in an earlier start
         self._waiting = dict[int, list[Any]]()  # trials, by number of the job that they wait for
         self._total = it.settings.n_trials
+        self._told = False  # why the search ends early
         if it.settings.sampler == "grid":
             size = math.prod(len(values_of(d.name, kind)) for d, kind in space.items())
             self._total = min(self._total, size + len(it.settings.enqueue))
@@ -253,6 +257,11 @@ class Trials:
         A combination that was suggested before has a result already, or shares that of the running
         job.
         """
+        if (reason := self.it.fails_alike()) is not None:
+            if not self._told:
+                print(one_line(f"the search ends: {reason}"), flush=True)
+            self._told = True
+            return None
         with study_errors(self._place):
             while (trial := self._next()) is not None:
                 overrides, config = self._overrides(trial.params), Values()

@@ -3,6 +3,7 @@
 import csv
 import itertools
 import math
+import re
 import shlex
 import signal
 import time
@@ -48,6 +49,8 @@ from trainer.runs.status import (
 
 _STAMP = len(timestamp())  # a number follows for a sweep that began in the same second
 _EVERY = 30.0  # seconds between two lines of a job
+_MISTAKES = (1, 2, 3, 4)  # exit codes: of code, configuration, data, checkpoint
+_FEW = 3  # jobs that fail alike before a search gives up
 _TAIL = 1 << 14  # bytes of a log
 _STOPPED = (-15, -2, 130, 143)  # exit codes before a run exists
 # Exit codes: a lost process, out of memory, and signals that the sweep did not send.
@@ -158,6 +161,20 @@ class Sweep:
         failed = any(job.failed for job in self.jobs)
         return bool(self.heard) or (self.settings.fail_fast and failed)
 
+    def fails_alike(self) -> str | None:
+        """Return what the first jobs of this start have all failed by; None if they have not.
+
+        Jobs that diverged or lacked memory tell of their values only, and others may do better. The
+        numbers in a reason differ with the values that a search gives a job.
+        """
+        started = [job for job in self.jobs if job.starts and job.state != RUNNING]
+        reasons = {(job.code, re.sub(r"\d+", "N", job.reason)) for job in started}
+        broken = all(job.failed and job.code in _MISTAKES for job in started)
+        if len(started) < _FEW or len(reasons) > 1 or not broken:
+            return None
+        code, reason = started[0].code, started[0].reason
+        return f"all of its first {len(started)} jobs failed alike (exit {code}): {reason}"
+
     @property
     def ranking(self) -> Ranking:
         """Return how the jobs compare, by what is known so far."""
@@ -253,7 +270,10 @@ class Sweep:
         self.write()
         leaderboard.show(self.folder, self.ranking, self.group_by, self.varied)
         if self.settings.report and not self.heard:
-            write_report(self.folder, self.ranking, self.varied)
+            # Folds and what is averaged over are no scales: no line leads from one to the next.
+            apart = {"data.fold", *self.group_by}
+            scales = [key for key in self.varied if key not in apart]
+            write_report(self.folder, self.ranking, scales)
         if self.ended:
             kept = [t for t in self.arguments.overrides if key_of(t) != "run_dir"]
             if self.config["resume"] in (None, "auto"):

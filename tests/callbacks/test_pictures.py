@@ -294,6 +294,21 @@ def test_generated_images_come_from_the_same_noise_each_time():
     assert np.array_equal(gallery.shown["generated/val"][0][1], expected)
 
 
+@pytest.mark.parametrize(
+    ("target", "shown"),
+    [
+        pytest.param(torch.zeros(2, 4, 4, dtype=torch.long), False, id="masks"),
+        pytest.param(torch.zeros(2, 1, 4, 4, dtype=torch.uint8), False, id="masks of one channel"),
+        pytest.param(torch.zeros(2, 3, 4, 4), True, id="pictures"),
+        pytest.param(torch.zeros(2, dtype=torch.long), True, id="labels"),
+    ],
+)
+def test_logits_of_a_class_for_each_pixel_are_no_pictures(target, shown):
+    made = GeneratedImages()
+    made.collect(None, (torch.rand(2, 3, 4, 4), target), torch.rand(2, 3, 4, 4))
+    assert bool(made.kept) is shown
+
+
 def test_text_is_written_from_a_prompt_and_draws_nothing_from_the_training(tmp_path):
     tokens = torch.randint(4, (3, 9), generator=torch.Generator().manual_seed(0))
     batches = [(tokens[:, :-1], tokens[:, 1:])]

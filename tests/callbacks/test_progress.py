@@ -12,7 +12,7 @@ import pytest
 from callbacks import progress as module
 from callbacks.progress import Progress
 from toys import StopAt
-from trainer.callback import Callback, Saver
+from trainer.callback import Callback, Saver, losses_of
 
 _PART = re.compile(r"\x1b\[(\d*)([A-Za-z])|(.)", re.DOTALL)
 
@@ -171,6 +171,14 @@ def test_more_metrics_than_fit_take_further_lines(make_trainer, monkeypatch):
     for above, below in zip(lines[:half], lines[half:], strict=True):  # each below its name
         ends = [match.end() for match in re.finditer(r"0\.0125", below)]
         assert all(above[end - 1] != " " and above[end : end + 1] in ("", " ") for end in ends)
+
+
+def test_a_task_with_turns_tells_the_loss_of_each():
+    task = SimpleNamespace(turns=["told", "made"])
+    trainer = SimpleNamespace(task=task)
+    assert losses_of(trainer, "train/loss") == ["train/loss_told", "train/loss_made"]
+    task.turns = ()
+    assert losses_of(trainer, "train/loss") == ["train/loss"]
 
 
 @pytest.mark.parametrize("place", ["logged", "printed", "dumb", "unknown", "notebook"])

@@ -319,8 +319,9 @@ class Predictor:
 
 
 def _on_host(value: Any, count: int) -> dict[str, Tensor]:
-    found = named_tensors(value)
-    if not found or any(not t.ndim or len(t) < count for t in found.values()):
+    # A loss that the model computes beside its output is no answer of a sample.
+    found = {name: tensor for name, tensor in named_tensors(value).items() if tensor.ndim}
+    if not found or any(len(tensor) < count for tensor in found.values()):
         raise ModelError(
             f"the task's prediction_step returned {type(value).__name__}, which holds no tensors "
             "with an answer for each sample: give the task an `interpret` that makes such"

@@ -13,6 +13,16 @@ from trainer.task import SUM
 
 _CROSS_ENTROPIES = (nn.CrossEntropyLoss, nn.NLLLoss)
 _MODULES = [name for name in dir(nn) if name.endswith("Loss")]
+# Losses that compare an output with values of its shape: of a class they take its one-hot vector.
+_BY_VALUE = (
+    nn.BCEWithLogitsLoss,
+    nn.BCELoss,
+    nn.MultiLabelSoftMarginLoss,
+    nn.MSELoss,
+    nn.L1Loss,
+    nn.SmoothL1Loss,
+    nn.HuberLoss,
+)
 
 
 def vector(values: Sequence[float]) -> Tensor:
@@ -188,9 +198,27 @@ def by_place(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 
 def _value(loss: nn.Module, output: Any, target: Any) -> Tensor:
     places = isinstance(loss, _CROSS_ENTROPIES)
+    if isinstance(loss, _BY_VALUE):
+        target = _as_values(output, target)
     value: Tensor = loss(*(by_place(output, target) if places else (output, target)))
     by_label = places and value.ndim and not target.is_floating_point()
     return value.view(target.shape) if by_label else value
+
+
+def _as_values(output: Any, target: Any) -> Any:
+    """Return class labels (n, d...) as values (n, classes, d...) for an output of that shape.
+
+    MixUp makes such values in training, and an evaluation has labels. Raises IndexError for a label
+    that is no class, as torch's cross entropy does.
+    """
+    tensors = isinstance(output, Tensor) and isinstance(target, Tensor)
+    if not tensors or target.is_floating_point() or output.ndim != target.ndim + 1:
+        return target
+    try:
+        values = nn.functional.one_hot(target.long(), output.shape[1])
+    except RuntimeError as error:
+        raise IndexError(str(error)) from error
+    return values.movedim(-1, 1).to(output.dtype)
 
 
 def _valid(target: Tensor, ignored: int) -> Tensor | int:

@@ -62,14 +62,15 @@ class OwnLoss(Task):
             return found[1]
 
         output = self._task.answer(answer, inputs)  # type: ignore[arg-type]
-        self._task.check(output, labels)
-        scores = self._task.scores(output, labels)
+        target = self._task.target_of(labels)
+        self._task.check(output, target)
+        scores = self._task.scores(output, target)
         return StepOutput({"": losses[0]}, self.counts(batch), scores, output)
 
     def evaluation_step(self, model: nn.Module, batch: Any) -> StepOutput:
         """Compute loss, scores and metrics."""
         result = self.training_step(model, batch)
-        self._task.update_metrics(result.output, batch[1])
+        self._task.update_metrics(result.output, self._task.target_of(batch[1]))
         return result
 
     def prediction_step(self, model: nn.Module, batch: Any) -> Any:

@@ -10,7 +10,9 @@ from trainer.tasks.supervised import Metrics, Scores, Shape, Supervised
 
 
 class Regression(Supervised):
-    """Predict values; batches are `(inputs, values)`, values [n] or [n, outputs > 1].
+    """Predict values; batches are `(inputs, values)`, values [n] or [n, outputs].
+
+    Of one output, both the model and the data set may give [n] or [n, 1].
 
     Reports `mae`, the mean absolute error, and `r2`, the coefficient of determination.
     """
@@ -23,8 +25,11 @@ class Regression(Supervised):
 
     def answer(self, model: nn.Module, inputs: Any) -> Tensor:
         """Return the values [n], or [n, outputs]."""
-        output: Tensor = model(inputs)
-        return output.squeeze(1) if output.ndim == 2 and output.shape[1] == 1 else output
+        return _one_column_as_none(model(inputs))
+
+    def target_of(self, target: Tensor) -> Tensor:
+        """Return the values [n], or [n, outputs]."""
+        return _one_column_as_none(target)
 
     def shape(self, target: Tensor) -> Shape:
         """Return the shape of the values."""
@@ -33,3 +38,10 @@ class Regression(Supervised):
     def scores(self, output: Tensor, target: Tensor) -> Scores:
         """Return the sum of the absolute errors."""
         return {"mae": ((output.detach() - target).abs().sum(), target.numel())}
+
+
+def _one_column_as_none(values: Tensor) -> Tensor:
+    """Return [n, 1] as [n]: compared with each other, the two would be broadcast to [n, n]."""
+    if values.ndim == 2 and values.shape[1] == 1:
+        return values.squeeze(1)
+    return values

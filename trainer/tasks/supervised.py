@@ -72,6 +72,10 @@ class Supervised(Task):
         """Return the model's output for inputs, in the shape that the losses expect."""
         return model(inputs)
 
+    def target_of(self, target: Any) -> Any:
+        """Return a batch's target in the shape that the losses expect."""
+        return target
+
     def scores(self, output: Any, target: Any) -> Scores:
         """Return for each of `score_names` the sum over the batch and the number of summands."""
         return {}
@@ -119,12 +123,14 @@ class Supervised(Task):
     def training_step(self, model: nn.Module, batch: Any) -> StepOutput:
         """Compute loss and scores of `(inputs, target)`."""
         inputs, target = pair_of(batch)
+        target = self.target_of(target)
         inputs = self.losses.watched(inputs)
         return self._compute(self.answer(model, inputs), target, inputs, model)
 
     def evaluation_step(self, model: nn.Module, batch: Any) -> StepOutput:
         """Compute loss, scores and metrics of `(inputs, target)`."""
         inputs, target = pair_of(batch)
+        target = self.target_of(target)
         output = self.answer(model, inputs)
         result = self._compute(output, target, inputs, model)
         self.update_metrics(output, target)

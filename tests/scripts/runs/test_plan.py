@@ -89,6 +89,61 @@ def test_the_words_are_what_the_sampler_does(devices, micro_batches):
         assert re.match(rf"{n} = {devices} devices? x \d micro-batch(es)? x {sizes}$", lines[0])
 
 
+@pytest.mark.parametrize(
+    ("words", "last"),
+    [
+        pytest.param(["loader.sampler.num_samples=100"], "36 = 1 device", id="fewer"),
+        pytest.param(["loader.sampler.num_samples=1290"], "10 = 1 device", id="more"),
+        pytest.param(["loader.sampler.num_samples=128"], None, id="whole updates"),
+        pytest.param(["trainer.limit_train_batches=2"], None, id="cut off"),
+    ],
+)
+def test_the_last_update_of_an_epoch_is_that_of_the_sampler(words, last, tmp_path, capsys):
+    words = ["experiment=resnet18", "model=mlp", "+loader/sampler=balanced", *words]
+    request = compose(words)
+    make_plan(request, build(request.config), tmp_path)
+    text = capsys.readouterr().out
+    assert ("the last update of an epoch: " in text) is (last is not None)
+    assert f"the last update of an epoch: {last or ''}" in text or last is None
+
+
+KEYWORDS = """
+import torch
+from trainer.task import Task
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 2)
+    def forward(self, left, right=None):
+        return self.linear(left if right is None else left + right)
+class Pairs:
+    def __len__(self):
+        return 40
+    def __getitem__(self, index):
+        return {"left": torch.ones(4), "right": torch.zeros(4), "label": index % 2}
+class Named(Task):
+    def training_step(self, model, batch):
+        output = model(batch["left"], batch["right"])
+        return torch.nn.functional.cross_entropy(output, batch["label"])
+class Positions(Named):
+    def prediction_step(self, model, batch):
+        return model(batch)
+"""
+
+
+def test_the_plan_says_that_predict_could_not_ask_the_model(tmp_path, monkeypatch, capsys):
+    (tmp_path / "my_pairs.py").write_text(KEYWORDS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    words = ["model={_target_: my_pairs.Net}", "transforms=none", "data.num_classes=2"]
+    words += [f"data.{split}={{_target_: my_pairs.Pairs}}" for split in ("train", "val")]
+    words += ["data.test=null", "experiment=resnet18"]
+    for task, said in (("Named", False), ("Positions", True)):
+        request = compose([*words, f"task={{_target_: my_pairs.{task}}}"])
+        make_plan(request, build(request.config), tmp_path)
+        assert ("give the task a method prediction_step" in capsys.readouterr().out) is said
+
+
 def test_an_epochs_last_samples():
     for samples in (None, 40):  # a stream, and one that the batches divide
         assert len(batch_split(10, 1, 1, samples, drop_last=False)[1]) == 1

@@ -42,6 +42,10 @@ def test_the_block_fits_the_terminal_and_its_commands_can_be_pasted(
 ):
     monkeypatch.chdir(tmp_path)
     Path("my run/tensorboard").mkdir(parents=True)
+    bare = final_block(Request({}, [], {}, []), experiment, Path("my run"), RESULTS, SIX_SECONDS)
+    assert "\nagain" not in bare  # there is no checkpoint to test
+    Path("my run/checkpoints").mkdir()
+    Path("my run/checkpoints/last.pt").touch()
     experiment.trainer.state.stop_reason = MAX_TIME
     request = Request({}, [], {}, ["experiment=resnet18"])
     facts = (RESULTS, SIX_SECONDS, columns)

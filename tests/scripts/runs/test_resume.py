@@ -9,9 +9,18 @@ import shutil
 import pytest
 import torch
 
+from callbacks.early_stopping import EarlyStopping
 from conf.check import fill_defaults
 from conf.errors import ConfigError
-from scripts.runs.resume import ABSENT, Moment, changes, find_resume, go_back, going_back_to
+from scripts.runs.resume import (
+    ABSENT,
+    Moment,
+    _is_harmless,
+    changes,
+    find_resume,
+    go_back,
+    going_back_to,
+)
 from toy_runs import listed
 from trainer.checkpoints.reader import Index, read_checkpoint
 from trainer.checkpoints.store import CheckpointStore
@@ -233,3 +242,19 @@ def test_the_note_of_a_way_back_leads_nowhere_else(run):
     with pytest.raises(CheckpointError, match=r"unfinished\.json"):
         go_back(run, MOMENT)
     assert sorted(path for path in run.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("target", "harmless"),
+    [("callbacks.early_stopping.EarlyStopping", False), ("callbacks.histograms.Histograms", True)],
+)
+def test_a_callback_may_say_that_a_run_trains_the_same_without_it(target, harmless, monkeypatch):
+    assert EarlyStopping.affects_result
+    monkeypatch.setattr("callbacks.histograms.Histograms.affects_result", False)
+    node = {"_target_": target, "every_n_epochs": 2}
+    for before, now in (({"mine": node}, {}), ({}, {"mine": node}), ({"mine": node},) * 2):
+        saved, raw = {"callbacks": before}, {"callbacks": now}
+        for key in ("callbacks.mine", "callbacks.mine.every_n_epochs"):
+            assert _is_harmless(key, saved, raw) is harmless
+    assert not _is_harmless("callbacks.other", {"callbacks": {}}, {"callbacks": {}})
+    assert not _is_harmless("optimizer.lr", {"callbacks": {}}, {"callbacks": {}})

@@ -181,6 +181,39 @@ def test_a_search_finds_good_values_and_more_trials_go_on(jobs):
     assert study_in().metric_names == ["val/accuracy"]
 
 
+def test_integers_are_drawn_for_a_key_that_the_configuration_does_not_hold():
+    (kind,) = space_of("+model.bias_units=interval(1,4)").values()
+    assert str(kind) == "IntDistribution(high=4, log=False, low=1, step=1)"
+    (kind,) = space_of("+model.scale=interval(1.0,4)").values()
+    assert str(kind).startswith("FloatDistribution")
+
+
+@pytest.mark.parametrize(
+    ("reasons", "ran"),
+    [
+        pytest.param({n: (2, f"model.width={n}.5: whole") for n in range(9)}, 3, id="alike"),
+        pytest.param({n: (2, "ab"[n % 2]) for n in range(9)}, 6, id="for several reasons"),
+        pytest.param(dict.fromkeys(range(9), (5, "it diverged")), 6, id="by their values"),
+        pytest.param(dict.fromkeys(range(1, 9), (2, "it")), 6, id="not the first"),
+    ],
+)
+def test_a_search_whose_first_jobs_fail_alike_ends_with_their_reason(jobs, capsys, reasons, ran):
+    own = jobs.run
+
+    def fails(job):
+        own(job)
+        job.starts = 1
+        if job.number in reasons:
+            job.state = "failed"
+            job.code, job.reason = reasons[job.number]
+
+    jobs.run = fails
+    code = run(*SPACE, "run_dir=there")
+    assert (len(jobs.ran), code) == (ran, next(iter(reasons.values()))[0])
+    told = "the search ends: all of its first 3 jobs failed alike (exit 2): model.width=0.5: whole"
+    assert (told in capsys.readouterr().out) is (ran == 3)
+
+
 def test_the_study_is_told_the_results_of_jobs(jobs):
     jobs.ends = {1: "failed", 2: "pruned", 3: "preempted"}
     argv = [*SPACE, "run_dir=there", "resume=auto", "sweep.n_trials=5"]

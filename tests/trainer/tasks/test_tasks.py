@@ -10,8 +10,9 @@ from torch import nn
 
 import toys
 from toys import SAMPLES, Samples, assert_equal, distance, loader, points
-from trainer.errors import ModelError
+from trainer.errors import ModelError, SampleError
 from trainer.state import epoch_metric
+from trainer.tasks.classification import Classification
 from trainer.tasks.language_model import LanguageModel
 from trainer.tasks.multilabel import MultiLabel
 from trainer.tasks.regression import Regression
@@ -104,6 +105,45 @@ def test_training_is_the_same_as_by_hand(kind, steps):
     trainer = trainer_of(kind, steps)
     trainer.fit()
     assert_equal(trainer.model, by_hand(kind))
+
+
+@pytest.mark.parametrize("columns", [1, 3])
+@pytest.mark.parametrize("wide", [False, True])
+def test_values_in_one_column_are_those_without_a_column(columns, wide):
+    output = torch.randn(6, columns, generator=torch.Generator().manual_seed(1))
+    target = torch.randn(6, columns, generator=torch.Generator().manual_seed(2))
+    given = target if wide or columns > 1 else target.squeeze(1)
+    task = Regression()
+    result = task.evaluation_step(lambda x: output, (torch.zeros(6), given))
+    assert result.terms[""] == F.mse_loss(output, target)
+    total, count = result.sums["mae"]
+    assert total / count == pytest.approx(F.l1_loss(output, target).item())
+    assert count == 6 * columns
+    assert task.metrics()["r2"].compute() == pytest.approx(r2(output, target), rel=1e-5)
+
+
+def r2(output, target):
+    spread = (target - target.mean()).square().sum()
+    return float(1 - (output - target).square().sum() / spread)
+
+
+@pytest.mark.parametrize("shape", [(6,), (2, 4, 5)])
+@pytest.mark.parametrize("kind", [nn.BCEWithLogitsLoss, nn.MSELoss, nn.SmoothL1Loss])
+def test_a_loss_of_values_takes_class_labels_as_one_hot_vectors(kind, shape):
+    draws = torch.Generator().manual_seed(1)
+    labels = torch.randint(4, shape, generator=draws)
+    logits = torch.randn(shape[0], 4, *shape[1:], generator=draws)
+    values = F.one_hot(labels, 4).movedim(-1, 1).float()
+    task = Classification(4, kind()) if len(shape) == 1 else Segmentation(4, kind())
+    inputs = torch.zeros(shape[0])
+    result = task.evaluation_step(lambda x: logits, (inputs, labels))
+    assert result.terms[""] == kind()(logits, values)
+    if len(shape) == 1:
+        mixed = task.training_step(lambda x: logits, (inputs, values))  # as MixUp makes them
+        assert mixed.terms[""] == result.terms[""]
+    labels[0] = 4
+    with pytest.raises(SampleError, match=r"labels from . to 4"):
+        task.evaluation_step(lambda x: logits, (inputs, labels))
 
 
 @pytest.mark.parametrize("kind", ["pixels", "tokens"])
