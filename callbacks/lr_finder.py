@@ -26,6 +26,7 @@ class LRFinder(Callback):
     updates: int = 100
     stop_factor: float = 4.0
     smoothing: float = 0.8
+    keeps_weights = False
     persistent = ("rates", "losses", "ratios")
 
     def __post_init__(self) -> None:

@@ -76,6 +76,8 @@ class TensorBoard(Recorder):
         charts = {n: ["Multiline", [f"^{stage}{n}$" for stage in stages]] for n in ordered}
         self._write(summary=made.custom_scalars({"training and validation": charts}))  # type: ignore[no-untyped-call]
         run = names_of(self.run, trainer.config_text)
+        if run.tags:
+            self._write(step=0, summary=_summary("tags", ", ".join(run.tags)))
         settings = dict(leaves(run.config))
         chosen = {k for k in settings if any(fnmatchcase(k, p) for p in self._hparams)}
         # A group that is swept (`model`) has its override's value.

@@ -98,6 +98,12 @@ def plain_name(value: str) -> str | None:
     return None
 
 
+def plain_words(value: list[str]) -> str | None:
+    """Require short texts that any tracker can show."""
+    sound = all(word.strip() and word.isprintable() and len(word) <= 64 for word in value)
+    return None if sound else "words of 1 to 64 characters"
+
+
 def plain_path(value: str) -> str | None:
     """Require a path that the file system can hold."""
     if not value.strip() or not value.isprintable() or len(value.encode()) > 4000:

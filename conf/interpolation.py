@@ -9,6 +9,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any
 
 from conf.errors import Problem, nearest
+from conf.other_words import RESOLVERS as OTHERS
 
 RESERVED = ("total_steps", "steps_per_epoch")  # open until the length of the training is known
 CLASSES = "data.num_classes"  # where it is null, open until it is counted in the data
@@ -169,7 +170,9 @@ class Interpolations:
                 self._environment.add(key)
             if name and name not in RESOLVERS:
                 known = ", ".join(RESOLVERS)
-                self._note(key, f"${{{name}:...}} is not available: there are {known}")
+                self._note(
+                    key, f"${{{name}:...}} is not available: there are {known}", OTHERS.get(name)
+                )
             elif name == "oc.decode" and "\\" in body:
                 self._note(key, "oc.decode takes no escaped interpolations")
             if body in RESERVED or (name and name not in _REFERRING):

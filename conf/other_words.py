@@ -19,6 +19,8 @@ gpus: strategy.devices
 num_nodes: torchrun (docs/distributed.md)
 epochs num_epochs num_train_epochs: trainer.max_epochs
 max_iters: trainer.max_steps
+min_epochs min_steps: callbacks.early_stopping.patience (nothing else ends a run before its maximum)
+max_steps_per_epoch num_batches_per_epoch: trainer.limit_train_batches
 max_duration: trainer.max_time, max_epochs or max_steps
 accumulate_grad_batches accumulation_steps grad_accum_steps: trainer.gradient_accumulation_steps \
 (micro-batches that loader.batch_size, the samples of a whole update, is split into)
@@ -43,7 +45,8 @@ patience: callbacks.early_stopping.patience
 monitor: callbacks.checkpoint.monitor and callbacks.early_stopping.monitor
 ckpt_path resume_from_checkpoint: resume=auto, or resume=PATH
 output_dir save_dir log_dir default_root_dir: run_dir
-experiment_name exp_name run_name: name
+experiment_name exp_name run_name task_name: name
+optimized_metric: callbacks.checkpoint.monitor (by which a sweep compares its jobs)
 config config_file: `--config-dir DIR experiment=NAME`
 loss criterion: task.loss
 metrics: task.metrics
@@ -60,6 +63,13 @@ bf16-true: bf16_true
 32 32-true float32: fp32
 64 64-true: fp64
 """
+
+
+# Resolvers that others register, and what is written instead.
+RESOLVERS = {
+    "eval": "a configuration computes nothing: write the value, or compute it in Python",
+    "hydra": "run_dir=DIR says where a run is written; relative paths begin where it is started",
+}
 
 
 def _read(table: str) -> dict[str, str]:

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, Literal
 
 from conf.errors import Problem
-from conf.fields import REQUIRED, count, natural, node, option, path, plain_name
+from conf.fields import REQUIRED, count, natural, node, option, path, plain_name, plain_words
 from conf.schema_trainer import StrategyConfig, TrainerConfig
 
 MAX_WORKERS = 1024  # more than any machine has use for: starting them would take its memory
@@ -230,6 +230,9 @@ class Config:
     """The whole configuration."""
 
     name: str = option(REQUIRED, "of the run, which goes to `runs/NAME/TIME`", check=plain_name)
+    tags: list[str] = option(
+        [], "free words about the run: in its manifest, trackers, `regimen runs`", check=plain_words
+    )
     seed: int = option(0, "of order, augmentation and weights", limits={">=": 0, "<=": 2**32 - 1})
     run_dir: str | None = path(None, "put the run exactly here")
     resume: str | None = path(None, "auto, or the path of a run or checkpoint")

@@ -49,17 +49,17 @@ def runs(argv: Sequence[str]) -> int:
     found.sort(key=lambda run: (str(run["created"] or ""), run["run"]))
     for name in {run["name"] for run in found}:  # runs of a name are compared with each other
         known = [run for run in found if run["name"] == name and run["config"]]
-        for key, values in varied([run["config"] for run in known]):
+        for key, values in varied([{**run["config"], "tags": None} for run in known]):
             for run, value in zip(known, values, strict=True):
                 run["differs"][key] = value
-    rows = [["run", "status", "epoch", "best", "duration", "size", "differs in"]]
+    rows = [["run", "status", "epoch", "best", "duration", "size", "tags", "differs in"]]
     for run in found:
         del run["config"]
         words = [f"{key}={_shown(value)}" for key, value in run["differs"].items()]
         epochs = f"/{run['max_epochs']}" if run["max_epochs"] else ""
         epoch = "" if run["epoch"] is None else f"{run['epoch']}{epochs}"
         best = "" if run["metric"] is None else f"{run['metric']} {_number(run['best'])}"
-        facts = [epoch, best, _duration(run["seconds"]), size(run["bytes"])]
+        facts = [epoch, best, _duration(run["seconds"]), size(run["bytes"]), " ".join(run["tags"])]
         rows.append(list(map(shortened, [run["run"], run["status"], *facts, some(words)])))
     if arguments.json:
         print(as_json(found, indent=2, default=str))
@@ -125,6 +125,7 @@ def read_run(path: Path) -> dict[str, Any]:
     return {
         "run": str(path),
         "name": str(config.get("name", path.parent.name)),
+        "tags": [str(tag) for tag in _list(config.get("tags"))],
         "status": str(status.get("state") or "damaged"),
         "created": created.get("created"),
         "epoch": last.get("epoch"),
@@ -147,6 +148,10 @@ def _read(read: Callable[[Path], Any], path: Path, kind: type = dict) -> Any:
         if isinstance(value := read(path), kind):
             return value
     return kind()
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def _node(value: Any) -> dict[str, Any]:

@@ -58,6 +58,7 @@ class Callback:
     freezes: bool = False  # parameters get no gradient in some updates: DDP has to look for them
     takes_shards: bool = True  # does its work where each process has a part of every parameter
     affects_result: bool = True  # False: a run may be gone on with without it, or with it anew
+    keeps_weights: bool = True  # False: it measures, and the weights of its run are of no use
     persistent: tuple[str, ...] = ()  # attributes that are its state, if they are all of it
 
     def check(self, model: nn.Module) -> None:
@@ -280,6 +281,11 @@ def saver_of(callbacks: Mapping[str, Callback]) -> Saver | None:
 def losses_of(trainer: Trainer, name: str) -> list[str]:
     """Return the keys that the loss called `name` is logged by: one for each turn of a GAN."""
     return [f"{name}_{turn}" for turn in trainer.task.turns] or [name]
+
+
+def keeps_weights(callbacks: Mapping[str, Callback]) -> bool:
+    """Return whether the weights of a run with these callbacks are of use."""
+    return all(callback.keeps_weights for callback in callbacks.values())
 
 
 class EpochLines(Callback):

@@ -244,6 +244,16 @@ def misfit(
     reason = f"{brief(error)} (batch: {spelled(batch)})"
     frames = list(walk_tb(error.__traceback__))
     if any(frame.f_globals.get("__name__") == "trainer.tasks.losses" for frame, _ in frames):
+        if "class probabilities, got" in reason:
+            return SampleError(
+                "targets of one number for each class are probabilities, which are floats: return "
+                f"target.float(), or the number of the class: {reason}"
+            )
+        if "'NoneType' object" in reason:
+            return SampleError(
+                "a label is None: return a number; samples without labels belong in data.predict: "
+                f"{reason}"
+            )
         if "Long" in reason or "must be Tensor, not" in reason:
             return SampleError(f"the loss asks for class numbers, which are integers: {reason}")
         return ModelError(f"task.loss does not take the model's output and the targets: {reason}")

@@ -74,6 +74,8 @@ class MLflow(Tracker):
             client.create_experiment(experiment)
         number = client.get_experiment_by_name(experiment).experiment_id
         tags = {"run_dir": self.run.as_uri()} | ({"sweep": names.sweep} if names.sweep else {})
+        if names.tags:
+            tags |= {"tags": ", ".join(names.tags)}
         self._id = client.create_run(number, tags=tags, run_name=names.run).info.run_id
         param = importlib.import_module("mlflow.entities").Param
         params = [param(_key(k), str(v)[:_LONGEST]) for k, v in leaves(names.config)]

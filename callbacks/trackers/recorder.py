@@ -270,6 +270,7 @@ class Tracker(Recorder):
 class Names(NamedTuple):
     """How a run is called in a tracker, its configuration, and what varies in its sweep."""
 
+    tags: list[str]
     project: str  # the configuration's `name`
     run: str  # its folder, or what varies in a job of a sweep
     sweep: str | None  # the same for all jobs of one
@@ -289,7 +290,8 @@ def names_of(run: Path, config_text: str) -> Names:
     project = str(config.get("name") or run.parent.name)
     pairs = [f"{k.rpartition('.')[2]}={value}" for k, value in varied.items() if value is not None]
     sweep = f"{project}/{run.parent.name}" if varied else None
-    return Names(project, ",".join(pairs) or run.name, sweep, config, varied)
+    tags = list(map(str, config.get("tags") or []))
+    return Names(tags, project, ",".join(pairs) or run.name, sweep, config, varied)
 
 
 def leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Value | None]]:

@@ -62,6 +62,7 @@ class WandB(Tracker):
             entity=self.entity,
             group=names.sweep,
             name=names.run,
+            tags=names.tags,
             config={**names.config, "run_dir": str(self.run)},
             settings=settings,
             reinit="create_new",

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import itemgetter
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -17,6 +18,7 @@ from hydra.errors import HydraException
 from conf.errors import ConfigError, Problem, nearest, raise_problems
 from conf.interpolation import above, join
 from scripts.cli.arguments import key_of, quoted
+from scripts.composition.tree import shown_path
 
 if TYPE_CHECKING:
     from scripts.composition.folders import Folders
@@ -34,7 +36,7 @@ NO_HYDRA = "Hydra's own keys cannot be set; run_dir=DIR and --config-dir DIR can
 
 # Keys and sections that affect the place, the speed or the output of a run, not its result.
 _HARMLESS = """
-name run_dir resume resume_policy dry_run strategy sweep
+name tags run_dir resume resume_policy dry_run strategy sweep
 loader.num_workers loader.pin_memory loader.prefetch_factor loader.persistent_workers loader.timeout
 loader.eval loader.eval_batch_size loader.multiprocessing_context loader.non_blocking
 loader.prefetch_to_device
@@ -110,6 +112,8 @@ class Overrides:
                 self.note(key, NO_HYDRA)
             elif override.is_sweep_override() and not sweep:
                 hint = f"-m sweeps over them; {key}=[...] is a list; \"{key}='...'\" is text"
+                number = _decimal(text)
+                hint = f"a number has a decimal point: {number}; {hint}" if number else hint
                 self.note(key, f"several values in {text!r}", hint)
             else:
                 parsed.append(override)
@@ -118,6 +122,13 @@ class Overrides:
     def _meant(self, texts: Sequence[str]) -> tuple[int, str | None]:
         """Return how many words belong together to what is no override, and how to write them."""
         word, lines = texts[0], list(accumulate(texts, "{} {}".format))
+        if word.endswith((".yaml", ".yml")) and "=" not in word:
+            path = Path(word)
+            where = f"--config-dir {path.parent.parent} " if len(path.parts) > 2 else ""
+            return 1, f"write {where}{path.parent.name or 'experiment'}={path.stem}"
+        if called := re.fullmatch(r"([\w/]+)=(\w+)\((\w+=.*)\)", word):
+            values = [f"{called[1]}.{value.strip()}" for value in called[3].split(",")]
+            return 1, f"write {called[1]}={called[2]} {' '.join(values)}"
         for count, line in enumerate(lines, 1):  # the shell cuts `[a, b]` at its blank
             if _open_brackets(word) > _open_brackets(line) == 0:
                 return count, f"quote it: '{line}'"
@@ -222,6 +233,17 @@ class Overrides:
         """Add a mistake of the command line."""
         self.problems.append(Problem(key, message, hint, "command line"))
 
+    def _elsewhere(self, group: str, name: str) -> str | None:
+        """Return the line that finds a choice in a folder beside which the program was started."""
+        for folder in self.folders.folders:
+            path = Path(folder.path)
+            if path.name == group.rpartition("/")[2] and (path / f"{name}.yaml").is_file():
+                return f"name the folder of the groups: --config-dir {shown_path(path.parent)}"
+        for place in ("conf", "configs", "config"):
+            if Path(place, group, f"{name}.yaml").is_file():
+                return f"{place}/{group}/{name}.yaml is found with --config-dir {place}"
+        return None
+
     def _choice(self, override: Override, value: Any, known: Callable[[], set[str]]) -> str | None:
         """Return the override of a group as text for Hydra; None if it was refused."""
         group, element = override.key_or_group, override.get_key_element().lstrip("+~")
@@ -237,11 +259,19 @@ class Overrides:
             if not isinstance(name, str) or self.folders.find(f"{group}/{name}") is None:
                 near = nearest(str(name), self.folders.options(group))
                 hint = f"did you mean {near}? {listed}" if near else listed
+                hint = self._elsewhere(group, str(name)) or hint
                 self.note(group, f"there is no {group}={name}", hint)
                 # With the nearest one the rest can be checked.
                 self.guessed |= {group} if near else set()
                 return near and f"{sign}{element}={near}"
         return sign + str(override.input_line).lstrip("+")
+
+
+def _decimal(text: str) -> str | None:
+    """Return the number that was written with a comma for its point; None if it was none."""
+    found = re.fullmatch(r"(.+=-?\d+),(\d+)", text)
+    # Nobody sweeps over 0 and 001, or 0 and 5 of a rate; 16,32 are two values.
+    return f"{found[1]}.{found[2]}" if found and re.search(r"=-?0$", found[1]) else None
 
 
 def _given(override: Override) -> list[Any]:

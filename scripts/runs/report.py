@@ -6,7 +6,7 @@ from pathlib import Path
 
 from scripts.cli.arguments import Request
 from trainer.assembly.experiment import Experiment
-from trainer.callback import saver_of
+from trainer.callback import keeps_weights, saver_of
 from trainer.files.layout import WIDTH, packed
 from trainer.inference.run import best_or_last
 from trainer.runs.status import CHECKPOINTS, TENSORBOARD, command
@@ -50,7 +50,9 @@ def results_of(experiment: Experiment, tested: dict[str, float]) -> dict[str, fl
 
 
 def best_of(experiment: Experiment) -> tuple[str, float, int] | None:
-    """Return (metric, value, step) of the best checkpoint, or None."""
+    """Return (metric, value, step) of the best checkpoint; None if there is none, or of no use."""
+    if not keeps_weights(experiment.trainer.callbacks):
+        return None
     saver = saver_of(experiment.trainer.callbacks)
     return saver.best_result() if saver else None
 
@@ -85,8 +87,12 @@ def final_block(
     validated, tested = _values(results, "val"), _values(results, "test")
     if tested:
         tested.append(f"(checkpoint {'best' if best else 'last'})")
+    elif state.pruned:
+        tested = ["not tested: the run was pruned"]
+    elif keeps_weights(trainer.callbacks):
+        tested = ["no test split: see val"]
     else:
-        tested = ["not tested: the run was pruned" if state.pruned else "no test split: see val"]
+        tested = ["not tested: the run measured, and its weights are of no use"]
     facts = {
         "data": [f"{split} {kind}{sizes.get(split, '')}" for split, kind in kinds.items()],
         "trained": _trained(experiment, spent),
@@ -127,8 +133,9 @@ def _commands(request: Request, experiment: Experiment, run_dir: Path) -> list[t
     found, sets = [], experiment.data.sets
     if (run_dir / TENSORBOARD).is_dir():
         found.append(("look", command(run_dir)))
+    of_use = keeps_weights(experiment.trainer.callbacks)
     splits = [split for split in sets if split != "train" and sets[split] is not None]
-    if splits and best_or_last(run_dir / CHECKPOINTS) is not None:
+    if of_use and splits and best_or_last(run_dir / CHECKPOINTS) is not None:
         tests = [split for split in splits if split.partition("/")[0] == "test"]
         chosen = [] if tests else [f"split={splits[0]}"]
         found.append(("again", shlex.join(["evaluate", f"run={run_dir}", *chosen])))

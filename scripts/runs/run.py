@@ -29,7 +29,7 @@ from trainer.assembly.check import check_targets
 from trainer.assembly.data import with_statistics
 from trainer.assembly.experiment import Experiment, build, fitting_steps
 from trainer.assembly.parts import build_strategy
-from trainer.callback import Callback, Results
+from trainer.callback import Callback, Results, keeps_weights
 from trainer.checkpoints.reader import compare_names, read_checkpoint
 from trainer.device import product_name
 from trainer.distributed import attempt
@@ -63,6 +63,7 @@ class BuiltRun:
         folder = earlier or new_folder(self.request.config)
         facts = {
             "seed": config.seed,
+            "tags": config.tags,
             "device": str(trainer.strategy.device),
             "strategy": trainer.strategy.name,
             "world_size": trainer.group.world_size,
@@ -266,7 +267,8 @@ def _train(it: BuiltRun, note: Path | None) -> None:
     with suppress(EvaluationAbandoned):
         trainer.fit()
         spent = dict(trainer.timer.spent)
-        if not trainer.state.stop_code and not trainer.state.pruned:
+        weighs = not trainer.state.stop_code and not trainer.state.pruned
+        if weighs and keeps_weights(trainer.callbacks):
             tested = _test(experiment)
     skipped = getattr(trainer.train_loader, "skipped", [])
     if it.directory is not None and skipped:  # samples that could not be loaded

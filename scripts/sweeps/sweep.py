@@ -353,7 +353,7 @@ def job_folders(sweep: Path) -> dict[tuple[str, ...], Path]:
 
 def has_finished(folder: Path | None, config: Values) -> bool:
     """Return whether the run in a folder, if there is one, has finished with a configuration."""
-    outside = dict.fromkeys(OF_A_START)
+    outside = dict.fromkeys((*OF_A_START, "tags"))
     with suppress(OSError, ValueError, ConfigError):
         if folder is not None and read_status(folder).get("state") in ENDED_WELL:
             saved = read_own(folder / CONFIG)

@@ -165,6 +165,31 @@ def test_two_kinds_of_mistakes_are_told_in_one_try(pair):
     assert {key for key in keys if "train.z" not in key} <= {key for _, key in rows}
 
 
+def test_lines_of_other_habits_are_led_to_the_right_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "conf").mkdir()
+    mine(tmp_path / "conf", f"{HEAD}name: mine\n")
+    (tmp_path / "mine.py").write_text("class Net: ...\n")
+    for line, words in {
+        "experiment=mine": "is found with --config-dir conf",
+        "--config-dir conf/experiment experiment=mine": "--config-dir conf",
+        "conf/experiment/mine.yaml": "write --config-dir conf experiment=mine",
+        "model._target_=Net": "did you mean mine.Net?",
+        "optimizer=adam(lr=0.1)": "write optimizer=adam optimizer.lr=0.1",
+        "optimizer.lr=0,001": "optimizer.lr=0.001",
+        "+trainer.min_epochs=3": "callbacks.early_stopping.patience",
+        "trainer.max_steps_per_epoch=3": "it is called trainer.limit_train_batches here",
+        "task_name=x": "it is called name here",
+        "name=${eval:1+2}": "a configuration computes nothing",
+        "name=${hydra:runtime.output_dir}": "run_dir=DIR",
+        "+optimizer._partial_=true": "leave it out",
+        "tags=[' ']": "words of 1 to 64 characters",
+    }.items():
+        error = mistakes(*line.split(" ")) if "'" not in line else mistakes(line)
+        assert words in str(error), line
+        assert len(error.problems) == 1, line
+
+
 def test_a_file_that_cannot_be_read_hides_no_mistake_that_is_typed(tmp_path):
     typed = mine(tmp_path, f"{HEAD}trainer: {{max_epochs: 1\n")
     found = all_mistakes(*typed, "seed=abc", "+optimizer.lrr=3")

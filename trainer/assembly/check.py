@@ -150,6 +150,10 @@ def _node_problems(config: Config) -> Iterator[Problem]:
         with suppress(TargetError):  # reported with its arguments
             partial = node.get("_partial_") is True
             target = functools.partial if partial else locate(node["_target_"])
+            if partial and section in OWN_KEYS:
+                message = f"is not needed: {section} is built when the model's parameters are there"
+                yield Problem(f"{key}._partial_", message, "leave it out")
+                continue
             if part and isinstance(target, type) and (reason := wrong_class(key, target)):
                 yield Problem(f"{key}._target_", reason)
                 continue

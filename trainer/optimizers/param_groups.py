@@ -138,7 +138,13 @@ def divide(
         problems.append(Problem("optimizer.optimizers", f"no optimizer takes {some(homeless)}"))
     for name, claim in claims.items():
         if not ordered[name]:
-            problems.append(Problem(claim.rules[-1].key, "has no trainable parameter left"))
+            hint = None
+            if not found:
+                hint = (
+                    "the model has none: layers in a Python list or dict are not its own, those "
+                    "in nn.ModuleList or nn.ModuleDict are"
+                )
+            problems.append(Problem(claim.rules[-1].key, "has no trainable parameter left", hint))
     raise_problems(problems)
     for tensor in frozen:
         tensor.requires_grad_(False)

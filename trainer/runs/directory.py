@@ -115,7 +115,8 @@ class RunDirectory:
             with contextlib.suppress(RunDirectoryError):
                 run._seconds = seconds_of(read_json(run.path / STATUS))
             resumed = [*former.get("resumed", []), start_record(facts)]
-            write_json(run.path / MANIFEST, {**former, "resumed": resumed, "exit": None})
+            now_so = {"tags": facts.get("tags", []), "resumed": resumed, "exit": None}
+            write_json(run.path / MANIFEST, {**former, **now_so})
             run._write_status("running", resume=command)
         return run
 

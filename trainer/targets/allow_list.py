@@ -16,6 +16,7 @@ import os
 import re
 import sys
 from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
@@ -161,9 +162,22 @@ def refusal(path: object) -> str | None:
     if under(path, _extra) or path in CONSTRUCTORS or _in_working_folder(path):
         return None
     if (found := listed(path)) is None:
+        if module := _defining(path):
+            return f"target {path!r} is no dotted path; did you mean {module}.{path}?"
         return f"target {path!r} is not allowed; {_how_to_allow(path)}"
     reason = _refused_name(*found)
     return None if reason is None else f"{path!r} is not allowed: {reason}"
+
+
+def _defining(name: str) -> str | None:
+    """Return the module of the working folder that defines a bare name; reads, imports nothing."""
+    if "." in name:
+        return None
+    for file in sorted(Path.cwd().glob("*.py")):
+        with suppress(OSError, ValueError):
+            if re.search(rf"^(class|def) {name}\b", file.read_text("utf-8"), re.MULTILINE):
+                return file.stem
+    return None
 
 
 def _refused_name(module: str, name: str) -> str | None:

@@ -92,11 +92,15 @@ class Supervised(Task):
             kind = "nothing (None)" if output is None else f"a {type(output).__name__}"
             raise ModelError(f"the model returned {kind}, where the task takes a tensor")
         if output.shape != tuple(wanted):
-            classes = f"={self.num_classes}" if self.num_classes else ""
+            change = f"let the model's forward return {[*wanted]}"
+            if self.num_classes and output.ndim > 1 and output.shape[2:] == tuple(wanted[2:]):
+                change = (
+                    f"the model has {output.shape[1]} outputs for data.num_classes="
+                    f"{self.num_classes}: give it as many (model.num_classes, if it takes that)"
+                )
             raise ModelError(
                 f"the model's output has shape {[*output.shape]}, but the targets, "
-                f"{[*target.shape]}, require {[*wanted]}: set model.num_classes to "
-                f"data.num_classes{classes}"
+                f"{[*target.shape]}, require {[*wanted]}: {change}"
             )
 
     def metric_names(self) -> list[str]:
