@@ -134,8 +134,8 @@ def fitting_steps(config: Config, strategy: Strategy) -> int:
     An experiment that is built for the trial alone computes the gradients of its first micro-batch,
     beside what the run holds later: on an accelerator they fit, or it is out of memory; on a CPU
     the peak of the process is held against `trainer.memory_limit`. Raises ResourceError where a
-    single sample does not fit, where an evaluation batch does not, and where CUDA graphs allow no
-    second micro-batch.
+    single sample does not fit, where an evaluation batch does not, and where graphs that are
+    recorded allow no second micro-batch.
     """
     steps, group = 1, strategy.group
     while True:
@@ -151,9 +151,9 @@ def fitting_steps(config: Config, strategy: Strategy) -> int:
         steps *= 2
         if config.trainer.records_graphs:
             raise ResourceError(
-                "trainer.gradient_accumulation_steps=auto: one micro-batch does not fit, and CUDA "
-                "graphs of torch.compile overwrite gradients that are added up: lower "
-                "loader.batch_size, or set trainer.compile=true, which records none"
+                "trainer.gradient_accumulation_steps=auto: one micro-batch does not fit, and the "
+                "graphs that trainer.compile.mode records overwrite gradients that are added up: "
+                "lower loader.batch_size, or set trainer.compile=true, which records none"
             )
     if group.is_main:
         matters = f"; the number matters, for {', '.join(coupled)} follow the split" * bool(coupled)
