@@ -122,6 +122,9 @@ def _everywhere(raw: Any) -> Iterator[Problem]:
                 yield Problem(join(key, name), "a name is a plain word, without / and ..")
         if node == MISSING:
             yield _missing(key, Key())
+        elif isinstance(node, str) and re.search("[\ud800-\udfff]", node):
+            # YAML cannot hold it: `config.yaml` could not be read again.
+            yield Problem(key, f"expected text in UTF-8, got {shown(node)}")
         elif type(node) is int and not -(2**63) <= node < 2**63:
             yield Problem(key, f"expected an integer of at most 64 bits, got {shown(node)}")
         elif isinstance(node, float) and math.isnan(node):

@@ -12,6 +12,7 @@ from conf.errors import ConfigError
 from scripts.cli.console import exit_code, importing
 from scripts.cli.keys import Demo, read_keys
 from scripts.cli.signals import StoppedEarlyError
+from trainer.files.layout import encodable
 
 _LOCAL = ("127.0.0.1", "localhost", "::1")
 
@@ -64,6 +65,9 @@ def page_of(run: Any, checkpoint: str, top_k: int) -> Any:
 
     from trainer.export.formats import provenance
 
+    # The page is JSON, which gradio writes in strict UTF-8.
+    names = run.facts.classes and [encodable(name) for name in run.facts.classes]
+    run.facts = run.facts._replace(classes=names)
     facts, origin = run.facts, provenance(run, checkpoint)
 
     def answer(*given: Any) -> Any:

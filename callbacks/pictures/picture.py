@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torchvision.utils import make_grid
 
 from callbacks.support import check_least, is_due
+from conf.errors import one_line
 from trainer.callback import Callback, Image
 from trainer.runs.status import INFERENCE, RunDirectoryError, read_json
 from trainer.tasks.supervised import Supervised
@@ -87,7 +88,7 @@ def class_names(trainer: Trainer, count: int) -> list[str]:
         with suppress(RunDirectoryError):
             names = read_json(trainer.run_dir / INFERENCE).get("classes")
     known = isinstance(names, list) and len(names) == count
-    return [str(name)[:_LETTERS] for name in (names if known else range(count))]
+    return [one_line(name)[:_LETTERS] for name in (names if known else range(count))]
 
 
 def labels_of(trainer: Trainer, target: Tensor) -> Tensor:

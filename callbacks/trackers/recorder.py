@@ -11,7 +11,7 @@ from callbacks.support import logger, require
 from conf.yaml_file import plain_values
 from trainer.callback import Callback, Histogram, Media, PRCurve, Results
 from trainer.files.atomic import TEMPORARY, AppendLog, as_json, storage_error, write_json
-from trainer.files.layout import as_csv
+from trainer.files.layout import as_csv, encodable
 from trainer.runs.directory import CONFIG, OVERRIDES
 from trainer.runs.lock import LOCK_FILE
 from trainer.runs.status import METRICS, SWEEP, read_json, read_metrics, read_own
@@ -112,11 +112,13 @@ class Recorder(Callback):
 
     def on_log(self, trainer: Trainer, scalars: Mapping[str, float]) -> None:
         """Record values."""
-        self.attempt(self.record, trainer.log_point, scalars)
+        values = {encodable(name): value for name, value in scalars.items()}
+        self.attempt(self.record, trainer.log_point, values)
 
     def on_media(self, trainer: Trainer, name: str, media: Media) -> None:
         """Record an image, a histogram, a text or a curve."""
-        self.attempt(self.show, trainer.log_point.step, name, media)
+        shown = encodable(media) if isinstance(media, str) else media
+        self.attempt(self.show, trainer.log_point.step, encodable(name), shown)
 
     def on_run_end(self, trainer: Trainer, results: Results) -> None:
         """Record the end, unless the run was discarded."""

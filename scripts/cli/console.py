@@ -187,6 +187,10 @@ class _Outlet:
         """Write `text`, or drop it after an error."""
         try:
             return self._stream.write(text)
+        except UnicodeEncodeError:  # lone surrogates, or letters that a terminal's encoding lacks
+            encoding = self._stream.encoding
+            known = text.encode(encoding, "backslashreplace").decode(encoding)
+            return self._stream.write(known)
         except OSError:
             # The buffer of the stream goes there as well: Python would flush it again at exit.
             _into_nothing(self._stream.fileno())

@@ -28,7 +28,7 @@ from trainer.assembly.experiment import eval_loader
 from trainer.assembly.parts import build_strategy
 from trainer.checkpoints.archive import write_safetensors
 from trainer.files.atomic import as_json, replacing, storing, write_json
-from trainer.files.layout import as_csv
+from trainer.files.layout import as_bytes, as_csv, encodable
 from trainer.inference.predictor import (
     OUTPUT,
     Answers,
@@ -201,11 +201,20 @@ def _write_table(file: BinaryIO, suffix: str, columns: Sequence[str], rows: Sequ
         import pyarrow
         from pyarrow import parquet
 
-        table = pyarrow.table({name: [row.get(name) for row in rows] for name in columns})
+        table = pyarrow.table(
+            {encodable(name): [_sound(row.get(name)) for row in rows] for name in columns}
+        )
         parquet.write_table(table, file)
     else:
         cells = ([_cell(row.get(name, "")) for name in columns] for row in rows)
-        file.write(as_csv([columns, *cells]).encode(errors="surrogateescape"))
+        file.write(as_bytes(as_csv([columns, *cells])))
+
+
+def _sound(value: Any) -> Any:
+    """Return a value of a row whose texts every reader of a table takes."""
+    if isinstance(value, list):
+        return [_sound(part) for part in value]
+    return encodable(value) if isinstance(value, str) else value
 
 
 def _cell(value: Any) -> Any:

@@ -324,9 +324,12 @@ def going_back_to(run: Path) -> int | None:
         note = read_json(run / _ABANDONED / _NOTE)
     except RunDirectoryError as error:
         raise CheckpointError(f"{error}: it holds the step that the run continues from") from error
-    if note and (fault := form_fault(note, {"step": int, "folder": str})):
+    if not note:
+        return None
+    fault = form_fault(note, {"step": int, "folder": str})
+    if fault is not None:
         raise CheckpointError(f"{run / _ABANDONED / _NOTE}: {fault}: it says where the run goes on")
-    return note["step"] if note else None
+    return int(note["step"])
 
 
 def go_back(run: Path, moment: Moment) -> Path | None:

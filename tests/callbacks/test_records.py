@@ -44,6 +44,20 @@ def series(run):
     return {tag: [(event.step, event.value) for event in board.Scalars(tag)] for tag in tags}
 
 
+def test_names_and_texts_may_hold_lone_surrogates(make_trainer, tmp_path, caplog):
+    trainer = make_trainer(recorders(), tmp_path)
+    trainer.fit()
+    trainer.log({"test/\ud800": 0.5})
+    trainer.log({"test/\udcff": 0.25})
+    trainer.log_text("shown/\ud800", "a text with \udcff and \ud800")
+    trainer.end(Results("finished"))
+    assert "continues without it" not in caplog.text
+    assert {"test/\\ud800", "test/\\udcff"} <= series(tmp_path).keys()
+    assert "test/\\ud800" in (tmp_path / "csv" / "metrics.csv").read_text("utf-8")
+    (text,) = (tmp_path / "csv" / "shown").rglob("*.md")
+    assert text.read_text("utf-8") == "a text with \\udcff and \\ud800"
+
+
 def test_all_have_each_value_once_at_its_step(make_trainer, tmp_path):
     trainer = make_trainer(recorders(), tmp_path)
     trainer.fit()

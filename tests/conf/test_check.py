@@ -121,3 +121,8 @@ def test_reserved_interpolations_are_filled_in():
     filled = {"a": [10, 1.5, None, "${total_step}"], "b": "\\d+120"}
     assert fill(node, {"total_steps": 120, "steps_per_epoch": 10}) == filled
     assert fill("${total_steps}", {"steps_per_epoch": 1}) == "${total_steps}"
+
+
+def test_a_text_that_yaml_cannot_hold_is_refused():
+    found = [str(problem) for problem in check({"name": "a", "model": {"a": "\udcff"}})]
+    assert any(text.startswith("model.a: expected text in UTF-8") for text in found)

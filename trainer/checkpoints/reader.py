@@ -101,7 +101,8 @@ class Index:
 
 
 def _entry(fields: dict[str, Any]) -> Entry:
-    if fault := form_fault(fields, _ENTRY):
+    fault = form_fault(fields, _ENTRY)
+    if fault is not None:
         raise ValueError(fault)
     return Entry(**fields)
 

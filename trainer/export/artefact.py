@@ -289,7 +289,8 @@ def evaluate_artefact(
     whose format runs code when it is read unless `allow_code`.
     """
     facts = read_json(path.parent / FACTS)
-    if fault := form_fault(facts, _FORM) if facts else None:
+    fault = form_fault(facts, _FORM) if facts else None
+    if fault is not None:
         raise ModelError(f"artefact={path}: {FACTS} beside it is damaged ({fault}): export again")
     kind = facts.get("format", WEIGHTS)
     form = GRAPHS.get(kind)

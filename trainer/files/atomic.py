@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 
 from conf.interpolation import mapped
 from trainer.errors import StorageError
-from trainer.files.layout import VisibleFormatter
+from trainer.files.layout import VisibleFormatter, as_bytes
 
 TEMPORARY = ".tmp-"
 _log = logging.getLogger(__name__)
@@ -72,9 +72,9 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace `path` by `text` (UTF-8)."""
+    """Replace `path` by any text (UTF-8)."""
     with replacing(path) as file:
-        file.write(text.encode())
+        file.write(as_bytes(text))
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -183,7 +183,7 @@ class AppendLog:
 
     def write(self, line: str) -> None:
         """Append `line`, with a newline if it has none."""
-        content = memoryview((line if line.endswith("\n") else line + "\n").encode())
+        content = memoryview(as_bytes(line if line.endswith("\n") else line + "\n"))
         try:
             rest = content
             while rest:

@@ -76,6 +76,22 @@ def as_csv(rows: Iterable[Sequence[Any]]) -> str:
     return text.getvalue()
 
 
+def encodable(text: str) -> str:
+    """Return a text that every encoding of Unicode has: lone surrogates are written as `\\ud800`.
+
+    JSON may hold them, and names of files that are no UTF-8 become such.
+    """
+    return text.encode(errors="backslashreplace").decode()
+
+
+def as_bytes(text: str) -> bytes:
+    """Return any text as UTF-8; what stands for the bytes of a file's name are these again."""
+    try:
+        return text.encode(errors="surrogateescape")
+    except UnicodeEncodeError:
+        return encodable(text).encode()
+
+
 def visible(text: str) -> str:
     """Escape control characters, which could control a terminal, except newlines and tabs."""
     return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)

@@ -91,38 +91,43 @@ def read_facts(folder: Path) -> InferenceFacts:
     """Read a run's `inference.json`. Raises RunDirectoryError."""
     path = folder / INFERENCE
     found = read_json(path)
-    if fault := _misfit(found):
+    fault = next(_faults(found), None)
+    if fault is not None:
         raise RunDirectoryError(
             f"{path} is missing or damaged ({fault}): training writes it, with resume=auto again"
         )
     return InferenceFacts(*(found[name] for name in InferenceFacts._fields))
 
 
-def _misfit(found: Mapping[str, Any]) -> str | None:
-    """Return what of `inference.json` is not as `InferenceFacts` has it; None if all is."""
-    if fault := form_fault(found, _FORM) or form_fault(found["inputs"], {"kind": str}):
-        return fault
-    classes, inputs, outputs = found["classes"], found["inputs"], found["outputs"]
-    if not all(isinstance(name, str) for name in classes or ()):
-        return "its 'classes' are no names"
-    if fault := form_fault(inputs, _INPUTS.get(inputs["kind"], {})):
-        return fault
+def _faults(found: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what of `inference.json` is not as `InferenceFacts` has it; the first one counts."""
+    yield from _fault(found, _FORM)
+    inputs, outputs = found["inputs"], found["outputs"]
+    yield from _fault(inputs, {"kind": str})
+    yield from _fault(inputs, _INPUTS.get(inputs["kind"], {}))
     given = {name: kind for name, kind in _OUTPUTS.items() if name in outputs}
-    if fault := form_fault(outputs, {"kind": str, **given}):
-        return fault
-    if (count := found["num_classes"]) is not None and not 0 <= count <= _MOST_CLASSES:
-        return f"its 'num_classes' are {count}"
+    yield from _fault(outputs, {"kind": str, **given})
+    if not _are(found["classes"] or (), str):
+        yield "its 'classes' are no names"
+    if not 0 <= (found["num_classes"] or 0) <= _MOST_CLASSES:
+        yield f"its 'num_classes' are {found['num_classes']}"
     scale = outputs.get("scale", [0.0, 1.0])
     if len(scale) != 2 or not _are(scale, _NUMBER):
-        return "its 'scale' is no mean and deviation"
+        yield "its 'scale' is no mean and deviation"
     size = inputs.get("size") or [1, 1]
     if len(size) != 2 or not _are(size, int) or not 0 < min(size) <= max(size) <= _LARGEST_SIDE:
-        return "its 'size' is no height and width"
+        yield "its 'size' is no height and width"
     features = inputs.get("features", [])
     if not _are(features, dict):
-        return "its 'features' are no list of columns"
-    faults = (form_fault(feature, _FEATURE) for feature in features)
-    return next((fault for fault in faults if fault), None)
+        yield "its 'features' are no list of columns"
+    for feature in features:
+        yield from _fault(feature, _FEATURE)
+
+
+def _fault(values: Mapping[str, Any], form: Mapping[str, Any]) -> Iterator[str]:
+    fault = form_fault(values, form)
+    if fault is not None:
+        yield fault
 
 
 def _are(values: Iterable[Any], kind: Any) -> bool:

@@ -1,5 +1,6 @@
 """What a command prints beside its answer, how it ends, its keys, and who answers to its name."""
 
+import io
 import logging
 import os
 import platform
@@ -25,6 +26,7 @@ from scripts.cli.console import (
     greet,
     log_to_stderr,
     logger,
+    outlive_readers,
     quiet_others,
     report,
 )
@@ -156,6 +158,17 @@ def test_an_error_is_one_line_and_a_traceback_shows_codes(capsys):
         assert r"a\nerror: b\x1b[2J" in printed
     assert report(KeyError(EVIL)) == 1
     assert "\x1b" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii", "latin-1"])
+def test_any_text_can_be_printed(monkeypatch, encoding):
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding=encoding))
+    monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(io.BytesIO(), encoding=encoding))
+    outlive_readers()
+    print("a \ud800 \udcff ✓")
+    sys.stdout.flush()
+    assert written.getvalue().startswith(b"a \\ud800 \\udcff ")
 
 
 def test_what_the_terminal_shows_of_the_log(capsys, monkeypatch):

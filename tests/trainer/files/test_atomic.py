@@ -15,7 +15,8 @@ import pytest
 from toy_runs import in_a_child
 from trainer.errors import StorageError
 from trainer.files import atomic
-from trainer.files.layout import aligned, columns_of, packed, size_of
+from trainer.files.atomic import AppendLog, write_text
+from trainer.files.layout import aligned, columns_of, encodable, packed, size_of
 
 
 def names(folder):
@@ -176,6 +177,25 @@ def test_what_a_resumed_run_writes_follows_its_checkpoint(tmp_path, caplog):
     assert not caplog.records
     log.truncate(137)
     assert "lost 92 bytes" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [
+        pytest.param("größe", "größe".encode(), id="letters"),
+        pytest.param("a\udcff", b"a\xff", id="a byte of a file's name"),
+        pytest.param("a\ud800", b"a\\ud800", id="half a character"),
+        pytest.param("\udcff\udbff", b"\\udcff\\udbff", id="both"),
+    ],
+)
+def test_any_text_can_be_written(tmp_path, text, content):
+    write_text(tmp_path / "a", text)
+    assert (tmp_path / "a").read_bytes() == content
+    log = AppendLog(tmp_path / "log")
+    log.write(text)
+    log.close()
+    assert (tmp_path / "log").read_bytes() == content + b"\n"
+    assert encodable(text).encode()
 
 
 def test_a_log_holds_lines_with_their_level_and_is_opened_where_it_is(tmp_path):
