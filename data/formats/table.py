@@ -129,14 +129,23 @@ class Columns:
         Raises DataError where they are numbers in another spelling than the file's.
         """
         cells = self.column(name, "data.features")
-        values = [cell for cell in cells if cell is not None and cell not in _NO_NUMBER]
-        numbers = sum(map(self.dialect.holds_number, values))
-        if not values or 2 * numbers >= len(values):
-            return bool(values)
-        alike = [cell for cell in values if _ODD_NUMBER.fullmatch(cell)]
-        if 2 * len(alike) < len(values):
+        numbers = 0
+        others = 0
+        odd_ones = list[str]()  # written like numbers
+        for cell in cells:
+            if cell is None or cell in _NO_NUMBER:
+                continue
+            if self.dialect.holds_number(cell):
+                numbers += 1
+            elif _ODD_NUMBER.fullmatch(cell):
+                odd_ones.append(cell)
+            else:
+                others += 1
+        if numbers >= others + len(odd_ones):
+            return numbers > 0
+        if numbers + len(odd_ones) < others or not odd_ones:
             return False
-        odd = next(cell for cell in alike if not self.dialect.holds_number(cell))
+        odd = odd_ones[0]
         raise DataError(
             f"{self.place(cells.index(odd), name)}: {odd!r} is written like a number, as most of "
             "the column is, and cannot be read as one: \"data.decimal=','\" or "
@@ -199,15 +208,19 @@ def read_columns(path: str | Path, dialect: Dialect | None = None) -> Columns:
         else:
             dialect = dialect or Dialect()
             names, columns, lines = _csv(path, "\t" if kind == "tsv" else ",", dialect)
-    # What separators at the ends of lines make: columns without a name that hold nothing.
-    kept = [n for n, name in enumerate(names) if name or not columns or any(columns[n])]
-    names = [names[n] for n in kept]
-    # A first column without a name holds the numbers of the rows.
-    if not names or len(set(names)) < len(names) or "" in names[1:]:
-        raise DataError(f"{path}: each column needs a name of its own, in the first row: {names}")
+    cells = dict[str, Cells]()
+    for place, (name, column) in enumerate(zip(names, columns, strict=True)):
+        if not name and not any(column):
+            continue  # what a separator at the end of each line makes
+        # A first column without a name holds the numbers of the rows.
+        if name in cells or not (name or place == 0):
+            why = "each column needs a name of its own, in the first row"
+            raise DataError(f"{path}: {why}: {names}")
+        cells[name] = column
+    if not names:
+        raise DataError(f"{path}: each column needs a name of its own, in the first row")
     if not lines:
         raise DataError(f"{path}: the table has no rows")
-    cells = {name: columns[n] for name, n in zip(names, kept, strict=True)}
     return Columns(path, cells, lines, dialect)
 
 
@@ -242,11 +255,13 @@ def _csv(path: Path, usual: str, dialect: Dialect) -> tuple[list[str], list[Cell
                 f"row {number} has {len(row)} cells, the header {len(names)} (separated by "
                 f"{delimiter!r}: data.delimiter says by what they are)"
             )
-    columns = [
-        [None if cell in _MISSING else cell for cell in column]
-        for column in zip(*rows[1:], strict=True)
-    ]
+    columns: list[Cells] = list(map(_without_marks, zip(*rows[1:], strict=True)))
+    columns = columns or [[] for _ in names]
     return names, columns, lines[1:]
+
+
+def _without_marks(column: Sequence[str]) -> Cells:
+    return [None if cell in _MISSING else cell for cell in column]
 
 
 def _encoding(path: Path, opener: Callable[..., IO[Any]], dialect: Dialect) -> str:
@@ -260,9 +275,10 @@ def _encoding(path: Path, opener: Callable[..., IO[Any]], dialect: Dialect) -> s
 
 def _delimiter(path: Path, header: str, usual: str) -> str:
     """Return what separates the names of a header. Raises DataError if that is not clear."""
-    splitting = [
-        one for one in _DELIMITERS if len(next(csv.reader([header], delimiter=one), [])) > 1
-    ]
+    splitting = []
+    for one in _DELIMITERS:
+        if len(next(csv.reader([header], delimiter=one), [])) > 1:
+            splitting.append(one)
     if usual in splitting or not splitting:
         return usual
     if len(splitting) > 1:
@@ -409,11 +425,11 @@ def _features(train: Columns, target: str, known: Sequence[str]) -> list[str]:
     """
     names = [name for name in train.cells if name not in (target, target.strip())]
     first = next(iter(train.cells))
-    numbers = [name for name in (first, _ARROW_INDEX) if name in _ROW_NUMBERS]
-    for name in [name for name in numbers if name in names and name not in known]:
-        text = "%s: column %r is left out: it holds row numbers; data.features can name it"
-        logger.info(text, train.path, name)
-        names.remove(name)
+    for name in dict.fromkeys((first, _ARROW_INDEX)):
+        if name in _ROW_NUMBERS and name in names and name not in known:
+            text = "%s: column %r is left out: it holds row numbers; data.features can name it"
+            logger.info(text, train.path, name)
+            names.remove(name)
     return names
 
 

@@ -2,8 +2,10 @@
 
 import copy
 import os
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from trainer.targets.instantiate import SPECIAL, takes
 _OPEN = {"data": DataConfig, "transforms": TransformsConfig}
 # Keys of the schema that data sets, too, read by interpolations: alone they do less, or nothing.
 _SHARED = ("root", "cache_dir", "num_classes")
+_OF_DATA = re.compile(r"data\.").match
 _TAKING = ("model.", "data.", "transforms.")  # sections whose arguments read them
 
 
@@ -155,7 +158,7 @@ class Tree:
                 continue
             # It is of a group; sets by name replace it.
             named = {n: v for n, v in one.items() if isinstance(v, dict) and "_target_" in v}
-            if named and not any(takes(one, str(name)) for name in named):
+            if named and not any(map(partial(takes, one), named)):
                 self.values["data"][split] = named
 
     def _below(self, key: str) -> list[Source]:
@@ -181,21 +184,31 @@ class Tree:
                 continue
             if name in declared(_OPEN[section]) and name not in _SHARED:
                 continue
-            equal = [] if before is None else self._holders(before)
-            alike = [holder for holder in equal if holder.endswith(f".{name}")]
+            alike, others = self._holders(name, before)
             if name in _SHARED[1:] and not alike:  # such a key has an effect of its own
                 continue
-            if not any(holder.startswith("data.") for holder in alike):  # data sets ignore it
-                alike += [one for one in equal if one not in alike]
-            instead = ", ".join(f"{holder}=..." for holder in alike)
-            message = f"feeds nothing in this run: {instead or 'no key takes its value from it'}"
-            yield Problem(key, message)
+            if not any(map(_OF_DATA, alike)):  # data sets ignore it
+                alike += others
+            told = "=..., ".join([*alike, ""]).rstrip(", ") or "no key takes its value from it"
+            yield Problem(key, f"feeds nothing in this run: {told}")
 
-    def _holders(self, value: Any) -> list[str]:
-        """Return the arguments that hold a value and were not typed, those of data.test first."""
-        arguments = [one for one in walk(self.values) if one[0].startswith(_TAKING)]
-        found = [key for key, held in arguments if held == value and not self._is_typed(key)]
-        return [key for key in reversed(found) if key not in self._primary]
+    def _holders(self, name: str, value: Any) -> tuple[list[str], list[str]]:
+        """Return the arguments that hold a value: those of its name, and others.
+
+        They are those that were not typed; those of data.test come before those of data.train.
+        """
+        alike = list[str]()
+        others = list[str]()
+        for key, held in reversed(list(walk(self.values))):
+            if value is None or held != value or not key.startswith(_TAKING):
+                continue
+            if key in self._primary or self._is_typed(key):
+                continue
+            if key.endswith(f".{name}"):
+                alike.append(key)
+            else:
+                others.append(key)
+        return alike, others
 
     def _is_typed(self, key: str) -> bool:
         return any(source.package is None for source in self._below(key))

@@ -207,7 +207,7 @@ def _notes(experiment: Experiment, memory: Mapping[str, int | None]) -> Iterator
             yield remark
     if not trainer.val_loaders:
         yield "no validation split: no metric is monitored, use the last checkpoint"
-    if not any(sets.get(stage) is not None for stage in experiment.config.data.tests):
+    if all(sets.get(stage) is None for stage in experiment.config.data.tests):
         yield "no test split: the run ends with its validation metrics"
     for split, dataset in sets.items():
         if isinstance(dataset, Pictures):

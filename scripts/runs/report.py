@@ -136,8 +136,8 @@ def _commands(request: Request, experiment: Experiment, run_dir: Path) -> list[t
     of_use = keeps_weights(experiment.trainer.callbacks)
     splits = [split for split in sets if split != "train" and sets[split] is not None]
     if of_use and splits and best_or_last(run_dir / CHECKPOINTS) is not None:
-        tests = [split for split in splits if split.partition("/")[0] == "test"]
-        chosen = [] if tests else [f"split={splits[0]}"]
+        tested = splits[-1].partition("/")[0] == "test"  # the last of the data sets
+        chosen = [] if tested else [f"split={splits[0]}"]
         found.append(("again", shlex.join(["evaluate", f"run={run_dir}", *chosen])))
     if experiment.trainer.state.interrupted and not experiment.trainer.done:
         found.append(("go on", request.resume_command(run_dir)))

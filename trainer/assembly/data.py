@@ -5,6 +5,7 @@ import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, replace
+from itertools import filterfalse
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -102,7 +103,7 @@ def open_data(
 def names_of(dataset: Any) -> list[str] | None:
     """Return the names of a data set's classes, by number; None of one without names."""
     names = getattr(dataset, "classes", None)
-    return [str(name) for name in names] if names else None
+    return list(map(str, names)) if names else None
 
 
 def follow_names(dataset: Any, classes: Sequence[str] | None, key: str) -> None:
@@ -116,15 +117,16 @@ def follow_names(dataset: Any, classes: Sequence[str] | None, key: str) -> None:
     if not (of_ours and by_sample) and own == [*classes[: len(own)]]:
         return  # the numbers agree
     if not {*own} <= {*classes} or not of_ours or not by_sample:
-        unknown = [name for name in own if name not in classes]
+        unknown = list(filterfalse(classes.__contains__, own))
         wrong = f"{', '.join(map(repr, unknown[:5]))} among them" if unknown else "in another order"
-        shown = [", ".join(map(repr, names[:5])) for names in (own, classes)]
+        shown = ", ".join(map(repr, own[:5]))
+        of_run = ", ".join(map(repr, classes[:5]))
         raise ClassNamesError(
             f"{key}: its classes are not those that the run was trained on, {wrong}: it has "
-            f"{len(own)} ({shown[0]}), the run {len(classes)} ({shown[1]}): with other names their "
+            f"{len(own)} ({shown}), the run {len(classes)} ({of_run}): with other names their "
             "numbers would mean something else; give them the names of the run"
         )
-    numbers = torch.tensor([classes.index(name) for name in own])
+    numbers = torch.tensor(list(map(classes.index, own)))
     if isinstance(dataset, ArrowRows):
         dataset.renumber(numbers.tolist())
     dataset.targets = numbers[targets]
@@ -364,8 +366,8 @@ def _not_kept(config: Config, split: str, kind: type, transform: Any) -> Iterato
 
 def data_facts(sets: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a checkpoint keeps of data sets: names of classes, and statistics, if any."""
-    names = next((found for s in sets.values() if (found := names_of(s)) is not None), None)
-    facts = {} if names is None else {"classes": names}
+    names = list(filter(None, map(names_of, sets.values())))
+    facts: dict[str, Any] = {"classes": names[0]} if names else {}
     known = {split: s for split, s in sets.items() if callable(getattr(s, "statistics", None))}
     if not known:
         return facts

@@ -78,7 +78,7 @@ def facts_of(config: Config, data: Data, task: Task) -> InferenceFacts:
     if (scale := getattr(known[0], "target_scale", None)) is not None:
         outputs["scale"] = list(scale)  # mean and deviation of the training targets
     return InferenceFacts(
-        classes=next((names for s in known if (names := names_of(s))), None),
+        classes=next(filter(None, map(names_of, known)), None),
         num_classes=data.num_classes,
         inputs=_input_form(known[0]),
         outputs=outputs,

@@ -128,9 +128,9 @@ OF_OWN = """
 # @package _global_
 defaults:
   - override /transforms: none
-model: {_target_: my_own.Net, inputs: 4, sizes: ["${data.num_classes}"]}
+model: {_target_: my_brought.Net, inputs: 4, sizes: ["${data.num_classes}"]}
 data:
-  train: {_target_: my_own.Named, split: train}
+  train: {_target_: my_brought.Named, split: train}
 callbacks:
   mine:
     _target_: callbacks.early_stopping.EarlyStopping
@@ -143,14 +143,14 @@ callbacks:
 @pytest.fixture
 def own(tmp_path, monkeypatch):
     """Return what composes an experiment with data of its own, beside the group of the digits."""
-    (tmp_path / "my_own.py").write_text(OWN)
+    (tmp_path / "my_brought.py").write_text(OWN)
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "mine.yaml").write_text(f"# train experiment=mine{OF_OWN}")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
 
     def words(*typed):
-        mine = ["--config-dir", str(tmp_path), "--allow-target", "my_own", "experiment=mine"]
+        mine = ["--config-dir", str(tmp_path), "--allow-target", "my_brought", "experiment=mine"]
         return compose([*mine, *typed])
 
     return words
@@ -158,7 +158,7 @@ def own(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["Named", "Labelled"])
 def test_classes_are_those_of_the_data_set_that_an_experiment_brings(own, kind):
-    found = own(f"data.train._target_=my_own.{kind}").config
+    found = own(f"data.train._target_=my_brought.{kind}").config
     assert found["data"]["num_classes"] is None
     assert found["task"]["num_classes"] is None
     config = parse(found)
@@ -174,11 +174,11 @@ def test_a_contradiction_or_nothing_to_count_is_refused(own):
     for typed, told in (
         ("data.num_classes=5", "is 5, but data.train has 3 classes: a, b, c; set data.num_classes"),
         ("data.num_classes=2", "is 2, but data.train has 3 classes"),
-        ("data.train._target_=my_own.Bare", "is null, and there is nothing to count"),
+        ("data.train._target_=my_brought.Bare", "is null, and there is nothing to count"),
     ):
         with pytest.raises(ConfigError, match=re.escape(f"data.num_classes: {told}")):
             build(parse(own(typed).config))
-    bare = own("data.train._target_=my_own.Bare", "data.num_classes=4").config
+    bare = own("data.train._target_=my_brought.Bare", "data.num_classes=4").config
     assert build(parse(bare)).trainer.model.head.out_features == 4
 
 
@@ -187,7 +187,7 @@ def test_a_counted_number_is_stored_open_and_read_again(own, tmp_path):
     assert found["model"]["sizes"] == ["${data.num_classes}"]
     (tmp_path / "config.yaml").write_text(dump(found))
     stored = ["--config-dir", str(tmp_path), "--config-name", "config"]
-    again = compose([*stored, "--allow-target", "my_own"]).config
+    again = compose([*stored, "--allow-target", "my_brought"]).config
     assert again == found
     plain = own("data.num_classes=3").config
     assert plain["model"]["sizes"] == [3]
