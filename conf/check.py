@@ -20,7 +20,8 @@ from conf.yaml_file import word
 MISSING = "???"
 T = TypeVar("T")
 _NAMES = {int: "an integer", float: "a number", str: "text", bool: "true or false"}
-_NEEDED = ("model", "data", "task", "optimizer")
+# What every run needs, where it is left out of a configuration whose rest is checked.
+_EMPTY: Values = {"name": "", "model": {}, "data": {}, "task": {}, "optimizer": {}}
 _FINITE = ("optimizer.", "lr_scheduler.")  # nodes whose numbers are hyper-parameters
 
 
@@ -52,14 +53,22 @@ def parse_sound(raw: Values, wrong: Iterable[str]) -> tuple[Config, list[Problem
     What is wrong without them is left out as well, and returned: what their mistakes had hidden. A
     section that every run needs is empty where it is left out.
     """
-    raw = {"name": "", **{name: {} for name in _NEEDED}, **copy.deepcopy(raw)}
+    raw = copy.deepcopy(raw)
     known, hidden = list(wrong), list[Problem]()
-    while found := [p for p in check(raw) if raw.get(p.key.partition(".")[0]) not in ("", {})]:
-        hidden += [problem for problem in found if not is_related(problem.key, known)]
-        known += [problem.key for problem in found]
-        for problem in found:
-            drop(raw, problem.key, around=True)
-        raw = {"name": "", **{name: {} for name in _NEEDED}, **raw}
+    found = None
+    while found is None or found:
+        raw = {**copy.deepcopy(_EMPTY), **raw}
+        found = []
+        for problem in check(raw):
+            section = problem.key.partition(".")[0]
+            if raw.get(section) in ("", {}):  # left out before
+                continue
+            found.append(problem.key)
+            if not is_related(problem.key, known):
+                hidden.append(problem)
+        for key in found:
+            drop(raw, key, around=True)
+        known += found
     return _built(Config, raw), hidden
 
 

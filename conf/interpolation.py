@@ -44,8 +44,12 @@ def above(key: str, among: Container[str]) -> str:
 
 def is_related(key: str, keys: Iterable[str]) -> bool:
     """Return whether a key is one of others, or contains one, or lies within one."""
-    around = [f"{other}." for other in keys]
-    return any(f"{key}.".startswith(one) or one.startswith(f"{key}.") for one in around)
+    key = f"{key}."
+    for other in keys:
+        other = f"{other}."
+        if key.startswith(other) or other.startswith(key):
+            return True
+    return False
 
 
 def walk(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:

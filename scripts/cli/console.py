@@ -102,9 +102,11 @@ def report(error: BaseException) -> int:
     print_error(text, trace)
     if isinstance(error, ConfigError) and error.more is not None:
         sys.stderr.flush()  # the search that follows imports torch
-        if further := error.more():
+        further = error.more()
+        if further:
             print(f"  {len(further)} more in what else is configured:", file=sys.stderr)
-            print(*(f"  {problem}" for problem in further), sep="\n", file=sys.stderr)
+        for problem in further:
+            print(f"  {problem}", file=sys.stderr)
     return code
 
 

@@ -193,14 +193,17 @@ class Composition:
         loader, name = self.folders.hydra.config_loader, self.arguments.config_name
         listed = loader.compute_defaults_list(name, picked, RunMode.RUN)
         replaced = listed.overrides.override_choices
-        more = [text for text in picked if text[0] == "+" and key_of(text) in replaced]
-        for text in more:  # Hydra adds a choice to a list of the primary file, to no other
+        before_all = list(picked)
+        for text in before_all:
             key = key_of(text)
+            if text[0] != "+" or key not in replaced:
+                continue
+            # Hydra adds a choice to a list of the primary file, to no other.
             before = replaced[key] or []
             replaced[key] = [*([before] if isinstance(before, str) else before), *_listed_in(text)]
             picked = [one for one in picked if key_of(one) != key]
             picked.append(f"{key}=[{','.join(replaced[key])}]")
-        if more:
+        if picked != before_all:
             listed = loader.compute_defaults_list(name, picked, RunMode.RUN)
         files = [d for d in listed.defaults if not (d.config_path or "hydra").startswith("hydra")]
         known = listed.overrides.known_choices

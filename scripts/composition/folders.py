@@ -86,7 +86,8 @@ class Folder(ConfigSource):
         """Read a file; one that cannot be read is a problem, and empty."""
         document = self.read(config_path)
         taken = {k: v for k, v in document.values.items() if self.together.whole or k == "defaults"}
-        if isinstance(entries := taken.get("defaults"), list):
+        entries = taken.get("defaults")
+        if isinstance(entries, list):
             taken["defaults"] = _last_words(entries)
         config = OmegaConf.create(taken)
         # Hydra requires `# @package` on the first line; ours may have the command there.
@@ -207,7 +208,8 @@ class Folders:
             lists = [shown_path(p) for p, one in self.documents.items() if "defaults" in one.lines]
             message = "a list leads back to its own file"
             return Problem("defaults", message, file=", ".join(lists[1:]))
-        if found := re.match(r"Could not override '([^'@]+)'\. No match", str(error)):
+        found = re.match(r"Could not override '([^'@]+)'\. No match", str(error))
+        if found:
             group, (*_, value) = found[1], str(error).rpartition("=")
             if not self.chosen:
                 message = f"{config_name}.yaml holds values, and chooses in no group"

@@ -126,9 +126,13 @@ class Overrides:
             path = Path(word)
             where = f"--config-dir {path.parent.parent} " if len(path.parts) > 2 else ""
             return 1, f"write {where}{path.parent.name or 'experiment'}={path.stem}"
-        if called := re.fullmatch(r"([\w/]+)=(\w+)\((\w+=.*)\)", word):
-            values = [f"{called[1]}.{value.strip()}" for value in called[3].split(",")]
-            return 1, f"write {called[1]}={called[2]} {' '.join(values)}"
+        called = re.fullmatch(r"([\w/]+)=(\w+)\((\w+=.*)\)", word)
+        if called:
+            group, choice, values = called.groups()
+            line = f"{group}={choice}"
+            for value in values.split(","):
+                line += f" {group}.{value.strip()}"
+            return 1, f"write {line}"
         for count, line in enumerate(lines, 1):  # the shell cuts `[a, b]` at its blank
             if _open_brackets(word) > _open_brackets(line) == 0:
                 return count, f"quote it: '{line}'"
@@ -169,7 +173,9 @@ class Overrides:
         kept = list[tuple[str, set[str], Override]]()  # with its key, and the keys that it sets
         for override in overrides:
             key = override.get_key_element().lstrip("+~").replace("/", ".")
-            keys = {at for value in _given(override) for at in _keys(value, key)}
+            keys = set[str]()
+            for value in _given(override):
+                keys |= _keys(value, key)
             chooses = self._chooses(override)
             if chooses and override.is_add() and self._is_list(override, known):
                 pass  # one more choice, beside the earlier ones
@@ -181,8 +187,10 @@ class Overrides:
         return [override for _, _, override in kept]
 
     def _chooses(self, override: Override) -> bool:
-        given = any(isinstance(value, dict) for value in _given(override))
-        return not given and self.folders.is_group(override.key_or_group)
+        for value in _given(override):
+            if isinstance(value, dict):
+                return False
+        return bool(self.folders.is_group(override.key_or_group))
 
     def _is_list(self, override: Override, known: Callable[[], set[str]]) -> bool:
         """Return whether a group has a list of choices, to which `+group=x` adds one."""
@@ -288,7 +296,10 @@ def _keys(value: Any, key: str) -> set[str]:
     """Return the keys that are set by a value for a key: a section is merged into what is there."""
     if not isinstance(value, dict):
         return {key}
-    return {at for name, child in value.items() for at in _keys(child, join(key, name))}
+    found = set[str]()
+    for name, child in value.items():
+        found |= _keys(child, join(key, name))
+    return found
 
 
 def _open_brackets(text: str) -> int:

@@ -237,7 +237,9 @@ def _without(content: Mapping[str, Any], choice: Choice, path: Sequence[str]) ->
         return {**content, name: _without(child, choice, rest)}
     is_node = isinstance(child, dict) and "_target_" in child
     if not rest and (choice.is_empty or child is None or is_node):
-        return {n: value for n, value in content.items() if n != name}
+        kept = dict(content)
+        kept.pop(name, None)
+        return kept
     return dict(content)
 
 

@@ -79,8 +79,11 @@ def search(arguments: Arguments) -> int:
         message = "nothing to search: give a key as interval(a,b) or choice(a,b)"
         raise ConfigError("sweep.params", message)
     typed = {key_of(text) for text in arguments.overrides}
-    more = [d for d in found if d.name not in typed]
-    dimensions = [*(d for d in found if d not in more), *more]
+    dimensions, more = list[Dimension](), list[Dimension]()
+    for dimension in found:
+        kind = dimensions if dimension.name in typed else more
+        kind.append(dimension)
+    dimensions += more
     refuse_outside(d.name for d in dimensions)
     space = {d: distribution(d, config) for d in dimensions}
     jobs = [[*fixed, *values] for values in samples(space)]

@@ -9,12 +9,13 @@ import torch
 from PIL import Image
 
 from callbacks.ema import EMA
+from callbacks.lr_finder import LRFinder
 from scripts.runs.report import best_of
 from scripts.runs.resume import Moment
 from scripts.sweeps.leaderboard import Ranking
 from trainer import snapshot
 from trainer.assembly.parts import Assembly
-from trainer.callback import Average, Callback, Hooks, Results, Saver, as_image
+from trainer.callback import Average, Callback, Hooks, Results, Saver, as_image, keeps_weights
 from trainer.errors import ModelError
 from trainer.state import LogPoint
 from trainer.strategies.strategy import Strategy
@@ -197,3 +198,8 @@ def test_images_of_any_kind(image, pixel):
     assert (array.shape, array.dtype, array[0, 0].tolist()) == ((1, 1, 3), np.uint8, pixel)
     with pytest.raises(ValueError, match=r"an image of shape \[1, 2, 5\]"):
         as_image(torch.zeros(5, 1, 2))
+
+
+def test_the_weights_of_a_range_test_are_of_no_use():
+    assert keeps_weights({"ema": EMA()})
+    assert not keeps_weights({"ema": EMA(), "finder": LRFinder()})

@@ -107,6 +107,17 @@ def test_killed_and_running_runs_are_told_apart_in_rows_of_one_line(capsys):
     assert [row[:3] for row in rows] == told
 
 
+def test_tags_are_listed_and_are_no_difference(capsys):
+    made("net/a", tags=["baseline", "paper"])
+    made("net/b", tags=[])
+    made("net/c", tags="damaged")
+    found = listed(capsys)
+    assert [run["tags"] for run in found] == [["baseline", "paper"], [], []]
+    assert [run["differs"] for run in found] == [{}, {}, {}]
+    assert runs([]) == 0
+    assert "baseline paper" in capsys.readouterr().out
+
+
 def test_damaged_runs_are_listed_all_the_same(capsys):
     whole, damaged = made("net/a"), made("net/b")
     for name in ("status.json", "manifest.json", "config.yaml", "metrics.jsonl"):

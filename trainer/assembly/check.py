@@ -46,6 +46,7 @@ from trainer.update.gradients import without_effect
 _TOTAL_STEPS, _STEPS_PER_EPOCH = 1000, 100
 _CLASSES = 10
 # Mistakes in spite of which a stand-in of the section's object tells what others need of it.
+_SECTIONS = ("model", "task", "optimizer", "lr_scheduler")
 _ELSEWHERE = re.compile(r"task\.loss\b|optimizer\.(?!_target_|optimizers\b)\w+$")
 # Nodes that a section itself asks for, not those within another node.
 _PARTS = re.compile(
@@ -71,9 +72,12 @@ def check_targets(config: Config, wrong: Collection[str] = ()) -> None:
     """
     found = [*_compile_problems(config.trainer.compile), *_node_problems(config)]
     broken = {problem.key for problem in found}
-    for name in ("model", "task", "optimizer", "lr_scheduler"):
-        keys = {key for key in broken if key.startswith(f"{name}.") and not _ELSEWHERE.match(key)}
-        if keys or getattr(config, name) == {}:
+    for name in _SECTIONS:
+        if getattr(config, name) == {}:
+            broken.add(name)
+    for problem in found:
+        name = problem.key.partition(".")[0]
+        if name in _SECTIONS and not _ELSEWHERE.match(problem.key):
             broken.add(name)
     config = _without(config, broken)
     parts = stand_ins(config)
@@ -107,7 +111,11 @@ def _without(config: Config, broken: Collection[str]) -> Config:
 
 
 def _sound_nodes(nodes: Named, key: str, broken: Collection[str]) -> Named:
-    return {n: None if is_related(f"{key}.{n}", broken) else node for n, node in nodes.items()}
+    sound = dict(nodes)
+    for name in nodes:
+        if is_related(f"{key}.{name}", broken):
+            sound[name] = None
+    return sound
 
 
 def stand_ins(config: Config) -> Assembly:
@@ -211,7 +219,8 @@ def _task_problems(parts: Assembly) -> Iterator[Problem]:
 
 def _stand_in_task(parts: Assembly) -> Task:
     """Return the task of a configuration without its loss, or else a bare one."""
-    plain = {name: value for name, value in parts.config.task.items() if name != "loss"}
+    plain = dict(parts.config.task)
+    plain.pop("loss", None)
     with suppress(Exception):
         return replace(parts, config=replace(parts.config, task=plain)).task
     return Task()

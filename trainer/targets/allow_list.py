@@ -162,7 +162,8 @@ def refusal(path: object) -> str | None:
     if under(path, _extra) or path in CONSTRUCTORS or _in_working_folder(path):
         return None
     if (found := listed(path)) is None:
-        if module := _defining(path):
+        module = _defining(path)
+        if module:
             return f"target {path!r} is no dotted path; did you mean {module}.{path}?"
         return f"target {path!r} is not allowed; {_how_to_allow(path)}"
     reason = _refused_name(*found)
