@@ -230,10 +230,10 @@ class Config:
     """The whole configuration."""
 
     name: str = option(REQUIRED, "of the run, which goes to `runs/NAME/TIME`", check=plain_name)
+    seed: int = option(0, "of order, augmentation and weights", limits={">=": 0, "<=": 2**32 - 1})
     tags: list[str] = option(
         [], "free words about the run: in its manifest, trackers, `regimen runs`", check=plain_words
     )
-    seed: int = option(0, "of order, augmentation and weights", limits={">=": 0, "<=": 2**32 - 1})
     run_dir: str | None = path(None, "put the run exactly here")
     resume: str | None = path(None, "auto, or the path of a run or checkpoint")
     resume_policy: Literal["error", "keep", "override"] = option(

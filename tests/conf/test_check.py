@@ -71,7 +71,7 @@ def test_defaults_fill_what_was_left_out_and_nothing_that_has_no_effect():
     assert (filled["loader"]["batch_size"], filled["loader"]["timeout"]) == (3, 600.0)
     of_dp = {"name", "accelerator", "devices", "device_ids", "output_device", "dim"}
     assert set(filled["strategy"]) == of_dp
-    assert list(filled)[:3] == ["name", "seed", "run_dir"]
+    assert list(filled)[:4] == ["name", "seed", "tags", "run_dir"]
     assert (filled["callbacks"], filled["zz"]) == (3, 1)  # told by the check
 
 
