@@ -9,8 +9,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from scripts.cli.arguments import command_parser
-from scripts.cli.console import leave_with
+from regimen.scripts.cli.arguments import command_parser
+from regimen.scripts.cli.console import leave_with
 
 BENCHMARKS = {  # their modules, and what they measure
     "step": ("loop", "what the loop costs on top of the computation, for each update"),

@@ -26,12 +26,12 @@ from pathlib import Path
 
 from benchmarks import report
 from benchmarks.report import BY_HAND, OURS, Cost, Report
-from conf.errors import ConfigError
+from regimen.conf.errors import ConfigError
 
 JOBS = 8
 JOB = ("experiment=resnet18", "model=mlp")
 BARE = ("-m", "benchmarks.by_hand")
-TRAIN = ("-m", "scripts.train", "experiment=resnet18")
+TRAIN = ("-m", "regimen.scripts.train", "experiment=resnet18")
 FIRST_UPDATE = (
     *("model=mlp", "optimizer=sgd_nesterov", "trainer.max_steps=1", "trainer.limit_val_batches=0"),
     *("trainer.limit_test_batches=0", "callbacks.checkpoint=null"),
@@ -156,7 +156,13 @@ def _by_hand(root: Path) -> float:
 def _ours(root: Path, overrides: Sequence[str]) -> float:
     with tempfile.TemporaryDirectory() as folder:
         words = ("--config-dir", "examples/airbench/conf", "experiment=cifar10_fast")
-        _said("scripts.train", *words, f"data.root={root}", f"run_dir={folder}/run", *overrides)
+        _said(
+            "regimen.scripts.train",
+            *words,
+            f"data.root={root}",
+            f"run_dir={folder}/run",
+            *overrides,
+        )
         lines = Path(folder, "run", "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     tested = [line for line in map(json.loads, lines) if "test/accuracy" in line]
     return float(tested[-1]["test/accuracy"])

@@ -31,14 +31,14 @@ from torchvision.io import ImageReadMode, decode_image
 
 from benchmarks import report
 from benchmarks.report import Cost, Report
-from conf.check import parse
-from data.loading.device_transforms import defer
-from data.loading.loader import CPU, Loader
-from data.sources import ImageTensors
-from scripts.composition.compose import compose
-from trainer.assembly.data import Data, build_data, build_pipeline
-from trainer.assembly.experiment import train_loader
-from trainer.strategies.strategy import Strategy
+from regimen.conf.check import parse
+from regimen.data.loading.device_transforms import defer
+from regimen.data.loading.loader import CPU, Loader
+from regimen.data.sources import ImageTensors
+from regimen.scripts.composition.compose import compose
+from regimen.trainer.assembly.data import Data, build_data, build_pipeline
+from regimen.trainer.assembly.experiment import train_loader
+from regimen.trainer.strategies.strategy import Strategy
 
 BATCH = 128
 IN_MEMORY, SMALL, LARGE, PHOTOGRAPHS = 4000, 2000, 300, 12  # images of a pass

@@ -38,16 +38,16 @@ from benchmarks import by_hand, report
 from benchmarks.data import IMAGENET, ours_of_files, picture_folder
 from benchmarks.ours import train
 from benchmarks.report import BY_HAND, OURS, Report
-from conf.check import parse
-from conf.errors import ConfigError
-from data.batch import to_device
 from examples.airbench.by_hand_gpu import train_by_hand
-from models.resnet import ResNet
-from scripts.composition.compose import compose
-from trainer.assembly.experiment import Experiment, build
-from trainer.device import indexed, kinds, pins, release, waits
-from trainer.strategies.strategy import Strategy
-from trainer.tasks.classification import Classification
+from regimen.conf.check import parse
+from regimen.conf.errors import ConfigError
+from regimen.data.batch import to_device
+from regimen.models.resnet import ResNet
+from regimen.scripts.composition.compose import compose
+from regimen.trainer.assembly.experiment import Experiment, build
+from regimen.trainer.device import indexed, kinds, pins, release, waits
+from regimen.trainer.strategies.strategy import Strategy
+from regimen.trainer.tasks.classification import Classification
 
 NETWORKS = {  # depth, stem, pixels a side, classes, images of an update
     "resnet50": (50, "imagenet", 224, 1000, 256),

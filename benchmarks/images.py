@@ -38,26 +38,26 @@ from benchmarks import ours, report
 from benchmarks.by_hand import updates
 from benchmarks.data import made_up, ours_in_memory
 from benchmarks.report import BARE, OURS, Report
-from callbacks.checkpoint import Checkpoint
-from callbacks.lr_monitor import LRMonitor
-from callbacks.progress import Progress
-from callbacks.tensorboard import TensorBoard
-from callbacks.trackers.recorder import MetricsLog
-from conf.check import parse
-from data.loading.loader import Loader
-from models.resnet import ResNet
-from models.small_cnn import SmallCNN
-from scripts.cli.console import keep_freed_memory
-from scripts.cli.keys import Prediction
-from scripts.composition.compose import compose
-from scripts.runs.answers import Findings
-from trainer.assembly.data import build_data
-from trainer.assembly.experiment import build_evaluator, eval_loader
-from trainer.assembly.parts import build_strategy
-from trainer.inference.predictor import InferenceFacts, Predictor, facts_of
-from trainer.inference.run import pictures_for
-from trainer.tasks.classification import Classification
-from trainer.trainer import Trainer
+from regimen.callbacks.checkpoint import Checkpoint
+from regimen.callbacks.lr_monitor import LRMonitor
+from regimen.callbacks.progress import Progress
+from regimen.callbacks.tensorboard import TensorBoard
+from regimen.callbacks.trackers.recorder import MetricsLog
+from regimen.conf.check import parse
+from regimen.data.loading.loader import Loader
+from regimen.models.resnet import ResNet
+from regimen.models.small_cnn import SmallCNN
+from regimen.scripts.cli.console import keep_freed_memory
+from regimen.scripts.cli.keys import Prediction
+from regimen.scripts.composition.compose import compose
+from regimen.scripts.runs.answers import Findings
+from regimen.trainer.assembly.data import build_data
+from regimen.trainer.assembly.experiment import build_evaluator, eval_loader
+from regimen.trainer.assembly.parts import build_strategy
+from regimen.trainer.inference.predictor import InferenceFacts, Predictor, facts_of
+from regimen.trainer.inference.run import pictures_for
+from regimen.trainer.tasks.classification import Classification
+from regimen.trainer.trainer import Trainer
 
 BATCH, TURN = 32, 3  # images of an update; updates of one contender, then as many of the other
 PAIRS = 3  # of processes for each form

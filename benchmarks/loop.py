@@ -34,17 +34,17 @@ from benchmarks import report
 from benchmarks.by_hand import updates
 from benchmarks.ours import AfterUpdate, train
 from benchmarks.report import BARE, BY_HAND, OURS, Cost, Report
-from callbacks.lr_monitor import LRMonitor
-from callbacks.progress import Progress
-from callbacks.tensorboard import TensorBoard
-from data.loading.loader import Loader
-from data.orders import Shuffled
-from data.samplers import UpdateSampler
-from data.sources import ImageTensors
-from models.small_cnn import SmallCNN
-from trainer.device import device_count, kinds
-from trainer.strategies.ddp import DDP, Processes
-from trainer.strategies.strategy import Strategy
+from regimen.callbacks.lr_monitor import LRMonitor
+from regimen.callbacks.progress import Progress
+from regimen.callbacks.tensorboard import TensorBoard
+from regimen.data.loading.loader import Loader
+from regimen.data.orders import Shuffled
+from regimen.data.samplers import UpdateSampler
+from regimen.data.sources import ImageTensors
+from regimen.models.small_cnn import SmallCNN
+from regimen.trainer.device import device_count, kinds
+from regimen.trainer.strategies.ddp import DDP, Processes
+from regimen.trainer.strategies.strategy import Strategy
 
 BLOCK = 50  # updates between two logs
 WARMUP, BLOCKS = 2, 10  # a turn is short, so that both of a pair meet the same machine

@@ -8,10 +8,10 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from trainer.callback import Callback
-from trainer.options import TrainerOptions
-from trainer.tasks.classification import Classification
-from trainer.trainer import Trainer
+from regimen.trainer.callback import Callback
+from regimen.trainer.options import TrainerOptions
+from regimen.trainer.tasks.classification import Classification
+from regimen.trainer.trainer import Trainer
 
 
 def train(

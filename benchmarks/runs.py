@@ -34,16 +34,16 @@ from torch.optim import SGD, AdamW
 from benchmarks import report
 from benchmarks.ours import AfterUpdate, train
 from benchmarks.report import BY_HAND, OURS, Report
-from callbacks.checkpoint import Checkpoint
-from callbacks.tensorboard import TensorBoard
-from callbacks.trackers.recorder import MetricsLog
-from data.orders import LowMemory, Order, Shuffled
-from data.samplers import UpdateSampler
-from models.resnet import ResNet
-from trainer.device import kinds
-from trainer.strategies.strategy import Strategy
-from trainer.task import Task
-from trainer.trainer import Trainer
+from regimen.callbacks.checkpoint import Checkpoint
+from regimen.callbacks.tensorboard import TensorBoard
+from regimen.callbacks.trackers.recorder import MetricsLog
+from regimen.data.orders import LowMemory, Order, Shuffled
+from regimen.data.samplers import UpdateSampler
+from regimen.models.resnet import ResNet
+from regimen.trainer.device import kinds
+from regimen.trainer.strategies.strategy import Strategy
+from regimen.trainer.task import Task
+from regimen.trainer.trainer import Trainer
 
 ORDERED = 128  # samples of an update
 UPDATES = 1024  # one after the other, that are timed

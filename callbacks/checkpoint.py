@@ -1,4 +1,4 @@
-"""When to save, what to keep, and which is the best; `trainer.checkpoints.store` writes."""
+"""When to save, what to keep, and which is the best; `regimen.trainer.checkpoints.store` writes."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from callbacks.support import AUTO, Monitor, check_least, require
-from conf.errors import problems_at
-from trainer import snapshot
-from trainer.callback import Saver
-from trainer.checkpoints import shards
-from trainer.checkpoints.archive import on_host, write_safetensors
-from trainer.checkpoints.store import CheckpointStore
-from trainer.device import current_stream, pins
-from trainer.errors import StorageError
-from trainer.state import TrainState
+from regimen.callbacks.support import AUTO, Monitor, check_least, require
+from regimen.conf.errors import problems_at
+from regimen.trainer import snapshot
+from regimen.trainer.callback import Saver
+from regimen.trainer.checkpoints import shards
+from regimen.trainer.checkpoints.archive import on_host, write_safetensors
+from regimen.trainer.checkpoints.store import CheckpointStore
+from regimen.trainer.device import current_stream, pins
+from regimen.trainer.errors import StorageError
+from regimen.trainer.state import TrainState
 
 if TYPE_CHECKING:
-    from trainer.task import Task
-    from trainer.trainer import Trainer
+    from regimen.trainer.task import Task
+    from regimen.trainer.trainer import Trainer
 
 _log = logging.getLogger(__name__)
 

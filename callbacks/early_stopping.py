@@ -4,11 +4,11 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from callbacks.support import AUTO, Monitor, check_least, require
-from conf.errors import problems_at
-from trainer.callback import Callback
-from trainer.task import Task
-from trainer.trainer import Trainer
+from regimen.callbacks.support import AUTO, Monitor, check_least, require
+from regimen.conf.errors import problems_at
+from regimen.trainer.callback import Callback
+from regimen.trainer.task import Task
+from regimen.trainer.trainer import Trainer
 
 
 @dataclass(eq=False)

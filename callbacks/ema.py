@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from callbacks.support import check_least, require
-from trainer.callback import Average
-from trainer.trainer import Trainer
+from regimen.callbacks.support import check_least, require
+from regimen.trainer.callback import Average
+from regimen.trainer.trainer import Trainer
 
 Rule = Callable[[Any, Any, int], None]  # torch's `multi_avg_fn`: averages, weights, their number
 

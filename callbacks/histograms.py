@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from callbacks.support import check_least, gradients_of
-from trainer.callback import Callback
-from trainer.trainer import Trainer
+from regimen.callbacks.support import check_least, gradients_of
+from regimen.trainer.callback import Callback
+from regimen.trainer.trainer import Trainer
 
 
 @dataclass(eq=False)

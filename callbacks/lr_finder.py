@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from callbacks.support import logger, require
-from trainer.callback import Callback
-from trainer.files.atomic import write_json
-from trainer.trainer import Trainer
+from regimen.callbacks.support import logger, require
+from regimen.trainer.callback import Callback
+from regimen.trainer.files.atomic import write_json
+from regimen.trainer.trainer import Trainer
 
 
 @dataclass(eq=False)

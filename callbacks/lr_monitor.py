@@ -1,7 +1,7 @@
 """Log the learning rate of every parameter group."""
 
-from trainer.callback import Callback
-from trainer.trainer import Trainer
+from regimen.trainer.callback import Callback
+from regimen.trainer.trainer import Trainer
 
 
 class LRMonitor(Callback):

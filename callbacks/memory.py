@@ -1,8 +1,8 @@
 """Log the peak memory of every epoch."""
 
-from trainer.callback import Callback
-from trainer.device import counts_memory, peak_rss, peaks, reset_peaks
-from trainer.trainer import Trainer
+from regimen.trainer.callback import Callback
+from regimen.trainer.device import counts_memory, peak_rss, peaks, reset_peaks
+from regimen.trainer.trainer import Trainer
 
 _MIB = 2**20
 

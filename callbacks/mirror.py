@@ -6,9 +6,9 @@ from threading import Thread
 
 from torch import nn
 
-from trainer.callback import Callback, Results
-from trainer.runs.remote import INDEX, Remote, check_address
-from trainer.trainer import Trainer
+from regimen.trainer.callback import Callback, Results
+from regimen.trainer.runs.remote import INDEX, Remote, check_address
+from regimen.trainer.trainer import Trainer
 
 _log = logging.getLogger(__name__)
 

@@ -5,12 +5,12 @@ from typing import Any
 
 from torch import Tensor
 
-from callbacks.support import logger
-from data.batch import rebuild
-from trainer.assembly.summary import render, summarize
-from trainer.callback import Callback
-from trainer.files.layout import WIDTH, columns_of
-from trainer.trainer import Trainer
+from regimen.callbacks.support import logger
+from regimen.data.batch import rebuild
+from regimen.trainer.assembly.summary import render, summarize
+from regimen.trainer.callback import Callback
+from regimen.trainer.files.layout import WIDTH, columns_of
+from regimen.trainer.trainer import Trainer
 
 
 class ModelSummary(Callback):

@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping
 
-from callbacks.support import require
-from trainer.callback import Callback
-from trainer.trainer import Trainer
+from regimen.callbacks.support import require
+from regimen.trainer.callback import Callback
+from regimen.trainer.trainer import Trainer
 
 
 class Overfit(Callback):

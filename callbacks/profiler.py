@@ -7,11 +7,11 @@ from functools import partial
 
 from torch import profiler
 
-from trainer.callback import Callback
-from trainer.device import device_count
-from trainer.files.atomic import write_text
-from trainer.runs.status import TENSORBOARD
-from trainer.trainer import Trainer
+from regimen.trainer.callback import Callback
+from regimen.trainer.device import device_count
+from regimen.trainer.files.atomic import write_text
+from regimen.trainer.runs.status import TENSORBOARD
+from regimen.trainer.trainer import Trainer
 
 TRACES, TABLE = "profile", "profile.txt"
 _log = logging.getLogger(__name__)

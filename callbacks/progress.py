@@ -9,10 +9,10 @@ from typing import Any
 
 from tqdm import tqdm
 
-from callbacks.support import require
-from trainer.callback import Callback, losses_of, saver_of
-from trainer.files.layout import is_dumb, packed, size_of
-from trainer.trainer import Trainer
+from regimen.callbacks.support import require
+from regimen.trainer.callback import Callback, losses_of, saver_of
+from regimen.trainer.files.layout import is_dumb, packed, size_of
+from regimen.trainer.trainer import Trainer
 
 _LOSS, _EPOCH_LOSS = "train/loss", "train/epoch_loss"
 _log = logging.getLogger(__name__)

@@ -7,13 +7,13 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from conf.errors import ConfigError
-from trainer.state import TrainState, direction_of, epoch_metric
+from regimen.conf.errors import ConfigError
+from regimen.trainer.state import TrainState, direction_of, epoch_metric
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from trainer.task import Task
+    from regimen.trainer.task import Task
 
 AUTO = "auto"
 logger = logging.getLogger("callbacks")
@@ -91,7 +91,7 @@ class Monitor:
         self.find_direction(task.modes())
 
     def find_direction(self, modes: Mapping[str, str]) -> None:
-        """Find which values are better; `modes` as in `trainer.state.direction_of`."""
+        """Find which values are better; `modes` as in `regimen.trainer.state.direction_of`."""
         if not self._compared or self.name is None:
             return
         mode: str | None = self._mode

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch.optim.swa_utils import get_swa_multi_avg_fn
 
-from callbacks.ema import RunningAverage
-from callbacks.support import logger, steps_of
-from trainer.trainer import Trainer
+from regimen.callbacks.ema import RunningAverage
+from regimen.callbacks.support import logger, steps_of
+from regimen.trainer.trainer import Trainer
 
 
 @dataclass(eq=False)

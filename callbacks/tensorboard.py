@@ -21,12 +21,12 @@ from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-
 from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignore[import-untyped]
 from torch.utils.tensorboard import summary as made
 
-from callbacks.support import logger, require
-from callbacks.trackers.recorder import UNFINISHED, Recorder, leaves, names_of
-from trainer.callback import Histogram, Media, PRCurve, Results, saver_of
-from trainer.runs.status import TENSORBOARD, command
-from trainer.state import LogPoint
-from trainer.trainer import Trainer
+from regimen.callbacks.support import logger, require
+from regimen.callbacks.trackers.recorder import UNFINISHED, Recorder, leaves, names_of
+from regimen.trainer.callback import Histogram, Media, PRCurve, Results, saver_of
+from regimen.trainer.runs.status import TENSORBOARD, command
+from regimen.trainer.state import LogPoint
+from regimen.trainer.trainer import Trainer
 
 _SUFFIX = ".regimen"
 

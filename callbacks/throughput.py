@@ -1,8 +1,8 @@
 """Log the speed of the training, with a hint if it waits for data."""
 
-from callbacks.support import logger, require
-from trainer.callback import Callback
-from trainer.trainer import Trainer
+from regimen.callbacks.support import logger, require
+from regimen.trainer.callback import Callback
+from regimen.trainer.trainer import Trainer
 
 
 class Throughput(Callback):

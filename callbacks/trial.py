@@ -9,14 +9,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from callbacks.support import Monitor, logger
-from conf.errors import ConfigError, Problem
-from trainer.callback import Callback
-from trainer.errors import CheckpointError, RunError, StorageError
-from trainer.state import PRUNED
+from regimen.callbacks.support import Monitor, logger
+from regimen.conf.errors import ConfigError, Problem
+from regimen.trainer.callback import Callback
+from regimen.trainer.errors import CheckpointError, RunError, StorageError
+from regimen.trainer.state import PRUNED
 
 if TYPE_CHECKING:
-    from trainer.trainer import Trainer
+    from regimen.trainer.trainer import Trainer
 
 _PRUNERS = {
     None: "NopPruner",

@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from callbacks.support import logger, require
-from trainer.callback import Callback
-from trainer.trainer import Trainer
+from regimen.callbacks.support import logger, require
+from regimen.trainer.callback import Callback
+from regimen.trainer.trainer import Trainer
 
 
 class Unfreeze(Callback):

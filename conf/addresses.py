@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from conf.errors import ConfigError, Problem
+from regimen.conf.errors import ConfigError, Problem
 
 # Each is a place that holds files. fsspec knows forty more: some pass another address on, and
 # `reference` renders templates of the file that it reads.

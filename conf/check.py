@@ -10,12 +10,12 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any, Literal, TypeVar
 
-from conf.errors import MOST_PROBLEMS, Problem, did_you_mean, nearest, raise_problems
-from conf.fields import REQUIRED, Key, choices, declared, is_open, members
-from conf.interpolation import children, is_related, join, walk
-from conf.other_words import VALUES, our_key
-from conf.schema import Config, Values
-from conf.yaml_file import word
+from regimen.conf.errors import MOST_PROBLEMS, Problem, did_you_mean, nearest, raise_problems
+from regimen.conf.fields import REQUIRED, Key, choices, declared, is_open, members
+from regimen.conf.interpolation import children, is_related, join, walk
+from regimen.conf.other_words import VALUES, our_key
+from regimen.conf.schema import Config, Values
+from regimen.conf.yaml_file import word
 
 MISSING = "???"
 T = TypeVar("T")

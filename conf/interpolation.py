@@ -8,8 +8,8 @@ import re
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any
 
-from conf.errors import Problem, nearest
-from conf.other_words import RESOLVERS as OTHERS
+from regimen.conf.errors import Problem, nearest
+from regimen.conf.other_words import RESOLVERS as OTHERS
 
 RESERVED = ("total_steps", "steps_per_epoch")  # open until the length of the training is known
 CLASSES = "data.num_classes"  # where it is null, open until it is counted in the data

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from conf.errors import shortened
+from regimen.conf.errors import shortened
 
 MAX_DEPTH = 40  # as of YAML
 _QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"?', re.DOTALL)

@@ -1,7 +1,7 @@
 """Keys of other frameworks, and keys without their section: what they are called here."""
 
-from conf.fields import declared
-from conf.schema import Config
+from regimen.conf.fields import declared
+from regimen.conf.schema import Config
 
 # The last part of a key, and ours; `A B: C` stands for two words.
 _KEYS = """

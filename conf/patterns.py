@@ -8,7 +8,7 @@ import importlib
 import re
 from typing import Any
 
-from conf.errors import ConfigError, shortened
+from regimen.conf.errors import ConfigError, shortened
 
 MOST_WAYS = 10**8  # that a search may try: about a second
 _LONGEST = 1000  # characters of a pattern

@@ -11,9 +11,18 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
-from conf.errors import Problem
-from conf.fields import REQUIRED, count, natural, node, option, path, plain_name, plain_words
-from conf.schema_trainer import StrategyConfig, TrainerConfig
+from regimen.conf.errors import Problem
+from regimen.conf.fields import (
+    REQUIRED,
+    count,
+    natural,
+    node,
+    option,
+    path,
+    plain_name,
+    plain_words,
+)
+from regimen.conf.schema_trainer import StrategyConfig, TrainerConfig
 
 MAX_WORKERS = 1024  # more than any machine has use for: starting them would take its memory
 # Keys of ours beside a target's arguments, in a section and in what is nested in it.

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-from conf.errors import Problem
-from conf.fields import count, declared, duration, natural, option, positive, share
+from regimen.conf.errors import Problem
+from regimen.conf.fields import count, declared, duration, natural, option, positive, share
 
 # Keys that have an effect with some strategies only.
 _BOTH = ("ddp", "fsdp")

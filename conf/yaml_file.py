@@ -13,8 +13,8 @@ from typing import Any, ClassVar
 
 import yaml
 
-from conf.errors import ConfigError, Problem, shortened
-from conf.interpolation import CLASSES, RESERVED, excessive, join, mapped
+from regimen.conf.errors import ConfigError, Problem, shortened
+from regimen.conf.interpolation import CLASSES, RESERVED, excessive, join, mapped
 
 MAX_BYTES = 1_000_000
 MAX_DEPTH = 40

@@ -1,1 +1,1 @@
-"""What is trained on. YAML names these; `data.loading` turns them into batches."""
+"""What is trained on. YAML names these; `regimen.data.loading` turns them into batches."""

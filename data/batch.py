@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.device import held, sent
+from regimen.trainer.device import held, sent
 
 # Integers that the host looks at before they leave it: so many take it 15 us, 16 million 6 ms. A
 # kernel counts them in less.

@@ -18,9 +18,9 @@ from torch import Tensor, constant_pad_nd
 from torch.nn.functional import grid_sample
 from torchvision.transforms.v2 import functional as F
 
-from data.errors import DataError
-from data.keys import Draws
-from data.transforms import constants
+from regimen.data.errors import DataError
+from regimen.data.keys import Draws
+from regimen.data.transforms import constants
 
 Values = tuple[Tensor, ...]
 

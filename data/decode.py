@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 from torchvision.transforms import v2
 
-from data.errors import UnreadableError, reason
+from regimen.data.errors import UnreadableError, reason
 
 # Pillow's limit against decompression bombs.
 MAX_PIXELS = 89_478_485

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
 
-from conf.errors import one_line
+from regimen.conf.errors import one_line
 
 
 class DataError(Exception):

@@ -20,11 +20,11 @@ import torch
 import torchvision
 from torch import Tensor
 
-from data.decode import Channels, Range, depth_of, open_image, read_content, read_image
-from data.errors import DataError, UnreadableError
-from data.sources import Interrupted, locked, resized
-from data.splits import NAMES, Split, is_cut, name_unused, rows_of_train
-from data.transforms import Transform, acts_on_batches
+from regimen.data.decode import Channels, Range, depth_of, open_image, read_content, read_image
+from regimen.data.errors import DataError, UnreadableError
+from regimen.data.sources import Interrupted, locked, resized
+from regimen.data.splits import NAMES, Split, is_cut, name_unused, rows_of_train
+from regimen.data.transforms import Transform, acts_on_batches
 
 logger = logging.getLogger(__name__)
 EXTENSIONS = frozenset(

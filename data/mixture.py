@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 from torch.utils.data import ConcatDataset
 
-from data.errors import DataError
-from data.keys import ORDER, Indices, random_state
-from data.orders import labels_of
-from data.sources import fingerprint
-from data.streams import Stream
-from data.transforms import Transform, on_inputs
+from regimen.data.errors import DataError
+from regimen.data.keys import ORDER, Indices, random_state
+from regimen.data.orders import labels_of
+from regimen.data.sources import fingerprint
+from regimen.data.streams import Stream
+from regimen.data.transforms import Transform, on_inputs
 
 _LONGEST = 100_000  # samples after which the turns of the sets repeat
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from data.transforms import Transform, on_inputs
+from regimen.data.transforms import Transform, on_inputs
 
 
 @dataclass(eq=False)

@@ -7,9 +7,9 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from data.errors import DataError
-from data.keys import ORDER, Indices, Permutation, random_state
-from data.splits import cut
+from regimen.data.errors import DataError
+from regimen.data.keys import ORDER, Indices, Permutation, random_state
+from regimen.data.splits import cut
 
 
 class Order(Protocol):
@@ -172,7 +172,9 @@ def classes_of(dataset: Any) -> NDArray[Any]:
     """Return the class of every sample, from the data set's `targets`. Raises DataError."""
     if (classes := labels_of(dataset)) is None:
         what = f"{type(dataset).__name__} has no `targets` to count classes by"
-        raise DataError(f"loader.sampler: {what}; data.orders.Weighted takes weights of your own")
+        raise DataError(
+            f"loader.sampler: {what}; regimen.data.orders.Weighted takes weights of your own"
+        )
     return classes
 
 

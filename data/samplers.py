@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from torch.utils.data import DistributedSampler
 
-from data.batch import Piece
-from data.errors import DataError
-from data.keys import ORDER, Indices, key, preserved_rng, random_state, seed_rng
-from data.orders import LowMemory, Order, Sequential, Shuffled, classes_of, occurrences_in
-from data.streams import Stream
+from regimen.data.batch import Piece
+from regimen.data.errors import DataError
+from regimen.data.keys import ORDER, Indices, key, preserved_rng, random_state, seed_rng
+from regimen.data.orders import LowMemory, Order, Sequential, Shuffled, classes_of, occurrences_in
+from regimen.data.streams import Stream
 
 # From this size on an order is computed by position: in memory it would take 0.8 GB.
 HUGE = 100_000_000

@@ -4,11 +4,11 @@ from typing import Literal
 
 import torch
 
-from data.errors import DataError
-from data.keys import SPLIT, random_state
-from data.sources import Digits, TensorSamples
-from data.splits import Split
-from data.transforms import Transform
+from regimen.data.errors import DataError
+from regimen.data.keys import SPLIT, random_state
+from regimen.data.sources import Digits, TensorSamples
+from regimen.data.splits import Split
+from regimen.data.transforms import Transform
 
 UNSURE = 255  # in a mask: pixels at the edge of a stroke, which are ignored
 _SURE, _FAINT = 96, 32  # of 255: from here on ink; below this background

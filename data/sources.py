@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from data.errors import DataError, reason
-from data.keys import Indices
-from data.splits import Split, cut, train_and_val
-from data.transforms import Transform, acts_on_batches
+from regimen.data.errors import DataError, reason
+from regimen.data.keys import Indices
+from regimen.data.splits import Split, cut, train_and_val
+from regimen.data.transforms import Transform, acts_on_batches
 
 logger = logging.getLogger(__name__)
 # What a fingerprint takes as it is: of other types it cannot know what reading them means.

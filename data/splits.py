@@ -10,8 +10,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import ArrayLike
 
-from data.errors import DataError
-from data.keys import SPLIT, Indices, random_state
+from regimen.data.errors import DataError
+from regimen.data.keys import SPLIT, Indices, random_state
 
 logger = logging.getLogger(__name__)
 Split = Literal["train", "val", "test"]

@@ -6,9 +6,9 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
-from data.errors import DataError
-from data.keys import key, seed_rng
-from data.transforms import Transform, on_inputs
+from regimen.data.errors import DataError
+from regimen.data.keys import key, seed_rng
+from regimen.data.transforms import Transform, on_inputs
 
 
 @dataclass(eq=False)
@@ -31,7 +31,9 @@ class Stream:
 
     def __post_init__(self) -> None:
         if self.length is None and not hasattr(self.source, "__len__"):
-            way_out = "{_target_: data.streams.Stream, source: ..., length: samples of an epoch}"
+            way_out = (
+                "{_target_: regimen.data.streams.Stream, source: ..., length: samples of an epoch}"
+            )
             what = f"{type(self.source).__name__} has no length, which the schedule needs"
             raise DataError(f"{what}: wrap it in {way_out}")
         self._iterator: Iterator[Any] | None = None

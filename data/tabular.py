@@ -3,9 +3,9 @@
 import numpy as np
 import torch
 
-from data.sources import TensorSamples
-from data.splits import Split, unlabelled_parts
-from data.transforms import Transform
+from regimen.data.sources import TensorSamples
+from regimen.data.splits import Split, unlabelled_parts
+from regimen.data.transforms import Transform
 
 
 class Diabetes(TensorSamples):

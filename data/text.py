@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from data.errors import DataError, UnreadableError, reason
-from data.splits import Split, unlabelled_parts
-from data.transforms import Transform, on_inputs
+from regimen.data.errors import DataError, UnreadableError, reason
+from regimen.data.splits import Split, unlabelled_parts
+from regimen.data.transforms import Transform, on_inputs
 
 ALPHABET = ["\n", *map(chr, range(32, 127))]
 # Modules with long docstrings, in every Python from 3.11 on.

@@ -13,9 +13,9 @@ from torch.nn.functional import interpolate
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as F
 
-from data.decode import as_tensor
-from data.errors import DataError, reason
-from data.keys import Draws
+from regimen.data.decode import as_tensor
+from regimen.data.errors import DataError, reason
+from regimen.data.keys import Draws
 
 Transform = Callable[[Any], Any] | None
 
@@ -72,7 +72,7 @@ class Pipeline:
 
     @property
     def takes_files(self) -> bool:
-        """Whether the first step takes a `data.decode.LargeJpeg` as well as a decoded image."""
+        """Whether the first step takes a `regimen.data.decode.LargeJpeg` as well as a decoded image."""
         first = next(iter(self.steps.values()), None)
         return bool(getattr(first, "takes_files", False))
 

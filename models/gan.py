@@ -6,7 +6,7 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from models.layers import NetworkError
+from regimen.models.layers import NetworkError
 
 
 class GAN(nn.Module):

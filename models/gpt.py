@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from models.layers import Block, NetworkError, initialise
+from regimen.models.layers import Block, NetworkError, initialise
 
 
 class GPT(nn.Module):

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from conf.errors import ConfigError
+from regimen.conf.errors import ConfigError
 
 
 class NetworkError(ConfigError, ValueError):

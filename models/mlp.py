@@ -5,7 +5,7 @@ from itertools import pairwise
 
 from torch import Tensor, nn
 
-from models.layers import height_width, make_activation
+from regimen.models.layers import height_width, make_activation
 
 
 class MLP(nn.Module):

@@ -12,11 +12,11 @@ import torch
 import torchvision
 from torch import Tensor, nn
 
-from conf.errors import some
-from models.layers import NetworkError
-from trainer.checkpoints.reader import model_only
-from trainer.errors import CheckpointError
-from trainer.files.names import ForeignNameError, path_below
+from regimen.conf.errors import some
+from regimen.models.layers import NetworkError
+from regimen.trainer.checkpoints.reader import model_only
+from regimen.trainer.errors import CheckpointError
+from regimen.trainer.files.names import ForeignNameError, path_below
 
 log = logging.getLogger(__name__)
 Head = nn.Linear | nn.Conv2d

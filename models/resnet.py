@@ -8,7 +8,7 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from models.layers import height_width, make_activation
+from regimen.models.layers import height_width, make_activation
 
 
 class BasicBlock(nn.Module):

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from models.layers import NetworkError
+from regimen.models.layers import NetworkError
 
 
 @torch.no_grad()

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from models.layers import make_activation
+from regimen.models.layers import make_activation
 
 
 class SmallCNN(nn.Module):

@@ -4,10 +4,10 @@ from typing import Any
 
 from torch import nn
 
-from data.errors import import_package
-from models.layers import NetworkError
-from models.pretrained import weights_wanted
-from trainer.errors import CheckpointError
+from regimen.data.errors import import_package
+from regimen.models.layers import NetworkError
+from regimen.models.pretrained import weights_wanted
+from regimen.trainer.errors import CheckpointError
 
 
 def build(

@@ -8,8 +8,8 @@ from typing import Any
 import torchvision
 from torch import Tensor, nn
 
-from models.layers import NetworkError
-from models.pretrained import fetch, resize_head, resize_input, weights_wanted
+from regimen.models.layers import NetworkError
+from regimen.models.pretrained import fetch, resize_head, resize_input, weights_wanted
 
 # The auxiliary outputs of these two would make the output a tuple in training. Their builders set
 # `transform_input` only if they load trained weights themselves.

@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from data.errors import import_package, shortened
-from models.layers import NetworkError
-from models.pretrained import weights_wanted
-from trainer.errors import CheckpointError
+from regimen.data.errors import import_package, shortened
+from regimen.models.layers import NetworkError
+from regimen.models.pretrained import weights_wanted
+from regimen.trainer.errors import CheckpointError
 
 
 class Logits(nn.Module):

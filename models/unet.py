@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import interpolate
 
-from models.layers import make_activation
+from regimen.models.layers import make_activation
 
 
 class UNet(nn.Module):

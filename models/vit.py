@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from models.layers import Block, NetworkError, height_width, initialise
+from regimen.models.layers import Block, NetworkError, height_width, initialise
 
 
 class ViT(nn.Module):

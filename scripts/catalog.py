@@ -8,14 +8,14 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from conf.errors import ConfigError, did_you_mean, one_line
-from scripts.cli.arguments import command_parser
-from scripts.cli.files import make_above, write_new
-from scripts.cli.shadow import ROOT
-from scripts.composition.folders import CONF, check_folder
-from scripts.help import Groups, below, description, groups_in
-from scripts.regimen import COMMANDS
-from trainer.files.atomic import TEMPORARY, remove_orphans, storing
+from regimen.conf.errors import ConfigError, did_you_mean, one_line
+from regimen.scripts.cli.arguments import command_parser
+from regimen.scripts.cli.files import make_above, write_new
+from regimen.scripts.cli.shadow import ROOT
+from regimen.scripts.composition.folders import CONF, check_folder
+from regimen.scripts.help import Groups, below, description, groups_in
+from regimen.scripts.regimen import COMMANDS
+from regimen.trainer.files.atomic import TEMPORARY, remove_orphans, storing
 
 _TEMPLATE = ROOT / "template"
 _LONGEST = 100  # letters of a name, which becomes a folder's and a package's
@@ -105,7 +105,7 @@ def new(argv: Sequence[str]) -> int:
 
 def project_files(title: str, clone: str) -> dict[str, str]:
     """Return the text of each file by its path; `clone`: the folder that Regimen is taken from."""
-    from scripts.schema import schema_text
+    from regimen.scripts.schema import schema_text
 
     name = re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-") or "project"
     if name == "regimen":  # a project cannot depend on its own name

@@ -1,4 +1,4 @@
-"""Put a sharded checkpoint together: `python -m scripts.convert CHECKPOINT TARGET`.
+"""Put a sharded checkpoint together: `python -m regimen.scripts.convert CHECKPOINT TARGET`.
 
 TARGET becomes a plain checkpoint: a single file, which needs no folder of shards beside it.
 """
@@ -6,23 +6,23 @@ TARGET becomes a plain checkpoint: a single file, which needs no folder of shard
 from collections.abc import Sequence
 from pathlib import Path
 
-from scripts.regimen import main
+from regimen.scripts.regimen import main
 
 
 def convert(argv: Sequence[str]) -> int:
     """Write a checkpoint, whole, to a new file. Raises CheckpointError, StorageError."""
-    from conf.errors import one_line
-    from scripts.cli.arguments import command_parser
-    from scripts.cli.console import greet
+    from regimen.conf.errors import one_line
+    from regimen.scripts.cli.arguments import command_parser
+    from regimen.scripts.cli.console import greet
 
     parser = command_parser("regimen convert", __doc__)
     parser.add_argument("checkpoint", type=Path, help="a file such as checkpoints/last.pt")
     parser.add_argument("target", type=Path, help="the file to write")
     arguments = parser.parse_intermixed_args(argv)
     greet()
-    from trainer.checkpoints.archive import write_archive
-    from trainer.checkpoints.reader import read_whole
-    from trainer.errors import CheckpointError
+    from regimen.trainer.checkpoints.archive import write_archive
+    from regimen.trainer.checkpoints.reader import read_whole
+    from regimen.trainer.errors import CheckpointError
 
     target: Path = arguments.target
     if target.exists():  # in a run's folder it would be a file that the index does not know

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from conf.errors import ConfigError
-from scripts.cli.console import exit_code, importing
-from scripts.cli.keys import Demo, read_keys
-from scripts.cli.signals import StoppedEarlyError
-from trainer.files.layout import encodable
+from regimen.conf.errors import ConfigError
+from regimen.scripts.cli.console import exit_code, importing
+from regimen.scripts.cli.keys import Demo, read_keys
+from regimen.scripts.cli.signals import StoppedEarlyError
+from regimen.trainer.files.layout import encodable
 
 _LOCAL = ("127.0.0.1", "localhost", "::1")
 
@@ -22,7 +22,7 @@ def demo(argv: Sequence[str]) -> int:
     keys, arguments = read_keys(Demo, argv)
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # gradio's own, read when it is imported
     with importing():
-        from trainer.inference.run import load_run
+        from regimen.trainer.inference.run import load_run
 
     for name in ("httpx", "httpx2"):  # a line for each request of gradio to itself
         logging.getLogger(name).setLevel(logging.WARNING)
@@ -63,7 +63,7 @@ def page_of(run: Any, checkpoint: str, top_k: int) -> Any:
     """Return gradio's page for a run: what it is asked, its answer, and what it is."""
     import gradio
 
-    from trainer.export.formats import provenance
+    from regimen.trainer.export.formats import provenance
 
     # The page is JSON, which gradio writes in strict UTF-8.
     names = run.facts.classes and [encodable(name) for name in run.facts.classes]
@@ -117,9 +117,9 @@ def _answer(run: Any, given: Sequence[Any], checkpoint: str, top_k: int) -> Any:
     """Return a run's answer for the values of a page, as gradio shows it."""
     import torch
 
-    from data.formats.table import Columns, Table
-    from scripts.runs.answers import mask_picture
-    from trainer.assembly.data import build_pipeline
+    from regimen.data.formats.table import Columns, Table
+    from regimen.scripts.runs.answers import mask_picture
+    from regimen.trainer.assembly.data import build_pipeline
 
     form, answered, sample = run.facts.inputs, run.facts.outputs["kind"], given[0]
     if answered == "text":

@@ -8,10 +8,10 @@ import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from conf.errors import one_line
-from scripts.cli.arguments import command_parser
-from scripts.cli.console import importing, usable_cpus
-from trainer.runs.directory import versions
+from regimen.conf.errors import one_line
+from regimen.scripts.cli.arguments import command_parser
+from regimen.scripts.cli.console import importing, usable_cpus
+from regimen.trainer.runs.directory import versions
 
 _GIB = 2**30
 _OPEN_FILES = 1024
@@ -51,7 +51,7 @@ def _checks() -> Iterator[tuple[str, Callable[[], Finding]]]:
     with importing():
         import torch
 
-        from trainer import device
+        from regimen.trainer import device
     cuda = torch.version.cuda
     there = {"CUDA": cuda, "ROCm": torch.version.hip, "XPU": torch.version.xpu}
     built = ", ".join(f"{name} {version}" for name, version in there.items() if version)
@@ -101,8 +101,8 @@ def _devices() -> Finding:
     """Name the devices; of a CPU the number formats in which it is fast."""
     import torch
 
-    from trainer.device import describe_all
-    from trainer.update.precision import cpu_formats
+    from regimen.trainer.device import describe_all
+    from regimen.trainer.update.precision import cpu_formats
 
     fast = ", ".join(["fp32", *sorted(cpu_formats())])
     emulated = "" if "bf16" in fast else "; trainer.precision=bf16 works, but slowly"

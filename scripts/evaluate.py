@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from scripts import regimen
+from regimen.scripts import regimen
 
 
 def main() -> None:
@@ -14,25 +14,27 @@ def main() -> None:
 
 def evaluate(argv: Sequence[str]) -> int:
     """Compute the metrics of one split with one checkpoint, print them and keep them."""
-    from scripts.cli.keys import Evaluation, read_keys
+    from regimen.scripts.cli.keys import Evaluation, read_keys
 
     keys, arguments = read_keys(Evaluation, argv)
-    from conf.check import parse
-    from conf.errors import one_line
-    from scripts.cli.console import importing
-    from scripts.composition.compose import compose  # after the first line: it imports Hydra
+    from regimen.conf.check import parse
+    from regimen.conf.errors import one_line
+    from regimen.scripts.cli.console import importing
+    from regimen.scripts.composition.compose import (
+        compose,  # after the first line: it imports Hydra
+    )
 
     _refuse_processes(arguments.overrides)
     composed = compose(arguments, trains=False)
     with importing():
-        from trainer.assembly.check import check_targets
-        from trainer.files.atomic import write_json
+        from regimen.trainer.assembly.check import check_targets
+        from regimen.trainer.files.atomic import write_json
 
         if keys.artefact is not None:
-            from trainer.export.artefact import evaluate_artefact
-            from trainer.inference.predictor import classes_of
+            from regimen.trainer.export.artefact import evaluate_artefact
+            from regimen.trainer.inference.predictor import classes_of
         else:
-            from trainer.inference.run import evaluate_run
+            from regimen.trainer.inference.run import evaluate_run
 
     with composed.locating():
         config, run_dir = parse(composed.config), Path(keys.run)
@@ -54,8 +56,8 @@ def evaluate(argv: Sequence[str]) -> int:
 
 def _refuse_processes(overrides: Sequence[str]) -> None:
     """Raise ConfigError for overrides that ask for several processes: a test has one."""
-    from conf.errors import ConfigError
-    from scripts.cli.arguments import key_of
+    from regimen.conf.errors import ConfigError
+    from regimen.scripts.cli.arguments import key_of
 
     asking = []
     for text in overrides:

@@ -6,16 +6,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from scripts.cli.console import importing
-from scripts.cli.keys import Export, Quantization, Written, read_keys
+from regimen.scripts.cli.console import importing
+from regimen.scripts.cli.keys import Export, Quantization, Written, read_keys
 
 
 def export(argv: Sequence[str]) -> int:
     """Write a model in another format, as a command line asks for it."""
     opened = _open(Export, argv)
     with importing():
-        from trainer.export.artefact import export_run
-        from trainer.export.formats import how_to_load
+        from regimen.trainer.export.artefact import export_run
+        from regimen.trainer.export.formats import how_to_load
 
     path, facts = export_run(name=opened.pop("format"), **opened)
     for note in facts.get("notes", ()):
@@ -30,7 +30,7 @@ def quantize(argv: Sequence[str]) -> int:
     """Write a model with 8-bit integers, as a command line asks for it."""
     opened = _open(Quantization, argv)
     with importing():
-        from trainer.export.quantization import quantize_run
+        from regimen.trainer.export.quantization import quantize_run
 
     path, facts = quantize_run(**opened)
     words = {"megabytes": "size, MB", "ms_of_1": "1 sample, ms", "ms_of_32": "32 samples, ms"}
@@ -46,7 +46,7 @@ def _open(command: type[Written], argv: Sequence[str]) -> dict[str, Any]:
     """Return the keys of a command line and the run."""
     keys, arguments = read_keys(command, argv)
     with importing():
-        from trainer.inference.run import load_run
+        from regimen.trainer.inference.run import load_run
 
     run = load_run(keys.run, "cpu", arguments.allow_targets)
     return asdict(keys) | {"run": run, "out": Path(keys.out) if keys.out else None}

@@ -15,18 +15,18 @@ from inspect import getdoc
 from itertools import islice, pairwise
 from pathlib import Path
 
-from conf.check import spelled
-from conf.errors import ConfigError, did_you_mean
-from conf.fields import REQUIRED, Key, declared
-from conf.interpolation import join
-from conf.schema import Config
-from conf.yaml_file import word
-from scripts.cli.arguments import Arguments, command_parser, parser
-from scripts.cli.console import installed_version
-from scripts.composition.compose import config_text, print_by_hydra
-from scripts.composition.folders import CONF
-from scripts.regimen import COMMANDS
-from trainer.runs.status import MANIFEST
+from regimen.conf.check import spelled
+from regimen.conf.errors import ConfigError, did_you_mean
+from regimen.conf.fields import REQUIRED, Key, declared
+from regimen.conf.interpolation import join
+from regimen.conf.schema import Config
+from regimen.conf.yaml_file import word
+from regimen.scripts.cli.arguments import Arguments, command_parser, parser
+from regimen.scripts.cli.console import installed_version
+from regimen.scripts.composition.compose import config_text, print_by_hydra
+from regimen.scripts.composition.folders import CONF
+from regimen.scripts.regimen import COMMANDS
+from regimen.trainer.runs.status import MANIFEST
 
 _WIDTH = 96
 _LINE = re.compile(r"( *)([\w-]+):(?: +([^#]*?))? *(?:# *(.*))?$")

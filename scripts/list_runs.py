@@ -8,14 +8,14 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from conf.errors import ConfigError, one_line, shortened, some
-from conf.interpolation import join
-from conf.yaml_file import word
-from scripts.cli.arguments import RUNS, command_parser
-from trainer.files.atomic import as_json
-from trainer.files.layout import aligned, columns_of, size
-from trainer.runs.directory import CONFIG, OVERRIDES, link_out
-from trainer.runs.status import (
+from regimen.conf.errors import ConfigError, one_line, shortened, some
+from regimen.conf.interpolation import join
+from regimen.conf.yaml_file import word
+from regimen.scripts.cli.arguments import RUNS, command_parser
+from regimen.trainer.files.atomic import as_json
+from regimen.trainer.files.layout import aligned, columns_of, size
+from regimen.trainer.runs.directory import CONFIG, OVERRIDES, link_out
+from regimen.trainer.runs.status import (
     CHECKPOINTS,
     MANIFEST,
     RunDirectoryError,

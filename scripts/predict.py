@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 
-from scripts import regimen
+from regimen.scripts import regimen
 
 
 def main() -> None:
@@ -14,10 +14,10 @@ def main() -> None:
 
 def predict(argv: Sequence[str]) -> int:
     """Do what a command line asks for; torch is imported once its keys are sound."""
-    from conf.errors import Problem, raise_problems
-    from conf.schema_trainer import StrategyConfig
-    from conf.yaml_file import word
-    from scripts.cli.keys import Prediction, read_keys
+    from regimen.conf.errors import Problem, raise_problems
+    from regimen.conf.schema_trainer import StrategyConfig
+    from regimen.conf.yaml_file import word
+    from regimen.scripts.cli.keys import Prediction, read_keys
 
     # data.on_error: as the error of a broken file calls it
     words = [word.replace("data.on_error=", "on_error=") for word in argv]
@@ -32,8 +32,10 @@ def predict(argv: Sequence[str]) -> int:
         for key, _, value in given
         if key == "strategy.name" and value not in ("single", "ddp")
     )
-    from scripts.composition.compose import compose  # after the first line: it imports Hydra
-    from scripts.runs.launch import work_of
+    from regimen.scripts.composition.compose import (
+        compose,  # after the first line: it imports Hydra
+    )
+    from regimen.scripts.runs.launch import work_of
 
     # However a run was trained (in shards, on many devices), it is asked on one; who wants more
     # says so. The kind of its device stays.

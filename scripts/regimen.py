@@ -33,10 +33,10 @@ def main(*words: str) -> None:
     """Run the command line, whose first words may be given, and leave with its exit code."""
     for number in (signal.SIGINT, signal.SIGTERM):  # before all imports, which take a while
         signal.signal(number, _leave_early)
-    from scripts.cli.shadow import refuse_shadows
+    from regimen.scripts.cli.shadow import refuse_shadows
 
     refuse_shadows()  # before anything of ours could be imported from where another package stands
-    from scripts.cli.console import leave_with
+    from regimen.scripts.cli.console import leave_with
 
     leave_with(regimen, [*words, *sys.argv[1:]])
 
@@ -58,7 +58,7 @@ def regimen(argv: Sequence[str]) -> int:
         print("\nEach takes --help. `train`, `evaluate` and `predict` are commands of their own.")
         return 0
     if word not in COMMANDS:
-        from conf.errors import ConfigError, did_you_mean
+        from regimen.conf.errors import ConfigError, did_you_mean
 
         hint = did_you_mean(word, COMMANDS) or f"commands: {', '.join(COMMANDS)}"
         raise ConfigError("", f"regimen has no command {word!r}", hint)

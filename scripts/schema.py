@@ -17,16 +17,16 @@ from typing import Any, Literal, cast
 
 import yaml
 
-from conf.fields import Key, choices, declared, is_open, members
-from conf.interpolation import children
-from conf.schema import OWN_KEYS, Config
-from scripts.cli.arguments import command_parser
-from scripts.cli.files import make_above
-from scripts.composition.folders import CONF
-from scripts.help import below, groups_in, key_of
-from trainer.files.atomic import storing, write_text
-from trainer.targets.allow_list import locate
-from trainer.targets.instantiate import SPECIAL
+from regimen.conf.fields import Key, choices, declared, is_open, members
+from regimen.conf.interpolation import children
+from regimen.conf.schema import OWN_KEYS, Config
+from regimen.scripts.cli.arguments import command_parser
+from regimen.scripts.cli.files import make_above
+from regimen.scripts.composition.folders import CONF
+from regimen.scripts.help import below, groups_in, key_of
+from regimen.trainer.files.atomic import storing, write_text
+from regimen.trainer.targets.allow_list import locate
+from regimen.trainer.targets.instantiate import SPECIAL
 
 Schema = dict[str, Any]
 _TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null"}

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from scripts import regimen
+from regimen.scripts import regimen
 
 
 def main() -> None:
@@ -12,25 +12,27 @@ def main() -> None:
 
 def train(argv: Sequence[str]) -> int:
     """Do what a command line asks for; torch is imported once its keys and types are sound."""
-    from scripts.cli.arguments import parse_arguments
-    from scripts.cli.console import greet, logger
+    from regimen.scripts.cli.arguments import parse_arguments
+    from regimen.scripts.cli.console import greet, logger
 
     arguments = parse_arguments(argv)
     if arguments.asks_for_text:
-        from scripts.help import answer
+        from regimen.scripts.help import answer
 
         answer(arguments)
         return 0
     greet()
-    from scripts.cli.shadow import clashes
-    from scripts.composition.compose import compose  # after the first line: it imports Hydra
-    from scripts.composition.overrides import refuse_untyped
+    from regimen.scripts.cli.shadow import clashes
+    from regimen.scripts.composition.compose import (
+        compose,  # after the first line: it imports Hydra
+    )
+    from regimen.scripts.composition.overrides import refuse_untyped
 
     if arguments.multirun:
-        from scripts.sweeps.grid import searches, sweep
+        from regimen.scripts.sweeps.grid import searches, sweep
 
         if searches(arguments):
-            from scripts.sweeps.search import search
+            from regimen.scripts.sweeps.search import search
 
             return search(arguments)
         return sweep(arguments)
@@ -39,7 +41,7 @@ def train(argv: Sequence[str]) -> int:
         logger.warning("warning: %s", doubt)
     if trial := (composed.config.get("sweep") or {}).get("trial"):
         refuse_untyped("sweep", {"trial": trial}, composed.overrides)
-    from scripts.runs.launch import work_of
+    from regimen.scripts.runs.launch import work_of
 
     with composed.locating():
         request = composed.request(argv)

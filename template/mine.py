@@ -4,8 +4,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from trainer.callback import Callback
-from trainer.task import StepOutput, Task
+from regimen.trainer.callback import Callback
+from regimen.trainer.task import StepOutput, Task
 
 
 class Waves:

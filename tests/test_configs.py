@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from conf.check import parse
-from scripts.composition.compose import compose
-from trainer.assembly.check import check_targets
+from regimen.conf.check import parse
+from regimen.scripts.composition.compose import compose
+from regimen.trainer.assembly.check import check_targets
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
 FILES = sorted(path.relative_to(CONF) for path in CONF.rglob("*.yaml"))
@@ -43,13 +43,13 @@ EXTRA = {
 FREE = "model data optimizer lr_scheduler transforms strategy callbacks debug"
 # Paths that users' YAML and Python name: a class stays in its file, whatever is merged around it.
 PROMISED = """
-callbacks.pictures.graph.Graph callbacks.pictures.layers.LayerStatistics
-callbacks.pictures.masks.Masks callbacks.pictures.texts.Texts data.noise.WithNoise
-data.scenes.DigitScenes data.tabular.Diabetes data.samplers.PerClass
-data.formats.huggingface_stream.streamed models.timm_adapter.build
-models.torchvision_adapter.build models.transformers_adapter.build trainer.trainer.Trainer
-trainer.load_run trainer.inference.run.load_run trainer.callback.Callback trainer.task.Task
-trainer.task.StepOutput scripts.composition.compose.compose
+regimen.callbacks.pictures.graph.Graph regimen.callbacks.pictures.layers.LayerStatistics
+regimen.callbacks.pictures.masks.Masks regimen.callbacks.pictures.texts.Texts regimen.data.noise.WithNoise
+regimen.data.scenes.DigitScenes regimen.data.tabular.Diabetes regimen.data.samplers.PerClass
+regimen.data.formats.huggingface_stream.streamed regimen.models.timm_adapter.build
+regimen.models.torchvision_adapter.build regimen.models.transformers_adapter.build regimen.trainer.trainer.Trainer
+trainer.load_run regimen.trainer.inference.run.load_run regimen.trainer.callback.Callback regimen.trainer.task.Task
+regimen.trainer.task.StepOutput regimen.scripts.composition.compose.compose
 """
 
 

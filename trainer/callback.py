@@ -18,13 +18,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from conf.errors import did_you_mean
-from trainer.errors import ModelError
+from regimen.conf.errors import did_you_mean
+from regimen.trainer.errors import ModelError
 
 if TYPE_CHECKING:
-    from data.batch import MicroBatch
-    from trainer.task import Task
-    from trainer.trainer import Trainer
+    from regimen.data.batch import MicroBatch
+    from regimen.trainer.task import Task
+    from regimen.trainer.trainer import Trainer
 
 
 _log = logging.getLogger(__name__)
@@ -291,7 +291,7 @@ def keeps_weights(callbacks: Mapping[str, Callback]) -> bool:
 class EpochLines(Callback):
     """Print the loss of each epoch and the metrics of each validation to stderr.
 
-    What a run from Python tells that was given no callbacks. `callbacks.progress.Progress` shows
+    What a run from Python tells that was given no callbacks. `regimen.callbacks.progress.Progress` shows
     more; `Trainer(..., callbacks={})` shows nothing.
     """
 

@@ -24,8 +24,8 @@ from torch.distributed import FileStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from trainer.device import waits
-from trainer.errors import (
+from regimen.trainer.device import waits
+from regimen.trainer.errors import (
     EXIT_CODES,
     Interrupted,
     PeerError,
@@ -33,7 +33,7 @@ from trainer.errors import (
     StorageError,
     leave_at_once,
 )
-from trainer.state import TrainState
+from regimen.trainer.state import TrainState
 
 STORE = "REGIMEN_STORE"  # the path of the file in which the processes of our launcher meet
 _ATTEMPT = "TORCHELASTIC_RESTART_COUNT"

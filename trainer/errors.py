@@ -17,8 +17,8 @@ from traceback import walk_tb
 from types import FrameType
 from typing import Any, NoReturn
 
-from conf.errors import ConfigError, lacks_memory
-from trainer.shadow import PACKAGES, ROOT
+from regimen.conf.errors import ConfigError, lacks_memory
+from regimen.trainer.shadow import PACKAGES, ROOT
 
 # What ends a run, and the exit code that goes with it. SIGUSR1 is what batch systems send ahead of
 # a preemption, SIGHUP what a terminal sends that is closed: both count as SIGTERM.
@@ -59,7 +59,7 @@ _CHANGES = {
     r"|Input type \((.+?)\) and (?:bias|weight) type \((.+?)\)": (
         "the parameters are of another type than the inputs: what the data set returns as inputs "
         "should be float32, as inputs.float() is, or bytes of a picture that transforms convert "
-        "(data.transforms.ToFloat)"
+        "(regimen.data.transforms.ToFloat)"
     ),
     r"Target (-?\d+) is out of bounds": (
         "the labels must lie between 0 and the number of outputs less one: give the model an "
@@ -243,7 +243,9 @@ def misfit(
         return None
     reason = f"{brief(error)} (batch: {spelled(batch)})"
     frames = list(walk_tb(error.__traceback__))
-    if any(frame.f_globals.get("__name__") == "trainer.tasks.losses" for frame, _ in frames):
+    if any(
+        frame.f_globals.get("__name__") == "regimen.trainer.tasks.losses" for frame, _ in frames
+    ):
         if "class probabilities, got" in reason:
             return SampleError(
                 "targets of one number for each class are probabilities, which are floats: return "

@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from data.batch import MicroBatch
-from trainer import rng
-from trainer.errors import MISFITS, ModelError, misfit
-from trainer.options import count
-from trainer.strategies.strategy import Strategy
-from trainer.task import Metric, as_output, unsound
-from trainer.update.batch import as_source
-from trainer.update.sums import Sums
+from regimen.data.batch import MicroBatch
+from regimen.trainer import rng
+from regimen.trainer.errors import MISFITS, ModelError, misfit
+from regimen.trainer.options import count
+from regimen.trainer.strategies.strategy import Strategy
+from regimen.trainer.task import Metric, as_output, unsound
+from regimen.trainer.update.batch import as_source
+from regimen.trainer.update.sums import Sums
 
 if TYPE_CHECKING:
-    from trainer.trainer import Trainer
+    from regimen.trainer.trainer import Trainer
 
 _UNFIT = "this batch of an evaluation does not fit (does transforms.eval do as transforms.train?)"
 

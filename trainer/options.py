@@ -2,8 +2,8 @@
 
 from decimal import ROUND_HALF_UP, Decimal
 
-from conf.schema_trainer import GradientNoiseConfig as GradientNoise
-from conf.schema_trainer import TrainerConfig as TrainerOptions
+from regimen.conf.schema_trainer import GradientNoiseConfig as GradientNoise
+from regimen.conf.schema_trainer import TrainerConfig as TrainerOptions
 
 __all__ = ["GradientNoise", "TrainerOptions", "count", "horizon"]
 

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from conf.schema_trainer import TrainerConfig
-from trainer.device import rng_state, seed_device, set_rng_state
+from regimen.conf.schema_trainer import TrainerConfig
+from regimen.trainer.device import rng_state, seed_device, set_rng_state
 
 _Devices = Sequence[torch.device]
 # Of torch, `random` and numpy, and of accelerators: as their libraries return them.

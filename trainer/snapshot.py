@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from trainer.callback import Average, Callback, saver_of
-from trainer.checkpoints import reader, shards
-from trainer.checkpoints.archive import on_host
-from trainer.checkpoints.store import CheckpointStore
-from trainer.device import product_name
-from trainer.errors import CheckpointError
-from trainer.state import LogPoint
-from trainer.task import Task
+from regimen.trainer.callback import Average, Callback, saver_of
+from regimen.trainer.checkpoints import reader, shards
+from regimen.trainer.checkpoints.archive import on_host
+from regimen.trainer.checkpoints.store import CheckpointStore
+from regimen.trainer.device import product_name
+from regimen.trainer.errors import CheckpointError
+from regimen.trainer.state import LogPoint
+from regimen.trainer.task import Task
 
 if TYPE_CHECKING:
-    from trainer.trainer import Trainer
+    from regimen.trainer.trainer import Trainer
 
 _log = logging.getLogger(__name__)
 

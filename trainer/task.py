@@ -11,9 +11,9 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor, nn
 
-from data.batch import inputs_of, matching
-from trainer.device import moved
-from trainer.errors import UserCodeError, called, spelled
+from regimen.data.batch import inputs_of, matching
+from regimen.trainer.device import moved
+from regimen.trainer.errors import UserCodeError, called, spelled
 
 
 class Metric(Protocol):
@@ -79,7 +79,7 @@ def as_output(result: Any, task: Task, step: str) -> StepOutput:
         return StepOutput(result)
     change = "return the loss"
     if isinstance(result, Mapping):
-        change = "return StepOutput(loss) with trainer.task.StepOutput, where a loss may be a dict"
+        change = "return StepOutput(loss) with regimen.trainer.task.StepOutput, where a loss may be a dict"
     elif result is None:
         change = "its last line must return the loss"
     raise UserCodeError(
@@ -155,7 +155,7 @@ class Task:
     def modes(self) -> Mapping[str, str]:
         """Return which values of its metrics are better, "min" or "max", by the metric's name.
 
-        The name tells it of those that are left out (`trainer.state.direction_of`). The default is
+        The name tells it of those that are left out (`regimen.trainer.state.direction_of`). The default is
         what the metrics say themselves by `higher_is_better`, as those of torchmetrics do.
         """
         found: dict[str, str] = {}
@@ -254,7 +254,7 @@ def missing_step(kind: type, step: str) -> str:
     given = "self, model, batch, turn" if step == "turn_step" else "self, model, batch"
     return (
         f"{kind.__module__}.{kind.__qualname__} defines no {step}({given}): let it return the "
-        "loss of a batch, a tensor, or a trainer.task.StepOutput"
+        "loss of a batch, a tensor, or a regimen.trainer.task.StepOutput"
     )
 
 

@@ -10,9 +10,9 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from data.batch import MicroBatch, to_device
-from trainer import snapshot
-from trainer.callback import (
+from regimen.data.batch import MicroBatch, to_device
+from regimen.trainer import snapshot
+from regimen.trainer.callback import (
     Callback,
     EpochLines,
     Hooks,
@@ -24,20 +24,20 @@ from trainer.callback import (
     histogram_of,
     saver_of,
 )
-from trainer.device import moved
-from trainer.errors import SampleError, account
-from trainer.evaluation import EvaluationAbandoned, check_metrics, evaluate, prepared
-from trainer.lr_schedulers.schedule import LRSchedule
-from trainer.optimizers.optimizers import Optimizers
-from trainer.options import TrainerOptions, count, horizon
-from trainer.rng import RandomStates, derived
-from trainer.runs.directory import make_folder
-from trainer.state import MAX_TIME, LogPoint, Timer, TrainState
-from trainer.strategies.strategy import AS_IT_IS, Strategy
-from trainer.task import Task, coupling_remark, named_modules
-from trainer.update.batch import Waiting, as_source
-from trainer.update.precision import Precision
-from trainer.update.updater import Updater
+from regimen.trainer.device import moved
+from regimen.trainer.errors import SampleError, account
+from regimen.trainer.evaluation import EvaluationAbandoned, check_metrics, evaluate, prepared
+from regimen.trainer.lr_schedulers.schedule import LRSchedule
+from regimen.trainer.optimizers.optimizers import Optimizers
+from regimen.trainer.options import TrainerOptions, count, horizon
+from regimen.trainer.rng import RandomStates, derived
+from regimen.trainer.runs.directory import make_folder
+from regimen.trainer.state import MAX_TIME, LogPoint, Timer, TrainState
+from regimen.trainer.strategies.strategy import AS_IT_IS, Strategy
+from regimen.trainer.task import Task, coupling_remark, named_modules
+from regimen.trainer.update.batch import Waiting, as_source
+from regimen.trainer.update.precision import Precision
+from regimen.trainer.update.updater import Updater
 
 _log = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class Trainer:
     """Train a model: objects in, no config.
 
     `train_loader` and `val_loader` (or several, by stage: `{"val/clean": ...}`) are
-    `data.loading.loader.Loader`s, or any iterable of batches
+    `regimen.data.loading.loader.Loader`s, or any iterable of batches
     on one process; `optimizer` and `lr_scheduler` may be torch's own. Without `callbacks` each
     epoch prints a line. `run_dir` is where callbacks write: it is made where it is missing.
     """
@@ -159,7 +159,7 @@ class Trainer:
         `resume`: a checkpoint or the directory of a run to go on from; "auto" goes on with what
         `run_dir` holds, and starts there if it holds nothing.
 
-        setup, resume (`trainer.snapshot.restore`), on_fit_start
+        setup, resume (`regimen.trainer.snapshot.restore`), on_fit_start
         each epoch:             on_epoch_start
             each update:        on_update_start, (forward, backward) x micro-batches -> unscale
                                 -> clip -> on_gradients -> step -> zero -> scheduler, on_update_end
@@ -266,7 +266,7 @@ class Trainer:
         return to_device(batch, self.strategy.device, *form)
 
     def update(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """Apply one optimizer update, or skip it, and count; `trainer.update.updater` draws it."""
+        """Apply one optimizer update, or skip it, and count; `regimen.trainer.update.updater` draws it."""
         applied = self.updater.apply(micro_batches)
         self.state.count(len(micro_batches), micro_batches[0].piece.total, applied)
         if applied:
@@ -393,7 +393,7 @@ class Trainer:
             self._log_point = None
 
     def log_image(self, name: str, image: Any) -> None:
-        """Hand an image to the callbacks; `trainer.callback.as_image` says what may be one.
+        """Hand an image to the callbacks; `regimen.trainer.callback.as_image` says what may be one.
 
         This and the next four do nothing, and read nothing from the device, where no callback of
         the run receives such things, and on other processes than the main one.

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torchvision
 
-from trainer.device import default, product_name, release
+from regimen.trainer.device import default, product_name, release
 
 SIMULATED = os.environ.get("SIMULATED") == "1"
 DEVICE = default()

@@ -7,9 +7,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.gpu_check.checks import DEVICE, ON_CUDA, SIMULATED, Checks
 from benchmarks.gpu_check.ours import SMALL, Losses, built
-from conf.errors import ConfigError
-from trainer.callback import Callback
-from trainer.trainer import Trainer
+from regimen.conf.errors import ConfigError
+from regimen.trainer.callback import Callback
+from regimen.trainer.trainer import Trainer
 
 MODE = "reduce-overhead"
 # The simulated device has no kernels that torch could compile.

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu_check.checks import SIMULATED
-from conf.check import parse
-from scripts import regimen
-from scripts.composition.compose import compose
-from trainer.assembly.experiment import Experiment, build
-from trainer.callback import Callback
-from trainer.strategies.strategy import Strategy
-from trainer.trainer import Trainer
+from regimen.conf.check import parse
+from regimen.scripts import regimen
+from regimen.scripts.composition.compose import compose
+from regimen.trainer.assembly.experiment import Experiment, build
+from regimen.trainer.callback import Callback
+from regimen.trainer.strategies.strategy import Strategy
+from regimen.trainer.trainer import Trainer
 
 CPU = torch.device("cpu")
 # The network of most steps, and no more of it than the simulated device computes in a second.

@@ -15,9 +15,9 @@ import torch
 
 from benchmarks.gpu_check.checks import DEVICE, SIMULATED, Checks
 from benchmarks.gpu_check.ours import CPU, SMALL, built, command, distance, equal, run, weights
-from trainer import load_run
-from trainer.checkpoints.reader import read_checkpoint
-from trainer.runs.status import read_metrics
+from regimen.trainer import load_run
+from regimen.trainer.checkpoints.reader import read_checkpoint
+from regimen.trainer.runs.status import read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 # Of `train experiment=resnet18` on a CPU, less what seeds and formats differ by; 0.1 is chance.

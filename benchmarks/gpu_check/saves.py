@@ -13,11 +13,11 @@ from benchmarks import runs
 from benchmarks.gpu_check.checks import DEVICE, ON_CUDA, SIMULATED, Checks
 from benchmarks.gpu_check.ours import SMALL, built, equal
 from benchmarks.report import BY_HAND, OURS
-from conf.check import parse
-from scripts.composition.compose import compose
-from trainer.assembly.experiment import build, fitting_steps
-from trainer.checkpoints.reader import read_checkpoint
-from trainer.strategies.strategy import Strategy
+from regimen.conf.check import parse
+from regimen.scripts.composition.compose import compose
+from regimen.trainer.assembly.experiment import build, fitting_steps
+from regimen.trainer.checkpoints.reader import read_checkpoint
+from regimen.trainer.strategies.strategy import Strategy
 
 INTERVAL = 4 if SIMULATED else 20  # updates between two saves
 ROUNDS = 1 if SIMULATED else 4

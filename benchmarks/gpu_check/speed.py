@@ -17,12 +17,12 @@ from benchmarks.data import made_up, ours_of_files
 from benchmarks.gpu_check.checks import DEVICE, ON_CUDA, SIMULATED, Checks
 from benchmarks.ours import AfterUpdate, train
 from benchmarks.report import BY_HAND, OURS, paired
-from models.gpt import GPT
-from trainer.device import has_streams, release
-from trainer.strategies.strategy import Strategy
-from trainer.tasks.classification import Classification
-from trainer.tasks.language_model import LanguageModel
-from trainer.trainer import Trainer
+from regimen.models.gpt import GPT
+from regimen.trainer.device import has_streams, release
+from regimen.trainer.strategies.strategy import Strategy
+from regimen.trainer.tasks.classification import Classification
+from regimen.trainer.tasks.language_model import LanguageModel
+from regimen.trainer.trainer import Trainer
 
 RIG = gpu.Rig(DEVICE, None, None, SIMULATED, None if SIMULATED else "default", seconds=2.0)
 if SIMULATED:

@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from callbacks.support import check_least, require, steps_of
-from conf.errors import Problem, did_you_mean, noted, problems_at, raise_problems
-from trainer.callback import Average, Callback
-from trainer.optimizers import param_groups
-from trainer.optimizers.param_groups import GroupRule
-from trainer.rng import derived
-from trainer.trainer import Trainer
+from regimen.callbacks.support import check_least, require, steps_of
+from regimen.conf.errors import Problem, did_you_mean, noted, problems_at, raise_problems
+from regimen.trainer.callback import Average, Callback
+from regimen.trainer.optimizers import param_groups
+from regimen.trainer.optimizers.param_groups import GroupRule
+from regimen.trainer.rng import derived
+from regimen.trainer.trainer import Trainer
 
 _METHODS, _SCOPES = ("l1", "random", "ln_structured"), ("global", "layer")
 

@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from callbacks.support import require, steps_of
-from conf.errors import ConfigError, problems_at
-from trainer.callback import Callback
-from trainer.trainer import Trainer
+from regimen.callbacks.support import require, steps_of
+from regimen.conf.errors import ConfigError, problems_at
+from regimen.trainer.callback import Callback
+from regimen.trainer.trainer import Trainer
 
 _LEVELS = 255  # of activations, as unsigned integers of 8 bits
 _LARGEST = 127  # of weights, as signed ones

@@ -6,10 +6,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from callbacks.pictures.picture import ValidationPicture, class_names, labels_of, matrix
-from callbacks.support import check_least, require
-from trainer.callback import PRCurve
-from trainer.trainer import Trainer
+from regimen.callbacks.pictures.picture import ValidationPicture, class_names, labels_of, matrix
+from regimen.callbacks.support import check_least, require
+from regimen.trainer.callback import PRCurve
+from regimen.trainer.trainer import Trainer
 
 
 class ConfusionMatrix(ValidationPicture):

@@ -5,11 +5,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from callbacks.pictures.picture import ValidationPicture, class_names, code_block, is_picture, sheet
-from callbacks.support import check_least, require
-from data.batch import inputs_of
-from trainer.task import tensors_of
-from trainer.trainer import Trainer
+from regimen.callbacks.pictures.picture import (
+    ValidationPicture,
+    class_names,
+    code_block,
+    is_picture,
+    sheet,
+)
+from regimen.callbacks.support import check_least, require
+from regimen.data.batch import inputs_of
+from regimen.trainer.task import tensors_of
+from regimen.trainer.trainer import Trainer
 
 
 class GeneratedImages(ValidationPicture):

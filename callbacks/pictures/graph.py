@@ -12,11 +12,11 @@ from tensorboard.backend.event_processing.event_file_loader import (  # type: ig
 )
 from torch.utils.tensorboard import SummaryWriter
 
-from callbacks.support import require
-from callbacks.tensorboard import TensorBoard
-from callbacks.trackers.recorder import Recorder
-from data.batch import MicroBatch, inputs_of
-from trainer.trainer import Trainer
+from regimen.callbacks.support import require
+from regimen.callbacks.tensorboard import TensorBoard
+from regimen.callbacks.trackers.recorder import Recorder
+from regimen.data.batch import MicroBatch, inputs_of
+from regimen.trainer.trainer import Trainer
 
 
 class Graph(Recorder):

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from callbacks.support import check_least, gradients_of
-from trainer.callback import Callback
-from trainer.trainer import Trainer
+from regimen.callbacks.support import check_least, gradients_of
+from regimen.trainer.callback import Callback
+from regimen.trainer.trainer import Trainer
 
 Named = dict[str, Tensor]
 

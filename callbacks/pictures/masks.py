@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 from torchvision.utils import draw_segmentation_masks
 
-from callbacks.pictures.picture import pixels, sheet
-from callbacks.pictures.samples import ValidationSamples
-from trainer.trainer import Trainer
+from regimen.callbacks.pictures.picture import pixels, sheet
+from regimen.callbacks.pictures.samples import ValidationSamples
+from regimen.trainer.trainer import Trainer
 
 
 class Masks(ValidationSamples):

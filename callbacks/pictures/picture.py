@@ -13,12 +13,12 @@ from PIL import ImageDraw, ImageFont
 from torch import Tensor, nn
 from torchvision.utils import make_grid
 
-from callbacks.support import check_least, is_due
-from conf.errors import one_line
-from trainer.callback import Callback, Image
-from trainer.runs.status import INFERENCE, RunDirectoryError, read_json
-from trainer.tasks.supervised import Supervised
-from trainer.trainer import Trainer
+from regimen.callbacks.support import check_least, is_due
+from regimen.conf.errors import one_line
+from regimen.trainer.callback import Callback, Image
+from regimen.trainer.runs.status import INFERENCE, RunDirectoryError, read_json
+from regimen.trainer.tasks.supervised import Supervised
+from regimen.trainer.trainer import Trainer
 
 _TILE = 96  # pixels that a small picture is enlarged to, at least
 _TEXT, _GAP = 14, 4  # pixels: size of letters, between pictures

@@ -6,11 +6,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from callbacks.pictures.picture import ValidationPicture, class_names, is_picture, labels_of, sheet
-from callbacks.support import check_least, is_due
-from data.batch import MicroBatch
-from trainer.callback import Callback
-from trainer.trainer import Trainer
+from regimen.callbacks.pictures.picture import (
+    ValidationPicture,
+    class_names,
+    is_picture,
+    labels_of,
+    sheet,
+)
+from regimen.callbacks.support import check_least, is_due
+from regimen.data.batch import MicroBatch
+from regimen.trainer.callback import Callback
+from regimen.trainer.trainer import Trainer
 
 _RIGHT, _WRONG, _UNKNOWN = (0, 120, 0), (190, 0, 0), (0, 0, 0)  # colors of captions
 

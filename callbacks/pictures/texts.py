@@ -1,9 +1,9 @@
 """The configuration of a run, its overrides and its plan, as texts."""
 
-from callbacks.pictures.picture import code_block
-from trainer.callback import Callback
-from trainer.runs.directory import CONFIG, OVERRIDES
-from trainer.trainer import Trainer
+from regimen.callbacks.pictures.picture import code_block
+from regimen.trainer.callback import Callback
+from regimen.trainer.runs.directory import CONFIG, OVERRIDES
+from regimen.trainer.trainer import Trainer
 
 PLAN = "plan.txt"
 

@@ -5,12 +5,12 @@ import re
 import numpy as np
 from PIL import Image as Pillow
 
-from callbacks.trackers.recorder import Recorder, as_text, leaves, names_of
-from trainer.callback import Media, Results
-from trainer.files.atomic import write_text
-from trainer.files.layout import as_csv
-from trainer.runs.status import read_metrics
-from trainer.trainer import Trainer
+from regimen.callbacks.trackers.recorder import Recorder, as_text, leaves, names_of
+from regimen.trainer.callback import Media, Results
+from regimen.trainer.files.atomic import write_text
+from regimen.trainer.files.layout import as_csv
+from regimen.trainer.runs.status import read_metrics
+from regimen.trainer.trainer import Trainer
 
 
 class CSV(Recorder):

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from callbacks.support import require
-from callbacks.trackers.recorder import Names, Tracker, as_text, leaves
-from trainer.callback import Media, Results
+from regimen.callbacks.support import require
+from regimen.callbacks.trackers.recorder import Names, Tracker, as_text, leaves
+from regimen.trainer.callback import Media, Results
 
 _STATUS = {"finished": "FINISHED", "pruned": "FINISHED", "failed": "FAILED"}  # others: KILLED
 _SCHEMES = ("", "file", "sqlite", "postgresql", "mysql", "mssql", "http", "https", "databricks")

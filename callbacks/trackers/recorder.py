@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from callbacks.support import logger, require
-from conf.yaml_file import plain_values
-from trainer.callback import Callback, Histogram, Media, PRCurve, Results
-from trainer.files.atomic import TEMPORARY, AppendLog, as_json, storage_error, write_json
-from trainer.files.layout import as_csv, encodable
-from trainer.runs.directory import CONFIG, OVERRIDES
-from trainer.runs.lock import LOCK_FILE
-from trainer.runs.status import METRICS, SWEEP, read_json, read_metrics, read_own
-from trainer.state import LogPoint
-from trainer.trainer import Trainer
+from regimen.callbacks.support import logger, require
+from regimen.conf.yaml_file import plain_values
+from regimen.trainer.callback import Callback, Histogram, Media, PRCurve, Results
+from regimen.trainer.files.atomic import TEMPORARY, AppendLog, as_json, storage_error, write_json
+from regimen.trainer.files.layout import as_csv, encodable
+from regimen.trainer.runs.directory import CONFIG, OVERRIDES
+from regimen.trainer.runs.lock import LOCK_FILE
+from regimen.trainer.runs.status import METRICS, SWEEP, read_json, read_metrics, read_own
+from regimen.trainer.state import LogPoint
+from regimen.trainer.trainer import Trainer
 
 UNFINISHED = ("preempted", "stopped")  # ends after which a run can go on
 FOLDER = "trackers"  # in the run directory

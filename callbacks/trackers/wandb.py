@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from callbacks.support import require
-from callbacks.trackers.recorder import Names, Tracker
-from trainer.callback import Histogram, Media, PRCurve, Results
+from regimen.callbacks.support import require
+from regimen.callbacks.trackers.recorder import Names, Tracker
+from regimen.trainer.callback import Histogram, Media, PRCurve, Results
 
 _STEP = "global_step"  # the axis of all charts
 _WAIT = 60.0  # seconds for what is not uploaded at the end

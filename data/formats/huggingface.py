@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from conf.addresses import check_protocol, is_address
-from conf.errors import problems_at
-from data.decode import Channels, Range, decode_image
-from data.errors import DataError, explained, import_package
-from data.splits import Split, class_names, is_cut, rows_of_train
-from data.transforms import Transform, on_inputs
+from regimen.conf.addresses import check_protocol, is_address
+from regimen.conf.errors import problems_at
+from regimen.data.decode import Channels, Range, decode_image
+from regimen.data.errors import DataError, explained, import_package
+from regimen.data.splits import Split, class_names, is_cut, rows_of_train
+from regimen.data.transforms import Transform, on_inputs
 
 _NAMES = {"train": ("train",), "val": ("validation", "val", "valid", "dev"), "test": ("test",)}
 

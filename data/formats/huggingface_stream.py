@@ -1,12 +1,12 @@
-"""Streams of the Hugging Face package `datasets`, read in order through `data.streams.Stream`."""
+"""Streams of the Hugging Face package `datasets`, read in order through `regimen.data.streams.Stream`."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from data.decode import Channels
-from data.errors import DataError, explained
-from data.formats.huggingface import ArrowRows, check_columns, open_tables, split_of
-from data.splits import Split
+from regimen.data.decode import Channels
+from regimen.data.errors import DataError, explained
+from regimen.data.formats.huggingface import ArrowRows, check_columns, open_tables, split_of
+from regimen.data.splits import Split
 
 
 class StreamedRows:

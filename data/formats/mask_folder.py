@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from data.decode import Channels, Range, read_levels
-from data.errors import DataError, UnreadableError
-from data.image_folder import Pictures, find_pictures
-from data.splits import NAMES, Split, is_cut, rows_of_train
-from data.transforms import Transform
+from regimen.data.decode import Channels, Range, read_levels
+from regimen.data.errors import DataError, UnreadableError
+from regimen.data.image_folder import Pictures, find_pictures
+from regimen.data.splits import NAMES, Split, is_cut, rows_of_train
+from regimen.data.transforms import Transform
 
 logger = logging.getLogger(__name__)
 _MOST = 2**16  # values that a pixel of a mask may have

@@ -17,14 +17,14 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem, make_path_posix
 from torch import Tensor
 
-from conf.addresses import check_protocol, is_address
-from conf.errors import problems_at
-from conf.json_text import plain_json
-from data.decode import Channels, Range, decode_image
-from data.errors import DataError, explained, reason
-from data.image_folder import EXTENSIONS, Pictures
-from data.splits import NAMES, Split, class_names, is_cut, rows_of_train
-from data.transforms import Transform
+from regimen.conf.addresses import check_protocol, is_address
+from regimen.conf.errors import problems_at
+from regimen.conf.json_text import plain_json
+from regimen.data.decode import Channels, Range, decode_image
+from regimen.data.errors import DataError, explained, reason
+from regimen.data.image_folder import EXTENSIONS, Pictures
+from regimen.data.splits import NAMES, Split, class_names, is_cut, rows_of_train
+from regimen.data.transforms import Transform
 
 logger = logging.getLogger(__name__)
 _PACKED = (".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz", ".tar.zst", ".tzst")

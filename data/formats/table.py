@@ -19,11 +19,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from data.errors import DataError, explained, import_package
-from data.keys import Indices
-from data.sources import TensorSamples
-from data.splits import Split, cut, file_of, in_order, train_and_val
-from data.transforms import Transform
+from regimen.data.errors import DataError, explained, import_package
+from regimen.data.keys import Indices
+from regimen.data.sources import TensorSamples
+from regimen.data.splits import Split, cut, file_of, in_order, train_and_val
+from regimen.data.transforms import Transform
 
 logger = logging.getLogger(__name__)
 _OPENERS: Mapping[str, Callable[..., IO[str]]] = {

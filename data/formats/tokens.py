@@ -11,10 +11,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from data.errors import DataError, explained
-from data.keys import SPLIT, key
-from data.splits import Split, file_of, is_cut
-from data.transforms import Transform, acts_on_batches, on_inputs
+from regimen.data.errors import DataError, explained
+from regimen.data.keys import SPLIT, key
+from regimen.data.splits import Split, file_of, is_cut
+from regimen.data.transforms import Transform, acts_on_batches, on_inputs
 
 _SUFFIXES = (".bin", ".npy", ".txt")
 Part = tuple[int, int]  # tokens of a file: the first, and the one after the last

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 from torchvision.transforms import v2
 
-from conf.errors import lacks_memory
-from data.batch import Piece, rebuild
-from data.batch_transforms import RandomCrop
-from data.errors import DataError, reason
-from data.keys import (
+from regimen.conf.errors import lacks_memory
+from regimen.data.batch import Piece, rebuild
+from regimen.data.batch_transforms import RandomCrop
+from regimen.data.errors import DataError, reason
+from regimen.data.keys import (
     LASTING,
     MICRO_BATCH,
     SAMPLE,
@@ -32,9 +32,9 @@ from data.keys import (
     preserved_rng,
     seed_rng,
 )
-from data.loading.fetch import collate
-from data.transforms import Pipeline, Standardize, ToFloat, acts_on_batches
-from trainer.device import sent
+from regimen.data.loading.fetch import collate
+from regimen.data.transforms import Pipeline, Standardize, ToFloat, acts_on_batches
+from regimen.trainer.device import sent
 
 
 class Ragged(NamedTuple):
@@ -93,7 +93,7 @@ class DeviceTransforms:
     """Apply named steps to the inputs of a batch, in order; null steps are dropped.
 
     A step is one of:
-    - one with `draw(draws, height, width)`, as those of `data.batch_transforms`: each image's draws
+    - one with `draw(draws, height, width)`, as those of `regimen.data.batch_transforms`: each image's draws
       are keyed by (seed, epoch, sample, occurrence in the epoch, name), or, with `lasting = True`,
       by (seed, sample, occurrence, name);
     - a step with `of_epoch(epoch)`, which returns the deterministic function for that epoch;
@@ -115,7 +115,7 @@ class DeviceTransforms:
             if foreign and not (mixes_samples(step) or acts_on_batches(step)):
                 raise DataError(
                     f"transforms.{name}: {type(step).__name__} would draw once for a whole batch: "
-                    "use its form in data.batch_transforms, or move it to transforms.train"
+                    "use its form in regimen.data.batch_transforms, or move it to transforms.train"
                 )
         self.steps = {name: _Step(name, step, seed) for name, step in _fused(present).items()}
 

@@ -28,11 +28,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from conf.errors import lacks_memory
-from data.batch import Piece, rebuild
-from data.errors import DataError, UnreadableError, WorkerError, is_fault, reason
-from data.image_folder import memory_file
-from data.keys import (
+from regimen.conf.errors import lacks_memory
+from regimen.data.batch import Piece, rebuild
+from regimen.data.errors import DataError, UnreadableError, WorkerError, is_fault, reason
+from regimen.data.image_folder import memory_file
+from regimen.data.keys import (
     LOADER,
     REPLACEMENT,
     SAMPLE,
@@ -42,7 +42,7 @@ from data.keys import (
     preserved_rng,
     seed_rng,
 )
-from data.sources import Interrupted
+from regimen.data.sources import Interrupted
 
 Collate = Callable[[Sequence[Any]], Any]
 REPLACEMENTS = 16  # attempts to replace a broken sample

@@ -10,14 +10,23 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from data.batch import MicroBatch, Piece, gathered, map_leaves, map_tensors, to_device
-from data.errors import DataError
-from data.loading.device_transforms import DeviceTransforms
-from data.loading.fetch import Collate, Fetched, Fetcher, Skipped, Workers, collate, never, offers
-from data.samplers import UpdateSampler, own_samples
-from data.sources import Interrupted
-from data.streams import Stream, as_dataset
-from trainer.device import current_stream, default, has_streams, pins, side_stream, use_on
+from regimen.data.batch import MicroBatch, Piece, gathered, map_leaves, map_tensors, to_device
+from regimen.data.errors import DataError
+from regimen.data.loading.device_transforms import DeviceTransforms
+from regimen.data.loading.fetch import (
+    Collate,
+    Fetched,
+    Fetcher,
+    Skipped,
+    Workers,
+    collate,
+    never,
+    offers,
+)
+from regimen.data.samplers import UpdateSampler, own_samples
+from regimen.data.sources import Interrupted
+from regimen.data.streams import Stream, as_dataset
+from regimen.trainer.device import current_stream, default, has_streams, pins, side_stream, use_on
 
 logger = logging.getLogger(__name__)
 CPU = torch.device("cpu")

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import max_pool2d
 
-from models.layers import make_activation
+from regimen.models.layers import make_activation
 
 _EPSILON = 1e-12  # added to a variance
 

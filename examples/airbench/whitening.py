@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import unfold
 
-from callbacks.support import CallbackError
-from callbacks.unfreeze import set_trainable
-from data.batch import inputs_of
-from trainer.callback import Callback
+from regimen.callbacks.support import CallbackError
+from regimen.callbacks.unfreeze import set_trainable
+from regimen.data.batch import inputs_of
+from regimen.trainer.callback import Callback
 
 if TYPE_CHECKING:
-    from trainer.trainer import Trainer
+    from regimen.trainer.trainer import Trainer
 
 
 class Whitening(Callback):

@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 from torchvision import tv_tensors
 
-from data.sources import Digits
-from data.splits import Split
+from regimen.data.sources import Digits
+from regimen.data.splits import Split
 
 Target = dict[str, Tensor]  # boxes (n, 4) as x1 y1 x2 y2 in pixels, labels (n)
 Sample = tuple[Tensor, Target]

@@ -10,7 +10,7 @@ from torchvision.models.detection import RetinaNet
 from torchvision.models.detection.anchor_utils import AnchorGenerator
 from torchvision.models.detection.backbone_utils import BackboneWithFPN
 
-from trainer.task import Metric, StepOutput, Task
+from regimen.trainer.task import Metric, StepOutput, Task
 
 
 def detector(num_classes: int, image_size: int, score_thresh: float = 0.05) -> RetinaNet:

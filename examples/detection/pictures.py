@@ -6,8 +6,8 @@ from typing import Any
 from torch import Tensor
 from torchvision.utils import draw_bounding_boxes, make_grid
 
-from trainer.callback import Callback
-from trainer.trainer import Trainer
+from regimen.trainer.callback import Callback
+from regimen.trainer.trainer import Trainer
 
 
 class Boxes(Callback):

@@ -9,11 +9,11 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, NoReturn
 
-from conf.errors import ConfigError, Problem, raise_problems
-from conf.fields import declared
-from conf.other_words import our_key
-from conf.schema import Config, Values
-from conf.yaml_file import dump
+from regimen.conf.errors import ConfigError, Problem, raise_problems
+from regimen.conf.fields import declared
+from regimen.conf.other_words import our_key
+from regimen.conf.schema import Config, Values
+from regimen.conf.yaml_file import dump
 
 PRIMARY = "train"
 RUNS = Path("runs")  # the folder of runs whose place nobody has given

@@ -16,11 +16,11 @@ from contextlib import contextmanager
 from importlib import metadata
 from typing import Any, NoReturn, TextIO, cast
 
-from conf.errors import ConfigError, lacks_memory, readable
-from scripts.cli.deferred import defer_imports
-from scripts.cli.signals import end_on_signals
-from trainer.errors import account, device_failed, is_users, refused_by_device
-from trainer.files.layout import VisibleFormatter, indented_lines, visible
+from regimen.conf.errors import ConfigError, lacks_memory, readable
+from regimen.scripts.cli.deferred import defer_imports
+from regimen.scripts.cli.signals import end_on_signals
+from regimen.trainer.errors import account, device_failed, is_users, refused_by_device
+from regimen.trainer.files.layout import VisibleFormatter, indented_lines, visible
 
 logger = logging.getLogger("regimen")
 log_file = logging.getLogger("regimen.log")  # for `train.log`: the terminal does not show it
@@ -90,7 +90,7 @@ def report(error: BaseException) -> int:
         return 0
     # Of several processes of torchrun the first to fail speaks.
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        from trainer.distributed import is_first_to_fail
+        from regimen.trainer.distributed import is_first_to_fail
 
         if not is_first_to_fail(error):
             return code

@@ -3,8 +3,8 @@
 import os
 from pathlib import Path
 
-from conf.errors import ConfigError
-from trainer.files.atomic import storing, write_text
+from regimen.conf.errors import ConfigError
+from regimen.trainer.files.atomic import storing, write_text
 
 
 def make_above(path: Path) -> None:

@@ -16,14 +16,14 @@ from inspect import getdoc
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
-from conf.check import parsed, spelled
-from conf.errors import Problem, nearest
-from conf.fields import REQUIRED, Check, count, declared, members, natural, option, positive
-from conf.schema import Config
-from conf.yaml_file import word
-from scripts.cli.arguments import AnsweredError, Arguments, parse_arguments
-from scripts.cli.console import greet
-from trainer.runs.directory import refuse_links
+from regimen.conf.check import parsed, spelled
+from regimen.conf.errors import Problem, nearest
+from regimen.conf.fields import REQUIRED, Check, count, declared, members, natural, option, positive
+from regimen.conf.schema import Config
+from regimen.conf.yaml_file import word
+from regimen.scripts.cli.arguments import AnsweredError, Arguments, parse_arguments
+from regimen.scripts.cli.console import greet
+from regimen.trainer.runs.directory import refuse_links
 
 Format = Literal["onnx", "torch_export", "torchscript", "aoti", "safetensors"]
 _DEVICE = r"[a-z]+(:\d+)?"

@@ -25,7 +25,7 @@ def refuse_shadows() -> None:
 
 def clashes() -> list[str]:
     """Return the packages in the working directory that ours shadow."""
-    from trainer.shadow import PACKAGES
+    from regimen.trainer.shadow import PACKAGES
 
     folder = Path.cwd().resolve()
     if folder == ROOT:

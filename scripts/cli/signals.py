@@ -15,10 +15,10 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from trainer.errors import EXIT_CODES, leave_at_once, stopping_signals
+from regimen.trainer.errors import EXIT_CODES, leave_at_once, stopping_signals
 
 if TYPE_CHECKING:
-    from trainer.trainer import Trainer
+    from regimen.trainer.trainer import Trainer
 
 _PR_SET_PDEATHSIG = 1
 _early: list[int] = []

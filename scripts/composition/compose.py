@@ -21,25 +21,40 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from conf.addresses import allow_protocols, wrong_addresses
-from conf.check import check, drop, fill_defaults, parse_sound, shown
-from conf.errors import MOST_PROBLEMS, ConfigError, Problem, did_you_mean, noted, raise_problems
-from conf.interpolation import CLASSES, RESERVED, Interpolations, excessive, leaves, mapped, walk
-from conf.schema import Values
-from scripts.cli.arguments import Arguments, Request, key_of, parse_arguments
-from scripts.composition.folders import REFUSED, Folders, opened
-from scripts.composition.overrides import Dimension, Overrides, Swept, first_lines, identity
-from scripts.composition.tree import Choice, Source, Tree, shown_path
-from trainer.targets.allow_list import allow, close
-from trainer.targets.instantiate import refused_targets
+from regimen.conf.addresses import allow_protocols, wrong_addresses
+from regimen.conf.check import check, drop, fill_defaults, parse_sound, shown
+from regimen.conf.errors import (
+    MOST_PROBLEMS,
+    ConfigError,
+    Problem,
+    did_you_mean,
+    noted,
+    raise_problems,
+)
+from regimen.conf.interpolation import (
+    CLASSES,
+    RESERVED,
+    Interpolations,
+    excessive,
+    leaves,
+    mapped,
+    walk,
+)
+from regimen.conf.schema import Values
+from regimen.scripts.cli.arguments import Arguments, Request, key_of, parse_arguments
+from regimen.scripts.composition.folders import REFUSED, Folders, opened
+from regimen.scripts.composition.overrides import Dimension, Overrides, Swept, first_lines, identity
+from regimen.scripts.composition.tree import Choice, Source, Tree, shown_path
+from regimen.trainer.targets.allow_list import allow, close
+from regimen.trainer.targets.instantiate import refused_targets
 
 MAX_JOBS = 10_000  # of a sweep
 # What OmegaConf raises if a value cannot be resolved.
 UNRESOLVED = (OmegaConfBaseException, RecursionError, ValueError, TypeError)
 # Arguments of ours that say where a run is written, or sent to. All else goes below its directory.
 PLACES = {
-    "callbacks.mirror.Mirror": "to",
-    "callbacks.trackers.mlflow.MLflow": "tracking_uri",
+    "regimen.callbacks.mirror.Mirror": "to",
+    "regimen.callbacks.trackers.mlflow.MLflow": "tracking_uri",
 }
 _COUNTED = f"${{{CLASSES}}}"
 _NAMES = "|".join(RESERVED)
@@ -300,7 +315,7 @@ class Composition:
 
     def further(self) -> list[Problem]:
         """Return the mistakes in the targets of what is sound so far; imports them, and torch."""
-        from trainer.assembly.check import check_targets
+        from regimen.trainer.assembly.check import check_targets
 
         guessed = self.typed.guessed
         known = [problem.key for problem in self.problems if problem.key not in guessed]
@@ -399,7 +414,7 @@ def _null_where_named(part: Any) -> Any:
 
 
 class _Module(ModuleType):
-    """This module, which can be called as its function: `from scripts.composition import compose`.
+    """This module, which can be called as its function: `from regimen.scripts.composition import compose`.
 
     The package has the module under the name that the function has.
     """

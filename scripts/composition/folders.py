@@ -19,12 +19,12 @@ from hydra.version import VersionBase
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from conf.errors import ConfigError, Problem, did_you_mean
-from conf.yaml_file import Document, examine
-from scripts.cli.arguments import Arguments
-from scripts.cli.shadow import ROOT
-from scripts.composition.overrides import NO_HYDRA, choice_problem, first_lines
-from scripts.composition.tree import shown_path
+from regimen.conf.errors import ConfigError, Problem, did_you_mean
+from regimen.conf.yaml_file import Document, examine
+from regimen.scripts.cli.arguments import Arguments
+from regimen.scripts.cli.shadow import ROOT
+from regimen.scripts.composition.overrides import NO_HYDRA, choice_problem, first_lines
+from regimen.scripts.composition.tree import shown_path
 
 CONF = ROOT / "conf"
 # What Hydra and OmegaConf raise for invalid input, their asserts among it.

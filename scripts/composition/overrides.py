@@ -15,13 +15,13 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep, Override
 from hydra.errors import HydraException
 
-from conf.errors import ConfigError, Problem, nearest, raise_problems
-from conf.interpolation import above, join
-from scripts.cli.arguments import key_of, quoted
-from scripts.composition.tree import shown_path
+from regimen.conf.errors import ConfigError, Problem, nearest, raise_problems
+from regimen.conf.interpolation import above, join
+from regimen.scripts.cli.arguments import key_of, quoted
+from regimen.scripts.composition.tree import shown_path
 
 if TYPE_CHECKING:
-    from scripts.composition.folders import Folders
+    from regimen.scripts.composition.folders import Folders
 
 # Groups that every run needs, and those of which two choices make no sense.
 NEEDED = ("model", "data", "loader", "task", "optimizer", "trainer", "strategy")

@@ -9,12 +9,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from conf.check import shown, unknown
-from conf.errors import Problem
-from conf.fields import declared
-from conf.interpolation import Interpolations, above, children, join, walk
-from conf.schema import OWN_KEYS, DataConfig, TransformsConfig, Values
-from trainer.targets.instantiate import SPECIAL, takes
+from regimen.conf.check import shown, unknown
+from regimen.conf.errors import Problem
+from regimen.conf.fields import declared
+from regimen.conf.interpolation import Interpolations, above, children, join, walk
+from regimen.conf.schema import OWN_KEYS, DataConfig, TransformsConfig, Values
+from regimen.trainer.targets.instantiate import SPECIAL, takes
 
 # Sections that may contain the user's own keys, read by interpolations.
 _OPEN = {"data": DataConfig, "transforms": TransformsConfig}

@@ -12,24 +12,24 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from conf.check import parse
-from conf.errors import ConfigError, Problem, one_line, raise_problems
-from conf.schema import Config
-from data.errors import DataError
-from data.formats.table import Dialect, Table, read_columns
-from data.image_folder import find_pictures
-from data.loading.fetch import path_of
-from data.text import Prompts, find_prompts
-from scripts.cli.arguments import Request
-from scripts.cli.keys import Prediction
-from trainer.assembly.check import check_targets
-from trainer.assembly.data import build_data, build_pipeline, nodes_of
-from trainer.assembly.experiment import eval_loader
-from trainer.assembly.parts import build_strategy
-from trainer.checkpoints.archive import write_safetensors
-from trainer.files.atomic import as_json, replacing, storing, write_json
-from trainer.files.layout import as_bytes, as_csv, encodable
-from trainer.inference.predictor import (
+from regimen.conf.check import parse
+from regimen.conf.errors import ConfigError, Problem, one_line, raise_problems
+from regimen.conf.schema import Config
+from regimen.data.errors import DataError
+from regimen.data.formats.table import Dialect, Table, read_columns
+from regimen.data.image_folder import find_pictures
+from regimen.data.loading.fetch import path_of
+from regimen.data.text import Prompts, find_prompts
+from regimen.scripts.cli.arguments import Request
+from regimen.scripts.cli.keys import Prediction
+from regimen.trainer.assembly.check import check_targets
+from regimen.trainer.assembly.data import build_data, build_pipeline, nodes_of
+from regimen.trainer.assembly.experiment import eval_loader
+from regimen.trainer.assembly.parts import build_strategy
+from regimen.trainer.checkpoints.archive import write_safetensors
+from regimen.trainer.files.atomic import as_json, replacing, storing, write_json
+from regimen.trainer.files.layout import as_bytes, as_csv, encodable
+from regimen.trainer.inference.predictor import (
     OUTPUT,
     Answers,
     Generation,
@@ -39,7 +39,7 @@ from trainer.inference.predictor import (
     Rows,
     read_facts,
 )
-from trainer.inference.run import (
+from regimen.trainer.inference.run import (
     as_trained,
     find_checkpoint,
     load_trainer,

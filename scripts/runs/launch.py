@@ -22,15 +22,27 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from conf.addresses import allow_protocols
-from conf.errors import ConfigError, Problem
-from scripts.cli.arguments import Request
-from scripts.cli.console import describe, exit_code, importing, log_to_stderr, print_error, set_up
-from scripts.cli.signals import Handler, end_with_parent, handling, leave_after_second_interrupt
-from trainer.errors import PeerError, SilentPeerError, leave_at_once
-from trainer.files.atomic import write_json
-from trainer.runs.status import amend_failure
-from trainer.targets.allow_list import allow
+from regimen.conf.addresses import allow_protocols
+from regimen.conf.errors import ConfigError, Problem
+from regimen.scripts.cli.arguments import Request
+from regimen.scripts.cli.console import (
+    describe,
+    exit_code,
+    importing,
+    log_to_stderr,
+    print_error,
+    set_up,
+)
+from regimen.scripts.cli.signals import (
+    Handler,
+    end_with_parent,
+    handling,
+    leave_after_second_interrupt,
+)
+from regimen.trainer.errors import PeerError, SilentPeerError, leave_at_once
+from regimen.trainer.files.atomic import write_json
+from regimen.trainer.runs.status import amend_failure
+from regimen.trainer.targets.allow_list import allow
 
 # Exit codes after which a restart may help: an unexpected error, a lost process, out of memory.
 _MENDABLE = (1, 6, 8)
@@ -85,10 +97,10 @@ def work_of(request: Request, note: Path | None = None) -> Callable[[Request], i
         return launch
     with importing():
         if request.prediction is not None:
-            from scripts.runs.answers import answer
+            from regimen.scripts.runs.answers import answer
 
             return answer
-        from scripts.runs.run import run
+        from regimen.scripts.runs.run import run
     return partial(run, note=note)
 
 
@@ -102,7 +114,7 @@ def launch(request: Request) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    from trainer.strategies.strategy import check_processes, count_devices
+    from regimen.trainer.strategies.strategy import check_processes, count_devices
 
     strategy = request.config["strategy"]
     processes = count_devices(strategy["devices"], strategy["accelerator"])
@@ -134,7 +146,7 @@ def launch(request: Request) -> int:
         asked = {"request": asdict(request), "path": sys.path}
         (notes.folder / "request").write_text(json.dumps(asked))
         # -P: a folder `scripts` in the working directory would shadow ours.
-        command = ("-P", "-m", "scripts.runs.launch", str(os.getpid()), str(notes.folder))
+        command = ("-P", "-m", "regimen.scripts.runs.launch", str(os.getpid()), str(notes.folder))
         with handling(_passing_on(notes)):
             try:
                 elastic_launch(options, sys.executable)(*command)
@@ -224,7 +236,7 @@ def main() -> None:
             allow(request.allowed)
             allow_protocols(request.overrides)
             with importing():
-                from trainer.distributed import STORE
+                from regimen.trainer.distributed import STORE
             os.environ[STORE] = str(notes.store)
             code = work_of(request, notes.run_dir)(request)
             if rank == 0:

@@ -8,26 +8,26 @@ from typing import Any
 
 import torch
 
-from callbacks.checkpoint import Checkpoint
-from data.batch import MicroBatch
-from data.errors import DataError
-from data.image_folder import Pictures
-from data.mixture import Mixture
-from scripts.cli.arguments import Request
-from trainer.assembly.data import kept_bytes
-from trainer.assembly.experiment import Experiment, follows_split
-from trainer.assembly.summary import estimate, render, summarize
-from trainer.errors import brief
-from trainer.evaluation import evaluate
-from trainer.files.atomic import write_text
-from trainer.files.layout import WIDTH, aligned, packed, size, visible
-from trainer.inference.predictor import Predictor
-from trainer.lr_schedulers.schedule import curve
-from trainer.optimizers.optimizers import GroupRow
-from trainer.runs.directory import make_folder
-from trainer.task import as_output, coupling_remark
-from trainer.trainer import Trainer
-from trainer.update.precision import format_remark
+from regimen.callbacks.checkpoint import Checkpoint
+from regimen.data.batch import MicroBatch
+from regimen.data.errors import DataError
+from regimen.data.image_folder import Pictures
+from regimen.data.mixture import Mixture
+from regimen.scripts.cli.arguments import Request
+from regimen.trainer.assembly.data import kept_bytes
+from regimen.trainer.assembly.experiment import Experiment, follows_split
+from regimen.trainer.assembly.summary import estimate, render, summarize
+from regimen.trainer.errors import brief
+from regimen.trainer.evaluation import evaluate
+from regimen.trainer.files.atomic import write_text
+from regimen.trainer.files.layout import WIDTH, aligned, packed, size, visible
+from regimen.trainer.inference.predictor import Predictor
+from regimen.trainer.lr_schedulers.schedule import curve
+from regimen.trainer.optimizers.optimizers import GroupRow
+from regimen.trainer.runs.directory import make_folder
+from regimen.trainer.task import as_output, coupling_remark
+from regimen.trainer.trainer import Trainer
+from regimen.trainer.update.precision import format_remark
 
 _RATES = 5  # about how many learning rates of a group are shown
 _CLASSES = 10  # names that are shown

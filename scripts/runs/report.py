@@ -4,13 +4,13 @@ import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
-from scripts.cli.arguments import Request
-from trainer.assembly.experiment import Experiment
-from trainer.callback import keeps_weights, saver_of
-from trainer.files.layout import WIDTH, packed
-from trainer.inference.run import best_or_last
-from trainer.runs.status import CHECKPOINTS, TENSORBOARD, command
-from trainer.state import MAX_TIME, Kind, epoch_metric
+from regimen.scripts.cli.arguments import Request
+from regimen.trainer.assembly.experiment import Experiment
+from regimen.trainer.callback import keeps_weights, saver_of
+from regimen.trainer.files.layout import WIDTH, packed
+from regimen.trainer.inference.run import best_or_last
+from regimen.trainer.runs.status import CHECKPOINTS, TENSORBOARD, command
+from regimen.trainer.state import MAX_TIME, Kind, epoch_metric
 
 _NOT_RESULTS = ("time/", "memory/", "lr/", "best/")
 _SHOWN = 0.005  # of the run's time

@@ -15,22 +15,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from conf.addresses import is_address
-from conf.check import fill_defaults
-from conf.errors import ConfigError, problems_at
-from conf.json_text import form_fault
-from conf.schema import Values
-from conf.yaml_file import plain_values
-from scripts.cli.arguments import RUNS
-from scripts.composition.overrides import OF_A_START, trains_the_same
-from trainer import snapshot
-from trainer.assembly.data import changed_data
-from trainer.checkpoints.reader import check_payload, read_checkpoint
-from trainer.checkpoints.store import CheckpointStore
-from trainer.errors import CheckpointError
-from trainer.files.atomic import remove_orphans, replacing, storing, sync_folder, write_json
-from trainer.files.names import path_below
-from trainer.runs.directory import (
+from regimen.conf.addresses import is_address
+from regimen.conf.check import fill_defaults
+from regimen.conf.errors import ConfigError, problems_at
+from regimen.conf.json_text import form_fault
+from regimen.conf.schema import Values
+from regimen.conf.yaml_file import plain_values
+from regimen.scripts.cli.arguments import RUNS
+from regimen.scripts.composition.overrides import OF_A_START, trains_the_same
+from regimen.trainer import snapshot
+from regimen.trainer.assembly.data import changed_data
+from regimen.trainer.checkpoints.reader import check_payload, read_checkpoint
+from regimen.trainer.checkpoints.store import CheckpointStore
+from regimen.trainer.errors import CheckpointError
+from regimen.trainer.files.atomic import remove_orphans, replacing, storing, sync_folder, write_json
+from regimen.trainer.files.names import path_below
+from regimen.trainer.runs.directory import (
     locked,
     make_folder,
     name_folder,
@@ -39,8 +39,8 @@ from trainer.runs.directory import (
     reserve,
     timestamp,
 )
-from trainer.runs.remote import Remote
-from trainer.runs.status import (
+from regimen.trainer.runs.remote import Remote
+from regimen.trainer.runs.status import (
     ENDED_WELL,
     METRICS,
     TENSORBOARD,
@@ -50,9 +50,9 @@ from trainer.runs.status import (
     read_json,
     read_status,
 )
-from trainer.targets.allow_list import TargetError, locate
-from trainer.targets.instantiate import is_default, takes
-from trainer.trainer import Trainer
+from regimen.trainer.targets.allow_list import TargetError, locate
+from regimen.trainer.targets.instantiate import is_default, takes
+from regimen.trainer.trainer import Trainer
 
 logger = logging.getLogger("regimen")
 

@@ -12,36 +12,36 @@ from typing import Any
 
 import torch
 
-from callbacks.trackers.recorder import MetricsLog
-from callbacks.trial import Trial
-from conf.check import parse
-from conf.errors import ConfigError, Problem, raise_problems
-from data.errors import ClassNamesError
-from models.pretrained import no_initial_weights
-from scripts.cli.arguments import RUNS, Request
-from scripts.cli.console import describe, exit_code, log_file
-from scripts.cli.signals import stop_signals
-from scripts.runs.plan import make_plan
-from scripts.runs.report import best_of, final_block, mode_of, results_of
-from scripts.runs.resume import Resume, changes, find_resume, new_folder
-from trainer import snapshot
-from trainer.assembly.check import check_targets
-from trainer.assembly.data import with_statistics
-from trainer.assembly.experiment import Experiment, build, fitting_steps
-from trainer.assembly.parts import build_strategy
-from trainer.callback import Callback, Results, keeps_weights
-from trainer.checkpoints.reader import compare_names, read_checkpoint
-from trainer.device import product_name
-from trainer.distributed import attempt
-from trainer.errors import EXIT_CODES, CheckpointError, Interrupted, StorageError
-from trainer.evaluation import EvaluationAbandoned
-from trainer.files.atomic import LogFileHandler
-from trainer.files.layout import columns_of
-from trainer.inference.predictor import facts_of
-from trainer.inference.run import best_or_last
-from trainer.runs.directory import RunDirectory, refuse_existing, refuse_held
-from trainer.runs.status import CHECKPOINTS, ENDED_WELL, LOG, check_run_dir
-from trainer.strategies.strategy import Strategy
+from regimen.callbacks.trackers.recorder import MetricsLog
+from regimen.callbacks.trial import Trial
+from regimen.conf.check import parse
+from regimen.conf.errors import ConfigError, Problem, raise_problems
+from regimen.data.errors import ClassNamesError
+from regimen.models.pretrained import no_initial_weights
+from regimen.scripts.cli.arguments import RUNS, Request
+from regimen.scripts.cli.console import describe, exit_code, log_file
+from regimen.scripts.cli.signals import stop_signals
+from regimen.scripts.runs.plan import make_plan
+from regimen.scripts.runs.report import best_of, final_block, mode_of, results_of
+from regimen.scripts.runs.resume import Resume, changes, find_resume, new_folder
+from regimen.trainer import snapshot
+from regimen.trainer.assembly.check import check_targets
+from regimen.trainer.assembly.data import with_statistics
+from regimen.trainer.assembly.experiment import Experiment, build, fitting_steps
+from regimen.trainer.assembly.parts import build_strategy
+from regimen.trainer.callback import Callback, Results, keeps_weights
+from regimen.trainer.checkpoints.reader import compare_names, read_checkpoint
+from regimen.trainer.device import product_name
+from regimen.trainer.distributed import attempt
+from regimen.trainer.errors import EXIT_CODES, CheckpointError, Interrupted, StorageError
+from regimen.trainer.evaluation import EvaluationAbandoned
+from regimen.trainer.files.atomic import LogFileHandler
+from regimen.trainer.files.layout import columns_of
+from regimen.trainer.inference.predictor import facts_of
+from regimen.trainer.inference.run import best_or_last
+from regimen.trainer.runs.directory import RunDirectory, refuse_existing, refuse_held
+from regimen.trainer.runs.status import CHECKPOINTS, ENDED_WELL, LOG, check_run_dir
+from regimen.trainer.strategies.strategy import Strategy
 
 logger = logging.getLogger("regimen")
 _SWITCHES = ("channels_last", "compile", "detect_anomaly")

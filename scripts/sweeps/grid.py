@@ -10,14 +10,14 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from conf.check import parse
-from conf.errors import ConfigError, Problem, noted, raise_problems
-from scripts.cli.arguments import Arguments, key_of
-from scripts.cli.console import logger
-from scripts.composition.compose import compose, split_jobs
-from scripts.composition.overrides import Swept, refuse_outside
-from scripts.sweeps.leaderboard import NOT_STARTED
-from scripts.sweeps.sweep import Sweep, has_finished
+from regimen.conf.check import parse
+from regimen.conf.errors import ConfigError, Problem, noted, raise_problems
+from regimen.scripts.cli.arguments import Arguments, key_of
+from regimen.scripts.cli.console import logger
+from regimen.scripts.composition.compose import compose, split_jobs
+from regimen.scripts.composition.overrides import Swept, refuse_outside
+from regimen.scripts.sweeps.leaderboard import NOT_STARTED
+from regimen.scripts.sweeps.sweep import Sweep, has_finished
 
 _NUMBER = re.compile(r"[-+]?[\d.]+([eE][-+]?\d+)?")
 _LAUNCHERS = ("local", "submitit", "ray", "null", "")  # choices of `sweep` that search nothing
@@ -75,7 +75,7 @@ def check_built(
 
     One job is checked for each combination of the swept values that are no numbers: groups and
     words. Returns the metric of the first job's task, such as val/accuracy, if known, what the task
-    says of its metrics, and what `trainer.device.visible` does. Raises ConfigError.
+    says of its metrics, and what `regimen.trainer.device.visible` does. Raises ConfigError.
     """
     kinds = {
         tuple(o.text for o in job if o.varies and not _NUMBER.fullmatch(o.value)): job
@@ -102,8 +102,8 @@ def built(
 
     Returns their mistakes, the metric and the modes of the first one's task, and the accelerators.
     """
-    from trainer.assembly.check import check_targets, stand_ins
-    from trainer.device import visible
+    from regimen.trainer.assembly.check import check_targets, stand_ins
+    from regimen.trainer.device import visible
 
     problems = list[Problem]()
     monitor = None

@@ -23,16 +23,16 @@ from pathlib import Path
 from shlex import quote
 from typing import IO, Any
 
-from conf.errors import ConfigError
-from scripts.cli.console import AS_JOB, logger, usable_cpus
-from scripts.cli.signals import end_with_parent
-from scripts.composition.overrides import first_lines, refuse_untyped
-from scripts.sweeps.leaderboard import Job
-from trainer.errors import ResourceError, stopping_signals
-from trainer.files.names import ForeignNameError, path_below
-from trainer.runs.status import holds_run
+from regimen.conf.errors import ConfigError
+from regimen.scripts.cli.console import AS_JOB, logger, usable_cpus
+from regimen.scripts.cli.signals import end_with_parent
+from regimen.scripts.composition.overrides import first_lines, refuse_untyped
+from regimen.scripts.sweeps.leaderboard import Job
+from regimen.trainer.errors import ResourceError, stopping_signals
+from regimen.trainer.files.names import ForeignNameError, path_below
+from regimen.trainer.runs.status import holds_run
 
-TRAIN = "scripts.train"
+TRAIN = "regimen.scripts.train"
 THREADS = "OMP_NUM_THREADS"
 PATIENCE = 0.05  # seconds between two looks at a job
 _OPTIONS = "sweep.launcher_options"

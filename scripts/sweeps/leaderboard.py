@@ -12,12 +12,12 @@ from shutil import get_terminal_size
 from statistics import fmean, stdev
 from typing import Any
 
-from callbacks.support import AUTO, Monitor
-from conf.errors import one_line
-from trainer.files.atomic import write_text
-from trainer.files.layout import aligned, as_csv
-from trainer.runs.status import ENDED_WELL, TENSORBOARD, RunDirectoryError, read_status
-from trainer.state import epoch_metric
+from regimen.callbacks.support import AUTO, Monitor
+from regimen.conf.errors import one_line
+from regimen.trainer.files.atomic import write_text
+from regimen.trainer.files.layout import aligned, as_csv
+from regimen.trainer.runs.status import ENDED_WELL, TENSORBOARD, RunDirectoryError, read_status
+from regimen.trainer.state import epoch_metric
 
 FILE = "leaderboard.csv"
 NOT_STARTED, RUNNING = "not started", "running"

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from conf.errors import one_line
-from scripts.sweeps.leaderboard import SHOWN, Job, Ranking, short_keys
-from trainer.files.atomic import replacing
-from trainer.runs.status import read_metrics
+from regimen.conf.errors import one_line
+from regimen.scripts.sweeps.leaderboard import SHOWN, Job, Ranking, short_keys
+from regimen.trainer.files.atomic import replacing
+from regimen.trainer.runs.status import read_metrics
 
 FILE = "report.png"
 FEWEST = 8  # finished jobs that an estimate of importance needs

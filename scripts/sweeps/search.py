@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from callbacks.trial import (
+from regimen.callbacks.trial import (
     PRUNER,
     as_url,
     build_pruner,
@@ -20,14 +20,14 @@ from callbacks.trial import (
     open_storage,
     study_errors,
 )
-from conf.check import parse
-from conf.errors import ConfigError, Problem, did_you_mean, one_line, raise_problems
-from conf.interpolation import walk
-from conf.schema import SweepConfig, Values
-from scripts.cli.arguments import Arguments, key_of, quoted
-from scripts.cli.console import logger
-from scripts.composition.compose import split_search
-from scripts.composition.overrides import (
+from regimen.conf.check import parse
+from regimen.conf.errors import ConfigError, Problem, did_you_mean, one_line, raise_problems
+from regimen.conf.interpolation import walk
+from regimen.conf.schema import SweepConfig, Values
+from regimen.scripts.cli.arguments import Arguments, key_of, quoted
+from regimen.scripts.cli.console import logger
+from regimen.scripts.composition.compose import split_search
+from regimen.scripts.composition.overrides import (
     Dimension,
     Swept,
     identity,
@@ -35,10 +35,10 @@ from scripts.composition.overrides import (
     refuse_untyped,
     trains_the_same,
 )
-from scripts.sweeps.grid import check_built, composed
-from scripts.sweeps.leaderboard import NOT_STARTED, Job
-from scripts.sweeps.sweep import Sweep
-from trainer.errors import CheckpointError
+from regimen.scripts.sweeps.grid import check_built, composed
+from regimen.scripts.sweeps.leaderboard import NOT_STARTED, Job
+from regimen.scripts.sweeps.sweep import Sweep
+from regimen.trainer.errors import CheckpointError
 
 JOURNAL = "study.journal"  # in the sweep's folder
 _SAMPLERS = {"tpe": "TPE", "random": "Random", "cmaes": "CmaEs", "grid": "Grid", "qmc": "QMC"}

@@ -12,20 +12,26 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 
-from conf.check import parse
-from conf.errors import ConfigError, Problem, did_you_mean, one_line, raise_problems
-from conf.schema import SweepConfig, Values
-from scripts.cli.arguments import PRIMARY, RUNS, Arguments, key_of, run_dir_override
-from scripts.cli.console import logger
-from scripts.cli.signals import handling
-from scripts.composition.overrides import OF_A_START, Swept, belongs_outside, identity
-from scripts.sweeps import leaderboard
-from scripts.sweeps.launchers import CLUSTERS, PATIENCE, AnyLauncher, LocalLauncher, options_of
-from scripts.sweeps.leaderboard import FILE, NOT_STARTED, RUNNING, Job, Ranking
-from scripts.sweeps.report import write_report
-from trainer.errors import StorageError
-from trainer.files.atomic import write_json
-from trainer.runs.directory import (
+from regimen.conf.check import parse
+from regimen.conf.errors import ConfigError, Problem, did_you_mean, one_line, raise_problems
+from regimen.conf.schema import SweepConfig, Values
+from regimen.scripts.cli.arguments import PRIMARY, RUNS, Arguments, key_of, run_dir_override
+from regimen.scripts.cli.console import logger
+from regimen.scripts.cli.signals import handling
+from regimen.scripts.composition.overrides import OF_A_START, Swept, belongs_outside, identity
+from regimen.scripts.sweeps import leaderboard
+from regimen.scripts.sweeps.launchers import (
+    CLUSTERS,
+    PATIENCE,
+    AnyLauncher,
+    LocalLauncher,
+    options_of,
+)
+from regimen.scripts.sweeps.leaderboard import FILE, NOT_STARTED, RUNNING, Job, Ranking
+from regimen.scripts.sweeps.report import write_report
+from regimen.trainer.errors import StorageError
+from regimen.trainer.files.atomic import write_json
+from regimen.trainer.runs.directory import (
     CONFIG,
     OVERRIDES,
     locked,
@@ -35,8 +41,8 @@ from trainer.runs.directory import (
     reserve,
     timestamp,
 )
-from trainer.runs.lock import is_held
-from trainer.runs.status import (
+from regimen.trainer.runs.lock import is_held
+from regimen.trainer.runs.status import (
     ENDED_WELL,
     SWEEP,
     TENSORBOARD,
@@ -69,7 +75,7 @@ class Sweep:
     ) -> None:
         self.arguments, self.config, self.varied, self.count = arguments, config, varied, count
         self.settings = parse(config).sweep or SweepConfig()
-        self.devices = "", list[str]()  # of `trainer.device.visible`, once known
+        self.devices = "", list[str]()  # of `regimen.trainer.device.visible`, once known
         self.metric: str | None = None  # of the task, if it is known
         self.modes: dict[str, str] = {}  # what the task says of its metrics (`Task.modes`)
         self.decided = False  # whether jobs are compared by it whatever they log

@@ -6,16 +6,16 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from conf.check import parse
 from examples.airbench import by_hand_gpu as airbench
 from examples.airbench.network import Airbench
-from scripts.composition.compose import compose
-from trainer.lr_schedulers.build import build_lr_schedule
-from trainer.optimizers.optimizers import build_optimizers
-from trainer.options import TrainerOptions
-from trainer.targets.instantiate import instantiate
-from trainer.tasks.classification import Classification
-from trainer.trainer import Trainer
+from regimen.conf.check import parse
+from regimen.scripts.composition.compose import compose
+from regimen.trainer.lr_schedulers.build import build_lr_schedule
+from regimen.trainer.optimizers.optimizers import build_optimizers
+from regimen.trainer.options import TrainerOptions
+from regimen.trainer.targets.instantiate import instantiate
+from regimen.trainer.tasks.classification import Classification
+from regimen.trainer.trainer import Trainer
 
 STEPS = 3
 # For batches of 20, with which the recipe's own rates lead anywhere: differences would only grow.

@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader
 from benchmarks import __main__ as benchmark
 from benchmarks import commands, data, gpu, images, loop, report, runs
 from benchmarks.report import Report
-from conf.errors import ConfigError
 from examples.airbench.by_hand import train_by_hand
+from regimen.conf.errors import ConfigError
 
 
 def linear():

@@ -7,10 +7,10 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 from tensorboard.backend.event_processing.io_wrapper import IsTensorFlowEventsFile
 from torch import nn
 
+from regimen.trainer import snapshot
+from regimen.trainer.callback import Results
+from regimen.trainer.task import StepOutput, Task
 from toys import StopAt, through_a_file, trainer_of
-from trainer import snapshot
-from trainer.callback import Results
-from trainer.task import StepOutput, Task
 
 
 class Regression(Task):

@@ -8,13 +8,13 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
-from callbacks.checkpoint import Checkpoint
-from callbacks.ema import EMA, RunningAverage
-from callbacks.support import CallbackError
-from callbacks.swa import SWA
-from trainer import snapshot
-from trainer.callback import Callback
-from trainer.checkpoints.reader import read_checkpoint
+from regimen.callbacks.checkpoint import Checkpoint
+from regimen.callbacks.ema import EMA, RunningAverage
+from regimen.callbacks.support import CallbackError
+from regimen.callbacks.swa import SWA
+from regimen.trainer import snapshot
+from regimen.trainer.callback import Callback
+from regimen.trainer.checkpoints.reader import read_checkpoint
 
 
 def make_model():

@@ -8,20 +8,20 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from callbacks.checkpoint import Checkpoint, Staging
-from callbacks.ema import EMA
-from callbacks.trackers.recorder import MetricsLog
+from regimen.callbacks.checkpoint import Checkpoint, Staging
+from regimen.callbacks.ema import EMA
+from regimen.callbacks.trackers.recorder import MetricsLog
+from regimen.trainer.callback import Callback
+from regimen.trainer.checkpoints import store as mechanism
+from regimen.trainer.checkpoints.archive import read_safetensors
+from regimen.trainer.checkpoints.reader import read_checkpoint
+from regimen.trainer.checkpoints.store import CheckpointStore
+from regimen.trainer.errors import ResourceError, StorageError
+from regimen.trainer.files import atomic
+from regimen.trainer.state import MAX_TIME
 from same_run import logged, state_of
 from toy_runs import listed, without_links
 from toys import StopAt
-from trainer.callback import Callback
-from trainer.checkpoints import store as mechanism
-from trainer.checkpoints.archive import read_safetensors
-from trainer.checkpoints.reader import read_checkpoint
-from trainer.checkpoints.store import CheckpointStore
-from trainer.errors import ResourceError, StorageError
-from trainer.files import atomic
-from trainer.state import MAX_TIME
 
 
 class Scores(Callback):

@@ -10,22 +10,22 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from callbacks.histograms import Histograms
-from callbacks.lr_finder import LRFinder
-from callbacks.lr_monitor import LRMonitor
-from callbacks.memory import Memory
-from callbacks.model_summary import ModelSummary
-from callbacks.profiler import Profiler
-from callbacks.support import CallbackError
-from callbacks.tensorboard import TensorBoard
-from callbacks.throughput import Throughput
-from data.batch import MicroBatch, Piece
+from regimen.callbacks.histograms import Histograms
+from regimen.callbacks.lr_finder import LRFinder
+from regimen.callbacks.lr_monitor import LRMonitor
+from regimen.callbacks.memory import Memory
+from regimen.callbacks.model_summary import ModelSummary
+from regimen.callbacks.profiler import Profiler
+from regimen.callbacks.support import CallbackError
+from regimen.callbacks.tensorboard import TensorBoard
+from regimen.callbacks.throughput import Throughput
+from regimen.data.batch import MicroBatch, Piece
+from regimen.trainer.callback import histogram_of
+from regimen.trainer.device import peak_rss
+from regimen.trainer.errors import DivergedError
+from regimen.trainer.state import TrainState
+from regimen.trainer.task import StepOutput
 from toys import Log, StopAt
-from trainer.callback import histogram_of
-from trainer.device import peak_rss
-from trainer.errors import DivergedError
-from trainer.state import TrainState
-from trainer.task import StepOutput
 
 
 class TwoHeads(torch.nn.Module):

@@ -5,12 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from callbacks.checkpoint import Checkpoint
-from callbacks.early_stopping import EarlyStopping
-from callbacks.support import CallbackError, Monitor
-from trainer.state import TrainState
-from trainer.task import Task
-from trainer.tasks.gan import GAN
+from regimen.callbacks.checkpoint import Checkpoint
+from regimen.callbacks.early_stopping import EarlyStopping
+from regimen.callbacks.support import CallbackError, Monitor
+from regimen.trainer.state import TrainState
+from regimen.trainer.task import Task
+from regimen.trainer.tasks.gan import GAN
 
 NAN, INF = math.nan, math.inf
 

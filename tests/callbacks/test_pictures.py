@@ -9,29 +9,29 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import Tensor, nn
 
 import toys
-from callbacks.histograms import Histograms
-from callbacks.pictures.classes import ConfusionMatrix, PRCurves
-from callbacks.pictures.generated import GeneratedImages, GeneratedText
-from callbacks.pictures.graph import Graph
-from callbacks.pictures.layers import LayerStatistics
-from callbacks.pictures.masks import Masks, overlay
-from callbacks.pictures.picture import matrix, pixels, sheet
-from callbacks.pictures.samples import Misclassified, TrainingSamples, ValidationSamples
-from callbacks.pictures.texts import Texts
-from callbacks.support import CallbackError, is_due
-from callbacks.tensorboard import TensorBoard
-from callbacks.trackers.recorder import MetricsLog
-from models import gan
+from regimen.callbacks.histograms import Histograms
+from regimen.callbacks.pictures.classes import ConfusionMatrix, PRCurves
+from regimen.callbacks.pictures.generated import GeneratedImages, GeneratedText
+from regimen.callbacks.pictures.graph import Graph
+from regimen.callbacks.pictures.layers import LayerStatistics
+from regimen.callbacks.pictures.masks import Masks, overlay
+from regimen.callbacks.pictures.picture import matrix, pixels, sheet
+from regimen.callbacks.pictures.samples import Misclassified, TrainingSamples, ValidationSamples
+from regimen.callbacks.pictures.texts import Texts
+from regimen.callbacks.support import CallbackError, is_due
+from regimen.callbacks.tensorboard import TensorBoard
+from regimen.callbacks.trackers.recorder import MetricsLog
+from regimen.models import gan
+from regimen.trainer.callback import Callback
+from regimen.trainer.evaluation import evaluate
+from regimen.trainer.rng import RandomStates
+from regimen.trainer.tasks.classification import Classification
+from regimen.trainer.tasks.gan import GAN
+from regimen.trainer.tasks.language_model import LanguageModel
+from regimen.trainer.tasks.multilabel import MultiLabel
+from regimen.trainer.tasks.segmentation import Segmentation
 from same_run import logged
 from toys import StopAt
-from trainer.callback import Callback
-from trainer.evaluation import evaluate
-from trainer.rng import RandomStates
-from trainer.tasks.classification import Classification
-from trainer.tasks.gan import GAN
-from trainer.tasks.language_model import LanguageModel
-from trainer.tasks.multilabel import MultiLabel
-from trainer.tasks.segmentation import Segmentation
 
 CLASSES = 3
 
@@ -195,11 +195,12 @@ def test_counts_curves_and_the_most_surely_wrong_are_those_of_counting(kind, mon
     seen = []
     plain, gallery, val, train = pixels, Gallery(), images(3, 1), images(3, 0)
     monkeypatch.setattr(
-        "callbacks.pictures.classes.matrix",
+        "regimen.callbacks.pictures.classes.matrix",
         lambda values, names, text="": drawn.append(values) or np.zeros((1, 1, 3), np.uint8),
     )
     monkeypatch.setattr(
-        "callbacks.pictures.picture.pixels", lambda images: seen.append(images) or plain(images)
+        "regimen.callbacks.pictures.picture.pixels",
+        lambda images: seen.append(images) or plain(images),
     )
     task = Classification(CLASSES)
     if kind == "labels":

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from callbacks.trackers.mlflow import MLflow
-from callbacks.trackers.wandb import WandB
-from trainer.callback import Results
+from regimen.callbacks.trackers.mlflow import MLflow
+from regimen.callbacks.trackers.wandb import WandB
+from regimen.trainer.callback import Results
 
 
 @pytest.fixture

@@ -14,13 +14,13 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.util import tensor_util
 
-from callbacks.tensorboard import TensorBoard
-from callbacks.trackers.csv import CSV
-from callbacks.trackers.recorder import MetricsLog
+from regimen.callbacks.tensorboard import TensorBoard
+from regimen.callbacks.trackers.csv import CSV
+from regimen.callbacks.trackers.recorder import MetricsLog
+from regimen.trainer.callback import PRCurve, Results
+from regimen.trainer.errors import StorageError
 from same_run import logged
 from toys import StopAt
-from trainer.callback import PRCurve, Results
-from trainer.errors import StorageError
 
 
 def recorders():

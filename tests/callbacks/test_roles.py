@@ -8,17 +8,25 @@ import pytest
 import torch
 from PIL import Image
 
-from callbacks.ema import EMA
-from callbacks.lr_finder import LRFinder
-from scripts.runs.report import best_of
-from scripts.runs.resume import Moment
-from scripts.sweeps.leaderboard import Ranking
-from trainer import snapshot
-from trainer.assembly.parts import Assembly
-from trainer.callback import Average, Callback, Hooks, Results, Saver, as_image, keeps_weights
-from trainer.errors import ModelError
-from trainer.state import LogPoint
-from trainer.strategies.strategy import Strategy
+from regimen.callbacks.ema import EMA
+from regimen.callbacks.lr_finder import LRFinder
+from regimen.scripts.runs.report import best_of
+from regimen.scripts.runs.resume import Moment
+from regimen.scripts.sweeps.leaderboard import Ranking
+from regimen.trainer import snapshot
+from regimen.trainer.assembly.parts import Assembly
+from regimen.trainer.callback import (
+    Average,
+    Callback,
+    Hooks,
+    Results,
+    Saver,
+    as_image,
+    keeps_weights,
+)
+from regimen.trainer.errors import ModelError
+from regimen.trainer.state import LogPoint
+from regimen.trainer.strategies.strategy import Strategy
 
 
 class Half(Average):
@@ -89,10 +97,10 @@ def test_averages_and_savers_of_ones_own_have_their_roles(make_trainer):
 
 def test_pruning_comes_first_and_checkpoints_last_under_any_name():
     nodes = {
-        "saves": {"_target_": "callbacks.checkpoint.Checkpoint"},
-        "ema": {"_target_": "callbacks.ema.EMA", "decay": 0.5},
+        "saves": {"_target_": "regimen.callbacks.checkpoint.Checkpoint"},
+        "ema": {"_target_": "regimen.callbacks.ema.EMA", "decay": 0.5},
         "smaller": {
-            "_target_": "callbacks.compression.pruning.Pruning",
+            "_target_": "regimen.callbacks.compression.pruning.Pruning",
             "rules": {"weights": {"kind": "matrix"}},
         },
     }

@@ -14,13 +14,13 @@ from tensorboard.plugins.hparams.backend_context import Context
 from tensorboard.plugins.hparams.get_experiment import Handler as GetExperiment
 from tensorboard.plugins.hparams.list_session_groups import Handler as ListSessionGroups
 
-from callbacks.checkpoint import Checkpoint
-from callbacks.tensorboard import TensorBoard
-from callbacks.trackers.recorder import leaves
-from scripts.composition.compose import compose
-from scripts.sweeps.leaderboard import Job, link_jobs
-from trainer.callback import Results
-from trainer.runs.status import command
+from regimen.callbacks.checkpoint import Checkpoint
+from regimen.callbacks.tensorboard import TensorBoard
+from regimen.callbacks.trackers.recorder import leaves
+from regimen.scripts.composition.compose import compose
+from regimen.scripts.sweeps.leaderboard import Job, link_jobs
+from regimen.trainer.callback import Results
+from regimen.trainer.runs.status import command
 
 SWEPT = "optimizer.weight_decay"
 STATES = ("finished", "pruned", "preempted", "stopped", "killed", "failed")
@@ -29,7 +29,7 @@ STATES = ("finished", "pruned", "preempted", "stopped", "killed", "failed")
 def test_hparams_are_in_the_runs_own_files(make_trainer, tmp_path, events):
     (tmp_path / "config.yaml").write_text(
         "seed: 3\nrun_dir: null\noptimizer: {lr: 1.0e-06, nesterov: true, betas: [0.9, 0.99]}\n"
-        "loader: {batch_size: 8, num_workers: 2}\nmodel: {_target_: models.mlp.MLP}\n"
+        "loader: {batch_size: 8, num_workers: 2}\nmodel: {_target_: regimen.models.mlp.MLP}\n"
     )
     patterns = ["seed", "run_dir", "optimizer.*", "loader.batch_size", "model._target_"]
     make_trainer({"tensorboard": TensorBoard(patterns)}, tmp_path).fit()
@@ -46,7 +46,7 @@ def test_hparams_are_in_the_runs_own_files(make_trainer, tmp_path, events):
         "optimizer.nesterov": True,
         "optimizer.betas": "[0.9, 0.99]",
         "loader.batch_size": 8.0,
-        "model._target_": "models.mlp.MLP",
+        "model._target_": "regimen.models.mlp.MLP",
     }
 
 

@@ -2,28 +2,28 @@
 
 import pytest
 
-from callbacks.checkpoint import Checkpoint
-from callbacks.early_stopping import EarlyStopping
-from callbacks.ema import EMA
-from callbacks.lr_finder import LRFinder
-from callbacks.lr_monitor import LRMonitor
-from callbacks.memory import Memory
-from callbacks.model_summary import ModelSummary
-from callbacks.pictures.classes import PRCurves
-from callbacks.pictures.generated import GeneratedText
-from callbacks.pictures.layers import LayerStatistics
-from callbacks.pictures.masks import Masks
-from callbacks.pictures.samples import Misclassified, TrainingSamples
-from callbacks.progress import Progress
-from callbacks.support import CallbackError
-from callbacks.swa import SWA
-from callbacks.tensorboard import TensorBoard
-from callbacks.throughput import Throughput
-from callbacks.trackers.recorder import MetricsLog
-from callbacks.unfreeze import Unfreeze
+from regimen.callbacks.checkpoint import Checkpoint
+from regimen.callbacks.early_stopping import EarlyStopping
+from regimen.callbacks.ema import EMA
+from regimen.callbacks.lr_finder import LRFinder
+from regimen.callbacks.lr_monitor import LRMonitor
+from regimen.callbacks.memory import Memory
+from regimen.callbacks.model_summary import ModelSummary
+from regimen.callbacks.pictures.classes import PRCurves
+from regimen.callbacks.pictures.generated import GeneratedText
+from regimen.callbacks.pictures.layers import LayerStatistics
+from regimen.callbacks.pictures.masks import Masks
+from regimen.callbacks.pictures.samples import Misclassified, TrainingSamples
+from regimen.callbacks.progress import Progress
+from regimen.callbacks.support import CallbackError
+from regimen.callbacks.swa import SWA
+from regimen.callbacks.tensorboard import TensorBoard
+from regimen.callbacks.throughput import Throughput
+from regimen.callbacks.trackers.recorder import MetricsLog
+from regimen.callbacks.unfreeze import Unfreeze
+from regimen.trainer.callback import Callback
 from same_run import differences
 from toys import StopAt
-from trainer.callback import Callback
 
 
 def everything():

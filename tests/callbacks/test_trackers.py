@@ -5,14 +5,14 @@ import logging
 
 import pytest
 
-from callbacks.trackers import recorder as module
-from callbacks.trackers.mlflow import MLflow
-from callbacks.trackers.recorder import MetricsLog, Tracker, names_of
-from callbacks.trackers.wandb import WandB
-from conf.errors import ConfigError
+from regimen.callbacks.trackers import recorder as module
+from regimen.callbacks.trackers.mlflow import MLflow
+from regimen.callbacks.trackers.recorder import MetricsLog, Tracker, names_of
+from regimen.callbacks.trackers.wandb import WandB
+from regimen.conf.errors import ConfigError
+from regimen.trainer import snapshot
+from regimen.trainer.callback import Callback, Results
 from toys import StopAt
-from trainer import snapshot
-from trainer.callback import Callback, Results
 
 
 class Listed(Tracker):

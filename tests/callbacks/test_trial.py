@@ -5,13 +5,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from callbacks.trial import PRUNED_AT, PRUNER, Trial, open_storage
+from regimen.callbacks.trial import PRUNED_AT, PRUNER, Trial, open_storage
+from regimen.trainer import snapshot
+from regimen.trainer.callback import Callback
+from regimen.trainer.distributed import Group
+from regimen.trainer.errors import CheckpointError
+from regimen.trainer.state import PRUNED, TrainState
 from toys import Log, StopAt
-from trainer import snapshot
-from trainer.callback import Callback
-from trainer.distributed import Group
-from trainer.errors import CheckpointError
-from trainer.state import PRUNED, TrainState
 
 optuna = pytest.importorskip("optuna")
 pytestmark = pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning")

@@ -3,9 +3,9 @@ import copy
 import pytest
 import torch
 
-from callbacks.support import CallbackError
-from callbacks.unfreeze import Unfreeze, set_trainable
-from trainer.callback import Callback
+from regimen.callbacks.support import CallbackError
+from regimen.callbacks.unfreeze import Unfreeze, set_trainable
+from regimen.trainer.callback import Callback
 
 # The model: 0 Linear, 1 BatchNorm, 2 ReLU, 3 Linear; 5 updates an epoch.
 STAGES = {"norm": {"pattern": "1.*", "epoch": 1}, "first": {"pattern": "0.*", "step": 7}}

@@ -2,8 +2,8 @@
 
 import pytest
 
-from conf import addresses
-from conf.addresses import address_problem, allow_protocols
+from regimen.conf import addresses
+from regimen.conf.addresses import address_problem, allow_protocols
 
 
 @pytest.mark.parametrize("protocol", ["file", "http", "https", "s3", "gs", "az", "abfs", "hf"])

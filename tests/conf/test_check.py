@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from conf.check import check, fill_defaults, parse
-from conf.errors import ConfigError, Problem
-from conf.fields import declared
-from conf.interpolation import Interpolations, fill
-from conf.other_words import _OURS, VALUES, our_key
-from conf.schema import Config, LoaderConfig
+from regimen.conf.check import check, fill_defaults, parse
+from regimen.conf.errors import ConfigError, Problem
+from regimen.conf.fields import declared
+from regimen.conf.interpolation import Interpolations, fill
+from regimen.conf.other_words import _OURS, VALUES, our_key
+from regimen.conf.schema import Config, LoaderConfig
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 TABLE = yaml.safe_load((Path(__file__).parents[1] / "mistakes.yaml").read_text())
@@ -61,7 +61,7 @@ def test_what_a_key_may_hold_and_where_a_mistake_is_found():
     assert keys(tree(strategy=idle)) == ["strategy.bucket_cap_mb"]
     free = {"image_size": None, "channels": "rgb", "val_fraction": 2}  # the user's own may take it
     assert keys(tree(data={**free, "train": {"_target_": "mine.Samples"}})) == []
-    ours = keys(tree(data={**free, "train": {"_target_": "data.sources.Digits"}}))
+    ours = keys(tree(data={**free, "train": {"_target_": "regimen.data.sources.Digits"}}))
     assert ours == ["data.channels", "data.val_fraction"]
 
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from conf.json_text import MAX_DEPTH, plain_json
+from regimen.conf.json_text import MAX_DEPTH, plain_json
 
 
 @pytest.mark.parametrize(

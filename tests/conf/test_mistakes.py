@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-from conf.check import parse
-from conf.errors import ConfigError
-from scripts.cli.console import report
-from scripts.cli.shadow import ROOT
-from scripts.composition.compose import compose
-from scripts.train import train
-from trainer.assembly.check import check_targets
+from regimen.conf.check import parse
+from regimen.conf.errors import ConfigError
+from regimen.scripts.cli.console import report
+from regimen.scripts.cli.shadow import ROOT
+from regimen.scripts.composition.compose import compose
+from regimen.scripts.train import train
+from regimen.trainer.assembly.check import check_targets
 
 TABLE = yaml.safe_load((Path(__file__).parents[1] / "mistakes.yaml").read_text())
 HEAD = "# @package _global_\n"
@@ -141,7 +141,10 @@ KINDS = {
     "missing argument": ("~model.num_classes", "model.num_classes"),
     "monitor": ("callbacks.early_stopping.monitor=val/acuracy", "callbacks.early_stopping.monitor"),
     "rule": ("optimizer.param_groups={a:{match:zzz}}", "optimizer.param_groups.a"),
-    "constructor": ("+callbacks.swa={_target_:callbacks.swa.SWA,start_epoch:5.5}", "callbacks.swa"),
+    "constructor": (
+        "+callbacks.swa={_target_:regimen.callbacks.swa.SWA,start_epoch:5.5}",
+        "callbacks.swa",
+    ),
     "loss": ("task.loss.label_smoothing=7", "task.loss"),
     "class": ("+callbacks.y._target_=torch.nn.Identity", "callbacks.y._target_"),
     "transform": ("+transforms.train.z={_target_:torch.nn.Fold}", "transforms.train.z.kernel_size"),
@@ -208,8 +211,8 @@ def test_what_needs_no_torch_is_printed_before_torch_is_imported(capsys):
     assert "  optimizer.lrr: is unknown\n" in capsys.readouterr().err
     script = """
 import sys
-from conf.errors import ConfigError
-from scripts.train import train
+from regimen.conf.errors import ConfigError
+from regimen.scripts.train import train
 try:
     train(["seed=abc", "+optimizer.lrr=3"])
 except ConfigError as error:

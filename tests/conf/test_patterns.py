@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from conf.errors import ConfigError
-from conf.patterns import Pattern
+from regimen.conf.errors import ConfigError
+from regimen.conf.patterns import Pattern
 
 NAMES = ["a" * 60 + ".", "a" * 30 + "c" * 30, "layers.0.attn.q_proj.weight", "blocks.11.norm1.bias"]
 

@@ -5,9 +5,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from conf.errors import ConfigError
-from conf.yaml_file import MAX_DEPTH, dump, examine, plain_values
-from scripts.composition.compose import escape_reserved
+from regimen.conf.errors import ConfigError
+from regimen.conf.yaml_file import MAX_DEPTH, dump, examine, plain_values
+from regimen.scripts.composition.compose import escape_reserved
 
 
 def problems(tmp_path, content):

@@ -10,10 +10,10 @@ import pytest
 import torch
 from PIL import Image
 
-from conf.check import parse
-from scripts.composition.compose import compose
-from trainer.assembly.data import build_data
-from trainer.assembly.experiment import eval_loader, train_loader
+from regimen.conf.check import parse
+from regimen.scripts.composition.compose import compose
+from regimen.trainer.assembly.data import build_data
+from regimen.trainer.assembly.experiment import eval_loader, train_loader
 
 
 class Noisy:

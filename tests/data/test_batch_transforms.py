@@ -9,9 +9,9 @@ from torch import Generator
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as F
 
-from data import batch_transforms as batched
-from data.errors import DataError
-from data.keys import Draws, keys
+from regimen.data import batch_transforms as batched
+from regimen.data.errors import DataError
+from regimen.data.keys import Draws, keys
 
 N = 1500
 HEIGHT, WIDTH = 12, 16

@@ -8,11 +8,11 @@ import torch
 from hydra.utils import get_object
 from omegaconf import OmegaConf
 
-from conf.check import parse
-from data.samplers import UpdateSampler, as_order, as_updates
-from data.sources import Digits
-from scripts.composition.compose import compose
-from trainer.targets.instantiate import instantiate
+from regimen.conf.check import parse
+from regimen.data.samplers import UpdateSampler, as_order, as_updates
+from regimen.data.sources import Digits
+from regimen.scripts.composition.compose import compose
+from regimen.trainer.targets.instantiate import instantiate
 
 CONF = Path(__file__).parents[2] / "conf"
 

@@ -11,13 +11,13 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 from torchvision.transforms import v2
 
-from conf.check import parse
-from data import decode
-from data.decode import LargeJpeg, as_tensor, open_image, quick_form, read_image
-from data.errors import DataError, UnreadableError
-from data.transforms import Pipeline
-from scripts.composition.compose import compose
-from trainer.assembly.data import build_pipeline
+from regimen.conf.check import parse
+from regimen.data import decode
+from regimen.data.decode import LargeJpeg, as_tensor, open_image, quick_form, read_image
+from regimen.data.errors import DataError, UnreadableError
+from regimen.data.transforms import Pipeline
+from regimen.scripts.composition.compose import compose
+from regimen.trainer.assembly.data import build_pipeline
 
 NAMES = ["a.jpg", "a.png", "a.bmp", "a.gif", "a.webp", "a.tif", "a.ppm"]
 MODES = [("CMYK", "jpg"), ("L", "jpg"), ("P", "png"), ("RGBA", "png"), ("LA", "png"), ("1", "png")]

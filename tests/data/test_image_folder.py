@@ -8,8 +8,8 @@ import pytest
 import torch
 from PIL import Image
 
-from data.errors import DataError
-from data.image_folder import ImageCache, Pictures, find_pictures, image_folder
+from regimen.data.errors import DataError
+from regimen.data.image_folder import ImageCache, Pictures, find_pictures, image_folder
 from toy_batches import batches
 
 

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from data.errors import DataError
-from data.mixture import Mixture, turns_of
-from data.samplers import UpdateSampler, default_order
+from regimen.data.errors import DataError
+from regimen.data.mixture import Mixture, turns_of
+from regimen.data.samplers import UpdateSampler, default_order
 
 
 class Numbers(list):

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils import data as torch_data
 
-from data import samplers
-from data.errors import DataError
-from data.mixture import Mixture
-from data.orders import (
+from regimen.data import samplers
+from regimen.data.errors import DataError
+from regimen.data.mixture import Mixture
+from regimen.data.orders import (
     ClassBalanced,
     LowMemory,
     Sequential,
@@ -21,7 +21,7 @@ from data.orders import (
     Weighted,
     occurrences_in,
 )
-from data.samplers import (
+from regimen.data.samplers import (
     GivenBatches,
     PerClass,
     SamplerOrder,
@@ -30,7 +30,7 @@ from data.samplers import (
     as_updates,
     default_order,
 )
-from data.streams import Stream
+from regimen.data.streams import Stream
 
 
 class Labelled:

@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 from sklearn.datasets import load_digits
 from torchvision.transforms import v2
 
-from data.errors import DataError
-from data.image_folder import image_folder
-from data.noise import WithNoise
-from data.scenes import UNSURE, DigitScenes
-from data.sources import Cifar10, Digits, FashionMnist, _digits, fingerprint
-from data.splits import cut, fold_of
-from data.tabular import Diabetes
-from data.text import ALPHABET, StandardLibraryText, docstrings
-from data.transforms import Pipeline, ToFloat
+from regimen.data.errors import DataError
+from regimen.data.image_folder import image_folder
+from regimen.data.noise import WithNoise
+from regimen.data.scenes import UNSURE, DigitScenes
+from regimen.data.sources import Cifar10, Digits, FashionMnist, _digits, fingerprint
+from regimen.data.splits import cut, fold_of
+from regimen.data.tabular import Diabetes
+from regimen.data.text import ALPHABET, StandardLibraryText, docstrings
+from regimen.data.transforms import Pipeline, ToFloat
 
 SPLITS = ("train", "val", "test")
 FEW = ("textwrap", "heapq", "string")  # modules that are quickly read

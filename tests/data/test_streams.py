@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from data.errors import DataError
-from data.loading.loader import Loader
-from data.orders import Sequential
-from data.samplers import UpdateSampler
-from data.streams import Stream
+from regimen.data.errors import DataError
+from regimen.data.loading.loader import Loader
+from regimen.data.orders import Sequential
+from regimen.data.samplers import UpdateSampler
+from regimen.data.streams import Stream
 from toy_batches import batches
 
 

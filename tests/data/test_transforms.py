@@ -8,8 +8,8 @@ from torch import nn
 from torch.nn.functional import pad
 from torchvision.transforms import v2
 
-from data.keys import Draws, key, keys
-from data.transforms import (
+from regimen.data.keys import Draws, key, keys
+from regimen.data.transforms import (
     Mirrored,
     Pipeline,
     Shifted,

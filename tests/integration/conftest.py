@@ -25,8 +25,8 @@ import pytest
 NEW_MOUNTS = 0x00020000  # CLONE_NEWNS
 PRELOADED = """
 pytest sklearn.datasets torch._dynamo torch.distributed.run torchvision.transforms.v2
-scripts.train scripts.evaluate scripts.composition.compose scripts.runs.run scripts.runs.answers
-trainer.inference.run trainer.tasks.classification models.mlp models.small_cnn
+regimen.scripts.train regimen.scripts.evaluate regimen.scripts.composition.compose regimen.scripts.runs.run regimen.scripts.runs.answers
+regimen.trainer.inference.run regimen.trainer.tasks.classification regimen.models.mlp regimen.models.small_cnn
 callbacks.checkpoint callbacks.early_stopping callbacks.ema callbacks.lr_monitor
 callbacks.model_summary callbacks.progress callbacks.tensorboard callbacks.throughput
 """
@@ -48,7 +48,9 @@ def run_command(command, arguments, folder, output, environment, tmpfs):
     sys.argv = [*([] if torchrun else ["regimen"]), command, *arguments]
     if names := environment.get("STANDARD_INPUT"):
         sys.stdin = open(names)  # noqa: SIM115 (until the process ends)
-    module = importlib.import_module("torch.distributed.run" if torchrun else "scripts.regimen")
+    module = importlib.import_module(
+        "torch.distributed.run" if torchrun else "regimen.scripts.regimen"
+    )
 
     if "TRAIN_AS_ON_A_GPU" in environment:
         train_as_on_a_gpu()
@@ -62,8 +64,8 @@ def run_command(command, arguments, folder, output, environment, tmpfs):
 
 def train_as_on_a_gpu():
     """Take the CPU for a device that the host waits for, with the optimizers that go with it."""
-    from trainer.assembly import parts
-    from trainer.update import gradients, sums
+    from regimen.trainer.assembly import parts
+    from regimen.trainer.update import gradients, sums
 
     sums.waits = gradients.waits = lambda device: True
     plain = parts.build_optimizers

@@ -7,8 +7,8 @@ import time
 
 import torch
 
-from data.sources import Digits
-from trainer.callback import Callback
+from regimen.data.sources import Digits
+from regimen.trainer.callback import Callback
 
 
 class Noted(Digits):

@@ -177,12 +177,12 @@ def test_the_device_is_exact_and_strict(started, code, said):
 
 
 WITHOUT_COMPILER = """
-from scripts.cli.deferred import defer_imports
+from regimen.scripts.cli.deferred import defer_imports
 defer_imports()
 import sys
 import torch
-from trainer.tasks.classification import Classification
-from trainer.trainer import Trainer
+from regimen.trainer.tasks.classification import Classification
+from regimen.trainer.trainer import Trainer
 model = torch.nn.Linear(4, 3)
 optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, fused=True)
 trainer = Trainer(model, Classification(3), optimizer, [(torch.ones(8, 4), torch.zeros(8).long())])

@@ -9,22 +9,22 @@ import torch
 import yaml
 from torch import nn
 
-from conf.check import parse
-from conf.errors import ConfigError
+from regimen.conf.check import parse
+from regimen.conf.errors import ConfigError
+from regimen.scripts.composition.compose import compose
+from regimen.trainer.assembly import experiment
+from regimen.trainer.assembly.check import check_targets
+from regimen.trainer.assembly.experiment import build, fitting_steps
+from regimen.trainer.errors import ResourceError, StorageError
+from regimen.trainer.runs.remote import Remote
+from regimen.trainer.strategies.strategy import Strategy
+from regimen.trainer.update.updater import Updater
 from same_run import differences
-from scripts.composition.compose import compose
-from trainer.assembly import experiment
-from trainer.assembly.check import check_targets
-from trainer.assembly.experiment import build, fitting_steps
-from trainer.errors import ResourceError, StorageError
-from trainer.runs.remote import Remote
-from trainer.strategies.strategy import Strategy
-from trainer.update.updater import Updater
 
 SHORT = ["experiment=resnet18", "model=mlp", "trainer.max_epochs=1", "callbacks=none"]
 SETS = (
-    "data.val={clean: {_target_: data.sources.Digits, split: val, image_size: 16}, "
-    "hard: {_target_: data.sources.Digits, split: test, image_size: 16}}"
+    "data.val={clean: {_target_: regimen.data.sources.Digits, split: val, image_size: 16}, "
+    "hard: {_target_: regimen.data.sources.Digits, split: test, image_size: 16}}"
 )
 MIB = 2**20
 
@@ -79,7 +79,7 @@ def test_each_test_set_has_its_metrics_wherever_it_is_tested(train, evaluated, t
     ("words", "key", "said"),
     [
         pytest.param(
-            ["data.test={a: {_target_: data.sources.Digits, splitt: val}}"],
+            ["data.test={a: {_target_: regimen.data.sources.Digits, splitt: val}}"],
             "data.test.a.splitt",
             "split",
             id="an argument of a test set",
@@ -97,7 +97,7 @@ def test_each_test_set_has_its_metrics_wherever_it_is_tested(train, evaluated, t
             id="a monitor that no set has",
         ),
         pytest.param(
-            ["data.val={a/b: {_target_: data.sources.Digits, split: val}}"],
+            ["data.val={a/b: {_target_: regimen.data.sources.Digits, split: val}}"],
             "data.val.a/b",
             "without /",
             id="a slash in a set's name",
@@ -115,7 +115,7 @@ def test_each_test_set_has_its_metrics_wherever_it_is_tested(train, evaluated, t
             id="a weight of 0",
         ),
         pytest.param(
-            ["data=mixture", "loader.sampler={_target_: data.orders.Subset, size: 9}"],
+            ["data=mixture", "loader.sampler={_target_: regimen.data.orders.Subset, size: 9}"],
             "loader.sampler",
             "a mixture",
             id="a sampler beside a mixture",

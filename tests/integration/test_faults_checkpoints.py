@@ -8,8 +8,8 @@ import shutil
 import pytest
 import torch
 
+from regimen.scripts.evaluate import evaluate
 from same_run import differences, repeated_steps
-from scripts.evaluate import evaluate
 from toy_runs import Call, step_file
 
 

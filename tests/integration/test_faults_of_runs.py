@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from regimen.trainer.checkpoints.reader import read_checkpoint
+from regimen.trainer.checkpoints.store import CheckpointStore
+from regimen.trainer.runs.status import read_status
 from same_run import differences, repeated_steps
-from trainer.checkpoints.reader import read_checkpoint
-from trainer.checkpoints.store import CheckpointStore
-from trainer.runs.status import read_status
 
 
 def logged_step(run):

@@ -8,7 +8,7 @@ import optuna
 import pytest
 import yaml
 
-from callbacks.trial import PRUNER, open_storage
+from regimen.callbacks.trial import PRUNER, open_storage
 from same_run import logged
 from toy_pictures import write_digits
 

@@ -22,13 +22,13 @@ from PIL import Image
 from torch import nn
 from torchvision.io import write_jpeg
 
-from conf.check import parse
-from scripts.composition.compose import compose
+from regimen.conf.check import parse
+from regimen.scripts.composition.compose import compose
+from regimen.trainer.assembly.check import check_targets
+from regimen.trainer.lr_schedulers.build import build_lr_schedule
+from regimen.trainer.optimizers.optimizers import build_optimizers
+from regimen.trainer.task import Task
 from toy_pictures import write_digits
-from trainer.assembly.check import check_targets
-from trainer.lr_schedulers.build import build_lr_schedule
-from trainer.optimizers.optimizers import build_optimizers
-from trainer.task import Task
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"

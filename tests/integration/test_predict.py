@@ -16,10 +16,10 @@ import yaml
 from PIL import Image
 from torch.nn import functional as F
 
-from conf.errors import ConfigError
-from models.small_cnn import SmallCNN
+from regimen.conf.errors import ConfigError
+from regimen.models.small_cnn import SmallCNN
+from regimen.trainer import load_run
 from toy_pictures import write_digits
-from trainer import load_run
 
 TABLE = yaml.safe_load((Path(__file__).parents[1] / "mistakes.yaml").read_text())
 MEAN, STD = 0.305, 0.319  # of conf/data/digits.yaml

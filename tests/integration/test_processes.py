@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from torch.distributed import TCPStore
 
+from regimen.trainer.checkpoints.store import CheckpointStore
 from same_run import differences, logged
-from trainer.checkpoints.store import CheckpointStore
 
 JOB = [
     *("experiment=resnet18", "model=mlp", "model.hidden=[32,16]", "optimizer=sgd_nesterov"),
@@ -371,7 +371,14 @@ def launch(start, tmp_path_factory):
             listener.bind(("localhost", 0))
             place = f"--rdzv-endpoint=localhost:{listener.getsockname()[1]}"
         words = [f"--nnodes={nodes}", place, "--rdzv-backend=c10d", f"--rdzv-id={uuid.uuid4().hex}"]
-        words += [*options, f"--nproc-per-node={processes}", "-m", "scripts.train", *JOB, *job]
+        words += [
+            *options,
+            f"--nproc-per-node={processes}",
+            "-m",
+            "regimen.scripts.train",
+            *JOB,
+            *job,
+        ]
         words += ["data.train._target_=faults.Noted", "trainer.precision=fp64"]
         more = {"command": "torchrun", "environment": {"NOTES": str(folder / "seen")}}
         return Group([start(words, folder, **more) for _ in range(nodes)], folder, patience=60)

@@ -11,13 +11,13 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchvision.transforms import v2
 
 import toys
-from conf.check import parse
 from examples.airbench.whitening import Whitening
 from examples.detection.data import DigitBoxes
+from regimen.conf.check import parse
+from regimen.scripts.composition.compose import compose
+from regimen.trainer.assembly.check import check_targets
+from regimen.trainer.tasks.classification import Classification
 from same_run import differences, logged
-from scripts.composition.compose import compose
-from trainer.assembly.check import check_targets
-from trainer.tasks.classification import Classification
 
 ROOT = Path(__file__).resolve().parents[2]
 

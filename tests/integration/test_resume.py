@@ -16,8 +16,8 @@ from toy_runs import step_file
 
 EVERY_STEP = [
     "data.train._target_=users.Few",  # which alone would drop the other splits
-    "data.val._target_=data.sources.Digits",
-    "data.test._target_=data.sources.Digits",
+    "data.val._target_=regimen.data.sources.Digits",
+    "data.test._target_=regimen.data.sources.Digits",
     "callbacks.checkpoint.every_n_steps=1",
     "trainer.validate_every_n_steps=3",
 ]

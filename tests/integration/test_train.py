@@ -68,7 +68,7 @@ def test_a_run_repeats_from_its_own_config(finished, train, tmp_path):
 
 
 REFUSED = [
-    "+callbacks.unfreeze._target_=callbacks.unfreeze.Unfreeze",
+    "+callbacks.unfreeze._target_=regimen.callbacks.unfreeze.Unfreeze",
     "+callbacks.unfreeze.stages={a:{pattern:x}}",
 ]
 

@@ -8,8 +8,8 @@ from torch import nn
 from torch.optim import SGD
 from torch.utils.data import Dataset
 
-from data.sources import Digits
-from trainer.task import StepOutput, Task
+from regimen.data.sources import Digits
+from regimen.trainer.task import StepOutput, Task
 
 
 class Signal(BaseException):

@@ -6,15 +6,15 @@ import torchvision
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from models.gan import GAN
-from models.gpt import GPT
-from models.layers import Attention, NetworkError
-from models.mlp import MLP
-from models.resnet import ResNet
-from models.sequential import from_layers
-from models.small_cnn import SmallCNN
-from models.unet import UNet
-from models.vit import ViT
+from regimen.models.gan import GAN
+from regimen.models.gpt import GPT
+from regimen.models.layers import Attention, NetworkError
+from regimen.models.mlp import MLP
+from regimen.models.resnet import ResNet
+from regimen.models.sequential import from_layers
+from regimen.models.small_cnn import SmallCNN
+from regimen.models.unet import UNet
+from regimen.models.vit import ViT
 
 
 @pytest.mark.parametrize(

@@ -10,17 +10,17 @@ import torchvision
 from torch import nn
 from torch.hub import get_dir
 
-from data.errors import MissingPackageError
-from models import torchvision_adapter
-from models.layers import NetworkError
-from models.pretrained import fine_tune, load_weights, no_initial_weights
-from models.pretrained import read_weights as read
-from models.small_cnn import SmallCNN
-from models.timm_adapter import build as from_timm
-from models.torchvision_adapter import build as from_torchvision
-from models.transformers_adapter import build as from_transformers
-from trainer.checkpoints.archive import write_safetensors
-from trainer.errors import CheckpointError
+from regimen.data.errors import MissingPackageError
+from regimen.models import torchvision_adapter
+from regimen.models.layers import NetworkError
+from regimen.models.pretrained import fine_tune, load_weights, no_initial_weights
+from regimen.models.pretrained import read_weights as read
+from regimen.models.small_cnn import SmallCNN
+from regimen.models.timm_adapter import build as from_timm
+from regimen.models.torchvision_adapter import build as from_torchvision
+from regimen.models.transformers_adapter import build as from_transformers
+from regimen.trainer.checkpoints.archive import write_safetensors
+from regimen.trainer.errors import CheckpointError
 
 
 def net(num_classes=10, in_channels=1, seed=0):

@@ -13,16 +13,16 @@ from pathlib import Path
 import pytest
 import yaml
 
-from conf.errors import ConfigError
-from scripts.catalog import cp, ls, new, project_files
-from scripts.cli.arguments import parse_arguments
-from scripts.cli.shadow import ROOT
-from scripts.composition.compose import compose, split_jobs
-from scripts.composition.folders import CONF
-from scripts.help import description
-from scripts.regimen import COMMANDS, regimen
-from trainer.errors import StorageError
-from trainer.shadow import PACKAGES
+from regimen.conf.errors import ConfigError
+from regimen.scripts.catalog import cp, ls, new, project_files
+from regimen.scripts.cli.arguments import parse_arguments
+from regimen.scripts.cli.shadow import ROOT
+from regimen.scripts.composition.compose import compose, split_jobs
+from regimen.scripts.composition.folders import CONF
+from regimen.scripts.help import description
+from regimen.scripts.regimen import COMMANDS, regimen
+from regimen.trainer.errors import StorageError
+from regimen.trainer.shadow import PACKAGES
 
 TABLE = yaml.safe_load((ROOT / "tests/mistakes.yaml").read_text())
 MINE = Path("conf/experiment/mine.yaml")
@@ -160,7 +160,7 @@ def test_a_new_project_trains_at_once_and_its_tests_pass(project):
     words = ["--config-dir", "conf", "experiment=mine", "trainer.max_epochs=2", "run_dir=run"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ""}
     assert new(["../a b"]) == 0  # blanks, too
-    for module in (["scripts.train", *words], ["pytest", "-q", "-p", "no:cacheprovider"]):
+    for module in (["regimen.scripts.train", *words], ["pytest", "-q", "-p", "no:cacheprovider"]):
         command = [sys.executable, "-P", "-m", *module]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stdout + done.stderr

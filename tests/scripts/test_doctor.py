@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from scripts import doctor as module
-from scripts.doctor import doctor
+from regimen.scripts import doctor as module
+from regimen.scripts.doctor import doctor
 
 
 @pytest.mark.parametrize(

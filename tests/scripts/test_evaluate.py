@@ -2,10 +2,10 @@
 
 import pytest
 
-from conf.errors import ConfigError
-from conf.yaml_file import dump
-from scripts.composition.compose import compose
-from scripts.evaluate import evaluate
+from regimen.conf.errors import ConfigError
+from regimen.conf.yaml_file import dump
+from regimen.scripts.composition.compose import compose
+from regimen.scripts.evaluate import evaluate
 
 
 @pytest.fixture

@@ -12,15 +12,15 @@ import pytest
 import yaml
 from jsonschema import Draft7Validator
 
-from conf.errors import ConfigError
-from conf.schema import Config
-from scripts.cli.arguments import parse_arguments
-from scripts.cli.shadow import ROOT
-from scripts.composition.compose import compose
-from scripts.composition.folders import CONF
-from scripts.help import _SCRIPTS, answer, completion, completions, schema_keys
-from scripts.regimen import COMMANDS
-from scripts.schema import schema, schema_text
+from regimen.conf.errors import ConfigError
+from regimen.conf.schema import Config
+from regimen.scripts.cli.arguments import parse_arguments
+from regimen.scripts.cli.shadow import ROOT
+from regimen.scripts.composition.compose import compose
+from regimen.scripts.composition.folders import CONF
+from regimen.scripts.help import _SCRIPTS, answer, completion, completions, schema_keys
+from regimen.scripts.regimen import COMMANDS
+from regimen.scripts.schema import schema, schema_text
 
 TABLE = yaml.safe_load((ROOT / "tests/mistakes.yaml").read_text())
 
@@ -71,7 +71,7 @@ def test_help_of_a_group_shows_choices_and_keys_with_their_meanings(capsys):
 
 
 def test_help_and_a_configuration_need_no_torch():
-    code = "import sys; from scripts.train import train; from scripts.composition import compose;"
+    code = "import sys; from regimen.scripts.train import train; from regimen.scripts.composition import compose;"
     code += "train(['--help']); compose(['experiment=resnet18']); sys.exit('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], timeout=60, stdout=subprocess.DEVNULL)
     assert done.returncode == 0
@@ -127,14 +127,14 @@ def test_zsh_and_fish_get_whole_words(shell, capsys):
 SHELLS = {  # how each asks for what completes `train model=resnet`
     "bash": """
 compopt() { :; }
-regimen() { PYTHON -P -m scripts.regimen "$@"; }
+regimen() { PYTHON -P -m regimen.scripts.regimen "$@"; }
 SCRIPT
 COMP_LINE='train model=resnet' COMP_POINT=18
 _regimen_complete
 printf 'model=%s\\n' "${COMPREPLY[@]}"
 """,
     "zsh": """
-regimen() { PYTHON -P -m scripts.regimen "$@" }
+regimen() { PYTHON -P -m regimen.scripts.regimen "$@" }
 compdef() { :; }
 compadd() { print -r -- "${@[$@[(i)--]+1,-1]}" }
 SCRIPT
@@ -142,7 +142,7 @@ words=(train model=resnet) CURRENT=2
 _regimen_complete
 """,
     "fish": """
-function regimen; PYTHON -P -m scripts.regimen $argv; end
+function regimen; PYTHON -P -m regimen.scripts.regimen $argv; end
 SCRIPT
 complete -C "train model=resnet"
 """,

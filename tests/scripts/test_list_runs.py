@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-from conf.errors import ConfigError
-from scripts.list_runs import runs
-from trainer.runs.directory import RunDirectory
-from trainer.runs.lock import RunLock
-from trainer.runs.status import RunDirectoryError
+from regimen.conf.errors import ConfigError
+from regimen.scripts.list_runs import runs
+from regimen.trainer.runs.directory import RunDirectory
+from regimen.trainer.runs.lock import RunLock
+from regimen.trainer.runs.status import RunDirectoryError
 
-MLP = {"_target_": "models.mlp.MLP", "width": 8}
+MLP = {"_target_": "regimen.models.mlp.MLP", "width": 8}
 CONFIG = {"name": "net", "seed": 0, "model": MLP, "trainer": {"max_epochs": 3}}
 
 
@@ -148,7 +148,7 @@ def test_sweeps_are_found_and_links_are_not_followed(capsys):
 
 def test_what_differs_is_among_the_runs_of_a_name(capsys):
     made("net/a")
-    made("net/b", seed=1, model={"_target_": "models.mlp.MLP", "width": 9})
+    made("net/b", seed=1, model={"_target_": "regimen.models.mlp.MLP", "width": 9})
     made("net/c", model={"_target_": "mine.Net"})
     made("other/a", name="other", seed=7)
     differs = {run["run"].removeprefix("runs/"): run["differs"] for run in listed(capsys)}
@@ -164,7 +164,11 @@ def test_two_runs_side_by_side(capsys):
     right = made("net/b", "failed", seed=False, model={"_target_": "mine.Net", "depth": None})
     runs(["diff", str(left), str(right), "--json"])
     pairs = json.loads(capsys.readouterr().out)
-    model = {"_target_": ["models.mlp.MLP", "mine.Net"], "width": [8, "-"], "depth": ["-", None]}
+    model = {
+        "_target_": ["regimen.models.mlp.MLP", "mine.Net"],
+        "width": [8, "-"],
+        "depth": ["-", None],
+    }
     expected = {"seed": [0, False], **{f"model.{key}": pair for key, pair in model.items()}}
     assert pairs["config"] == expected
     assert pairs["metrics"] == {"val/loss": [2.0, 2.25]}

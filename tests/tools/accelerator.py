@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from trainer.device import default
+from regimen.trainer.device import default
 
 SOURCES = Path(__file__).parent / "sim"
 COMPILE = """

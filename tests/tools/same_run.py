@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from trainer.checkpoints.reader import read_whole
+from regimen.trainer.checkpoints.reader import read_whole
 
 # What I5 does not cover: clocks and memory, and the sizes of files whose lines hold such figures.
 _WALL_CLOCK = ("*time/*", "*memory/*", "callbacks.tensorboard.*", "callbacks.metrics_log.*")

@@ -10,10 +10,10 @@ from torch import nn
 from torch.optim import SGD, Optimizer
 from torch.optim import lr_scheduler as by_torch
 
+from regimen.trainer.lr_schedulers.build import build_lr_schedule
+from regimen.trainer.lr_schedulers.schedule import LRSchedule
+from regimen.trainer.optimizers.optimizers import Optimizers, build_optimizers
 from toys import section, through_a_file
-from trainer.lr_schedulers.build import build_lr_schedule
-from trainer.lr_schedulers.schedule import LRSchedule
-from trainer.optimizers.optimizers import Optimizers, build_optimizers
 
 CONF = Path(__file__).resolve().parents[2] / "conf" / "lr_scheduler"
 

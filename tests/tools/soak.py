@@ -19,10 +19,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from regimen.trainer.checkpoints.reader import read_checkpoint
+from regimen.trainer.checkpoints.store import CheckpointStore
+from regimen.trainer.errors import RunError
 from same_run import differences, digest_of, repeated_steps
-from trainer.checkpoints.reader import read_checkpoint
-from trainer.checkpoints.store import CheckpointStore
-from trainer.errors import RunError
 
 # BatchNorm, dropout, augmentation in two workers, an average of weights, a scheduler: whatever
 # has a state. A checkpoint after each update, and logging and validation at odds with the epochs.
@@ -154,7 +154,7 @@ def _said(run: Path) -> str:
 @contextlib.contextmanager
 def _started(job: Sequence[str], run: Path) -> Iterator[subprocess.Popen[str]]:
     """Start or resume the run; it is killed on leaving, with the workers of its loader."""
-    command = [sys.executable, "-m", "scripts.train", *job, f"run_dir={run}", "resume=auto"]
+    command = [sys.executable, "-m", "regimen.scripts.train", *job, f"run_dir={run}", "resume=auto"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with open(run.with_suffix(".out"), "a", encoding="utf-8") as out:
         process = subprocess.Popen(

@@ -4,10 +4,10 @@ from typing import Any
 
 from torch import Tensor
 
-from data.loading.loader import Loader
-from data.orders import Sequential
-from data.samplers import UpdateSampler
-from data.streams import as_dataset
+from regimen.data.loading.loader import Loader
+from regimen.data.orders import Sequential
+from regimen.data.samplers import UpdateSampler
+from regimen.data.streams import as_dataset
 
 
 def batches(

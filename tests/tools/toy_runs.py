@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import torch
 
-from trainer.checkpoints.reader import Index, read_checkpoint
-from trainer.checkpoints.store import CheckpointStore
-from trainer.errors import CheckpointError
-from trainer.runs.directory import RunDirectory
+from regimen.trainer.checkpoints.reader import Index, read_checkpoint
+from regimen.trainer.checkpoints.store import CheckpointStore
+from regimen.trainer.errors import CheckpointError
+from regimen.trainer.runs.directory import RunDirectory
 
 FORK = multiprocessing.get_context("fork")
 

@@ -10,17 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from data.loading.loader import Loader
-from data.orders import Sequential, Shuffled
-from data.samplers import UpdateSampler
-from scripts.composition.compose import compose
-from trainer.callback import Callback
-from trainer.distributed import Group
-from trainer.options import TrainerOptions
-from trainer.strategies.ddp import DDP, Processes
-from trainer.strategies.strategy import Strategy
-from trainer.task import Task
-from trainer.trainer import Trainer
+from regimen.data.loading.loader import Loader
+from regimen.data.orders import Sequential, Shuffled
+from regimen.data.samplers import UpdateSampler
+from regimen.scripts.composition.compose import compose
+from regimen.trainer.callback import Callback
+from regimen.trainer.distributed import Group
+from regimen.trainer.options import TrainerOptions
+from regimen.trainer.strategies.ddp import DDP, Processes
+from regimen.trainer.strategies.strategy import Strategy
+from regimen.trainer.task import Task
+from regimen.trainer.trainer import Trainer
 
 FEATURES, CLASSES = 5, 3
 SAMPLES, BATCH = 23, 8  # the last update of an epoch has 7 samples

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch._dynamo  # or every process would import it with its first optimizer
 
-from scripts.cli.signals import end_with_parent
+from regimen.scripts.cli.signals import end_with_parent
 
 
 def free_port():

@@ -9,8 +9,8 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore
 
-from trainer.distributed import Group, agreed_attempt
-from trainer.errors import PeerError, SilentPeerError
+from regimen.trainer.distributed import Group, agreed_attempt
+from regimen.trainer.errors import PeerError, SilentPeerError
 
 PATIENCE = timedelta(seconds=5)
 

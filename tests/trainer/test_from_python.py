@@ -11,18 +11,18 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import toys
-from callbacks.checkpoint import Checkpoint
-from conf.check import parse
-from scripts.composition.compose import compose
+from regimen.callbacks.checkpoint import Checkpoint
+from regimen.conf.check import parse
+from regimen.scripts.composition.compose import compose
+from regimen.trainer.assembly import experiment
+from regimen.trainer.assembly.experiment import eval_loader, limited, overfit_samples
+from regimen.trainer.callback import Callback
+from regimen.trainer.errors import CheckpointError, ModelError, SampleError, StorageError
+from regimen.trainer.options import TrainerOptions, count
+from regimen.trainer.task import StepOutput
+from regimen.trainer.tasks.classification import Classification
+from regimen.trainer.tasks.regression import Regression
 from toys import Samples, assert_equal, by_hand, of_output
-from trainer.assembly import experiment
-from trainer.assembly.experiment import eval_loader, limited, overfit_samples
-from trainer.callback import Callback
-from trainer.errors import CheckpointError, ModelError, SampleError, StorageError
-from trainer.options import TrainerOptions, count
-from trainer.task import StepOutput
-from trainer.tasks.classification import Classification
-from trainer.tasks.regression import Regression
 
 
 class Coupled(Classification):
@@ -65,7 +65,7 @@ class Slow(Callback):
 
 def test_what_a_callback_takes_to_start_is_no_time_of_the_loop(monkeypatch):
     slow = Slow()
-    monkeypatch.setattr("trainer.state.perf_counter", lambda: slow.now)
+    monkeypatch.setattr("regimen.trainer.state.perf_counter", lambda: slow.now)
     trainer = trainer_of({"slow": slow})
     trainer.evaluate(trainer.val_loaders["val"], "val")  # of which the run knows nothing
     trainer.fit()

@@ -7,18 +7,18 @@ import numpy as np
 import pytest
 import torch
 
-from data.loading.loader import Loader
-from data.orders import Shuffled
-from data.samplers import UpdateSampler
+from regimen.data.loading.loader import Loader
+from regimen.data.orders import Shuffled
+from regimen.data.samplers import UpdateSampler
+from regimen.trainer import snapshot
+from regimen.trainer.callback import Callback
+from regimen.trainer.lr_schedulers.build import build_lr_schedule
+from regimen.trainer.optimizers.optimizers import build_optimizers
+from regimen.trainer.options import TrainerOptions
+from regimen.trainer.tasks.classification import Classification
+from regimen.trainer.trainer import Trainer
 from schedules_by_hand import node
 from toys import Samples, StopAt, network, points, through_a_file
-from trainer import snapshot
-from trainer.callback import Callback
-from trainer.lr_schedulers.build import build_lr_schedule
-from trainer.optimizers.optimizers import build_optimizers
-from trainer.options import TrainerOptions
-from trainer.tasks.classification import Classification
-from trainer.trainer import Trainer
 
 EPOCHS = 4
 

@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 import toys
+from regimen.trainer import rng
+from regimen.trainer.callback import Callback
+from regimen.trainer.evaluation import EvaluationAbandoned
+from regimen.trainer.options import TrainerOptions
+from regimen.trainer.rng import RandomStates, seed_everything, set_switches
+from regimen.trainer.tasks.regression import Regression
 from toys import Samples, loader
-from trainer import rng
-from trainer.callback import Callback
-from trainer.evaluation import EvaluationAbandoned
-from trainer.options import TrainerOptions
-from trainer.rng import RandomStates, seed_everything, set_switches
-from trainer.tasks.regression import Regression
 
 
 def draw():

@@ -10,11 +10,11 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 import toys
-from trainer.callback import Callback
-from trainer.errors import RunError, UserCodeError, account, is_users, spelled
-from trainer.task import StepOutput, Task
-from trainer.tasks.classification import Classification
-from trainer.trainer import Trainer
+from regimen.trainer.callback import Callback
+from regimen.trainer.errors import RunError, UserCodeError, account, is_users, spelled
+from regimen.trainer.task import StepOutput, Task
+from regimen.trainer.tasks.classification import Classification
+from regimen.trainer.trainer import Trainer
 
 
 class Net(nn.Module):

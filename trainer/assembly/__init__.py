@@ -6,7 +6,7 @@ from typing import Any
 def __getattr__(name: str) -> Any:
     """Return `build`, imported when it is asked for."""
     if name == "build":
-        from trainer.assembly.experiment import build
+        from regimen.trainer.assembly.experiment import build
 
         return build
     raise AttributeError(f"module 'trainer.assembly' has no attribute {name!r}")

@@ -17,12 +17,19 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 from torch.overrides import TorchFunctionMode
 
-from conf.errors import ConfigError, Problem, did_you_mean, noted, problems_at, raise_problems
-from conf.interpolation import is_related, leaves
-from conf.other_words import our_key
-from conf.schema import OWN_KEYS, Config, Named
-from trainer.assembly.data import build_transforms, data_problems, key_of
-from trainer.assembly.parts import (
+from regimen.conf.errors import (
+    ConfigError,
+    Problem,
+    did_you_mean,
+    noted,
+    problems_at,
+    raise_problems,
+)
+from regimen.conf.interpolation import is_related, leaves
+from regimen.conf.other_words import our_key
+from regimen.conf.schema import OWN_KEYS, Config, Named
+from regimen.trainer.assembly.data import build_transforms, data_problems, key_of
+from regimen.trainer.assembly.parts import (
     OFFERED,
     Assembly,
     device_of,
@@ -31,16 +38,16 @@ from trainer.assembly.parts import (
     with_counted_classes,
     wrong_class,
 )
-from trainer.lr_schedulers.build import AUTO
-from trainer.optimizers.optimizers import UNSHARDED, Optimizers, Section, sections
-from trainer.optimizers.state import needs_closure
-from trainer.options import horizon
-from trainer.state import epoch_metric
-from trainer.strategies.strategy import Strategy, tensor_styles
-from trainer.targets.allow_list import TargetError, locate
-from trainer.targets.instantiate import instantiate, node_problems, nodes_in
-from trainer.task import Task, missing_step
-from trainer.update.gradients import without_effect
+from regimen.trainer.lr_schedulers.build import AUTO
+from regimen.trainer.optimizers.optimizers import UNSHARDED, Optimizers, Section, sections
+from regimen.trainer.optimizers.state import needs_closure
+from regimen.trainer.options import horizon
+from regimen.trainer.state import epoch_metric
+from regimen.trainer.strategies.strategy import Strategy, tensor_styles
+from regimen.trainer.targets.allow_list import TargetError, locate
+from regimen.trainer.targets.instantiate import instantiate, node_problems, nodes_in
+from regimen.trainer.task import Task, missing_step
+from regimen.trainer.update.gradients import without_effect
 
 # Placeholders for facts that are known only once the data are open.
 _TOTAL_STEPS, _STEPS_PER_EPOCH = 1000, 100

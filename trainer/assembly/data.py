@@ -11,25 +11,25 @@ from typing import Any, NamedTuple
 
 import torch
 
-from conf.errors import ConfigError, Problem, raise_problems
-from conf.interpolation import mapped
-from conf.schema import Config, Node
-from data.decode import quick_form
-from data.errors import ClassNamesError, DataError
-from data.formats.huggingface import ArrowRows
-from data.image_folder import ImageCache, ImageFolder, Pictures
-from data.loading.device_transforms import batch_form, check_per_sample, defer
-from data.loading.loader import bytes_of, can_be_kept
-from data.mixture import Mixture, faults
-from data.orders import labels_of
-from data.sources import TensorSamples, fingerprint
-from data.streams import as_dataset
-from data.transforms import Pipeline
-from trainer.assembly.parts import build_named, with_classes
-from trainer.rng import derived, preserved
-from trainer.strategies.strategy import Strategy
-from trainer.targets.allow_list import locate
-from trainer.targets.instantiate import instantiate, parameters_of
+from regimen.conf.errors import ConfigError, Problem, raise_problems
+from regimen.conf.interpolation import mapped
+from regimen.conf.schema import Config, Node
+from regimen.data.decode import quick_form
+from regimen.data.errors import ClassNamesError, DataError
+from regimen.data.formats.huggingface import ArrowRows
+from regimen.data.image_folder import ImageCache, ImageFolder, Pictures
+from regimen.data.loading.device_transforms import batch_form, check_per_sample, defer
+from regimen.data.loading.loader import bytes_of, can_be_kept
+from regimen.data.mixture import Mixture, faults
+from regimen.data.orders import labels_of
+from regimen.data.sources import TensorSamples, fingerprint
+from regimen.data.streams import as_dataset
+from regimen.data.transforms import Pipeline
+from regimen.trainer.assembly.parts import build_named, with_classes
+from regimen.trainer.rng import derived, preserved
+from regimen.trainer.strategies.strategy import Strategy
+from regimen.trainer.targets.allow_list import locate
+from regimen.trainer.targets.instantiate import instantiate, parameters_of
 
 logger = logging.getLogger("regimen")
 
@@ -270,7 +270,7 @@ def _fold_problems(config: Config) -> Iterator[Problem]:
             message = f"data.{split} is null: folds are shared out over train and val"
             yield Problem("data.folds", message)
         elif _in_folds(config, split, node) == node:
-            hint = "a data set has, whose target takes `fold` and `folds` (data.splits.fold_of)"
+            hint = "a data set has, whose target takes `fold` and `folds` (regimen.data.splits.fold_of)"
             yield Problem("data.folds", f"data.{split}: {node['_target_']} has no folds", hint)
 
 

@@ -8,34 +8,34 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from conf.check import parse
-from conf.errors import ConfigError, lacks_memory
-from conf.fields import declared
-from conf.schema import Config, EvalLoaderConfig
-from data.loading.device_transforms import DeviceTransforms, collate_ragged, mixes_samples
-from data.loading.loader import Kept, Loader, can_be_kept
-from data.orders import Order, Sequential
-from data.samplers import Updates, UpdateSampler, as_order, as_updates, default_order
-from data.transforms import Pipeline
-from trainer.assembly.check import check_targets
-from trainer.assembly.data import Data, build_transforms, data_facts, open_data
-from trainer.assembly.parts import (
+from regimen.conf.check import parse
+from regimen.conf.errors import ConfigError, lacks_memory
+from regimen.conf.fields import declared
+from regimen.conf.schema import Config, EvalLoaderConfig
+from regimen.data.loading.device_transforms import DeviceTransforms, collate_ragged, mixes_samples
+from regimen.data.loading.loader import Kept, Loader, can_be_kept
+from regimen.data.orders import Order, Sequential
+from regimen.data.samplers import Updates, UpdateSampler, as_order, as_updates, default_order
+from regimen.data.transforms import Pipeline
+from regimen.trainer.assembly.check import check_targets
+from regimen.trainer.assembly.data import Data, build_transforms, data_facts, open_data
+from regimen.trainer.assembly.parts import (
     OFFERED,
     Assembly,
     build_node,
     build_strategy,
     with_counted_classes,
 )
-from trainer.assembly.summary import state_bytes
-from trainer.callback import Average, Callback
-from trainer.device import peak_rss, pins, release, reset_peak_rss, spare_memory, waits
-from trainer.errors import ResourceError, spelled
-from trainer.evaluation import evaluate
-from trainer.options import TrainerOptions, count, horizon
-from trainer.rng import seed_everything, set_switches
-from trainer.strategies.strategy import Strategy, workers_of
-from trainer.targets.instantiate import parameters_of
-from trainer.trainer import Trainer
+from regimen.trainer.assembly.summary import state_bytes
+from regimen.trainer.callback import Average, Callback
+from regimen.trainer.device import peak_rss, pins, release, reset_peak_rss, spare_memory, waits
+from regimen.trainer.errors import ResourceError, spelled
+from regimen.trainer.evaluation import evaluate
+from regimen.trainer.options import TrainerOptions, count, horizon
+from regimen.trainer.rng import seed_everything, set_switches
+from regimen.trainer.strategies.strategy import Strategy, workers_of
+from regimen.trainer.targets.instantiate import parameters_of
+from regimen.trainer.trainer import Trainer
 
 logger = logging.getLogger("regimen")
 

@@ -13,21 +13,21 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from conf.errors import ConfigError, Problem, noted, problems_at, raise_problems
-from conf.fields import declared
-from conf.interpolation import CLASSES, fill, mapped
-from conf.schema import Config, Node
-from conf.schema_trainer import StrategyConfig
-from data.errors import DataError
-from trainer.callback import Callback, Saver, check_hooks
-from trainer.device import device_count, indexed, kinds, waits
-from trainer.distributed import is_rank
-from trainer.errors import ModelError, brief, is_misfit
-from trainer.lr_schedulers.build import build_lr_schedule
-from trainer.lr_schedulers.schedule import LRSchedule
-from trainer.optimizers.optimizers import Optimizers, build_optimizers
-from trainer.strategies.ddp import DDP, Processes
-from trainer.strategies.strategy import (
+from regimen.conf.errors import ConfigError, Problem, noted, problems_at, raise_problems
+from regimen.conf.fields import declared
+from regimen.conf.interpolation import CLASSES, fill, mapped
+from regimen.conf.schema import Config, Node
+from regimen.conf.schema_trainer import StrategyConfig
+from regimen.data.errors import DataError
+from regimen.trainer.callback import Callback, Saver, check_hooks
+from regimen.trainer.device import device_count, indexed, kinds, waits
+from regimen.trainer.distributed import is_rank
+from regimen.trainer.errors import ModelError, brief, is_misfit
+from regimen.trainer.lr_schedulers.build import build_lr_schedule
+from regimen.trainer.lr_schedulers.schedule import LRSchedule
+from regimen.trainer.optimizers.optimizers import Optimizers, build_optimizers
+from regimen.trainer.strategies.ddp import DDP, Processes
+from regimen.trainer.strategies.strategy import (
     DataParallel,
     Mesh,
     Strategy,
@@ -35,18 +35,18 @@ from trainer.strategies.strategy import (
     count_devices,
     instances,
 )
-from trainer.targets.allow_list import TargetError
-from trainer.targets.instantiate import instantiate
-from trainer.task import Task, named_modules
-from trainer.update.precision import Precision, checkpoint_modules, checkpoint_segments
+from regimen.trainer.targets.allow_list import TargetError
+from regimen.trainer.targets.instantiate import instantiate
+from regimen.trainer.task import Task, named_modules
+from regimen.trainer.update.precision import Precision, checkpoint_modules, checkpoint_segments
 
 # Arguments that a sampler is given if its signature asks for them.
 OFFERED = ("dataset", "data_source", "targets", "seed")
 # What the nodes of a section must build: objects of a class, or with all methods of one line.
 _KINDS: Mapping[str, tuple[str, type | tuple[str, ...]]] = {
     "model": ("torch.nn.Module", nn.Module),
-    "task": ("trainer.task.Task", Task),
-    "callbacks": ("trainer.callback.Callback", Callback),
+    "task": ("regimen.trainer.task.Task", Task),
+    "callbacks": ("regimen.trainer.callback.Callback", Callback),
     "optimizer": ("torch.optim.Optimizer", Optimizer),
     "lr_scheduler": ("torch.optim.lr_scheduler.LRScheduler", LRScheduler),
     "transforms": ("function", ("__call__",)),
@@ -166,7 +166,7 @@ def build_strategy(config: Config) -> Strategy:
     if name == "ddp":
         return DDP(processes, **values)
     # With DTensor and sympy, which take seconds to import.
-    fsdp: Any = importlib.import_module("trainer.strategies.fsdp")
+    fsdp: Any = importlib.import_module("regimen.trainer.strategies.fsdp")
     return cast(Strategy, fsdp.FSDP(processes, **values))
 
 

@@ -12,11 +12,11 @@ from torch.func import functional_call
 from torch.optim import Optimizer
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-from data.batch import map_tensors
-from trainer.files.layout import aligned, count, size
-from trainer.optimizers.state import take_step
-from trainer.rng import preserved
-from trainer.task import tensors_of
+from regimen.data.batch import map_tensors
+from regimen.trainer.files.layout import aligned, count, size
+from regimen.trainer.optimizers.state import take_step
+from regimen.trainer.rng import preserved
+from regimen.trainer.task import tensors_of
 
 Call = Callable[[nn.Module, Any], Any]
 Context = Callable[[], AbstractContextManager[Any]]

@@ -16,10 +16,10 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from conf.errors import lacks_memory
-from data.batch import map_tensors
-from trainer.errors import CheckpointError, ResourceError, StorageError
-from trainer.files.atomic import regular, replacing
+from regimen.conf.errors import lacks_memory
+from regimen.data.batch import map_tensors
+from regimen.trainer.errors import CheckpointError, ResourceError, StorageError
+from regimen.trainer.files.atomic import regular, replacing
 
 _FOLDER = 0x10  # among the attributes of an archive's entry
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)

@@ -10,19 +10,19 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from conf.errors import lacks_memory
-from conf.json_text import form_fault, plain_json
-from trainer.checkpoints import shards as checkpoint_shards
-from trainer.checkpoints.archive import (
+from regimen.conf.errors import lacks_memory
+from regimen.conf.json_text import form_fault, plain_json
+from regimen.trainer.checkpoints import shards as checkpoint_shards
+from regimen.trainer.checkpoints.archive import (
     DamagedCheckpointError,
     digest,
     read_archive,
     read_safetensors,
 )
-from trainer.errors import CheckpointError, device_failed
-from trainer.files.atomic import regular, write_json
-from trainer.files.names import ForeignNameError, checked_name, path_below
-from trainer.state import TrainState
+from regimen.trainer.errors import CheckpointError, device_failed
+from regimen.trainer.files.atomic import regular, write_json
+from regimen.trainer.files.names import ForeignNameError, checked_name, path_below
+from regimen.trainer.state import TrainState
 
 FORMAT_VERSION = 2
 INDEX = "index.json"

@@ -17,11 +17,11 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from trainer.checkpoints.archive import DamagedCheckpointError, digest
-from trainer.distributed import Group
-from trainer.errors import CheckpointError, StorageError
-from trainer.files.atomic import TEMPORARY, storage_error, storing, sync_folder
-from trainer.files.names import ForeignNameError, path_below
+from regimen.trainer.checkpoints.archive import DamagedCheckpointError, digest
+from regimen.trainer.distributed import Group
+from regimen.trainer.errors import CheckpointError, StorageError
+from regimen.trainer.files.atomic import TEMPORARY, storage_error, storing, sync_folder
+from regimen.trainer.files.names import ForeignNameError, path_below
 
 SUFFIX = ".shards"
 _DESCRIPTION = ".metadata"

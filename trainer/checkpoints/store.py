@@ -11,13 +11,13 @@ from typing import Any
 
 from torch import Tensor
 
-from trainer.checkpoints.archive import DamagedCheckpointError, digest, write_archive
-from trainer.checkpoints.reader import FORMAT_VERSION, Entry, Index, form, read_checkpoint
-from trainer.checkpoints.shards import SUFFIX
-from trainer.errors import CheckpointError
-from trainer.files.atomic import link_or_copy, remove_orphans, storing, sync_folder
-from trainer.runs.directory import now
-from trainer.runs.lock import refuse_taken
+from regimen.trainer.checkpoints.archive import DamagedCheckpointError, digest, write_archive
+from regimen.trainer.checkpoints.reader import FORMAT_VERSION, Entry, Index, form, read_checkpoint
+from regimen.trainer.checkpoints.shards import SUFFIX
+from regimen.trainer.errors import CheckpointError
+from regimen.trainer.files.atomic import link_or_copy, remove_orphans, storing, sync_folder
+from regimen.trainer.runs.directory import now
+from regimen.trainer.runs.lock import refuse_taken
 
 _STEP_FILE = re.compile(r"step-(\d{8,})\.pt")
 _log = logging.getLogger(__name__)

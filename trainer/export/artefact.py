@@ -14,17 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from conf.json_text import form_fault
-from conf.schema import Config
-from data.batch import inputs_of
-from data.errors import DataError
-from models.pretrained import no_initial_weights
-from trainer.assembly.data import build_data, build_pipeline
-from trainer.assembly.experiment import build_evaluator, eval_loader
-from trainer.checkpoints.archive import digest, read_safetensors, write_safetensors
-from trainer.checkpoints.reader import compare_names
-from trainer.errors import ModelError, brief
-from trainer.export.formats import (
+from regimen.conf.json_text import form_fault
+from regimen.conf.schema import Config
+from regimen.data.batch import inputs_of
+from regimen.data.errors import DataError
+from regimen.models.pretrained import no_initial_weights
+from regimen.trainer.assembly.data import build_data, build_pipeline
+from regimen.trainer.assembly.experiment import build_evaluator, eval_loader
+from regimen.trainer.checkpoints.archive import digest, read_safetensors, write_safetensors
+from regimen.trainer.checkpoints.reader import compare_names
+from regimen.trainer.errors import ModelError, brief
+from regimen.trainer.export.formats import (
     GRAPHS,
     WEIGHTS,
     Answer,
@@ -36,19 +36,19 @@ from trainer.export.formats import (
     model_card,
     provenance,
 )
-from trainer.files.atomic import (
+from regimen.trainer.files.atomic import (
     TEMPORARY,
     storing,
     sync_folder,
     write_json,
     write_text,
 )
-from trainer.inference.predictor import named_tensors
-from trainer.inference.run import Run, measured, open_splits
-from trainer.runs.status import read_json
-from trainer.strategies.strategy import Strategy
-from trainer.targets.instantiate import instantiate
-from trainer.tasks.supervised import Supervised
+from regimen.trainer.inference.predictor import named_tensors
+from regimen.trainer.inference.run import Run, measured, open_splits
+from regimen.trainer.runs.status import read_json
+from regimen.trainer.strategies.strategy import Strategy
+from regimen.trainer.targets.instantiate import instantiate
+from regimen.trainer.tasks.supervised import Supervised
 
 logger = logging.getLogger("regimen")
 

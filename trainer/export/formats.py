@@ -15,12 +15,12 @@ import yaml
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
-from data.transforms import Pipeline, Standardize, ToFloat
-from trainer.errors import ModelError, brief
-from trainer.inference.predictor import OUTPUT, named_tensors
-from trainer.inference.run import Run, origin_of
-from trainer.runs.status import MANIFEST, read_json
-from trainer.task import Task
+from regimen.data.transforms import Pipeline, Standardize, ToFloat
+from regimen.trainer.errors import ModelError, brief
+from regimen.trainer.inference.predictor import OUTPUT, named_tensors
+from regimen.trainer.inference.run import Run, origin_of
+from regimen.trainer.runs.status import MANIFEST, read_json
+from regimen.trainer.task import Task
 
 Preprocessing = Literal["outside", "inside"]
 Answer = Callable[[Tensor], Any]  # from a batch of inputs to a tensor, or several by name
@@ -28,7 +28,7 @@ _LOST: Any = torch.jit.TracerWarning  # type: ignore[attr-defined] # Python that
 Facts = dict[str, Any]  # about a file, as they stand beside it
 WEIGHTS = "safetensors"  # the format without a graph
 _LISTED = 20  # validations that the card lists
-_FINE_TUNED = "models.pretrained.fine_tune"  # returns the network that it is given
+_FINE_TUNED = "regimen.models.pretrained.fine_tune"  # returns the network that it is given
 
 
 class Normalize(nn.Module):
@@ -87,7 +87,7 @@ def build_network(
         mean, std = first_mean + first_std * mean, first_std * std
     last = f"transforms.eval.{names[-1]}" if names else "transforms.eval"
     raise ModelError(
-        f"{last} cannot be part of a graph that takes bytes: only data.transforms.ToFloat and "
+        f"{last} cannot be part of a graph that takes bytes: only regimen.data.transforms.ToFloat and "
         "Standardize at the end of the transforms can; use preprocessing=outside"
     )
 

@@ -14,20 +14,20 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from conf.schema import Config
-from data.errors import DataError
-from trainer.assembly.data import build_data
-from trainer.assembly.experiment import train_loader
-from trainer.checkpoints.reader import read_checkpoint
-from trainer.errors import ModelError
-from trainer.export.artefact import (
+from regimen.conf.schema import Config
+from regimen.data.errors import DataError
+from regimen.trainer.assembly.data import build_data
+from regimen.trainer.assembly.experiment import train_loader
+from regimen.trainer.checkpoints.reader import read_checkpoint
+from regimen.trainer.errors import ModelError
+from regimen.trainer.export.artefact import (
     export_run,
     largest_difference,
     metrics_of,
     one_view,
     with_transforms,
 )
-from trainer.export.formats import (
+from regimen.trainer.export.formats import (
     GRAPHS,
     Exportable,
     Facts,
@@ -37,14 +37,14 @@ from trainer.export.formats import (
     save_onnx,
     silently,
 )
-from trainer.inference.run import Run, find_checkpoint
-from trainer.strategies.strategy import Strategy
+from regimen.trainer.inference.run import Run, find_checkpoint
+from regimen.trainer.strategies.strategy import Strategy
 
 logger = logging.getLogger("regimen")
 
 Method = Literal["auto", "static", "dynamic"]
 LEARNT = "learnt in training"
-_RANGES = "fake_quantization"  # in the state of callbacks.compression.qat
+_RANGES = "fake_quantization"  # in the state of regimen.callbacks.compression.qat
 _PRODUCTS = ("Conv", "Gemm", "MatMul")
 _STATIC = (*_PRODUCTS, "Relu", "MaxPool", "AveragePool", "GlobalAveragePool", "Add")
 _INTEGERS = {"MatMulInteger", "QuantizeLinear"}

@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from conf.interpolation import mapped
-from trainer.errors import StorageError
-from trainer.files.layout import VisibleFormatter, as_bytes
+from regimen.conf.interpolation import mapped
+from regimen.trainer.errors import StorageError
+from regimen.trainer.files.layout import VisibleFormatter, as_bytes
 
 TEMPORARY = ".tmp-"
 _log = logging.getLogger(__name__)

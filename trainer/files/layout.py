@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from conf.errors import one_line
+from regimen.conf.errors import one_line
 
 WIDTH = 100  # characters of a line, where no terminal sets a limit
 _GAP = "  "  # between columns

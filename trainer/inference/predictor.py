@@ -10,21 +10,21 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from conf.json_text import form_fault
-from conf.schema import Config
-from data.batch import inputs_of
-from data.keys import preserved_rng
-from data.loading.loader import Loader
-from data.transforms import Pipeline
-from trainer.assembly.data import Data, names_of
-from trainer.assembly.parts import with_classes
-from trainer.device import widest
-from trainer.errors import MISFITS, ModelError, misfit
-from trainer.files.atomic import write_json
-from trainer.rng import derived
-from trainer.runs.status import INFERENCE, RunDirectoryError, read_json
-from trainer.task import Task
-from trainer.trainer import Trainer
+from regimen.conf.json_text import form_fault
+from regimen.conf.schema import Config
+from regimen.data.batch import inputs_of
+from regimen.data.keys import preserved_rng
+from regimen.data.loading.loader import Loader
+from regimen.data.transforms import Pipeline
+from regimen.trainer.assembly.data import Data, names_of
+from regimen.trainer.assembly.parts import with_classes
+from regimen.trainer.device import widest
+from regimen.trainer.errors import MISFITS, ModelError, misfit
+from regimen.trainer.files.atomic import write_json
+from regimen.trainer.rng import derived
+from regimen.trainer.runs.status import INFERENCE, RunDirectoryError, read_json
+from regimen.trainer.task import Task
+from regimen.trainer.trainer import Trainer
 
 Row = dict[str, Any]
 Sampling = Literal["greedy", "random"]
@@ -210,7 +210,7 @@ class Generation(NamedTuple):
         """Return the new tokens [n, max_new_tokens].
 
         logits_of: maps tokens [n, length] to logits [n, vocabulary, length], each of which depends
-        on its own and earlier positions only. batch: what `data.text.Prompts` returns, collated.
+        on its own and earlier positions only. batch: what `regimen.data.text.Prompts` returns, collated.
         """
         window, lengths, numbers = batch
         draws = torch.zeros(len(window), self.max_new_tokens, dtype=torch.float64)  # on the host

@@ -16,28 +16,28 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from conf.addresses import wrong_addresses
-from conf.check import parse
-from conf.errors import ConfigError, raise_problems
-from conf.interpolation import leaves
-from conf.schema import Config
-from conf.yaml_file import plain_values
-from data.decode import planes_of, read_image
-from data.errors import DataError
-from data.image_folder import Pictures
-from data.loading.fetch import collate
-from data.loading.loader import Loader
-from data.text import Prompts
-from models.pretrained import no_initial_weights
-from trainer import snapshot
-from trainer.assembly.check import check_targets
-from trainer.assembly.data import build_pipeline, key_of, statistical, with_statistics
-from trainer.assembly.experiment import build_evaluator, build_split
-from trainer.assembly.parts import build_strategy
-from trainer.checkpoints.archive import DamagedCheckpointError, digest
-from trainer.checkpoints.reader import check_payload, read_checkpoint
-from trainer.errors import CheckpointError
-from trainer.inference.predictor import (
+from regimen.conf.addresses import wrong_addresses
+from regimen.conf.check import parse
+from regimen.conf.errors import ConfigError, raise_problems
+from regimen.conf.interpolation import leaves
+from regimen.conf.schema import Config
+from regimen.conf.yaml_file import plain_values
+from regimen.data.decode import planes_of, read_image
+from regimen.data.errors import DataError
+from regimen.data.image_folder import Pictures
+from regimen.data.loading.fetch import collate
+from regimen.data.loading.loader import Loader
+from regimen.data.text import Prompts
+from regimen.models.pretrained import no_initial_weights
+from regimen.trainer import snapshot
+from regimen.trainer.assembly.check import check_targets
+from regimen.trainer.assembly.data import build_pipeline, key_of, statistical, with_statistics
+from regimen.trainer.assembly.experiment import build_evaluator, build_split
+from regimen.trainer.assembly.parts import build_strategy
+from regimen.trainer.checkpoints.archive import DamagedCheckpointError, digest
+from regimen.trainer.checkpoints.reader import check_payload, read_checkpoint
+from regimen.trainer.errors import CheckpointError
+from regimen.trainer.inference.predictor import (
     Generation,
     InferenceFacts,
     Predictor,
@@ -48,11 +48,11 @@ from trainer.inference.predictor import (
     classes_of,
     read_facts,
 )
-from trainer.runs.directory import refuse_links, versions
-from trainer.runs.status import RunDirectoryError, read_metrics
-from trainer.strategies.strategy import Strategy
-from trainer.targets.allow_list import allow, close
-from trainer.trainer import Trainer
+from regimen.trainer.runs.directory import refuse_links, versions
+from regimen.trainer.runs.status import RunDirectoryError, read_metrics
+from regimen.trainer.strategies.strategy import Strategy
+from regimen.trainer.targets.allow_list import allow, close
+from regimen.trainer.trainer import Trainer
 
 logger = logging.getLogger("regimen")
 

@@ -8,19 +8,19 @@ from typing import Any
 
 from torch.optim import Optimizer, lr_scheduler
 
-from conf.errors import did_you_mean, problems_at, some
-from conf.interpolation import RESERVED, fill, leaves
-from trainer.lr_schedulers.functions import aliases, function_of
-from trainer.lr_schedulers.schedule import (
+from regimen.conf.errors import did_you_mean, problems_at, some
+from regimen.conf.interpolation import RESERVED, fill, leaves
+from regimen.trainer.lr_schedulers.functions import aliases, function_of
+from regimen.trainer.lr_schedulers.schedule import (
     Interval,
     LRSchedule,
     Track,
     Warmup,
 )
-from trainer.optimizers.optimizers import Optimizers, construct
-from trainer.optimizers.param_groups import DEFAULT, refuse
-from trainer.state import direction_of, epoch_metric
-from trainer.targets.allow_list import locate
+from regimen.trainer.optimizers.optimizers import Optimizers, construct
+from regimen.trainer.optimizers.param_groups import DEFAULT, refuse
+from regimen.trainer.state import direction_of, epoch_metric
+from regimen.trainer.targets.allow_list import locate
 
 AUTO = "auto"
 OUTER = ("interval", "monitor", "warmup")  # keys of ours, in the outermost node only

@@ -11,9 +11,9 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from conf.errors import problems_at
-from trainer.optimizers.param_groups import refuse
-from trainer.targets.allow_list import locate
+from regimen.conf.errors import problems_at
+from regimen.trainer.optimizers.param_groups import refuse
+from regimen.trainer.targets.allow_list import locate
 
 Function = Callable[[int], float]
 Values = Callable[[int], Mapping[str, float]]  # the variables of an expression at a step

@@ -8,13 +8,13 @@ from typing import Any, Literal, NamedTuple, Self
 
 from torch import Tensor
 
-from conf.errors import some
-from trainer.checkpoints.archive import plain_part
-from trainer.errors import CheckpointError
-from trainer.optimizers.optimizers import Optimizers
-from trainer.optimizers.param_groups import refuse
-from trainer.optimizers.state import State, type_name
-from trainer.state import epoch_metric
+from regimen.conf.errors import some
+from regimen.trainer.checkpoints.archive import plain_part
+from regimen.trainer.errors import CheckpointError
+from regimen.trainer.optimizers.optimizers import Optimizers
+from regimen.trainer.optimizers.param_groups import refuse
+from regimen.trainer.optimizers.state import State, type_name
+from regimen.trainer.state import epoch_metric
 
 Interval = Literal["step", "epoch"]
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from conf.errors import ConfigError, Problem, did_you_mean, noted, raise_problems, some
-from trainer.optimizers.param_groups import (
+from regimen.conf.errors import ConfigError, Problem, did_you_mean, noted, raise_problems, some
+from regimen.trainer.optimizers.param_groups import (
     DEFAULT,
     Claim,
     GroupRule,
@@ -25,8 +25,8 @@ from trainer.optimizers.param_groups import (
     parse_selector,
     refuse,
 )
-from trainer.optimizers.state import begin_with_zeros, can_leave_out, damped, pack, unpack
-from trainer.targets.instantiate import instantiate
+from regimen.trainer.optimizers.state import begin_with_zeros, can_leave_out, damped, pack, unpack
+from regimen.trainer.targets.instantiate import instantiate
 
 T = TypeVar("T")
 SINGLE = "optimizer"  # the name of the only optimizer

@@ -7,9 +7,17 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from torch import nn
 
-from conf.errors import ConfigError, Problem, did_you_mean, noted, problems_at, raise_problems, some
-from conf.patterns import Pattern
-from trainer.targets.allow_list import locate
+from regimen.conf.errors import (
+    ConfigError,
+    Problem,
+    did_you_mean,
+    noted,
+    problems_at,
+    raise_problems,
+    some,
+)
+from regimen.conf.patterns import Pattern
+from regimen.trainer.targets.allow_list import locate
 
 DEFAULT = "default"  # the group of the parameters that no rule accepts
 SELECTORS = ("match", "module", "kind", "except")

@@ -15,13 +15,13 @@ import torch.optim.optimizer as optimizer_module
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
-from conf.errors import lacks_memory, some
-from data.batch import map_tensors
-from trainer.checkpoints.archive import NotPlainError, plain, plain_part
-from trainer.errors import CheckpointError, device_failed
+from regimen.conf.errors import lacks_memory, some
+from regimen.data.batch import map_tensors
+from regimen.trainer.checkpoints.archive import NotPlainError, plain, plain_part
+from regimen.trainer.errors import CheckpointError, device_failed
 
 if TYPE_CHECKING:
-    from trainer.optimizers.optimizers import Optimizers
+    from regimen.trainer.optimizers.optimizers import Optimizers
 
 State = Mapping[str, Any]  # of an optimizer or a schedule, as a checkpoint holds it
 # The wrapper that torch puts around `step` of every class of optimizers, and the one of its own.

@@ -20,10 +20,10 @@ from typing import Any, Self
 
 import yaml
 
-from trainer.files.atomic import remove_orphans, storing, write_json, write_text
-from trainer.files.names import ForeignNameError, links_out, path_below
-from trainer.runs.lock import LOCK_FILE, RunLock, is_held, read_holder, refuse_taken
-from trainer.runs.status import (
+from regimen.trainer.files.atomic import remove_orphans, storing, write_json, write_text
+from regimen.trainer.files.names import ForeignNameError, links_out, path_below
+from regimen.trainer.runs.lock import LOCK_FILE, RunLock, is_held, read_holder, refuse_taken
+from regimen.trainer.runs.status import (
     CHECKPOINTS,
     INFERENCE,
     LOG,

@@ -10,10 +10,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
 
-from conf.errors import one_line, shortened
-from conf.json_text import plain_json
-from trainer.errors import StorageError
-from trainer.files.atomic import forget, keep_from_children, regular, storage_error
+from regimen.conf.errors import one_line, shortened
+from regimen.conf.json_text import plain_json
+from regimen.trainer.errors import StorageError
+from regimen.trainer.files.atomic import forget, keep_from_children, regular, storage_error
 
 LOCK_FILE = ".lock"
 _PATIENCE = 2.0  # seconds to wait for a lock whose holder is dead or unknown

@@ -9,15 +9,15 @@ from typing import Any
 
 import fsspec
 
-from conf.addresses import check_protocol
-from conf.errors import ConfigError, some
-from conf.json_text import plain_json
-from trainer.errors import StorageError
-from trainer.files.atomic import TEMPORARY, link_or_copy
-from trainer.files.names import leads_out, path_below
-from trainer.runs.directory import OF_A_RUN
-from trainer.runs.lock import LOCK_FILE
-from trainer.runs.status import CHECKPOINTS, MANIFEST
+from regimen.conf.addresses import check_protocol
+from regimen.conf.errors import ConfigError, some
+from regimen.conf.json_text import plain_json
+from regimen.trainer.errors import StorageError
+from regimen.trainer.files.atomic import TEMPORARY, link_or_copy
+from regimen.trainer.files.names import leads_out, path_below
+from regimen.trainer.runs.directory import OF_A_RUN
+from regimen.trainer.runs.lock import LOCK_FILE
+from regimen.trainer.runs.status import CHECKPOINTS, MANIFEST
 
 INDEX = f"{CHECKPOINTS}/index.json"
 _PATIENCE = 10.0  # seconds for an address to answer

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from conf.errors import ConfigError
-from conf.json_text import plain_json
-from conf.yaml_file import plain_values
-from trainer.errors import RunError
-from trainer.files.atomic import regular, storing, write_json
-from trainer.runs.lock import is_held
+from regimen.conf.errors import ConfigError
+from regimen.conf.json_text import plain_json
+from regimen.conf.yaml_file import plain_values
+from regimen.trainer.errors import RunError
+from regimen.trainer.files.atomic import regular, storing, write_json
+from regimen.trainer.runs.lock import is_held
 
 MANIFEST = "manifest.json"
 INFERENCE = "inference.json"

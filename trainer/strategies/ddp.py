@@ -18,12 +18,12 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from conf.errors import some
-from trainer import rng
-from trainer.device import backend_of, default, device_count, exchanges, kinds, waits
-from trainer.distributed import Group
-from trainer.errors import ModelError, ResourceError
-from trainer.strategies.strategy import AS_IT_IS, Strategy, check_backend
+from regimen.conf.errors import some
+from regimen.trainer import rng
+from regimen.trainer.device import backend_of, default, device_count, exchanges, kinds, waits
+from regimen.trainer.distributed import Group
+from regimen.trainer.errors import ModelError, ResourceError
+from regimen.trainer.strategies.strategy import AS_IT_IS, Strategy, check_backend
 
 logger = logging.getLogger("regimen")
 

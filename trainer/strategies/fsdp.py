@@ -18,11 +18,11 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from conf.schema_trainer import TensorParallelConfig
-from data.batch import map_tensors
-from trainer.errors import ModelError
-from trainer.strategies.ddp import Processes, Replicas
-from trainer.strategies.strategy import AS_IT_IS, PLAN, Mesh, instances, tensor_styles
+from regimen.conf.schema_trainer import TensorParallelConfig
+from regimen.data.batch import map_tensors
+from regimen.trainer.errors import ModelError
+from regimen.trainer.strategies.ddp import Processes, Replicas
+from regimen.trainer.strategies.strategy import AS_IT_IS, PLAN, Mesh, instances, tensor_styles
 
 _FORMATS = {"bf16": torch.bfloat16, "fp16": torch.float16, None: None}
 

@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from conf.errors import Problem, raise_problems, some
-from data.batch import map_tensors
-from trainer.device import (
+from regimen.conf.errors import Problem, raise_problems, some
+from regimen.data.batch import map_tensors
+from regimen.trainer.device import (
     backend_of,
     default,
     device_count,
@@ -30,8 +30,8 @@ from trainer.device import (
     moved,
     select,
 )
-from trainer.distributed import Group
-from trainer.errors import ModelError, ResourceError
+from regimen.trainer.distributed import Group
+from regimen.trainer.errors import ModelError, ResourceError
 
 AS_IT_IS = nullcontext()  # made once: an update of a small network enters several
 # Unshared memory in bytes, on Linux, of a process that has imported torch and built a small model.

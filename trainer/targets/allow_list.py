@@ -23,8 +23,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from conf.errors import ConfigError, did_you_mean, nearest
-from trainer.shadow import PACKAGES, ROOT
+from regimen.conf.errors import ConfigError, did_you_mean, nearest
+from regimen.trainer.shadow import PACKAGES, ROOT
 
 _ROOTS = (*PACKAGES, "timm", "torch", "torchmetrics", "torchvision")
 _OUR_CHECKOUT = ("benchmarks", "tests")  # importable when started in a checkout

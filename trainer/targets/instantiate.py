@@ -14,10 +14,10 @@ from contextlib import suppress
 from inspect import Parameter
 from typing import Any, Literal, Union
 
-from conf.errors import Problem, did_you_mean, noted, problems_at, raise_problems
-from conf.interpolation import join, walk
-from trainer.errors import brief
-from trainer.targets.allow_list import TargetError, listed, locate, refusal, under
+from regimen.conf.errors import Problem, did_you_mean, noted, problems_at, raise_problems
+from regimen.conf.interpolation import join, walk
+from regimen.trainer.errors import brief
+from regimen.trainer.targets.allow_list import TargetError, listed, locate, refusal, under
 
 # Keys of a node that are no arguments, as Hydra calls them.
 SPECIAL = ("_target_", "_args_", "_partial_", "_recursive_")

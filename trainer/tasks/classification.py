@@ -5,9 +5,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from trainer.errors import ModelError
-from trainer.tasks.losses import Loss
-from trainer.tasks.supervised import Metrics, Scores, Shape, Supervised
+from regimen.trainer.errors import ModelError
+from regimen.trainer.tasks.losses import Loss
+from regimen.trainer.tasks.supervised import Metrics, Scores, Shape, Supervised
 
 
 class Classification(Supervised):

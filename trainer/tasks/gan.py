@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 
-from trainer.errors import ModelError
-from trainer.task import StepOutput, Task
+from regimen.trainer.errors import ModelError
+from regimen.trainer.task import StepOutput, Task
 
 DISCRIMINATOR: Final = "discriminator"
 GENERATOR: Final = "generator"

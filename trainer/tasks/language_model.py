@@ -4,9 +4,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from trainer.tasks.losses import Loss
-from trainer.tasks.metrics import Perplexity
-from trainer.tasks.supervised import Metrics, Scores, Shape, Supervised
+from regimen.trainer.tasks.losses import Loss
+from regimen.trainer.tasks.metrics import Perplexity
+from regimen.trainer.tasks.supervised import Metrics, Scores, Shape, Supervised
 
 
 class LanguageModel(Supervised):

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from data.batch import least_of
-from trainer.errors import ModelError
-from trainer.task import SUM
+from regimen.data.batch import least_of
+from regimen.trainer.errors import ModelError
+from regimen.trainer.task import SUM
 
 _CROSS_ENTROPIES = (nn.CrossEntropyLoss, nn.NLLLoss)
 _MODULES = [name for name in dir(nn) if name.endswith("Loss")]

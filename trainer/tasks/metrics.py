@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainer.device import widest
-from trainer.errors import ModelError
-from trainer.tasks.losses import by_place
+from regimen.trainer.device import widest
+from regimen.trainer.errors import ModelError
+from regimen.trainer.tasks.losses import by_place
 
 IGNORED = -100  # the label that torch's losses leave out
 _LARGEST = 700.0  # the exponential of it is still finite

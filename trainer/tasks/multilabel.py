@@ -2,9 +2,9 @@
 
 from torch import Tensor, nn
 
-from trainer.tasks.losses import Loss
-from trainer.tasks.metrics import MicroF1
-from trainer.tasks.supervised import Metrics, Scores, Shape, Supervised
+from regimen.trainer.tasks.losses import Loss
+from regimen.trainer.tasks.metrics import MicroF1
+from regimen.trainer.tasks.supervised import Metrics, Scores, Shape, Supervised
 
 
 class MultiLabel(Supervised):

@@ -5,10 +5,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from trainer.errors import ModelError, called, spelled
-from trainer.task import Metric, StepOutput, Task
-from trainer.tasks.metrics import IGNORED
-from trainer.tasks.supervised import Supervised
+from regimen.trainer.errors import ModelError, called, spelled
+from regimen.trainer.task import Metric, StepOutput, Task
+from regimen.trainer.tasks.metrics import IGNORED
+from regimen.trainer.tasks.supervised import Supervised
 
 
 class OwnLoss(Task):

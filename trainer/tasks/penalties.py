@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from trainer.errors import ModelError
+from regimen.trainer.errors import ModelError
 
 
 class GradientPenalty(nn.Module):

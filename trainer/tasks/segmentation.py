@@ -2,10 +2,10 @@
 
 from torch import Tensor, nn
 
-from trainer.errors import ModelError
-from trainer.tasks.losses import Loss
-from trainer.tasks.metrics import MeanIoU
-from trainer.tasks.supervised import Metrics, Scores, Shape, Supervised
+from regimen.trainer.errors import ModelError
+from regimen.trainer.tasks.losses import Loss
+from regimen.trainer.tasks.metrics import MeanIoU
+from regimen.trainer.tasks.supervised import Metrics, Scores, Shape, Supervised
 
 
 class Segmentation(Supervised):

@@ -6,11 +6,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from data.batch import inputs_of
-from trainer.errors import ModelError, SampleError, called, spelled
-from trainer.task import Metric, StepOutput, Task
-from trainer.tasks.losses import Loss, Losses
-from trainer.tasks.metrics import ConfusionMatrix, Perplexity
+from regimen.data.batch import inputs_of
+from regimen.trainer.errors import ModelError, SampleError, called, spelled
+from regimen.trainer.task import Metric, StepOutput, Task
+from regimen.trainer.tasks.losses import Loss, Losses
+from regimen.trainer.tasks.metrics import ConfusionMatrix, Perplexity
 
 Scores = dict[str, tuple[Tensor, Tensor | int]]
 Metrics = Mapping[str, Metric | None]

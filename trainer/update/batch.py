@@ -6,9 +6,9 @@ from typing import Any, TypeVar
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from data.batch import MicroBatch, Piece, map_tensors
-from trainer.state import TrainState
-from trainer.task import first_tensor
+from regimen.data.batch import MicroBatch, Piece, map_tensors
+from regimen.trainer.state import TrainState
+from regimen.trainer.task import first_tensor
 
 T = TypeVar("T")
 

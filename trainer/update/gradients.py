@@ -12,17 +12,17 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
-from data.batch import MicroBatch
-from trainer.device import waits
-from trainer.optimizers.optimizers import Optimizers
-from trainer.optimizers.state import can_leave_out, foreach_norm, take_step
-from trainer.options import TrainerOptions
-from trainer.rng import derived
-from trainer.state import TrainState
-from trainer.task import first_tensor
+from regimen.data.batch import MicroBatch
+from regimen.trainer.device import waits
+from regimen.trainer.optimizers.optimizers import Optimizers
+from regimen.trainer.optimizers.state import can_leave_out, foreach_norm, take_step
+from regimen.trainer.options import TrainerOptions
+from regimen.trainer.rng import derived
+from regimen.trainer.state import TrainState
+from regimen.trainer.task import first_tensor
 
 if TYPE_CHECKING:
-    from trainer.trainer import Trainer
+    from regimen.trainer.trainer import Trainer
 
 LOWER = (
     "lower optimizer.lr, bound it with trainer.clip_grad_norm, or leave such updates out with "

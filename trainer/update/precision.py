@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.utils.checkpoint import checkpoint
 
-from conf.errors import some
-from trainer.device import autocasts, has_units_for, product_name, widest
-from trainer.errors import ModelError
-from trainer.strategies.strategy import AS_IT_IS
-from trainer.task import in_format
+from regimen.conf.errors import some
+from regimen.trainer.device import autocasts, has_units_for, product_name, widest
+from regimen.trainer.errors import ModelError
+from regimen.trainer.strategies.strategy import AS_IT_IS
+from regimen.trainer.task import in_format
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _PARAMETERS = {"bf16_true": torch.bfloat16, "fp64": torch.float64}

@@ -7,12 +7,12 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from data.batch import MicroBatch, Piece
-from trainer.device import waits, widest
-from trainer.distributed import Group
-from trainer.errors import UserCodeError
-from trainer.strategies.strategy import Strategy
-from trainer.task import SUM, StepOutput, Task
+from regimen.data.batch import MicroBatch, Piece
+from regimen.trainer.device import waits, widest
+from regimen.trainer.distributed import Group
+from regimen.trainer.errors import UserCodeError
+from regimen.trainer.strategies.strategy import Strategy
+from regimen.trainer.task import SUM, StepOutput, Task
 
 MicroBatches = Sequence[MicroBatch]  # of one update
 Total = Tensor | float  # a denominator over the whole update

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from data.batch import joined
-from trainer.errors import MISFITS, DivergedError, ModelError, SampleError, misfit
-from trainer.optimizers.state import needs_closure
-from trainer.task import StepOutput, as_output, unsound
-from trainer.update import gradients
-from trainer.update.gradients import LOWER, Guard
-from trainer.update.sums import MicroBatches, Sums, add_up, metric, share_of, totals_of
+from regimen.data.batch import joined
+from regimen.trainer.errors import MISFITS, DivergedError, ModelError, SampleError, misfit
+from regimen.trainer.optimizers.state import needs_closure
+from regimen.trainer.task import StepOutput, as_output, unsound
+from regimen.trainer.update import gradients
+from regimen.trainer.update.gradients import LOWER, Guard
+from regimen.trainer.update.sums import MicroBatches, Sums, add_up, metric, share_of, totals_of
 
 if TYPE_CHECKING:
-    from trainer.trainer import Trainer
+    from regimen.trainer.trainer import Trainer
 
 _log = logging.getLogger(__name__)
 _LABELS = (

@@ -7,18 +7,18 @@ import pytest
 import torch
 from torch import nn
 
-from callbacks.checkpoint import Checkpoint
-from callbacks.compression.pruning import Pruning, Settings, extend
-from callbacks.compression.qat import QuantizationAwareTraining, rounded_weight
-from callbacks.ema import EMA
-from callbacks.swa import SWA
-from conf.errors import ConfigError
+from regimen.callbacks.checkpoint import Checkpoint
+from regimen.callbacks.compression.pruning import Pruning, Settings, extend
+from regimen.callbacks.compression.qat import QuantizationAwareTraining, rounded_weight
+from regimen.callbacks.ema import EMA
+from regimen.callbacks.swa import SWA
+from regimen.conf.errors import ConfigError
+from regimen.trainer.callback import Average, Callback
+from regimen.trainer.checkpoints.archive import read_safetensors
+from regimen.trainer.checkpoints.reader import read_checkpoint
+from regimen.trainer.distributed import Group
+from regimen.trainer.state import TrainState
 from toys import StopAt
-from trainer.callback import Average, Callback
-from trainer.checkpoints.archive import read_safetensors
-from trainer.checkpoints.reader import read_checkpoint
-from trainer.distributed import Group
-from trainer.state import TrainState
 
 WEIGHTS = {"weights": {"kind": "matrix"}}
 FIRST = [[1.0, -8.0, 3.0], [-2.0, 5.0, 0.5]]

@@ -5,14 +5,14 @@ import pytest
 import torch
 from PIL import Image
 
-from conf.check import parse
-from data.errors import DataError
-from data.formats.mask_folder import mask_folder
-from data.sources import fingerprint
-from scripts.composition.compose import compose
-from scripts.runs.plan import make_plan
-from trainer.assembly import build
-from trainer.assembly.data import build_data
+from regimen.conf.check import parse
+from regimen.data.errors import DataError
+from regimen.data.formats.mask_folder import mask_folder
+from regimen.data.sources import fingerprint
+from regimen.scripts.composition.compose import compose
+from regimen.scripts.runs.plan import make_plan
+from regimen.trainer.assembly import build
+from regimen.trainer.assembly.data import build_data
 
 
 def _write(path, array, mode=None):
@@ -143,7 +143,7 @@ def _words(tree, *more):
 
 
 def test_flips_treat_masks_alike_and_a_plan_is_made(tree, capsys):
-    flip = "{_target_: data.batch_transforms.RandomHorizontalFlip, masks: true, p: 1.0}"
+    flip = "{_target_: regimen.data.batch_transforms.RandomHorizontalFlip, masks: true, p: 1.0}"
     config = parse(compose(_words(tree, f"transforms.train.flip={flip}")).config)
     dataset = build_data(config).sets["train"]
     assert list(dataset.transform.deferred)[-1] == "train.flip"

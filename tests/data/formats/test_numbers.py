@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from data.errors import DataError
-from data.formats.table import Dialect, Table, read_columns, table
-from data.formats.tokens import token_blocks
-from data.sources import fingerprint
-from data.splits import class_names
+from regimen.data.errors import DataError
+from regimen.data.formats.table import Dialect, Table, read_columns, table
+from regimen.data.formats.tokens import token_blocks
+from regimen.data.sources import fingerprint
+from regimen.data.splits import class_names
+from regimen.trainer.assembly.data import changed_data, data_facts
 from toy_batches import batches
-from trainer.assembly.data import changed_data, data_facts
 
 HEADER = "rooms,area,town,price"
 KINDS = {"target": "town", "target_kind": "class"}

@@ -12,17 +12,17 @@ import pytest
 import torch
 from PIL import Image
 
-from conf.check import parse
-from data.decode import read_image
-from data.errors import DataError
-from data.formats.huggingface import huggingface
-from data.formats.huggingface_stream import streamed
-from data.formats.shards import _ENTRY, tar_shards
-from data.orders import Shuffled
-from data.streams import Stream
-from scripts.composition.compose import compose
+from regimen.conf.check import parse
+from regimen.data.decode import read_image
+from regimen.data.errors import DataError
+from regimen.data.formats.huggingface import huggingface
+from regimen.data.formats.huggingface_stream import streamed
+from regimen.data.formats.shards import _ENTRY, tar_shards
+from regimen.data.orders import Shuffled
+from regimen.data.streams import Stream
+from regimen.scripts.composition.compose import compose
+from regimen.trainer.assembly.data import build_data
 from toy_batches import batches
-from trainer.assembly.data import build_data
 
 
 def picture(number, form="JPEG"):

@@ -6,11 +6,11 @@ import pickle
 import pytest
 import torch
 
-from data.decode import read_image
-from data.errors import UnreadableError
-from data.image_folder import ImageCache, image_folder
-from data.loading.loader import Kept
-from data.sources import Digits
+from regimen.data.decode import read_image
+from regimen.data.errors import UnreadableError
+from regimen.data.image_folder import ImageCache, image_folder
+from regimen.data.loading.loader import Kept
+from regimen.data.sources import Digits
 from toys import differences
 
 KINDS = ["ram", "disk"]

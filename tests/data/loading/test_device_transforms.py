@@ -9,16 +9,23 @@ from torch import Generator
 from torch.nn.functional import interpolate
 from torchvision.transforms import v2
 
-from data import batch_transforms as batched
-from data.batch import Piece, to_device
-from data.errors import DataError
-from data.loading.device_transforms import DeviceTransforms, check_per_sample, defer
-from data.loading.fetch import collate
-from data.loading.loader import Loader
-from data.orders import Shuffled
-from data.samplers import UpdateSampler
-from data.sources import Digits
-from data.transforms import Mirrored, Pipeline, ProgressiveResize, Shifted, Standardize, ToFloat
+from regimen.data import batch_transforms as batched
+from regimen.data.batch import Piece, to_device
+from regimen.data.errors import DataError
+from regimen.data.loading.device_transforms import DeviceTransforms, check_per_sample, defer
+from regimen.data.loading.fetch import collate
+from regimen.data.loading.loader import Loader
+from regimen.data.orders import Shuffled
+from regimen.data.samplers import UpdateSampler
+from regimen.data.sources import Digits
+from regimen.data.transforms import (
+    Mirrored,
+    Pipeline,
+    ProgressiveResize,
+    Shifted,
+    Standardize,
+    ToFloat,
+)
 from toys import leaves
 
 STEPS = {

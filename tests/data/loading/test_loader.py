@@ -17,13 +17,13 @@ import pytest
 import torch
 from torchvision import tv_tensors
 
-from data.errors import DataError, WorkerError
-from data.keys import REPLACEMENT, SAMPLE, key, preserved_rng, seed_rng
-from data.loading.loader import Loader
-from data.mixture import Mixture
-from data.orders import Sequential, Shuffled, Weighted
-from data.samplers import GivenBatches, SamplerOrder, UpdateSampler
-from data.sources import Digits
+from regimen.data.errors import DataError, WorkerError
+from regimen.data.keys import REPLACEMENT, SAMPLE, key, preserved_rng, seed_rng
+from regimen.data.loading.loader import Loader
+from regimen.data.mixture import Mixture
+from regimen.data.orders import Sequential, Shuffled, Weighted
+from regimen.data.samplers import GivenBatches, SamplerOrder, UpdateSampler
+from regimen.data.sources import Digits
 
 
 @contextmanager
@@ -316,9 +316,9 @@ def test_workers_leave_when_their_parent_is_gone(noisy):
 THREADS = """
 import threading
 import torch
-from data.loading.loader import Loader
-from data.orders import Sequential
-from data.samplers import UpdateSampler
+from regimen.data.loading.loader import Loader
+from regimen.data.orders import Sequential
+from regimen.data.samplers import UpdateSampler
 
 def compute():
     return torch.rand(512, 512).exp() @ torch.rand(512, 512)

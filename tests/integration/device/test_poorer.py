@@ -10,22 +10,22 @@ import torch
 from torch import nn
 
 from accelerator import CPU, DEVICE, needs_simulation
-from conf.check import parse
-from data.batch import to_device
-from scripts.composition.compose import compose
-from scripts.doctor import of_driver
+from regimen.conf.check import parse
+from regimen.data.batch import to_device
+from regimen.scripts.composition.compose import compose
+from regimen.scripts.doctor import of_driver
+from regimen.trainer import device as asked
+from regimen.trainer import load_run
+from regimen.trainer.assembly.experiment import build
+from regimen.trainer.callback import histogram_of
+from regimen.trainer.errors import DivergedError, ModelError
+from regimen.trainer.optimizers.optimizers import build_optimizers
+from regimen.trainer.options import TrainerOptions
+from regimen.trainer.strategies.strategy import Strategy, check_processes
+from regimen.trainer.tasks.classification import Classification
+from regimen.trainer.trainer import Trainer
 from toy_pictures import write_digits
 from toys import Log
-from trainer import device as asked
-from trainer import load_run
-from trainer.assembly.experiment import build
-from trainer.callback import histogram_of
-from trainer.errors import DivergedError, ModelError
-from trainer.optimizers.optimizers import build_optimizers
-from trainer.options import TrainerOptions
-from trainer.strategies.strategy import Strategy, check_processes
-from trainer.tasks.classification import Classification
-from trainer.trainer import Trainer
 
 pytestmark = needs_simulation
 LACKS = set(os.environ.get("SIM_LACKS", "").split(","))
@@ -156,7 +156,7 @@ def test_numbers_of_the_user_in_double_precision_arrive():
 
 def test_sums_of_counts_are_exact():
     """In single precision 2^24 + 1 is 2^24."""
-    from trainer.update.sums import Sums
+    from regimen.trainer.update.sums import Sums
 
     sums = Sums(DEVICE)
     sums.add("loss:", torch.ones((), device=DEVICE), 2**24 + 1, mean=True)

@@ -7,17 +7,17 @@ import pytest
 import torch
 
 from accelerator import CPU, DEVICE, needs_accelerator, needs_simulation
-from conf.check import parse
+from regimen.conf.check import parse
+from regimen.scripts.composition.compose import compose
+from regimen.trainer import load_run
+from regimen.trainer.assembly.experiment import _tried, build, fitting_steps
+from regimen.trainer.assembly.parts import build_strategy
+from regimen.trainer.checkpoints.reader import read_checkpoint
+from regimen.trainer.device import device_count, spare_memory
+from regimen.trainer.errors import ResourceError
+from regimen.trainer.strategies.strategy import Strategy
 from same_run import differences, logged
-from scripts.composition.compose import compose
 from toy_pictures import write_digits
-from trainer import load_run
-from trainer.assembly.experiment import _tried, build, fitting_steps
-from trainer.assembly.parts import build_strategy
-from trainer.checkpoints.reader import read_checkpoint
-from trainer.device import device_count, spare_memory
-from trainer.errors import ResourceError
-from trainer.strategies.strategy import Strategy
 
 pytestmark = needs_accelerator
 FEW = [
@@ -28,7 +28,7 @@ ON_CPU = "strategy.accelerator=cpu"
 OWN = """
 import types
 import torch
-from trainer.callback import Callback
+from regimen.trainer.callback import Callback
 
 
 class Exhaust(Callback):

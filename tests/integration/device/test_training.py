@@ -8,19 +8,19 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from accelerator import CPU, DEVICE, check_same, needs_accelerator, waits
-from conf.check import parse
-from data.batch import Piece, to_device
-from data.loading.device_transforms import DeviceTransforms
-from scripts.composition.compose import compose
+from regimen.conf.check import parse
+from regimen.data.batch import Piece, to_device
+from regimen.data.loading.device_transforms import DeviceTransforms
+from regimen.scripts.composition.compose import compose
+from regimen.trainer import rng
+from regimen.trainer.assembly import parts
+from regimen.trainer.assembly.experiment import build
+from regimen.trainer.assembly.parts import with_classes
+from regimen.trainer.device import device_count
+from regimen.trainer.rng import RandomStates
+from regimen.trainer.strategies.strategy import Strategy
+from regimen.trainer.targets.instantiate import instantiate
 from toys import Log, through_a_file
-from trainer import rng
-from trainer.assembly import parts
-from trainer.assembly.experiment import build
-from trainer.assembly.parts import with_classes
-from trainer.device import device_count
-from trainer.rng import RandomStates
-from trainer.strategies.strategy import Strategy
-from trainer.targets.instantiate import instantiate
 
 pytestmark = needs_accelerator
 TRANSFORMS = Path(__file__).parents[3] / "conf" / "transforms"
@@ -111,7 +111,10 @@ def test_device_transforms_of_every_choice_do_not_wait(name):
     config = parse(compose([f"transforms={name}", "data=cifar10", "data.root=/nowhere"]).config)
     nodes = with_classes(config.transforms.device, 10)
     if name == "on_device":  # one of its kind for each channel, too
-        erase = {"_target_": "data.batch_transforms.RandomErasing", "value": [0.1, 0.2, 0.3]}
+        erase = {
+            "_target_": "regimen.data.batch_transforms.RandomErasing",
+            "value": [0.1, 0.2, 0.3],
+        }
         nodes = {**nodes, "erase_more": erase}
     steps = {key: instantiate(node, _key_=key) for key, node in nodes.items() if node}
     images = torch.randint(256, (6, 3, 32, 32), dtype=torch.uint8)

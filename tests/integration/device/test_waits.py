@@ -11,21 +11,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import toys
 from accelerator import DEVICE, needs_accelerator, needs_simulation, waits
 from benchmarks.gpu import BY_HAND, OURS, Rig, contenders, kernels
-from callbacks.checkpoint import Checkpoint, PinnedMemory, Staging
-from callbacks.ema import EMA
-from conf.check import parse
-from data.loading import loader
-from scripts.composition.compose import compose
+from regimen.callbacks.checkpoint import Checkpoint, PinnedMemory, Staging
+from regimen.callbacks.ema import EMA
+from regimen.conf.check import parse
+from regimen.data.loading import loader
+from regimen.scripts.composition.compose import compose
+from regimen.trainer.assembly.experiment import build
+from regimen.trainer.callback import Callback
+from regimen.trainer.checkpoints.reader import read_checkpoint
+from regimen.trainer.device import current_stream
+from regimen.trainer.optimizers.optimizers import build_optimizers
+from regimen.trainer.options import TrainerOptions
+from regimen.trainer.strategies.strategy import Strategy
+from regimen.trainer.tasks.classification import Classification
+from regimen.trainer.trainer import Trainer
 from toys import ON_DEVICE
-from trainer.assembly.experiment import build
-from trainer.callback import Callback
-from trainer.checkpoints.reader import read_checkpoint
-from trainer.device import current_stream
-from trainer.optimizers.optimizers import build_optimizers
-from trainer.options import TrainerOptions
-from trainer.strategies.strategy import Strategy
-from trainer.tasks.classification import Classification
-from trainer.trainer import Trainer
 
 pytestmark = needs_accelerator
 SHORT = [

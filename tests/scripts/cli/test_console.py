@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from conf.errors import ConfigError
-from conf.fields import declared
-from data.errors import UnreadableError
-from scripts.cli.arguments import AnsweredError
-from scripts.cli.console import (
+from regimen.conf.errors import ConfigError
+from regimen.conf.fields import declared
+from regimen.data.errors import UnreadableError
+from regimen.scripts.cli.arguments import AnsweredError
+from regimen.scripts.cli.console import (
     AS_JOB,
     describe,
     exit_code,
@@ -30,10 +30,10 @@ from scripts.cli.console import (
     quiet_others,
     report,
 )
-from scripts.cli.keys import Demo, Evaluation, Export, Prediction, Quantization, read_keys
-from scripts.cli.shadow import ROOT
-from trainer.errors import StorageError, is_misfit
-from trainer.files.layout import aligned
+from regimen.scripts.cli.keys import Demo, Evaluation, Export, Prediction, Quantization, read_keys
+from regimen.scripts.cli.shadow import ROOT
+from regimen.trainer.errors import StorageError, is_misfit
+from regimen.trainer.files.layout import aligned
 
 EVIL = "a\nerror: b\x1b[2J\x9b31m\r\u202ec.png"
 TORCH = f"{sysconfig.get_path('purelib')}/torch/utils/data/dataloader.py"
@@ -188,7 +188,7 @@ def test_what_the_terminal_shows_of_the_log(capsys, monkeypatch):
 
 UPDATES = """
 import resource
-from scripts.cli.console import set_up
+from regimen.scripts.cli.console import set_up
 
 def update():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -291,7 +291,7 @@ def test_a_warning_of_one_s_own_code_is_a_line_and_of_a_library_for_the_log(caps
 # What a run does with its streams, without one: many lines to both, a bar's pieces, an exit code.
 COMMAND = """
 import logging, sys
-from scripts.cli.console import leave_with, log_to_stderr
+from regimen.scripts.cli.console import leave_with, log_to_stderr
 
 def command(argv):
     log_to_stderr(True)

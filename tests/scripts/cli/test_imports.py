@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from scripts.cli.shadow import ROOT, clashes
+from regimen.scripts.cli.shadow import ROOT, clashes
 
 PACKAGE = {
     "large/__init__.py": "print('executed'); from large.part import value; from large import other",
@@ -19,12 +19,12 @@ PACKAGE = {
     "slow/part.py": "import threading; entered, answered = threading.Event(), threading.Event()",
 }
 PREPARED = """
-from scripts.cli import deferred
+from regimen.scripts.cli import deferred
 deferred._MODULES |= dict.fromkeys(("large", "slow"))
 deferred.defer_imports()
 """
 UNTIL_NEEDED = """
-from scripts.cli.deferred import defer_imports
+from regimen.scripts.cli.deferred import defer_imports
 defer_imports()
 import sys
 import torch, torchvision
@@ -39,8 +39,8 @@ assert counter.get_total_flops() == 8
 optimizer.load_state_dict(optimizer.state_dict())
 v2.RandomAffine(5)(torch.ones(1, 4, 4))
 
-from trainer.assembly.check import _Unfilled
-from trainer.assembly.summary import state_bytes
+from regimen.trainer.assembly.check import _Unfilled
+from regimen.trainer.assembly.summary import state_bytes
 
 with torch.device("meta"), _Unfilled():  # as a model is checked
     torch.nn.Embedding(2, 2)
@@ -138,7 +138,7 @@ def test_a_package_of_a_common_name_does_not_take_the_place_of_ours(tmp_path, re
     here, other = package(tmp_path / "here", "data"), tmp_path / "other"
     if refused:
         package(other, "trainer")
-    code = f"import sys; sys.path.append({str(ROOT)!r}); from scripts.cli import shadow; "
+    code = f"import sys; sys.path.append({str(ROOT)!r}); from regimen.scripts.cli import shadow; "
     code += "shadow.refuse_shadows(); import data; print(data.__file__)"
     command = [sys.executable, *["-P"] * refused, "-c", code]
     env = {**os.environ, "PYTHONPATH": str(other)}
@@ -153,7 +153,9 @@ def test_a_package_of_a_common_name_does_not_take_the_place_of_ours(tmp_path, re
         assert done.stdout.strip() == str(ROOT / "data" / "__init__.py")
 
 
-@pytest.mark.parametrize("line", ["from trainer import load_run", "from trainer.task import Task"])
+@pytest.mark.parametrize(
+    "line", ["from regimen.trainer import load_run", "from regimen.trainer.task import Task"]
+)
 def test_a_script_beside_such_a_package_is_told_when_it_imports_ours(tmp_path, line):
     (tmp_path / "data.py").write_text("")
     (tmp_path / "go.py").write_text(f"{line}\n")

@@ -8,15 +8,15 @@ import pytest
 from hydra import initialize_config_dir
 from hydra.version import VersionBase
 
-from conf import addresses
-from conf.check import parse
-from conf.errors import MOST_PROBLEMS, ConfigError, Problem
-from conf.yaml_file import dump
-from scripts.composition.compose import PLACES, compose
-from scripts.composition.folders import CONF
-from scripts.composition.overrides import identity
-from trainer.assembly.check import check_targets
-from trainer.callback import Callback
+from regimen.conf import addresses
+from regimen.conf.check import parse
+from regimen.conf.errors import MOST_PROBLEMS, ConfigError, Problem
+from regimen.conf.yaml_file import dump
+from regimen.scripts.composition.compose import PLACES, compose
+from regimen.scripts.composition.folders import CONF
+from regimen.scripts.composition.overrides import identity
+from regimen.trainer.assembly.check import check_targets
+from regimen.trainer.callback import Callback
 
 EXPERIMENT = "# train experiment=mine\n# @package _global_\n"
 OPEN = "model._target_=torchvision.models.resnet18"  # takes any argument
@@ -94,7 +94,10 @@ def test_a_key_that_feeds_nothing_in_a_stored_run_is_refused(stored, run, typed,
 
 def test_groups_then_the_experiment_then_the_command_line():
     config = composed()
-    assert (config["name"], config["model"]["_target_"]) == ("train", "models.small_cnn.SmallCNN")
+    assert (config["name"], config["model"]["_target_"]) == (
+        "train",
+        "regimen.models.small_cnn.SmallCNN",
+    )
     assert config["model"]["num_classes"] == config["data"]["num_classes"]
     found = compose(["experiment=resnet18", "loader.batch_size=7", "lr_scheduler=one_cycle"])
     assert (found.config["name"], found.config["loader"]["batch_size"]) == ("resnet18", 7)
@@ -104,7 +107,7 @@ def test_groups_then_the_experiment_then_the_command_line():
     assert found.config["lr_scheduler"]["total_steps"] == "${total_steps}"  # known later
     swapped = ["model=mlp", "~lr_scheduler", "callbacks=[default,ema]"]
     config = composed("experiment=resnet18", *swapped)
-    assert config["model"]["_target_"] == "models.mlp.MLP"
+    assert config["model"]["_target_"] == "regimen.models.mlp.MLP"
     assert "depth" not in config["model"]
     assert {"checkpoint", "ema"} <= config["callbacks"].keys()
     assert config["lr_scheduler"] is composed("lr_scheduler=null")["lr_scheduler"] is None
@@ -178,7 +181,7 @@ def test_where_a_key_was_written(mine):
 
 def test_a_choice_cannot_leave_the_folder(mine):
     for place in (mine, mine.parent):
-        write(place, "secret.yaml", "_target_: models.mlp.MLP\n")
+        write(place, "secret.yaml", "_target_: regimen.models.mlp.MLP\n")
     for option in ("../secret", "../../secret", "/tmp/secret", "a/../../secret"):
         message = refused("--config-dir", str(mine), f"model={option}")
         assert "there is no model=" in message or "not an override" in message
@@ -197,7 +200,7 @@ def test_a_bad_command_line_is_answered_in_one_message():
     [
         ("optimizer._target_=torch.optim.SGD", "optimizer", "lr weight_decay param_groups"),
         ("task.loss._target_=torch.nn.MultiMarginLoss", "task.loss", ""),
-        ("model={_target_:models.mlp.MLP,hidden:[3]}", "model", MLP),  # given with it
+        ("model={_target_:regimen.models.mlp.MLP,hidden:[3]}", "model", MLP),  # given with it
         (f"{TASKS}segmentation.Segmentation {CHOSEN}", "task", "loss metrics num_classes"),
         # What was chosen and is not taken: the check names it.
         (f"{TASKS}gan.GAN {CHOSEN}", "task", "loss"),
@@ -241,14 +244,14 @@ def test_a_long_value_is_shortened_in_a_message(override):
 
 
 def test_a_replaced_target_of_a_file_drops_what_came_before(mine):
-    text = f"model: {{_target_: models.mlp.MLP, dept: 2}}\ndata:\n  train: {FAKE}\n  val: {FAKE}\n"
+    text = f"model: {{_target_: regimen.models.mlp.MLP, dept: 2}}\ndata:\n  train: {FAKE}\n  val: {FAKE}\n"
     write(mine, "experiment/mine.yaml", EXPERIMENT + text)
     line = ["--config-dir", str(mine), "experiment=mine"]
     config = composed(*line)
     shared = {"_target_", "in_channels", "num_classes", "activation"}
     assert set(config["model"]) == {*shared, "dept"}  # which the check names
     assert (config["data"]["val"]["size"], config["data"]["test"]) == (8, None)
-    test = composed(*line, "data.test._target_=data.sources.Digits", "data.test.split=test")
+    test = composed(*line, "data.test._target_=regimen.data.sources.Digits", "data.test.split=test")
     assert test["data"]["test"]["split"] == "test"
     alone = composed("experiment=resnet18", f"data.train={FAKE}")["data"]
     assert (alone["val"], alone["test"]) == (None, None)
@@ -286,9 +289,9 @@ def test_a_job_is_its_overrides(one, other, same):
         identity(["=="])
 
 
-MLFLOW = "callbacks.trackers.mlflow.MLflow"
-MIRROR = "callbacks.mirror.Mirror"
-STOP = "callbacks.early_stopping.EarlyStopping"
+MLFLOW = "regimen.callbacks.trackers.mlflow.MLflow"
+MIRROR = "regimen.callbacks.mirror.Mirror"
+STOP = "regimen.callbacks.early_stopping.EarlyStopping"
 NO_PLACES = """
 checkpoint.Checkpoint.mode checkpoint.Checkpoint.monitor compression.pruning.Pruning.method
 compression.pruning.Pruning.rules compression.pruning.Pruning.scope
@@ -335,7 +338,9 @@ def test_every_text_that_one_of_our_callbacks_takes_is_no_place_or_is_known_as_o
                     if "str" in str(parameter.annotation):
                         found.add(f"{module}.{name}.{parameter.name}")
     places = {f"{target}.{argument}" for target, argument in PLACES.items()}
-    trial = {f"callbacks.trial.Trial.{name}" for name in ("storage", "study")}  # no YAML names it
+    trial = {
+        f"regimen.callbacks.trial.Trial.{name}" for name in ("storage", "study")
+    }  # no YAML names it
     assert found - trial == places | {f"callbacks.{name}" for name in NO_PLACES.split()}
 
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from conf.errors import ConfigError
-from scripts.composition.compose import compose
+from regimen.conf.errors import ConfigError
+from regimen.scripts.composition.compose import compose
 
 INPUTS = settings(
     max_examples=60,

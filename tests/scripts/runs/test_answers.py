@@ -7,7 +7,7 @@ import json
 import pyarrow.parquet
 import pytest
 
-from scripts.runs.answers import _write_table
+from regimen.scripts.runs.answers import _write_table
 
 ROWS = [
     {"file": "a\udcff.png", "prediction": "\ud800", "probability": 0.5},

@@ -8,7 +8,7 @@ from dataclasses import asdict
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from scripts.runs.launch import Failure, Notes, first_failure
+from regimen.scripts.runs.launch import Failure, Notes, first_failure
 
 SILENT = Failure(0, 6, "another process did not answer", 9.0, by_peer=True, unanswered=True)
 LOST = Failure(0, 6, "another process was lost", 1.0, by_peer=True)
@@ -49,6 +49,6 @@ def test_the_cause_of_the_others_is_told(tmp_path, told, codes, seconds, stoppin
 
 
 def test_a_process_whose_launcher_is_gone_leaves(tmp_path):
-    command = [sys.executable, "-P", "-m", "scripts.runs.launch", "0", str(tmp_path)]
+    command = [sys.executable, "-P", "-m", "regimen.scripts.runs.launch", "0", str(tmp_path)]
     assert subprocess.run(command).returncode == 6
     assert list(tmp_path.iterdir()) == []

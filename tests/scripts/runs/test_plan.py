@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from data.errors import DataError
-from data.orders import Sequential
-from data.samplers import UpdateSampler
-from scripts.composition.compose import compose
-from scripts.runs.plan import batch_split, make_plan
-from trainer.assembly import build
-from trainer.files.layout import count, size
-from trainer.update import precision
+from regimen.data.errors import DataError
+from regimen.data.orders import Sequential
+from regimen.data.samplers import UpdateSampler
+from regimen.scripts.composition.compose import compose
+from regimen.scripts.runs.plan import batch_split, make_plan
+from regimen.trainer.assembly import build
+from regimen.trainer.files.layout import count, size
+from regimen.trainer.update import precision
 
 
 def test_every_decision_is_shown(tmp_path, monkeypatch, capsys):
@@ -109,7 +109,7 @@ def test_the_last_update_of_an_epoch_is_that_of_the_sampler(words, last, tmp_pat
 
 KEYWORDS = """
 import torch
-from trainer.task import Task
+from regimen.trainer.task import Task
 class Net(torch.nn.Module):
     def __init__(self):
         super().__init__()

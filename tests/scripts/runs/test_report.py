@@ -7,12 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from callbacks.checkpoint import Checkpoint
-from scripts.cli.arguments import Request
-from scripts.runs.report import final_block, shares
-from scripts.runs.run import kept_log
-from trainer.files.atomic import LogFileHandler
-from trainer.state import KINDS, MAX_TIME, PRUNED, Timer, TrainState
+from regimen.callbacks.checkpoint import Checkpoint
+from regimen.scripts.cli.arguments import Request
+from regimen.scripts.runs.report import final_block, shares
+from regimen.scripts.runs.run import kept_log
+from regimen.trainer.files.atomic import LogFileHandler
+from regimen.trainer.state import KINDS, MAX_TIME, PRUNED, Timer, TrainState
 
 RESULTS = {"train/epoch_loss": 0.25, **{f"train/term_{number}": 0.5 for number in range(12)}}
 RESULTS |= {"val/accuracy": 0.9, "test/accuracy": 0.8}
@@ -88,7 +88,7 @@ def test_shares_are_of_the_whole_time_and_the_largest_comes_first():
 
 def test_each_moment_counts_once(monkeypatch):
     clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr("trainer.state.perf_counter", lambda: clock.now)
+    monkeypatch.setattr("regimen.trainer.state.perf_counter", lambda: clock.now)
     timer = Timer()
     clock.now = 1.0
     timer.lap("data")

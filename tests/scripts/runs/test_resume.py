@@ -9,10 +9,10 @@ import shutil
 import pytest
 import torch
 
-from callbacks.early_stopping import EarlyStopping
-from conf.check import fill_defaults
-from conf.errors import ConfigError
-from scripts.runs.resume import (
+from regimen.callbacks.early_stopping import EarlyStopping
+from regimen.conf.check import fill_defaults
+from regimen.conf.errors import ConfigError
+from regimen.scripts.runs.resume import (
     ABSENT,
     Moment,
     _is_harmless,
@@ -21,10 +21,10 @@ from scripts.runs.resume import (
     go_back,
     going_back_to,
 )
+from regimen.trainer.checkpoints.reader import Index, read_checkpoint
+from regimen.trainer.checkpoints.store import CheckpointStore
+from regimen.trainer.errors import CheckpointError
 from toy_runs import listed
-from trainer.checkpoints.reader import Index, read_checkpoint
-from trainer.checkpoints.store import CheckpointStore
-from trainer.errors import CheckpointError
 
 STEPS = (5, 10, 15, 20)
 SIZES = {"metrics.jsonl": len(b'{"step": 5}\n'), "events.out.tfevents.1.regimen": 3}
@@ -174,7 +174,7 @@ def test_a_best_that_was_removed_is_chosen_anew_and_a_damaged_note_is_an_error(r
 
 
 RUN = {
-    "model": {"_target_": "models.mlp.MLP", "in_features": 4, "num_classes": 2},
+    "model": {"_target_": "regimen.models.mlp.MLP", "in_features": 4, "num_classes": 2},
     "optimizer": {"_target_": "torch.optim.SGD", "lr": 0.1},
     **{"data": {}, "callbacks": {}},
     "transforms": {"train": {"affine": {"_target_": "torchvision.transforms.v2.RandomAffine"}}},
@@ -246,11 +246,14 @@ def test_the_note_of_a_way_back_leads_nowhere_else(run):
 
 @pytest.mark.parametrize(
     ("target", "harmless"),
-    [("callbacks.early_stopping.EarlyStopping", False), ("callbacks.histograms.Histograms", True)],
+    [
+        ("regimen.callbacks.early_stopping.EarlyStopping", False),
+        ("regimen.callbacks.histograms.Histograms", True),
+    ],
 )
 def test_a_callback_may_say_that_a_run_trains_the_same_without_it(target, harmless, monkeypatch):
     assert EarlyStopping.affects_result
-    monkeypatch.setattr("callbacks.histograms.Histograms.affects_result", False)
+    monkeypatch.setattr("regimen.callbacks.histograms.Histograms.affects_result", False)
     node = {"_target_": target, "every_n_epochs": 2}
     for before, now in (({"mine": node}, {}), ({}, {"mine": node}), ({"mine": node},) * 2):
         saved, raw = {"callbacks": before}, {"callbacks": now}

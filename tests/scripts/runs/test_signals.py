@@ -15,18 +15,18 @@ import pytest
 import torch
 from torch import nn
 
-from data.loading.loader import Loader
-from data.orders import Sequential
-from data.samplers import UpdateSampler
-from scripts.cli.signals import end_on_signals, stop_signals
+from regimen.data.loading.loader import Loader
+from regimen.data.orders import Sequential
+from regimen.data.samplers import UpdateSampler
+from regimen.scripts.cli.signals import end_on_signals, stop_signals
+from regimen.trainer.distributed import Group
+from regimen.trainer.errors import EXIT_CODES, stopping_signals
+from regimen.trainer.state import TrainState
+from regimen.trainer.strategies.strategy import Strategy
+from regimen.trainer.tasks.regression import Regression
+from regimen.trainer.trainer import Trainer
+from regimen.trainer.update.batch import Waiting
 from toy_runs import FORK
-from trainer.distributed import Group
-from trainer.errors import EXIT_CODES, stopping_signals
-from trainer.state import TrainState
-from trainer.strategies.strategy import Strategy
-from trainer.tasks.regression import Regression
-from trainer.trainer import Trainer
-from trainer.update.batch import Waiting
 
 
 class Drawing:
@@ -145,7 +145,7 @@ class Slow(Drawing):
 @pytest.mark.usefixtures("alarm")
 @pytest.mark.parametrize("persistent", [False, True])
 def test_a_wait_for_a_slow_worker_ends_with_a_signal(monkeypatch, persistent):
-    monkeypatch.setattr("data.loading.fetch._LOOK", 0.05)
+    monkeypatch.setattr("regimen.data.loading.fetch._LOOK", 0.05)
     trainer = listener()
     loader = loader_of(Slow(16), num_workers=2, persistent_workers=persistent)
     stream = trainer.waiting.attend(loader).epoch(0)
@@ -244,8 +244,8 @@ def test_a_second_interrupt_leaves_with_one_line(main, lines):
 def test_a_signal_before_the_first_import_is_one_line(name, code):
     early = f"""
 import signal, sys, types
-from scripts import regimen
-shadow = sys.modules["scripts.cli.shadow"] = types.ModuleType("shadow")
+from regimen.scripts import regimen
+shadow = sys.modules["regimen.scripts.cli.shadow"] = types.ModuleType("shadow")
 shadow.refuse_shadows = lambda: signal.raise_signal(signal.{name})
 regimen.main("train")
 """

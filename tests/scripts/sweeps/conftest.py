@@ -4,12 +4,12 @@ import sys
 
 import pytest
 
-from scripts.cli.arguments import parse_arguments
-from scripts.sweeps import grid, launchers
-from scripts.sweeps.grid import searches, sweep
-from scripts.sweeps.search import search
+from regimen.scripts.cli.arguments import parse_arguments
+from regimen.scripts.sweeps import grid, launchers
+from regimen.scripts.sweeps.grid import searches, sweep
+from regimen.scripts.sweeps.search import search
 
-# Stands for `scripts.train`: does what optimizer.lr tells it, and leaves a status as a run does.
+# Stands for `regimen.scripts.train`: does what optimizer.lr tells it, and leaves a status as a run does.
 JOB = """
 import json, os, pathlib, signal, sys, time
 
@@ -59,8 +59,8 @@ sweep: {report: false}
 """
 SWEEP = """
 import sys
-from scripts.cli.arguments import parse_arguments
-from scripts.sweeps import grid, launchers
+from regimen.scripts.cli.arguments import parse_arguments
+from regimen.scripts.sweeps import grid, launchers
 grid.check_built = lambda *_: (None, {}, ('', []))
 launchers.TRAIN = 'small_job'
 sys.exit(grid.sweep(parse_arguments(sys.argv[1:])))

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from conf.errors import ConfigError
-from scripts.sweeps.launchers import NodeJob
-from scripts.sweeps.leaderboard import Job
+from regimen.conf.errors import ConfigError
+from regimen.scripts.sweeps.launchers import NodeJob
+from regimen.scripts.sweeps.leaderboard import Job
 from toy_runs import board, until
 
 SUBMITIT = ["sweep.launcher=submitit", "+sweep.launcher_options.cluster=local"]

@@ -11,17 +11,17 @@ from types import SimpleNamespace
 
 import pytest
 
-from conf.errors import ConfigError
-from scripts.cli.arguments import parse_arguments
-from scripts.cli.console import usable_cpus
-from scripts.composition.compose import split_jobs
-from scripts.sweeps import grid, launchers, leaderboard
-from scripts.sweeps import sweep as sweep_module
-from scripts.sweeps.launchers import LocalLauncher, share_of_threads
-from scripts.sweeps.leaderboard import Job
+from regimen.conf.errors import ConfigError
+from regimen.scripts.cli.arguments import parse_arguments
+from regimen.scripts.cli.console import usable_cpus
+from regimen.scripts.composition.compose import split_jobs
+from regimen.scripts.sweeps import grid, launchers, leaderboard
+from regimen.scripts.sweeps import sweep as sweep_module
+from regimen.scripts.sweeps.launchers import LocalLauncher, share_of_threads
+from regimen.scripts.sweeps.leaderboard import Job
+from regimen.trainer import device
+from regimen.trainer.files.atomic import storage_error
 from toy_runs import board, until
-from trainer import device
-from trainer.files.atomic import storage_error
 
 
 def test_lost_jobs_are_restarted_up_to_their_retries(job, sweep_of, capfd):

@@ -8,9 +8,17 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from callbacks.support import CallbackError
-from scripts.sweeps.leaderboard import SHOWN, Job, Ranking, link_jobs, short_keys, show, write_csv
-from scripts.sweeps.report import study_of, write_report
+from regimen.callbacks.support import CallbackError
+from regimen.scripts.sweeps.leaderboard import (
+    SHOWN,
+    Job,
+    Ranking,
+    link_jobs,
+    short_keys,
+    show,
+    write_csv,
+)
+from regimen.scripts.sweeps.report import study_of, write_report
 from toy_runs import board
 
 CONFIG = {"callbacks": {}}

@@ -11,20 +11,20 @@ from pathlib import Path
 import pytest
 import yaml
 
-from callbacks.trial import open_storage
-from conf.errors import ConfigError
-from conf.yaml_file import dump
-from scripts.cli.arguments import parse_arguments
-from scripts.cli.shadow import ROOT
-from scripts.composition.compose import compose, split_search
-from scripts.sweeps import search as searches
-from scripts.sweeps.grid import composed
-from scripts.sweeps.grid import searches as searches_for
-from scripts.sweeps.search import distribution, enqueued, samples, values_of
-from scripts.sweeps.sweep import Sweep
-from scripts.train import train
+from regimen.callbacks.trial import open_storage
+from regimen.conf.errors import ConfigError
+from regimen.conf.yaml_file import dump
+from regimen.scripts.cli.arguments import parse_arguments
+from regimen.scripts.cli.shadow import ROOT
+from regimen.scripts.composition.compose import compose, split_search
+from regimen.scripts.sweeps import search as searches
+from regimen.scripts.sweeps.grid import composed
+from regimen.scripts.sweeps.grid import searches as searches_for
+from regimen.scripts.sweeps.search import distribution, enqueued, samples, values_of
+from regimen.scripts.sweeps.sweep import Sweep
+from regimen.scripts.train import train
+from regimen.trainer.errors import CheckpointError, StorageError
 from toy_runs import board
-from trainer.errors import CheckpointError, StorageError
 
 optuna = pytest.importorskip("optuna")
 
@@ -393,7 +393,7 @@ def test_enqueued_values_are_checked():
 
 @pytest.mark.slow
 def test_a_real_search_prunes_and_reports(tmp_path):
-    argv = [sys.executable, "-P", "-m", "scripts.train", "-m", "sweep=optuna", "model=mlp"]
+    argv = [sys.executable, "-P", "-m", "regimen.scripts.train", "-m", "sweep=optuna", "model=mlp"]
     argv += ["experiment=resnet18", "optimizer=sgd_nesterov", "trainer.max_epochs=2"]
     argv += ["trainer.limit_train_batches=2", "run_dir=there", "sweep.sampler=grid"]
     argv += ["sweep.enqueue=[{optimizer.lr: 0.1}]", "sweep.pruner_options={n_startup_trials: 1}"]

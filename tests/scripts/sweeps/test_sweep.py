@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 import yaml
 
-from conf.errors import ConfigError
-from conf.yaml_file import dump
+from regimen.conf.errors import ConfigError
+from regimen.conf.yaml_file import dump
+from regimen.scripts.cli.arguments import parse_arguments, quoted
+from regimen.scripts.composition.compose import compose, split_jobs
+from regimen.scripts.sweeps.grid import sweep
+from regimen.scripts.sweeps.sweep import newest_unfinished
+from regimen.trainer.runs.lock import RunLock
 from same_run import differences
-from scripts.cli.arguments import parse_arguments, quoted
-from scripts.composition.compose import compose, split_jobs
-from scripts.sweeps.grid import sweep
-from scripts.sweeps.sweep import newest_unfinished
 from toy_runs import board
-from trainer.runs.lock import RunLock
 
 
 def jobs(*argv):
@@ -197,7 +197,7 @@ def test_a_job_is_the_run_that_its_overrides_name(tmp_path):
     fixed = ["experiment=resnet18", "model=mlp", "trainer.max_epochs=1", "model.hidden=[8]"]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     for varied in (["seed=3", "run_dir=alone"], ["-m", "seed=2,3", "run_dir=all"]):
-        argv = [sys.executable, "-P", "-m", "scripts.train", *fixed, *varied]
+        argv = [sys.executable, "-P", "-m", "regimen.scripts.train", *fixed, *varied]
         subprocess.run(argv, cwd=tmp_path, env=env, timeout=300, capture_output=True, check=True)
     alone, job = tmp_path / "alone", tmp_path / "all" / "1"
     own = {"created", "started", "pid", "exit"}

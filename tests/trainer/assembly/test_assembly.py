@@ -11,26 +11,32 @@ import numpy as np
 import pytest
 import torch
 
-from callbacks.checkpoint import Checkpoint
-from conf.check import parse
-from conf.errors import ConfigError
-from conf.yaml_file import dump
-from data.errors import ClassNamesError
-from data.formats.table import table
-from data.scenes import DigitScenes
-from data.sources import Digits, ImageTensors
-from data.tabular import Diabetes
-from data.transforms import Pipeline, ToFloat
-from models.mlp import MLP
-from scripts.composition.compose import compose
-from trainer.assembly.check import check_targets
-from trainer.assembly.data import build_data, data_facts, follow_names, kept_bytes, set_cache
-from trainer.assembly.experiment import build
-from trainer.assembly.parts import with_classes
-from trainer.lr_schedulers.schedule import LRSchedule
-from trainer.rng import seed_everything
-from trainer.strategies.strategy import Strategy
-from trainer.tasks.classification import Classification
+from regimen.callbacks.checkpoint import Checkpoint
+from regimen.conf.check import parse
+from regimen.conf.errors import ConfigError
+from regimen.conf.yaml_file import dump
+from regimen.data.errors import ClassNamesError
+from regimen.data.formats.table import table
+from regimen.data.scenes import DigitScenes
+from regimen.data.sources import Digits, ImageTensors
+from regimen.data.tabular import Diabetes
+from regimen.data.transforms import Pipeline, ToFloat
+from regimen.models.mlp import MLP
+from regimen.scripts.composition.compose import compose
+from regimen.trainer.assembly.check import check_targets
+from regimen.trainer.assembly.data import (
+    build_data,
+    data_facts,
+    follow_names,
+    kept_bytes,
+    set_cache,
+)
+from regimen.trainer.assembly.experiment import build
+from regimen.trainer.assembly.parts import with_classes
+from regimen.trainer.lr_schedulers.schedule import LRSchedule
+from regimen.trainer.rng import seed_everything
+from regimen.trainer.strategies.strategy import Strategy
+from regimen.trainer.tasks.classification import Classification
 
 FOLDS = 3
 
@@ -133,7 +139,7 @@ data:
   train: {_target_: my_brought.Named, split: train}
 callbacks:
   mine:
-    _target_: callbacks.early_stopping.EarlyStopping
+    _target_: regimen.callbacks.early_stopping.EarlyStopping
     monitor: train/epoch_loss
     mode: min
     patience: ${data.num_classes}
@@ -265,7 +271,7 @@ def test_the_plan_counts_what_is_kept(digit_photographs):
 
 
 WOBBLES = """
-from trainer.tasks.classification import Classification
+from regimen.trainer.tasks.classification import Classification
 class Wobbles(Classification):
     def metric_names(self):
         return [*super().metric_names(), "wobble"]
@@ -370,7 +376,7 @@ def test_mistakes_in_all_parts_are_listed_together():
 
 def test_the_users_code_is_met_as_in_a_run(tmp_path, monkeypatch):
     (tmp_path / "my_own.py").write_text(
-        "import torch\nfrom trainer.callback import Callback\n"
+        "import torch\nfrom regimen.trainer.callback import Callback\n"
         "def fail(step):\n    raise LookupError(step)\n"
         "class Short(Callback):\n    def scalars(self): ...\n"
         "class Filled(torch.nn.Linear):\n    def __init__(self):\n"

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from models.resnet import ResNet
-from models.vit import ViT
-from trainer.assembly.summary import estimate, render, state_bytes, summarize
+from regimen.models.resnet import ResNet
+from regimen.models.vit import ViT
+from regimen.trainer.assembly.summary import estimate, render, state_bytes, summarize
 
 
 def mlp():

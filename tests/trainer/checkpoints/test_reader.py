@@ -20,17 +20,15 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 import toy_runs
-from scripts.runs.resume import saved_config
-from toy_runs import Call, refused
-from toys import CLASSES, differences, points, trainer_of
-from trainer import snapshot
-from trainer.checkpoints import reader
-from trainer.checkpoints.archive import (
+from regimen.scripts.runs.resume import saved_config
+from regimen.trainer import snapshot
+from regimen.trainer.checkpoints import reader
+from regimen.trainer.checkpoints.archive import (
     DamagedCheckpointError,
     read_safetensors,
     write_safetensors,
 )
-from trainer.checkpoints.reader import (
+from regimen.trainer.checkpoints.reader import (
     FORMAT_VERSION,
     Index,
     check_payload,
@@ -38,9 +36,11 @@ from trainer.checkpoints.reader import (
     model_only,
     read_checkpoint,
 )
-from trainer.checkpoints.store import CheckpointStore
-from trainer.errors import CheckpointError, StorageError
-from trainer.tasks.classification import Classification
+from regimen.trainer.checkpoints.store import CheckpointStore
+from regimen.trainer.errors import CheckpointError, StorageError
+from regimen.trainer.tasks.classification import Classification
+from toy_runs import Call, refused
+from toys import CLASSES, differences, points, trainer_of
 
 PAYLOAD = {
     "model": {"weight": torch.arange(2000.0), "bias": torch.ones(3)},

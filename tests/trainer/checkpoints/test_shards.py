@@ -16,13 +16,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import toys
+from regimen.trainer.checkpoints import shards as checkpoint_shards
+from regimen.trainer.checkpoints.archive import DamagedCheckpointError
+from regimen.trainer.checkpoints.reader import model_only, read_whole
+from regimen.trainer.checkpoints.store import CheckpointStore
+from regimen.trainer.errors import CheckpointError, StorageError
+from regimen.trainer.strategies.fsdp import FSDP
 from toy_runs import Call
-from trainer.checkpoints import shards as checkpoint_shards
-from trainer.checkpoints.archive import DamagedCheckpointError
-from trainer.checkpoints.reader import model_only, read_whole
-from trainer.checkpoints.store import CheckpointStore
-from trainer.errors import CheckpointError, StorageError
-from trainer.strategies.fsdp import FSDP
 
 ROWS = 7  # which no number of processes divides
 

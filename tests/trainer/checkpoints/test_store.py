@@ -13,10 +13,10 @@ from functools import partial
 import pytest
 import torch
 
+from regimen.trainer.checkpoints.reader import read_checkpoint
+from regimen.trainer.checkpoints.store import CheckpointStore
+from regimen.trainer.errors import CheckpointError, ResourceError, StorageError
 from toy_runs import files, in_a_child, listed, payload, value, without_links
-from trainer.checkpoints.reader import read_checkpoint
-from trainer.checkpoints.store import CheckpointStore
-from trainer.errors import CheckpointError, ResourceError, StorageError
 
 
 @pytest.fixture

@@ -15,24 +15,24 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.utils import cpp_extension
 
-from callbacks.compression.qat import QuantizationAwareTraining
-from conf.check import parse
-from data.errors import DataError
-from data.transforms import Pipeline, Standardize, ToFloat
-from models.small_cnn import SmallCNN
-from scripts.cli.arguments import Request, parse_arguments
-from scripts.cli.keys import Format
-from scripts.composition.compose import compose
-from scripts.runs.run import run as train
-from trainer.assembly.parts import Assembly
-from trainer.errors import ModelError
-from trainer.export import artefact, formats, quantization
-from trainer.export.artefact import evaluate_artefact, export_run, samples_of
-from trainer.export.quantization import calibration, integer_model, method_for, quantize_run
-from trainer.inference.run import evaluate_run, load_run
-from trainer.strategies.strategy import Strategy
-from trainer.task import Task
-from trainer.tasks.classification import Classification
+from regimen.callbacks.compression.qat import QuantizationAwareTraining
+from regimen.conf.check import parse
+from regimen.data.errors import DataError
+from regimen.data.transforms import Pipeline, Standardize, ToFloat
+from regimen.models.small_cnn import SmallCNN
+from regimen.scripts.cli.arguments import Request, parse_arguments
+from regimen.scripts.cli.keys import Format
+from regimen.scripts.composition.compose import compose
+from regimen.scripts.runs.run import run as train
+from regimen.trainer.assembly.parts import Assembly
+from regimen.trainer.errors import ModelError
+from regimen.trainer.export import artefact, formats, quantization
+from regimen.trainer.export.artefact import evaluate_artefact, export_run, samples_of
+from regimen.trainer.export.quantization import calibration, integer_model, method_for, quantize_run
+from regimen.trainer.inference.run import evaluate_run, load_run
+from regimen.trainer.strategies.strategy import Strategy
+from regimen.trainer.task import Task
+from regimen.trainer.tasks.classification import Classification
 
 onnx = pytest.importorskip("onnx")
 onnxruntime = pytest.importorskip("onnxruntime")
@@ -159,8 +159,12 @@ def test_the_lines_of_the_card_run_a_file_with_the_metrics_of_the_run(
 def test_lines_make_nodes_within_nodes(tmp_path):
     layer = {"_target_": "torch.nn.Conv2d", "in_channels": 1, "out_channels": 2, "kernel_size": 3}
     layers = {"a": layer, "b": {"_target_": "torch.nn.Flatten"}}
-    node = {"_target_": "models.sequential.from_layers", "layers": layers, "input_shape": [1, 4, 4]}
-    tuned = {"_target_": "models.pretrained.fine_tune", "model": node, "weights": "gone.pt"}
+    node = {
+        "_target_": "regimen.models.sequential.from_layers",
+        "layers": layers,
+        "input_shape": [1, 4, 4],
+    }
+    tuned = {"_target_": "regimen.models.pretrained.fine_tune", "model": node, "weights": "gone.pt"}
     expected = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten())
     weights = dict(zip(("a.weight", "a.bias"), expected.state_dict().values(), strict=True))
     save_file(weights, tmp_path / "model.safetensors")

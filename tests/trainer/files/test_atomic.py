@@ -12,11 +12,11 @@ import signal
 
 import pytest
 
+from regimen.trainer.errors import StorageError
+from regimen.trainer.files import atomic
+from regimen.trainer.files.atomic import AppendLog, write_text
+from regimen.trainer.files.layout import aligned, columns_of, encodable, packed, size_of
 from toy_runs import in_a_child
-from trainer.errors import StorageError
-from trainer.files import atomic
-from trainer.files.atomic import AppendLog, write_text
-from trainer.files.layout import aligned, columns_of, encodable, packed, size_of
 
 
 def names(folder):

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.files.names import ForeignNameError, path_below
+from regimen.trainer.files.names import ForeignNameError, path_below
 
 
 @pytest.mark.parametrize(

@@ -6,21 +6,21 @@ from functools import partial
 import pytest
 import torch
 
-from conf.errors import ConfigError
-from data.errors import DataError, UnreadableError
-from data.loading.fetch import collate
-from data.text import ALPHABET, Prompts, find_prompts
-from models.gpt import GPT
-from models.layers import NetworkError
-from models.pretrained import read_weights
-from scripts.cli.keys import Evaluation, read_keys
-from trainer.checkpoints.archive import DamagedCheckpointError
-from trainer.checkpoints.reader import model_only
-from trainer.errors import CheckpointError
-from trainer.inference.predictor import Generation, read_facts
-from trainer.inference.run import load_run, load_trainer
-from trainer.runs.status import RunDirectoryError
-from trainer.tasks.language_model import LanguageModel
+from regimen.conf.errors import ConfigError
+from regimen.data.errors import DataError, UnreadableError
+from regimen.data.loading.fetch import collate
+from regimen.data.text import ALPHABET, Prompts, find_prompts
+from regimen.models.gpt import GPT
+from regimen.models.layers import NetworkError
+from regimen.models.pretrained import read_weights
+from regimen.scripts.cli.keys import Evaluation, read_keys
+from regimen.trainer.checkpoints.archive import DamagedCheckpointError
+from regimen.trainer.checkpoints.reader import model_only
+from regimen.trainer.errors import CheckpointError
+from regimen.trainer.inference.predictor import Generation, read_facts
+from regimen.trainer.inference.run import load_run, load_trainer
+from regimen.trainer.runs.status import RunDirectoryError
+from regimen.trainer.tasks.language_model import LanguageModel
 
 CONTEXT = 8
 TEXTS = ["a", "def f", "The quick brown fox", "Return", "x" * CONTEXT]

@@ -10,7 +10,11 @@ from torch import nn
 from torch.optim import SGD
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
-from conf.errors import ConfigError
+from regimen.conf.errors import ConfigError
+from regimen.trainer.lr_schedulers.build import build_lr_schedule
+from regimen.trainer.lr_schedulers.functions import MAX_LENGTH, expression
+from regimen.trainer.lr_schedulers.schedule import LRSchedule, curve
+from regimen.trainer.optimizers.optimizers import build_optimizers
 from schedules_by_hand import (
     PER_EPOCH,
     TORCH,
@@ -21,10 +25,6 @@ from schedules_by_hand import (
     walk,
 )
 from toys import through_a_file
-from trainer.lr_schedulers.build import build_lr_schedule
-from trainer.lr_schedulers.functions import MAX_LENGTH, expression
-from trainer.lr_schedulers.schedule import LRSchedule, curve
-from trainer.optimizers.optimizers import build_optimizers
 
 VALUES = {"step": 7.0, "epoch": 2.0, "total_steps": 10.0}
 

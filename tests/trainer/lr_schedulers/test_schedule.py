@@ -9,6 +9,10 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim import lr_scheduler as by_torch
 
+from regimen.trainer.errors import CheckpointError
+from regimen.trainer.lr_schedulers.build import build_lr_schedule
+from regimen.trainer.lr_schedulers.schedule import LRSchedule, curve
+from regimen.trainer.optimizers.optimizers import Optimizers, build_optimizers
 from schedules_by_hand import (
     BY_HAND,
     CONF,
@@ -26,10 +30,6 @@ from schedules_by_hand import (
     walked,
 )
 from toys import through_a_file
-from trainer.errors import CheckpointError
-from trainer.lr_schedulers.build import build_lr_schedule
-from trainer.lr_schedulers.schedule import LRSchedule, curve
-from trainer.optimizers.optimizers import Optimizers, build_optimizers
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in CONF.glob("*.yaml")))

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from conf.errors import ConfigError
+from regimen.conf.errors import ConfigError
+from regimen.trainer.optimizers.optimizers import Optimizers, build_optimizers
+from regimen.trainer.optimizers.state import needs_closure
 from toys import section
-from trainer.optimizers.optimizers import Optimizers, build_optimizers
-from trainer.optimizers.state import needs_closure
 
 CONF = Path(__file__).resolve().parents[3] / "conf" / "optimizer"
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from conf.errors import ConfigError
-from models.vit import ViT
-from trainer.optimizers.optimizers import Optimizers, build_optimizers
+from regimen.conf.errors import ConfigError
+from regimen.models.vit import ViT
+from regimen.trainer.optimizers.optimizers import Optimizers, build_optimizers
 
 
 class Tied(nn.Module):

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
+from regimen.trainer.errors import CheckpointError
+from regimen.trainer.optimizers.optimizers import Optimizers, build_optimizers
 from toys import differences, through_a_file
-from trainer.errors import CheckpointError
-from trainer.optimizers.optimizers import Optimizers, build_optimizers
 
 SGD = {"_target_": "torch.optim.SGD", "lr": 0.1, "momentum": 0.9}
 ADAM = {"_target_": "torch.optim.Adam", "lr": 0.1}

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainer.optimizers.muon import Muon
-from trainer.optimizers.optimizers import Optimizers, build_optimizers
-from trainer.optimizers.state import can_leave_out, take_step
+from regimen.trainer.optimizers.muon import Muon
+from regimen.trainer.optimizers.optimizers import Optimizers, build_optimizers
+from regimen.trainer.optimizers.state import can_leave_out, take_step
 
 ONES = torch.ones(3)
 

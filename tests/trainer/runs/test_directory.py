@@ -17,15 +17,14 @@ from pathlib import Path
 import pytest
 import yaml
 
-from toy_runs import FORK, create, hold, kill
-from trainer.checkpoints.store import CheckpointStore
-from trainer.errors import StorageError
-from trainer.files import atomic
-from trainer.runs import directory as module
-from trainer.runs import remote
-from trainer.runs.directory import RunDirectory, name_folder, reserve
-from trainer.runs.lock import LOCK_FILE, RunLock, is_held
-from trainer.runs.status import (
+from regimen.trainer.checkpoints.store import CheckpointStore
+from regimen.trainer.errors import StorageError
+from regimen.trainer.files import atomic
+from regimen.trainer.runs import directory as module
+from regimen.trainer.runs import remote
+from regimen.trainer.runs.directory import RunDirectory, name_folder, reserve
+from regimen.trainer.runs.lock import LOCK_FILE, RunLock, is_held
+from regimen.trainer.runs.status import (
     RunDirectoryError,
     check_run_dir,
     find_unfinished,
@@ -33,6 +32,7 @@ from trainer.runs.status import (
     read_metrics,
     read_status,
 )
+from toy_runs import FORK, create, hold, kill
 
 
 def ended(run, state, **end):
@@ -298,7 +298,7 @@ def test_an_address_that_does_not_answer_is_refused(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("content", ["", '{"pid": 1}', '{"pid": "x", "host": 1, "since": 2}'])
 def test_a_lock_without_a_readable_name_counts_while_it_is_held(tmp_path, monkeypatch, content):
-    monkeypatch.setattr("trainer.runs.lock._PATIENCE", 0.1)
+    monkeypatch.setattr("regimen.trainer.runs.lock._PATIENCE", 0.1)
     first, second = RunLock(tmp_path), RunLock(tmp_path)
     assert first.acquire() is None
     first.path.write_text(content)

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from conf.errors import ConfigError
-from trainer.errors import StorageError
-from trainer.runs.remote import Remote
+from regimen.conf.errors import ConfigError
+from regimen.trainer.errors import StorageError
+from regimen.trainer.runs.remote import Remote
 
 if TYPE_CHECKING:
     from pathlib import Path

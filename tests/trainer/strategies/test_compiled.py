@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import nn
 
-from callbacks.compression.pruning import Pruning
-from callbacks.compression.qat import QuantizationAwareTraining
-from callbacks.ema import EMA
+from regimen.callbacks.compression.pruning import Pruning
+from regimen.callbacks.compression.qat import QuantizationAwareTraining
+from regimen.callbacks.ema import EMA
+from regimen.trainer.strategies.ddp import DDP
+from regimen.trainer.strategies.fsdp import FSDP
+from regimen.trainer.strategies.strategy import Strategy
+from regimen.trainer.tasks.classification import Classification
 from toys import blocks, in_group, loaders, trainer_of
-from trainer.strategies.ddp import DDP
-from trainer.strategies.fsdp import FSDP
-from trainer.strategies.strategy import Strategy
-from trainer.tasks.classification import Classification
 
 
 class Network(nn.Module):

@@ -8,18 +8,18 @@ import pytest
 import torch
 from torch import nn
 
-from conf.check import parse
-from scripts.cli.arguments import parse_arguments
-from scripts.composition.compose import compose
-from scripts.runs.launch import launch
+from regimen.conf.check import parse
+from regimen.scripts.cli.arguments import parse_arguments
+from regimen.scripts.composition.compose import compose
+from regimen.scripts.runs.launch import launch
+from regimen.trainer import device
+from regimen.trainer.assembly.parts import build_strategy
+from regimen.trainer.errors import ModelError, ResourceError
+from regimen.trainer.strategies import strategy as dp
+from regimen.trainer.strategies.strategy import workers_of
+from regimen.trainer.tasks.classification import Classification
+from regimen.trainer.update.precision import Precision
 from toys import CLASSES, assert_equal, by_hand, of_output, points, trainer_of
-from trainer import device
-from trainer.assembly.parts import build_strategy
-from trainer.errors import ModelError, ResourceError
-from trainer.strategies import strategy as dp
-from trainer.strategies.strategy import workers_of
-from trainer.tasks.classification import Classification
-from trainer.update.precision import Precision
 
 
 def config(*overrides):

@@ -8,24 +8,24 @@ import torch
 from torch import nn
 
 import toys
-from callbacks.checkpoint import Checkpoint
-from callbacks.ema import EMA
-from conf.check import parse
-from conf.errors import ConfigError
-from conf.schema_trainer import TensorParallelConfig
-from scripts.composition.compose import compose
-from scripts.convert import convert
+from regimen.callbacks.checkpoint import Checkpoint
+from regimen.callbacks.ema import EMA
+from regimen.conf.check import parse
+from regimen.conf.errors import ConfigError
+from regimen.conf.schema_trainer import TensorParallelConfig
+from regimen.scripts.composition.compose import compose
+from regimen.scripts.convert import convert
+from regimen.trainer import snapshot
+from regimen.trainer.assembly.experiment import build, eval_loader
+from regimen.trainer.checkpoints import shards as checkpoint_shards
+from regimen.trainer.checkpoints.reader import read_checkpoint
+from regimen.trainer.errors import CheckpointError, ModelError
+from regimen.trainer.optimizers.optimizers import build_optimizers
+from regimen.trainer.strategies.ddp import Processes
+from regimen.trainer.strategies.fsdp import FSDP
+from regimen.trainer.strategies.strategy import Mesh, Strategy, tensor_styles
+from regimen.trainer.tasks.classification import Classification
 from toys import StopAt, leaves, loaders, through_a_file, trainer_of
-from trainer import snapshot
-from trainer.assembly.experiment import build, eval_loader
-from trainer.checkpoints import shards as checkpoint_shards
-from trainer.checkpoints.reader import read_checkpoint
-from trainer.errors import CheckpointError, ModelError
-from trainer.optimizers.optimizers import build_optimizers
-from trainer.strategies.ddp import Processes
-from trainer.strategies.fsdp import FSDP
-from trainer.strategies.strategy import Mesh, Strategy, tensor_styles
-from trainer.tasks.classification import Classification
 
 STOP, UPDATES = 4, 6
 LAST = "checkpoints/last.pt"

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 import toys
+from regimen.trainer import snapshot
+from regimen.trainer.strategies.strategy import Strategy
+from regimen.trainer.tasks.classification import Classification
 from toys import Log, StopAt, differences, through_a_file
-from trainer import snapshot
-from trainer.strategies.strategy import Strategy
-from trainer.tasks.classification import Classification
 
 STOP, UPDATES = 5, 9  # of 4 updates an epoch
 

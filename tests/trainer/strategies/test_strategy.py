@@ -8,14 +8,14 @@ import torch
 from torch import nn
 
 import toys
-from callbacks.unfreeze import Unfreeze
+from regimen.callbacks.unfreeze import Unfreeze
+from regimen.trainer.callback import Callback, Hooks
+from regimen.trainer.strategies.ddp import Processes
+from regimen.trainer.strategies.strategy import Strategy
+from regimen.trainer.tasks.classification import Classification
+from regimen.trainer.tasks.losses import vector
+from regimen.trainer.tasks.metrics import MacroF1
 from toys import Log, in_group, loaders, trainer_of
-from trainer.callback import Callback, Hooks
-from trainer.strategies.ddp import Processes
-from trainer.strategies.strategy import Strategy
-from trainer.tasks.classification import Classification
-from trainer.tasks.losses import vector
-from trainer.tasks.metrics import MacroF1
 
 FEATURES, CLASSES = 9, 3
 SYNCHRONIZED = Processes("gloo", 30, "cpu", sync_batchnorm=True)

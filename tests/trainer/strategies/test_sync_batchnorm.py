@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from regimen.trainer.strategies.ddp import synchronize
+from regimen.trainer.update.precision import checkpoint_modules
 from toys import in_group
-from trainer.strategies.ddp import synchronize
-from trainer.update.precision import checkpoint_modules
 
 KINDS = [
     pytest.param(nn.BatchNorm1d, (), {}, id="1d"),

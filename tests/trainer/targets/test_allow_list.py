@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-import trainer
-from conf.errors import ConfigError
-from trainer.optimizers.param_groups import parse_selector
-from trainer.targets import allow_list as targets
-from trainer.targets.allow_list import LIBRARIES, TargetError, locate, refusal
-from trainer.targets.instantiate import instantiate, node_problems, refused_targets
+import regimen.trainer
+from regimen.conf.errors import ConfigError
+from regimen.trainer.optimizers.param_groups import parse_selector
+from regimen.trainer.targets import allow_list as targets
+from regimen.trainer.targets.allow_list import LIBRARIES, TargetError, locate, refusal
+from regimen.trainer.targets.instantiate import instantiate, node_problems, refused_targets
 
 ROOT = Path(trainer.__file__).parent.parent
 PACKAGES = ("callbacks", "conf", "data", "models", "scripts", "trainer")
@@ -92,7 +92,7 @@ def test_what_can_be_named_of_the_libraries_is_public_and_their_own():
 def test_the_name_alone_is_looked_at_first():
     paths = "torch.nn.Linear torch.nn.functional.gelu torch.nn.Embedding.from_pretrained"
     paths += " torch.optim.SGD torch.utils.data.default_collate torchvision.models.get_model"
-    for path in f"{paths} torchvision.transforms.v2.ColorJitter models.mlp.MLP".split():
+    for path in f"{paths} torchvision.transforms.v2.ColorJitter regimen.models.mlp.MLP".split():
         assert refusal(path) is None
         assert callable(locate(path))
     odd: list[Any] = ["", ".", "torch.nn.", "torch..nn", "a b.c", "torch.nn.__class__", 5, None, []]
@@ -159,8 +159,8 @@ def test_no_code_comes_from_folders_that_are_not_packages(folder, place, package
 def test_a_package_of_the_user_does_not_open_others(folder):
     (folder / "my_doors.py").write_text(
         "import os, torch\nfrom os import system\nclass Net:\n    def run(self): ...\n"
-        "from data.batch import map_leaves\nfrom torch.nn import Linear\n"
-        "from trainer.files.atomic import AppendLog\nfrom torch.nn.utils import skip_init\n"
+        "from regimen.data.batch import map_leaves\nfrom torch.nn import Linear\n"
+        "from regimen.trainer.files.atomic import AppendLog\nfrom torch.nn.utils import skip_init\n"
     )
     doors = ("os.system", "system", "torch.load", "Net.run")
     for path in (*doors, "map_leaves", "AppendLog", "skip_init"):
@@ -177,7 +177,7 @@ def test_the_working_folder_does_not_stand_in_for_what_is_installed(folder, monk
         (folder / f"{name}.py").write_text("raise SystemExit('ran')\n")
     for path in ("json.loads", "yaml.load", "os.system", "sneaky_thing.run"):
         assert "not allowed" in (refusal(path) or "")
-    assert locate("models.mlp.MLP").__module__ == "models.mlp"
+    assert locate("regimen.models.mlp.MLP").__module__ == "regimen.models.mlp"
 
 
 def test_allowed_packages_are_those_and_what_is_theirs(folder):
@@ -196,11 +196,11 @@ PATHS = """
 os.system posix.system subprocess.Popen builtins.open builtins.eval builtins.__import__
 pathlib.Path.unlink shutil.rmtree importlib.import_module logging.os.system functools.partial
 operator.methodcaller pickle.loads yaml.unsafe_load numpy.load joblib.load hydra.utils.instantiate
-sklearn.utils.fixes.joblib.load sklearn.datasets.fetch_openml scripts.train.train conf.check.parse
-conf.yaml_file.examine tests.conftest.anything data.sources.os.system trainer.runs.directory._git
-trainer.files.atomic.AppendLog trainer.errors.leave_at_once trainer.targets.allow_list.allow
-trainer.checkpoints.reader.read_checkpoint data.batch.map_leaves
-callbacks.checkpoint.CheckpointStore callbacks.ema.EMA.load_state_dict
+sklearn.utils.fixes.joblib.load sklearn.datasets.fetch_openml regimen.scripts.train.train regimen.conf.check.parse
+regimen.conf.yaml_file.examine tests.conftest.anything regimen.data.sources.os.system regimen.trainer.runs.directory._git
+regimen.trainer.files.atomic.AppendLog regimen.trainer.errors.leave_at_once regimen.trainer.targets.allow_list.allow
+regimen.trainer.checkpoints.reader.read_checkpoint regimen.data.batch.map_leaves
+regimen.callbacks.checkpoint.CheckpointStore regimen.callbacks.ema.EMA.load_state_dict
 torch.load torch.save torch.hub.load torch.ops.load_library
 torch.utils.cpp_extension.load torch.nn.Module.load_state_dict torch.nn.Linear.__subclasses__
 torch.nn.Module.register_forward_hook torch.nn.Linear.mro torch.nn.modules.module.torch.os.system
@@ -233,15 +233,15 @@ LAZY = node(
     "torch.nn.utils._deprecation_utils.lazy_deprecated_import", _args_=[["system"], "os", "os"]
 )
 CALLS = [
-    node("data.batch.map_leaves", function=LAZY, value="COMMAND"),
+    node("regimen.data.batch.map_leaves", function=LAZY, value="COMMAND"),
     node("torch.nn.Sequential", _args_=[OS]),
     node("torch.nn.Identity", _recursive_=False, x=node("joblib.load")),
     node("torch.optim.lr_scheduler.LambdaLR", _partial_=True, lr_lambda={**OS, "_partial_": True}),
     node("torchvision.transforms.Lambda", lambd=node("builtins.eval", _partial_=True)),
     node("torch.nn.Identity", _convert_=OS),  # a key of Hydra's
-    node("trainer.files.atomic.AppendLog", path="FILE"),  # would cut it
-    node("trainer.errors.leave_at_once", code=0),
-    node("trainer.runs.directory._git", _args_=["-c", "alias.x=!COMMAND", "x"]),
+    node("regimen.trainer.files.atomic.AppendLog", path="FILE"),  # would cut it
+    node("regimen.trainer.errors.leave_at_once", code=0),
+    node("regimen.trainer.runs.directory._git", _args_=["-c", "alias.x=!COMMAND", "x"]),
     node("os.${oc.select:y,system}", command="COMMAND"),
     node("builtins.open", file="FILE", mode="w"),
     node("subprocess.run", args="COMMAND", shell=True),
@@ -306,11 +306,15 @@ EVIL: Any = {"checkpoint_path": "evil.pth"}
         (node("timm.create_model", model_name="local-dir:/evil"), "model_name"),
         (node("timm.create_model", model_name=node("torch.nn.Identity")), "model_name"),
         (
-            node("models.transformers_adapter.build", name="x", config={"backbone_kwargs": EVIL}),
+            node(
+                "regimen.models.transformers_adapter.build",
+                name="x",
+                config={"backbone_kwargs": EVIL},
+            ),
             "config.backbone_kwargs.checkpoint_path",
         ),
         (
-            node("models.timm_adapter.build", name="x", num_classes=2, model_kwargs=[EVIL]),
+            node("regimen.models.timm_adapter.build", name="x", num_classes=2, model_kwargs=[EVIL]),
             "model_kwargs.0.checkpoint_path",
         ),
     ],

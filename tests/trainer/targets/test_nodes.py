@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from trainer.targets.allow_list import TargetError
-from trainer.targets.instantiate import instantiate, may_hold, node_problems, nodes_in
+from regimen.trainer.targets.allow_list import TargetError
+from regimen.trainer.targets.instantiate import instantiate, may_hold, node_problems, nodes_in
 
 SGD, LINEAR, SEQUENTIAL = "torch.optim.SGD", "torch.nn.Linear", "torch.nn.Sequential"
 DROPOUT, CONV2D = "torch.nn.Dropout", "torch.nn.Conv2d"

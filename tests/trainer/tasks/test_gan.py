@@ -7,13 +7,13 @@ import torch
 from torch.nn.functional import softplus
 
 import toys
-from data.noise import WithNoise
-from models import gan
+from regimen.data.noise import WithNoise
+from regimen.models import gan
+from regimen.trainer.errors import ModelError
+from regimen.trainer.optimizers.optimizers import build_optimizers
+from regimen.trainer.tasks.gan import GAN
+from regimen.trainer.trainer import Trainer
 from toys import Samples, assert_equal, distance, in_group, loader
-from trainer.errors import ModelError
-from trainer.optimizers.optimizers import build_optimizers
-from trainer.tasks.gan import GAN
-from trainer.trainer import Trainer
 
 SAMPLES, LATENT = 21, 5
 SGD = {"_target_": "torch.optim.SGD", "lr": 0.01}

@@ -8,12 +8,12 @@ import torch.nn.functional as F
 from torch import nn
 
 import toys
+from regimen.trainer.errors import ModelError, SampleError, _change_for
+from regimen.trainer.tasks.classification import Classification
+from regimen.trainer.tasks.losses import Losses, Term, vector
+from regimen.trainer.tasks.own_loss import OwnLoss
+from regimen.trainer.tasks.penalties import GradientPenalty
 from toys import CLASSES, SAMPLES, Samples, assert_equal, by_hand, distance, of_output, points
-from trainer.errors import ModelError, SampleError, _change_for
-from trainer.tasks.classification import Classification
-from trainer.tasks.losses import Losses, Term, vector
-from trainer.tasks.own_loss import OwnLoss
-from trainer.tasks.penalties import GradientPenalty
 
 
 def soft_points():

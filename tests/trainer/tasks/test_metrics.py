@@ -7,14 +7,14 @@ import torch
 from torch import nn
 
 import toys
+from regimen.trainer.errors import ModelError
+from regimen.trainer.evaluation import check_metrics
+from regimen.trainer.strategies.strategy import Strategy
+from regimen.trainer.tasks import metrics as ours
+from regimen.trainer.tasks.classification import Classification
+from regimen.trainer.tasks.language_model import LanguageModel
+from regimen.trainer.tasks.segmentation import Segmentation
 from toys import in_group, loader, points
-from trainer.errors import ModelError
-from trainer.evaluation import check_metrics
-from trainer.strategies.strategy import Strategy
-from trainer.tasks import metrics as ours
-from trainer.tasks.classification import Classification
-from trainer.tasks.language_model import LanguageModel
-from trainer.tasks.segmentation import Segmentation
 
 CLASSES = 4
 LOGITS = points(29, CLASSES, CLASSES, torch.float32)  # points whose inputs are the logits

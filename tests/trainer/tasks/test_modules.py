@@ -9,19 +9,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import toys
-from callbacks.ema import EMA
-from conf.errors import ConfigError
+from regimen.callbacks.ema import EMA
+from regimen.conf.errors import ConfigError
+from regimen.trainer import snapshot
+from regimen.trainer.errors import ModelError
+from regimen.trainer.optimizers.optimizers import build_optimizers
+from regimen.trainer.options import TrainerOptions
+from regimen.trainer.strategies.ddp import Processes
+from regimen.trainer.strategies.fsdp import FSDP
+from regimen.trainer.strategies.strategy import Strategy
+from regimen.trainer.task import named_modules
+from regimen.trainer.tasks.classification import Classification
+from regimen.trainer.trainer import Trainer
 from toys import CLASSES, in_group, points, whole_batches
-from trainer import snapshot
-from trainer.errors import ModelError
-from trainer.optimizers.optimizers import build_optimizers
-from trainer.options import TrainerOptions
-from trainer.strategies.ddp import Processes
-from trainer.strategies.fsdp import FSDP
-from trainer.strategies.strategy import Strategy
-from trainer.task import named_modules
-from trainer.tasks.classification import Classification
-from trainer.trainer import Trainer
 
 SAMPLES = points(24)
 SGD = {"_target_": "torch.optim.SGD", "lr": 0.5, "momentum": 0.9}

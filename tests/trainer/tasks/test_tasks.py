@@ -9,14 +9,14 @@ import torch.nn.functional as F
 from torch import nn
 
 import toys
+from regimen.trainer.errors import ModelError, SampleError
+from regimen.trainer.state import epoch_metric
+from regimen.trainer.tasks.classification import Classification
+from regimen.trainer.tasks.language_model import LanguageModel
+from regimen.trainer.tasks.multilabel import MultiLabel
+from regimen.trainer.tasks.regression import Regression
+from regimen.trainer.tasks.segmentation import Segmentation
 from toys import SAMPLES, Samples, assert_equal, distance, loader, points
-from trainer.errors import ModelError, SampleError
-from trainer.state import epoch_metric
-from trainer.tasks.classification import Classification
-from trainer.tasks.language_model import LanguageModel
-from trainer.tasks.multilabel import MultiLabel
-from trainer.tasks.regression import Regression
-from trainer.tasks.segmentation import Segmentation
 
 
 def values():

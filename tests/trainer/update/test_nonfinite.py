@@ -11,22 +11,22 @@ from torch import Tensor, nn
 
 import toys
 from accelerator import CPU, DEVICE, needs_simulation
-from callbacks.checkpoint import Checkpoint
-from callbacks.ema import EMA
-from callbacks.swa import SWA
+from regimen.callbacks.checkpoint import Checkpoint
+from regimen.callbacks.ema import EMA
+from regimen.callbacks.swa import SWA
+from regimen.trainer import snapshot
+from regimen.trainer.callback import Callback
+from regimen.trainer.checkpoints.reader import read_checkpoint
+from regimen.trainer.checkpoints.store import CheckpointStore
+from regimen.trainer.errors import DivergedError
+from regimen.trainer.optimizers.optimizers import build_optimizers
+from regimen.trainer.options import GradientNoise, TrainerOptions
+from regimen.trainer.strategies.ddp import DDP
+from regimen.trainer.strategies.fsdp import FSDP
+from regimen.trainer.strategies.strategy import Strategy
+from regimen.trainer.tasks.classification import Classification
+from regimen.trainer.trainer import Trainer
 from toys import ON_DEVICE, Log, batches, differences, in_group, loader, normed, points
-from trainer import snapshot
-from trainer.callback import Callback
-from trainer.checkpoints.reader import read_checkpoint
-from trainer.checkpoints.store import CheckpointStore
-from trainer.errors import DivergedError
-from trainer.optimizers.optimizers import build_optimizers
-from trainer.options import GradientNoise, TrainerOptions
-from trainer.strategies.ddp import DDP
-from trainer.strategies.fsdp import FSDP
-from trainer.strategies.strategy import Strategy
-from trainer.tasks.classification import Classification
-from trainer.trainer import Trainer
 
 NODES = toys.optimizer_nodes() | {
     "rprop": {"_target_": "torch.optim.Rprop"},

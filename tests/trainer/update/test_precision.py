@@ -7,17 +7,17 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from toys import batches, differences, trainer_of
-from trainer.errors import DivergedError, ModelError
-from trainer.tasks.classification import Classification
-from trainer.trainer import Trainer
-from trainer.update import precision
-from trainer.update.precision import (
+from regimen.trainer.errors import DivergedError, ModelError
+from regimen.trainer.tasks.classification import Classification
+from regimen.trainer.trainer import Trainer
+from regimen.trainer.update import precision
+from regimen.trainer.update.precision import (
     Precision,
     checkpoint_modules,
     checkpoint_segments,
     format_remark,
 )
+from toys import batches, differences, trainer_of
 
 
 def network() -> nn.Module:

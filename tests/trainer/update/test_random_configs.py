@@ -9,15 +9,15 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import toys
-from conf.check import fill_defaults, parse
-from data.orders import Shuffled
-from trainer.assembly.check import check_targets
-from trainer.assembly.experiment import build
-from trainer.options import GradientNoise, TrainerOptions
-from trainer.rng import derived
-from trainer.strategies.strategy import Strategy
-from trainer.tasks.classification import Classification
-from trainer.update.gradients import add_noise
+from regimen.conf.check import fill_defaults, parse
+from regimen.data.orders import Shuffled
+from regimen.trainer.assembly.check import check_targets
+from regimen.trainer.assembly.experiment import build
+from regimen.trainer.options import GradientNoise, TrainerOptions
+from regimen.trainer.rng import derived
+from regimen.trainer.strategies.strategy import Strategy
+from regimen.trainer.tasks.classification import Classification
+from regimen.trainer.update.gradients import add_noise
 
 SAMPLES, FEATURES, CLASSES, BATCH, UPDATES = 19, 6, 3, 8, 5
 
@@ -25,7 +25,7 @@ SAMPLES, FEATURES, CLASSES, BATCH, UPDATES = 19, 6, 3, 8, 5
 MODELS = {
     "linear": {"_target_": "torch.nn.Linear", "in_features": FEATURES, "out_features": CLASSES},
     "sequential": {
-        "_target_": "models.sequential.from_layers",
+        "_target_": "regimen.models.sequential.from_layers",
         "input_shape": [FEATURES],
         "layers": [
             {"_target_": "torch.nn.Linear", "in_features": FEATURES, "out_features": 5},
@@ -101,7 +101,7 @@ def configs(draw) -> dict:
             "data": {"num_classes": CLASSES, "train": node},
             "loader": {"batch_size": BATCH, "drop_last": draw(st.booleans())},
             "task": {
-                "_target_": "trainer.tasks.classification.Classification",
+                "_target_": "regimen.trainer.tasks.classification.Classification",
                 "num_classes": CLASSES,
                 "loss": {
                     "_target_": "torch.nn.CrossEntropyLoss",

@@ -11,19 +11,19 @@ from torch import Tensor, nn
 
 import toys
 from accelerator import CPU, DEVICE, needs_simulation
-from callbacks.ema import EMA
-from models.gan import GAN as Networks  # noqa: N811
-from scripts.composition.compose import compose
+from regimen.callbacks.ema import EMA
+from regimen.models.gan import GAN as Networks  # noqa: N811
+from regimen.scripts.composition.compose import compose
+from regimen.trainer.callback import Callback
+from regimen.trainer.errors import DivergedError, ModelError
+from regimen.trainer.optimizers.optimizers import build_optimizers
+from regimen.trainer.options import GradientNoise, TrainerOptions
+from regimen.trainer.strategies.strategy import Strategy
+from regimen.trainer.task import StepOutput
+from regimen.trainer.tasks.classification import Classification
+from regimen.trainer.tasks.gan import DISCRIMINATOR, GAN, GENERATOR
+from regimen.trainer.trainer import Trainer
 from toys import batches, differences
-from trainer.callback import Callback
-from trainer.errors import DivergedError, ModelError
-from trainer.optimizers.optimizers import build_optimizers
-from trainer.options import GradientNoise, TrainerOptions
-from trainer.strategies.strategy import Strategy
-from trainer.task import StepOutput
-from trainer.tasks.classification import Classification
-from trainer.tasks.gan import DISCRIMINATOR, GAN, GENERATOR
-from trainer.trainer import Trainer
 
 NODE = compose(["experiment=gan", "optimizer=gan"]).config["optimizer"]
 

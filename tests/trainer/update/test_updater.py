@@ -8,8 +8,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from data.batch import least_of, to_device
-from data.orders import Shuffled
+from regimen.data.batch import least_of, to_device
+from regimen.data.orders import Shuffled
+from regimen.trainer.callback import Callback
+from regimen.trainer.errors import SampleError, UserCodeError
+from regimen.trainer.lr_schedulers.schedule import LRSchedule
+from regimen.trainer.strategies.strategy import Strategy
+from regimen.trainer.task import StepOutput
+from regimen.trainer.tasks import losses
+from regimen.trainer.tasks.classification import Classification
+from regimen.trainer.tasks.losses import Term
+from regimen.trainer.tasks.supervised import Scores
+from regimen.trainer.trainer import Trainer
+from regimen.trainer.update.sums import Sums
 from toys import (
     BATCH,
     CLASSES,
@@ -27,17 +38,6 @@ from toys import (
     trainer_of,
     whole_batches,
 )
-from trainer.callback import Callback
-from trainer.errors import SampleError, UserCodeError
-from trainer.lr_schedulers.schedule import LRSchedule
-from trainer.strategies.strategy import Strategy
-from trainer.task import StepOutput
-from trainer.tasks import losses
-from trainer.tasks.classification import Classification
-from trainer.tasks.losses import Term
-from trainer.tasks.supervised import Scores
-from trainer.trainer import Trainer
-from trainer.update.sums import Sums
 
 WEIGHTS = torch.tensor([0.2, 1.0, 3.0], dtype=torch.float64)
 
