@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from regimen.trainer.task import Task
 
 AUTO = "auto"
-logger = logging.getLogger("callbacks")
+logger = logging.getLogger("regimen.callbacks")
 
 
 class CallbackError(ConfigError, ValueError):

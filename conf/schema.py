@@ -89,7 +89,7 @@ class DataConfig:
             found = "missing" if self.fold is None else f"is {self.fold}"
             message = f"{found}, but data.folds={self.folds} has folds 0 to {self.folds - 1}"
             yield Problem("fold", message)
-        if not str((self.train or {}).get("_target_")).startswith("data."):
+        if not str((self.train or {}).get("_target_")).startswith("regimen.data."):
             return  # to a user's data sets these keys may mean something else
         given = {key: value for key, value in self.extra.items() if value is not None}
         for name in ("image_size", "channels"):

@@ -52,7 +52,7 @@ def import_package(package: str, extra: str) -> ModuleType:
     try:
         return importlib.import_module(package)
     except ModuleNotFoundError as error:
-        message = f"the package {package} is not installed: pip install 'regimen[{extra}]'"
+        message = f"the package {package} is not installed: pip install 'torch-regimen[{extra}]'"
         raise MissingPackageError(message) from error
 
 

@@ -72,14 +72,16 @@ class Pipeline:
 
     @property
     def takes_files(self) -> bool:
-        """Whether the first step takes a `regimen.data.decode.LargeJpeg` as well as a decoded image."""
+        """Whether the first step takes a `LargeJpeg` (`data.decode`) as well as a decoded image."""
         first = next(iter(self.steps.values()), None)
         return bool(getattr(first, "takes_files", False))
 
     def __call__(self, sample: Any) -> Any:
         for name, step in self.steps.items():
             try:
-                if isinstance(sample, Image.Image) and type(step).__module__.startswith("data."):
+                if isinstance(sample, Image.Image) and type(step).__module__.startswith(
+                    "regimen.data."
+                ):
                     sample = as_tensor(sample)
                 if hasattr(step, "draw"):  # its draws are those of the sample's generator
                     own = Draws(torch.randint(2**62, (1,)).numpy().astype(np.uint64))

@@ -5,16 +5,18 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
 
 from regimen.conf.errors import ConfigError, did_you_mean, one_line
+from regimen.conf.layout import ROOT, installed_from, is_checkout
 from regimen.scripts.cli.arguments import command_parser
 from regimen.scripts.cli.files import make_above, write_new
-from regimen.scripts.cli.shadow import ROOT
+from regimen.scripts.commands import COMMANDS
 from regimen.scripts.composition.folders import CONF, check_folder
 from regimen.scripts.help import Groups, below, description, groups_in
-from regimen.scripts.regimen import COMMANDS
 from regimen.trainer.files.atomic import TEMPORARY, remove_orphans, storing
 
 _TEMPLATE = ROOT / "template"
@@ -83,7 +85,7 @@ def new(argv: Sequence[str]) -> int:
         raise ConfigError(f"{title[:20]}...: a name has at most {_LONGEST} letters")
     if os.path.lexists(folder) and not (folder.is_dir() and _is_empty(folder)):
         raise ConfigError(f"{folder} exists and is no empty folder: choose another name")
-    texts = project_files(title, os.path.relpath(ROOT, folder.resolve()))
+    texts = project_files(title, _source(folder))
     make_above(folder)
     made = folder / f"{TEMPORARY}project"
     with storing(folder):
@@ -103,8 +105,21 @@ def new(argv: Sequence[str]) -> int:
     return 0
 
 
-def project_files(title: str, clone: str) -> dict[str, str]:
-    """Return the text of each file by its path; `clone`: the folder that Regimen is taken from."""
+def _source(project: Path) -> dict[str, Any]:
+    """Return where a new project takes Regimen from, in uv's words; {} is the package index."""
+    if is_checkout():
+        return {"path": os.path.relpath(ROOT, project.resolve()), "editable": True}
+    record = installed_from()
+    url = str(record.get("url", ""))
+    if "vcs_info" in record:
+        return {"git": url, "rev": record["vcs_info"]["commit_id"]}
+    if url.startswith("file://"):
+        return {"path": unquote(urlsplit(url).path)}
+    return {"url": url} if url else {}
+
+
+def project_files(title: str, source: Mapping[str, Any]) -> dict[str, str]:
+    """Return the text of each file by its path; `source`: where Regimen is taken from, as uv's."""
     from regimen.scripts.schema import schema_text
 
     name = re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-") or "project"
@@ -115,11 +130,15 @@ def project_files(title: str, clone: str) -> dict[str, str]:
         for path in sorted(_TEMPLATE.rglob("*"))
         if path.is_file() and "__pycache__" not in path.parts
     }
-    # TOML's basic strings escape as JSON's do.
-    for place, text in (("NAME", name), ("CLONE", clone)):
-        quoted = json.dumps(text, ensure_ascii=False)
-        files["pyproject.toml"] = files["pyproject.toml"].replace(f'"{place}"', quoted)
-    files["README.md"] = files["README.md"].replace("TITLE", title).replace("CLONE", clone)
+    # TOML's basic strings escape as JSON's do, and its truth values are written alike.
+    fields = [f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in source.items()]
+    facts = files["pyproject.toml"].replace('"NAME"', json.dumps(name))
+    if source:
+        facts = facts.replace('{ path = "SOURCE" }', f"{{ {', '.join(fields)} }}")
+    else:
+        facts = facts.replace('[tool.uv.sources]\ntorch-regimen = { path = "SOURCE" }\n\n', "")
+    files["pyproject.toml"] = facts
+    files["README.md"] = files["README.md"].replace("TITLE", title)
     files[".gitignore"] = "runs/\n.venv/\n__pycache__/\n"
     files["editor/experiment.json"] = schema_text("experiment")
     return files

@@ -6,7 +6,7 @@ TARGET becomes a plain checkpoint: a single file, which needs no folder of shard
 from collections.abc import Sequence
 from pathlib import Path
 
-from regimen.scripts.regimen import main
+from regimen.scripts.commands import main
 
 
 def convert(argv: Sequence[str]) -> int:

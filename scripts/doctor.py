@@ -6,9 +6,11 @@ import resource
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
+from importlib import metadata
 from pathlib import Path
 
 from regimen.conf.errors import one_line
+from regimen.conf.layout import DISTRIBUTION, ROOT
 from regimen.scripts.cli.arguments import command_parser
 from regimen.scripts.cli.console import importing, usable_cpus
 from regimen.trainer.runs.directory import versions
@@ -45,6 +47,7 @@ def doctor(argv: Sequence[str]) -> int:
 def _checks() -> Iterator[tuple[str, Callable[[], Finding]]]:
     found = (f"{name} {version}" for name, version in versions().items())
     yield "versions", lambda: (", ".join(found), None)
+    yield "import name", _import_name
     yield "threads", _threads
     yield "open files", _open_files
     yield "disk", _disk
@@ -58,6 +61,16 @@ def _checks() -> Iterator[tuple[str, Callable[[], Finding]]]:
     yield "torch", lambda: (f"{torch.__version__}, built for {built or 'CPUs only'}", None)
     yield "driver", lambda: of_driver(cuda, device.device_count() > 0)
     yield "devices", _devices
+
+
+def _import_name() -> Finding:
+    """Look for the other project that is called `regimen`, whose files would overwrite ours."""
+    try:
+        version = metadata.version("regimen")
+    except metadata.PackageNotFoundError:
+        return f"`import regimen` is {ROOT}", None
+    cure = f"pip uninstall regimen; pip install --force-reinstall {DISTRIBUTION}"
+    return f"the package regimen {version} is another project with the same import name", cure
 
 
 def _threads() -> Finding:

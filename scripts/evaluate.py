@@ -4,12 +4,12 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from regimen.scripts import regimen
+from regimen.scripts import commands
 
 
 def main() -> None:
     """Run the command line and leave with its exit code."""
-    regimen.main("evaluate")
+    commands.main("evaluate")
 
 
 def evaluate(argv: Sequence[str]) -> int:
@@ -20,9 +20,7 @@ def evaluate(argv: Sequence[str]) -> int:
     from regimen.conf.check import parse
     from regimen.conf.errors import one_line
     from regimen.scripts.cli.console import importing
-    from regimen.scripts.composition.compose import (
-        compose,  # after the first line: it imports Hydra
-    )
+    from regimen.scripts.composition.compose import compose  # it imports Hydra
 
     _refuse_processes(arguments.overrides)
     composed = compose(arguments, trains=False)

@@ -19,13 +19,13 @@ from regimen.conf.check import spelled
 from regimen.conf.errors import ConfigError, did_you_mean
 from regimen.conf.fields import REQUIRED, Key, declared
 from regimen.conf.interpolation import join
+from regimen.conf.layout import installed_version
 from regimen.conf.schema import Config
 from regimen.conf.yaml_file import word
 from regimen.scripts.cli.arguments import Arguments, command_parser, parser
-from regimen.scripts.cli.console import installed_version
+from regimen.scripts.commands import COMMANDS
 from regimen.scripts.composition.compose import config_text, print_by_hydra
 from regimen.scripts.composition.folders import CONF
-from regimen.scripts.regimen import COMMANDS
 from regimen.trainer.runs.status import MANIFEST
 
 _WIDTH = 96

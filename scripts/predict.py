@@ -4,12 +4,12 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 
-from regimen.scripts import regimen
+from regimen.scripts import commands
 
 
 def main() -> None:
     """Run the command line and leave with its exit code."""
-    regimen.main("predict")
+    commands.main("predict")
 
 
 def predict(argv: Sequence[str]) -> int:
@@ -32,9 +32,7 @@ def predict(argv: Sequence[str]) -> int:
         for key, _, value in given
         if key == "strategy.name" and value not in ("single", "ddp")
     )
-    from regimen.scripts.composition.compose import (
-        compose,  # after the first line: it imports Hydra
-    )
+    from regimen.scripts.composition.compose import compose  # it imports Hydra
     from regimen.scripts.runs.launch import work_of
 
     # However a run was trained (in shards, on many devices), it is asked on one; who wants more

@@ -33,7 +33,7 @@ _TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", type(
 _LIMITS = {">=": "minimum", ">": "exclusiveMinimum", "<=": "maximum"}
 _OPEN = {"type": "string", "pattern": r"\$\{|^\?\?\?$"}  # an interpolation, or ???
 # Arguments in other packages change with the installed version.
-_OURS = ("models.", "data.", "trainer.", "callbacks.")
+_OURS = "regimen."
 
 
 def schema(argv: Sequence[str]) -> int:

@@ -2,18 +2,18 @@
 
 from collections.abc import Sequence
 
-from regimen.scripts import regimen
+from regimen.scripts import commands
 
 
 def main() -> None:
     """Run the command line and leave with its exit code."""
-    regimen.main("train")
+    commands.main("train")
 
 
 def train(argv: Sequence[str]) -> int:
     """Do what a command line asks for; torch is imported once its keys and types are sound."""
     from regimen.scripts.cli.arguments import parse_arguments
-    from regimen.scripts.cli.console import greet, logger
+    from regimen.scripts.cli.console import greet
 
     arguments = parse_arguments(argv)
     if arguments.asks_for_text:
@@ -22,10 +22,7 @@ def train(argv: Sequence[str]) -> int:
         answer(arguments)
         return 0
     greet()
-    from regimen.scripts.cli.shadow import clashes
-    from regimen.scripts.composition.compose import (
-        compose,  # after the first line: it imports Hydra
-    )
+    from regimen.scripts.composition.compose import compose  # it imports Hydra
     from regimen.scripts.composition.overrides import refuse_untyped
 
     if arguments.multirun:
@@ -37,8 +34,6 @@ def train(argv: Sequence[str]) -> int:
             return search(arguments)
         return sweep(arguments)
     composed = compose(arguments)
-    for doubt in clashes():
-        logger.warning("warning: %s", doubt)
     if trial := (composed.config.get("sweep") or {}).get("trial"):
         refuse_untyped("sweep", {"trial": trial}, composed.overrides)
     from regimen.scripts.runs.launch import work_of

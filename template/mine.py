@@ -4,8 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from regimen.trainer.callback import Callback
-from regimen.trainer.task import StepOutput, Task
+from regimen import Callback, StepOutput, Task
 
 
 class Waves:

@@ -44,12 +44,15 @@ FREE = "model data optimizer lr_scheduler transforms strategy callbacks debug"
 # Paths that users' YAML and Python name: a class stays in its file, whatever is merged around it.
 PROMISED = """
 regimen.callbacks.pictures.graph.Graph regimen.callbacks.pictures.layers.LayerStatistics
-regimen.callbacks.pictures.masks.Masks regimen.callbacks.pictures.texts.Texts regimen.data.noise.WithNoise
-regimen.data.scenes.DigitScenes regimen.data.tabular.Diabetes regimen.data.samplers.PerClass
+regimen.callbacks.pictures.masks.Masks regimen.callbacks.pictures.texts.Texts
+regimen.data.noise.WithNoise regimen.data.scenes.DigitScenes regimen.data.tabular.Diabetes
+regimen.data.samplers.PerClass
 regimen.data.formats.huggingface_stream.streamed regimen.models.timm_adapter.build
-regimen.models.torchvision_adapter.build regimen.models.transformers_adapter.build regimen.trainer.trainer.Trainer
-trainer.load_run regimen.trainer.inference.run.load_run regimen.trainer.callback.Callback regimen.trainer.task.Task
-regimen.trainer.task.StepOutput regimen.scripts.composition.compose.compose
+regimen.models.torchvision_adapter.build regimen.models.transformers_adapter.build
+regimen.trainer.trainer.Trainer regimen.trainer.Trainer regimen.trainer.inference.run.load_run
+regimen.trainer.callback.Callback regimen.trainer.task.Task regimen.trainer.task.StepOutput
+regimen.scripts.composition.compose.compose regimen.Trainer regimen.TrainerOptions regimen.Callback
+regimen.Task regimen.StepOutput regimen.load_run regimen.compose regimen.build
 """
 
 

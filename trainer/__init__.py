@@ -2,15 +2,11 @@
 
 from typing import Any
 
-from regimen.trainer.shadow import refuse_shadows
-
-refuse_shadows()
-
 
 def __getattr__(name: str) -> Any:
-    """Return `load_run`, imported when it is asked for: `trainer.files` needs no torch."""
-    if name == "load_run":
-        from regimen.trainer.inference.run import load_run
+    """Return `Trainer`, imported when it is asked for: `regimen.trainer.files` needs no torch."""
+    if name == "Trainer":
+        from regimen.trainer.trainer import Trainer
 
-        return load_run
-    raise AttributeError(f"module 'trainer' has no attribute {name!r}")
+        return Trainer
+    raise AttributeError(f"module 'regimen.trainer' has no attribute {name!r}")

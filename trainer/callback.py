@@ -291,8 +291,8 @@ def keeps_weights(callbacks: Mapping[str, Callback]) -> bool:
 class EpochLines(Callback):
     """Print the loss of each epoch and the metrics of each validation to stderr.
 
-    What a run from Python tells that was given no callbacks. `regimen.callbacks.progress.Progress` shows
-    more; `Trainer(..., callbacks={})` shows nothing.
+    What a run from Python tells that was given no callbacks. `regimen.callbacks.progress.Progress`
+    shows more; `Trainer(..., callbacks={})` shows nothing.
     """
 
     def on_log(self, trainer: Trainer, scalars: Mapping[str, float]) -> None:

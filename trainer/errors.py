@@ -18,7 +18,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from regimen.conf.errors import ConfigError, lacks_memory
-from regimen.trainer.shadow import PACKAGES, ROOT
+from regimen.conf.layout import PACKAGES, ROOT
 
 # What ends a run, and the exit code that goes with it. SIGUSR1 is what batch systems send ahead of
 # a preemption, SIGHUP what a terminal sends that is closed: both count as SIGTERM.
@@ -28,7 +28,10 @@ EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGUSR1: 143, sign
 MISFITS = (RuntimeError, TypeError, ValueError, LookupError, AttributeError)
 # Packages whose errors are not attributed to the user's code; of them those whose errors come from
 # another process, or hide where they come from.
-_LIBRARIES = {"torch", "torchvision", "timm", "torchmetrics", "models", "trainer", "data", "hydra"}
+_LIBRARIES = (
+    *("torch", "torchvision", "timm", "torchmetrics", "hydra"),
+    *("regimen.models", "regimen.trainer", "regimen.data"),
+)
 _FOREIGN = ("torch.distributed", "torch.nn.parallel", "torch._utils", "torch.accelerator")
 # How the drivers of devices begin their errors: CUDA error, HIP error, XPU error.
 _DEVICE_ERROR = re.compile(r"\b[A-Z]{3,} error\b")
@@ -277,7 +280,11 @@ def is_misfit(error: Exception) -> bool:
         return False
     if modules[-1].startswith(_FOREIGN):
         return False
-    return all(module.partition(".")[0] in _LIBRARIES for module in modules)
+    return all(_is_of_library(module) for module in modules)
+
+
+def _is_of_library(module: str) -> bool:
+    return any(module == name or module.startswith(f"{name}.") for name in _LIBRARIES)
 
 
 def _change_for(message: str) -> str | None:

@@ -79,7 +79,7 @@ def as_output(result: Any, task: Task, step: str) -> StepOutput:
         return StepOutput(result)
     change = "return the loss"
     if isinstance(result, Mapping):
-        change = "return StepOutput(loss) with regimen.trainer.task.StepOutput, where a loss may be a dict"
+        change = "return StepOutput(loss) with regimen.StepOutput, where a loss may be a dict"
     elif result is None:
         change = "its last line must return the loss"
     raise UserCodeError(
@@ -155,8 +155,9 @@ class Task:
     def modes(self) -> Mapping[str, str]:
         """Return which values of its metrics are better, "min" or "max", by the metric's name.
 
-        The name tells it of those that are left out (`regimen.trainer.state.direction_of`). The default is
-        what the metrics say themselves by `higher_is_better`, as those of torchmetrics do.
+        The name tells it of those that are left out (`regimen.trainer.state.direction_of`). The
+        default is what the metrics say themselves by `higher_is_better`, as those of torchmetrics
+        do.
         """
         found: dict[str, str] = {}
         for name, metric in self.metrics().items():

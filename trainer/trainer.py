@@ -266,7 +266,7 @@ class Trainer:
         return to_device(batch, self.strategy.device, *form)
 
     def update(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """Apply one optimizer update, or skip it, and count; `regimen.trainer.update.updater` draws it."""
+        """Apply one optimizer update, or skip it, and count; `Updater.apply` draws it."""
         applied = self.updater.apply(micro_batches)
         self.state.count(len(micro_batches), micro_batches[0].piece.total, applied)
         if applied:

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from benchmarks.gpu_check.checks import SIMULATED
 from regimen.conf.check import parse
-from regimen.scripts import regimen
 from regimen.scripts.composition.compose import compose
 from regimen.trainer.assembly.experiment import Experiment, build
 from regimen.trainer.callback import Callback
@@ -25,7 +24,7 @@ SMALL = ["model=small_cnn", *(["model.widths=[4,8]"] if SIMULATED else [])]
 
 def command(name: str, words: Sequence[str]) -> list[str]:
     """Return the command line of `train`, `evaluate` or `predict`, with nothing installed."""
-    return [sys.executable, "-m", regimen.__name__, name, *words]
+    return [sys.executable, "-m", "regimen", name, *words]
 
 
 def run(name: str, words: Sequence[str]) -> int:

@@ -1,4 +1,4 @@
-"""Streams of the Hugging Face package `datasets`, read in order through `regimen.data.streams.Stream`."""
+"""Streams of the package `datasets`, read in order through `regimen.data.streams.Stream`."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any

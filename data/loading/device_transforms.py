@@ -93,9 +93,9 @@ class DeviceTransforms:
     """Apply named steps to the inputs of a batch, in order; null steps are dropped.
 
     A step is one of:
-    - one with `draw(draws, height, width)`, as those of `regimen.data.batch_transforms`: each image's draws
-      are keyed by (seed, epoch, sample, occurrence in the epoch, name), or, with `lasting = True`,
-      by (seed, sample, occurrence, name);
+    - one with `draw(draws, height, width)`, as those of `regimen.data.batch_transforms`: each
+      image's draws are keyed by (seed, epoch, sample, occurrence in the epoch, name), or, with
+      `lasting = True`, by (seed, sample, occurrence, name);
     - a step with `of_epoch(epoch)`, which returns the deterministic function for that epoch;
     - torchvision's MixUp or CutMix, or a step with `mixes_samples = True`: called with inputs and
       targets, keyed by (seed, epoch, update, micro-batch), since it pairs samples;

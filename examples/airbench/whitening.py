@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import unfold
 
+from regimen import Callback
 from regimen.callbacks.support import CallbackError
 from regimen.callbacks.unfreeze import set_trainable
 from regimen.data.batch import inputs_of
-from regimen.trainer.callback import Callback
 
 if TYPE_CHECKING:
     from regimen.trainer.trainer import Trainer

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 from torchvision.utils import draw_bounding_boxes, make_grid
 
-from regimen.trainer.callback import Callback
+from regimen import Callback
 from regimen.trainer.trainer import Trainer
 
 

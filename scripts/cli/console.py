@@ -17,6 +17,7 @@ from importlib import metadata
 from typing import Any, NoReturn, TextIO, cast
 
 from regimen.conf.errors import ConfigError, lacks_memory, readable
+from regimen.conf.layout import installed_version
 from regimen.scripts.cli.deferred import defer_imports
 from regimen.scripts.cli.signals import end_on_signals
 from regimen.trainer.errors import account, device_failed, is_users, refused_by_device
@@ -163,14 +164,6 @@ def greet() -> None:
         line = f"regimen {installed_version()}, torch {metadata.version('torch')}\n"
         sys.stderr.write(line)  # at once: a signal must not part the line
         sys.stderr.flush()
-
-
-def installed_version() -> str:
-    """Return the version that is installed; "not installed" where the code is only on the path."""
-    try:
-        return metadata.version("regimen")
-    except metadata.PackageNotFoundError:
-        return "not installed"
 
 
 def usable_cpus() -> Collection[int]:

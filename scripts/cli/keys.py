@@ -143,7 +143,9 @@ class Prediction(OfRun):
             elif path.exists() and not self.overwrite:
                 yield Problem(key, f"{path} exists", "overwrite=true replaces it")
         if self.out.endswith(".parquet") and importlib.util.find_spec("pyarrow") is None:
-            hint = "install the extra: pip install -e '.[parquet]', or write .csv or .jsonl"
+            hint = (
+                "install the extra: pip install 'torch-regimen[parquet]', or write .csv or .jsonl"
+            )
             yield Problem("out", "a .parquet table needs pyarrow", hint)
 
 
@@ -204,7 +206,7 @@ class Demo(OfRun):
     def conflicts(self) -> Iterator[Problem]:
         """Name the extra that is missing."""
         if importlib.util.find_spec("gradio") is None:
-            yield Problem("", "demo needs gradio", "pip install -e '.[demo]'")
+            yield Problem("", "demo needs gradio", "pip install 'torch-regimen[demo]'")
 
 
 T = TypeVar("T", bound=OfRun)

@@ -9,11 +9,9 @@ import itertools
 import math
 import os
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from types import ModuleType
 from typing import Any
 
 from hydra.core.override_parser.types import Override
@@ -411,15 +409,3 @@ def _null_where_named(part: Any) -> Any:
     """Return a section whose `num_classes` is null where it is open, as it always was stored."""
     is_open = isinstance(part, dict) and part.get("num_classes") == _COUNTED
     return {**part, "num_classes": None} if is_open else part
-
-
-class _Module(ModuleType):
-    """This module, which can be called as its function: `from regimen.scripts.composition import compose`.
-
-    The package has the module under the name that the function has.
-    """
-
-    __call__ = staticmethod(compose)
-
-
-sys.modules[__name__].__class__ = _Module

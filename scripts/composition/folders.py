@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import hydra
 from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.object_type import ObjectType
@@ -20,13 +21,15 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from regimen.conf.errors import ConfigError, Problem, did_you_mean
+from regimen.conf.layout import ROOT
 from regimen.conf.yaml_file import Document, examine
 from regimen.scripts.cli.arguments import Arguments
-from regimen.scripts.cli.shadow import ROOT
 from regimen.scripts.composition.overrides import NO_HYDRA, choice_problem, first_lines
 from regimen.scripts.composition.tree import shown_path
 
 CONF = ROOT / "conf"
+# The rules by which Hydra 1.3 composes; Hydra 1.4 follows them by itself and takes no parameter.
+_RULES = {"version_base": "1.3"} if hydra.__version__.startswith("1.3.") else {}
 # What Hydra and OmegaConf raise for invalid input, their asserts among it.
 REFUSED = (
     *(OmegaConfBaseException, HydraException, RecursionError, ValueError, TypeError),
@@ -236,12 +239,12 @@ def opened(arguments: Arguments) -> Iterator[Folders]:
     version = rules.version_base
     GlobalHydra.instance().clear()
     try:
-        with initialize_config_dir(str(CONF), "train", version_base="1.3"):
-            hydra = GlobalHydra.instance().hydra
-            assert hydra is not None
-            it = Folders(hydra, whole=arguments.cfg in ("hydra", "all"))
+        with initialize_config_dir(str(CONF), "train", **_RULES):
+            composer = GlobalHydra.instance().hydra
+            assert composer is not None
+            it = Folders(composer, whole=arguments.cfg in ("hydra", "all"))
             it.folders += [Folder(path, provider, it) for path, provider in places]
-            sources = hydra.config_loader.get_sources()
+            sources = composer.config_loader.get_sources()
             sources[:] = [sources[0], *it.folders, sources[-1]]  # Hydra's own, and its schema
             yield it
     finally:

@@ -145,7 +145,7 @@ def launch(request: Request) -> int:
     try:
         asked = {"request": asdict(request), "path": sys.path}
         (notes.folder / "request").write_text(json.dumps(asked))
-        # -P: a folder `scripts` in the working directory would shadow ours.
+        # -P: a file `regimen.py` in the working directory would hide the package.
         command = ("-P", "-m", "regimen.scripts.runs.launch", str(os.getpid()), str(notes.folder))
         with handling(_passing_on(notes)):
             try:

@@ -11,8 +11,8 @@ import yaml
 
 from regimen.conf.check import parse
 from regimen.conf.errors import ConfigError
+from regimen.conf.layout import ROOT
 from regimen.scripts.cli.console import report
-from regimen.scripts.cli.shadow import ROOT
 from regimen.scripts.composition.compose import compose
 from regimen.scripts.train import train
 from regimen.trainer.assembly.check import check_targets

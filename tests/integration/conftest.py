@@ -25,10 +25,12 @@ import pytest
 NEW_MOUNTS = 0x00020000  # CLONE_NEWNS
 PRELOADED = """
 pytest sklearn.datasets torch._dynamo torch.distributed.run torchvision.transforms.v2
-regimen.scripts.train regimen.scripts.evaluate regimen.scripts.composition.compose regimen.scripts.runs.run regimen.scripts.runs.answers
-regimen.trainer.inference.run regimen.trainer.tasks.classification regimen.models.mlp regimen.models.small_cnn
-callbacks.checkpoint callbacks.early_stopping callbacks.ema callbacks.lr_monitor
-callbacks.model_summary callbacks.progress callbacks.tensorboard callbacks.throughput
+regimen.scripts.train regimen.scripts.evaluate regimen.scripts.composition.compose
+regimen.scripts.runs.run regimen.scripts.runs.answers regimen.trainer.inference.run
+regimen.trainer.tasks.classification regimen.models.mlp regimen.models.small_cnn
+regimen.callbacks.checkpoint regimen.callbacks.early_stopping regimen.callbacks.ema
+regimen.callbacks.lr_monitor regimen.callbacks.model_summary regimen.callbacks.progress
+regimen.callbacks.tensorboard regimen.callbacks.throughput
 """
 
 
@@ -49,7 +51,7 @@ def run_command(command, arguments, folder, output, environment, tmpfs):
     if names := environment.get("STANDARD_INPUT"):
         sys.stdin = open(names)  # noqa: SIM115 (until the process ends)
     module = importlib.import_module(
-        "torch.distributed.run" if torchrun else "regimen.scripts.regimen"
+        "torch.distributed.run" if torchrun else "regimen.scripts.commands"
     )
 
     if "TRAIN_AS_ON_A_GPU" in environment:

@@ -9,8 +9,8 @@ import pytest
 import torch
 from PIL import Image
 
+from regimen import load_run
 from regimen.scripts.demo import page_of
-from regimen.trainer import load_run
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("gradio") is None, reason="the extra demo is not installed"

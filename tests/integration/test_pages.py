@@ -23,6 +23,7 @@ from torch import nn
 from torchvision.io import write_jpeg
 
 from regimen.conf.check import parse
+from regimen.conf.layout import PACKAGES
 from regimen.scripts.composition.compose import compose
 from regimen.trainer.assembly.check import check_targets
 from regimen.trainer.lr_schedulers.build import build_lr_schedule
@@ -313,9 +314,12 @@ def test_the_yaml_of_optimizers_builds():
 
 def test_the_readme_shows_an_experiment_whole_and_the_steps_of_the_dockerfile():
     assert (ROOT / "conf/experiment/resnet18.yaml").read_text() in README
-    steps = re.findall(r"^RUN (.*)$", (ROOT / "Dockerfile").read_text(), re.M)
+    text = (ROOT / "Dockerfile").read_text()
+    steps = re.findall(r"^RUN (.*)$", text, re.M)
     shown = [step.replace(" --no-cache-dir", "").replace(" --no-cache", "") for step in steps]
+    shown = [step for step in shown if not step.startswith("useradd")]
     assert len(shown) == 2
+    assert re.search(r"^USER (?!root)\w+$", text, re.M)  # and nothing after it is for root
     assert [s for s in shown if s.replace("$TORCH_BACKEND", "cpu") not in README] == []
 
 
@@ -337,8 +341,7 @@ def test_the_site_lists_every_page():
 
 
 def test_the_messages_are_those_of_the_code():
-    packages = ("conf", "data", "models", "trainer", "callbacks", "scripts")
-    files = [path for package in packages for path in (ROOT / package).rglob("*.py")]
+    files = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
     # Literals next to each other are one text.
     text = re.sub(r'"\s*\n\s*f?"', "", "\n".join(p.read_text(encoding="utf-8") for p in files))
     shown = re.findall(r"^\| `([^`]+)` \|", TEXTS["docs/troubleshooting.md"], re.M)

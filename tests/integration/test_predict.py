@@ -16,9 +16,9 @@ import yaml
 from PIL import Image
 from torch.nn import functional as F
 
+from regimen import load_run
 from regimen.conf.errors import ConfigError
 from regimen.models.small_cnn import SmallCNN
-from regimen.trainer import load_run
 from toy_pictures import write_digits
 
 TABLE = yaml.safe_load((Path(__file__).parents[1] / "mistakes.yaml").read_text())

@@ -14,15 +14,14 @@ import pytest
 import yaml
 
 from regimen.conf.errors import ConfigError
+from regimen.conf.layout import ROOT
 from regimen.scripts.catalog import cp, ls, new, project_files
 from regimen.scripts.cli.arguments import parse_arguments
-from regimen.scripts.cli.shadow import ROOT
+from regimen.scripts.commands import COMMANDS, regimen
 from regimen.scripts.composition.compose import compose, split_jobs
 from regimen.scripts.composition.folders import CONF
 from regimen.scripts.help import description
-from regimen.scripts.regimen import COMMANDS, regimen
 from regimen.trainer.errors import StorageError
-from regimen.trainer.shadow import PACKAGES
 
 TABLE = yaml.safe_load((ROOT / "tests/mistakes.yaml").read_text())
 MINE = Path("conf/experiment/mine.yaml")
@@ -181,16 +180,15 @@ def test_the_commands_of_its_readme_are_sound(project):
             assert command == "pytest" or words[0] in COMMANDS
 
 
-def test_it_depends_on_this_clone_and_hides_none_of_its_packages(project):
+def test_it_depends_on_this_clone(project):
     facts = tomllib.loads((project / "pyproject.toml").read_text())
     assert facts["project"]["name"] == "flowers"
-    source = facts["tool"]["uv"]["sources"]["regimen"]
+    source = facts["tool"]["uv"]["sources"]["torch-regimen"]
     assert (project / source["path"]).resolve() == ROOT
     assert source["editable"]
     texts = [path.read_text() for path in project.rglob("*") if path.is_file()]
     absolute = re.compile(rf"(?<!\.\.){re.escape(str(ROOT))}")
     assert not any(map(absolute.search, texts))  # a team shares the project
-    assert not {path.stem for path in project.rglob("*.py")} & set(PACKAGES)
     (config,) = (project / "conf").rglob("*.yaml")
     (schema,) = re.findall(r"\$schema=(.*)", config.read_text())
     assert json.loads((config.parent / schema).read_text())["title"] == "experiment"
@@ -205,7 +203,7 @@ def test_it_depends_on_this_clone_and_hides_none_of_its_packages(project):
     ],
 )
 def test_any_folder_gives_a_name_that_can_be_installed(title, name):
-    text = project_files(title, '/a "quoted" \\ folder')["pyproject.toml"]
-    facts = tomllib.loads(text)
+    source = {"path": '/a "quoted" \\ folder', "editable": True}
+    facts = tomllib.loads(project_files(title, source)["pyproject.toml"])
     assert facts["project"]["name"] == name
-    assert facts["tool"]["uv"]["sources"]["regimen"]["path"] == '/a "quoted" \\ folder'
+    assert facts["tool"]["uv"]["sources"]["torch-regimen"] == source

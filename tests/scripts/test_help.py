@@ -8,18 +8,19 @@ import sys
 from functools import cache
 from pathlib import Path
 
+import hydra
 import pytest
 import yaml
 from jsonschema import Draft7Validator
 
 from regimen.conf.errors import ConfigError
+from regimen.conf.layout import ROOT
 from regimen.conf.schema import Config
 from regimen.scripts.cli.arguments import parse_arguments
-from regimen.scripts.cli.shadow import ROOT
+from regimen.scripts.commands import COMMANDS
 from regimen.scripts.composition.compose import compose
 from regimen.scripts.composition.folders import CONF
 from regimen.scripts.help import _SCRIPTS, answer, completion, completions, schema_keys
-from regimen.scripts.regimen import COMMANDS
 from regimen.scripts.schema import schema, schema_text
 
 TABLE = yaml.safe_load((ROOT / "tests/mistakes.yaml").read_text())
@@ -71,7 +72,7 @@ def test_help_of_a_group_shows_choices_and_keys_with_their_meanings(capsys):
 
 
 def test_help_and_a_configuration_need_no_torch():
-    code = "import sys; from regimen.scripts.train import train; from regimen.scripts.composition import compose;"
+    code = "import sys; from regimen import compose; from regimen.scripts.train import train;"
     code += "train(['--help']); compose(['experiment=resnet18']); sys.exit('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], timeout=60, stdout=subprocess.DEVNULL)
     assert done.returncode == 0
@@ -84,7 +85,7 @@ def test_the_config_of_a_job(capsys):
     assert "root: ???" in whole  # though a run could not begin
     assert "num_classes: 10" in printed(capsys, "--cfg", "job", "--resolve", "-p", "model")
     assert printed(capsys, "--cfg", "job", "-p", "model.dropout", "model.dropout=0.25") == "0.25\n"
-    assert "Hydra 1.3" in printed(capsys, "--version")
+    assert f"Hydra {hydra.__version__}" in printed(capsys, "--version")
     assert "name: train" in printed(capsys, "--cfg", "hydra", "-p", "hydra.job")
     assert "max_epochs: 7" in printed(capsys, "--cfg", "all", "trainer.max_epochs=7")
     assert printed(capsys, "-sc", "install=bash") == _SCRIPTS["bash"]
@@ -127,14 +128,14 @@ def test_zsh_and_fish_get_whole_words(shell, capsys):
 SHELLS = {  # how each asks for what completes `train model=resnet`
     "bash": """
 compopt() { :; }
-regimen() { PYTHON -P -m regimen.scripts.regimen "$@"; }
+regimen() { PYTHON -P -m regimen.scripts.commands "$@"; }
 SCRIPT
 COMP_LINE='train model=resnet' COMP_POINT=18
 _regimen_complete
 printf 'model=%s\\n' "${COMPREPLY[@]}"
 """,
     "zsh": """
-regimen() { PYTHON -P -m regimen.scripts.regimen "$@" }
+regimen() { PYTHON -P -m regimen.scripts.commands "$@" }
 compdef() { :; }
 compadd() { print -r -- "${@[$@[(i)--]+1,-1]}" }
 SCRIPT
@@ -142,7 +143,7 @@ words=(train model=resnet) CURRENT=2
 _regimen_complete
 """,
     "fish": """
-function regimen; PYTHON -P -m regimen.scripts.regimen $argv; end
+function regimen; PYTHON -P -m regimen.scripts.commands $argv; end
 SCRIPT
 complete -C "train model=resnet"
 """,

@@ -270,7 +270,10 @@ def _fold_problems(config: Config) -> Iterator[Problem]:
             message = f"data.{split} is null: folds are shared out over train and val"
             yield Problem("data.folds", message)
         elif _in_folds(config, split, node) == node:
-            hint = "a data set has, whose target takes `fold` and `folds` (regimen.data.splits.fold_of)"
+            hint = (
+                "a data set has, whose target takes `fold` and `folds` "
+                "(regimen.data.splits.fold_of)"
+            )
             yield Problem("data.folds", f"data.{split}: {node['_target_']} has no folds", hint)
 
 

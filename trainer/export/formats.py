@@ -87,8 +87,8 @@ def build_network(
         mean, std = first_mean + first_std * mean, first_std * std
     last = f"transforms.eval.{names[-1]}" if names else "transforms.eval"
     raise ModelError(
-        f"{last} cannot be part of a graph that takes bytes: only regimen.data.transforms.ToFloat and "
-        "Standardize at the end of the transforms can; use preprocessing=outside"
+        f"{last} cannot be part of a graph that takes bytes: only ToFloat and Standardize (of "
+        "regimen.data.transforms) at the end of the transforms can; use preprocessing=outside"
     )
 
 
@@ -126,7 +126,7 @@ def check_libraries(name: str) -> None:
     """Refuse a format whose libraries are not installed. Raises ModelError."""
     for library in GRAPHS[name].needs:
         if importlib.util.find_spec(library) is None:
-            raise ModelError(f"format={name} needs {library}: pip install -e '.[onnx]'")
+            raise ModelError(f"format={name} needs {library}: pip install 'torch-regimen[onnx]'")
 
 
 @contextmanager

@@ -210,7 +210,8 @@ class Generation(NamedTuple):
         """Return the new tokens [n, max_new_tokens].
 
         logits_of: maps tokens [n, length] to logits [n, vocabulary, length], each of which depends
-        on its own and earlier positions only. batch: what `regimen.data.text.Prompts` returns, collated.
+        on its own and earlier positions only. batch: what `regimen.data.text.Prompts` returns,
+        collated.
         """
         window, lengths, numbers = batch
         draws = torch.zeros(len(window), self.max_new_tokens, dtype=torch.float64)  # on the host

@@ -20,6 +20,7 @@ from typing import Any, Self
 
 import yaml
 
+from regimen.conf.layout import ROOT, installed_from, installed_version, is_checkout
 from regimen.trainer.files.atomic import remove_orphans, storing, write_json, write_text
 from regimen.trainer.files.names import ForeignNameError, links_out, path_below
 from regimen.trainer.runs.lock import LOCK_FILE, RunLock, is_held, read_holder, refuse_taken
@@ -51,7 +52,7 @@ OF_A_RUN = (
     *_LATER.split(),
 )  # all that stands in its directory
 _DISTRIBUTIONS = (
-    "regimen torch torchvision hydra-core omegaconf tensorboard numpy pillow scikit-learn"
+    "torch-regimen torch torchvision hydra-core omegaconf tensorboard numpy pillow scikit-learn"
 )
 _GIT_SECONDS = 10.0
 _log = logging.getLogger(__name__)
@@ -296,7 +297,7 @@ def start_record(facts: Record) -> Record:
         "started": now(),
         "pid": os.getpid(),
         "host": socket.gethostname(),
-        "code": code_record(Path(__file__).resolve().parents[2]),
+        "code": code_record(ROOT) if is_checkout() else installed_record(),
         "working_folder": code_record(Path.cwd()),
         "versions": versions(),
         "platform": platform.platform(),
@@ -333,6 +334,19 @@ def code_record(folder: Path) -> Record:
         "commit": commit.decode().strip(),
         "changed_files": [os.fsdecode(line[3:]) for line in changed],
         "diff_sha256": hashlib.sha256(difference).hexdigest() if difference else None,
+    }
+
+
+def installed_record() -> Record:
+    """Return where the installed copy lies, its version, and its commit if it came from git.
+
+    Git is not asked: the folder may lie in somebody else's repository. Nor is the URL recorded.
+    """
+    vcs = installed_from().get("vcs_info") or {}
+    return {
+        "path": str(ROOT),
+        "version": installed_version(),
+        "commit": vcs.get("commit_id"),
     }
 
 

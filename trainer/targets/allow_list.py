@@ -24,10 +24,11 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from regimen.conf.errors import ConfigError, did_you_mean, nearest
-from regimen.trainer.shadow import PACKAGES, ROOT
+from regimen.conf.layout import PACKAGES, ROOT
 
-_ROOTS = (*PACKAGES, "timm", "torch", "torchmetrics", "torchvision")
-_OUR_CHECKOUT = ("benchmarks", "tests")  # importable when started in a checkout
+_ROOTS = ("regimen", "timm", "torch", "torchmetrics", "torchvision")
+# Importable when started in a checkout; of our packages a second copy would be.
+_OUR_CHECKOUT = ("benchmarks", "tests", *PACKAGES)
 
 _extra: list[str] = []  # packages and exact paths that `allow` has added
 _closed: set[str] = set()  # folders whose files a configuration may not name
@@ -114,7 +115,7 @@ def _offers() -> Mapping[str, Offer]:
     for file in (ROOT / "conf").rglob("*.yaml"):
         for path in re.findall(r"_target_:\s*([\w.]+)", file.read_text(encoding="utf-8")):
             module, _, name = path.rpartition(".")
-            if module.partition(".")[0] in PACKAGES:
+            if module.startswith("regimen."):
                 named.setdefault(module, set()).add(name)
     ours = {}
     for module, names in named.items():
@@ -217,7 +218,8 @@ def locate(path: str) -> Any:
             _import_module(inner, path)
         if not hasattr(found, name):
             place = getattr(found, "__name__", type(found).__name__)
-            hint = did_you_mean(name, [n for n in dir(found) if not n.startswith("_")])
+            others = [n for n in dir(found) if not n.startswith("_")]
+            hint = _name_of_ours(path) or did_you_mean(name, others)
             raise TargetError("", f"target {path!r} does not exist: {place} has no {name!r}", hint)
         parent, found = found, getattr(found, name)
         if isinstance(found, ModuleType) and (known or found.__name__ != inner):
@@ -322,10 +324,18 @@ def _working_folder() -> str:
         return ""
 
 
+def _name_of_ours(path: str) -> str | None:
+    """Return a hint with the whole name of what a path names without `regimen.`, or None."""
+    module, _, _ = path.rpartition(".")
+    return f"did you mean regimen.{path}?" if f"regimen.{module}" in _offers() else None
+
+
 def _how_to_allow(path: str) -> str:
     root, folder = path.partition(".")[0], _working_folder()
     files = os.listdir(folder) if os.access(folder, os.R_OK) else []
     module, _, name = path.rpartition(".")
+    if ours := _name_of_ours(path):
+        return ours
     near = nearest(module, [*_offers(), *(file.removesuffix(".py") for file in files)], cutoff=0.8)
     if near not in (None, module):
         return f"did you mean {near}.{name}?"

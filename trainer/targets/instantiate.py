@@ -24,7 +24,7 @@ SPECIAL = ("_target_", "_args_", "_partial_", "_recursive_")
 _HELD: Mapping[str, type] = {"_args_": list, "_partial_": bool, "_recursive_": bool}
 # Arguments by which builders of networks unpickle files: timm loads them with weights_only=False,
 # and transformers can wrap timm. The name of a model must be no address such as `hf-hub:...`.
-_BUILDERS = ("timm", "models")
+_BUILDERS = ("timm", "regimen.models")
 _UNPICKLED = ("checkpoint_path", "pretrained_cfg", "pretrained_cfg_overlay", "cache_dir")
 _NAMES = ("model_name", "name")
 _LISTS = (list, tuple, set, frozenset)

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from accelerator import CPU, DEVICE, needs_accelerator, needs_simulation
+from regimen import load_run
 from regimen.conf.check import parse
 from regimen.scripts.composition.compose import compose
-from regimen.trainer import load_run
 from regimen.trainer.assembly.experiment import _tried, build, fitting_steps
 from regimen.trainer.assembly.parts import build_strategy
 from regimen.trainer.checkpoints.reader import read_checkpoint

@@ -17,6 +17,7 @@ import torch
 
 from regimen.conf.errors import ConfigError
 from regimen.conf.fields import declared
+from regimen.conf.layout import ROOT
 from regimen.data.errors import UnreadableError
 from regimen.scripts.cli.arguments import AnsweredError
 from regimen.scripts.cli.console import (
@@ -31,7 +32,6 @@ from regimen.scripts.cli.console import (
     report,
 )
 from regimen.scripts.cli.keys import Demo, Evaluation, Export, Prediction, Quantization, read_keys
-from regimen.scripts.cli.shadow import ROOT
 from regimen.trainer.errors import StorageError, is_misfit
 from regimen.trainer.files.layout import aligned
 

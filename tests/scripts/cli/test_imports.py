@@ -1,15 +1,14 @@
-"""Imports that a command leaves out until they are needed; common names, and who answers to them.
+"""Imports that a command leaves out until they are needed.
 
 Tried in processes of their own.
 """
 
-import os
 import subprocess
 import sys
 
 import pytest
 
-from regimen.scripts.cli.shadow import ROOT, clashes
+from regimen.conf.layout import ROOT
 
 PACKAGE = {
     "large/__init__.py": "print('executed'); from large.part import value; from large import other",
@@ -124,54 +123,3 @@ def test_training_does_without_the_compiler(run):
 @pytest.mark.slow
 def test_once_the_compiler_is_there_torch_has_its_way(run):
     assert run(UNTIL_NEEDED + AND_THEN) == ["done", "done"]
-
-
-def package(folder, name):
-    (folder / name).mkdir(parents=True)
-    (folder / name / "__init__.py").write_text("")
-    return folder
-
-
-@pytest.mark.parametrize("refused", [False, True])
-def test_a_package_of_a_common_name_does_not_take_the_place_of_ours(tmp_path, refused):
-    """In the working folder it comes behind ours; on the path it is refused."""
-    here, other = package(tmp_path / "here", "data"), tmp_path / "other"
-    if refused:
-        package(other, "trainer")
-    code = f"import sys; sys.path.append({str(ROOT)!r}); from regimen.scripts.cli import shadow; "
-    code += "shadow.refuse_shadows(); import data; print(data.__file__)"
-    command = [sys.executable, *["-P"] * refused, "-c", code]
-    env = {**os.environ, "PYTHONPATH": str(other)}
-    done = subprocess.run(command, cwd=here, env=env, capture_output=True, text=True, timeout=60)
-    if refused:
-        assert done.returncode == 2
-        (line,) = done.stderr.splitlines()
-        assert line.startswith("error: the package 'trainer' is taken by")
-        assert str(other) in line
-    else:
-        assert (done.returncode, done.stderr) == (0, "")
-        assert done.stdout.strip() == str(ROOT / "data" / "__init__.py")
-
-
-@pytest.mark.parametrize(
-    "line", ["from regimen.trainer import load_run", "from regimen.trainer.task import Task"]
-)
-def test_a_script_beside_such_a_package_is_told_when_it_imports_ours(tmp_path, line):
-    (tmp_path / "data.py").write_text("")
-    (tmp_path / "go.py").write_text(f"{line}\n")
-    command = [sys.executable, "go.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 1
-    last = done.stderr.splitlines()[-1]
-    assert "the package 'data' is taken by" in last
-    assert str(tmp_path / "data.py") in last
-
-
-def test_a_clash_is_named(tmp_path, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    assert clashes() == []
-    package(tmp_path, "models")
-    (tmp_path / "data").mkdir()  # of data sets: no package
-    monkeypatch.chdir(tmp_path)
-    (clash,) = clashes()
-    assert str(tmp_path / "models") in clash

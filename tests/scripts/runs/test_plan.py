@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from regimen import build
 from regimen.data.errors import DataError
 from regimen.data.orders import Sequential
 from regimen.data.samplers import UpdateSampler
 from regimen.scripts.composition.compose import compose
 from regimen.scripts.runs.plan import batch_split, make_plan
-from regimen.trainer.assembly import build
 from regimen.trainer.files.layout import count, size
 from regimen.trainer.update import precision
 

@@ -244,10 +244,10 @@ def test_a_second_interrupt_leaves_with_one_line(main, lines):
 def test_a_signal_before_the_first_import_is_one_line(name, code):
     early = f"""
 import signal, sys, types
-from regimen.scripts import regimen
-shadow = sys.modules["regimen.scripts.cli.shadow"] = types.ModuleType("shadow")
-shadow.refuse_shadows = lambda: signal.raise_signal(signal.{name})
-regimen.main("train")
+from regimen.scripts import commands
+first = sys.modules["regimen.scripts.cli.console"] = types.ModuleType("console")
+first.leave_with = lambda *words: signal.raise_signal(signal.{name})
+commands.main("train")
 """
     command = [sys.executable, "-P", "-c", early]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)

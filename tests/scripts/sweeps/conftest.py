@@ -9,7 +9,8 @@ from regimen.scripts.sweeps import grid, launchers
 from regimen.scripts.sweeps.grid import searches, sweep
 from regimen.scripts.sweeps.search import search
 
-# Stands for `regimen.scripts.train`: does what optimizer.lr tells it, and leaves a status as a run does.
+# Stands for `regimen.scripts.train`: does what optimizer.lr tells it, and leaves a status as a
+# run does.
 JOB = """
 import json, os, pathlib, signal, sys, time
 

@@ -13,9 +13,9 @@ import yaml
 
 from regimen.callbacks.trial import open_storage
 from regimen.conf.errors import ConfigError
+from regimen.conf.layout import ROOT
 from regimen.conf.yaml_file import dump
 from regimen.scripts.cli.arguments import parse_arguments
-from regimen.scripts.cli.shadow import ROOT
 from regimen.scripts.composition.compose import compose, split_search
 from regimen.scripts.sweeps import search as searches
 from regimen.scripts.sweeps.grid import composed

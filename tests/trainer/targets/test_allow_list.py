@@ -7,20 +7,16 @@ import importlib
 import re
 import sys
 import types
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-import regimen.trainer
 from regimen.conf.errors import ConfigError
+from regimen.conf.layout import PACKAGES, ROOT
 from regimen.trainer.optimizers.param_groups import parse_selector
 from regimen.trainer.targets import allow_list as targets
 from regimen.trainer.targets.allow_list import LIBRARIES, TargetError, locate, refusal
 from regimen.trainer.targets.instantiate import instantiate, node_problems, refused_targets
-
-ROOT = Path(trainer.__file__).parent.parent
-PACKAGES = ("callbacks", "conf", "data", "models", "scripts", "trainer")
 
 
 @pytest.fixture
@@ -49,10 +45,10 @@ def nameable(path):
 def test_of_ours_what_yaml_names_and_the_classes_beside_it_can_be_named():
     texts = [file.read_text(encoding="utf-8") for file in (ROOT / "conf").rglob("*.yaml")]
     named = {path for text in texts for path in re.findall(r"_target_:\s*([\w.]+)", text)}
-    ours = {tuple(path.rsplit(".", 1)) for path in named if path.partition(".")[0] in PACKAGES}
+    ours = {tuple(path.rsplit(".", 1)) for path in named if path.startswith("regimen.")}
     found = set()
     for file in [file for package in PACKAGES for file in (ROOT / package).rglob("*.py")]:
-        module = file.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".")
+        module = "regimen." + file.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".")
         if module in {module for module, _ in ours}:
             names = vars(importlib.import_module(module))
             found |= {(module, n) for n in names if nameable(f"{module}.{n}")}
@@ -196,9 +192,11 @@ PATHS = """
 os.system posix.system subprocess.Popen builtins.open builtins.eval builtins.__import__
 pathlib.Path.unlink shutil.rmtree importlib.import_module logging.os.system functools.partial
 operator.methodcaller pickle.loads yaml.unsafe_load numpy.load joblib.load hydra.utils.instantiate
-sklearn.utils.fixes.joblib.load sklearn.datasets.fetch_openml regimen.scripts.train.train regimen.conf.check.parse
-regimen.conf.yaml_file.examine tests.conftest.anything regimen.data.sources.os.system regimen.trainer.runs.directory._git
-regimen.trainer.files.atomic.AppendLog regimen.trainer.errors.leave_at_once regimen.trainer.targets.allow_list.allow
+sklearn.utils.fixes.joblib.load sklearn.datasets.fetch_openml regimen.scripts.train.train
+regimen.conf.check.parse regimen.conf.yaml_file.examine tests.conftest.anything
+regimen.data.sources.os.system regimen.trainer.runs.directory._git
+regimen.trainer.files.atomic.AppendLog regimen.trainer.errors.leave_at_once
+regimen.trainer.targets.allow_list.allow data.sources.Digits models.resnet.ResNet
 regimen.trainer.checkpoints.reader.read_checkpoint regimen.data.batch.map_leaves
 regimen.callbacks.checkpoint.CheckpointStore regimen.callbacks.ema.EMA.load_state_dict
 torch.load torch.save torch.hub.load torch.ops.load_library

@@ -33,9 +33,6 @@ def main(*words: str) -> None:
     """Run the command line, whose first words may be given, and leave with its exit code."""
     for number in (signal.SIGINT, signal.SIGTERM):  # before all imports, which take a while
         signal.signal(number, _leave_early)
-    from regimen.scripts.cli.shadow import refuse_shadows
-
-    refuse_shadows()  # before anything of ours could be imported from where another package stands
     from regimen.scripts.cli.console import leave_with
 
     leave_with(regimen, [*words, *sys.argv[1:]])
@@ -63,7 +60,7 @@ def regimen(argv: Sequence[str]) -> int:
         hint = did_you_mean(word, COMMANDS) or f"commands: {', '.join(COMMANDS)}"
         raise ConfigError("", f"regimen has no command {word!r}", hint)
     module, _, function = COMMANDS[word][0].partition(":")
-    run = getattr(importlib.import_module(f"scripts.{module}"), function)
+    run = getattr(importlib.import_module(f"regimen.scripts.{module}"), function)
     return int(run(argv[1:]))
 
 
