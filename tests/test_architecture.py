@@ -78,22 +78,22 @@ KNOWN_TO_ALL = (
 # changes it. A number goes down with what is thrown away, and up in the commit that brings a
 # capability. Lines are free.
 EXPRESSIONS = {
-    "conf": 1675,
-    "data": 5986,
-    "models": 1186,
-    "trainer": 16483,
-    "callbacks": 4948,
-    "scripts": 8794,
+    "conf": 2109,
+    "data": 7259,
+    "models": 1187,
+    "trainer": 17931,
+    "callbacks": 5087,
+    "scripts": 9790,
 }
 # Habits that make a line hard to read, per 1,000 code lines of the six packages: at most.
 HABITS = {
-    "expressions": 1875,
-    "pairs": 16.1,
-    "ternaries": 41.5,
-    "comprehensions": 52.7,
-    "walruses": 8.0,
-    "truths as numbers": 2.1,
-    "fragments of messages": 6.2,
+    "expressions": 1845,
+    "pairs": 14.8,
+    "ternaries": 38.4,
+    "comprehensions": 50.7,
+    "walruses": 7.3,
+    "truths as numbers": 1.9,
+    "fragments of messages": 6.1,
 }
 
 # A room holds up to 16 modules; those whose files YAML names may hold more.
