@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.gpu_check.checks import DEVICE, SIMULATED, Checks
 from benchmarks.gpu_check.ours import CPU, SMALL, built, command, distance, equal, run, weights
-from regimen.trainer import load_run
+from regimen import load_run
 from regimen.trainer.checkpoints.reader import read_checkpoint
 from regimen.trainer.runs.status import read_metrics
 

@@ -24,6 +24,7 @@ WANTED = {
     "pillow": "11.3.0",
     "pyyaml": "6.0.3",
     "packaging": "25.0",
+    "fsspec": "2026.6.0",
     "pytest": "8.4.2",  # of the step `tests`
 }
 # What torch itself needs is there if torch is.

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import os
 import re
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -248,7 +249,7 @@ class Overrides:
             if path.name == group.rpartition("/")[2] and (path / f"{name}.yaml").is_file():
                 return f"name the folder of the groups: --config-dir {shown_path(path.parent)}"
         for place in ("conf", "configs", "config"):
-            if Path(place, group, f"{name}.yaml").is_file():
+            if os.path.isfile(os.path.join(place, group, f"{name}.yaml")):  # a name may be too long
                 return f"{place}/{group}/{name}.yaml is found with --config-dir {place}"
         return None
 

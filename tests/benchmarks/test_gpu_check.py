@@ -169,7 +169,9 @@ def test_wheels_are_unpacked_where_a_package_is_missing(tmp_path):
 
 def test_every_dependency_is_looked_for_in_a_version_that_is_allowed():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    for requirement in project["dependencies"]:
+    # Those of Python 3.14 have no release yet that the machine could have.
+    usual = [text for text in project["dependencies"] if "python_version >= '3.14'" not in text]
+    for requirement in (text.partition(";")[0] for text in usual):
         name = re.match(r"[\w-]+", requirement)[0]
         version = [int(n) for n in wheels.WANTED[name].split(".")]
         for bound, limit in re.findall(r"(>=|<)([\d.]+)", requirement):

@@ -256,6 +256,7 @@ def dying(files, moment):
 def test_a_copy_that_ends_at_any_moment_leaves_the_run_before_or_after(address, tmp_path):
     folder, remote = tmp_path / "run", Remote(address.format(tmp_path))
     (folder / "checkpoints").mkdir(parents=True)
+    (folder / "manifest.json").write_text("{}")
 
     def saved(step):
         name = f"step-{step:08}.pt"

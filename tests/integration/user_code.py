@@ -22,6 +22,8 @@ RAISED = {"exit": SystemExit(0), "generator": GeneratorExit(), "base": Signal("o
 class Bad(Dataset):
     """Samples like the digits', of which number 7 raises what it is told to."""
 
+    classes = tuple("0123456789")
+
     def __init__(self, raises=None, dtype="int64", when="sample", form="pair", **digits):
         if when == "start":
             raise SystemExit(0)

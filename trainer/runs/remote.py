@@ -105,7 +105,9 @@ class Remote:
                 for name, entry in index["names"].items()
             }
             found, others = self._listed(folder, {*kept, "index.json"})
-            manifest = found.pop(folder / MANIFEST)
+            manifest = found.pop(folder / MANIFEST, None)
+            if manifest is None:
+                raise FileNotFoundError(f"it has no {MANIFEST}, so that it holds no whole run")
             for path, place in found.items():
                 path.parent.mkdir(parents=True, exist_ok=True)
                 self.files.get_file(place, str(path))

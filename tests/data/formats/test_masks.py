@@ -5,13 +5,13 @@ import pytest
 import torch
 from PIL import Image
 
+from regimen import build
 from regimen.conf.check import parse
 from regimen.data.errors import DataError
 from regimen.data.formats.mask_folder import mask_folder
 from regimen.data.sources import fingerprint
 from regimen.scripts.composition.compose import compose
 from regimen.scripts.runs.plan import make_plan
-from regimen.trainer.assembly import build
 from regimen.trainer.assembly.data import build_data
 
 

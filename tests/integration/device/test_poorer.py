@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from accelerator import CPU, DEVICE, needs_simulation
+from regimen import load_run
 from regimen.conf.check import parse
 from regimen.data.batch import to_device
 from regimen.scripts.composition.compose import compose
 from regimen.scripts.doctor import of_driver
 from regimen.trainer import device as asked
-from regimen.trainer import load_run
 from regimen.trainer.assembly.experiment import build
 from regimen.trainer.callback import histogram_of
 from regimen.trainer.errors import DivergedError, ModelError

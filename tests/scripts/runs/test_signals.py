@@ -185,8 +185,8 @@ def test_under_nohup_a_closed_terminal_is_nothing(ignored):
 
 
 def _pause(started):
-    started.set()
     try:
+        started.set()
         signal.pause()
     except KeyboardInterrupt:
         os._exit(7)
