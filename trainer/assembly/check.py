@@ -213,7 +213,7 @@ def _task_problems(parts: Assembly) -> Iterator[Problem]:
         step = "turn_step" if task.turns else "training_step"
         if getattr(type(task), step) is getattr(Task, step):
             yield Problem("task._target_", missing_step(type(task), step))
-        yield from _monitor_problems(parts.config, task.metric_names())
+        yield from monitor_problems(parts.config, task)
     names = [section.name for section in _sections(parts.config)]
     if names and task.turns and set(task.turns) != set(names):
         yield Problem(
@@ -237,7 +237,9 @@ def _sections(config: Config) -> Sequence[Section]:
     return sections(config.optimizer) if config.optimizer else []
 
 
-def _monitor_problems(config: Config, names: Sequence[str]) -> Iterator[Problem]:
+def monitor_problems(config: Config, task: Task) -> Iterator[Problem]:
+    """Yield the monitors that are no metric of a task; a class without a name yet may be any."""
+    names = task.metric_names()
     stages = (*(config.data.validations or ["val"]), "train")
     known = [*(f"{stage}/{name}" for stage in stages for name in names), "train/grad_norm"]
     known += [epoch_metric(name) for name in known if name.startswith("train/")]
@@ -251,9 +253,24 @@ def _monitor_problems(config: Config, names: Sequence[str]) -> Iterator[Problem]
         if not validates and "lr_scheduler" in key and str(monitor).startswith("val/"):
             message = f"{monitor!r} is never logged: data.val is null"
             yield Problem(key, message, hint="follow train/loss")
-        if monitor not in (None, "auto", *known):
+        if monitor not in (None, "auto", *known) and not _of_class(str(monitor), config, task):
             message = f"{monitor!r} is none of {', '.join(known)}"
             yield Problem(key, message, did_you_mean(str(monitor), known))
+
+
+def _of_class(monitor: str, config: Config, task: Task) -> bool:
+    """Return whether a monitor may be a metric of a class, whose name the data will tell."""
+    stage, _, metric = monitor.rpartition("/")
+    if stage not in ("train", "val", *config.data.validations):
+        return False
+    for name, one in task.metrics().items():
+        called = metric.removeprefix(f"{name}_")
+        if called == metric or not getattr(one, "open_keys", False):
+            continue
+        # Names are often numbers, and these may begin with 1.
+        most = config.data.num_classes
+        return most is None or not called.isdecimal() or int(called) <= most
+    return False
 
 
 def _strategy_problems(config: Config) -> Iterator[Problem]:

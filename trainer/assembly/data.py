@@ -106,6 +106,11 @@ def names_of(dataset: Any) -> list[str] | None:
     return list(map(str, names)) if names else None
 
 
+def class_names(sets: Mapping[str, Any]) -> list[str] | None:
+    """Return the names of the classes of the first data set that has some."""
+    return next(filter(None, map(names_of, sets.values())), None)
+
+
 def follow_names(dataset: Any, classes: Sequence[str] | None, key: str) -> None:
     """Number a data set's classes as a run does, whose names are given. Raises ClassNamesError."""
     own = names_of(dataset)
@@ -369,8 +374,8 @@ def _not_kept(config: Config, split: str, kind: type, transform: Any) -> Iterato
 
 def data_facts(sets: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a checkpoint keeps of data sets: names of classes, and statistics, if any."""
-    names = list(filter(None, map(names_of, sets.values())))
-    facts: dict[str, Any] = {"classes": names[0]} if names else {}
+    names = class_names(sets)
+    facts: dict[str, Any] = {"classes": names} if names else {}
     known = {split: s for split, s in sets.items() if callable(getattr(s, "statistics", None))}
     if not known:
         return facts

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from regimen.conf.check import parse
-from regimen.conf.errors import ConfigError, lacks_memory
+from regimen.conf.errors import ConfigError, lacks_memory, raise_problems
 from regimen.conf.fields import declared
 from regimen.conf.schema import Config, EvalLoaderConfig
 from regimen.data.loading.device_transforms import DeviceTransforms, collate_ragged, mixes_samples
@@ -17,8 +17,14 @@ from regimen.data.loading.loader import Kept, Loader, can_be_kept
 from regimen.data.orders import Order, Sequential
 from regimen.data.samplers import Updates, UpdateSampler, as_order, as_updates, default_order
 from regimen.data.transforms import Pipeline
-from regimen.trainer.assembly.check import check_targets
-from regimen.trainer.assembly.data import Data, build_transforms, data_facts, open_data
+from regimen.trainer.assembly.check import check_targets, monitor_problems
+from regimen.trainer.assembly.data import (
+    Data,
+    build_transforms,
+    class_names,
+    data_facts,
+    open_data,
+)
 from regimen.trainer.assembly.parts import (
     OFFERED,
     Assembly,
@@ -82,8 +88,12 @@ def build(
     loader = train_loader(config, data, strategy)
     steps = count(options.limit_train_batches, len(loader))
 
-    parts = Assembly(config, strategy, data.num_classes, horizon(options, steps), steps)
+    lengths = horizon(options, steps), steps
+    names = class_names(data.sets)
+    parts = Assembly(config, strategy, data.num_classes, *lengths, names)
     checkpointed = parts.checkpointed
+    # Metrics of classes have their names only now.
+    raise_problems(monitor_problems(config, parts.task))
     trainer = Trainer(
         parts.model,
         parts.task,
@@ -255,14 +265,19 @@ def build_split(
 
 
 def build_evaluator(
-    config: Config, num_classes: int | None, strategy: Strategy, answering: nn.Module | None = None
+    config: Config,
+    num_classes: int | None,
+    strategy: Strategy,
+    answering: nn.Module | None = None,
+    classes: Sequence[str] | None = None,
 ) -> Trainer:
     """Build a trainer for evaluation and prediction, without data.
 
     `answering` takes the place of the model: an exported file, which has no average either.
+    `classes` are the names of the run.
     """
     config = with_counted_classes(config, num_classes)
-    parts = Assembly(config, strategy, num_classes)
+    parts = Assembly(config, strategy, num_classes, classes=classes)
     every = [parts.model, *parts.task.own_modules().values()]
     callbacks = {} if answering else parts.callbacks
     trainer = Trainer(

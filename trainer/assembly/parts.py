@@ -2,7 +2,7 @@
 
 import importlib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, cast
@@ -209,6 +209,7 @@ class Assembly:
     num_classes: int | None = None
     total_steps: int | None = None
     steps_per_epoch: int | None = None
+    classes: Sequence[str] | None = None  # their names, if the data have any
     guessed: bool = False  # these numbers are placeholders of a check, which opens no data
 
     @cached_property
@@ -255,6 +256,10 @@ class Assembly:
     def task(self) -> Task:
         """The task, moved to the device."""
         task: Task = build_node(with_classes(self.config.task, self.num_classes), "task")
+        for metric in task.metrics().values():
+            name_classes = getattr(metric, "name_classes", None)
+            if name_classes is not None and not self.guessed:
+                name_classes(self.classes or [])
         task.to(self.strategy.device, self.precision.dtype)
         return task
 

@@ -335,7 +335,8 @@ def metrics_of(
     told = facts.get("num_classes")
     if told is not None and num_classes is not None and told != num_classes:
         raise ModelError(f"the file has {told} classes, the data of the run {num_classes}")
-    trainer = build_evaluator(config, told or num_classes, strategy, _Answering(answer, facts))
+    answering = _Answering(answer, facts)
+    trainer = build_evaluator(config, told or num_classes, strategy, answering, classes)
     split, metrics = measured(trainer, opened)
     if facts["output"] == "mask" and isinstance(trainer.task, Supervised):
         for one, name in product(opened, trainer.task.losses.names):

@@ -256,7 +256,7 @@ def load_trainer(
         raise DamagedCheckpointError(f"{error}; {way_out}") from error
     check_payload(payload, path)
     with no_initial_weights():  # the checkpoint brings its own
-        trainer = build_evaluator(config, num_classes, strategy)
+        trainer = build_evaluator(config, num_classes, strategy, classes=classes_of(run_dir))
     snapshot.load_weights(trainer, payload, path)
     trainer.state.global_step = snapshot.log_point_of(payload).step
     return trainer

@@ -157,13 +157,28 @@ class MacroF1(ConfusionMatrix):
 
 
 class PerClassAccuracy(ConfusionMatrix):
-    """The accuracy of each class by name; the default for `classes` is 0, 1, ..."""
+    """The accuracy of each class by name; the default for `classes` are those of the data set.
+
+    `open_keys`: nobody has named the classes yet, and the keys are 0, 1, ...
+    """
 
     def __init__(self, num_classes: int, classes: Sequence[str] | None = None) -> None:
         super().__init__(num_classes)
+        self.open_keys = classes is None
         self.keys = [str(c) for c in (range(num_classes) if classes is None else classes)]
         if len(self.keys) != num_classes:
             raise ModelError(f"classes has {len(self.keys)} names, but num_classes={num_classes}")
+
+    def name_classes(self, classes: Sequence[str]) -> None:
+        """Take the names of a data set's classes, unless `classes` were given.
+
+        Numbers stay where it has no names, or not one for each class.
+        """
+        # A slash would make another level of a logged name.
+        names = [name.replace("/", "_") for name in classes]
+        if self.open_keys and len(names) == self.num_classes == len(set(names)):
+            self.keys = names
+        self.open_keys = False
 
     def compute(self) -> dict[str, float]:
         """Return the accuracies."""

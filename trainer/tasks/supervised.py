@@ -10,7 +10,7 @@ from regimen.data.batch import inputs_of
 from regimen.trainer.errors import ModelError, SampleError, called, spelled
 from regimen.trainer.task import Metric, StepOutput, Task
 from regimen.trainer.tasks.losses import Loss, Losses
-from regimen.trainer.tasks.metrics import ConfusionMatrix, Perplexity
+from regimen.trainer.tasks.metrics import ConfusionMatrix, PerClassAccuracy, Perplexity
 
 Scores = dict[str, tuple[Tensor, Tensor | int]]
 Metrics = Mapping[str, Metric | None]
@@ -111,6 +111,14 @@ class Supervised(Task):
             several = isinstance(keys, list | tuple) and keys
             names += [f"{name}_{key}" for key in keys] if several else [name]
         return names
+
+    def modes(self) -> Mapping[str, str]:
+        """Add that accuracies of classes rise, whatever the classes are called."""
+        modes = dict(super().modes())
+        for name, metric in self._metrics.items():
+            if isinstance(metric, PerClassAccuracy):
+                modes |= {f"{name}_{key}": "max" for key in metric.keys}
+        return modes
 
     def metrics(self) -> Mapping[str, Metric]:
         """Return the metrics that keep a state."""

@@ -355,6 +355,7 @@ def check(*typed):
         "model=mlp data.cache=device transforms=on_device",
         "experiment=segmentation data.cache=device",
         "task/metrics=per_class callbacks.checkpoint.monitor=val/accuracy_3",
+        "task/metrics=per_class callbacks.checkpoint.monitor=val/accuracy_cat",
     ],
 )
 def test_what_can_be_built_passes(typed):
@@ -418,3 +419,38 @@ def test_an_open_number_of_classes_is_that_of_the_data():
     node = {"parts": [{"num_classes": None}], "num_classes": 3}
     assert with_classes(node, 7) == {"parts": [{"num_classes": 7}], "num_classes": 3}
     assert node["parts"] == [{"num_classes": None}]
+
+
+NAMED = """
+import torch
+from regimen.data.sources import ImageTensors
+class Named(ImageTensors):
+    def __init__(self, names, transform=None):
+        images = torch.randint(0, 256, (30, 1, 16, 16), dtype=torch.uint8)
+        super().__init__(images, torch.arange(30) % 3, names, transform)
+"""
+
+
+@pytest.mark.parametrize(
+    ("names", "keys"),
+    [
+        pytest.param(["cat", "dog", "hair loss"], ["cat", "dog", "hair loss"], id="names"),
+        pytest.param(["a/b", "c", "3"], ["a_b", "c", "3"], id="a slash"),
+        pytest.param(["a", "a", "b"], ["0", "1", "2"], id="repeated"),
+    ],
+)
+def test_metrics_of_classes_have_the_names_of_the_data(tmp_path, monkeypatch, names, keys):
+    (tmp_path / "named_classes.py").write_text(NAMED)
+    monkeypatch.syspath_prepend(tmp_path)
+    typed = ["--allow-target", "named_classes", "task/metrics=per_class", "data.test=null"]
+    typed.append("data.num_classes=3")
+    node = f"{{_target_:named_classes.Named,names:{names}}}"
+    typed += [f"data.train={node}", f"data.val={node}"]
+    monitored = f"callbacks.checkpoint.monitor='val/accuracy_{keys[2]}'"
+    trainer = build(composed(*typed, monitored)).trainer
+    trainer.setup()
+    logged = trainer.evaluate(trainer.val_loaders["val"], "val")
+    assert {f"val/accuracy_{key}" for key in keys} <= logged.keys()
+    assert trainer.callbacks["checkpoint"].improves(0.9, 0.8)
+    with pytest.raises(ConfigError, match=f"'val/accuracy_cow' is none of .*accuracy_{keys[2]}"):
+        build(composed(*typed, "callbacks.checkpoint.monitor=val/accuracy_cow"))
