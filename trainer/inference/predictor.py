@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -166,9 +167,15 @@ def _input_form(dataset: Any) -> dict[str, Any]:
 
 
 def _picture_form(value: Any) -> tuple[int, list[int]]:
-    """Return channels and size of a Pillow image or a uint8 tensor [C, H, W], or raise."""
+    """Return channels and size of a Pillow image or of uint8 values, or raise.
+
+    Tensors are [C, H, W], arrays [H, W] or [H, W, C].
+    """
     if hasattr(value, "convert"):
         return 1 if value.mode in ("1", "L") else 3, [value.height, value.width]
+    if isinstance(value, np.ndarray):
+        planes = value[:, :, None] if value.ndim == 2 else value
+        value = torch.from_numpy(planes).movedim(-1, 0)
     channels, *size = value.shape
     if value.dtype != torch.uint8 or len(size) != 2 or channels not in (1, 3):
         raise ValueError("no picture")

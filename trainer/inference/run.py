@@ -221,7 +221,13 @@ def pictures_for(facts: InferenceFacts, config: Config, paths: Sequence[str]) ->
     inputs = facts.inputs
     if inputs["kind"] != "picture":
         hint = "source=val or source=test; or describe a data set in data.predict"
-        raise ConfigError("source", "the run was not trained on pictures", hint)
+        raise ConfigError(
+            "source",
+            "the run was not trained on pictures, as far as its data set shows: one that takes "
+            "`transform` and gives it uint8 pictures (Pillow, tensor or array) can be asked about "
+            "files",
+            hint,
+        )
     own = inputs["channels"], inputs["size"], build_pipeline(config, "eval")
     return Pictures(paths, *own, value_range=inputs.get("range"))
 

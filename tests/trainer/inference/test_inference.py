@@ -3,9 +3,12 @@
 import json
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
+from regimen.conf.check import parse
 from regimen.conf.errors import ConfigError
 from regimen.data.errors import DataError, UnreadableError
 from regimen.data.loading.fetch import collate
@@ -14,11 +17,13 @@ from regimen.models.gpt import GPT
 from regimen.models.layers import NetworkError
 from regimen.models.pretrained import read_weights
 from regimen.scripts.cli.keys import Evaluation, read_keys
+from regimen.scripts.composition.compose import compose
+from regimen.trainer.assembly.experiment import build
 from regimen.trainer.checkpoints.archive import DamagedCheckpointError
 from regimen.trainer.checkpoints.reader import model_only
 from regimen.trainer.errors import CheckpointError
-from regimen.trainer.inference.predictor import Generation, read_facts
-from regimen.trainer.inference.run import load_run, load_trainer
+from regimen.trainer.inference.predictor import Generation, facts_of, read_facts
+from regimen.trainer.inference.run import load_run, load_trainer, pictures_for
 from regimen.trainer.runs.status import RunDirectoryError
 from regimen.trainer.tasks.language_model import LanguageModel
 
@@ -203,3 +208,57 @@ def test_the_data_of_a_run_are_at_an_address_that_is_opened(tmp_path):
     (tmp_path / "config.yaml").write_text("data: {train: {root: 'sftp://host/x'}}\n")
     with pytest.raises(ConfigError, match=r"data\.train\.root: 'sftp://host/x': sftp://"):
         load_run(tmp_path)
+
+
+OWN_MASKS = """
+import numpy as np, torch
+from pathlib import Path
+from PIL import Image
+class Own:
+    def __init__(self, root, kind, transform=None):
+        self.files = sorted(Path(root, "images").glob("*.png"))
+        self.kind, self.transform = kind, transform
+    def __len__(self):
+        return len(self.files)
+    def __getitem__(self, index):
+        path = self.files[index]
+        image, mask = Image.open(path), Image.open(path.parents[1] / "masks" / path.name)
+        image = np.array(image) if self.kind == "array" else image
+        mask = torch.from_numpy(np.array(mask)).long()
+        if self.kind == "joint":
+            return self.transform((image, mask))
+        return self.transform(image), mask
+class Joint:
+    def __call__(self, sample):
+        if isinstance(sample, tuple):
+            return self(sample[0]), sample[1]
+        values = torch.from_numpy(np.array(sample)) if not torch.is_tensor(sample) else sample
+        return (values if values.ndim == 3 else values[None]).float() / 255
+"""
+
+
+@pytest.mark.parametrize("kind", ["mask_folder", "picture", "array", "joint"])
+def test_a_run_with_masks_is_asked_about_files(tmp_path, monkeypatch, kind):
+    for split in ("train", "val"):
+        for folder, most in (("images", 256), ("masks", 3)):
+            (tmp_path / split / folder).mkdir(parents=True)
+            for number in range(4):
+                values = np.random.RandomState(number).randint(0, most, (8, 8)).astype(np.uint8)
+                Image.fromarray(values).save(tmp_path / split / folder / f"{number}.png")
+    (tmp_path / "own_masks.py").write_text(OWN_MASKS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    typed = ["--allow-target", "own_masks", "experiment=segmentation", "data=mask_folder"]
+    typed += [f"data.root={tmp_path}", "data.num_classes=3", "data.image_size=null"]
+    typed += ["data.channels=1", "data.mean=[0.5]", "data.std=[0.5]", "transforms=none"]
+    typed += [f"transforms.{s}={{f: {{_target_: own_masks.Joint}}}}" for s in ("train", "eval")]
+    if kind != "mask_folder":
+        for split in ("train", "val"):
+            given = f"root: {tmp_path / split}, kind: {kind}"
+            typed.append(f"data.{split}={{_target_: own_masks.Own, {given}}}")
+    config = parse(compose(typed).config)
+    experiment = build(config)
+    facts = facts_of(config, experiment.data, experiment.trainer.task)
+    files = [str(tmp_path / "val" / "images" / f"{number}.png") for number in range(4)]
+    asked = pictures_for(facts, config, files)
+    for number, (image, _) in enumerate(map(experiment.data.sets["val"].__getitem__, range(4))):
+        assert torch.equal(asked[number], image)
