@@ -11,7 +11,7 @@ from torch import nn
 
 from regimen.data.batch import MicroBatch
 from regimen.trainer import rng
-from regimen.trainer.errors import MISFITS, ModelError, misfit
+from regimen.trainer.errors import MISFITS, ModelError, UserCodeError, called, misfit
 from regimen.trainer.options import count
 from regimen.trainer.strategies.strategy import Strategy
 from regimen.trainer.task import Metric, as_output, unsound
@@ -64,7 +64,13 @@ def evaluate(
     values = sums.means(group.reduce)
     trainer.updater.warn_of_labels(stage, sums)
     for name, metric in metrics.items():
-        values |= named_values(name, merged(metric, trainer.strategy).compute())
+        found = named_values(name, merged(metric, trainer.strategy).compute())
+        for taken in sorted(found.keys() & values.keys()):
+            raise UserCodeError(
+                f"{called(trainer.task)}: {stage}/{taken} would be two metrics, one of metrics() "
+                f"({name}) and another: give one of them another name"
+            )
+        values |= found
     return {f"{stage}/{name}": value for name, value in values.items()}
 
 

@@ -213,6 +213,7 @@ def _task_problems(parts: Assembly) -> Iterator[Problem]:
         step = "turn_step" if task.turns else "training_step"
         if getattr(type(task), step) is getattr(Task, step):
             yield Problem("task._target_", missing_step(type(task), step))
+        yield from name_problems(task)
         yield from monitor_problems(parts.config, task)
     names = [section.name for section in _sections(parts.config)]
     if names and task.turns and set(task.turns) != set(names):
@@ -235,6 +236,14 @@ def _stand_in_task(parts: Assembly) -> Task:
 
 def _sections(config: Config) -> Sequence[Section]:
     return sections(config.optimizer) if config.optimizer else []
+
+
+def name_problems(task: Task) -> Iterator[Problem]:
+    """Yield the names that two metrics of a task have, of which one would hide the other."""
+    names = list(task.metric_names())
+    for name in sorted({one for one in names if names.count(one) > 1}):
+        message = f"two metrics of the task would be called {name!r}, as in val/{name}"
+        yield Problem("task.metrics", message, "give that of task.metrics another name")
 
 
 def monitor_problems(config: Config, task: Task) -> Iterator[Problem]:

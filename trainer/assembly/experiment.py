@@ -17,7 +17,7 @@ from regimen.data.loading.loader import Kept, Loader, can_be_kept
 from regimen.data.orders import Order, Sequential
 from regimen.data.samplers import Updates, UpdateSampler, as_order, as_updates, default_order
 from regimen.data.transforms import Pipeline
-from regimen.trainer.assembly.check import check_targets, monitor_problems
+from regimen.trainer.assembly.check import check_targets, monitor_problems, name_problems
 from regimen.trainer.assembly.data import (
     Data,
     build_transforms,
@@ -93,7 +93,7 @@ def build(
     parts = Assembly(config, strategy, data.num_classes, *lengths, names)
     checkpointed = parts.checkpointed
     # Metrics of classes have their names only now.
-    raise_problems(monitor_problems(config, parts.task))
+    raise_problems([*name_problems(parts.task), *monitor_problems(config, parts.task)])
     trainer = Trainer(
         parts.model,
         parts.task,

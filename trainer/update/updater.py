@@ -12,7 +12,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from regimen.data.batch import joined
-from regimen.trainer.errors import MISFITS, DivergedError, ModelError, SampleError, misfit
+from regimen.trainer.errors import (
+    MISFITS,
+    DivergedError,
+    ModelError,
+    SampleError,
+    UserCodeError,
+    called,
+    misfit,
+)
 from regimen.trainer.optimizers.state import needs_closure
 from regimen.trainer.task import StepOutput, as_output, unsound
 from regimen.trainer.update import gradients
@@ -23,6 +31,7 @@ if TYPE_CHECKING:
     from regimen.trainer.trainer import Trainer
 
 _log = logging.getLogger(__name__)
+_OWN_NAMES = ("loss_scale", "skipped_updates")  # logged in training, beside the norms of gradients
 _LABELS = (
     "the loss leaves each of them out (its ignore_index, by default -100, or a class weight of "
     "0); does the data set return the right labels?"
@@ -36,6 +45,7 @@ class Turn:
         self.name = name
         self.step = "turn_step" if name else "training_step"  # the task's method
         self.loss = f"loss_{name}" if name else "loss"
+        self.norm = f"grad_norm_{name}" if name else "grad_norm"
         self.every = optimizers
         # Those that only step, and those that evaluate the loss again within one, as LBFGS does.
         self.optimizers = [o for o in optimizers if not needs_closure(type(o))]
@@ -130,8 +140,7 @@ class Updater:
         once = int(trainer.group.data_rank == 0)  # the norm is the same on every process
         for turn, outputs, norm in taken:
             self._add_outputs(self.sums, turn, micro_batches, outputs)
-            name = f"grad_norm_{turn.name}" if turn.name else "grad_norm"
-            self.sums.add(metric(name), norm if once else 0.0, once)
+            self.sums.add(metric(turn.norm), norm if once else 0.0, once)
         self.sums.pack()
         trainer.timer.lap("optimizer")
         return True
@@ -228,11 +237,21 @@ class Updater:
         outputs: Sequence[StepOutput],
     ) -> None:
         for micro_batch, output in zip(micro_batches, outputs, strict=True):
+            if turn.norm in output.sums:
+                raise self._taken(turn.norm)
             try:
                 sums.add_output(output, micro_batch.piece.count, turn.loss)
             except MISFITS as error:
                 wrong = unsound(output, self._trainer.task, turn.step, self._trainer.model)
                 raise wrong or error from None
+
+    def _taken(self, name: str) -> UserCodeError:
+        """Return that a metric or loss has a name of ours, under which both would mix."""
+        return UserCodeError(
+            f"{called(self._trainer.task)}: a StepOutput has a metric or loss that is logged as "
+            f"train/{name}, which the trainer logs itself: give it a name that does not begin with "
+            f"epoch_ and is none of grad_norm, {', '.join(_OWN_NAMES)}"
+        )
 
     def take_means(self) -> dict[str, float]:
         """Return `train/<name>`: the means since the last call, what was skipped, the loss scale.
@@ -242,6 +261,9 @@ class Updater:
         trainer, state = self._trainer, self._trainer.state
         means = self.sums.means(trainer.group.reduce)
         self.sums.reset()
+        for name in means:
+            if name in _OWN_NAMES or name.startswith("epoch_"):
+                raise self._taken(name)
         self.warn_of_labels("train", self.sums)
         bad = [name for name, value in means.items() if not math.isfinite(value)]
         if bad and trainer.options.on_nonfinite == "stop":

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from regimen.data.batch import least_of, to_device
 from regimen.data.orders import Shuffled
+from regimen.trainer.assembly.check import name_problems
 from regimen.trainer.callback import Callback
 from regimen.trainer.errors import SampleError, UserCodeError
 from regimen.trainer.lr_schedulers.schedule import LRSchedule
@@ -18,6 +19,7 @@ from regimen.trainer.task import StepOutput
 from regimen.trainer.tasks import losses
 from regimen.trainer.tasks.classification import Classification
 from regimen.trainer.tasks.losses import Term
+from regimen.trainer.tasks.metrics import R2
 from regimen.trainer.tasks.supervised import Scores
 from regimen.trainer.trainer import Trainer
 from regimen.trainer.update.sums import Sums
@@ -219,6 +221,61 @@ def test_a_metric_with_the_name_of_the_loss_is_refused() -> None:
     sums.add_output(StepOutput(loss, sums={"loss_ce": (torch.tensor(1.0), 1)}), 1)
     with pytest.raises(UserCodeError, match=r"sums\['loss_ce'\] of a StepOutput has the name of"):
         sums.means(lambda tensor: tensor)
+
+
+@pytest.mark.parametrize("name", ["grad_norm", "loss_scale", "skipped_updates", "epoch_loss"])
+def test_a_metric_with_a_name_that_the_trainer_logs_is_refused(name: str) -> None:
+    class Named(Classification):
+        def scores(self, output: Tensor, target: Tensor) -> Scores:
+            return {name: (torch.tensor(3.0), 4)}
+
+    trainer = trainer_of(Named(CLASSES), labelled(0), shuffled=False)
+    with pytest.raises(UserCodeError, match=f"logged as train/{name}, which the trainer logs"):
+        trainer.fit()
+
+
+def test_a_loss_called_scale_is_not_taken_for_that_of_fp16() -> None:
+    class Scaled(Classification):
+        def training_step(self, model: nn.Module, batch: Any) -> StepOutput:
+            return StepOutput({"scale": super().training_step(model, batch).terms[""]})
+
+    trainer = trainer_of(Scaled(CLASSES), labelled(0), shuffled=False)
+    with pytest.raises(UserCodeError, match="logged as train/loss_scale"):
+        trainer.fit()
+
+
+class Constant:
+    """A metric whose value is known."""
+
+    keys = ("a",)
+
+    def update(self, output: Tensor, target: Tensor) -> None:
+        """Look at nothing."""
+
+    def compute(self) -> dict[str, float]:
+        """Return a value."""
+        return {"a": 0.5}
+
+    reset = merge = lambda self, *_: None
+
+
+@pytest.mark.parametrize(
+    ("task", "taken"),
+    [
+        pytest.param(Classification(CLASSES, metrics={"accuracy": R2()}), "accuracy", id="score"),
+        pytest.param(Classification(CLASSES, metrics={"loss": R2()}), "loss", id="loss"),
+        pytest.param(
+            Classification(CLASSES, metrics={"x": Constant(), "x_a": R2()}), "x_a", id="key"
+        ),
+    ],
+)
+def test_two_metrics_of_one_name_are_refused(task: Classification, taken: str) -> None:
+    data = labelled(0)
+    (problem,) = name_problems(task)
+    assert f"two metrics of the task would be called '{taken}'" in problem.message
+    task.update_metrics = lambda output, target: None  # type: ignore[method-assign]
+    with pytest.raises(UserCodeError, match=f"val/{taken} would be two metrics"):
+        trainer_of(task, []).evaluate(loader(data, shuffled=False), "val")
 
 
 def test_partial_sums_go_on_from_their_state_and_from_that_of_earlier_checkpoints() -> None:
