@@ -246,7 +246,7 @@ class Overrides:
         """Return the line that finds a choice in a folder beside which the program was started."""
         for folder in self.folders.folders:
             path = Path(folder.path)
-            if path.name == group.rpartition("/")[2] and (path / f"{name}.yaml").is_file():
+            if path.name == group.rpartition("/")[2] and os.path.isfile(path / f"{name}.yaml"):
                 return f"name the folder of the groups: --config-dir {shown_path(path.parent)}"
         for place in ("conf", "configs", "config"):
             if os.path.isfile(os.path.join(place, group, f"{name}.yaml")):  # a name may be too long

@@ -20,6 +20,7 @@ from regimen.trainer.targets.instantiate import SPECIAL, takes
 _OPEN = {"data": DataConfig, "transforms": TransformsConfig}
 # Keys of the schema that data sets, too, read by interpolations: alone they do less, or nothing.
 _SHARED = ("root", "cache_dir", "num_classes")
+_SPLITS = ("train", "val", "test", "predict")
 _OF_DATA = re.compile(r"data\.").match
 _TAKING = ("model.", "data.", "transforms.")  # sections whose arguments read them
 
@@ -229,7 +230,8 @@ def _is_read(key: str, followed: Interpolations) -> bool:
 def _without(content: Mapping[str, Any], choice: Choice, path: Sequence[str]) -> Values:
     """Return a file's content without what a choice of a later word replaces at a path.
 
-    That is a null or a whole node in the place of the group; where nothing was chosen, values too.
+    That is a null or a whole node in the place of the group; where nothing was chosen, values too;
+    and the data sets of a choice of data.
     """
     name, *rest = path
     child = content.get(name)
@@ -240,7 +242,28 @@ def _without(content: Mapping[str, Any], choice: Choice, path: Sequence[str]) ->
         kept = dict(content)
         kept.pop(name, None)
         return kept
+    if choice.key == "data" and isinstance(child, dict):
+        return {**content, name: _without_sets(child)}
     return dict(content)
+
+
+def _without_sets(data: Mapping[str, Any]) -> Values:
+    """Return a file's data without its whole data sets; what it sets of others stays.
+
+    With a training set go all splits, also those that are null beside it.
+    """
+    if _is_set(data.get("train")):
+        return {name: value for name, value in data.items() if name not in _SPLITS}
+    return {n: value for n, value in data.items() if n not in _SPLITS or not _is_set(value)}
+
+
+def _is_set(value: Any) -> bool:
+    """Return whether a split is described as a whole: by one node, or by several by name."""
+    if not isinstance(value, dict) or not value:
+        return False
+    if "_target_" in value:
+        return True
+    return all(isinstance(one, dict) and "_target_" in one for one in value.values())
 
 
 def _is_below(key: str | None, other: str) -> bool:

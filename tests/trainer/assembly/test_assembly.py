@@ -199,6 +199,22 @@ def test_a_counted_number_is_stored_open_and_read_again(own, tmp_path):
     assert plain["model"]["sizes"] == [3]
 
 
+def test_a_typed_group_of_data_wins_over_the_data_sets_of_an_experiment(own, tmp_path):
+    mine = tmp_path / "experiment" / "mine.yaml"
+    more = "  val: {a: {_target_: my_brought.Named, split: val}}\n  test: null\n"
+    more += "  on_error: skip\n"
+    mine.write_text(mine.read_text().replace("split: train}\n", f"split: train}}\n{more}"))
+    digits = compose(["experiment=resnet18"]).config["data"]
+    assert own().config["data"]["val"].keys() == {"a"}
+    assert own("data=digits").config["data"] == {**digits, "on_error": "skip"}
+    found = own("data=digits", "data.train._target_=my_brought.Named").config["data"]
+    assert found["train"] == {"_target_": "my_brought.Named", "split": "train"}
+    mine.write_text(
+        mine.read_text().replace("train: {_target_: my_brought.Named, split: train}", "")
+    )
+    assert own("data=digits").config["data"]["val"] == digits["val"]
+
+
 def test_a_data_set_without_names_or_with_the_runs_stays_as_it_is():
     follow_names(Named(None), ["a"], "data.test")
     follow_names(Named(["a"]), ["a", "b"], "data.test")

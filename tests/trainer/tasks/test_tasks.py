@@ -212,6 +212,7 @@ def test_figures_are_those_of_their_definitions():
     ("task", "output", "target", "named"),
     [
         pytest.param(Regression(), (4, 2), (4,), r"forward return \[4\]", id="values"),
+        pytest.param(Regression(), (4,), (4, 3), r"forward return \[4, 3\]", id="one-value"),
         pytest.param(MultiLabel(), (4, 2), (4, 3), r"return \[4, 3\]", id="several"),
         pytest.param(
             Segmentation(3), (4, 2, 6, 6), (4, 6, 6), r"\[4, 3, 6, 6\].*=3: ", id="pixels"
@@ -221,5 +222,6 @@ def test_figures_are_those_of_their_definitions():
     ],
 )
 def test_an_output_of_another_shape_is_refused(task, output, target, named):
-    with pytest.raises(ModelError, match=named):
+    with pytest.raises(ModelError, match=named) as refused:
         task.check(torch.zeros(output), torch.zeros(target))
+    assert task.num_classes or "num_classes" not in str(refused.value)
