@@ -46,7 +46,9 @@ def evaluate(
     sums, metrics = Sums(trainer.strategy.device), trainer.task.metrics()
     for metric in metrics.values():
         metric.reset()
-    source, batches = trainer.waiting.attend(as_source(loader, f"{stage}_loader")), limit
+    source = as_source(loader, f"{stage}_loader", 1, trainer.options.seed)
+    source = trainer.waiting.attend(source)
+    batches = limit
     with suppress(TypeError):  # a stream has no length
         batches = count(limit, len(source))
     done, stream = 0, source.epoch(0, 0, limit)

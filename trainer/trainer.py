@@ -35,7 +35,7 @@ from regimen.trainer.runs.directory import make_folder
 from regimen.trainer.state import MAX_TIME, LogPoint, Timer, TrainState
 from regimen.trainer.strategies.strategy import AS_IT_IS, Strategy
 from regimen.trainer.task import Task, coupling_remark, named_modules
-from regimen.trainer.update.batch import Waiting, as_source
+from regimen.trainer.update.batch import Waiting, as_source, order_remark
 from regimen.trainer.update.precision import Precision
 from regimen.trainer.update.updater import Updater
 
@@ -89,10 +89,12 @@ class Trainer:
         self.strategy.some_unused = bool(task.turns) or freezes
         self.strategy.autocast = self.precision.autocast
         self.wrapped = self.strategy.wrap(self.compiled)
-        self.train_loader = as_source(train_loader, "train_loader", self.options.micro_batches)
+        seed = self.options.seed
+        split = self.options.micro_batches
+        self.train_loader = as_source(train_loader, "train_loader", split, seed)
         named = val_loader if isinstance(val_loader, Mapping) else {"val": val_loader}
         there = {stage: loader for stage, loader in named.items() if loader is not None}
-        self.val_loaders = {s: as_source(loader, "val_loader") for s, loader in there.items()}
+        self.val_loaders = {s: as_source(one, "val_loader", 1, seed) for s, one in there.items()}
         self.lr_schedule.refuse_to_wait(bool(self.val_loaders), self.options.validates)
         self.run_dir = None if run_dir is None else Path(run_dir)
         if self.run_dir is not None and self.is_main:
@@ -215,8 +217,9 @@ class Trainer:
         with self.timer.spending("start and end"):
             self.setup()
             split = options.micro_batches, self.strategy.shares
-            if self.is_main and (remark := coupling_remark(self.task, *split)):
-                _log.warning("%s", remark)
+            for remark in (coupling_remark(self.task, *split), order_remark(self.train_loader)):
+                if self.is_main and remark is not None:
+                    _log.warning("%s", remark)
             self.wrapped.train()
             if options.seconds is not None:
                 self._deadline = time.monotonic() + options.seconds

@@ -1,72 +1,211 @@
 """Where updates come from: our loaders or any iterable of batches, read until a signal comes."""
 
+import copy
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from torch.utils.data import DataLoader, IterableDataset
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from regimen.data.batch import MicroBatch, Piece, map_tensors
+from regimen.trainer.errors import called
+from regimen.trainer.rng import derived
 from regimen.trainer.state import TrainState
 from regimen.trainer.task import first_tensor
 
 T = TypeVar("T")
+# torch's samplers that draw all they draw from their `generator`.
+_SHUFFLING = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
 class PlainBatches:
     """Read any iterable of batches, one for each update, split along the first dimension.
 
-    For a plain DataLoader on one device. A resume within an epoch reads and drops the batches
-    before; it is exact if the iterable repeats its order.
+    For a plain DataLoader on one device. Where the DataLoader's samplers are torch's, the order of
+    an epoch is a function of (`seed`, epoch), and what is left of an epoch is loaded alone. Of
+    anything else the batches before are read and dropped, which is exact if it repeats its order:
+    `repeats` is whether it is known to.
     """
 
-    def __init__(self, loader: Any, gradient_accumulation_steps: int = 1) -> None:
+    def __init__(self, loader: Any, gradient_accumulation_steps: int = 1, seed: int = 0) -> None:
         self._loader = loader
         self._steps = gradient_accumulation_steps
+        self._seed = seed
+        self._by_index = (
+            isinstance(loader, DataLoader)
+            and type(loader).__iter__ is DataLoader.__iter__
+            and not isinstance(loader.dataset, IterableDataset)
+        )
+        self._rest = _Rest()
+        self._copy: Any = None  # of the DataLoader: loads what `_rest` names
+        if self._by_index:
+            self.repeats = _repeats(_indices_of(loader))
+        else:
+            self.repeats = _repeats(loader)
 
     def __len__(self) -> int:
         return len(self._loader)
 
     def epoch(self, epoch: int, start: int = 0, stop: int | None = None) -> Iterator[MicroBatch]:
         """Yield the micro-batches of the updates `start` to `stop` of an epoch."""
-        drawn = itertools.islice(_walked(self._loader), start, stop)
-        for update, batch in enumerate(drawn, start):
+        drawn = self._batches(epoch, start, stop)
+        for update, (numbers, batch) in enumerate(drawn, start):
             tensor = first_tensor(batch)
             total = 1 if tensor is None or not tensor.ndim else tensor.shape[0]
+            # A collate function may leave samples out, or make several of one.
+            known = tuple(numbers) if len(numbers) == total else ()
             steps = max(1, min(self._steps, total))
             if steps == 1:
-                yield MicroBatch(batch, Piece((), total, 0, total, 0, 1, epoch, update))
+                yield MicroBatch(batch, Piece(known, total, 0, total, 0, 1, epoch, update))
                 continue
             bounds = [total * m // steps for m in range(steps + 1)]
             for m, (low, high) in enumerate(itertools.pairwise(bounds)):
                 part = map_tensors(lambda t, low=low, high=high: t[low:high], batch)  # type: ignore[misc]
-                yield MicroBatch(part, Piece((), high - low, low, total, m, steps, epoch, update))
+                piece = Piece(known[low:high], high - low, low, total, m, steps, epoch, update)
+                yield MicroBatch(part, piece)
+
+    def _batches(
+        self, epoch: int, start: int, stop: int | None
+    ) -> Iterator[tuple[Sequence[int], Any]]:
+        """Yield each batch with the numbers of its samples in the data set, () if not known."""
+        loader = self._loader
+        if not self._by_index:
+            _tell_epoch(loader, epoch)
+            for batch in itertools.islice(iter(loader), start, stop):
+                yield (), batch
+            return
+        if loader.generator is None and not start:
+            # A DataLoader's own iterator draws a seed here: what the training draws stays that of a
+            # loop by hand. The rest of an epoch, which a loop by hand does not know, draws none.
+            torch.empty((), dtype=torch.int64).random_()
+        rest = itertools.islice(_keyed(_indices_of(loader), self._seed, epoch), start, stop)
+        if loader.num_workers or loader.pin_memory:
+            yield from self._from_torch(rest, epoch)
+        else:
+            yield from _fetched(loader, rest)
+
+    def _from_torch(self, rest: Iterator[Any], epoch: int) -> Iterator[tuple[Sequence[int], Any]]:
+        """Let a copy of the DataLoader, with its workers, load what is left of an epoch."""
+        loader = self._loader
+        batched = loader.batch_sampler is not None
+        if self._copy is None:
+            self._copy = copy.copy(loader)
+            place = "batch_sampler" if batched else "sampler"
+            # Past `__setattr__`, which refuses it. The caller's persistent workers stay the
+            # caller's, and so does the generator, from which the workers' seeds are drawn.
+            vars(self._copy).update({place: self._rest, "_iterator": None})
+            self._copy.generator = torch.Generator()
+        self._copy.generator.manual_seed(derived(self._seed, "workers", epoch))
+        self._rest.indices, indices = itertools.tee(rest)
+        known = batched and getattr(loader, "in_order", True)
+        for numbers, batch in zip(indices, self._copy, strict=True):
+            yield (numbers if known else ()), batch
 
     def close(self) -> None:
-        """Do nothing: the iterable belongs to the caller."""
+        """End the workers of the copy; the iterable itself belongs to the caller."""
+        self._copy = None
 
 
-def _walked(loader: Any) -> Iterator[Any]:
-    """Iterate over a loader's batches.
+class _Rest:
+    """Stands in a DataLoader for its sampler: the indices of what is left of an epoch."""
 
-    Of a DataLoader without workers, as its own iterator does, but without the profiler's label
-    around each batch, which takes a tenth of a small update.
+    def __init__(self) -> None:
+        self.indices: Iterable[Any] = ()
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.indices)
+
+
+def _indices_of(loader: Any) -> Any:
+    """Return what gives a DataLoader the indices of its batches, or of its items without any."""
+    return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+
+
+def _repeats(source: Any) -> bool:
+    """Return whether a source is known to give an epoch's items again in the same order."""
+    if type(source) is BatchSampler:
+        return _repeats(source.sampler)
+    if type(source) in (SequentialSampler, *_SHUFFLING):
+        return True
+    # What is addressed by position does not draw; `set_epoch` is the convention of those that do.
+    return hasattr(source, "__getitem__") or hasattr(source, "set_epoch")
+
+
+def _keyed(sampler: Any, seed: int, epoch: int) -> Any:
+    """Return a sampler whose order follows (seed, epoch); the caller's draws nothing.
+
+    One that is not torch's is returned itself.
     """
-    own: Iterator[Any] = iter(loader)  # a DataLoader's draws a seed: random numbers stay the same
-    plain = type(loader) is DataLoader and not (loader.num_workers or loader.pin_memory)
-    if not plain or isinstance(loader.dataset, IterableDataset):
+    if type(sampler) is BatchSampler:
+        batches = copy.copy(sampler)
+        batches.sampler = _keyed(sampler.sampler, seed, epoch)
+        return batches
+    if type(sampler) in _SHUFFLING:
+        own = copy.copy(sampler)
+        own.generator = torch.Generator().manual_seed(derived(seed, "order", epoch))
         return own
-    dataset, collate = loader.dataset, loader.collate_fn
+    _tell_epoch(sampler, epoch)
+    return sampler
+
+
+def _tell_epoch(source: Any, epoch: int) -> None:
+    if hasattr(source, "set_epoch"):
+        source.set_epoch(epoch)
+
+
+def _fetched(loader: Any, order: Iterator[Any]) -> Iterator[tuple[Sequence[int], Any]]:
+    """Load in this process, as a DataLoader without workers does.
+
+    But without the profiler's label around each batch, which takes a tenth of a small update.
+    """
+    dataset = loader.dataset
+    collate = loader.collate_fn
     if loader.batch_sampler is None:
-        return (collate(dataset[index]) for index in loader.sampler)
+        for index in order:
+            yield (), collate(dataset[index])
+        return
     several = getattr(dataset, "__getitems__", None) or (lambda rows: [dataset[i] for i in rows])
-    return (collate(several(indices)) for indices in loader.batch_sampler)
+    for indices in order:
+        yield indices, collate(several(indices))
 
 
-def as_source(loader: Any, name: str, gradient_accumulation_steps: int = 1) -> Any:
+def order_remark(source: Any) -> str | None:
+    """Say that the rest of an epoch is not known after a resume; None where it is."""
+    if not isinstance(source, PlainBatches) or source.repeats:
+        return None
+    given = source._loader
+    if not isinstance(given, DataLoader):
+        what = called(given)
+    elif isinstance(given.dataset, IterableDataset):
+        what = f"the IterableDataset {called(given.dataset)}"
+    elif source._by_index:
+        sampler = _indices_of(given)
+        what = (
+            f"the sampler {called(sampler.sampler if type(sampler) is BatchSampler else sampler)}"
+        )
+    else:
+        what = called(given)
+    return (
+        f"train_loader: whether {what} repeats its order is not known: a training that is "
+        "interrupted within an epoch, and goes on, may see some samples of it twice and others not "
+        "at all. A DataLoader with shuffle=True, or a sampler with set_epoch(epoch), is exact"
+    )
+
+
+def as_source(loader: Any, name: str, gradient_accumulation_steps: int = 1, seed: int = 0) -> Any:
     """Return `loader` itself if it knows epochs and updates, as ours do, else wrap it.
 
-    Raises TypeError, with the argument's `name`, where it can be read only once or not at all.
+    `seed`: with the epoch, of the order in which a plain DataLoader shuffles. Raises TypeError,
+    with the argument's `name`, where it can be read only once or not at all.
     """
     if hasattr(loader, "epoch"):
         return loader
@@ -78,7 +217,7 @@ def as_source(loader: Any, name: str, gradient_accumulation_steps: int = 1) -> A
         )
     if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
         raise TypeError(f"{name} is not an iterable of batches: {type(loader).__name__}")
-    return PlainBatches(loader, gradient_accumulation_steps)
+    return PlainBatches(loader, gradient_accumulation_steps, seed)
 
 
 class Waiting:

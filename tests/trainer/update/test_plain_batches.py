@@ -1,0 +1,253 @@
+"""A plain DataLoader: its order follows (seed, epoch), and a resume sees exactly what was left."""
+
+import logging
+import re
+from itertools import islice
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from regimen.callbacks.checkpoint import Checkpoint
+from regimen.trainer.callback import Callback
+from regimen.trainer.options import TrainerOptions
+from regimen.trainer.rng import derived
+from regimen.trainer.tasks.regression import Regression
+from regimen.trainer.trainer import Trainer
+from regimen.trainer.update.batch import PlainBatches
+
+SAMPLES = 22
+
+
+class Numbers(Dataset[Any]):
+    """Sample i holds i."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index):
+        return torch.tensor([float(index)]), torch.tensor([1.0])
+
+
+class Batched(Numbers):
+    """Item i is a batch of its own."""
+
+    def __getitem__(self, index):
+        return torch.full((3, 1), float(index)), torch.ones(3, 1)
+
+
+class Epochs:
+    """A sampler of one's own that follows the epoch, as torch's DistributedSampler does."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __len__(self):
+        return SAMPLES
+
+    def __iter__(self):
+        return iter([(7 * i + self.epoch) % SAMPLES for i in range(SAMPLES)])
+
+
+class Restless:
+    """A sampler of one's own whose every pass differs."""
+
+    passes = 0
+
+    def __len__(self):
+        return SAMPLES
+
+    def __iter__(self):
+        self.passes += 1
+        return iter([(7 * i + self.passes) % SAMPLES for i in range(SAMPLES)])
+
+
+class Streamed(IterableDataset[Any]):
+    def __iter__(self):
+        return iter([Numbers()[i] for i in range(SAMPLES)])
+
+
+class Own(DataLoader[Any]):
+    def __iter__(self):
+        return super().__iter__()
+
+
+DATA = Numbers()
+EXACT = {
+    "shuffle": lambda: DataLoader(DATA, 4, shuffle=True),
+    "drop_last": lambda: DataLoader(DATA, 4, shuffle=True, drop_last=True),
+    "sequential": lambda: DataLoader(DATA, 4),
+    "generator": lambda: DataLoader(DATA, 4, shuffle=True, generator=torch.Generator()),
+    "replacement": lambda: DataLoader(DATA, 4, sampler=RandomSampler(DATA, True, 30)),
+    "several_passes": lambda: DataLoader(DATA, 4, sampler=RandomSampler(DATA, False, 50)),
+    "weighted": lambda: DataLoader(DATA, 4, sampler=WeightedRandomSampler([1.0, 2.0] * 11, 22)),
+    "subset": lambda: DataLoader(DATA, 4, sampler=SubsetRandomSampler(range(3, 20))),
+    "batch_sampler": lambda: DataLoader(
+        DATA, batch_sampler=BatchSampler(RandomSampler(DATA), 4, drop_last=False)
+    ),
+    "no_batch_size": lambda: DataLoader(Batched(), batch_size=None, shuffle=True),
+    "list_of_indices": lambda: DataLoader(DATA, 4, sampler=[*range(21, 0, -1)]),
+    "list_of_batches": lambda: DataLoader(DATA, batch_sampler=[[1, 2], [3], [4, 9, 5]]),
+    "set_epoch": lambda: DataLoader(DATA, 4, sampler=Epochs()),
+    "workers": lambda: DataLoader(DATA, 4, shuffle=True, num_workers=2),
+    "persistent": lambda: DataLoader(
+        DATA, 4, shuffle=True, num_workers=1, persistent_workers=True, in_order=False
+    ),
+    "batches_in_a_list": lambda: [
+        (torch.full((2, 1), float(i)), torch.ones(2, 1)) for i in range(5)
+    ],
+}
+UNKNOWN = {
+    "sampler": (lambda: DataLoader(DATA, 4, sampler=Restless()), "sampler .*Restless"),
+    "batch_sampler": (
+        lambda: DataLoader(DATA, batch_sampler=BatchSampler(Restless(), 4, False)),
+        "sampler .*Restless",
+    ),
+    "stream": (lambda: DataLoader(Streamed(), 4), "IterableDataset .*Streamed"),
+    "iterable": (lambda: {1: DATA[1], 2: DATA[2]}.values(), "dict_values"),
+    "loader": (lambda: Own(DATA, 4, shuffle=True), "Own"),
+}
+
+
+class Seen(Callback):
+    """Notes the samples of each update; may break off as Ctrl-C in a notebook does."""
+
+    def __init__(self, until: int | None = None) -> None:
+        self.until, self.updates = until, []
+
+    def on_update_end(self, trainer, batch):
+        self.updates.append(batch[0].flatten().tolist())
+        if trainer.state.updates == self.until:
+            raise KeyboardInterrupt
+
+
+def trainer_of(make, until=None, run_dir=None, seed=5, **more):
+    torch.manual_seed(0)
+    # Dropout draws from the generator that an iterator of a DataLoader draws from as well.
+    model = nn.Sequential(nn.Linear(1, 4), nn.Dropout(0.5), nn.Linear(4, 1))
+    callbacks: dict[str, Callback] = {"seen": Seen(until)}
+    if run_dir is not None:
+        callbacks["saver"] = Checkpoint(every_n_steps=1, save_top_k=-1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    options = TrainerOptions(max_epochs=2, seed=seed, **more)
+    return Trainer(
+        model,
+        Regression(),
+        optimizer,
+        make(),
+        options=options,
+        callbacks=callbacks,
+        run_dir=run_dir,
+    )
+
+
+def updates(trainer):
+    return trainer.callbacks["seen"].updates
+
+
+@pytest.mark.parametrize("make", [pytest.param(make, id=name) for name, make in EXACT.items()])
+@pytest.mark.parametrize("place", ["same_trainer", "checkpoint"])
+def test_what_is_left_of_an_epoch_is_what_was_not_seen(tmp_path, caplog, make, place):
+    whole = trainer_of(make)
+    with caplog.at_level(logging.WARNING):
+        whole.fit()
+    assert "repeats its order" not in caplog.text
+    length = whole.steps_per_epoch
+    run_dir = tmp_path / "run" if place == "checkpoint" else None
+    first = trainer_of(make, length + 2, run_dir)  # within the second epoch
+    with pytest.raises(KeyboardInterrupt):
+        first.fit()
+    # In the file are the updates whose boundary was reached.
+    done = length + 2 if place == "same_trainer" else length + 1
+    later = first if place == "same_trainer" else trainer_of(make, run_dir=run_dir)
+    first.callbacks["seen"].until = None
+    later.fit(resume=None if place == "same_trainer" else "auto")
+    assert updates(first)[:done] + updates(later)[-(2 * length - done) :] == updates(whole)
+    for one, other in zip(whole.model.parameters(), later.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_an_epoch_follows_seed_and_epoch_and_leaves_the_callers_generator_alone():
+    generator = torch.Generator().manual_seed(3)
+    before = generator.get_state()
+
+    def make():
+        return DataLoader(DATA, 4, shuffle=True, generator=generator)
+
+    trainer = trainer_of(make)
+    trainer.fit()
+    trainer.evaluate(make(), "test")
+    assert torch.equal(generator.get_state(), before)
+    expected: list[Any] = []
+    for epoch in range(2):  # by hand
+        drawn = torch.Generator().manual_seed(derived(5, "order", epoch))
+        sampler = RandomSampler(DATA, generator=drawn)
+        expected += [x.flatten().tolist() for x, _ in DataLoader(DATA, 4, sampler=sampler)]
+    assert updates(trainer) == expected
+    assert expected[:6] != expected[6:]
+    other = trainer_of(make, seed=6)
+    other.fit()
+    assert updates(other)[0] != expected[0]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_training_draws_what_a_loop_by_hand_does(workers):
+    def make():
+        return DataLoader(DATA, 4, num_workers=workers)
+
+    trainer = trainer_of(make)
+    trainer.fit()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(1, 4), nn.Dropout(0.5), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    for _ in range(2):
+        for x, y in make():
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+    for one, other in zip(model.parameters(), trainer.model.parameters(), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize(
+    ("make", "named"), [pytest.param(*case, id=name) for name, case in UNKNOWN.items()]
+)
+def test_what_may_draw_by_itself_is_told_once_as_the_training_starts(caplog, make, named):
+    trainer = trainer_of(make)
+    assert caplog.text == ""
+    with caplog.at_level(logging.WARNING):
+        trainer.fit()
+    (line,) = [r.getMessage() for r in caplog.records if "repeats its order" in r.getMessage()]
+    assert line.startswith("train_loader: whether ")
+    assert re.search(named, line)
+
+
+def test_the_numbers_of_samples_are_known_where_torchs_samplers_give_them():
+    def numbers(loader, steps=1):
+        pieces = [micro.piece for micro in PlainBatches(loader, steps).epoch(0, 1, 3)]
+        return [piece.indices for piece in pieces]
+
+    assert numbers(DataLoader(DATA, 4)) == [(4, 5, 6, 7), (8, 9, 10, 11)]
+    assert numbers(DataLoader(DATA, 4), 2) == [(4, 5), (6, 7), (8, 9), (10, 11)]
+    assert numbers(DataLoader(DATA, 4, num_workers=1)) == [(4, 5, 6, 7), (8, 9, 10, 11)]
+    unordered = DataLoader(DATA, 4, num_workers=1, in_order=False)
+    assert numbers(unordered) == [(), ()]
+    halves = DataLoader(
+        DATA, 4, collate_fn=lambda samples: torch.stack([s[0] for s in samples[:2]])
+    )
+    assert numbers(halves) == [(), ()]
+    assert numbers([*islice(DataLoader(DATA, 4), 4)]) == [(), ()]
+    assert numbers(DataLoader(Batched(), None, sampler=SequentialSampler(DATA))) == [(), ()]
