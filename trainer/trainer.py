@@ -27,7 +27,7 @@ from regimen.trainer.callback import (
 from regimen.trainer.device import moved
 from regimen.trainer.errors import SampleError, account
 from regimen.trainer.evaluation import EvaluationAbandoned, check_metrics, evaluate, prepared
-from regimen.trainer.lr_schedulers.schedule import LRSchedule
+from regimen.trainer.lr_schedulers.schedule import Interval, as_schedule
 from regimen.trainer.optimizers.optimizers import Optimizers
 from regimen.trainer.options import TrainerOptions, count, horizon
 from regimen.trainer.rng import RandomStates, derived
@@ -47,7 +47,9 @@ class Trainer:
 
     `train_loader` and `val_loader` (or several, by stage: `{"val/clean": ...}`) are
     `regimen.data.loading.loader.Loader`s, or any iterable of batches
-    on one process; `optimizer` and `lr_scheduler` may be torch's own. Without `callbacks` each
+    on one process; `optimizer` and `lr_scheduler` may be torch's own. A scheduler of torch's is
+    stepped after each epoch, OneCycleLR and CyclicLR after each update; `lr_interval`, "step" or
+    "epoch", says otherwise. Without `callbacks` each
     epoch prints a line. `run_dir` is where callbacks write: it is made where it is missing.
     """
 
@@ -66,6 +68,7 @@ class Trainer:
         compiled: nn.Module | None = None,
         run_dir: Path | str | None = None,
         config_text: str = "",
+        lr_interval: Interval | None = None,
     ) -> None:
         self.options = options or TrainerOptions(max_epochs=1)
         self.strategy = strategy or Strategy()
@@ -78,7 +81,7 @@ class Trainer:
         task.to(device, self.precision.dtype)
         self.strategy.check(named_modules(task))
         self.optimizers = Optimizers.wrap(optimizer, model, named_modules(task))
-        self.lr_schedule = LRSchedule.wrap(lr_scheduler)
+        self.lr_schedule = as_schedule(lr_scheduler, lr_interval)
         self.callbacks = dict({"epoch_lines": EpochLines()} if callbacks is None else callbacks)
         for name, callback in self.callbacks.items():
             callback.name = name
@@ -132,6 +135,13 @@ class Trainer:
     def total_steps(self) -> int | None:
         """Updates of the whole run, if its horizon is not a time."""
         return horizon(self.options, self.steps_per_epoch)
+
+    @property
+    def _epochs(self) -> float | None:
+        """Epochs of the whole run, if that is known."""
+        if self.total_steps is None or not self.steps_per_epoch:
+            return self.options.max_epochs
+        return self.total_steps / self.steps_per_epoch
 
     @property
     def updates_left(self) -> int | None:
@@ -217,7 +227,8 @@ class Trainer:
         with self.timer.spending("start and end"):
             self.setup()
             split = options.micro_batches, self.strategy.shares
-            for remark in (coupling_remark(self.task, *split), order_remark(self.train_loader)):
+            remarks = [coupling_remark(self.task, *split), order_remark(self.train_loader)]
+            for remark in (*remarks, *self.lr_schedule.remarks(self.total_steps, self._epochs)):
                 if self.is_main and remark is not None:
                     _log.warning("%s", remark)
             self.wrapped.train()

@@ -23,6 +23,7 @@ from regimen.data.batch import MicroBatch, Piece
 from regimen.trainer.callback import histogram_of
 from regimen.trainer.device import peak_rss
 from regimen.trainer.errors import DivergedError
+from regimen.trainer.lr_schedulers.schedule import LRSchedule
 from regimen.trainer.state import TrainState
 from regimen.trainer.task import StepOutput
 from toys import Log, StopAt
@@ -124,7 +125,8 @@ def test_suggestion(smoothing, losses, expected):
 
 def test_histograms_rates_and_memory_are_logged_at_their_places(make_trainer, tmp_path):
     log = Log()
-    halve = lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)  # noqa: E731
+    step_lr = torch.optim.lr_scheduler.StepLR
+    halve = lambda optimizer: LRSchedule.wrap(step_lr(optimizer, 1, 0.5), "step")  # noqa: E731
     callbacks = {"histograms": Histograms(bins=8), "tensorboard": TensorBoard(), "log": log}
     callbacks |= {"lr": LRMonitor(), "memory": Memory()}
     trainer = make_trainer(callbacks, tmp_path, lr=1e-2, scheduler=halve)

@@ -2,15 +2,17 @@
 
 import copy
 import inspect
+import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Self
 
 from torch import Tensor
+from torch.optim import lr_scheduler as torch_schedulers
 
 from regimen.conf.errors import some
 from regimen.trainer.checkpoints.archive import plain_part
-from regimen.trainer.errors import CheckpointError
+from regimen.trainer.errors import CheckpointError, spelled
 from regimen.trainer.optimizers.optimizers import Optimizers
 from regimen.trainer.optimizers.param_groups import refuse
 from regimen.trainer.optimizers.state import State, type_name
@@ -22,6 +24,20 @@ Interval = Literal["step", "epoch"]
 _PLATEAU_MEMORY = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")
 # Entries of torch's schedulers that are lists over the parameter groups.
 _BY_GROUP = ("base_lrs", "_last_lr", "min_lrs", "max_lrs", "base_momentums", "max_momentums")
+# torch's schedulers whose arguments are numbers of updates, as its documentation says.
+_BY_UPDATES = (torch_schedulers.OneCycleLR, torch_schedulers.CyclicLR)
+# Arguments that are the length of the run: after it the rate rises again, or torch raises.
+_WHOLE = {
+    torch_schedulers.OneCycleLR: "total_steps",
+    torch_schedulers.CosineAnnealingLR: "T_max",
+    torch_schedulers.PolynomialLR: "total_iters",
+}
+# And those that are a part of it.
+_PARTS = {
+    torch_schedulers.ConstantLR: "total_iters",
+    torch_schedulers.LinearLR: "total_iters",
+    torch_schedulers.StepLR: "step_size",
+}
 
 
 class Warmup(NamedTuple):
@@ -82,6 +98,7 @@ class Track:
         self.group_names = list(group_names) or [
             str(group.get("name", i)) for i, group in enumerate(self.groups)
         ]
+        self.interval = interval
         self._by_step = interval == "step"
         self._warmup_epochs = 0  # the epochs that were complete when the warm-up ended
         self._at = self._position(0, 0)
@@ -219,6 +236,30 @@ def _reordered(state: State, order: Sequence[int]) -> dict[str, Any]:
     return found
 
 
+def _is_in_updates(scheduler: Any) -> bool:
+    """Return whether a scheduler, or one inside it, has arguments in updates."""
+    inside = getattr(scheduler, "_schedulers", [])
+    return isinstance(scheduler, _BY_UPDATES) or any(map(_is_in_updates, inside))
+
+
+def _lengths(scheduler: Any, start: int = 0) -> Iterator[tuple[str, int, int, bool]]:
+    """Yield lengths that a scheduler was given: name, first step, value, whether of the whole run.
+
+    Of schedulers one after the other the last one ends with the run.
+    """
+    inside = list(getattr(scheduler, "_schedulers", []))
+    if isinstance(scheduler, torch_schedulers.SequentialLR):
+        inside = inside[-1:]
+        start += scheduler._milestones[-1]
+    for one in inside:
+        yield from _lengths(one, start)
+    for names, is_whole in ((_WHOLE, True), (_PARTS, False)):
+        name = names.get(type(scheduler))
+        if name is not None:
+            value = getattr(scheduler, name)
+            yield f"{type(scheduler).__name__}.{name}", start, value, is_whole
+
+
 class LRSchedule:
     """Set the learning rates of one or several optimizers, each by its own track."""
 
@@ -239,6 +280,27 @@ class LRSchedule:
         if isinstance(scheduler, cls):
             return scheduler
         return cls({} if scheduler is None else {"optimizer": Track(scheduler, interval, monitor)})
+
+    def remarks(self, updates: int | None, epochs: float | None) -> Iterator[str]:
+        """Yield which arguments of the caller's schedulers do not fit a run of this length.
+
+        Of a configuration `${total_steps}` and its checks see to that.
+        """
+        for track in self.tracks.values():
+            length = updates if track.interval == "step" else epochs
+            if track.settings or length is None:
+                continue
+            steps = math.ceil(length)
+            other = "epoch" if track.interval == "step" else "step"
+            for name, start, value, is_whole in _lengths(track.scheduler):
+                # Of a whole length one step less is the same: no update follows the last step.
+                if start + value > steps or (is_whole and start + value < steps - 1):
+                    yield (
+                        f"lr_scheduler: {name}={value}, from step {start} on, does not fit this "
+                        f"run: it has {steps} steps of the scheduler, one after each "
+                        f"{'update' if track.interval == 'step' else 'epoch'}; change it, or say "
+                        f"Trainer(..., lr_interval={other!r})"
+                    )
 
     def after_update(self) -> None:
         """Step after an applied update; a skipped update changes nothing (I10)."""
@@ -331,6 +393,34 @@ class LRSchedule:
             if (track.monitor or "").startswith("val/") and not (has_data and validates):
                 message = f"{track.monitor} is never measured: there is no validation"
                 refuse("lr_scheduler.monitor", message, "monitor train/loss")
+
+
+def as_schedule(scheduler: Any, interval: Interval | None = None) -> LRSchedule:
+    """Return a schedule as it is, and a scheduler of torch's as one; None has no schedule.
+
+    `interval`: when a scheduler is stepped, after each "step" or "epoch". By default after each
+    epoch, as in torch's examples, but after each step where its arguments are in steps (OneCycleLR,
+    CyclicLR). Raises ValueError for another interval or one without effect, and TypeError for what
+    is no scheduler.
+    """
+    if interval not in (None, "step", "epoch"):
+        raise ValueError(f"lr_interval={interval!r}: choose 'step' or 'epoch'")
+    if scheduler is None or isinstance(scheduler, LRSchedule):
+        if interval is not None:
+            raise ValueError(
+                f"lr_interval={interval!r} has no effect: it says when a scheduler of torch's is "
+                f"stepped, and lr_scheduler is {spelled(scheduler)}"
+            )
+        return LRSchedule.wrap(scheduler)
+    if not hasattr(scheduler, "step") or not hasattr(scheduler, "optimizer"):
+        given = scheduler.__name__ if isinstance(scheduler, type) else spelled(scheduler)
+        raise TypeError(
+            f"lr_scheduler is {given}: give an object such as "
+            "torch.optim.lr_scheduler.StepLR(optimizer, step_size=30)"
+        )
+    if interval is None:
+        interval = "step" if _is_in_updates(scheduler) else "epoch"
+    return LRSchedule.wrap(scheduler, interval)
 
 
 def curve(

@@ -1,5 +1,6 @@
 """Schedules against torch's own, walked by hand; warm-ups, curves, resumes."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -9,10 +10,15 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim import lr_scheduler as by_torch
 
+import toys
+from regimen.trainer.callback import Callback
 from regimen.trainer.errors import CheckpointError
 from regimen.trainer.lr_schedulers.build import build_lr_schedule
 from regimen.trainer.lr_schedulers.schedule import LRSchedule, curve
 from regimen.trainer.optimizers.optimizers import Optimizers, build_optimizers
+from regimen.trainer.options import TrainerOptions
+from regimen.trainer.tasks.classification import Classification
+from regimen.trainer.trainer import Trainer
 from schedules_by_hand import (
     BY_HAND,
     CONF,
@@ -258,3 +264,147 @@ def test_a_scheduler_moves_other_hyper_parameters_and_goes_on(
         scheduler.step()
         schedule.after_update()
         assert values(over.optimizers["optimizer"]) == values(by_hand)
+
+
+EPOCHS, UPDATES = 3, 10  # of a Trainer that a person builds
+
+
+def rates_of(make: Callable[[Any], Any], interval: Any = None, **options: Any) -> list[float]:
+    """Return the rate of each update under a Trainer, with a plain scheduler."""
+    rates = []
+
+    class Rates(Callback):
+        def on_update_start(self, trainer: Any, micro_batches: Any) -> None:
+            rates.append(trainer.optimizers.optimizers["optimizer"].param_groups[0]["lr"])
+
+    model = nn.Linear(4, 3)
+    optimizer = SGD(model.parameters(), lr=1.0)
+    Trainer(
+        model,
+        Classification(3),
+        optimizer,
+        toys.batches(UPDATES),
+        lr_scheduler=make(optimizer),
+        lr_interval=interval,
+        callbacks={"rates": Rates()},
+        options=TrainerOptions(**{"max_epochs": EPOCHS, **options}),
+    ).fit()
+    return rates
+
+
+def rates_by_hand(make: Callable[[Any], Any], by_step: bool) -> list[float]:
+    optimizer = SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    scheduler = make(optimizer)
+    rates = []
+    for _ in range(EPOCHS):
+        for _ in range(UPDATES):
+            rates.append(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+            if by_step:
+                scheduler.step()
+        if not by_step:
+            scheduler.step()
+    return rates
+
+
+PLAIN: dict[str, tuple[Callable[[Any], Any], bool]] = {
+    "step": (lambda o: by_torch.StepLR(o, 1, 0.1), False),
+    "cosine": (lambda o: by_torch.CosineAnnealingLR(o, T_max=EPOCHS), False),
+    "lambda": (lambda o: by_torch.LambdaLR(o, lambda n: 1 / (1 + n)), False),
+    "warmed": (
+        lambda o: by_torch.SequentialLR(
+            o,
+            [by_torch.LinearLR(o, 0.1, total_iters=1), by_torch.CosineAnnealingLR(o, 2)],
+            [1],
+        ),
+        False,
+    ),
+    "one_cycle": (lambda o: by_torch.OneCycleLR(o, 1.0, total_steps=EPOCHS * UPDATES), True),
+    "cyclic": (lambda o: by_torch.CyclicLR(o, 0.1, 1.0, 5), True),
+    "one_cycle_in_a_chain": (
+        lambda o: by_torch.ChainedScheduler(
+            [by_torch.OneCycleLR(o, 1.0, total_steps=EPOCHS * UPDATES)]
+        ),
+        True,
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("make", "by_step"), [pytest.param(*case, id=name) for name, case in PLAIN.items()]
+)
+def test_a_plain_scheduler_is_stepped_as_in_torchs_examples(
+    make: Callable[[Any], Any], by_step: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert rates_of(make) == rates_by_hand(make, by_step)
+    assert "does not fit" not in caplog.text
+
+
+@pytest.mark.parametrize("interval", ["step", "epoch"])
+def test_the_caller_says_otherwise(interval: str) -> None:
+    def make(optimizer: Any) -> Any:
+        return by_torch.ExponentialLR(optimizer, 0.9)
+
+    assert rates_of(make, interval) == rates_by_hand(make, interval == "step")
+
+
+@pytest.mark.parametrize(
+    ("make", "interval", "options", "told"),
+    [
+        pytest.param(
+            lambda o: by_torch.CosineAnnealingLR(o, 30),
+            None,
+            {},
+            "T_max=30, .* 3 steps",
+            id="cosine",
+        ),
+        pytest.param(
+            lambda o: by_torch.CosineAnnealingLR(o, 3), "step", {}, "T_max=3, .* 30 st", id="short"
+        ),
+        pytest.param(
+            lambda o: by_torch.OneCycleLR(o, 1.0, total_steps=40), None, {}, "=40,", id="one_cycle"
+        ),
+        pytest.param(
+            lambda o: by_torch.PolynomialLR(o, 9),
+            None,
+            {"max_epochs": None, "max_steps": 15},
+            "total_iters=9, .* 2 steps",
+            id="by_steps",
+        ),
+        pytest.param(lambda o: by_torch.StepLR(o, 30), None, {}, "step_size=30", id="step"),
+        pytest.param(
+            lambda o: by_torch.SequentialLR(
+                o, [by_torch.LinearLR(o), by_torch.CosineAnnealingLR(o, EPOCHS)], [1]
+            ),
+            None,
+            {},
+            "T_max=3, from step 1 on",
+            id="sequence",
+        ),
+    ],
+)
+def test_a_length_that_does_not_fit_the_run_is_told(
+    caplog: pytest.LogCaptureFixture,
+    make: Callable[[Any], Any],
+    interval: Any,
+    options: Any,
+    told: str,
+) -> None:
+    rates_of(make, interval, **options)
+    assert re.search(f"lr_scheduler: .*{told}.*lr_interval=", caplog.text)
+
+
+def test_an_interval_or_a_scheduler_that_cannot_be_is_refused() -> None:
+    def make(optimizer: Any) -> Any:
+        return by_torch.StepLR(optimizer, 1)
+
+    with pytest.raises(ValueError, match="lr_interval='batch': choose 'step' or 'epoch'"):
+        rates_of(make, "batch")
+    with pytest.raises(ValueError, match=r"has no effect: .* lr_scheduler is None"):
+        rates_of(lambda o: None, "step")
+    with pytest.raises(ValueError, match=r"has no effect: .* lr_scheduler is LRSchedule"):
+        rates_of(lambda o: LRSchedule.wrap(make(o)), "step")
+    with pytest.raises(TypeError, match="lr_scheduler is StepLR: give an object"):
+        rates_of(lambda o: by_torch.StepLR)
+    with pytest.raises(TypeError, match="lr_scheduler is str: give"):
+        rates_of(lambda o: "cosine")
