@@ -14,7 +14,9 @@ from regimen.conf.errors import MOST_PROBLEMS, Problem, did_you_mean, nearest, r
 from regimen.conf.fields import REQUIRED, Key, choices, declared, is_open, members
 from regimen.conf.interpolation import children, is_related, join, walk
 from regimen.conf.other_words import VALUES, our_key
+from regimen.conf.python_words import in_python
 from regimen.conf.schema import Config, Values
+from regimen.conf.schema_trainer import TrainerConfig
 from regimen.conf.yaml_file import word
 
 MISSING = "???"
@@ -34,6 +36,26 @@ def check(raw: Values, schema: type = Config) -> list[Problem]:
     keys = {problem.key for problem in found}
     others = islice(_everywhere(raw), MOST_PROBLEMS)
     return found + [problem for problem in others if problem.key not in keys]
+
+
+def check_options(options: TrainerConfig) -> list[Problem]:
+    """List what is wrong with options that were made in Python: by the same checks, in its words.
+
+    A hint on how to write YAML is left out.
+    """
+    values = dataclasses.asdict(options)
+    seed = values.pop("seed")
+    found = [
+        *check(values, TrainerConfig),
+        *_value(seed, declared(Config)["seed"], "seed"),
+    ]
+    told = []
+    for problem in found:
+        hint = problem.hint
+        if hint is not None and not hint.startswith(("did you mean", "it is called")):
+            hint = None
+        told.append(Problem(f"TrainerOptions.{problem.key}", in_python(problem.message), hint))
+    return told
 
 
 def parse(raw: Values) -> Config:

@@ -39,6 +39,7 @@ class ConfigError(Exception):
     """The mistakes that were found in a configuration or a command line: one, or a list of them."""
 
     exit_code = 2
+    found_in = "the configuration"
     more: Callable[[], list[Problem]] | None = None  # finds further mistakes, in a longer time
 
     def __init__(
@@ -48,7 +49,7 @@ class ConfigError(Exception):
         if isinstance(where, str):
             where = [Problem(*("", where) if message is None else (where, message, hint))]
         self.problems = list(dict.fromkeys(where))
-        super().__init__(_text(self.problems))
+        super().__init__(_text(self.problems, self.found_in))
 
     def __reduce__(self) -> tuple[type[Self], tuple[list[Problem]]]:
         # Exceptions are rebuilt from `args`, which holds the text: it would lose the problems.
@@ -57,7 +58,7 @@ class ConfigError(Exception):
     def change(self, change: Callable[[Problem], Problem]) -> None:
         """Change each problem in place: type, cause and traceback stay."""
         self.problems = [change(problem) for problem in self.problems]
-        self.args = (_text(self.problems),)
+        self.args = (_text(self.problems, self.found_in),)
 
 
 @contextmanager
@@ -142,8 +143,8 @@ def lacks_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and bool(_NO_MEMORY.search(str(error)))
 
 
-def _text(problems: list[Problem]) -> str:
+def _text(problems: list[Problem], found_in: str) -> str:
     if len(problems) == 1:
         return str(problems[0])
     lines = "".join(f"\n  {problem}" for problem in problems)
-    return f"{len(problems)} mistakes in the configuration:{lines}"
+    return f"{len(problems)} mistakes in {found_in}:{lines}"

@@ -58,12 +58,14 @@ LEVEL = {room: level for level, rooms in enumerate(ORDER) for room in rooms}
 
 # `trainer` and `callbacks` get data sets, models and keys handed in: only `trainer.assembly`, which
 # turns a configuration into objects, sees both sides, and what stands on it. What a batch is, both
-# name alike; what a mistake is, how `${total_steps}` is filled in, and how a stranger's text is
-# read, everybody knows.
+# name alike; what a mistake is (in options that are made in Python, too), how `${total_steps}` is
+# filled in, and how a stranger's text is read, everybody knows.
 BLIND = re.compile(r"(trainer(?!\.(assembly|inference|export)\b)|callbacks)\b")
 UNSEEN = ("conf", "data", "models")
 KNOWN_TO_ALL = (
     "conf.errors",
+    "conf.check",
+    "conf.python_words",
     "conf.addresses",
     "conf.interpolation",
     "conf.json_text",

@@ -16,6 +16,7 @@ from regimen.trainer.options import count
 from regimen.trainer.strategies.strategy import Strategy
 from regimen.trainer.task import Metric, as_output, unsound
 from regimen.trainer.update.batch import as_source
+from regimen.trainer.update.setup import in_callers_words
 from regimen.trainer.update.sums import Sums
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ def evaluate(
     with suppress(TypeError):  # a stream has no length
         batches = count(limit, len(source))
     done, stream = 0, source.epoch(0, 0, limit)
-    with prepared(trainer, step):
+    with in_callers_words(trainer.options), prepared(trainer, step):
         while (micro_batch := trainer.waiting.next(stream)) is not None:
             _add(trainer, micro_batch, sums, shown)
             done += 1

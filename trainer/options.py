@@ -1,11 +1,56 @@
 """How far and how often a trainer goes: the configuration's `trainer` group is its options."""
 
+from dataclasses import dataclass
 from decimal import ROUND_HALF_UP, Decimal
+from typing import Any
 
+from regimen.conf.check import check_options
+from regimen.conf.errors import ConfigError, Problem, raise_problems
 from regimen.conf.schema_trainer import GradientNoiseConfig as GradientNoise
-from regimen.conf.schema_trainer import TrainerConfig as TrainerOptions
+from regimen.conf.schema_trainer import TrainerConfig
 
 __all__ = ["GradientNoise", "TrainerOptions", "count", "horizon"]
+
+# What only `train` can do, which knows the data and may build an experiment several times.
+_OF_COMMANDS = {
+    "overfit_batches": "give a train_loader and a val_loader of these few batches",
+    "limit_test_batches": "give trainer.evaluate(loader, 'test', limit=...)",
+    "memory_limit": "give a number of gradient_accumulation_steps",
+}
+
+
+class OptionsError(ConfigError, ValueError):
+    """Options that cannot be meant."""
+
+    found_in = "the options"
+
+
+@dataclass(kw_only=True, slots=True)
+class TrainerOptions(TrainerConfig):
+    """The options of a Trainer that is made in Python: those of the `trainer` group.
+
+    Raises OptionsError, a ValueError, with all mistakes: what the group refuses, and what only the
+    command `train` can do.
+    """
+
+    def __post_init__(self) -> None:
+        raise_problems([*check_options(self), *self._idle()], OptionsError)
+        if isinstance(self.gradient_noise, dict):
+            self.gradient_noise = GradientNoise(**self.gradient_noise)
+        if self.error_if_nonfinite:
+            self.on_nonfinite = "stop"
+
+    def _idle(self) -> list[Problem]:
+        """List the options that a Trainer would pass over in silence."""
+        asked = {
+            name: hint for name, hint in _OF_COMMANDS.items() if getattr(self, name) is not None
+        }
+        if self.gradient_accumulation_steps == "auto":
+            asked["gradient_accumulation_steps"] = "give a number; only `train` finds the fewest"
+        return [
+            Problem(f"TrainerOptions.{name}", "has no effect on a Trainer made in Python", hint)
+            for name, hint in asked.items()
+        ]
 
 
 def count(limit: int | float | None, whole: int) -> int:
@@ -19,7 +64,22 @@ def count(limit: int | float | None, whole: int) -> int:
     return max(1, int((Decimal(str(limit)) * whole).to_integral_value(ROUND_HALF_UP)))
 
 
-def horizon(options: TrainerOptions, steps_per_epoch: int | None) -> int | None:
+def batches_of(loader: Any, limit: int | float | None, key: str) -> int | None:
+    """Return how many batches of a loader a limit leaves; None if the loader has no length.
+
+    Raises OptionsError for a fraction of it then; `key` is that of the limit.
+    """
+    try:
+        whole = len(loader)
+    except TypeError:
+        if isinstance(limit, float):
+            message = f"{limit} is a fraction, and the loader has no length"
+            raise OptionsError(key, message, "give a number of batches") from None
+        return limit
+    return count(limit, whole)
+
+
+def horizon(options: TrainerConfig, steps_per_epoch: int | None) -> int | None:
     """Return the number of updates of a run; None if only the time ends it."""
     ends = [] if options.max_steps is None else [options.max_steps]
     if options.max_epochs is not None and steps_per_epoch is not None:

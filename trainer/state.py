@@ -1,7 +1,7 @@
 """Progress of a run: counters that are saved with every checkpoint, and where its time goes."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from time import perf_counter
@@ -31,6 +31,14 @@ def epoch_metric(name: str) -> str:
     stage, slash, metric = name.partition("/")
     whole = stage != "train" or not slash or metric.startswith("epoch_")
     return name if whole else f"train/epoch_{metric}"
+
+
+def monitored_names(metrics: Sequence[str], stages: Iterable[str]) -> list[str]:
+    """Return what a callback or a schedule may monitor, of a task's metrics on each stage."""
+    known = [f"{stage}/{name}" for stage in (*stages, "train") for name in metrics]
+    known.append("train/grad_norm")
+    known += [epoch_metric(name) for name in known if name.startswith("train/")]
+    return known
 
 
 def direction_of(name: str, modes: Mapping[str, str]) -> str | None:

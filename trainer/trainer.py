@@ -10,6 +10,8 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from regimen.conf.python_words import in_python
+from regimen.conf.schema_trainer import TrainerConfig
 from regimen.data.batch import MicroBatch, to_device
 from regimen.trainer import snapshot
 from regimen.trainer.callback import (
@@ -29,14 +31,21 @@ from regimen.trainer.errors import SampleError, account
 from regimen.trainer.evaluation import EvaluationAbandoned, check_metrics, evaluate, prepared
 from regimen.trainer.lr_schedulers.schedule import Interval, as_schedule
 from regimen.trainer.optimizers.optimizers import Optimizers
-from regimen.trainer.options import TrainerOptions, count, horizon
+from regimen.trainer.options import TrainerOptions, batches_of, horizon
 from regimen.trainer.rng import RandomStates, derived
 from regimen.trainer.runs.directory import make_folder
 from regimen.trainer.state import MAX_TIME, LogPoint, Timer, TrainState
 from regimen.trainer.strategies.strategy import AS_IT_IS, Strategy
 from regimen.trainer.task import Task, coupling_remark, named_modules
-from regimen.trainer.update.batch import Waiting, as_source, order_remark
+from regimen.trainer.update.batch import Waiting, as_source, as_val_sources, order_remark
 from regimen.trainer.update.precision import Precision
+from regimen.trainer.update.setup import (
+    is_from_python,
+    refuse_misplaced,
+    refuse_monitors,
+    set_up,
+    tell_in_python,
+)
 from regimen.trainer.update.updater import Updater
 
 _log = logging.getLogger(__name__)
@@ -64,12 +73,13 @@ class Trainer:
         strategy: Strategy | None = None,
         precision: Precision | str | None = None,
         callbacks: Mapping[str, Callback] | None = None,
-        options: TrainerOptions | None = None,
+        options: TrainerConfig | None = None,
         compiled: nn.Module | None = None,
         run_dir: Path | str | None = None,
         config_text: str = "",
         lr_interval: Interval | None = None,
     ) -> None:
+        refuse_misplaced(model, task, optimizer)
         self.options = options or TrainerOptions(max_epochs=1)
         self.strategy = strategy or Strategy()
         self.group, device = self.strategy.group, self.strategy.device
@@ -87,17 +97,17 @@ class Trainer:
             callback.name = name
         self.average = evaluated_average(self.callbacks)
         self.hooks = Hooks(self.callbacks.values())
-        self.compiled = self.model if compiled is None else compiled
+        self.compiled = set_up(self.model, compiled, self.options, self.precision.name)
         freezes = any(callback.freezes for callback in self.callbacks.values())
         self.strategy.some_unused = bool(task.turns) or freezes
         self.strategy.autocast = self.precision.autocast
         self.wrapped = self.strategy.wrap(self.compiled)
-        seed = self.options.seed
-        split = self.options.micro_batches
-        self.train_loader = as_source(train_loader, "train_loader", split, seed)
-        named = val_loader if isinstance(val_loader, Mapping) else {"val": val_loader}
-        there = {stage: loader for stage, loader in named.items() if loader is not None}
-        self.val_loaders = {s: as_source(one, "val_loader", 1, seed) for s, one in there.items()}
+        self.train_loader = as_source(
+            train_loader, "train_loader", self.options.micro_batches, self.options.seed
+        )
+        self.val_loaders = as_val_sources(
+            val_loader, self.options.limit_val_batches, self.options.seed
+        )
         self.lr_schedule.refuse_to_wait(bool(self.val_loaders), self.options.validates)
         self.run_dir = None if run_dir is None else Path(run_dir)
         if self.run_dir is not None and self.is_main:
@@ -125,11 +135,7 @@ class Trainer:
     def steps_per_epoch(self) -> int | None:
         """Updates of an epoch; None for a stream of unknown length."""
         limit = self.options.limit_train_batches
-        try:
-            length = len(self.train_loader)
-        except TypeError:
-            return limit if isinstance(limit, int) else None
-        return count(limit, length)
+        return batches_of(self.train_loader, limit, "limit_train_batches")
 
     @property
     def total_steps(self) -> int | None:
@@ -200,7 +206,11 @@ class Trainer:
             with self.timer.spending("start and end"), self.random.aside():
                 self.hooks.emit("on_fit_end", self)
         except BaseException as error:
-            if (said := account(error)) is not None:
+            said = account(error)
+            if is_from_python(self.options):
+                tell_in_python(error)
+                said = None if said is None else in_python(said)
+            if said is not None:
                 error.add_note(said)  # below the traceback, in a notebook too
             self.hooks.emit("on_exception", self, error)
             raise
@@ -223,6 +233,8 @@ class Trainer:
         if resume is not None:
             snapshot.go_on(self, resume)
         options = self.options
+        if is_from_python(options):
+            refuse_monitors(self.callbacks.values(), self.task, self.val_loaders)
         self.timer.start()
         with self.timer.spending("start and end"):
             self.setup()
@@ -230,7 +242,7 @@ class Trainer:
             remarks = [coupling_remark(self.task, *split), order_remark(self.train_loader)]
             for remark in (*remarks, *self.lr_schedule.remarks(self.total_steps, self._epochs)):
                 if self.is_main and remark is not None:
-                    _log.warning("%s", remark)
+                    _log.warning("%s", in_python(remark) if is_from_python(options) else remark)
             self.wrapped.train()
             if options.seconds is not None:
                 self._deadline = time.monotonic() + options.seconds
@@ -359,8 +371,7 @@ class Trainer:
             self.hooks.emit("on_validation_start", self)
             metrics: dict[str, float] = {}
             for stage, loader in self.val_loaders.items():
-                limit = self.options.limit_val_batches
-                limit = count(limit, len(loader)) if isinstance(limit, float) else limit
+                limit = batches_of(loader, self.options.limit_val_batches, "limit_val_batches")
                 step = self.state.global_step
                 metrics |= evaluate(self, loader, stage, limit, step, shown=not metrics)
             self.state.validated_at = self.state.global_step

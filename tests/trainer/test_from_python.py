@@ -14,7 +14,6 @@ import toys
 from regimen.callbacks.checkpoint import Checkpoint
 from regimen.conf.check import parse
 from regimen.scripts.composition.compose import compose
-from regimen.trainer.assembly import experiment
 from regimen.trainer.assembly.experiment import eval_loader, limited, overfit_samples
 from regimen.trainer.callback import Callback
 from regimen.trainer.errors import CheckpointError, ModelError, SampleError, StorageError
@@ -22,6 +21,7 @@ from regimen.trainer.options import TrainerOptions, count
 from regimen.trainer.task import StepOutput
 from regimen.trainer.tasks.classification import Classification
 from regimen.trainer.tasks.regression import Regression
+from regimen.trainer.update.precision import compiled_model
 from toys import Samples, assert_equal, by_hand, of_output
 
 
@@ -237,7 +237,7 @@ def test_each_shape_is_compiled_by_itself(options, dynamic):
         symbols.append(any(isinstance(value, torch.SymInt) for value in inputs))
         return graph.forward
 
-    model = experiment._compile(Whole(), {"backend": backend, **options})
+    model = compiled_model(Whole(), {"backend": backend, **options})
     for size in (4, 3, 4):
         model(torch.zeros(size, 3, 6, 6, dtype=torch.float64))
     assert symbols == [False, dynamic]

@@ -42,7 +42,7 @@ from regimen.trainer.lr_schedulers.build import AUTO
 from regimen.trainer.optimizers.optimizers import UNSHARDED, Optimizers, Section, sections
 from regimen.trainer.optimizers.state import needs_closure
 from regimen.trainer.options import horizon
-from regimen.trainer.state import epoch_metric
+from regimen.trainer.state import monitored_names
 from regimen.trainer.strategies.strategy import Strategy, tensor_styles
 from regimen.trainer.targets.allow_list import TargetError, locate
 from regimen.trainer.targets.instantiate import instantiate, node_problems, nodes_in
@@ -248,10 +248,7 @@ def name_problems(task: Task) -> Iterator[Problem]:
 
 def monitor_problems(config: Config, task: Task) -> Iterator[Problem]:
     """Yield the monitors that are no metric of a task; a class without a name yet may be any."""
-    names = task.metric_names()
-    stages = (*(config.data.validations or ["val"]), "train")
-    known = [*(f"{stage}/{name}" for stage in stages for name in names), "train/grad_norm"]
-    known += [epoch_metric(name) for name in known if name.startswith("train/")]
+    known = monitored_names(task.metric_names(), config.data.validations or ["val"])
     overfits = config.trainer.overfit_batches is not None
     # Without a training set the mistakes are in the data, and what is validated is not known.
     validates = config.data.val is not None or overfits or config.data.train is None

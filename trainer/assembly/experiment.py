@@ -12,6 +12,7 @@ from regimen.conf.check import parse
 from regimen.conf.errors import ConfigError, lacks_memory, raise_problems
 from regimen.conf.fields import declared
 from regimen.conf.schema import Config, EvalLoaderConfig
+from regimen.conf.schema_trainer import TrainerConfig
 from regimen.data.loading.device_transforms import DeviceTransforms, collate_ragged, mixes_samples
 from regimen.data.loading.loader import Kept, Loader, can_be_kept
 from regimen.data.orders import Order, Sequential
@@ -37,11 +38,12 @@ from regimen.trainer.callback import Average, Callback
 from regimen.trainer.device import peak_rss, pins, release, reset_peak_rss, spare_memory, waits
 from regimen.trainer.errors import ResourceError, spelled
 from regimen.trainer.evaluation import evaluate
-from regimen.trainer.options import TrainerOptions, count, horizon
+from regimen.trainer.options import count, horizon
 from regimen.trainer.rng import seed_everything, set_switches
 from regimen.trainer.strategies.strategy import Strategy, workers_of
 from regimen.trainer.targets.instantiate import parameters_of
 from regimen.trainer.trainer import Trainer
+from regimen.trainer.update.precision import compiled_model
 
 logger = logging.getLogger("regimen")
 
@@ -111,7 +113,7 @@ def build(
             limit_val_batches=None,  # the loader has no more
         ),
         # Not for the one batch of a dry run.
-        compiled=_compile(parts.model, not config.dry_run and options.compile, parts.regions),
+        compiled=compiled_model(parts.model, not config.dry_run and options.compile, parts.regions),
         config_text=config_text,
     )
     trainer.data_facts = data_facts(data.sets)
@@ -288,7 +290,7 @@ def build_evaluator(
         strategy=strategy,
         precision=parts.precision,
         callbacks={n: c for n, c in callbacks.items() if isinstance(c, Average)},
-        options=TrainerOptions(seed=config.seed, channels_last=config.trainer.channels_last),
+        options=TrainerConfig(seed=config.seed, channels_last=config.trainer.channels_last),
         compiled=answering,
     )
     trainer.setup()
@@ -398,19 +400,3 @@ def _loader(
         prefetch=options.prefetch_to_device,
         **values,
     )
-
-
-def _compile(
-    model: nn.Module, choice: bool | dict[str, Any], regions: Sequence[nn.Module] | None = None
-) -> nn.Module:
-    if choice is False:
-        return model
-    # By default torch switches to dynamic shapes at the second shape: a run resumed after that
-    # would use other kernels, and not be exact.
-    options = {"dynamic": False} | (choice if isinstance(choice, dict) else {})
-    options.pop("regions", None)
-    if regions is None:
-        return torch.compile(model, **options)  # type: ignore
-    for module in regions:
-        module.compile(**options)
-    return model

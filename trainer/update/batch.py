@@ -2,7 +2,7 @@
 
 import copy
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -218,6 +218,21 @@ def as_source(loader: Any, name: str, gradient_accumulation_steps: int = 1, seed
     if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
         raise TypeError(f"{name} is not an iterable of batches: {type(loader).__name__}")
     return PlainBatches(loader, gradient_accumulation_steps, seed)
+
+
+def as_val_sources(given: Any, limit: int | float | None, seed: int) -> dict[str, Any]:
+    """Return the loaders of validation by stage: of one "val", of several those that there are.
+
+    None are left by a `limit` of 0 batches.
+    """
+    if limit == 0:
+        return {}
+    named = given if isinstance(given, Mapping) else {"val": given}
+    return {
+        stage: as_source(loader, "val_loader", 1, seed)
+        for stage, loader in named.items()
+        if loader is not None
+    }
 
 
 class Waiting:

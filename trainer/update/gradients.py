@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
+from regimen.conf.schema_trainer import TrainerConfig
 from regimen.data.batch import MicroBatch
 from regimen.trainer.device import waits
 from regimen.trainer.optimizers.optimizers import Optimizers
 from regimen.trainer.optimizers.state import can_leave_out, foreach_norm, take_step
-from regimen.trainer.options import TrainerOptions
 from regimen.trainer.rng import derived
 from regimen.trainer.state import TrainState
 from regimen.trainer.task import first_tensor
@@ -69,7 +69,7 @@ def _by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
 
 
 def clip(
-    options: TrainerOptions, optimizers: Optimizers, parameters: Sequence[Tensor], norm: Tensor
+    options: TrainerConfig, optimizers: Optimizers, parameters: Sequence[Tensor], norm: Tensor
 ) -> None:
     """Clip the gradients in place; `norm` is their norm before."""
     bound, value = options.clip_grad_norm, options.clip_grad_value
@@ -94,7 +94,7 @@ def _clip_norm(parameters: Sequence[Tensor], bound: float, norm: Tensor) -> None
 
 @torch.no_grad()
 def add_noise(
-    options: TrainerOptions, parameters: Sequence[Tensor], update: int, turn: str = ""
+    options: TrainerConfig, parameters: Sequence[Tensor], update: int, turn: str = ""
 ) -> None:
     """Add an update's noise to the gradients, drawn on their device.
 
@@ -118,7 +118,7 @@ def add_noise(
         grad.add_(drawn, alpha=std)
 
 
-def without_effect(precision: str, options: TrainerOptions) -> list[str]:
+def without_effect(precision: str, options: TrainerConfig) -> list[str]:
     """Return the keys of `trainer` without effect on LBFGS, which computes gradients itself."""
     keys = ("clip_grad_norm", "clip_grad_value", "gradient_noise")
     asked = [key for key in keys if getattr(options, key) is not None]
@@ -277,7 +277,7 @@ def explain(
     micro_batches: Sequence[MicroBatch],
     losses: Sequence[Tensor],
 ) -> tuple[int, str]:
-    """Name the origin of a non-finite update: a sample, the loss or a gradient.
+    """Name the origin of a non-finite update: a sample (or its row), the loss or a gradient.
 
     With its distance from the origin: of several processes the one that is closest tells it.
     """
@@ -287,8 +287,11 @@ def explain(
         inputs, indices = first_tensor(micro_batch.batch), micro_batch.piece.indices
         if inputs is not None and inputs.ndim and (bad := _nonfinite(inputs)).any():
             row = int(bad.reshape(len(bad), -1).any(1).int().argmax())
-            sample = indices[row] if row < len(indices) else row
-            return 0, f"sample {sample} holds NaN or infinity, {where}: {advice}"
+            if row < len(indices):
+                what = f"sample {indices[row]}"
+            else:  # of the whole update, where it is split
+                what = f"row {micro_batch.piece.start + row} of the batch"
+            return 0, f"{what} holds NaN or infinity, {where}: {advice}"
     grads = ((name, p.grad) for name, p in model.named_parameters())
     name = next((name for name, grad in grads if grad is not None and _nonfinite(grad).any()), "")
     # A non-finite loss makes all gradients non-finite.

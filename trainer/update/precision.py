@@ -125,6 +125,23 @@ def cpu_formats() -> set[str]:
     return {name for flag, name in _CPU_FLAGS.items() if flag in words}
 
 
+def compiled_model(
+    model: nn.Module, choice: bool | dict[str, Any], regions: Sequence[nn.Module] | None = None
+) -> nn.Module:
+    """Return the model as torch.compile makes it; of `regions` each is compiled by itself."""
+    if choice is False:
+        return model
+    # By default torch switches to dynamic shapes at the second shape: a run resumed after that
+    # would use other kernels, and not be exact.
+    options = {"dynamic": False} | (choice if isinstance(choice, dict) else {})
+    options.pop("regions", None)
+    if regions is None:
+        return torch.compile(model, **options)  # type: ignore
+    for module in regions:
+        module.compile(**options)
+    return model
+
+
 def checkpoint_modules(
     model: nn.Module, patterns: Sequence[str], compiled: bool = False
 ) -> list[str]:

@@ -198,7 +198,7 @@ def test_stopping_names_the_sample_and_keeps_finite_weights() -> None:
     model = normed()
     data, task = batches(5, bad=2), Classification(3)
     trainer = toys.trainer_of(task, data, model=model, precision="fp32")
-    with pytest.raises(DivergedError, match=r"sample 3 holds NaN.*update 3") as error:
+    with pytest.raises(DivergedError, match=r"row 3 of the batch holds NaN.*update 3") as error:
         trainer.fit()
     assert error.value.exit_code == 5
     assert all(torch.isfinite(t).all() for t in model.state_dict().values())
