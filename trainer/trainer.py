@@ -135,7 +135,7 @@ class Trainer:
     def steps_per_epoch(self) -> int | None:
         """Updates of an epoch; None for a stream of unknown length."""
         limit = self.options.limit_train_batches
-        return batches_of(self.train_loader, limit, "limit_train_batches")
+        return batches_of(self.train_loader, limit, "trainer.limit_train_batches")
 
     @property
     def total_steps(self) -> int | None:
@@ -371,7 +371,8 @@ class Trainer:
             self.hooks.emit("on_validation_start", self)
             metrics: dict[str, float] = {}
             for stage, loader in self.val_loaders.items():
-                limit = batches_of(loader, self.options.limit_val_batches, "limit_val_batches")
+                limit = self.options.limit_val_batches
+                limit = batches_of(loader, limit, "trainer.limit_val_batches")
                 step = self.state.global_step
                 metrics |= evaluate(self, loader, stage, limit, step, shown=not metrics)
             self.state.validated_at = self.state.global_step

@@ -63,7 +63,10 @@ def _meant(text: Any) -> str:
     """Return how to write a loss that was given as a word."""
     word = str(text).rpartition(".")[2].lower().replace("_", "").removesuffix("loss")
     same = next((name for name in _MODULES if name.lower() == f"{word}loss"), "CrossEntropyLoss")
-    return f"a loss is a node, such as task.loss={{_target_: torch.nn.{same}}}, or task/loss=CHOICE"
+    return (
+        f"a loss is a node, such as task.loss={{_target_: torch.nn.{same}}}, or task/loss=CHOICE; "
+        f"from Python an object, loss=torch.nn.{same}()"
+    )
 
 
 @dataclass

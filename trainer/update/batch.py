@@ -6,9 +6,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    Dataset,
     IterableDataset,
     RandomSampler,
     SequentialSampler,
@@ -205,7 +207,7 @@ def as_source(loader: Any, name: str, gradient_accumulation_steps: int = 1, seed
     """Return `loader` itself if it knows epochs and updates, as ours do, else wrap it.
 
     `seed`: with the epoch, of the order in which a plain DataLoader shuffles. Raises TypeError,
-    with the argument's `name`, where it can be read only once or not at all.
+    with the argument's `name`, where it can be read only once or not at all, or has single samples.
     """
     if hasattr(loader, "epoch"):
         return loader
@@ -217,7 +219,32 @@ def as_source(loader: Any, name: str, gradient_accumulation_steps: int = 1, seed
         )
     if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
         raise TypeError(f"{name} is not an iterable of batches: {type(loader).__name__}")
+    if _is_of_samples(loader):
+        raise TypeError(
+            f"{name} is a data set ({type(loader).__name__}) of single samples, and batches are "
+            "needed: give torch.utils.data.DataLoader(data_set, batch_size=64, shuffle=True), for "
+            "tensors with TensorDataset(inputs, targets) as data set"
+        )
     return PlainBatches(loader, gradient_accumulation_steps, seed)
+
+
+def _is_of_samples(given: Any) -> bool:
+    """Return whether what stands for a loader is a data set, or inputs and targets as they are."""
+    if isinstance(given, Dataset) and not isinstance(given, IterableDataset):
+        return True
+    if not hasattr(given, "__getitem__") or not hasattr(given, "__len__") or not len(given):
+        return False
+    if isinstance(given, tuple) and len(given) == 2:
+        inputs, targets = (tuple(getattr(part, "shape", ())) for part in given)
+        if inputs[:1] and inputs[:1] == targets[:1] and inputs != targets:
+            return True
+    if isinstance(given, Mapping):
+        return False
+    first = given[0]
+    if not isinstance(first, list | tuple) or len(first) != 2:
+        return False
+    target = first[1]  # one number, where a batch has several
+    return isinstance(target, int | float) or (isinstance(target, Tensor) and not target.ndim)
 
 
 def as_val_sources(given: Any, limit: int | float | None, seed: int) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from regimen.conf.errors import ConfigError, Problem, did_you_mean, raise_proble
 from regimen.conf.python_words import in_python
 from regimen.conf.schema_trainer import TrainerConfig
 from regimen.trainer.callback import Callback
-from regimen.trainer.errors import RunError, spelled
+from regimen.trainer.errors import RunError, UserCodeError, spelled
 from regimen.trainer.optimizers.optimizers import Optimizers
 from regimen.trainer.options import TrainerOptions
 from regimen.trainer.rng import set_switches
@@ -114,7 +114,16 @@ def _unknown(callbacks: Iterable[Callback], known: list[str]) -> Iterator[Proble
 
 
 def tell_in_python(error: BaseException) -> None:
-    """Let one of our errors advise calls and arguments, in place of keys of a configuration."""
+    """Let one of our errors advise calls and arguments, in place of keys of a configuration.
+
+    Its traceback is short: it ends with one line.
+    """
+    if not hasattr(error, "exit_code"):
+        return
+    if not isinstance(error, UserCodeError):
+        # What torch raised first says less, and is many lines.
+        error.__cause__ = None
+        error.__suppress_context__ = True
     if isinstance(error, ConfigError):
         error.change(_problem_in_python)
     elif isinstance(error, RunError):
