@@ -35,6 +35,8 @@ class Progress(Callback):
     them.
     """
 
+    shows_progress = True
+
     def __init__(self, bar: bool | None = None, every_seconds: float = 10.0) -> None:
         require(every_seconds > 0, f"every_seconds={every_seconds}: choose more than 0")
         self._wants_bar = bar

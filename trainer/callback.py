@@ -6,6 +6,7 @@ import copy
 import inspect
 import io
 import logging
+import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 
 _log = logging.getLogger(__name__)
+_WORDS = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")  # in a class's name
 UPDATE_PARTS = ("batch", "outputs")  # what `on_update_end` is given if it has such parameters
 
 
@@ -59,6 +61,7 @@ class Callback:
     takes_shards: bool = True  # does its work where each process has a part of every parameter
     affects_result: bool = True  # False: a run may be gone on with without it, or with it anew
     keeps_weights: bool = True  # False: it measures, and the weights of its run are of no use
+    shows_progress: bool = False  # prints the progress of a run: a Trainer adds no lines of its own
     persistent: tuple[str, ...] = ()  # attributes that are its state, if they are all of it
 
     def check(self, model: nn.Module) -> None:
@@ -261,6 +264,35 @@ def _with_batch(hook: Any, names: list[str], trainer: Trainer) -> None:
     hook(trainer, **{name: parts[name] for name in names})
 
 
+def named_callbacks(callbacks: Mapping[str, Callback] | Iterable[Callback]) -> dict[str, Callback]:
+    """Return callbacks by name; one of a list is named as its class, in snake_case.
+
+    A second one of a class is named `<name>_2`. Raises ModelError for what is no callback.
+    """
+    if isinstance(callbacks, Mapping):
+        named = dict(callbacks)
+    else:
+        named = {}
+        for callback in callbacks:
+            base = _WORDS.sub("_", type(callback).__name__).lower()
+            name = base
+            number = 1
+            while name in named:
+                number += 1
+                name = f"{base}_{number}"
+            named[name] = callback
+    for name, callback in named.items():
+        if not isinstance(callback, Callback):
+            given = callback.__name__ if isinstance(callback, type) else type(callback).__name__
+            kind = f"the class {given}" if isinstance(callback, type) else f"of type {given}"
+            raise ModelError(
+                f"callbacks: {name!r} is {kind}: give objects of regimen.Callback, in a list or as "
+                "a dict by name, such as [EMA()] or {'ema': EMA()}"
+            )
+        callback.name = name
+    return named
+
+
 def evaluated_average(callbacks: Mapping[str, Callback]) -> Average | None:
     """Return the average that is evaluated instead of the weights. ModelError if there are two."""
     averages = [c for c in callbacks.values() if isinstance(c, Average) and c.used_for_evaluation]
@@ -291,9 +323,11 @@ def keeps_weights(callbacks: Mapping[str, Callback]) -> bool:
 class EpochLines(Callback):
     """Print the loss of each epoch and the metrics of each validation to stderr.
 
-    What a run from Python tells that was given no callbacks. `regimen.callbacks.progress.Progress`
-    shows more; `Trainer(..., callbacks={})` shows nothing.
+    What a run from Python tells, unless one of its callbacks shows the progress itself, as
+    `regimen.callbacks.progress.Progress` does. `Trainer(..., verbose=False)` shows nothing.
     """
+
+    shows_progress = True
 
     def on_log(self, trainer: Trainer, scalars: Mapping[str, float]) -> None:
         """Print the mean loss of an epoch that ends, or the metrics of a validation."""
@@ -303,7 +337,10 @@ class EpochLines(Callback):
             state, last = trainer.state, trainer.options.max_epochs
             where = f"epoch {state.epoch}" + (f"/{last}" if last is not None else "")
             values = ", ".join(f"{key} {value:.4g}" for key, value in metrics.items())
-            print(f"{where}, step {state.global_step}: {values}", file=sys.stderr, flush=True)
+            line = f"{where}, step {state.global_step}: {values}"
+            print(line, file=sys.stderr, flush=True)
+            if trainer.run is not None:
+                trainer.run.note(line)
 
 
 # What a run shows besides scalars: images, histograms and curves, as plain numpy arrays.

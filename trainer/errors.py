@@ -74,6 +74,11 @@ _CHANGES = {
     r"No module named '([\w.]+)'": "install {0}, or correct the import",
 }
 
+_LESS_MEMORY = (
+    "raise trainer.gradient_accumulation_steps (the same training in less memory), set "
+    "trainer.activation_checkpointing or trainer.precision=bf16, or lower loader.batch_size"
+)
+
 
 def stopping_signals() -> list[signal.Signals]:
     """Return the signals that end a run here: under nohup a closed terminal is none of them."""
@@ -316,3 +321,26 @@ def _arguments(frame: FrameType) -> list[tuple[str, Any]]:
 def brief(error: Exception | SystemExit) -> str:
     """Return what an error says, as one line that is not too long."""
     return " ".join(str(error).split())[:500]
+
+
+def exit_code(error: BaseException) -> int:
+    """Return the exit code of an exception; 1 for an unexpected one."""
+    if isinstance(error, KeyboardInterrupt):
+        return 130
+    gave_out = lacks_memory(error) or device_failed(error)
+    code = 8 if gave_out else getattr(error, "exit_code", 1)
+    return code if isinstance(code, int) else 1
+
+
+def describe(error: BaseException) -> str:
+    """Return the message of an exception, or the name of its type if it has none."""
+    text = str(error).strip()
+    first = text.partition("\n")[0]
+    if lacks_memory(error):
+        return f"out of memory: {first or 'no memory is left'}; {_LESS_MEMORY}"
+    if hasattr(error, "exit_code") or exit_code(error) != 1:
+        return text or type(error).__name__
+    said = account(error) or f"{type(error).__name__}: {first}".rstrip(": ")
+    if refused_by_device(error):
+        return f"{said}; the device cannot compute this: strategy.accelerator=cpu does without it"
+    return said

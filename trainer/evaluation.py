@@ -1,15 +1,16 @@
-"""Evaluation: the metrics of a data set, with each sample counted once on any devices (I4)."""
+"""Evaluation and prediction: metrics with each sample counted once on any devices (I4), answers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from regimen.data.batch import MicroBatch
+from regimen.data.batch import MicroBatch, joined, map_tensors
 from regimen.trainer import rng
 from regimen.trainer.errors import MISFITS, ModelError, UserCodeError, called, misfit
 from regimen.trainer.options import count
@@ -75,6 +76,63 @@ def evaluate(
             )
         values |= found
     return {f"{stage}/{name}": value for name, value in values.items()}
+
+
+def predict(trainer: Trainer, data: Any, batch_size: int) -> Any:
+    """Return the interpreted outputs for all samples of `data`; see `Trainer.predict`.
+
+    Raises ModelError for data that are neither batches nor inputs, or that hold no sample.
+    """
+    answers = []
+    with torch.inference_mode(), prepared(trainer, trainer.state.global_step):
+        for batch in _batches_of(trainer, data, batch_size):
+            placed = trainer.to_device(batch)
+            try:
+                with trainer.precision.autocast():
+                    output = trainer.task.prediction_step(trainer.model, placed)
+                    values = trainer.task.interpret(output)
+            except MISFITS as error:
+                known = misfit(error, placed, 0)
+                if known is not None:
+                    raise known from error
+                raise
+            # On the host at once: the outputs of a large data set need not fit the device.
+            answers.append(map_tensors(lambda value: value.cpu(), values))
+    if not answers:
+        raise ModelError("predict: the data hold no sample")
+    return joined(answers)
+
+
+def _batches_of(trainer: Trainer, data: Any, batch_size: int) -> Iterator[Any]:
+    """Yield the batches of a loader, or those of inputs that are one tensor."""
+    inputs = data
+    if hasattr(data, "to_numpy"):  # a DataFrame of pandas or Polars
+        inputs = data.to_numpy()
+    if isinstance(inputs, np.ndarray):
+        inputs = torch.from_numpy(np.ascontiguousarray(inputs))
+    if isinstance(inputs, Tensor):
+        if inputs.is_floating_point():  # an array of numpy's is float64, and hardly any model
+            inputs = inputs.to(_dtype_of(trainer))
+        for start in range(0, len(inputs), batch_size):
+            yield inputs[start : start + batch_size]
+    elif hasattr(data, "epoch"):  # a loader of ours
+        for micro_batch in data.epoch(0, 0):
+            count = micro_batch.piece.count
+            yield map_tensors(lambda value, count=count: value[:count], micro_batch.batch)  # type: ignore[misc]
+    elif isinstance(data, Iterable):
+        yield from data
+    else:
+        raise ModelError(
+            f"predict: {type(data).__name__} is neither a loader (an iterable of batches) nor a "
+            "tensor, an array or a DataFrame of inputs"
+        )
+
+
+def _dtype_of(trainer: Trainer) -> torch.dtype:
+    for parameter in trainer.model.parameters():
+        if parameter.is_floating_point():
+            return parameter.dtype
+    return torch.get_default_dtype()
 
 
 @contextmanager

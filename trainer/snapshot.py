@@ -92,32 +92,43 @@ def restore(
         return _take_over(trainer, payload, hyper_parameters, same_run)
 
 
-def go_on(trainer: Trainer, resume: Path | str) -> None:
-    """Let a trainer go on from a checkpoint, or from the newest of a run's directory.
+def find(trainer: Trainer, resume: Path | str) -> tuple[Path, dict[str, Any]] | None:
+    """Return the checkpoint that a trainer is to go on from, with its path; nothing is changed.
 
-    "auto" stands for the trainer's own `run_dir`, where there may be none yet. Raises
-    CheckpointError.
+    resume: a checkpoint, or a run's directory, whose newest is meant. "auto" stands for the
+    trainer's own `run_dir`; None where that holds no checkpoint yet. Raises CheckpointError.
     """
     place = trainer.run_dir if resume == "auto" else Path(resume)
     if place is None:
         raise CheckpointError("resume='auto' goes on with what run_dir holds: give Trainer one")
+    found: tuple[Path, dict[str, Any]] | None
     found = trainer.group.broadcast(_found(place) if trainer.is_main else None)
     if found is None and resume == "auto":
-        return
+        return None
     if found is None:
         raise CheckpointError(f"resume={place}: there is no checkpoint in it")
     path, payload = found
-    own = trainer.run_dir is not None and path.parent.parent.resolve() == trainer.run_dir.resolve()
-    if own and max(CheckpointStore(path.parent).steps(), default=0) > log_point_of(payload).step:
+    later = max(CheckpointStore(path.parent).steps(), default=0) > log_point_of(payload).step
+    if later and _is_own(trainer, path):
         raise CheckpointError(
             f"{path}: run_dir holds checkpoints of later steps: go on with resume='auto', or give "
             "Trainer another run_dir"
         )
-    notes = restore(trainer, payload, same_run=own)
+    return found
+
+
+def go_on(trainer: Trainer, path: Path, payload: Mapping[str, Any]) -> None:
+    """Let a trainer go on from a checkpoint that `find` returned."""
+    notes = restore(trainer, payload, same_run=_is_own(trainer, path))
     if trainer.is_main:
         for note in notes:
             _log.warning("%s", note)
         _log.info("resumed from %s at step %d", path, trainer.state.global_step)
+
+
+def _is_own(trainer: Trainer, path: Path) -> bool:
+    run_dir = trainer.run_dir
+    return run_dir is not None and path.parent.parent.resolve() == run_dir.resolve()
 
 
 def _found(place: Path) -> tuple[Path, dict[str, Any]] | None:

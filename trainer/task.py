@@ -270,6 +270,17 @@ def coupling_remark(task: Task, micro_batches: int, devices: int) -> str | None:
     )
 
 
+def by_stage(val_loader: Any) -> dict[str, Any]:
+    """Return validation loaders by stage: `val` for one, `val/<set>` for each of a dict."""
+    if not isinstance(val_loader, Mapping):
+        return {"val": val_loader}
+    named = {}
+    for name, loader in val_loader.items():
+        is_stage = name == "val" or str(name).startswith("val/")
+        named[name if is_stage else f"val/{name}"] = loader
+    return named
+
+
 def named_modules(task: Task) -> dict[str, nn.Module]:
     """Return a task's own modules by the prefix of their parameters' names (`task.loss`)."""
     return {f"task.{name}": module for name, module in task.own_modules().items()}

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,6 @@ from regimen.data.batch import MicroBatch, to_device
 from regimen.trainer import snapshot
 from regimen.trainer.callback import (
     Callback,
-    EpochLines,
     Hooks,
     Media,
     PRCurve,
@@ -24,16 +23,25 @@ from regimen.trainer.callback import (
     as_image,
     evaluated_average,
     histogram_of,
-    saver_of,
 )
+from regimen.trainer.checkpoints.reader import read_checkpoint
 from regimen.trainer.device import moved
-from regimen.trainer.errors import SampleError, account
-from regimen.trainer.evaluation import EvaluationAbandoned, check_metrics, evaluate, prepared
+from regimen.trainer.errors import ModelError, SampleError, account
+from regimen.trainer.evaluation import (
+    EvaluationAbandoned,
+    check_metrics,
+    evaluate,
+    predict,
+    prepared,
+)
 from regimen.trainer.lr_schedulers.schedule import Interval, as_schedule
 from regimen.trainer.optimizers.optimizers import Optimizers
 from regimen.trainer.options import TrainerOptions, batches_of, horizon
 from regimen.trainer.rng import RandomStates, derived
+from regimen.trainer.runs import from_python
 from regimen.trainer.runs.directory import make_folder
+from regimen.trainer.runs.from_python import PythonRun
+from regimen.trainer.runs.interrupt import stopping_on_interrupt
 from regimen.trainer.state import MAX_TIME, LogPoint, Timer, TrainState
 from regimen.trainer.strategies.strategy import AS_IT_IS, Strategy
 from regimen.trainer.task import Task, coupling_remark, named_modules
@@ -58,8 +66,11 @@ class Trainer:
     `regimen.data.loading.loader.Loader`s, or any iterable of batches
     on one process; `optimizer` and `lr_scheduler` may be torch's own. A scheduler of torch's is
     stepped after each epoch, OneCycleLR and CyclicLR after each update; `lr_interval`, "step" or
-    "epoch", says otherwise. Without `callbacks` each
-    epoch prints a line. `run_dir` is where callbacks write: it is made where it is missing.
+    "epoch", says otherwise. `callbacks` are a list, or a dict by name. Each epoch prints a line,
+    unless a callback shows the progress, `verbose` is false or `callbacks` is empty. With a
+    `run_dir`, which is made where it is missing, `fit` writes a run there, as the command `train`
+    does; one that is there is refused, unless `fit(resume=...)` goes on with it, or `overwrite`
+    lets a new one take its place. Without `run_dir` nothing is written.
     """
 
     def __init__(
@@ -72,12 +83,14 @@ class Trainer:
         lr_scheduler: Any = None,
         strategy: Strategy | None = None,
         precision: Precision | str | None = None,
-        callbacks: Mapping[str, Callback] | None = None,
+        callbacks: Mapping[str, Callback] | Iterable[Callback] | None = None,
         options: TrainerConfig | None = None,
         compiled: nn.Module | None = None,
         run_dir: Path | str | None = None,
         config_text: str = "",
         lr_interval: Interval | None = None,
+        overwrite: bool = False,
+        verbose: bool = True,
     ) -> None:
         refuse_misplaced(model, task, optimizer)
         self.options = options or TrainerOptions(max_epochs=1)
@@ -92,9 +105,8 @@ class Trainer:
         self.strategy.check(named_modules(task))
         self.optimizers = Optimizers.wrap(optimizer, model, named_modules(task))
         self.lr_schedule = as_schedule(lr_scheduler, lr_interval)
-        self.callbacks = dict({"epoch_lines": EpochLines()} if callbacks is None else callbacks)
-        for name, callback in self.callbacks.items():
-            callback.name = name
+        self.run = None if run_dir is None else PythonRun(Path(run_dir), overwrite)
+        self.callbacks = from_python.callbacks_of(callbacks, self.run is not None, verbose)
         self.average = evaluated_average(self.callbacks)
         self.hooks = Hooks(self.callbacks.values())
         self.compiled = set_up(self.model, compiled, self.options, self.precision.name)
@@ -117,9 +129,12 @@ class Trainer:
         self.state = TrainState()
         self.random = RandomStates(self.strategy.computing, self._seed_aside)
         self.metrics: dict[str, float] = {}  # the last value of everything logged
+        # Rows for `pandas.DataFrame`: what was logged at a step. None: nobody reads them.
+        self.history: list[dict[str, float]] | None = []
         self.timer = Timer()
         self.resumed = self.branched = False  # branched: with other hyper-parameters than before
         self._is_set_up = self._has_ended = False
+        self._has_fitted = False
         self._log_point: LogPoint | None = None
         self._deadline: float | None = None
         self.waiting = Waiting(self.state, alone=self.group.world_size == 1)
@@ -171,11 +186,14 @@ class Trainer:
     def _ended(self) -> bool:
         return self.done or self.state.stop_reason is not None
 
-    def fit(self, resume: Path | str | None = None) -> None:
-        """Train until the horizon, or until a stop is requested.
+    def fit(self, resume: Path | str | None = None, max_epochs: int | None = None) -> None:
+        """Train until the horizon, or until a stop is requested; again: go on from there.
 
         `resume`: a checkpoint or the directory of a run to go on from; "auto" goes on with what
-        `run_dir` holds, and starts there if it holds nothing.
+        `run_dir` holds, and starts there if it holds nothing. `max_epochs` takes the place of the
+        options', such as a larger one to train further. A first Ctrl-C ends the training after its
+        update; then KeyboardInterrupt leaves `fit`. Raises RunDirectoryError where `run_dir` holds
+        a run that is neither gone on with nor overwritten.
 
         setup, resume (`regimen.trainer.snapshot.restore`), on_fit_start
         each epoch:             on_epoch_start
@@ -186,6 +204,24 @@ class Trainer:
         on_fit_end | on_exception, and teardown always
         `end`, after the test: on_run_end
         """
+        if max_epochs is not None:
+            self.options = from_python.longer(self.options, max_epochs)
+        from_python.clear_stop(self.state, longer=max_epochs is not None)
+        if self._has_fitted and resume is None and (remark := from_python.end_remark(self)):
+            _log.warning("%s", remark)
+            return
+        error: BaseException | None = None
+        try:
+            with stopping_on_interrupt(self), suppress(EvaluationAbandoned):
+                self._fit(resume)
+        except BaseException as raised:
+            error = raised
+            raise
+        finally:
+            if self.run is not None:
+                self.run.end(self, error)
+
+    def _fit(self, resume: Path | str | None) -> None:
         try:
             with self.random.aside():
                 self._begin(resume)
@@ -227,11 +263,19 @@ class Trainer:
             self.hooks.emit("setup", self)
 
     def _begin(self, resume: Path | str | None) -> None:
-        saver = saver_of(self.callbacks)
-        if self.run_dir is None and saver is not None and self.is_main:
-            _log.warning("callbacks.%s saves nothing: the Trainer was given no run_dir", saver.name)
-        if resume is not None:
-            snapshot.go_on(self, resume)
+        found = None if resume is None else snapshot.find(self, resume)
+        if self.run is not None and self.is_main:
+            self.run.hold(self, self.run.goes_on(resume, found and found[0]))
+        if self.is_main and (remark := from_python.unsaved_remark(self)):
+            _log.warning("%s", remark)
+        if found is not None:
+            snapshot.go_on(self, *found)
+            from_python.restore_history(self)
+            if self.is_main and (remark := from_python.end_remark(self)):
+                _log.warning("%s", remark)
+        if self._has_fitted:  # an interrupt may have left a part of a gradient
+            self.optimizers.zero_grad()
+        self._has_fitted = True
         options = self.options
         if is_from_python(options):
             refuse_monitors(self.callbacks.values(), self.task, self.val_loaders)
@@ -371,8 +415,7 @@ class Trainer:
             self.hooks.emit("on_validation_start", self)
             metrics: dict[str, float] = {}
             for stage, loader in self.val_loaders.items():
-                limit = self.options.limit_val_batches
-                limit = batches_of(loader, limit, "trainer.limit_val_batches")
+                limit = self._validation_limit(loader)
                 step = self.state.global_step
                 metrics |= evaluate(self, loader, stage, limit, step, shown=not metrics)
             self.state.validated_at = self.state.global_step
@@ -380,17 +423,56 @@ class Trainer:
             self.log(metrics)
             self.hooks.emit("on_validation_end", self, metrics)
 
+    def _validation_limit(self, loader: Any) -> int | None:
+        return batches_of(loader, self.options.limit_val_batches, "trainer.limit_val_batches")
+
     def evaluate(
-        self, loader: Any, stage: str, limit: int | None = None, step: int | None = None
+        self,
+        loader: Any = None,
+        stage: str = "val",
+        limit: int | None = None,
+        step: int | None = None,
     ) -> dict[str, float]:
         """Return the metrics over a data set, each sample counted once (I4): `<stage>/<name>`.
 
-        What is drawn at random is keyed by the seed and the `step` of the weights (default: the
-        run's), and leaves the training's random state untouched.
+        Without a `loader`: those of the validation sets, as a validation computes them. What is
+        drawn at random is keyed by the seed and the `step` of the weights (default: the run's), and
+        leaves the training's random state untouched. Raises ModelError where there is no loader.
         """
         step = self.state.global_step if step is None else step
+        sets = self.val_loaders if loader is None else {stage: loader}
+        if not sets:
+            raise ModelError("the Trainer was given no val_loader: evaluate(loader) takes one")
+        metrics: dict[str, float] = {}
         with self.timer.spending("evaluation"):
-            return evaluate(self, loader, stage, limit, step)
+            for name, one in sets.items():
+                most = self._validation_limit(one) if loader is None and limit is None else limit
+                metrics |= evaluate(self, one, name, most, step)
+        return metrics
+
+    def predict(self, data: Any, batch_size: int = 256) -> Any:
+        """Return what the task makes of the model's outputs, [n, ...] on the host: probabilities...
+
+        data: a loader or any iterable of batches, whose targets are left out; or a tensor, an array
+        or a DataFrame of inputs [n, ...], of which `batch_size` are computed at a time. Outputs
+        that are dicts or tuples are joined part by part. With the weights that are evaluated: those
+        of an average, if there is one.
+        """
+        return predict(self, data, batch_size)
+
+    def load_best(self) -> LogPoint:
+        """Give the model the weights of the best checkpoint; return their step and epoch.
+
+        Without a monitored metric it is the last one. A `fit` after it goes on from these weights,
+        with the optimizer as it is. Raises CheckpointError where none was saved.
+        """
+        path = from_python.best_checkpoint(self.run_dir)
+        payload = self.group.broadcast(read_checkpoint(path) if self.is_main else None)
+        snapshot.load_weights(self, payload, path)
+        return snapshot.log_point_of(payload)
+
+    def __repr__(self) -> str:
+        return from_python.plan_of(self)
 
     def evaluating(self) -> AbstractContextManager[None]:
         """Return the context in which the model answers as in a validation, for callbacks."""
@@ -413,6 +495,7 @@ class Trainer:
         """Hand values to the callbacks, at the current step or that of the weights they are of."""
         self.metrics |= scalars
         self._log_point = at
+        from_python.add_row(self.history, self.log_point, scalars)
         try:
             self.hooks.emit("on_log", self, scalars)
         finally:

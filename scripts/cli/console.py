@@ -16,11 +16,13 @@ from contextlib import contextmanager
 from importlib import metadata
 from typing import Any, NoReturn, TextIO, cast
 
-from regimen.conf.errors import ConfigError, lacks_memory, readable
+from regimen.conf.errors import ConfigError, readable
 from regimen.conf.layout import installed_version
 from regimen.scripts.cli.deferred import defer_imports
 from regimen.scripts.cli.signals import end_on_signals
-from regimen.trainer.errors import account, device_failed, is_users, refused_by_device
+from regimen.trainer.errors import describe as describe
+from regimen.trainer.errors import exit_code as exit_code
+from regimen.trainer.errors import is_users
 from regimen.trainer.files.layout import VisibleFormatter, indented_lines, visible
 
 logger = logging.getLogger("regimen")
@@ -29,10 +31,6 @@ _JOB = "REGIMEN_SWEEP_JOB"
 AS_JOB = {_JOB: "1"}  # what the environment of a job of a sweep has
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 _MOST_KEPT, _LARGEST_KEPT = 2**31 - 1, 2**25  # bytes: the most that mallopt takes
-_LESS_MEMORY = (
-    "raise trainer.gradient_accumulation_steps (the same training in less memory), set "
-    "trainer.activation_checkpointing or trainer.precision=bf16, or lower loader.batch_size"
-)
 
 
 def leave_with(command: Callable[[Sequence[str]], int], argv: Sequence[str]) -> NoReturn:
@@ -115,29 +113,6 @@ def print_error(text: str, trace: str = "") -> None:
     """Print the `error:` line, and before it a traceback."""
     first, *rest = map(readable, indented_lines(text))
     print(f"{visible(trace)}error: {first}", *rest, sep="\n", file=sys.stderr)
-
-
-def exit_code(error: BaseException) -> int:
-    """Return the exit code of an exception; 1 for an unexpected one."""
-    if isinstance(error, KeyboardInterrupt):
-        return 130
-    gave_out = lacks_memory(error) or device_failed(error)
-    code = 8 if gave_out else getattr(error, "exit_code", 1)
-    return code if isinstance(code, int) else 1
-
-
-def describe(error: BaseException) -> str:
-    """Return the message of an exception, or the name of its type if it has none."""
-    text = str(error).strip()
-    first = text.partition("\n")[0]
-    if lacks_memory(error):
-        return f"out of memory: {first or 'no memory is left'}; {_LESS_MEMORY}"
-    if hasattr(error, "exit_code") or exit_code(error) != 1:
-        return text or type(error).__name__
-    said = account(error) or f"{type(error).__name__}: {first}".rstrip(": ")
-    if refused_by_device(error):
-        return f"{said}; the device cannot compute this: strategy.accelerator=cpu does without it"
-    return said
 
 
 def log_to_stderr(verbose: bool) -> None:

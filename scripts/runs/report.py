@@ -6,13 +6,13 @@ from pathlib import Path
 
 from regimen.scripts.cli.arguments import Request
 from regimen.trainer.assembly.experiment import Experiment
-from regimen.trainer.callback import keeps_weights, saver_of
+from regimen.trainer.callback import keeps_weights
 from regimen.trainer.files.layout import WIDTH, packed
 from regimen.trainer.inference.run import best_or_last
+from regimen.trainer.runs import results as run_results
 from regimen.trainer.runs.status import CHECKPOINTS, TENSORBOARD, command
-from regimen.trainer.state import MAX_TIME, Kind, epoch_metric
+from regimen.trainer.state import MAX_TIME, Kind
 
-_NOT_RESULTS = ("time/", "memory/", "lr/", "best/")
 _SHOWN = 0.005  # of the run's time
 _IN_WORDS = {
     "data": "waiting for data",
@@ -32,39 +32,9 @@ def shares(spent: Mapping[Kind, float]) -> list[str]:
     return [f"{parts[k]:.0%} {_IN_WORDS.get(k, k)}" for k in largest if parts[k] > _SHOWN]
 
 
-def results_of(experiment: Experiment, tested: dict[str, float]) -> dict[str, float]:
-    """Return the last logged values, the best value of the monitored metric, and the test's.
-
-    For training metrics this is the mean over the epoch: the value of the last log line would
-    depend on the logging interval.
-    """
-    logged = experiment.trainer.metrics
-    last = {
-        k: v
-        for k, v in logged.items()
-        if not k.startswith(_NOT_RESULTS)
-        and (epoch_metric(k) == k or epoch_metric(k) not in logged)
-    }
-    best = best_of(experiment)
-    return last | ({f"best/{best[0]}": best[1]} if best else {}) | tested
-
-
 def best_of(experiment: Experiment) -> tuple[str, float, int] | None:
     """Return (metric, value, step) of the best checkpoint; None if there is none, or of no use."""
-    if not keeps_weights(experiment.trainer.callbacks):
-        return None
-    saver = saver_of(experiment.trainer.callbacks)
-    return saver.best_result() if saver else None
-
-
-def mode_of(experiment: Experiment) -> str | None:
-    """Return "max" or "min": which values of the monitored metric are better; None without one."""
-    saver = saver_of(experiment.trainer.callbacks)
-    if saver is None:
-        return None
-    if saver.improves(1.0, 0.0):
-        return "max"
-    return "min"
+    return run_results.best_of(experiment.trainer)
 
 
 def final_block(

@@ -8,21 +8,19 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from logging.handlers import MemoryHandler
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from regimen.callbacks.trackers.recorder import MetricsLog
 from regimen.callbacks.trial import Trial
 from regimen.conf.check import parse
 from regimen.conf.errors import ConfigError, Problem, raise_problems
 from regimen.data.errors import ClassNamesError
 from regimen.models.pretrained import no_initial_weights
 from regimen.scripts.cli.arguments import RUNS, Request
-from regimen.scripts.cli.console import describe, exit_code, log_file
+from regimen.scripts.cli.console import log_file
 from regimen.scripts.cli.signals import stop_signals
 from regimen.scripts.runs.plan import make_plan
-from regimen.scripts.runs.report import best_of, final_block, mode_of, results_of
+from regimen.scripts.runs.report import final_block
 from regimen.scripts.runs.resume import Resume, changes, find_resume, new_folder
 from regimen.trainer import snapshot
 from regimen.trainer.assembly.check import check_targets
@@ -33,13 +31,15 @@ from regimen.trainer.callback import Callback, Results, keeps_weights
 from regimen.trainer.checkpoints.reader import compare_names, read_checkpoint
 from regimen.trainer.device import product_name
 from regimen.trainer.distributed import attempt
-from regimen.trainer.errors import EXIT_CODES, CheckpointError, Interrupted, StorageError
+from regimen.trainer.errors import CheckpointError, Interrupted, StorageError
 from regimen.trainer.evaluation import EvaluationAbandoned
 from regimen.trainer.files.atomic import LogFileHandler
 from regimen.trainer.files.layout import columns_of
 from regimen.trainer.inference.predictor import facts_of
 from regimen.trainer.inference.run import best_or_last
 from regimen.trainer.runs.directory import RunDirectory, refuse_existing, refuse_held
+from regimen.trainer.runs.metrics_log import MetricsLog
+from regimen.trainer.runs.results import best_record, failure, outcome
 from regimen.trainer.runs.status import CHECKPOINTS, ENDED_WELL, LOG, check_run_dir
 from regimen.trainer.strategies.strategy import Strategy
 
@@ -87,18 +87,13 @@ class BuiltRun:
         if self.directory is None:
             return
         ended = results.state in ENDED_WELL
-        best = best_of(self.experiment)
-        told: dict[str, Any] | None = None
-        if best is not None:
-            told = dict(zip(("metric", "value", "step"), best, strict=True))
-            told["mode"] = mode_of(self.experiment)
         self.directory.finish(
             results.state,
             code=results.code,
             reason=results.reason,
             resume=None if ended else self.request.resume_command(self.directory.path),
             results=None if results.code else results.metrics,
-            best=told,
+            best=best_record(self.experiment.trainer),
             seconds=self.experiment.trainer.timer.seconds,
         )
 
@@ -160,6 +155,7 @@ def kept_log() -> Iterator[MemoryHandler]:
 def recorded(run: BuiltRun, log: MemoryHandler) -> Iterator[None]:
     """Hold the run directory and its log, and record there an exception that ends the run."""
     trainer = run.experiment.trainer
+    trainer.history = None  # metrics.jsonl holds it
     directory = run.hold() if trainer.is_main else None
     trainer.run_dir = trainer.group.broadcast(directory and directory.path)
     file = logging.NullHandler() if directory is None else LogFileHandler(directory.path / LOG)
@@ -168,9 +164,7 @@ def recorded(run: BuiltRun, log: MemoryHandler) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        code = exit_code(error)
-        state = "preempted" if code in EXIT_CODES.values() else "failed"
-        results = Results(state, results_of(run.experiment, {}), code, describe(error))
+        results = failure(trainer, error)
         began = trainer.state.updates or run.resume.run_dir is not None
         if directory is not None and results.code == ConfigError.exit_code and not began:
             directory.discard()  # a mistake that kept a run from starting leaves nothing behind
@@ -191,19 +185,6 @@ def recorded(run: BuiltRun, log: MemoryHandler) -> Iterator[None]:
             directory.release()
         log.setTarget(None)
         file.close()
-
-
-def outcome(experiment: Experiment, tested: dict[str, float]) -> Results:
-    """Return how a run ended that no exception ended: `pruned` or `stopped` are not `finished`."""
-    trainer, metrics = experiment.trainer, results_of(experiment, tested)
-    state = trainer.state
-    where = f"epoch {state.epoch}, step {state.global_step}"
-    if state.pruned:
-        return Results("pruned", metrics, reason=f"pruned at {where}")
-    if trainer.done or not state.interrupted:
-        return Results("finished", metrics)
-    limit = f"trainer.max_time={experiment.config.trainer.max_time}"
-    return Results("stopped", metrics, reason=f"its time limit ended it at {where} ({limit})")
 
 
 def _prepared(request: Request, strategy: Strategy) -> BuiltRun | None:
@@ -284,7 +265,7 @@ def _train(it: BuiltRun, note: Path | None) -> None:
             saved = f"step {state.global_step} was not saved: there is no callbacks.checkpoint"
         go_on = f"go on with: {request.resume_command(trainer.run_dir)}"
         raise Interrupted(f"stopped by {state.stop_reason}; {saved}; {go_on}", state.stop_code)
-    results = outcome(experiment, tested)
+    results = outcome(trainer, tested)
     it.record_end(results)
     trainer.end(results)
     if it.directory is not None:

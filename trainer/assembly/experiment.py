@@ -115,6 +115,7 @@ def build(
         # Not for the one batch of a dry run.
         compiled=compiled_model(parts.model, not config.dry_run and options.compile, parts.regions),
         config_text=config_text,
+        verbose=False,  # the configuration names what shows the progress
     )
     trainer.data_facts = data_facts(data.sets)
     # Dropout masks differ between processes; the weights, drawn above, do not.

@@ -22,7 +22,7 @@ from regimen.data.batch import MicroBatch, Piece, map_tensors
 from regimen.trainer.errors import called
 from regimen.trainer.rng import derived
 from regimen.trainer.state import TrainState
-from regimen.trainer.task import first_tensor
+from regimen.trainer.task import by_stage, first_tensor
 
 T = TypeVar("T")
 # torch's samplers that draw all they draw from their `generator`.
@@ -254,10 +254,9 @@ def as_val_sources(given: Any, limit: int | float | None, seed: int) -> dict[str
     """
     if limit == 0:
         return {}
-    named = given if isinstance(given, Mapping) else {"val": given}
     return {
         stage: as_source(loader, "val_loader", 1, seed)
-        for stage, loader in named.items()
+        for stage, loader in by_stage(given).items()
         if loader is not None
     }
 

@@ -1,0 +1,385 @@
+"""The run of a `Trainer` that was given a `run_dir`: its folder, its log and how it ended."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import math
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import yaml
+
+from regimen.conf.errors import ConfigError
+from regimen.trainer.callback import Callback, EpochLines, Results, named_callbacks, saver_of
+from regimen.trainer.errors import CheckpointError, StorageError, called
+from regimen.trainer.files.atomic import LogFileHandler, write_json
+from regimen.trainer.options import TrainerOptions
+from regimen.trainer.runs.directory import (
+    OF_A_RUN,
+    RunDirectory,
+    refuse_existing,
+    refuse_held,
+    refuse_links,
+)
+from regimen.trainer.runs.metrics_log import MetricsLog
+from regimen.trainer.runs.results import best_record, failure, outcome
+from regimen.trainer.runs.status import (
+    ENDED_WELL,
+    INFERENCE,
+    LOG,
+    Record,
+    RunDirectoryError,
+    holds_run,
+    read_metrics,
+)
+from regimen.trainer.state import MAX_TIME, LogPoint, TrainState
+from regimen.trainer.task import Task
+
+if TYPE_CHECKING:
+    from regimen.trainer.trainer import Trainer
+
+_log = logging.getLogger(__name__)
+OWN_TASKS = "regimen.trainer.tasks."  # the room of the tasks that a name and numbers rebuild
+
+
+class PythonRun:
+    """The run directory of a Trainer, which `fit` holds while it trains; on the main process.
+
+    overwrite: the first `fit` begins anew where the directory holds a run.
+    """
+
+    def __init__(self, path: Path, overwrite: bool) -> None:
+        self.path = path.absolute()  # user code may change the working directory
+        self._overwrite = overwrite
+        self._began = False  # whether an earlier `fit` of this Trainer wrote the run
+        self._directory: RunDirectory | None = None  # while it is held
+        self._log: LogFileHandler | None = None
+
+    def goes_on(self, resume: Path | str | None, checkpoint: Path | None) -> bool:
+        """Return whether `fit` goes on with the run that the directory holds.
+
+        checkpoint: what `resume` has selected; None if there is none.
+        """
+        if self._began:
+            return True
+        if resume is None or not holds_run(self.path):
+            return False
+        inside = resume == "auto"
+        if checkpoint is not None:
+            inside = checkpoint.parent.parent.resolve() == self.path.resolve()
+        if inside and self._overwrite:
+            raise ConfigError(
+                "resume",
+                f"{self.path} holds the run to go on with, and overwrite=True would remove it",
+                "leave out one of the two",
+            )
+        return inside
+
+    def hold(self, trainer: Trainer, goes_on: bool) -> None:
+        """Make or take the run's directory, lock it, and write what is known before training.
+
+        Raises RunDirectoryError for a directory that holds a run which is not gone on with, or that
+        another process has locked; StorageError.
+        """
+        facts = _facts(trainer)
+        command = f"Trainer(..., run_dir={str(self.path)!r}).fit(resume='auto')"
+        config = trainer.config_text or yaml.safe_dump(_settings(trainer), sort_keys=False)
+        if goes_on:
+            directory = RunDirectory.resume(self.path, facts=facts, command=command)
+        else:
+            self._make_way()
+            directory = RunDirectory.create(
+                self.path, config_yaml=config, overrides=[], facts=facts, command=command
+            )
+        self._directory = directory
+        try:
+            directory.configure(config, [])
+            write_json(self.path / INFERENCE, _inference_facts(trainer))
+            self._log = LogFileHandler(self.path / LOG)
+        except BaseException:
+            self._release()
+            raise
+        logging.getLogger("regimen").addHandler(self._log)
+        self.note(repr(trainer))
+
+    def note(self, text: str, error: BaseException | None = None) -> None:
+        """Write a text to `train.log`, and the traceback of an error, whatever logging shows."""
+        if self._log is None:
+            return
+        level = logging.INFO if error is None else logging.ERROR
+        record = {"msg": text, "levelno": level, "levelname": logging.getLevelName(level)}
+        if error is not None:
+            record["exc_info"] = type(error), error, error.__traceback__
+        self._log.handle(logging.makeLogRecord(record))
+
+    def end(self, trainer: Trainer, error: BaseException | None) -> None:
+        """Record how `fit` ended, and release the directory."""
+        if self._directory is None:
+            return
+        results = outcome(trainer, {}) if error is None else failure(trainer, error)
+        began = trainer.state.updates > 0 or self._began or trainer.resumed
+        try:
+            if results.code == ConfigError.exit_code and not began:
+                self._directory.discard()  # a mistake that kept it from starting leaves nothing
+            else:
+                self._began = True
+                self.note(f"{results.state}: {results.reason or _where(trainer)}", error)
+                self._record(trainer, results)
+        finally:
+            self._release()
+
+    def _record(self, trainer: Trainer, results: Results) -> None:
+        assert self._directory is not None
+        resume = f"Trainer(..., run_dir={str(self.path)!r}).fit(resume='auto')"
+        try:
+            self._directory.finish(
+                results.state,
+                code=results.code,
+                reason=results.reason,
+                resume=None if results.state in ENDED_WELL else resume,
+                results=None if results.code else results.metrics,
+                best=best_record(trainer),
+                seconds=trainer.timer.seconds,
+            )
+        except StorageError:
+            if not results.code:
+                raise
+            _log.warning("status.json could not be written")  # the error on its way matters more
+
+    def _make_way(self) -> None:
+        """Refuse a directory that holds a run, or remove that run where it may be overwritten."""
+        if not holds_run(self.path):
+            return
+        if not self._overwrite:
+            raise RunDirectoryError(
+                "run_dir",
+                f"{self.path} already holds a run",
+                "fit(resume='auto') goes on with it, Trainer(..., overwrite=True) begins anew; "
+                "or choose another run_dir",
+            )
+        refuse_held(self.path)
+        refuse_links(self.path)
+        for name in OF_A_RUN:  # the manifest first: without it there is no run
+            place = self.path / name
+            if place.is_dir() and not place.is_symlink():
+                shutil.rmtree(place)
+            elif os.path.lexists(place):
+                place.unlink()
+        refuse_existing(self.path)
+
+    def _release(self) -> None:
+        if self._log is not None:
+            logging.getLogger("regimen").removeHandler(self._log)
+            self._log.close()
+            self._log = None
+        if self._directory is not None:
+            self._directory.release()
+            self._directory = None
+
+
+def callbacks_of(
+    given: Mapping[str, Callback] | Iterable[Callback] | None, of_run: bool, verbose: bool
+) -> dict[str, Callback]:
+    """Return the callbacks of a Trainer by name, those that it adds itself first.
+
+    These are `metrics.jsonl` of a run, and the lines of epochs, unless a callback shows the
+    progress or none is wanted.
+    """
+    named = named_callbacks(() if given is None else given)
+    added: dict[str, Callback] = {}
+    if of_run and not any(isinstance(callback, MetricsLog) for callback in named.values()):
+        added["metrics_log"] = MetricsLog()
+    told_to_be_silent = not verbose or (given is not None and not named)
+    shows = any(callback.shows_progress for callback in named.values())
+    if not shows and not told_to_be_silent:
+        added["epoch_lines"] = EpochLines()
+    return {**named_callbacks(added), **named}
+
+
+def longer(options: TrainerOptions, max_epochs: int) -> TrainerOptions:
+    """Return options with another `max_epochs`. Raises ConfigError for what is no number."""
+    if isinstance(max_epochs, bool) or not isinstance(max_epochs, int) or max_epochs < 1:
+        raise ConfigError("max_epochs", f"expected an integer >= 1, got {max_epochs!r}")
+    return replace(options, max_epochs=max_epochs)
+
+
+def add_row(
+    history: list[dict[str, float]] | None, at: LogPoint, scalars: Mapping[str, float]
+) -> None:
+    """Add logged values to the row of their step, which is the last one, or to a new row."""
+    if history is None:
+        return
+    if not history or history[-1]["step"] != at.step:
+        history.append({"step": at.step, "epoch": at.epoch})
+    history[-1].update(scalars)
+
+
+def restore_history(trainer: Trainer) -> None:
+    """Take over what the run has logged up to the checkpoint that it goes on from."""
+    if trainer.history is None or trainer.run is None:
+        return
+    trainer.history.clear()
+    for line in read_metrics(trainer.run.path):
+        at = LogPoint(int(line.pop("step")), int(line.pop("epoch")))
+        if at.step <= trainer.state.global_step:
+            # JSON has no NaN: it stands as null.
+            values = {k: math.nan if v is None else float(v) for k, v in line.items()}
+            add_row(trainer.history, at, values)
+
+
+def plan_of(trainer: Trainer) -> str:
+    """Return what a Trainer is about to do, in ten lines or fewer."""
+    options = trainer.options
+    parameters = list(trainer.model.parameters())
+    trained = sum(p.numel() for p in parameters if p.requires_grad)
+    kinds = ", ".join(type(one).__name__ for one in trainer.optimizers.optimizers.values())
+    rates = ", ".join(f"{name} {rate:g}" for name, rate in trainer.learning_rates().items())
+    length = trainer.steps_per_epoch
+    updates = "a stream of unknown length" if length is None else f"{length} updates an epoch"
+    ends = []
+    for name in ("max_epochs", "max_steps", "max_time"):
+        value = getattr(options, name)
+        if value is not None:
+            ends.append(f"{name}={value}")
+    rows = {
+        "model": f"{type(trainer.model).__name__}, {trained:,} trained parameters of "
+        f"{sum(p.numel() for p in parameters):,}",
+        "task": type(trainer.task).__name__,
+        "optimizer": f"{kinds} ({rates})",
+        "training": f"{updates}, {options.micro_batches} micro-batches an update",
+        "validation": ", ".join(trainer.val_loaders) or "none",
+        "length": f"{', '.join(ends)}; {_where(trainer)} so far",
+        "device": f"{trainer.strategy.device}, {trainer.precision.name}",
+        "callbacks": ", ".join(trainer.callbacks) or "none",
+        "run_dir": str(trainer.run_dir) if trainer.run_dir else "none: nothing is written",
+    }
+    return "\n".join(["Trainer", *(f"  {name:<11}{text}" for name, text in rows.items())])
+
+
+def best_checkpoint(run_dir: Path | None) -> Path:
+    """Return the best checkpoint of a run, or the last of one that has no best.
+
+    Raises CheckpointError where there is none.
+    """
+    if run_dir is None:
+        raise CheckpointError(
+            "no checkpoint was saved: give Trainer a run_dir, and callbacks=[Checkpoint()] of "
+            "regimen.callbacks.checkpoint"
+        )
+    folder = run_dir / "checkpoints"
+    for name in ("best", "last"):
+        path = folder / f"{name}.pt"
+        if path.exists():
+            return path
+    raise CheckpointError(
+        f"{folder} holds neither best.pt nor last.pt: Trainer(..., callbacks=[Checkpoint()]) of "
+        "regimen.callbacks.checkpoint saves them"
+    )
+
+
+def unsaved_remark(trainer: Trainer) -> str | None:
+    """Say that a Trainer saves no checkpoints for lack of a directory or a callback."""
+    saver = saver_of(trainer.callbacks)
+    if trainer.run_dir is None and saver is not None:
+        return f"callbacks.{saver.name} saves nothing: the Trainer was given no run_dir"
+    if trainer.run is not None and saver is None:
+        return (
+            f"run_dir={trainer.run.path}: metrics and log are written, and no checkpoints: "
+            "callbacks=[Checkpoint()] of regimen.callbacks.checkpoint saves them"
+        )
+    return None
+
+
+def end_remark(trainer: Trainer) -> str | None:
+    """Say why `fit` has nothing left to train; None where it has."""
+    state, options = trainer.state, trainer.options
+    where = _where(trainer)
+    if state.stop_reason is not None:
+        return (
+            f"fit ends at once: the training was stopped at {where} ({state.stop_reason}); "
+            "fit(max_epochs=...) goes on"
+        )
+    if not trainer.done:
+        return None
+    if options.max_steps is not None and state.global_step >= options.max_steps:
+        return f"fit ends at once: max_steps={options.max_steps} is reached, at {where}"
+    return (
+        f"fit ends at once: max_epochs={options.max_epochs} is reached, at {where}; "
+        f"fit(max_epochs={state.epoch + 1}) goes on"
+    )
+
+
+def clear_stop(state: TrainState, longer: bool) -> None:
+    """Forget the stop of an earlier `fit`, so that the training goes on.
+
+    A stop by a signal or by the time limit is forgotten; where a `longer` training is asked for,
+    so is that of a callback, such as early stopping.
+    """
+    if state.stop_code or state.stop_reason == MAX_TIME or longer:
+        state.stop_reason = None
+        state.stop_code = 0
+        state.requested = None
+        state.signal = None
+
+
+def _where(trainer: Trainer) -> str:
+    return f"epoch {trainer.state.epoch}, step {trainer.state.global_step}"
+
+
+def _facts(trainer: Trainer) -> Record:
+    return {
+        "seed": trainer.options.seed,
+        "tags": [],
+        "device": str(trainer.strategy.device),
+        "strategy": trainer.strategy.name,
+        "world_size": trainer.group.world_size,
+        "precision": trainer.precision.name,
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _settings(trainer: Trainer) -> Record:
+    """Return the options of a Trainer as a part of a configuration: that from Python has no more.
+
+    What describes no object is in it alone, so that `regimen runs` can compare runs.
+    """
+    options = asdict(trainer.options)
+    seed = options.pop("seed", 0)
+    return {"seed": seed, "trainer": options}
+
+
+def _inference_facts(trainer: Trainer) -> Record:
+    """Return what `load_run` needs beside the model, in the form of `inference.json`."""
+    task = trainer.task
+    outputs: Record = {"kind": task.output_kind}
+    threshold = getattr(task, "threshold", None)
+    if threshold is not None:
+        outputs["threshold"] = threshold
+    name = called(task)
+    if name.startswith(OWN_TASKS):
+        outputs["task"] = {"name": name, "arguments": _required_arguments(task)}
+    count = getattr(task, "num_classes", None)
+    return {
+        "classes": None,
+        "num_classes": count if isinstance(count, int) else None,
+        "inputs": {"kind": "array"},
+        "outputs": outputs,
+        "transforms": {},
+        "model": {"_target_": called(trainer.model)},
+    }
+
+
+def _required_arguments(task: Task) -> Record:
+    """Return the plain arguments without a default that a task of ours is made with."""
+    found: Record = {}
+    for name, parameter in inspect.signature(type(task)).parameters.items():
+        value = getattr(task, name, None)
+        if parameter.default is parameter.empty and isinstance(value, int | float | str):
+            found[name] = value
+    return found

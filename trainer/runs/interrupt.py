@@ -1,0 +1,77 @@
+"""Ctrl-C while a script or a notebook trains: the training stops after its update, and says so."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from regimen.trainer.callback import saver_of
+from regimen.trainer.errors import EXIT_CODES
+
+if TYPE_CHECKING:
+    from regimen.trainer.trainer import Trainer
+
+
+@contextmanager
+def stopping_on_interrupt(trainer: Trainer) -> Iterator[None]:
+    """Turn a first Ctrl-C into a stop after the update, and say in one line how to go on.
+
+    The handler raises nothing the first time: it may interrupt a save, or an optimizer between
+    two parameters. A second Ctrl-C raises KeyboardInterrupt at once. Where somebody else handles
+    the signal, as the command `train` does, nothing is changed.
+    """
+    process = os.getpid()
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    handler = signal.getsignal(signal.SIGINT)
+    if in_main_thread and handler is not signal.default_int_handler:
+        yield
+        return
+    pressed = False
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        nonlocal pressed
+        if os.getpid() != process:  # a worker that was forked: its parent ends it
+            return
+        if pressed:
+            raise KeyboardInterrupt
+        pressed = True
+        trainer.state.signal = "SIGINT", EXIT_CODES[signal.SIGINT]
+        trainer.group.on_signal()
+
+    if in_main_thread:  # Python lets no other thread set a handler
+        signal.signal(signal.SIGINT, handle)
+    try:
+        yield
+        if pressed:
+            raise KeyboardInterrupt
+    except KeyboardInterrupt as error:
+        _explain(error, trainer)
+        raise
+    finally:
+        if in_main_thread:
+            signal.signal(signal.SIGINT, handler)
+
+
+def _explain(error: KeyboardInterrupt, trainer: Trainer) -> None:
+    """Say in a KeyboardInterrupt where the training stopped and how to go on.
+
+    Its type stays: Python exits with 130 for a KeyboardInterrupt, and for no subclass of it.
+    """
+    state = trainer.state
+    place = f"epoch {state.epoch}, step {state.global_step}"
+    if state.position:
+        place = f"update {state.position} of epoch {state.epoch}, step {state.global_step}"
+    text = f"stopped after {place}; trainer.fit() goes on"
+    if state.stop_code == 0:  # raised in the middle of an update
+        text = f"stopped at once, after {place}; trainer.fit() goes on"
+    saves = saver_of(trainer.callbacks) is not None and trainer.run_dir is not None
+    if saves and state.updates:
+        text += f", and Trainer(..., run_dir={str(trainer.run_dir)!r}).fit(resume='auto') later"
+    error.args = (text,)
+    # What IPython and Jupyter show in place of a traceback.
+    vars(error)["_render_traceback_"] = lambda *_: [f"KeyboardInterrupt: {text}"]
