@@ -5,7 +5,6 @@ import os
 import secrets
 import threading
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from regimen.conf.errors import ConfigError
@@ -117,9 +116,7 @@ def _answer(run: Any, given: Sequence[Any], checkpoint: str, top_k: int) -> Any:
     """Return a run's answer for the values of a page, as gradio shows it."""
     import torch
 
-    from regimen.data.formats.table import Columns, Table
     from regimen.scripts.runs.answers import mask_picture
-    from regimen.trainer.assembly.data import build_pipeline
 
     form, answered, sample = run.facts.inputs, run.facts.outputs["kind"], given[0]
     if answered == "text":
@@ -127,12 +124,7 @@ def _answer(run: Any, given: Sequence[Any], checkpoint: str, top_k: int) -> Any:
         return sample + run.generate(sample, **options)[0]
     if form["kind"] == "table":
         names = [column["name"] for column in form["features"]]
-        cells = {n: [None if v is None else str(v)] for n, v in zip(names, given, strict=True)}
-        columns, transform = (
-            Columns(Path("the form"), cells, [1]),
-            build_pipeline(run.config, "eval"),
-        )
-        sample = Table(columns, form["features"], form["missing"], transform)[0]
+        sample = dict(zip(names, given, strict=True))
     elif form["kind"] != "picture":
         sample = torch.tensor(sample, dtype=torch.float32)
     (row,) = run.predict([sample], top_k=top_k, checkpoint=checkpoint)

@@ -17,7 +17,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from regimen.conf.addresses import wrong_addresses
-from regimen.conf.check import parse
+from regimen.conf.check import parse, parse_sound
 from regimen.conf.errors import ConfigError, raise_problems
 from regimen.conf.interpolation import leaves
 from regimen.conf.schema import Config
@@ -37,6 +37,7 @@ from regimen.trainer.assembly.parts import build_strategy
 from regimen.trainer.checkpoints.archive import DamagedCheckpointError, digest
 from regimen.trainer.checkpoints.reader import check_payload, read_checkpoint
 from regimen.trainer.errors import CheckpointError
+from regimen.trainer.inference.instance import load_instance, task_of
 from regimen.trainer.inference.predictor import (
     Generation,
     InferenceFacts,
@@ -48,20 +49,31 @@ from regimen.trainer.inference.predictor import (
     classes_of,
     read_facts,
 )
+from regimen.trainer.inference.rows import records_of, table_of
 from regimen.trainer.runs.directory import refuse_links, versions
 from regimen.trainer.runs.status import RunDirectoryError, read_metrics
 from regimen.trainer.strategies.strategy import Strategy
 from regimen.trainer.targets.allow_list import allow, close
+from regimen.trainer.task import Task
 from regimen.trainer.trainer import Trainer
 
 logger = logging.getLogger("regimen")
 
 
-def load_run(path: str | Path, device: str = "auto", allow_targets: Iterable[str] = ()) -> Run:
+def load_run(
+    path: str | Path,
+    device: str = "auto",
+    allow_targets: Iterable[str] = (),
+    model: nn.Module | None = None,
+    task: Task | None = None,
+) -> Run:
     """Open the run in a directory; nothing but its configuration is read yet.
 
     device: auto (what the machine has), cpu, or any kind that torch knows here
     allow_targets: further packages that the run's `_target_`s may name, as `--allow-target` does.
+    model: a model with the layers of the run's, whose weights are replaced. The run of a `Trainer`
+    needs it, as its files describe no model. task: what interprets the outputs; the run of a
+    Trainer needs it where its task is a class of the user's own.
     Raises RunDirectoryError if there is no run, ConfigError if its configuration is invalid.
     """
     folder = Path(path).expanduser()
@@ -79,19 +91,35 @@ def load_run(path: str | Path, device: str = "auto", allow_targets: Iterable[str
     allow(allow_targets)
     close([str(folder)])
     raise_problems(wrong_addresses(leaves(values)))
-    config = parse(values)
+    described = "model" in values
+    if not described and model is None:
+        raise ConfigError(
+            "model",
+            f"{folder} is the run of a Trainer from Python, whose files describe no model",
+            f"load_run({str(path)!r}, model=net), where net has the layers of the run's model",
+        )
+    config = parse(values) if described else parse_sound(values, ())[0]
     strategy = replace(config.strategy, name="single", accelerator=device)
     config = replace(config, strategy=strategy)
-    check_targets(config)
-    return Run(folder, config)
+    if described:
+        check_targets(config)
+    return Run(folder, config, model, task)
 
 
 class Run:
     """A run on disk; its parts are loaded at their first use."""
 
-    def __init__(self, path: Path, config: Config) -> None:
+    def __init__(
+        self,
+        path: Path,
+        config: Config,
+        model: nn.Module | None = None,
+        task: Task | None = None,
+    ) -> None:
         self.path = path
         self.config = config
+        self._instance = model
+        self._task = task
         self._trainers: dict[str, Trainer] = {}
 
     def __repr__(self) -> str:
@@ -112,9 +140,17 @@ class Run:
         if checkpoint not in self._trainers:
             strategy = build_strategy(self.config)
             strategy.setup()
-            self._trainers[checkpoint] = load_trainer(
-                self.path, self.config, self.facts.num_classes, strategy, checkpoint
-            )
+            if self._instance is not None:
+                # One model holds the weights of one checkpoint: those before are forgotten.
+                self._trainers.clear()
+                place = find_checkpoint(self.path, checkpoint)
+                task = task_of(self.facts.outputs, self._task)
+                made = load_instance(place, self.config, strategy, self._instance, task)
+            else:
+                made = load_trainer(
+                    self.path, self.config, self.facts.num_classes, strategy, checkpoint
+                )
+            self._trainers[checkpoint] = made
         return self._trainers[checkpoint]
 
     def model(self, checkpoint: str = "best") -> nn.Module:
@@ -139,11 +175,13 @@ class Run:
         """Return a row for each picture, as `predict` writes them: prediction, probability...
 
         images: file names, PIL pictures, uint8 tensors or arrays [C, H, W] (arrays [H, W] and
-        [H, W, C] too); or, if the run's data are not pictures, a tensor [n, ...] of inputs after
-        the transforms. `batch_size`: default `loader.eval_batch_size`, or `loader.batch_size`.
+        [H, W, C] too). Of a run on a table: rows, as a DataFrame, dicts by column or one such dict,
+        in the words and units of the file. Of any other, and of these too: a tensor or an array
+        [n, ...] of inputs after the transforms. `batch_size`: default `loader.eval_batch_size`, or
+        `loader.batch_size`.
         Raises DataError for anything else.
         """
-        samples = iter(images if self.facts.inputs["kind"] != "picture" else self._pictures(images))
+        samples = self._samples(images)
         predictor = Predictor(self.trainer(checkpoint))
         return self._rows(predictor, samples, Rows(self.facts, top_k), batch_size)
 
@@ -192,6 +230,27 @@ class Run:
                 numbers = range(len(found), len(found) + len(some))
                 found += rows(predictor.ask(predictor.trainer.to_device(collate(some)), numbers))
         return found
+
+    def _samples(self, given: Any) -> Iterator[Any]:
+        """Return what `predict` was given as the samples of the run's data."""
+        form = self.facts.inputs
+        if form["kind"] == "picture":
+            return self._pictures(given)
+        records = records_of(given)
+        if form["kind"] == "table" and records is not None:
+            if not records:
+                return iter(())
+            transform = build_pipeline(self.config, "eval")
+            table = table_of(records, form["features"], form["missing"], transform)
+            return (table[number] for number in range(len(table)))
+        if hasattr(given, "to_numpy"):  # a DataFrame of inputs
+            given = given.to_numpy()
+        if isinstance(given, np.ndarray):
+            given = torch.from_numpy(given)
+            # numpy's default is float64, which a model in any other precision does not take.
+            if given.is_floating_point() and self.config.trainer.precision != "fp64":
+                given = given.float()
+        return iter(given)
 
     def _pictures(self, images: Any) -> Iterator[Tensor]:
         """Yield pictures, given in any usual form, as the samples of the run's data."""

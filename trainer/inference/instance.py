@@ -1,0 +1,89 @@
+"""A checkpoint in a model that the user has built, as `load_run(path, model=net)` asks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from regimen.conf.errors import ConfigError
+from regimen.conf.schema import Config
+from regimen.trainer import snapshot
+from regimen.trainer.checkpoints.reader import check_payload, read_checkpoint
+from regimen.trainer.device import moved
+from regimen.trainer.options import TrainerOptions
+from regimen.trainer.runs.from_python import OWN_TASKS
+from regimen.trainer.strategies.strategy import Strategy
+from regimen.trainer.targets.allow_list import TargetError, locate
+from regimen.trainer.task import Task
+from regimen.trainer.trainer import Trainer
+from regimen.trainer.update.precision import Precision
+
+_log = logging.getLogger(__name__)
+
+
+def load_instance(
+    path: Path, config: Config, strategy: Strategy, model: nn.Module, task: Task
+) -> Trainer:
+    """Return a trainer for evaluation and prediction whose model is `model`, with new weights.
+
+    These are the weights that the run was evaluated with: an average's, if it kept one. Raises
+    CheckpointError for a checkpoint of another model.
+    """
+    payload = read_checkpoint(path)
+    check_payload(payload, path)
+    every = [model, *task.own_modules().values()]
+    parameters = [p for module in every for p in module.parameters()]
+    precision = Precision(config.trainer.precision, strategy.device.type)
+    trainer = Trainer(
+        moved(precision.convert(model), strategy.device),
+        task,
+        torch.optim.SGD(parameters, lr=0.0),  # never stepped
+        [],
+        strategy=strategy,
+        precision=precision,
+        callbacks={},
+        options=TrainerOptions(
+            max_epochs=1, seed=config.seed, channels_last=config.trainer.channels_last
+        ),
+    )
+    snapshot.load_weights(trainer, _evaluated(payload), path)
+    trainer.state.global_step = snapshot.log_point_of(payload).step
+    return trainer
+
+
+def task_of(outputs: Mapping[str, Any], given: Task | None) -> Task:
+    """Return the task of a run from Python: the one given, or one of ours as the run names it.
+
+    Raises ConfigError where neither is there.
+    """
+    if given is not None:
+        return given
+    named = outputs.get("task")
+    if isinstance(named, Mapping) and str(named.get("name")).startswith(OWN_TASKS):
+        try:
+            kind = locate(str(named["name"]))
+            if isinstance(kind, type) and issubclass(kind, Task):
+                return kind(**named.get("arguments", {}))
+        except (TargetError, TypeError, ValueError) as error:
+            raise ConfigError("task", f"the run's task cannot be made: {error}", _GIVE) from error
+    raise ConfigError("task", "the run's task is a class of its own", _GIVE)
+
+
+_GIVE = "load_run(path, model=net, task=...) takes it"
+
+
+def _evaluated(payload: dict[str, Any]) -> dict[str, Any]:
+    """Return a checkpoint whose model has the weights of the average that was evaluated."""
+    average = snapshot.name_of("average", payload)
+    if average is None:
+        return payload
+    weights = payload["ema"].get("model") if payload["ema"].get("averaged", 1) else {}
+    if weights is None:
+        _log.warning("the average of callbacks.%s is not used: its weights are unknown", average)
+        weights = {}
+    return {**payload, "model": {**payload["model"], **weights}}
