@@ -78,6 +78,8 @@ def _cell(value: Any, categories: Sequence[str] | None) -> str | None:
     if isinstance(value, Real) and value != value:
         return None
     text = str(value)
+    if not text.strip():  # an empty cell
+        return None
     if categories is None or text in categories or not isinstance(value, Real):
         return text
     # pandas makes floats of whole numbers in a column where some are missing.

@@ -1,0 +1,384 @@
+"""The run of a Trainer from Python: its directory, its history, its end, and what is read of it."""
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from regimen import load_run
+from regimen.callbacks.checkpoint import Checkpoint
+from regimen.callbacks.early_stopping import EarlyStopping
+from regimen.callbacks.ema import EMA
+from regimen.callbacks.progress import Progress
+from regimen.conf.errors import ConfigError
+from regimen.scripts.list_runs import runs
+from regimen.trainer.callback import Callback
+from regimen.trainer.errors import CheckpointError, ModelError
+from regimen.trainer.options import TrainerOptions
+from regimen.trainer.runs.status import RunDirectoryError, read_status
+from regimen.trainer.task import Task
+from regimen.trainer.tasks.classification import Classification
+from regimen.trainer.trainer import Trainer
+
+INPUTS = torch.randn(24, 8, generator=torch.Generator().manual_seed(1))
+LABELS = INPUTS[:, :3].argmax(1)
+DATA = DataLoader(TensorDataset(INPUTS, LABELS), batch_size=8)
+UPDATES = 3  # of an epoch
+
+
+def trainer_of(run_dir=None, callbacks=None, epochs=2, val=DATA, task=None, **more):
+    torch.manual_seed(0)
+    model = nn.Linear(8, 3)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    options = TrainerOptions(max_epochs=epochs)
+    given = {"callbacks": callbacks, "run_dir": run_dir, "options": options, **more}
+    return Trainer(model, task or Classification(3), optimizer, DATA, val, **given)
+
+
+def files_of(folder):
+    return {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+class Press(Callback):
+    """Send Ctrl-C to this process in an update, or raise what it makes there."""
+
+    def __init__(self, update, raises=False):
+        self.update = update
+        self.raises = raises
+
+    def on_update_end(self, trainer):
+        if trainer.state.updates == self.update:
+            self.update = 0
+            if self.raises:
+                raise KeyboardInterrupt
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_a_second_run_does_not_touch_the_first(tmp_path):
+    trainer_of(tmp_path, [Checkpoint()]).fit()
+    before = files_of(tmp_path)
+    with pytest.raises(ConfigError, match=r"already holds a run; fit\(resume='auto'\) goes on"):
+        trainer_of(tmp_path, [Checkpoint()], epochs=1).fit()
+    assert files_of(tmp_path) == before
+    trainer_of(tmp_path, [Checkpoint()], epochs=1, overwrite=True).fit()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert {line["step"] for line in lines} == {UPDATES}
+    assert not (tmp_path / "checkpoints" / f"step-{2 * UPDATES:08d}.pt").exists()
+
+
+def test_files_of_others_are_neither_overwritten_nor_removed(tmp_path):
+    trainer_of(tmp_path, [Checkpoint()]).fit()
+    (tmp_path / "notes.txt").write_text("mine")
+    trainer_of(tmp_path, [Checkpoint()], overwrite=True).fit()
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+    other = tmp_path / "other"
+    (other / "csv").mkdir(parents=True)
+    with pytest.raises(RunDirectoryError, match="holds csv, and no run"):
+        trainer_of(other, overwrite=True).fit()
+    with pytest.raises(ConfigError, match="overwrite=True would remove it"):
+        trainer_of(tmp_path, [Checkpoint()], overwrite=True).fit(resume="auto")
+
+
+def test_without_a_directory_nothing_is_written(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    trainer_of().fit()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_of_a_trainer_is_a_run(tmp_path, capsys):
+    path = tmp_path / "a"
+    trainer = trainer_of(path, [Checkpoint()])
+    trainer.fit()
+    status = read_status(path)
+    assert (status["state"], status["code"]) == ("finished", 0)
+    assert status["best"]["metric"] == "val/accuracy"
+    assert status["results"]["val/loss"] == trainer.metrics["val/loss"]
+    assert "epoch 2/2, step 6: val/accuracy" in (path / "train.log").read_text()
+    capsys.readouterr()
+    runs([str(tmp_path), "--json"])
+    (listed,) = json.loads(capsys.readouterr().out)
+    assert (listed["status"], listed["epoch"], listed["max_epochs"]) == ("finished", 2, 2)
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["same object", "another process's"])
+def test_a_run_that_goes_on_is_the_one_that_was_never_ended(tmp_path, own):
+    whole = trainer_of(tmp_path / "whole", [Checkpoint()], epochs=4)
+    whole.fit()
+    parts = trainer_of(tmp_path / "parts", [Checkpoint()])
+    parts.fit()
+    if own:
+        parts = trainer_of(tmp_path / "parts", [Checkpoint()], epochs=4)
+        parts.fit(resume="auto")
+    else:
+        parts.fit(max_epochs=4)
+    assert torch.equal(whole.model.weight, parts.model.weight)
+    assert whole.history == parts.history
+    logs = [(tmp_path / name / "metrics.jsonl").read_text() for name in ("whole", "parts")]
+    assert logs[0] == logs[1]
+
+
+def test_a_failure_is_recorded_and_a_mistake_leaves_nothing(tmp_path):
+    class Fails(Callback):
+        def on_epoch_end(self, trainer):
+            raise ValueError("no more")
+
+    with pytest.raises(ValueError, match="no more"):
+        trainer_of(tmp_path / "failed", [Fails()]).fit()
+    status = read_status(tmp_path / "failed")
+    assert (status["state"], status["code"]) == ("failed", 1)
+    assert "no more" in (tmp_path / "failed" / "train.log").read_text()
+    with pytest.raises(ConfigError):  # there is no such metric
+        trainer_of(tmp_path / "wrong", [Checkpoint(monitor="val/nothing")]).fit()
+    assert not (tmp_path / "wrong" / "manifest.json").exists()
+
+
+def test_two_trainers_do_not_write_to_one_directory(tmp_path):
+    class Beside(Callback):
+        def on_update_end(self, trainer):
+            with pytest.raises(RunDirectoryError):
+                trainer_of(tmp_path, overwrite=True).fit()
+
+    trainer_of(tmp_path, [Beside()], epochs=1).fit()
+
+
+@pytest.mark.parametrize(
+    "callbacks",
+    [
+        pytest.param(None, id="none"),
+        pytest.param([EMA()], id="a list"),
+        pytest.param({"mine": EMA()}, id="a dict"),
+    ],
+)
+def test_epoch_lines_are_printed_unless_told_otherwise(capsys, callbacks):
+    trainer_of(callbacks=callbacks, epochs=1).fit()
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.partition(":")[0] for line in lines] == ["epoch 1/1, step 3"] * 2
+    trainer_of(callbacks=callbacks, epochs=1, verbose=False).fit()
+    assert capsys.readouterr().err == ""
+
+
+def test_a_callback_that_shows_the_progress_takes_their_place():
+    assert list(trainer_of(callbacks=[Progress()]).callbacks) == ["progress"]
+
+
+def test_callbacks_of_a_list_are_named_as_their_classes():
+    given = [EarlyStopping(), EMA(), EMA(use_for_evaluation=False)]
+    trainer = trainer_of(callbacks=given, verbose=False)
+    assert list(trainer.callbacks) == ["early_stopping", "ema", "ema_2"]
+    assert [callback.name for callback in given] == ["early_stopping", "ema", "ema_2"]
+    with pytest.raises(ModelError, match="'type' is the class EMA: give objects"):
+        trainer_of(callbacks=[EMA])
+
+
+def test_validation_sets_are_named_as_in_yaml(capsys):
+    sets = {"clean": DATA, "val/noisy": DATA}
+    trainer = trainer_of(val=sets, callbacks=[Checkpoint(monitor="val/clean/loss")], epochs=1)
+    trainer.fit()
+    assert list(trainer.val_loaders) == ["val/clean", "val/noisy"]
+    assert "val/clean/loss" in capsys.readouterr().err
+    assert trainer.evaluate().keys() == {
+        f"val/{name}/{metric}" for name in ("clean", "noisy") for metric in ("loss", "accuracy")
+    }
+
+
+def test_the_history_has_a_row_for_each_step():
+    trainer = trainer_of(callbacks={})
+    trainer.fit()
+    assert [(row["step"], row["epoch"]) for row in trainer.history] == [(3, 1), (6, 2)]
+    last = trainer.history[-1]
+    assert {name: trainer.metrics[name] for name in last.keys() - {"step", "epoch"}} == {
+        name: value for name, value in last.items() if name not in ("step", "epoch")
+    }
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        pytest.param(INPUTS, id="a tensor"),
+        pytest.param(INPUTS.double().numpy(), id="an array of float64"),
+        pytest.param(DATA, id="a loader with labels"),
+        pytest.param([INPUTS[:5], INPUTS[5:]], id="batches of inputs"),
+    ],
+)
+def test_predictions_are_the_softmax_of_the_logits(given):
+    trainer = trainer_of(callbacks={})
+    trainer.fit()
+    with torch.no_grad():
+        expected = trainer.model(INPUTS).softmax(1)
+    torch.testing.assert_close(trainer.predict(given), expected)
+    torch.testing.assert_close(trainer.predict(given, batch_size=7), expected)
+    assert trainer.model.training  # as it was
+
+
+def test_an_evaluation_is_the_one_of_the_last_epoch():
+    trainer = trainer_of(callbacks={})
+    trainer.fit()
+    assert trainer.evaluate() == {n: v for n, v in trainer.metrics.items() if n.startswith("val/")}
+    with pytest.raises(ModelError, match="no val_loader"):
+        trainer_of(val=None).evaluate()
+
+
+def test_the_best_weights_come_back(tmp_path):
+    best = {}
+
+    class Keep(Callback):
+        def on_boundary(self, trainer):
+            best[trainer.state.global_step] = trainer.model.weight.detach().clone()
+
+    trainer = trainer_of(tmp_path, [Keep(), Checkpoint(monitor="val/loss", mode="max")])
+    trainer.fit()
+    point = trainer.load_best()
+    assert point.step == UPDATES  # the loss falls
+    assert torch.equal(trainer.model.weight, best[UPDATES])
+    with pytest.raises(CheckpointError, match="give Trainer a run_dir"):
+        trainer_of().load_best()
+
+
+def test_a_fit_that_has_nothing_to_do_says_why(caplog):
+    trainer = trainer_of(callbacks={})
+    trainer.fit()
+    with caplog.at_level(logging.WARNING):
+        trainer.fit()
+    assert "max_epochs=2 is reached, at epoch 2, step 6" in caplog.text
+    trainer.fit(max_epochs=3)
+    assert trainer.state.epoch == 3
+    for wrong in (0, -1, "4", 2.5, True):
+        with pytest.raises(ConfigError, match="max_epochs"):
+            trainer.fit(max_epochs=wrong)
+
+    class Stop(Callback):
+        def on_epoch_end(self, trainer):
+            trainer.state.request_stop("enough")
+
+    stopped = trainer_of(callbacks=[Stop()], epochs=4)
+    stopped.fit()
+    caplog.clear()
+    stopped.fit()
+    assert "was stopped at epoch 1, step 3 (enough)" in caplog.text
+    stopped.fit(max_epochs=4)
+    assert stopped.state.epoch == 2
+
+
+def test_a_trainer_shows_its_plan():
+    lines = repr(trainer_of()).splitlines()
+    assert len(lines) <= 10
+    assert "27 trained parameters of 27" in lines[1]
+    assert any("max_epochs=2" in line for line in lines)
+
+
+@pytest.mark.parametrize("raises", [False, True], ids=["a signal", "an exception"])
+def test_an_interrupted_training_says_in_one_line_how_it_goes_on(tmp_path, raises):
+    before = signal.getsignal(signal.SIGINT)
+    trainer = trainer_of(tmp_path, [Checkpoint(), Press(4, raises)])
+    with pytest.raises(KeyboardInterrupt) as caught:
+        trainer.fit()
+    assert type(caught.value) is KeyboardInterrupt  # or Python would not exit with 130
+    (line,) = caught.value._render_traceback_()
+    assert "trainer.fit() goes on" in line
+    assert "\n" not in line
+    assert signal.getsignal(signal.SIGINT) is before
+    status = read_status(tmp_path)
+    assert (status["state"], status["code"]) == ("preempted", 130)
+    trainer.fit()
+    plain = trainer_of()
+    plain.fit()
+    assert trainer.state.global_step == 2 * UPDATES
+    if not raises:  # an exception in a hook comes before the update is counted as a boundary's
+        assert "update 1 of epoch 1, step 4" in line
+        assert torch.equal(trainer.model.weight, plain.model.weight)
+
+
+def test_an_interrupted_run_goes_on_in_another_process(tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        trainer_of(tmp_path, [Checkpoint(), Press(4)]).fit()
+    later = trainer_of(tmp_path, [Checkpoint()])
+    later.fit(resume="auto")
+    whole = trainer_of()
+    whole.fit()
+    assert torch.equal(later.model.weight, whole.model.weight)
+    assert later.history[-1]["step"] == 2 * UPDATES
+
+
+def test_a_training_beside_the_main_thread_sets_no_handler():
+    trainer = trainer_of(callbacks={})
+    thread = threading.Thread(target=trainer.fit)
+    thread.start()
+    thread.join(60)
+    assert trainer.done
+
+
+SCRIPT = """
+import os, signal, torch
+from regimen import Callback, Trainer
+from regimen.trainer.tasks.regression import Regression
+class Press(Callback):
+    def on_update_end(self, trainer):
+        os.kill(os.getpid(), signal.SIGINT)
+model = torch.nn.Linear(2, 1)
+data = [(torch.ones(4, 2), torch.ones(4))] * 3
+Trainer(model, Regression(), torch.optim.SGD(model.parameters(), 0.1), data,
+        callbacks=[Press()]).fit()
+print("not reached")
+"""
+
+
+def test_a_script_that_is_interrupted_exits_as_python_does():
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True)
+    assert done.returncode in (130, -signal.SIGINT)
+    assert done.stdout == ""
+    last = done.stderr.splitlines()[-1]
+    assert last == (
+        "KeyboardInterrupt: stopped after update 1 of epoch 0, step 1; trainer.fit() goes on"
+    )
+
+
+@pytest.mark.parametrize("average", [False, True], ids=["weights", "an average"])
+def test_a_run_is_loaded_into_a_model_at_hand(tmp_path, average):
+    callbacks = [Checkpoint(), EMA(0.5)] if average else [Checkpoint()]
+    trainer = trainer_of(tmp_path, callbacks)
+    trainer.fit()
+    trainer.load_best()
+    expected = trainer.predict(INPUTS)
+    model = nn.Linear(8, 3)
+    run = load_run(tmp_path, "cpu", model=model)
+    rows = run.predict(INPUTS.double().numpy())
+    assert run.model() is model
+    torch.testing.assert_close(model(INPUTS).softmax(1), expected)
+    assert [row["prediction"] for row in rows] == [str(n) for n in expected.argmax(1).tolist()]
+    got = torch.tensor([row["probability"] for row in rows])
+    torch.testing.assert_close(got, expected.max(1).values)
+    assert run.metrics[-1]["step"] == 2 * UPDATES
+
+
+def test_each_checkpoint_of_a_model_at_hand_is_loaded_anew(tmp_path):
+    trainer_of(tmp_path, [Checkpoint(save_top_k=-1)]).fit()
+    run = load_run(tmp_path, "cpu", model=nn.Linear(8, 3))
+    first = str(tmp_path / "checkpoints" / "step-00000003.pt")
+    before = run.predict(INPUTS, checkpoint=first)
+    assert run.predict(INPUTS, checkpoint="last") != before
+    assert run.predict(INPUTS, checkpoint=first) == before
+
+
+def test_a_run_of_a_trainer_says_what_is_missing(tmp_path):
+    class Own(Task):
+        def training_step(self, model, batch):
+            return model(batch[0]).square().mean()
+
+    trainer_of(tmp_path, [Checkpoint()], task=Own()).fit()
+    with pytest.raises(ConfigError, match="files describe no model; load_run"):
+        load_run(tmp_path)
+    with pytest.raises(ConfigError, match=r"task=\.\.\.\) takes it"):
+        load_run(tmp_path, "cpu", model=nn.Linear(8, 3)).predict(INPUTS)
+    run = load_run(tmp_path, "cpu", model=nn.Linear(8, 3), task=Own())
+    assert len(run.predict(INPUTS)) == len(INPUTS)
+    with pytest.raises(CheckpointError, match="does not fit the model"):
+        load_run(tmp_path, "cpu", model=nn.Linear(4, 3), task=Own()).predict(np.zeros((1, 4)))
