@@ -45,6 +45,7 @@ def evaluate(
     EvaluationAbandoned when a signal has requested a stop.
     """
     group, state = trainer.group, trainer.state
+    loader = trainer.for_this_run(loader)
     sums, metrics = Sums(trainer.strategy.device), trainer.task.metrics()
     for metric in metrics.values():
         metric.reset()

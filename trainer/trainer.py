@@ -138,13 +138,35 @@ class Trainer:
         self._log_point: LogPoint | None = None
         self._deadline: float | None = None
         self.waiting = Waiting(self.state, alone=self.group.world_size == 1)
-        self.waiting.attend(self.train_loader)
+        self._attend_loaders()
         self.updater = Updater(self)
         self.unsaved = snapshot.Unsaved(model, task)
         check_metrics(task.metrics(), self.strategy)
 
     def _seed_aside(self) -> int:
         return derived(self.options.seed, "aside", self.state.updates, self.group.data_rank)
+
+    def _attend_loaders(self) -> None:
+        steps = self.options.micro_batches
+        self.train_loader = self.waiting.attend(self.for_this_run(self.train_loader, steps))
+        for stage, loader in self.val_loaders.items():
+            self.val_loaders[stage] = self.for_this_run(loader)
+
+    def for_this_run(self, loader: Any, gradient_accumulation_steps: int = 1) -> Any:
+        """Return a loader that knows how this run splits its updates, and its device.
+
+        Only one of `regimen.loader` is another than before: it was made before any run was known.
+        """
+        if not hasattr(loader, "for_run"):
+            return loader
+        floating = (p.dtype for p in self.model.parameters() if p.is_floating_point())
+        return loader.for_run(
+            gradient_accumulation_steps,
+            rank=self.group.data_rank,
+            world_size=self.group.data_size,
+            device=self.strategy.device,
+            dtype=next(floating, None),
+        )
 
     @property
     def steps_per_epoch(self) -> int | None:

@@ -4,12 +4,13 @@ import functools
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import KW_ONLY, astuple, dataclass
+from dataclasses import KW_ONLY, astuple, dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from regimen.data.arrays import ArraySamples, as_samples, holds_arrays
 from regimen.data.batch import MicroBatch, Piece, gathered, map_leaves, map_tensors, to_device
 from regimen.data.errors import DataError
 from regimen.data.loading.device_transforms import DeviceTransforms
@@ -23,7 +24,13 @@ from regimen.data.loading.fetch import (
     never,
     offers,
 )
-from regimen.data.samplers import UpdateSampler, own_samples
+from regimen.data.samplers import (
+    OrderedUpdates,
+    UpdateSampler,
+    as_order,
+    default_order,
+    own_samples,
+)
 from regimen.data.sources import Interrupted
 from regimen.data.streams import Stream, as_dataset
 from regimen.trainer.device import current_stream, default, has_streams, pins, side_stream, use_on
@@ -95,6 +102,7 @@ class Loader:
     workers are started.
     prefetch: on an accelerator, a batch is copied (or gathered) and transformed on a side stream
     during the computation of the one before it; otherwise when it is needed.
+    is_undivided: whether the Trainer that it is given to says how an update is split.
     """
 
     dataset: Any
@@ -116,6 +124,7 @@ class Loader:
     transforms: DeviceTransforms | None = None
     non_blocking: bool = True
     prefetch: bool = True
+    is_undivided: bool = False
 
     def __post_init__(self) -> None:
         self.dataset = as_dataset(self.dataset)
@@ -134,6 +143,45 @@ class Loader:
 
     def __len__(self) -> int:
         return len(self.sampler)
+
+    def for_run(
+        self,
+        gradient_accumulation_steps: int,
+        rank: int,
+        world_size: int,
+        device: torch.device,
+        dtype: torch.dtype | None,
+    ) -> "Loader":
+        """Return the loader of one process of a run whose model computes on `device` in `dtype`.
+
+        An undivided loader returns a copy that splits its updates so: each Trainer has its own
+        place in the epoch. Another returns itself. Raises DataError where its micro-batches are
+        not those of the Trainer.
+        """
+        sampler = self.sampler
+        if not self.is_undivided:
+            steps = sampler.gradient_accumulation_steps
+            if gradient_accumulation_steps not in (1, steps):
+                raise DataError(
+                    f"gradient_accumulation_steps={gradient_accumulation_steps} of the Trainer's "
+                    f"options has no effect on a loader whose UpdateSampler was given {steps}: "
+                    "give both the same, or let regimen.loader make the loader, which is told"
+                )
+            return self
+        # What was set by a resume belongs to the run that was resumed.
+        updates = sampler.updates
+        fresh = updates.order if isinstance(updates, OrderedUpdates) else updates
+        split = replace(
+            sampler,
+            updates=fresh,
+            gradient_accumulation_steps=gradient_accumulation_steps,
+            rank=rank,
+            world_size=world_size,
+        )
+        dataset = self.dataset
+        if isinstance(dataset, ArraySamples) and dtype is not None:
+            dataset = replace(dataset, dtype=dtype)
+        return replace(self, dataset=dataset, sampler=split, device=device, is_undivided=False)
 
     def epoch(self, epoch: int, start: int = 0, stop: int | None = None) -> Iterator[MicroBatch]:
         """Yield the micro-batches of updates `start` to `stop` of an epoch; none is replayed.
@@ -223,6 +271,68 @@ class Loader:
     def load_skipped_state(self, state: Iterable[Sequence[Any]]) -> None:
         """Load the samples that were left out."""
         self.skipped[:] = {entry[0]: Skipped(*entry) for entry in state}.values()
+
+
+def loader(
+    X: Any,  # noqa: N803 (scikit-learn's name)
+    y: Any = None,
+    *,
+    batch_size: int,
+    shuffle: bool = True,
+    seed: int = 0,
+    drop_last: bool = False,
+    sampler: Any = None,
+    num_workers: int = 0,
+    collate_fn: Collate | None = None,
+    **options: Any,
+) -> Loader:
+    """Return a loader whose order, workers and place in an epoch are exact, for a Trainer.
+
+    X: an array, a tensor, a pandas DataFrame or a dict of them, each with a row for each sample; or
+    a data set with `__len__` and `__getitem__`. Rows go with those of `y` by their position.
+    Floating numbers become the model's type batch by batch, a DataFrame's columns floating numbers,
+    and whole numbers of y int64. Nothing is copied: leave the arrays as they are while training.
+    y: the targets [n] or [n, ...]; None for inputs alone, and for a data set, which has its own.
+    batch_size: samples of an update; of a loader to validate, of a batch. The Trainer's
+    `gradient_accumulation_steps` and its processes split it.
+    shuffle, seed: the order is a function of (seed, epoch); False: as the samples stand, which is
+    what a validation needs.
+    sampler: an order, or a torch sampler of all samples, which takes the place of `shuffle`.
+    options: further arguments of torch's DataLoader, as in `Loader`: `pin_memory`,
+    `persistent_workers`, `prefetch_factor`, `timeout`, `worker_init_fn`, ...
+
+    Raises DataError for what is no data, or not of one length.
+    """
+    if not isinstance(batch_size, int) or batch_size < 1:
+        raise DataError(f"loader: batch_size={batch_size!r} is no number of samples, 1 or more")
+    if y is not None and not (holds_arrays(X) or isinstance(X, list | tuple)):
+        raise DataError(
+            f"loader: X is a {type(X).__name__}, no array: a data set has its own targets, so "
+            "leave y out"
+        )
+    if y is not None or holds_arrays(X):
+        samples = as_samples(X, y)
+        in_batches = collate_fn is None
+        dataset: Any = ArraySamples(samples, torch.get_default_dtype(), in_batches)
+    elif callable(getattr(X, "__getitem__", None)) or callable(getattr(X, "__iter__", None)):
+        dataset = as_dataset(X)
+    else:
+        raise DataError(
+            f"loader: X is a {type(X).__name__}: give an array, a tensor, a DataFrame, or a data "
+            "set with __len__ and __getitem__"
+        )
+    if not hasattr(dataset, "__len__"):
+        raise DataError(f"loader: the data set {type(X).__name__} has no __len__")
+    order = default_order(dataset, seed, shuffle) if sampler is None else as_order(sampler, seed)
+    return Loader(
+        dataset,
+        UpdateSampler(order, batch_size=batch_size, drop_last=drop_last),
+        seed=seed,
+        num_workers=num_workers,
+        collate_fn=collate_fn,
+        is_undivided=True,
+        **options,
+    )
 
 
 def _pinned(leaf: Any) -> Any:
