@@ -53,6 +53,7 @@ regimen.trainer.trainer.Trainer regimen.trainer.Trainer regimen.trainer.inferenc
 regimen.trainer.callback.Callback regimen.trainer.task.Task regimen.trainer.task.StepOutput
 regimen.scripts.composition.compose.compose regimen.Trainer regimen.TrainerOptions regimen.Callback
 regimen.Task regimen.StepOutput regimen.load_run regimen.compose regimen.build
+regimen.loader regimen.Checkpoint regimen.Classification regimen.Regression
 """
 
 

@@ -85,7 +85,7 @@ def test_the_import_is_light_and_the_names_are_there(installed, tmp_path):
         print(regimen.__path__)
         assert {"Trainer", "TrainerOptions", "Callback", "Task", "StepOutput"} <= set(dir(regimen))
         from regimen import Callback, StepOutput, Task, Trainer, TrainerOptions
-        from regimen import build, compose, load_run
+        from regimen import build, compose, load_run, loader
         import regimen.trainer
         assert regimen.trainer.Trainer is Trainer
         try:

@@ -11,6 +11,8 @@ if (_HERE / "README.md").exists():
     __path__ = [str(_HERE.parents[1]), *__path__]
 
 if TYPE_CHECKING:
+    from regimen.callbacks.checkpoint import Checkpoint as Checkpoint
+    from regimen.data.loading.loader import loader as loader
     from regimen.scripts.composition.compose import compose as compose
     from regimen.trainer.assembly.experiment import build as build
     from regimen.trainer.callback import Callback as Callback
@@ -18,11 +20,16 @@ if TYPE_CHECKING:
     from regimen.trainer.options import TrainerOptions as TrainerOptions
     from regimen.trainer.task import StepOutput as StepOutput
     from regimen.trainer.task import Task as Task
+    from regimen.trainer.tasks.classification import Classification as Classification
+    from regimen.trainer.tasks.regression import Regression as Regression
     from regimen.trainer.trainer import Trainer as Trainer
 
 # Imported when they are asked for: `import regimen` alone imports no torch.
 _MODULES = {
     "Callback": "regimen.trainer.callback",
+    "Checkpoint": "regimen.callbacks.checkpoint",
+    "Classification": "regimen.trainer.tasks.classification",
+    "Regression": "regimen.trainer.tasks.regression",
     "StepOutput": "regimen.trainer.task",
     "Task": "regimen.trainer.task",
     "Trainer": "regimen.trainer.trainer",
@@ -30,6 +37,7 @@ _MODULES = {
     "build": "regimen.trainer.assembly.experiment",
     "compose": "regimen.scripts.composition.compose",
     "load_run": "regimen.trainer.inference.run",
+    "loader": "regimen.data.loading.loader",
 }
 __all__ = sorted(_MODULES)
 

@@ -16,10 +16,10 @@ import torch
 import yaml
 
 from regimen.conf.errors import ConfigError
+from regimen.conf.schema_trainer import TrainerConfig
 from regimen.trainer.callback import Callback, EpochLines, Results, named_callbacks, saver_of
 from regimen.trainer.errors import CheckpointError, StorageError, called
 from regimen.trainer.files.atomic import LogFileHandler, write_json
-from regimen.trainer.options import TrainerOptions
 from regimen.trainer.runs.directory import (
     OF_A_RUN,
     RunDirectory,
@@ -202,7 +202,7 @@ def callbacks_of(
     return {**named_callbacks(added), **named}
 
 
-def longer(options: TrainerOptions, max_epochs: int) -> TrainerOptions:
+def longer(options: TrainerConfig, max_epochs: int) -> TrainerConfig:
     """Return options with another `max_epochs`. Raises ConfigError for what is no number."""
     if isinstance(max_epochs, bool) or not isinstance(max_epochs, int) or max_epochs < 1:
         raise ConfigError("max_epochs", f"expected an integer >= 1, got {max_epochs!r}")
