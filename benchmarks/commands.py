@@ -70,8 +70,10 @@ def run(*arguments: str, code: int = 0) -> Cost:
     with tempfile.TemporaryDirectory() as folder:
         mark = Path(folder) / "mark"
         words = [sys.executable, *(word.replace("{}", str(mark)) for word in arguments)]
-        # Bytecode is kept, as at a user's.
+        # Bytecode is kept, as at a user's. The commands start in a folder of their own, from which
+        # `benchmarks` would not be found.
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
+        environment["PYTHONPATH"] = str(REPOSITORY)
         used, began = report.children_cpu(), time.time()
         ended = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True)
         took = Cost(time.time() - began, report.children_cpu() - used)

@@ -156,11 +156,11 @@ def test_numbers_of_the_user_in_double_precision_arrive():
 
 def test_sums_of_counts_are_exact():
     """In single precision 2^24 + 1 is 2^24."""
-    from regimen.trainer.update.sums import Sums
+    from regimen.trainer.update.sums import Name, Sums, metric
 
     sums = Sums(DEVICE)
-    sums.add("loss:", torch.ones((), device=DEVICE), 2**24 + 1, mean=True)
-    sums.add("loss:", torch.zeros((), device=DEVICE), 2**24 + 1, mean=True)
+    sums.add(Name("loss", ""), torch.ones((), device=DEVICE), 2**24 + 1, mean=True)
+    sums.add(Name("loss", ""), torch.zeros((), device=DEVICE), 2**24 + 1, mean=True)
     assert sums.means(lambda tensor: tensor)["loss"] == 0.5
-    sums.add("hits", 2**24 + 1, 1)
+    sums.add(metric("hits"), 2**24 + 1, 1)
     assert sums.means(lambda tensor: tensor)["hits"] == 2**24 + 1
