@@ -1,8 +1,10 @@
 """Errors of data: each has an exit code and a one-line message."""
 
 import importlib
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import ModuleType
 
 from regimen.conf.errors import one_line
@@ -45,6 +47,16 @@ def explained(what: str, *kinds: type[Exception]) -> Iterator[None]:
         yield
     except kinds as error:
         raise DataError(f"{what}: {reason(error)}") from error
+
+
+def check_regular(path: Path) -> None:
+    """Raise DataError for a pipe or a device: opening it could wait for ever."""
+    try:
+        mode = path.stat().st_mode
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {reason(error)}") from error
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+        raise DataError(f"{path}: is a pipe or device, not a file")
 
 
 def import_package(package: str, extra: str) -> ModuleType:

@@ -119,8 +119,9 @@ def file_of(place: Path, split: str, suffixes: Sequence[str]) -> Path | None:
     Names are compared in lower case.
     """
     if not place.is_dir():
-        return place if split == "train" and place.is_file() else None
-    there = {path.name.lower(): path for path in sorted(place.iterdir()) if path.is_file()}
+        return place if split == "train" and place.exists() else None
+    # What is no file either, such as a pipe, is refused by name where it is read.
+    there = {path.name.lower(): path for path in sorted(place.iterdir()) if not path.is_dir()}
     if split == "train":
         splits = [name for names in NAMES.values() for name in names]
         known = {f"{name}{suffix}" for name in splits for suffix in suffixes}

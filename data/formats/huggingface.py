@@ -9,8 +9,8 @@ import torch
 
 from regimen.conf.addresses import check_protocol, is_address
 from regimen.conf.errors import problems_at
-from regimen.data.decode import Channels, Range, decode_image
-from regimen.data.errors import DataError, explained, import_package
+from regimen.data.decode import Channels, Range, decode_image, read_content
+from regimen.data.errors import DataError, check_regular, explained, import_package
 from regimen.data.splits import Split, class_names, is_cut, rows_of_train
 from regimen.data.transforms import Transform, on_inputs
 
@@ -79,7 +79,7 @@ class ArrowRows:
         if value is None:
             raise DataError(f"column {self._columns['input']!r}: no value")
         if self._picture:
-            content = value["bytes"] or Path(value["path"]).read_bytes()
+            content = value["bytes"] or read_content(value["path"])
             name = value["path"] or "its picture"
             value = decode_image(content, name, self.channels, self.value_range)
         elif not isinstance(value, str):
@@ -168,6 +168,9 @@ def open_tables(path: str, name: str | None, streaming: bool = False) -> dict[st
     if is_address(path):
         with problems_at("data.path"):
             check_protocol(path, trusted=True)
+    for place in (folder, folder / "data"):
+        for file in place.iterdir() if place.is_dir() else []:
+            check_regular(file)
     with explained(f"data.path={path}", Exception):  # of the hub, of file systems, of each format
         if any((folder / file).is_file() for file in ("dataset_dict.json", "state.json")):
             found = datasets.load_from_disk(given)

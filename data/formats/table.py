@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from regimen.data.errors import DataError, explained, import_package
+from regimen.data.errors import DataError, check_regular, explained, import_package
 from regimen.data.keys import Indices
 from regimen.data.sources import TensorSamples
 from regimen.data.splits import Split, cut, file_of, in_order, train_and_val
@@ -198,6 +198,7 @@ def read_columns(path: str | Path, dialect: Dialect | None = None) -> Columns:
     name = path.name.lower()
     if not name.endswith(_SUFFIXES):
         raise DataError(f"data.path: {path} is none of {', '.join(_SUFFIXES)}")
+    check_regular(path)
     # Arrow's errors, and those of compressed files, are such.
     kinds = (OSError, ValueError, NotImplementedError, EOFError, csv.Error)
     kind = "parquet" if name.endswith(".parquet") else name.rpartition(".csv")[1][1:] or "tsv"

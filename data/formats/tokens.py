@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from regimen.data.errors import DataError, explained
+from regimen.data.errors import DataError, check_regular, explained
 from regimen.data.keys import SPLIT, key
 from regimen.data.splits import Split, file_of, is_cut
 from regimen.data.transforms import Transform, acts_on_batches, on_inputs
@@ -160,6 +160,7 @@ def _mapped(path: Path, dtype: str) -> NDArray[Any]:
     """Map a token file. Raises DataError for one that holds no tokens."""
     if path.suffix not in _SUFFIXES:
         raise DataError(f"{path}: expected a file of the kinds {', '.join(_SUFFIXES)}")
+    check_regular(path)
     broken = (OSError, ValueError, EOFError, TypeError, OverflowError, MemoryError)
     with explained(f"{path}: cannot be read as tokens", *broken):
         if path.suffix == ".npy":

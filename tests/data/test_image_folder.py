@@ -1,6 +1,7 @@
 """Folders of images: what is found, what is cut, and what is refused."""
 
 import logging
+import os
 from shutil import rmtree
 
 import numpy as np
@@ -191,3 +192,12 @@ def test_pictures_are_samples_without_classes(picture_tree):
     for source, words in (("nowhere", "names no picture"), ("-", "no file name came")):
         with pytest.raises(DataError, match=words):
             find_pictures(source)
+
+
+def test_a_pipe_is_a_sample_that_fails_by_name(picture_tree):
+    os.mkfifo(picture_tree / "train" / "cat" / "pipe.jpg")
+    dataset = _open(picture_tree, val_fraction=0)
+    place = next(i for i in range(len(dataset)) if dataset.path(i).endswith("pipe.jpg"))
+    with pytest.raises(DataError, match=r"pipe\.jpg: it is not a regular file"):
+        dataset[place]
+    dataset.explain_depth()

@@ -4,6 +4,7 @@ import bz2
 import gzip
 import logging
 import lzma
+import os
 import pickle
 from itertools import pairwise
 
@@ -482,3 +483,39 @@ def test_what_is_wrong_with_tokens_is_named(folder, content, options, words):
         np.save(folder / "train.npy", content)
     with pytest.raises(DataError, match=words):
         blocks(folder, **options).batch(range(62))
+
+
+@pytest.mark.parametrize("name", ["data.csv", "data.csv.gz", "data.parquet", "data.tsv"])
+def test_a_pipe_is_no_table(tmp_path, name):
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(DataError, match=rf"{name}: is a pipe or device, not a file"):
+        rows_of(tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["train.csv", "val.csv", "test.csv"])
+def test_a_pipe_among_the_files_of_splits_is_not_passed_over(file, tmp_path, name):
+    place = tmp_path / "splits"
+    place.mkdir()
+    (place / "train.csv").write_text(file.read_text())
+    (place / name).unlink(missing_ok=True)
+    os.mkfifo(place / name)
+    with pytest.raises(DataError, match=rf"{name}: is a pipe or device, not a file"):
+        for split in ("train", "val", "test"):
+            rows_of(place, split)
+
+
+@pytest.mark.parametrize("name", ["train.bin", "train.npy", "val.bin"])
+def test_a_pipe_is_no_token_file(folder, name):
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    if name == "train.npy":
+        (folder / "train.bin").unlink()
+    with pytest.raises(DataError, match=rf"{name}: is a pipe or device, not a file"):
+        for split in ("train", "val"):
+            blocks(folder, split)
+
+
+def test_a_device_is_no_token_file(tmp_path):
+    (tmp_path / "endless.txt").symlink_to("/dev/zero")
+    with pytest.raises(DataError, match=r"endless\.txt: is a pipe or device"):
+        blocks(tmp_path / "endless.txt")
