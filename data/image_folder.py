@@ -387,19 +387,23 @@ def image_folder(
     A missing `val` (or `valid`, `validation`) is cut from `train`: `val_fraction` of it, stratified
     by class, drawn with `split_seed`. With `folds` it is fold number `fold` of `train`; a folder
     `val` is left aside. Hidden files and folders are ignored, other folders are named in the log.
-    Classes are the sorted names of train's folders; the other splits may lack some of them.
+    Classes are the sorted names of train's folders; the other splits may lack some of them. A test
+    set without a folder `train` beside it has the names of its own folders.
     """
     tree = Path(root).expanduser()
-    if not (tree / "train").is_dir():
+    # A set that is tested alone: whoever opened it numbers its classes as the run does.
+    alone = split == "test" and not (tree / "train").is_dir() and _folder_of(tree, split)
+    named_by = alone or tree / "train"
+    if not named_by.is_dir():
         found = ", ".join(_folders_of(tree)[:5]) if tree.is_dir() else "it is no folder"
         way_out = "put the images into data.root/train/<class>/"
         raise DataError(f"data.root={root} has no folder 'train' ({found}): {way_out}")
-    classes = _folders_of(tree / "train")
+    classes = _folders_of(named_by)
     if not classes:
-        raise DataError(f"data.root: {tree}/train has no class folders: expected <class>/*.jpg")
+        raise DataError(f"data.root: {named_by} has no class folders: expected <class>/*.jpg")
     alike = [unicodedata.normalize("NFC", name) for name in classes]
     if twice := next((name for name in alike if alike.count(name) > 1), None):
-        both = f"two folders of {tree}/train look the same (Unicode forms), {twice!r}: merge them"
+        both = f"two folders of {named_by} look the same (Unicode forms), {twice!r}: merge them"
         raise DataError(f"data.root: {both}")
     places = {name: _folder_of(tree, name) for name in ("train", "val", "test")}
     if folds:

@@ -9,8 +9,11 @@ import pytest
 import torch
 from PIL import Image
 
-from regimen.data.errors import DataError
+from regimen.conf.check import parse
+from regimen.data.errors import ClassNamesError, DataError
 from regimen.data.image_folder import ImageCache, Pictures, find_pictures, image_folder
+from regimen.scripts.composition.compose import compose
+from regimen.trainer.assembly.data import build_data
 from toy_batches import batches
 
 
@@ -201,3 +204,21 @@ def test_a_pipe_is_a_sample_that_fails_by_name(picture_tree):
     with pytest.raises(DataError, match=r"pipe\.jpg: it is not a regular file"):
         dataset[place]
     dataset.explain_depth()
+
+
+def test_a_test_set_without_train_follows_the_names_of_the_run(picture_tree, tmp_path, write_image):
+    for name in ("dog", "bird"):
+        write_image(tmp_path / "other" / "test" / name / "0.jpg")
+    typed = ["experiment=resnet18", "data=image_folder", f"data.root={picture_tree}"]
+    config = parse(compose([*typed, f"data.test.root={tmp_path / 'other'}"]).config)
+    names = ["bird", "cat", "dog"]
+    dataset = build_data(config, ("test",), names).sets["test"]
+    assert dataset.classes == names
+    assert [dataset.path(i).split("/")[-2] for i in range(2)] == ["bird", "dog"]
+    assert dataset.targets.tolist() == [0, 2]
+    with pytest.raises(ClassNamesError, match="'bird' among them"):
+        build_data(config)  # a training on cats and dogs
+    rmtree(tmp_path / "other" / "test" / "bird")
+    assert build_data(config).sets["test"].targets.tolist() == [1]
+    with pytest.raises(DataError, match="has no folder 'train'"):
+        _open(tmp_path / "other", "val")

@@ -72,14 +72,15 @@ def build_data(
 ) -> Data:
     """Open the data sets: some, or those of a run. Raises DataError and ConfigError.
 
-    classes: the names of a run that they are opened for again, which give the numbers.
+    classes: the names of a run that they are opened for again, which give the numbers; in a
+    training those of its training set do.
     """
     sets = dict[str, Any]()
     for split, node in nodes_of(config, splits).items():
         # Whatever a data set draws here, it draws in an evaluation of it alone, and moves no other.
         with preserved(torch.device("cpu"), derived(config.seed, "data", split)):
             sets[split] = _open(config, split, node) if node else None
-            follow_names(sets[split], classes, key_of(split))
+            follow_names(sets[split], classes or names_of(sets.get("train")), key_of(split))
             _try_transforms(sets[split])
     if "train" in sets and sets["train"] is None:
         raise ConfigError("data.train", "is null: there is nothing to train on")

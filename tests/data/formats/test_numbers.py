@@ -500,8 +500,7 @@ def test_a_pipe_among_the_files_of_splits_is_not_passed_over(file, tmp_path, nam
     (place / name).unlink(missing_ok=True)
     os.mkfifo(place / name)
     with pytest.raises(DataError, match=rf"{name}: is a pipe or device, not a file"):
-        for split in ("train", "val", "test"):
-            rows_of(place, split)
+        [rows_of(place, split) for split in ("train", "val", "test")]
 
 
 @pytest.mark.parametrize("name", ["train.bin", "train.npy", "val.bin"])
@@ -511,8 +510,7 @@ def test_a_pipe_is_no_token_file(folder, name):
     if name == "train.npy":
         (folder / "train.bin").unlink()
     with pytest.raises(DataError, match=rf"{name}: is a pipe or device, not a file"):
-        for split in ("train", "val"):
-            blocks(folder, split)
+        [blocks(folder, split) for split in ("train", "val")]
 
 
 def test_a_device_is_no_token_file(tmp_path):
