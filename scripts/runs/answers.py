@@ -1,6 +1,7 @@
 """One process's part of `predict`: the loader, the model, and the files of the main process."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import product
@@ -154,7 +155,7 @@ class Findings:
             write_safetensors(path, tensors, {"regimen": json.dumps(origin)})
         elif path is not None:
             for name, values in self._arrays.items():
-                own = path if name == OUTPUT else path.with_suffix(f".{name}.npy")
+                own = path if name == OUTPUT else path.with_suffix(f".{_in_a_file_name(name)}.npy")
                 with replacing(own) as file:
                     np.save(file, values)
         columns = dict.fromkeys(name for row in self.rows for name in row)
@@ -178,6 +179,11 @@ class Findings:
             path.parent.mkdir(exist_ok=True)
             mask_picture(mask).save(path)
         return str(path)
+
+
+def _in_a_file_name(name: str) -> str:
+    """Return the name of an output, which may be any text, as a part of a file's name."""
+    return re.sub(r"[%/\\\0]", lambda found: f"%{ord(found[0]):02X}", encodable(name))
 
 
 def mask_picture(mask: Tensor) -> Image.Image:

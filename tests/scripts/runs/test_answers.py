@@ -4,10 +4,14 @@ import csv
 import io
 import json
 
+import numpy as np
 import pyarrow.parquet
 import pytest
+import torch
 
-from regimen.scripts.runs.answers import _write_table
+from regimen.scripts.cli.keys import Prediction
+from regimen.scripts.runs.answers import Findings, _write_table
+from regimen.trainer.inference.predictor import Answers, InferenceFacts
 
 ROWS = [
     {"file": "a\udcff.png", "prediction": "\ud800", "probability": 0.5},
@@ -39,3 +43,16 @@ def test_the_bytes_of_a_files_name_stay_in_csv():
         .splitlines()[1]
         .startswith(b"a\xff.png,cat,")
     )
+
+
+def test_each_output_has_a_file_of_its_own_whatever_it_is_called(tmp_path):
+    names = ["a/b", "a_b", "a%2Fb", "../x", "c\\d", "e\0f", "\ud800", "plain"]
+    keys = Prediction(run="r", source="s", out=str(tmp_path / "t.csv"), save="logits")
+    facts = InferenceFacts(None, None, {"kind": "array"}, {"kind": "array"}, {}, {})
+    found = Findings(keys, facts, [0, 1])
+    values = {name: torch.full((2, 3), float(n)) for n, name in enumerate(names)}
+    found.add(Answers([0, 1], values, values, {}))
+    found.write({})
+    written = {path.name: np.load(path) for path in tmp_path.glob("*.npy")}
+    assert sorted(float(array[0, 0]) for array in written.values()) == list(range(len(names)))
+    assert {"t.logits.plain.npy", "t.logits.a%2Fb.npy"} <= written.keys()
