@@ -16,7 +16,7 @@ from torch import Tensor
 from regimen.callbacks.support import AUTO, Monitor, check_least, require
 from regimen.conf.errors import problems_at
 from regimen.trainer import snapshot
-from regimen.trainer.callback import Saver
+from regimen.trainer.callback import Saver, keeps_weights
 from regimen.trainer.checkpoints import shards
 from regimen.trainer.checkpoints.archive import on_host, write_safetensors
 from regimen.trainer.checkpoints.store import CheckpointStore
@@ -303,6 +303,8 @@ class Checkpoint(Saver):
             known[step] = value
         best = self._judge.best_first(known)
         self.ranking = best[: max(self.save_top_k, 1)] if self.save_top_k else []
+        if not keeps_weights(trainer.callbacks):
+            self.ranking = []  # of a test of learning rates no weights are the best
         found = self.best_result()
         if found is not None and found[2] == step:
             trainer.log({f"best/{found[0]}": found[1]})

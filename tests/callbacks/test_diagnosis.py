@@ -10,6 +10,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from regimen.callbacks.checkpoint import Checkpoint
 from regimen.callbacks.histograms import Histograms
 from regimen.callbacks.lr_finder import LRFinder
 from regimen.callbacks.lr_monitor import LRMonitor
@@ -95,6 +96,17 @@ def test_range_test_also_when_it_goes_on_after_a_resume(make_trainer, tmp_path, 
         assert second.state.updates == 9
     with pytest.raises(CallbackError, match=r"trainer\.log_every_n_steps=1"):
         make_trainer({"finder": LRFinder()}).fit()
+
+
+def test_no_weights_of_a_range_test_are_the_best(make_trainer, tmp_path):
+    saver = Checkpoint(monitor="train/loss", mode="min", every_n_steps=2, save_weights=True)
+    finder = LRFinder(min_lr=1e-5, max_lr=1e-1, updates=8)
+    options = {"max_epochs": 50, "log_every_n_steps": 1}
+    make_trainer({"finder": finder, "checkpoint": saver}, tmp_path, **options).fit()
+    assert saver.best_result() is None
+    names = {path.name for path in (tmp_path / "checkpoints").iterdir()}
+    assert "last.pt" in names
+    assert not [name for name in names if name.startswith("best")]
 
 
 @pytest.mark.parametrize(("highest", "ends"), [(1e6, "explodes"), (1e300, "diverges")])
