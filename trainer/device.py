@@ -8,6 +8,7 @@ a vendor's package registers), so that a device needs no code of its own.
 import functools
 import gc
 import os
+import re
 import resource
 import sys
 import warnings
@@ -30,6 +31,7 @@ _VISIBLE = {
 }
 _SINGLE = {torch.float64: torch.float32, torch.complex128: torch.complex64}
 _OF_HIP = "HIP_VISIBLE_DEVICES"
+_OF_SYCL = "ONEAPI_DEVICE_SELECTOR"  # terms BACKEND:DEVICES, as level_zero:0,1
 
 
 def kinds() -> list[str]:
@@ -199,7 +201,23 @@ def visible() -> tuple[str, list[str]]:
         variable = _OF_HIP  # before which ROCm passes over CUDA's name
     named = [name.strip() for name in os.environ.get(variable, "").split(",") if name.strip()]
     there = device_count()
+    selected = _selected(os.environ.get(_OF_SYCL, "")) if kind == "xpu" else []
+    if selected:
+        # It counts what the mask leaves: with a mask of one device, a job would see none.
+        return _OF_SYCL, selected[:there]
     return variable, (named or list(map(str, range(there))))[:there]
+
+
+def _selected(selector: str) -> list[str]:
+    """Return a term for each device that a selector names by numbers; none if it has others."""
+    found = []
+    for term in filter(None, selector.split(";")):
+        backend, _, devices = term.strip().partition(":")
+        for one in devices.split(","):
+            if not re.fullmatch(r"\d+(\.\d+)*", one.strip()):
+                return []  # such as level_zero:gpu, of whatever number
+            found.append(f"{backend}:{one.strip()}")
+    return found
 
 
 def select(device: torch.device) -> None:

@@ -129,7 +129,8 @@ class LocalLauncher(Launcher):
             if len(free) < (count := min(wanted, len(self._names))):
                 return False
             job.devices = free[:count]
-            environment[self._variable] = ",".join(job.devices)
+            between = ";" if self._variable == "ONEAPI_DEVICE_SELECTOR" else ","
+            environment[self._variable] = between.join(job.devices)
         environment |= share_of_threads(self._jobs, wanted)  # the processes of a job share them
         job.task = start_process(TRAIN, argv, job.output, environment)
         return True

@@ -76,6 +76,28 @@ def test_a_job_is_given_its_device_by_the_variable_that_counts(monkeypatch, hip,
     assert device.visible() == (f"{variable}_VISIBLE_DEVICES", names)
 
 
+@pytest.mark.parametrize(
+    ("selector", "mask", "expected"),
+    [
+        ("", "", ("ZE_AFFINITY_MASK", ["0", "1"])),
+        ("", "2,3", ("ZE_AFFINITY_MASK", ["2", "3"])),
+        ("level_zero:gpu", "", ("ZE_AFFINITY_MASK", ["0", "1"])),
+        ("*:*", "2,3", ("ZE_AFFINITY_MASK", ["2", "3"])),
+        ("level_zero:1,3", "", ("ONEAPI_DEVICE_SELECTOR", ["level_zero:1", "level_zero:3"])),
+        ("level_zero:1;level_zero:0.1", "4,5", ("ONEAPI_DEVICE_SELECTOR", None)),
+    ],
+)
+def test_a_job_of_a_selection_of_intels_is_given_a_part_of_it(
+    monkeypatch, selector, mask, expected
+):
+    monkeypatch.setenv("ONEAPI_DEVICE_SELECTOR", selector)
+    monkeypatch.setenv("ZE_AFFINITY_MASK", mask)
+    monkeypatch.setattr(device, "kinds", lambda: ["xpu", "cpu"])
+    monkeypatch.setattr(device, "device_count", lambda kind="auto": 2)
+    variable, names = expected
+    assert device.visible() == (variable, names or ["level_zero:1", "level_zero:0.1"])
+
+
 def test_workers_share_the_cores(monkeypatch):
     assert workers_of(16) == 16
     monkeypatch.setattr(os, "cpu_count", lambda: 12)
