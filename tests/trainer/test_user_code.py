@@ -10,6 +10,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 import toys
+from regimen.conf.python_words import in_python
 from regimen.trainer.callback import Callback
 from regimen.trainer.errors import RunError, UserCodeError, account, is_users, spelled
 from regimen.trainer.task import StepOutput, Task
@@ -91,7 +92,7 @@ def test_a_mistake_says_which_function_what_it_had_and_what_to_change(result, mo
     assert [text for text in texts if text not in said] == []
     assert "\n" not in said
     # A notebook shows it below the traceback.
-    assert isinstance(error, UserCodeError) or said in error.__notes__
+    assert isinstance(error, UserCodeError) or in_python(said) in error.__notes__
 
 
 def test_a_dry_runs_update_finds_them_and_changes_nothing_and_a_tensor_is_a_loss():
@@ -118,9 +119,7 @@ LAYER = r"1, Linear\(.*was given float64 \[4, 8\].*in_features=8"
     ("model", "labels", "told"),
     [
         pytest.param(Net(classes=2), 3, TOLD, id="outputs"),
-        pytest.param(
-            Net(), 8, r"labels from 0 to \d, but data.num_classes=3.*data set", id="labels"
-        ),
+        pytest.param(Net(), 8, r"labels from 0 to \d, but num_classes=3.*data set", id="labels"),
         pytest.param(Two(), 3, r"mask.*parameters agree with the call", id="parameters"),
         pytest.param(FLAT, 3, LAYER, id="layer"),
     ],
