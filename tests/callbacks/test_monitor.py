@@ -8,6 +8,7 @@ import pytest
 from regimen.callbacks.checkpoint import Checkpoint
 from regimen.callbacks.early_stopping import EarlyStopping
 from regimen.callbacks.support import CallbackError, Monitor
+from regimen.conf.errors import ConfigError
 from regimen.trainer.state import TrainState
 from regimen.trainer.task import Task
 from regimen.trainer.tasks.gan import GAN
@@ -164,11 +165,12 @@ def test_a_training_metric_is_looked_at_once_an_epoch(make_trainer):
     ("monitor", "validated", "message"),
     [
         ("auto", False, r"callbacks\.stop\.monitor=val/accuracy: there is no val"),
-        ("val/f1", True, r"no such metric; there are: .*val/accuracy, val/loss"),
+        ("val/f1", True, r"no such metric; there are: .*val/accuracy, val/loss.*metric_names"),
     ],
 )
 def test_a_metric_that_is_not_there(make_trainer, monitor, validated, message):
     trainer = make_trainer({"stop": EarlyStopping(monitor, patience=2)}, validated=validated)
-    with pytest.raises(CallbackError, match=message):
+    with pytest.raises(ConfigError, match=message):
         trainer.fit()
+    assert trainer.state.updates == 0
     make_trainer({"stop": EarlyStopping()}, validated=False).fit()  # off by default

@@ -108,7 +108,7 @@ def _unknown(callbacks: Iterable[Callback], known: list[str]) -> Iterator[Proble
         if isinstance(monitor, str) and monitor not in ("auto", *known):
             yield Problem(
                 f"callbacks[{callback.name!r}].monitor",
-                f"{monitor!r} is none of {', '.join(known)}",
+                f"{monitor}: no such metric; there are: {', '.join(sorted(known))}",
                 did_you_mean(monitor, known) or "the task's metric_names() name what it computes",
             )
 
