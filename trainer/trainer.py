@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -232,19 +232,7 @@ class Trainer:
         if self._has_fitted and resume is None and (remark := from_python.end_remark(self)):
             _log.warning("%s", remark)
             return
-        error: BaseException | None = None
-        try:
-            with stopping_on_interrupt(self), suppress(EvaluationAbandoned):
-                self._fit(resume)
-        except BaseException as raised:
-            error = raised
-            raise
-        finally:
-            if self.run is not None:
-                self.run.end(self, error)
-
-    def _fit(self, resume: Path | str | None) -> None:
-        try:
+        with self._fitting():
             with self.random.aside():
                 self._begin(resume)
             while not self._ended:
@@ -263,20 +251,28 @@ class Trainer:
             self.updater.confirm()
             with self.timer.spending("start and end"), self.random.aside():
                 self.hooks.emit("on_fit_end", self)
-        except BaseException as error:
-            said = account(error)
-            if is_from_python(self.options):
-                tell_in_python(error)
-                said = None if said is None else in_python(said)
-            if said is not None:
-                error.add_note(said)  # below the traceback, in a notebook too
-            self.hooks.emit("on_exception", self, error)
-            raise
-        finally:
-            for loader in (self.train_loader, *self.val_loaders.values()):
-                loader.close()
-            with self.timer.spending("start and end"):
-                self.hooks.emit("teardown", self)
+
+    @contextmanager
+    def _fitting(self) -> Iterator[None]:
+        """Do what the end of a training asks for, however it ends."""
+        recorded = from_python.recorded(self)
+        with recorded, stopping_on_interrupt(self), suppress(EvaluationAbandoned):
+            try:
+                yield
+            except BaseException as error:
+                said = account(error)
+                if is_from_python(self.options):
+                    tell_in_python(error)
+                    said = None if said is None else in_python(said)
+                if said is not None:
+                    error.add_note(said)  # below the traceback, in a notebook too
+                self.hooks.emit("on_exception", self, error)
+                raise
+            finally:
+                for loader in (self.train_loader, *self.val_loaders.values()):
+                    loader.close()
+                with self.timer.spending("start and end"):
+                    self.hooks.emit("teardown", self)
 
     def setup(self) -> None:
         """Let the callbacks prepare; `fit` does it, a resume needs it before."""

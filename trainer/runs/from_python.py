@@ -7,7 +7,8 @@ import logging
 import math
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -181,6 +182,20 @@ class PythonRun:
         if self._directory is not None:
             self._directory.release()
             self._directory = None
+
+
+@contextmanager
+def recorded(trainer: Trainer) -> Iterator[None]:
+    """Record how a `fit` ended, where it writes a run of its own."""
+    error: BaseException | None = None
+    try:
+        yield
+    except BaseException as raised:
+        error = raised
+        raise
+    finally:
+        if trainer.run is not None:
+            trainer.run.end(trainer, error)
 
 
 def callbacks_of(
