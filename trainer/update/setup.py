@@ -97,7 +97,13 @@ def set_up(
 
 
 def refuse_monitors(callbacks: Iterable[Callback], task: Task, stages: Iterable[str]) -> None:
-    """Raise ConfigError for callbacks that monitor what the run does not log."""
+    """Raise ConfigError for callbacks that monitor what the run does not log.
+
+    Nothing is refused where a callback of the caller's own may log it.
+    """
+    callbacks = list(callbacks)
+    if any(not type(callback).__module__.startswith("regimen.") for callback in callbacks):
+        return  # what a callback of the caller's own logs is not known before it does
     known = monitored_names(task.metric_names(), list(stages) or ["val"])
     raise_problems(_unknown(callbacks, known))
 
