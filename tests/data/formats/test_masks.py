@@ -13,7 +13,6 @@ from regimen.data.sources import fingerprint
 from regimen.scripts.composition.compose import compose
 from regimen.scripts.runs.plan import make_plan
 from regimen.trainer.assembly.data import build_data
-from regimen.trainer.assembly.experiment import build
 
 
 def _write(path, array, mode=None):
