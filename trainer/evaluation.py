@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.data import RandomSampler
 
 from regimen.data.batch import MicroBatch, joined, map_tensors
 from regimen.trainer import rng
@@ -117,15 +118,26 @@ def _batches_of(trainer: Trainer, data: Any, batch_size: int) -> Iterator[Any]:
         for start in range(0, len(inputs), batch_size):
             yield inputs[start : start + batch_size]
     elif hasattr(data, "epoch"):  # a loader of ours
-        for micro_batch in data.epoch(0, 0):
+        _refuse_shuffled(data.shuffles)
+        for micro_batch in trainer.for_this_run(data).epoch(0, 0):
             count = micro_batch.piece.count
             yield map_tensors(lambda value, count=count: value[:count], micro_batch.batch)  # type: ignore[misc]
     elif isinstance(data, Iterable):
+        _refuse_shuffled(isinstance(getattr(data, "sampler", None), RandomSampler))
         yield from data
     else:
         raise ModelError(
             f"predict: {type(data).__name__} is neither a loader (an iterable of batches) nor a "
             "tensor, an array or a DataFrame of inputs"
+        )
+
+
+def _refuse_shuffled(shuffles: bool) -> None:
+    """Raise ModelError for a loader whose answers would be in an order that nobody knows."""
+    if shuffles:
+        raise ModelError(
+            "predict: the loader shuffles, so that no answer could be told to its sample: make one "
+            "with shuffle=False"
         )
 
 

@@ -24,6 +24,7 @@ from regimen.data.loading.fetch import (
     never,
     offers,
 )
+from regimen.data.orders import Sequential
 from regimen.data.samplers import (
     OrderedUpdates,
     UpdateSampler,
@@ -182,6 +183,12 @@ class Loader:
         if isinstance(dataset, ArraySamples) and dtype is not None:
             dataset = replace(dataset, dtype=dtype)
         return replace(self, dataset=dataset, sampler=split, device=device, is_undivided=False)
+
+    @property
+    def shuffles(self) -> bool:
+        """Whether an epoch reads the samples in another order than that of the data set."""
+        order = getattr(self.sampler.updates, "order", None)
+        return not isinstance(order, Sequential)
 
     def epoch(self, epoch: int, start: int = 0, stop: int | None = None) -> Iterator[MicroBatch]:
         """Yield the micro-batches of updates `start` to `stop` of an epoch; none is replayed.

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from regimen import load_run
+from regimen import load_run, loader
 from regimen.callbacks.checkpoint import Checkpoint
 from regimen.callbacks.early_stopping import EarlyStopping
 from regimen.callbacks.ema import EMA
@@ -206,6 +206,7 @@ def test_the_history_has_a_row_for_each_step():
         pytest.param(INPUTS, id="a tensor"),
         pytest.param(INPUTS.double().numpy(), id="an array of float64"),
         pytest.param(DATA, id="a loader with labels"),
+        pytest.param(loader(INPUTS, LABELS, batch_size=5, shuffle=False), id="a loader of ours"),
         pytest.param([INPUTS[:5], INPUTS[5:]], id="batches of inputs"),
     ],
 )
@@ -217,6 +218,18 @@ def test_predictions_are_the_softmax_of_the_logits(given):
     torch.testing.assert_close(trainer.predict(given), expected)
     torch.testing.assert_close(trainer.predict(given, batch_size=7), expected)
     assert trainer.model.training  # as it was
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        pytest.param(loader(INPUTS, LABELS, batch_size=8), id="ours"),
+        pytest.param(DataLoader(TensorDataset(INPUTS, LABELS), 8, shuffle=True), id="torch's"),
+    ],
+)
+def test_answers_in_an_order_that_nobody_knows_are_refused(given):
+    with pytest.raises(ModelError, match="shuffle=False"):
+        trainer_of(callbacks={}).predict(given)
 
 
 def test_an_evaluation_is_the_one_of_the_last_epoch():
