@@ -80,22 +80,22 @@ KNOWN_TO_ALL = (
 # changes it. A number goes down with what is thrown away, and up in the commit that brings a
 # capability. Lines are free.
 EXPRESSIONS = {
-    "conf": 2109,
-    "data": 7259,
+    "conf": 2162,
+    "data": 7503,
     "models": 1187,
-    "trainer": 17931,
-    "callbacks": 5087,
-    "scripts": 9790,
+    "trainer": 19807,
+    "callbacks": 5025,
+    "scripts": 9723,
 }
 # Habits that make a line hard to read, per 1,000 code lines of the six packages: at most.
 HABITS = {
-    "expressions": 1845,
-    "pairs": 14.8,
-    "ternaries": 38.4,
-    "comprehensions": 50.7,
-    "walruses": 7.3,
-    "truths as numbers": 1.9,
-    "fragments of messages": 6.1,
+    "expressions": 1814,
+    "pairs": 13.8,
+    "ternaries": 37.5,
+    "comprehensions": 48.8,
+    "walruses": 6.9,
+    "truths as numbers": 1.8,
+    "fragments of messages": 5.8,
 }
 
 # A room holds up to 16 modules; those whose files YAML names may hold more.
