@@ -5,6 +5,7 @@ choice: `(a+)+b` takes a time exponential in the length of a text, `.*.*.*b` a p
 """
 
 import importlib
+import math
 import re
 from typing import Any
 
@@ -14,7 +15,9 @@ MOST_WAYS = 10**8  # that a search may try: about a second
 _LONGEST = 1000  # characters of a pattern
 _USUAL_LENGTH = 60  # of a parameter's name
 _MANY, _ROUNDS = 1e4, 60  # more of either is too many in any case, and no float
+_LETTERS = ("LITERAL", "NOT_LITERAL", "IN", "ANY")  # what matches one letter
 _parser: Any = importlib.import_module("re._parser")
+_compiler: Any = importlib.import_module("re._compiler")
 
 
 class Pattern:
@@ -39,25 +42,30 @@ class Pattern:
         return self._compiled.search(name)
 
     def _check(self, length: int) -> None:
-        if (length + 1) * _ways(self._tree, length) > MOST_WAYS:
+        if _ways(self._tree, length, starts=True) > MOST_WAYS:
             message = f"{shortened(self._text)!r} could search a name of {length} letters for ages"
             hint = "repeat nothing that itself repeats or has alternatives, and less often"
             raise ConfigError("", message, hint)
 
 
-def _ways(items: Any, length: int) -> float:
-    """Return in how many ways a sequence can match texts of a length, at most."""
+def _ways(items: Any, length: int, starts: bool = False) -> float:
+    """Return in how many ways a sequence can match texts of a length, at most.
+
+    `starts`: at any place of the text.
+    """
     ways = 1.0
-    for operation, arguments in items:
+    lengths = 1.0  # how long each repeat without a choice of its own can be, by itself
+    repeats = 0
+    for index, (operation, arguments) in enumerate(items):
         if str(operation).endswith("REPEAT"):
             least, most, body = arguments
             inside = _ways(body, length)
-            may_be_empty = body.getwidth()[0] == 0
             if inside > 1 and most > 1:  # a choice in each round
                 ways *= min(inside, _MANY) ** min(most, length, _ROUNDS)
-            else:
-                ways *= min(most, length) - min(least, length) + 1
-            if may_be_empty:  # its rounds are not bounded by the length
+            elif not _ends_at_once(body, items[index + 1 : index + 2]):
+                lengths *= min(most, length) - min(least, length) + 1
+                repeats += 1
+            if body.getwidth()[0] == 0:  # its rounds are not bounded by the length
                 ways *= max(least, 1)
         elif str(operation) == "BRANCH":
             ways *= sum(_ways(branch, length) for branch in arguments[1])
@@ -66,7 +74,27 @@ def _ways(items: Any, length: int) -> float:
                 ways *= _ways(part, length)
         if ways > MOST_WAYS:
             return ways
-    return ways
+    # All repeats of a sequence share the length of the text: each way is a place for each of them,
+    # none before the one before it.
+    if starts:  # a place more
+        lengths *= length + 1
+        repeats += 1
+    return ways * min(lengths, math.comb(length + repeats, repeats))
+
+
+def _ends_at_once(body: Any, following: Any) -> bool:
+    """Return whether a repeat of one letter has one way only: what follows it is no such letter.
+
+    That of `\\w+\\.` ends where the dot is.
+    """
+    if len(following) == 0 or len(body) != 1 or str(body[0][0]) not in _LETTERS:
+        return False
+    operation, code = following[0]
+    if str(operation) != "LITERAL":
+        return False
+    letter = _compiler.compile(body)
+    spelled = {chr(code), chr(code).lower(), chr(code).upper()}
+    return not any(letter.fullmatch(text) for text in spelled)
 
 
 def _parts(arguments: Any) -> list[Any]:

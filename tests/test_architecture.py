@@ -80,7 +80,7 @@ KNOWN_TO_ALL = (
 # changes it. A number goes down with what is thrown away, and up in the commit that brings a
 # capability. Lines are free.
 EXPRESSIONS = {
-    "conf": 2162,
+    "conf": 2202,
     "data": 7503,
     "models": 1187,
     "trainer": 19807,

@@ -195,8 +195,8 @@ GIT = {"url": "https://example.com/regimen", "vcs_info": {"vcs": "git", "commit_
             id="folder",
         ),
         pytest.param(
-            {"url": "https://example.com/r.whl", "archive_info": {}},
-            {"url": "https://example.com/r.whl"},
+            {"url": "https://example.com/regimen.zip", "archive_info": {}},
+            {"url": "https://example.com/regimen.zip"},
             None,
             id="file",
         ),

@@ -94,7 +94,7 @@ def test_range_test_also_when_it_goes_on_after_a_resume(make_trainer, tmp_path, 
         second.fit()
         assert (tmp_path / f"cut{cut}/lr_finder.json").read_text() == report
         assert second.state.updates == 9
-    with pytest.raises(CallbackError, match=r"trainer\.log_every_n_steps=1"):
+    with pytest.raises(CallbackError, match=r"log_every_n_steps=1"):
         make_trainer({"finder": LRFinder()}).fit()
 
 

@@ -43,6 +43,7 @@ def test_a_pattern_without_end_is_refused_at_once(text):
     [
         *("bias$", r"^blocks\.(\d+)\.", r"(^|\.)(head|heads|fc|classifier)(\.|$)", ".*"),
         *(r".*\.attn\..*(q|k|v)_proj.*weight", "(.*norm.*|.*bias.*)", r"^(?!head).*\.weight$"),
+        *(r"(\w+\.)*bias", r"(layers\.\d+\.)+weight", r".*attn.*q.*weight.*"),
         *(r"(layers?|blocks?)\.\d+\.", r"(\w+\.){2}\w", "(?:a|b)*c", "(?i:NORM)", r"[\w.]+$"),
     ],
 )

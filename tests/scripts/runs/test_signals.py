@@ -187,7 +187,8 @@ def test_under_nohup_a_closed_terminal_is_nothing(ignored):
 def _pause(started):
     try:
         started.set()
-        signal.pause()
+        while True:  # `signal.pause` would miss a signal that comes right before it
+            time.sleep(0.05)
     except KeyboardInterrupt:
         os._exit(7)
 
