@@ -218,6 +218,22 @@ def test_imports_run_one_way_and_in_no_circle() -> None:
     assert graph == {}
 
 
+def test_the_packages_are_imported_by_their_whole_names() -> None:
+    """In a checkout `import data` would find a second copy of `regimen.data`."""
+    found = []
+    for folder in (*PACKAGES, "tests", "benchmarks", "examples", "template", "src/regimen"):
+        for path in sorted((ROOT / folder).glob("**/*.py")):
+            for node in ast.walk(tree(path)):
+                names = []
+                if isinstance(node, ast.Import):
+                    names = [alias.name for alias in node.names]
+                elif isinstance(node, ast.ImportFrom):
+                    names = [node.module or ""]
+                bare = [name for name in names if name.split(".")[0] in PACKAGES]
+                found += [f"{named(path)}:{node.lineno} imports {name}" for name in bare]
+    assert found == []
+
+
 def test_who_may_not_see_what() -> None:
     """The loop and callbacks no config, data and model, all but a room no Hydra, and no hiding."""
     seen = []
