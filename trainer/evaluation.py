@@ -114,7 +114,7 @@ def _batches_of(trainer: Trainer, data: Any, batch_size: int) -> Iterator[Any]:
         inputs = torch.from_numpy(np.ascontiguousarray(inputs))
     if isinstance(inputs, Tensor):
         if inputs.is_floating_point():  # an array of numpy's is float64, and hardly any model
-            inputs = inputs.to(_dtype_of(trainer))
+            inputs = inputs.to(trainer.parameter_dtype or torch.get_default_dtype())
         for start in range(0, len(inputs), batch_size):
             yield inputs[start : start + batch_size]
     elif hasattr(data, "epoch"):  # a loader of ours
@@ -139,13 +139,6 @@ def _refuse_shuffled(shuffles: bool) -> None:
             "predict: the loader shuffles, so that no answer could be told to its sample: make one "
             "with shuffle=False"
         )
-
-
-def _dtype_of(trainer: Trainer) -> torch.dtype:
-    for parameter in trainer.model.parameters():
-        if parameter.is_floating_point():
-            return parameter.dtype
-    return torch.get_default_dtype()
 
 
 @contextmanager

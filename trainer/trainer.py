@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -159,14 +160,21 @@ class Trainer:
         """
         if not hasattr(loader, "for_run"):
             return loader
-        floating = (p.dtype for p in self.model.parameters() if p.is_floating_point())
         return loader.for_run(
             gradient_accumulation_steps,
             rank=self.group.data_rank,
             world_size=self.group.data_size,
             device=self.strategy.device,
-            dtype=next(floating, None),
+            dtype=self.parameter_dtype,
         )
+
+    @property
+    def parameter_dtype(self) -> torch.dtype | None:
+        """The type of the model's floating-point parameters; None if it has none."""
+        for parameter in self.model.parameters():
+            if parameter.is_floating_point():
+                return parameter.dtype
+        return None
 
     @property
     def steps_per_epoch(self) -> int | None:
