@@ -45,7 +45,7 @@ from regimen.data.batch import to_device
 from regimen.models.resnet import ResNet
 from regimen.scripts.composition.compose import compose
 from regimen.trainer.assembly.experiment import Experiment, build
-from regimen.trainer.device import indexed, kinds, pins, release, waits
+from regimen.trainer.device import device_types, empty_caches, is_async, pins, with_index
 from regimen.trainer.strategies.strategy import Strategy
 from regimen.trainer.tasks.classification import Classification
 
@@ -84,7 +84,7 @@ class Rig:
 
     def wait(self) -> float:
         """Return the time when the device has done all that it was given."""
-        if waits(self.device):
+        if is_async(self.device):
             torch.accelerator.synchronize(self.device)
         return time.perf_counter()
 
@@ -103,7 +103,7 @@ def gpu(rounds: int, overrides: Sequence[str] = ()) -> Iterator[tuple[str, Repor
             settings = {"overrides": list(overrides)}
             yield f"gpu_{name}", Report(title, "value", values, headlines, settings=settings)
         torch.compiler.reset()  # the next part starts afresh
-        release()
+        empty_caches()
 
 
 def _asked(given: dict[str, str]) -> tuple[Rig, list[str]]:
@@ -112,9 +112,9 @@ def _asked(given: dict[str, str]) -> tuple[Rig, list[str]]:
         for word in words:
             if word not in known:
                 raise ConfigError(f"gpu has no {kind} {word!r}: there are {', '.join(known)}")
-    device = indexed(given.get("device", kinds()[0]))
-    if device.type not in kinds() or ("device" not in given and not waits(device)):
-        there = " and ".join(kinds())
+    device = with_index(given.get("device", device_types()[0]))
+    if device.type not in device_types() or ("device" not in given and not is_async(device)):
+        there = " and ".join(device_types())
         raise ConfigError(f"the benchmark gpu needs a GPU: torch finds {there} here, and no other")
     root = Path(given["data.root"]).absolute() if "data.root" in given else None
     if "parts" in given and root is None and (of_files := set(names) & set(OF_FILES)):
@@ -145,7 +145,7 @@ def network(rig: Rig, name: str) -> tuple[Any, torch.optim.Optimizer, Any]:
     model: Any = ResNet(depth, classes, stem=stem)  # type: ignore[arg-type]
     model = model.to(rig.device, memory_format=torch.channels_last)
     compiled = torch.compile(model, dynamic=False, mode=rig.mode) if rig.mode else model
-    fused = waits(rig.device)
+    fused = is_async(rig.device)
     return model, torch.optim.SGD(model.parameters(), 0.01, 0.9, fused=fused), compiled
 
 

@@ -54,7 +54,7 @@ from regimen.scripts.runs.answers import Findings
 from regimen.trainer.assembly.data import build_data
 from regimen.trainer.assembly.experiment import build_evaluator, eval_loader
 from regimen.trainer.assembly.parts import build_strategy
-from regimen.trainer.inference.predictor import InferenceFacts, Predictor, facts_of
+from regimen.trainer.inference.predictor import InferenceMetadata, Predictor, inference_metadata
 from regimen.trainer.inference.run import pictures_for
 from regimen.trainer.tasks.classification import Classification
 from regimen.trainer.trainer import Trainer
@@ -222,7 +222,7 @@ def _predict_by_hand(trainer: Trainer, loader: Loader) -> None:
     assert sum(map(len, outputs)) == SAMPLES
 
 
-def _predict(trainer: Trainer, loader: Loader, facts: InferenceFacts, folder: str) -> None:
+def _predict(trainer: Trainer, loader: Loader, facts: InferenceMetadata, folder: str) -> None:
     """Answer as the command `predict` does."""
     options = Prediction(run="", source="", out=f"{folder}/predictions.csv")
     found = Findings(options, facts, loader.dataset)
@@ -243,7 +243,7 @@ def predict(rounds: int) -> Report:
         strategy = build_strategy(config)
         data = build_data(config, ("val",))
         trainer = build_evaluator(config, data.num_classes, strategy)
-        facts = facts_of(config, data, trainer.task)
+        facts = inference_metadata(config, data, trainer.task)
         loader = eval_loader(config, pictures_for(facts, config, paths), strategy)
         rate = partial(report.rate, SAMPLES)
         bare = partial(rate, _predict_by_hand, trainer, loader)

@@ -42,7 +42,7 @@ from regimen.data.orders import Shuffled
 from regimen.data.samplers import UpdateSampler
 from regimen.data.sources import ImageTensors
 from regimen.models.small_cnn import SmallCNN
-from regimen.trainer.device import device_count, kinds
+from regimen.trainer.device import device_count, device_types
 from regimen.trainer.strategies.ddp import DDP, Processes
 from regimen.trainer.strategies.strategy import Strategy
 
@@ -53,7 +53,7 @@ OFF = "Regimen, all off"
 
 SHARED, UPDATES, UNCOUNTED = 128, 60, 10  # samples of processes' updates; updates of a turn
 SIZE = 16  # pixels a side
-DEVICE = kinds()[0]
+DEVICE = device_types()[0]
 PROCESSES = (1,) if device_count() == 1 else (1, 2)
 WRAPPED = "Regimen, wrapped"
 

@@ -40,7 +40,7 @@ from regimen.callbacks.trackers.recorder import MetricsLog
 from regimen.data.orders import LowMemory, Order, Shuffled
 from regimen.data.samplers import UpdateSampler
 from regimen.models.resnet import ResNet
-from regimen.trainer.device import kinds
+from regimen.trainer.device import device_types
 from regimen.trainer.strategies.strategy import Strategy
 from regimen.trainer.task import Task
 from regimen.trainer.trainer import Trainer
@@ -57,7 +57,7 @@ OPTIMIZERS: Any = {"SGD": partial(SGD, lr=1e-3, momentum=0.9), "AdamW": partial(
 INTERVAL = 4  # updates from one of our saves to the next; by hand it is the last of them
 BATCH, SIZE = 2, 32  # images, and pixels a side
 ALONE, BESIDE = "an update alone", "beside a write"
-DEVICE = kinds()[0]
+DEVICE = device_types()[0]
 
 network = partial(ResNet, depth=50, num_classes=10, in_channels=3, stem="imagenet")
 
@@ -92,10 +92,10 @@ def growth(rounds: int) -> Report:
 def order_cost(kind: str, power: int) -> float:
     """Return the mean time of an update in microseconds."""
     sampler = UpdateSampler(ORDERS[kind][0](10**power, 0), batch_size=ORDERED)
-    sampler.pieces(0, 0)  # makes an order in memory
+    sampler.batch_slices(0, 0)  # makes an order in memory
     since, number = time.process_time(), min(len(sampler), UPDATES)
     for update in range(number):
-        sampler.pieces(0, update)
+        sampler.batch_slices(0, update)
     return (time.process_time() - since) / number * 1e6
 
 
@@ -104,7 +104,7 @@ def order_bytes(kind: str, power: int) -> float:
     tracemalloc.start()
     sampler = UpdateSampler(ORDERS[kind][0](10**power, 0), batch_size=ORDERED)
     for update in (0, len(sampler) - 1, len(sampler) // 2):
-        sampler.pieces(0, update)
+        sampler.batch_slices(0, update)
     held = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
     return float(held)

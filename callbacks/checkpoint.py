@@ -66,8 +66,8 @@ class PinnedMemory:
         slab, offset = self._room(form.nbytes)
         # Not a view of the slab: torch.save writes the whole storage of a tensor.
         count = form.untyped_storage().nbytes() // form.itemsize
-        piece = torch.frombuffer(slab.numpy(), dtype=form.dtype, count=count, offset=offset)
-        return piece.as_strided(form.shape, form.stride())
+        batch_slice = torch.frombuffer(slab.numpy(), dtype=form.dtype, count=count, offset=offset)
+        return batch_slice.as_strided(form.shape, form.stride())
 
     def _room(self, size: int) -> tuple[Tensor, int]:
         """Return a slab with room for so many bytes, and where it begins there."""
@@ -216,7 +216,7 @@ class Checkpoint(Saver):
             return
         self._resumed_from = step
         try:
-            trainer.group.on_main(self._work(trainer, store, written=True))
+            trainer.group.run_on_main(self._work(trainer, store, written=True))
             self._saved = trainer.state.state_dict()  # else the next save writes this state again
         except StorageError as error:
             self._warn(trainer, step, error)
@@ -316,7 +316,7 @@ class Checkpoint(Saver):
 
     def _end(self, trainer: Trainer) -> None:
         """Wait for the save under way. Raises StorageError on all processes."""
-        trainer.group.on_main(self._finish)
+        trainer.group.run_on_main(self._finish)
         self._under_way, self._failures, self._wrote = None, 0, True
 
     def _settle(self, trainer: Trainer, wait: bool) -> None:
@@ -354,7 +354,7 @@ class Checkpoint(Saver):
         its names and what follows from it. Raises StorageError on all.
         """
         step, strategy, payload = trainer.state.global_step, trainer.strategy, None
-        strategy.group.on_main(store.prepare)
+        strategy.group.run_on_main(store.prepare)
         if not written:
             copy = self._staging.copy if self.background else on_host
             payload = snapshot.take(trainer, copy)

@@ -20,7 +20,7 @@ class Histograms(Callback):
     every_n_epochs: int = 1
     bins: int = 64
     gradients: bool = True
-    takes_shards = False
+    supports_sharding = False
 
     def __post_init__(self) -> None:
         check_least(every_n_epochs=self.every_n_epochs, bins=self.bins)

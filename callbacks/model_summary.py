@@ -27,10 +27,10 @@ class ModelSummary(Callback):
         if trainer.resumed:
             return
         # On every process: the forward pass of a sharded model is a collective.
-        with trainer.random.aside():
+        with trainer.random.isolated():
             micro_batch = next(trainer.draw(trainer.state.epoch))[0]
             trainer.train_loader.close()
-        task, count = trainer.task, micro_batch.piece.count
+        task, count = trainer.task, micro_batch.batch_slice.count
         batch, autocast = _two_of(micro_batch.batch, count), trainer.precision.autocast
         for step in (task.prediction_step, task.training_step):  # which may prepare the inputs
             given = trainer.model, batch, self._depth, step, autocast

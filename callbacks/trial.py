@@ -50,7 +50,7 @@ class Trial(Callback):
 
     def setup(self, trainer: Trainer) -> None:
         """Open the study. Raises CheckpointError if it is gone, StorageError if it is locked."""
-        trainer.group.on_main(self._open)
+        trainer.group.run_on_main(self._open)
         self._metric = trainer.group.broadcast(self._metric)
 
     def on_fit_start(self, trainer: Trainer) -> None:

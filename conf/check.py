@@ -106,7 +106,7 @@ def drop(raw: Values, key: str, around: bool = False) -> None:
 
 def _section(raw: Any, schema: type, key: str) -> Iterator[Problem]:
     if not isinstance(raw, dict):
-        yield Problem(key, f"expected a section of keys, got {shown(raw)}")
+        yield Problem(key, f"expected a section of keys, got {format_value(raw)}")
         return
     known, inner = declared(schema), list[Problem]()
     if not is_open(schema):
@@ -132,9 +132,11 @@ def _value(value: Any, one: Key, key: str) -> Iterator[Problem]:
         for here, inner in children(value, key):
             yield from _value(inner, replace(one, type=child), here)
     elif not _takes(one.type, value):
-        yield Problem(key, f"expected {spelled(one)}, got {shown(value)}", _hint(one, value, key))
+        yield Problem(
+            key, f"expected {describe_type(one)}, got {format_value(value)}", _hint(one, value, key)
+        )
     elif limit := one.expects(value):
-        yield Problem(key, f"expected {limit}, got {shown(value)}")
+        yield Problem(key, f"expected {limit}, got {format_value(value)}")
     elif isinstance(value, dict) and one.words is not None:
         yield from _section(value, one.words, key)
     elif isinstance(value, dict) and one.several and value and "_target_" not in value:
@@ -155,13 +157,13 @@ def _everywhere(raw: Any) -> Iterator[Problem]:
             yield _missing(key, Key())
         elif isinstance(node, str) and re.search("[\ud800-\udfff]", node):
             # YAML cannot hold it: `config.yaml` could not be read again.
-            yield Problem(key, f"expected text in UTF-8, got {shown(node)}")
+            yield Problem(key, f"expected text in UTF-8, got {format_value(node)}")
         elif type(node) is int and not -(2**63) <= node < 2**63:
-            yield Problem(key, f"expected an integer of at most 64 bits, got {shown(node)}")
+            yield Problem(key, f"expected an integer of at most 64 bits, got {format_value(node)}")
         elif isinstance(node, float) and math.isnan(node):
             yield Problem(key, "expected a number, got nan")
         elif isinstance(node, float) and math.isinf(node) and key.startswith(_FINITE):
-            yield Problem(key, f"expected a finite number, got {shown(node)}")
+            yield Problem(key, f"expected a finite number, got {format_value(node)}")
 
 
 def _missing(key: str, one: Key) -> Problem:
@@ -201,7 +203,7 @@ def _takes(annotation: Any, value: Any) -> bool:
     return type(value) is (annotation or type(None)) or (annotation is float and type(value) is int)
 
 
-def spelled(one: Key) -> str:
+def describe_type(one: Key) -> str:
     """Spell what a key takes, for people."""
     parts = list[str]()
     for member in members(one.type):
@@ -209,7 +211,7 @@ def spelled(one: Key) -> str:
         if origin is Literal:
             parts += map(str, args)
         elif origin is list:
-            parts.append(f"a list, each item {spelled(Key(type=args[0]))}")
+            parts.append(f"a list, each item {describe_type(Key(type=args[0]))}")
         elif origin is dict:
             parts.append("a section of keys")
         else:
@@ -244,7 +246,7 @@ def _built(schema: type[T], raw: Values) -> T:
     return schema(**values)
 
 
-def shown(value: Any) -> str:
+def format_value(value: Any) -> str:
     """Spell a value of a configuration for a message, briefly and with its type."""
     if value is None or isinstance(value, bool):
         return word(value)
@@ -253,7 +255,7 @@ def shown(value: Any) -> str:
     return (text if len(text) <= 80 else f"{text[:77]}...") + kinds.get(type(value), "")
 
 
-def fill_defaults(raw: Values, schema: type = Config) -> Values:
+def with_defaults(raw: Values, schema: type = Config) -> Values:
     """Return a composed configuration with every key of ours, in the schema's order.
 
     Keys that have no effect with the chosen strategy stay out, unless they were written.
@@ -264,7 +266,7 @@ def fill_defaults(raw: Values, schema: type = Config) -> Values:
         default = {} if dataclasses.is_dataclass(one.default) else copy.copy(one.default)
         given = raw.get(name, default)
         if one.section is not None and isinstance(given, dict):
-            filled[name] = fill_defaults(given, one.section)
+            filled[name] = with_defaults(given, one.section)
         elif name in raw or (
             given is not REQUIRED and (not one.strategies or chosen in one.strategies)
         ):

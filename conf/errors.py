@@ -72,7 +72,7 @@ def problems_at(key: str) -> Iterator[None]:
 
 
 @contextmanager
-def noted(problems: list[Problem]) -> Iterator[None]:
+def collect_problems(problems: list[Problem]) -> Iterator[None]:
     """Add the problems of a ConfigError to a list, and go on."""
     try:
         yield
@@ -101,7 +101,7 @@ def did_you_mean(name: str, names: Iterable[str]) -> str | None:
     return f"did you mean {near}?" if near else None
 
 
-def some(names: Sequence[str], limit: int = 8) -> str:
+def truncated_list(names: Sequence[str], limit: int = 8) -> str:
     """Join the first `limit` names, with the number of the others."""
     more = f" (+{len(names) - limit} more)" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from regimen.data.batch import gathered, map_tensors, to_device
+from regimen.data.batch import index_batch, map_tensors, to_device
 from regimen.data.errors import DataError, reason
 
 CPU = torch.device("cpu")
@@ -47,7 +47,7 @@ class ArraySamples:
         return self._rows(indices) if self.in_batches else None
 
     def _rows(self, indices: Sequence[int]) -> Any:
-        return to_device(gathered(self.samples, indices, CPU), CPU, self.dtype)
+        return to_device(index_batch(self.samples, indices, CPU), CPU, self.dtype)
 
 
 def holds_arrays(values: Any) -> bool:

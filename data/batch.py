@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from regimen.trainer.device import held, sent
+from regimen.trainer.device import copy_async, storage_dtype
 
 # Integers that the host looks at before they leave it: so many take it 15 us, 16 million 6 ms. A
 # kernel counts them in less.
@@ -16,10 +16,10 @@ _FEW = 2**16
 
 
 @dataclass(slots=True)  # frozen, an update of a small network would take 1 us more
-class Piece:
+class BatchSlice:
     """One micro-batch of one rank: a slice of an update's samples.
 
-    A piece without samples has the update's first sample and `count` 0, so that its rank takes
+    A slice without samples has the update's first sample and `count` 0, so that its rank takes
     part in every collective with weight zero.
     """
 
@@ -45,7 +45,7 @@ class MicroBatch:
     """A collated batch of one rank and what it is within its update."""
 
     batch: Any
-    piece: Piece
+    batch_slice: BatchSlice
 
 
 def rebuild(like: Any, items: list[Any]) -> Any:
@@ -88,12 +88,12 @@ def to_device(
         return batch  # loaders return tensors in host memory
 
     def moved(tensor: Tensor) -> Tensor:
-        kind = tensor.dtype if dtype is None else matching(tensor, dtype)
+        kind = tensor.dtype if dtype is None else dtype_for(tensor, dtype)
         leaves = tensor.device.type == "cpu" != device.type and tensor.numel() <= _FEW
-        least = least_of(tensor) if leaves else None
-        tensor = tensor.to(device, held(kind, device), non_blocking=non_blocking)
+        least = cached_min(tensor) if leaves else None
+        tensor = tensor.to(device, storage_dtype(kind, device), non_blocking=non_blocking)
         if least is not None:
-            note_least(tensor, least)
+            set_cached_min(tensor, least)
         if channels_last and tensor.ndim == 4:
             tensor = tensor.contiguous(memory_format=torch.channels_last)
         return tensor
@@ -101,20 +101,20 @@ def to_device(
     return map_tensors(moved, batch)
 
 
-def gathered(samples: Any, indices: Sequence[int], device: torch.device) -> Any:
+def index_batch(samples: Any, indices: Sequence[int], device: torch.device) -> Any:
     """Return rows of a nested batch on a device as a batch there, without waiting for it."""
-    rows = sent(torch.from_numpy(np.array(indices)), device)
+    rows = copy_async(torch.from_numpy(np.array(indices)), device)
 
     def chosen(tensor: Tensor) -> Tensor:
         found = tensor.index_select(0, rows)
-        if (least := least_of(tensor)) is not None and found.device.type != "cpu":
-            note_least(found, least)  # it is not more than this
+        if (least := cached_min(tensor)) is not None and found.device.type != "cpu":
+            set_cached_min(found, least)  # it is not more than this
         return found
 
     return map_tensors(chosen, samples)
 
 
-def least_of(tensor: Tensor) -> int | None:
+def cached_min(tensor: Tensor) -> int | None:
     """Return the least of integers (int64) if the host knows it; else None.
 
     It can look at what is in its memory, and remembers what it moved to a device from there.
@@ -127,7 +127,7 @@ def least_of(tensor: Tensor) -> int | None:
     return least if version == _version(tensor) else None
 
 
-def note_least(tensor: Tensor, least: int) -> None:
+def set_cached_min(tensor: Tensor, least: int) -> None:
     """Remember the least of a device's integers, until they are changed in place."""
     tensor._least = least, _version(tensor)  # type: ignore[attr-defined]
 
@@ -141,14 +141,14 @@ def inputs_of(batch: Any) -> Any:
     return batch[0] if isinstance(batch, list | tuple) else batch
 
 
-def matching(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
+def dtype_for(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of a tensor in a run of `dtype`; complex128 in a run of float64."""
     if tensor.is_complex():
         return torch.complex128 if dtype == torch.float64 else tensor.dtype
     return dtype if tensor.is_floating_point() else tensor.dtype
 
 
-def joined(batches: Sequence[Any]) -> Any:
+def concat_batches(batches: Sequence[Any]) -> Any:
     """Return batches of one form as one, tensors joined along their first dimension.
 
     What is no tensor becomes a list of the batches' values.
@@ -159,7 +159,7 @@ def joined(batches: Sequence[Any]) -> Any:
     if isinstance(first, Tensor):
         return torch.cat(list(batches))
     if isinstance(first, Mapping):
-        return {name: joined([batch[name] for batch in batches]) for name in first}
+        return {name: concat_batches([batch[name] for batch in batches]) for name in first}
     if isinstance(first, list | tuple):
-        return rebuild(first, [joined(parts) for parts in zip(*batches, strict=True)])
+        return rebuild(first, [concat_batches(parts) for parts in zip(*batches, strict=True)])
     return list(batches)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch.utils.data import DistributedSampler
 
-from regimen.data.batch import Piece
+from regimen.data.batch import BatchSlice
 from regimen.data.errors import DataError
 from regimen.data.keys import ORDER, Indices, key, preserved_rng, random_state, seed_rng
 from regimen.data.orders import LowMemory, Order, Sequential, Shuffled, classes_of, occurrences_in
@@ -85,8 +85,8 @@ class UpdateSampler:
     """Yield each rank's micro-batches of any updates, without replaying earlier ones.
 
     The n samples of an update are split, as by `numpy.array_split`, into
-    `gradient_accumulation_steps * world_size` pieces; piece (m, r) is number m * world_size + r.
-    Micro-batches whose rank-0 piece is empty are left out, so all ranks have the same number.
+    `gradient_accumulation_steps * world_size` slices; slice (m, r) is number m * world_size + r.
+    Micro-batches whose rank-0 slice is empty are left out, so all ranks have the same number.
     """
 
     updates: Any  # Updates, or an Order that is cut into them
@@ -119,7 +119,7 @@ class UpdateSampler:
             return self.updates.resume(epoch, seen, length)
         return None
 
-    def pieces(self, epoch: int, update: int) -> list[Piece]:
+    def batch_slices(self, epoch: int, update: int) -> list[BatchSlice]:
         """Return this rank's micro-batches of an update, in execution order."""
         indices = self.updates.samples(epoch, update).tolist()
         occurrences = self._occurrences_of(epoch, update)
@@ -127,18 +127,18 @@ class UpdateSampler:
         parts = self.gradient_accumulation_steps * self.world_size
         size, extra = divmod(total, parts)
         micro_batches = -(-min(total, parts) // self.world_size)
-        pieces = []
+        batch_slices = []
         for m in range(micro_batches):
             number = m * self.world_size + self.rank
             first = number * size + min(number, extra)
             own = tuple(indices[first : first + size + (number < extra)])
             some, start = (own, first) if own else ((indices[0],), 0)
             again = tuple(occurrences[start : start + len(some)])
-            # Where none was drawn before, as in most orders, a piece carries no numbers.
+            # Where none was drawn before, as in most orders, a slice carries no numbers.
             again = again if any(again) else ()
             place = (start, total, m, micro_batches, epoch, update)
-            pieces.append(Piece(some, len(own), *place, again))
-        return pieces
+            batch_slices.append(BatchSlice(some, len(own), *place, again))
+        return batch_slices
 
     def _occurrences_of(self, epoch: int, update: int) -> list[int]:
         """Return how often the epoch drew each sample of an update before it; empty for never.
@@ -158,10 +158,10 @@ class UpdateSampler:
         found: list[int] = self._occurrences[self._first[update] : self._first[update + 1]].tolist()
         return found
 
-    def walk(self, epoch: int, start: int, stop: int) -> Iterator[Piece]:
-        """Yield this rank's pieces of updates `start` to `stop` of an epoch."""
+    def walk(self, epoch: int, start: int, stop: int) -> Iterator[BatchSlice]:
+        """Yield this rank's slices of updates `start` to `stop` of an epoch."""
         for update in range(start, stop):
-            yield from self.pieces(epoch, update)
+            yield from self.batch_slices(epoch, update)
 
 
 def default_order(dataset: Any, seed: int, shuffle: bool = True) -> Order:

@@ -12,7 +12,7 @@ import torch
 import torchvision
 from torch import Tensor, nn
 
-from regimen.conf.errors import some
+from regimen.conf.errors import truncated_list
 from regimen.models.layers import NetworkError
 from regimen.trainer.checkpoints.reader import model_only
 from regimen.trainer.errors import CheckpointError
@@ -72,7 +72,7 @@ def fine_tune(
         raise CheckpointError(f"{weights} has no name with the prefix {prefix!r}")
     found = load_weights(model, chosen, drop, head)
     loaded = f"{len(found.pop('loaded'))} tensors loaded"
-    others = [f"{kind}: {some(names, 4)}" for kind, names in found.items() if names]
+    others = [f"{kind}: {truncated_list(names, 4)}" for kind, names in found.items() if names]
     report = "; ".join([loaded, *others])
     differing = bool(found["missing"] or found["unexpected"])
     if strict and differing:
@@ -98,7 +98,9 @@ def load_weights(
     names, dropped = [*state, *own], set[str]()
     for pattern in drop:
         if not (found := fnmatch.filter(names, pattern)):
-            raise NetworkError(f"model.drop: {pattern!r} matches no name among {some(names, 4)}")
+            raise NetworkError(
+                f"model.drop: {pattern!r} matches no name among {truncated_list(names, 4)}"
+            )
         dropped.update(found)
     layers = [name for name, module in model.named_modules() if isinstance(module, Head)]
     head = layers[-1] if head is None and layers else head
@@ -123,8 +125,8 @@ def load_weights(
         raise CheckpointError(f"{reason} exclude names with model.drop") from error
     if len(result.unexpected_keys) == len(kept):
         raise CheckpointError(
-            f"no name of the weights is in the network: {some(list(state), 4)} "
-            f"against {some(list(own), 4)}; see model.prefix"
+            f"no name of the weights is in the network: {truncated_list(list(state), 4)} "
+            f"against {truncated_list(list(own), 4)}; see model.prefix"
         )
     return {
         "loaded": [name for name in kept if name not in result.unexpected_keys],

@@ -15,7 +15,7 @@ from inspect import getdoc
 from itertools import islice, pairwise
 from pathlib import Path
 
-from regimen.conf.check import spelled
+from regimen.conf.check import describe_type
 from regimen.conf.errors import ConfigError, did_you_mean
 from regimen.conf.fields import REQUIRED, Key, declared
 from regimen.conf.interpolation import join
@@ -171,7 +171,7 @@ def schema_keys(section: type, prefix: str = "") -> Iterator[Line]:
         if one.section is not None:
             yield from schema_keys(one.section, join(prefix, name))
             continue
-        takes = "" if one.node or one.words else f" ({spelled(one)})"
+        takes = "" if one.node or one.words else f" ({describe_type(one)})"
         shown = one.default is not REQUIRED and not isinstance(one.default, list | dict)
         yield Line(join(prefix, name), word(one.default) if shown else "", f"{one.doc}{takes}")
 

@@ -8,7 +8,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from regimen.conf.errors import ConfigError, one_line, shortened, some
+from regimen.conf.errors import ConfigError, one_line, shortened, truncated_list
 from regimen.conf.interpolation import join
 from regimen.conf.yaml_file import word
 from regimen.scripts.cli.arguments import RUNS, command_parser
@@ -60,7 +60,9 @@ def runs(argv: Sequence[str]) -> int:
         epoch = "" if run["epoch"] is None else f"{run['epoch']}{epochs}"
         best = "" if run["metric"] is None else f"{run['metric']} {_number(run['best'])}"
         facts = [epoch, best, _duration(run["seconds"]), size(run["bytes"]), " ".join(run["tags"])]
-        rows.append(list(map(shortened, [run["run"], run["status"], *facts, some(words)])))
+        rows.append(
+            list(map(shortened, [run["run"], run["status"], *facts, truncated_list(words)]))
+        )
     if arguments.json:
         print(as_json(found, indent=2, default=str))
     elif not found:

@@ -58,7 +58,7 @@ class Callback:
     of_run: bool = False  # its state describes files of the run directory, and fits no other run
     changes_weights: bool = False  # after an update: called before those that read them
     freezes: bool = False  # parameters get no gradient in some updates: DDP has to look for them
-    takes_shards: bool = True  # does its work where each process has a part of every parameter
+    supports_sharding: bool = True  # does its work where each process has a part of every parameter
     affects_result: bool = True  # False: a run may be gone on with without it, or with it anew
     keeps_weights: bool = True  # False: it measures, and the weights of its run are of no use
     shows_progress: bool = False  # prints the progress of a run: a Trainer adds no lines of its own

@@ -34,7 +34,7 @@ _OF_HIP = "HIP_VISIBLE_DEVICES"
 _OF_SYCL = "ONEAPI_DEVICE_SELECTOR"  # terms BACKEND:DEVICES, as level_zero:0,1
 
 
-def kinds() -> list[str]:
+def device_types() -> list[str]:
     """Return the kinds of device of this machine, the one that `auto` takes first."""
     found = torch.accelerator.current_accelerator(check_available=True)
     return ["cpu"] if found is None else [found.type, "cpu"]
@@ -42,21 +42,21 @@ def kinds() -> list[str]:
 
 def device_count(kind: str = "auto") -> int:
     """Return how many accelerators of a kind this machine has; of `auto`, of any."""
-    first = kinds()[0]
+    first = device_types()[0]
     there = first != "cpu" and kind in ("auto", first)
     return torch.accelerator.device_count() if there else 0
 
 
-def indexed(device: torch.device | str) -> torch.device:
+def with_index(device: torch.device | str) -> torch.device:
     """Return a device with its number, 0 without one; a CPU has none."""
     device = torch.device(device)
     numbered = device.index is not None or device.type in ("cpu", "meta")
     return device if numbered else torch.device(device.type, 0)
 
 
-def default() -> torch.device:
+def default_device() -> torch.device:
     """Return the device that `auto` computes on."""
-    return indexed(kinds()[0])
+    return with_index(device_types()[0])
 
 
 def _works(probe: Callable[[], object]) -> bool:
@@ -99,7 +99,7 @@ def pins(device: torch.device) -> bool:
     return _works(lambda: torch.zeros(1).pin_memory().to(device, non_blocking=True))
 
 
-def exchanges(device: torch.device, backend: str | None = None) -> bool:
+def supports_collectives(device: torch.device, backend: str | None = None) -> bool:
     """Return whether a backend of torch.distributed, by default the device's, serves a device."""
     # Not imported at the top: data sets import this module, and need no torch.distributed.
     known = torch.distributed.Backend
@@ -114,13 +114,13 @@ def counts_memory(device: torch.device) -> bool:
     return device.type != "cpu" and _works(lambda: torch.accelerator.max_memory_reserved(device))
 
 
-def waits(device: torch.device) -> bool:
+def is_async(device: torch.device) -> bool:
     """Return whether the host must wait to read a number of the device."""
     return device.type != "cpu"
 
 
 @functools.cache
-def widest(device: torch.device) -> torch.dtype:
+def accumulate_dtype(device: torch.device) -> torch.dtype:
     """Return the widest floating-point format of a device, in which counts are divided.
 
     Waits for the device, once: some find out only while they compute.
@@ -131,12 +131,12 @@ def widest(device: torch.device) -> torch.dtype:
     return torch.float64 if there else torch.float32
 
 
-def held(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+def storage_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     """Return the format in which a device holds numbers of a format: single for double if need be.
 
     Data in double precision come about by themselves, as from Python's numbers.
     """
-    if dtype not in _SINGLE or widest(device) == torch.float64:
+    if dtype not in _SINGLE or accumulate_dtype(device) == torch.float64:
         return dtype
     return _SINGLE[dtype]
 
@@ -152,7 +152,7 @@ def autocasts(kind: str, dtype: torch.dtype) -> bool:
             return False
 
 
-def has_units_for(device: torch.device, name: str) -> bool:
+def has_hardware_format(device: torch.device, name: str) -> bool:
     """Return whether an accelerator has units for `bf16` or `tf32`; True if it does not say.
 
     Without them torch emulates bfloat16, and computes in float32 where TF32 is allowed.
@@ -177,14 +177,14 @@ def backend_of(device: torch.device) -> str:
 def product_name(device: torch.device) -> str:
     """Return the product name of an accelerator; for a CPU `cpu`."""
     named = getattr(torch.get_device_module(device), "get_device_name", None)
-    return str(named(device)) if waits(device) and named is not None else str(device)
+    return str(named(device)) if is_async(device) and named is not None else str(device)
 
 
 def describe_all() -> list[str]:
     """Return number, product name and memory, if it tells, of every accelerator of this machine."""
     found = []
     for number in range(device_count()):
-        device = torch.device(kinds()[0], number)
+        device = torch.device(device_types()[0], number)
         text = f"{device} {product_name(device)}"
         with suppress(RuntimeError):
             _, total = torch.accelerator.get_memory_info(device)
@@ -195,7 +195,7 @@ def describe_all() -> list[str]:
 
 def visible() -> tuple[str, list[str]]:
     """Return the environment variable that limits which accelerators a process sees, and these."""
-    kind = kinds()[0]
+    kind = device_types()[0]
     variable = _VISIBLE.get(kind, f"{kind.upper()}_VISIBLE_DEVICES")
     if torch.version.hip is not None and _OF_HIP in os.environ:
         variable = _OF_HIP  # before which ROCm passes over CUDA's name
@@ -239,7 +239,7 @@ def current_stream(device: torch.device) -> torch.Stream:
     return torch.accelerator.current_stream(device)
 
 
-def moved(module: nn.Module, device: torch.device) -> nn.Module:
+def module_to_device(module: nn.Module, device: torch.device) -> nn.Module:
     """Move a module; its parameters stay the same objects, and tied ones tied.
 
     torch sets the memory of parameters, but for devices of vendors' packages, for which it would
@@ -260,14 +260,14 @@ def _sets_memory(device: torch.device) -> bool:
     return device.type in ("cpu", "meta") or module.to(device)[0] is before
 
 
-def use_on(stream: torch.Stream, tensor: Tensor) -> Tensor:
+def record_stream(stream: torch.Stream, tensor: Tensor) -> Tensor:
     """Keep a tensor's memory from being used again before a stream has finished with it."""
     if has_streams(tensor.device):
         tensor.record_stream(stream)
     return tensor
 
 
-def sent(rows: Tensor, device: torch.device) -> Tensor:
+def copy_async(rows: Tensor, device: torch.device) -> Tensor:
     """Copy rows of numbers to a device, from pinned memory so that the host does not wait."""
     if device.type == rows.device.type:
         return rows
@@ -315,7 +315,7 @@ def spare_memory(device: torch.device) -> int:
 
     It is what a run that was tried beforehand may take beyond the trial.
     """
-    if not waits(device):
+    if not is_async(device):
         return 0
     with suppress(RuntimeError, NotImplementedError):
         _, total = torch.accelerator.get_memory_info(device)
@@ -323,7 +323,7 @@ def spare_memory(device: torch.device) -> int:
     return 0
 
 
-def release() -> None:
+def empty_caches() -> None:
     """Give back the memory of what is no longer used: of the host, and what torch keeps."""
     gc.collect()
     if device_count():

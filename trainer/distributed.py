@@ -24,7 +24,7 @@ from torch.distributed import FileStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from regimen.trainer.device import waits
+from regimen.trainer.device import is_async
 from regimen.trainer.errors import (
     EXIT_CODES,
     Interrupted,
@@ -217,7 +217,7 @@ class Group:
         if int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1:
             os.environ[_ATTEMPT] = agreed_attempt(store, self.rank, self.world_size, self.timeout)
         self._board = Board(store, self.rank)
-        queued = waits(device)  # collectives are: the host goes on
+        queued = is_async(device)  # collectives are: the host goes on
         self._devices_only = queued and not self.backend.startswith("cpu:")
         self._patience = self.timeout + _WATCHDOG_LATER if queued else self.timeout
         if queued:
@@ -316,7 +316,7 @@ class Group:
         """Return the value of each share of the samples, by `data_rank`."""
         return self.gather(value)[:: self.tensor_size]
 
-    def on_main(self, write: Callable[[], object]) -> None:
+    def run_on_main(self, write: Callable[[], object]) -> None:
         """Call `write` on the main process; a StorageError there is raised on all processes."""
         failure = None
         if self.is_main:
@@ -328,7 +328,7 @@ class Group:
         if failure is not None:
             raise StorageError(failure)
 
-    def agree(self, state: TrainState, at_once: bool = True, in_step: bool = False) -> None:
+    def agree_on_stop(self, state: TrainState, at_once: bool = True, in_step: bool = False) -> None:
         """Stop all processes after the same update if any of them requests it, by setting `state`.
 
         All processes pass the same arguments. Without `at_once` the request of a single process may
@@ -340,7 +340,7 @@ class Group:
         update, as a single process would; otherwise all see it at their next call.
         """
         if self.control is None:
-            state.settle()
+            state.apply_stop()
             return
         request = state.stop_request  # read once: a signal may come at any moment
         before, count = self._before, self._count(request is not None, in_step)
@@ -413,7 +413,7 @@ class Group:
             self._meet()
 
     @contextmanager
-    def failing_together(self) -> Iterator[None]:
+    def propagate_errors(self) -> Iterator[None]:
         """Report a failure to the other processes, and raise a failure of theirs as PeerError."""
         try:
             yield

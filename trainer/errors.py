@@ -25,7 +25,7 @@ from regimen.conf.layout import PACKAGES, ROOT
 EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGUSR1: 143, signal.SIGHUP: 143}
 
 # What torch's and our modules raise for tensors that do not fit each other.
-MISFITS = (RuntimeError, TypeError, ValueError, LookupError, AttributeError)
+SHAPE_ERRORS = (RuntimeError, TypeError, ValueError, LookupError, AttributeError)
 # Packages whose errors are not attributed to the user's code; of them those whose errors come from
 # another process, or hide where they come from.
 _LIBRARIES = (
@@ -159,28 +159,30 @@ def leave_at_once(code: int) -> NoReturn:
     os._exit(code)
 
 
-def spelled(value: Any) -> str:
+def describe_value(value: Any) -> str:
     """Spell a value's structure briefly: types, and shapes of tensors and arrays."""
     if hasattr(value, "dtype") and hasattr(value, "shape"):
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key}: {spelled(v)}" for key, v in [*value.items()][:8]) + "}"
+        return (
+            "{" + ", ".join(f"{key}: {describe_value(v)}" for key, v in [*value.items()][:8]) + "}"
+        )
     if isinstance(value, (list, tuple)):
-        kind = "(" + ", ".join(spelled(child) for child in value[:4])
+        kind = "(" + ", ".join(describe_value(child) for child in value[:4])
         return kind + (", ...)" if len(value) > 4 else ")")
     if value is None or isinstance(value, bool | int | float):
         return str(value)
     return type(value).__name__
 
 
-def called(thing: Any) -> str:
+def qualified_name(thing: Any) -> str:
     """Return the dotted name of an object's class; a wrapper of torch's stands for its model."""
     while type(thing).__module__.startswith(("torch._dynamo", "torch.nn.parallel")):
         thing = thing._orig_mod if hasattr(thing, "_orig_mod") else thing.module
     return f"{type(thing).__module__}.{type(thing).__qualname__}"
 
 
-def is_users(file: str) -> bool:
+def is_user_code(file: str) -> bool:
     """Return whether a file of code is the user's: neither ours, nor installed, nor Python's."""
     if file.startswith("<"):
         return file.startswith(("<ipython", "<stdin>"))
@@ -191,25 +193,25 @@ def is_users(file: str) -> bool:
     return not (path.is_relative_to(ROOT) and path.relative_to(ROOT).parts[0] in PACKAGES)
 
 
-def account(error: BaseException) -> str | None:
+def describe_user_error(error: BaseException) -> str | None:
     """Say on one line where the user's code failed, with what; None where it did not."""
     if hasattr(error, "exit_code") or not isinstance(error, Exception | SystemExit):
         return None
     # The target for which a module of the user's was being imported.
     asked = getattr(error, "imported_for", None)
     target = f" (imported for the _target_ {asked!r})" if asked else ""
-    if isinstance(error, SyntaxError) and error.filename and is_users(error.filename):
+    if isinstance(error, SyntaxError) and error.filename and is_user_code(error.filename):
         return f"{error.filename}, line {error.lineno}, is not Python: {error.msg}{target}"
     frames = list(walk_tb(error.__traceback__))
-    theirs = [i for i, (frame, _) in enumerate(frames) if is_users(frame.f_code.co_filename)]
+    theirs = [i for i, (frame, _) in enumerate(frames) if is_user_code(frame.f_code.co_filename)]
     if not theirs:
         return None
     frame, line = frames[theirs[-1]]
     module, name = frame.f_globals.get("__name__", "?"), frame.f_code.co_qualname
     place = f"module {module}" if name == "<module>" else f"{module}.{name}"
-    given = [f"{name}={spelled(value)}" for name, value in _arguments(frame)[:6]]
+    given = [f"{name}={describe_value(value)}" for name, value in _arguments(frame)[:6]]
     shown = f" with {', '.join(given)}" if given else ""
-    reason = f"{type(error).__name__}: {brief(error)}".rstrip(": ")
+    reason = f"{type(error).__name__}: {short_message(error)}".rstrip(": ")
     said = f"{place} ({frame.f_code.co_filename}, line {line}){shown}: {reason}"
     parts = said, _layer(frames[theirs[-1] :]), _change_for(str(error))
     return "; ".join(filter(None, parts)) + target
@@ -234,7 +236,7 @@ def refused_by_device(error: BaseException) -> bool:
     return bool(_REFUSED_BY_DEVICE.search(text)) and not _ON_CPU.search(text)
 
 
-def misfit(
+def explain_shape_error(
     error: Exception, batch: Any, updates: int, later: str = "this batch differs from those before"
 ) -> RunError | None:
     """Return the error to raise if a batch does not fit; None if something else failed.
@@ -247,9 +249,9 @@ def misfit(
             "BatchNorm has no statistics of a single sample: leave a short last batch out with "
             "loader.drop_last=true, or change loader.batch_size"
         )
-    if not is_misfit(error):
+    if not is_shape_error(error):
         return None
-    reason = f"{brief(error)} (batch: {spelled(batch)})"
+    reason = f"{short_message(error)} (batch: {describe_value(batch)})"
     frames = list(walk_tb(error.__traceback__))
     if any(
         frame.f_globals.get("__name__") == "regimen.trainer.tasks.losses" for frame, _ in frames
@@ -276,9 +278,9 @@ def misfit(
     return ModelError("; ".join(filter(None, parts)))
 
 
-def is_misfit(error: Exception) -> bool:
+def is_shape_error(error: Exception) -> bool:
     """Return whether torch's or our modules, and no other code, raised the error."""
-    if not isinstance(error, MISFITS) or hasattr(error, "exit_code"):
+    if not isinstance(error, SHAPE_ERRORS) or hasattr(error, "exit_code"):
         return False
     modules = [str(f.f_globals.get("__name__", "")) for f, _ in walk_tb(error.__traceback__)]
     if lacks_memory(error) or device_failed(error) or refused_by_device(error):
@@ -306,7 +308,7 @@ def _layer(frames: Sequence[tuple[FrameType, int]]) -> str | None:
         layer, whole = frame.f_locals["self"], modules[0].f_locals["self"]
         name = next((name for name, child in whole.named_modules() if child is layer), "")
         if name and frame.f_code.co_name == "forward":
-            given = ", ".join(spelled(value) for _, value in _arguments(frame))
+            given = ", ".join(describe_value(value) for _, value in _arguments(frame))
             text = " ".join(repr(layer).split())
             kind = text if len(text) <= 100 else type(layer).__name__
             return f"{name}, {kind}, was given {given}"
@@ -318,7 +320,7 @@ def _arguments(frame: FrameType) -> list[tuple[str, Any]]:
     return [(n, values[n]) for n in names if n not in ("self", "cls") and n in values]
 
 
-def brief(error: Exception | SystemExit) -> str:
+def short_message(error: Exception | SystemExit) -> str:
     """Return what an error says, as one line that is not too long."""
     return " ".join(str(error).split())[:500]
 
@@ -340,7 +342,7 @@ def describe(error: BaseException) -> str:
         return f"out of memory: {first or 'no memory is left'}; {_LESS_MEMORY}"
     if hasattr(error, "exit_code") or exit_code(error) != 1:
         return text or type(error).__name__
-    said = account(error) or f"{type(error).__name__}: {first}".rstrip(": ")
+    said = describe_user_error(error) or f"{type(error).__name__}: {first}".rstrip(": ")
     if refused_by_device(error):
         return f"{said}; the device cannot compute this: strategy.accelerator=cpu does without it"
     return said

@@ -11,12 +11,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import RandomSampler
 
-from regimen.data.batch import MicroBatch, joined, map_tensors
+from regimen.data.batch import MicroBatch, concat_batches, map_tensors
 from regimen.trainer import rng
-from regimen.trainer.errors import MISFITS, ModelError, UserCodeError, called, misfit
+from regimen.trainer.errors import (
+    SHAPE_ERRORS,
+    ModelError,
+    UserCodeError,
+    explain_shape_error,
+    qualified_name,
+)
 from regimen.trainer.options import count
 from regimen.trainer.strategies.strategy import Strategy
-from regimen.trainer.task import Metric, as_output, unsound
+from regimen.trainer.task import Metric, as_output, diagnose_step_output
 from regimen.trainer.update.batch import as_source
 from regimen.trainer.update.setup import in_callers_words
 from regimen.trainer.update.sums import Sums
@@ -61,7 +67,7 @@ def evaluate(
             _add(trainer, micro_batch, sums, shown)
             done += 1
             trainer.hooks.emit("on_evaluation_batch", trainer, stage, done, batches)
-            group.agree(state, at_once=False)
+            group.agree_on_stop(state, at_once=False)
             if state.stop_code:
                 break
     if state.stop_code:
@@ -73,7 +79,8 @@ def evaluate(
         found = named_values(name, merged(metric, trainer.strategy).compute())
         for taken in sorted(found.keys() & values.keys()):
             raise UserCodeError(
-                f"{called(trainer.task)}: {stage}/{taken} would be two metrics, one of metrics() "
+                f"{qualified_name(trainer.task)}: {stage}/{taken} would be two metrics, one of "
+                "metrics() "
                 f"({name}) and another: give one of them another name"
             )
         values |= found
@@ -93,8 +100,8 @@ def predict(trainer: Trainer, data: Any, batch_size: int) -> Any:
                 with trainer.precision.autocast():
                     output = trainer.task.prediction_step(trainer.model, placed)
                     values = trainer.task.interpret(output)
-            except MISFITS as error:
-                known = misfit(error, placed, 0)
+            except SHAPE_ERRORS as error:
+                known = explain_shape_error(error, placed, 0)
                 if known is not None:
                     raise known from error
                 raise
@@ -102,7 +109,7 @@ def predict(trainer: Trainer, data: Any, batch_size: int) -> Any:
             answers.append(map_tensors(lambda value: value.cpu(), values))
     if not answers:
         raise ModelError("predict: the data hold no sample")
-    return joined(answers)
+    return concat_batches(answers)
 
 
 def _batches_of(trainer: Trainer, data: Any, batch_size: int) -> Iterator[Any]:
@@ -120,7 +127,7 @@ def _batches_of(trainer: Trainer, data: Any, batch_size: int) -> Iterator[Any]:
     elif hasattr(data, "epoch"):  # a loader of ours
         _refuse_shuffled(data.shuffles)
         for micro_batch in trainer.for_this_run(data).epoch(0, 0):
-            count = micro_batch.piece.count
+            count = micro_batch.batch_slice.count
             yield map_tensors(lambda value, count=count: value[:count], micro_batch.batch)  # type: ignore[misc]
     elif isinstance(data, Iterable):
         _refuse_shuffled(isinstance(getattr(data, "sampler", None), RandomSampler))
@@ -153,9 +160,9 @@ def prepared(trainer: Trainer, step: int) -> Iterator[None]:
     strategy, others = trainer.strategy, list(trainer.task.own_modules().values())
     parts = nn.ModuleList([trainer.wrapped, *others])
     modes = [(module, module.training) for module in parts.modules()]
-    seed = rng.derived(trainer.options.seed, "evaluation", step, strategy.group.data_rank)
+    seed = rng.derived_seed(trainer.options.seed, "evaluation", step, strategy.group.data_rank)
     saved = nn.ModuleList([trainer.model, *others])
-    with torch.no_grad(), rng.preserved(strategy.device, seed):
+    with torch.no_grad(), rng.seeded(strategy.device, seed):
         parts.eval()
         try:
             with trainer.evaluation_weights(), strategy.evaluating(saved):
@@ -166,7 +173,7 @@ def prepared(trainer: Trainer, step: int) -> Iterator[None]:
 
 
 def _add(trainer: Trainer, micro_batch: MicroBatch, sums: Sums, shown: bool) -> None:
-    task, strategy, count = trainer.task, trainer.strategy, micro_batch.piece.count
+    task, strategy, count = trainer.task, trainer.strategy, micro_batch.batch_slice.count
     model = trainer.wrapped if strategy.evaluates_wrapped else trainer.compiled
     batch, output = trainer.to_device(micro_batch.batch), None
     with trainer.precision.autocast():
@@ -179,10 +186,10 @@ def _add(trainer: Trainer, micro_batch: MicroBatch, sums: Sums, shown: bool) -> 
             output = as_output(task.evaluation_step(model, batch), task, "evaluation_step")
             sums.add_output(output, count)
             sums.pack()
-        except MISFITS as error:
+        except SHAPE_ERRORS as error:
             if output is not None:
-                raise unsound(output, task, "evaluation_step") or error from None
-            if known := misfit(error, batch, trainer.state.updates, _UNFIT):
+                raise diagnose_step_output(output, task, "evaluation_step") or error from None
+            if known := explain_shape_error(error, batch, trainer.state.updates, _UNFIT):
                 raise known from error
             raise
         if shown:

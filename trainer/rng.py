@@ -39,7 +39,7 @@ class RandomStates:
         self._kept = _states(self._devices)
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
+    def isolated(self) -> Iterator[None]:
         """Let something else than the training import, draw and save; nested ones do nothing."""
         if self._aside:
             yield
@@ -86,7 +86,7 @@ class RandomStates:
 
 
 @contextmanager
-def preserved(device: torch.device, seed: int = 0) -> Iterator[None]:
+def seeded(device: torch.device, seed: int = 0) -> Iterator[None]:
     """Seed the generators, and restore them afterwards: torch's (CPU, `device`), random, numpy."""
     before = _states([device])
     _seed_all([device], seed)
@@ -128,7 +128,7 @@ def seed_everything(seed: int, rank: int = 0) -> None:
     Rank 0 uses `seed` itself. Other ranks use a derived seed, or all would draw the same dropout
     masks.
     """
-    value = seed if rank == 0 else derived(seed, rank)
+    value = seed if rank == 0 else derived_seed(seed, rank)
     _seed_all([], value)
     torch.manual_seed(value)
 
@@ -155,7 +155,7 @@ def set_switches(options: TrainerConfig) -> dict[str, bool]:
     return {"deterministic": deterministic, "cudnn_benchmark": benchmark, "tf32": tf32}
 
 
-def derived(seed: int, *parts: object) -> int:
+def derived_seed(seed: int, *parts: object) -> int:
     """Return a seed derived from `seed` and `parts`, independent of those of other parts."""
     content = hashlib.blake2b("/".join(map(str, (seed, *parts))).encode(), digest_size=8).digest()
     return int.from_bytes(content, "little") >> 1  # some functions of torch accept 63 bits only

@@ -86,7 +86,7 @@ def restore(
     # The strategy's wrapper learns what it had learnt when the run was saved.
     batches = functools.cache(lambda: next(trainer.draw(trainer.state.epoch)))
     trainer.wrapped.train()
-    trainer.strategy.warm_up(trainer.wrapped, lambda: trainer.updater.try_out(batches()))
+    trainer.strategy.warm_up(trainer.wrapped, lambda: trainer.updater.dry_run_backward(batches()))
     reader.compare_names(payload, trainer.model.state_dict())
     with reader.taking_over("the state"):
         return _take_over(trainer, payload, hyper_parameters, same_run)

@@ -124,7 +124,7 @@ class TrainState:
         settled = self.stop_code or (self.stop_reason is not None and not (request and request[1]))
         return None if settled else request
 
-    def settle(self) -> None:
+    def apply_stop(self) -> None:
         """Stop the run at this process's own request, where there is no other process."""
         if self.stop_request is not None:
             self.stop(*self.stop_request)

@@ -11,9 +11,9 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor, nn
 
-from regimen.data.batch import inputs_of, matching
-from regimen.trainer.device import moved
-from regimen.trainer.errors import UserCodeError, called, spelled
+from regimen.data.batch import dtype_for, inputs_of
+from regimen.trainer.device import module_to_device
+from regimen.trainer.errors import UserCodeError, describe_value, qualified_name
 
 
 class Metric(Protocol):
@@ -83,37 +83,40 @@ def as_output(result: Any, task: Task, step: str) -> StepOutput:
     elif result is None:
         change = "its last line must return the loss"
     raise UserCodeError(
-        f"{called(task)}.{step} returned {spelled(result)}, and not a loss (a tensor) or a "
+        f"{qualified_name(task)}.{step} returned {describe_value(result)}, and not a loss (a "
+        "tensor) or a "
         f"StepOutput: {change}"
     )
 
 
-def unsound(
+def diagnose_step_output(
     output: StepOutput, task: Task, step: str, model: nn.Module | None = None
 ) -> UserCodeError | None:
     """Return what is wrong with a step's result, after it could not be used; None if nothing is.
 
     `model`: the one that was trained; None in an evaluation.
     """
-    where = f"{called(task)}.{step} returned a StepOutput whose"
+    where = f"{qualified_name(task)}.{step} returned a StepOutput whose"
     terms = output.loss if isinstance(output.loss, Mapping) else {"": output.loss}
     trains = any(isinstance(term, Tensor) and term.requires_grad for term in terms.values())
     for name, term in terms.items():
         which = f"loss {name!r}" if name else "loss"
         if not isinstance(term, Tensor):
             return UserCodeError(
-                f"{where} {which} is {spelled(term)}: give the tensor, without .item() or float()"
+                f"{where} {which} is {describe_value(term)}: give the tensor, without .item() or "
+                "float()"
             )
         if model is not None and not trains:
             return UserCodeError(
-                f"{where} {which} ({spelled(term)}) has no gradient: compute it from what "
-                f"{called(model)}.forward returns, and neither there nor in the task with "
+                f"{where} {which} ({describe_value(term)}) has no gradient: compute it from what "
+                f"{qualified_name(model)}.forward returns, and neither there nor in the task with "
                 ".detach(), .item(), numpy or torch.no_grad()"
             )
     for name, pair in output.sums.items():
         if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], Tensor)):
             return UserCodeError(
-                f"{where} sums[{name!r}] is {spelled(pair)}: give the sum over the samples as a "
+                f"{where} sums[{name!r}] is {describe_value(pair)}: give the sum over the samples "
+                "as a "
                 "tensor and their number, such as (hits.sum(), len(labels))"
             )
     return None
@@ -203,7 +206,7 @@ class Task:
     def to(self, device: torch.device, dtype: torch.dtype | None = None) -> None:
         """Move modules and metrics to the device of the batches, and modules to `dtype`."""
         for module in self.own_modules().values():
-            moved(module if dtype is None else in_format(module, dtype), device)
+            module_to_device(module if dtype is None else in_format(module, dtype), device)
         for metric in self.metrics().values():
             if hasattr(metric, "to"):
                 metric.to(device)
@@ -246,7 +249,7 @@ def tensors_of(batch: Any) -> Iterator[Tensor]:
 def in_format(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Store a module's floating-point tensors in `dtype`, complex ones in its `matching`."""
     # `Module.to(torch.float64)` would discard imaginary parts.
-    converted: nn.Module = module._apply(lambda t: t.to(matching(t, dtype)))  # type: ignore[no-untyped-call]
+    converted: nn.Module = module._apply(lambda t: t.to(dtype_for(t, dtype)))  # type: ignore[no-untyped-call]
     return converted
 
 
@@ -259,12 +262,13 @@ def missing_step(kind: type, step: str) -> str:
     )
 
 
-def coupling_remark(task: Task, micro_batches: int, devices: int) -> str | None:
+def batch_dependence_warning(task: Task, micro_batches: int, devices: int) -> str | None:
     """Say that a split changes the training; None where it does not, or nothing is split."""
     if not task.couples_samples or micro_batches * devices == 1:
         return None
     return (
-        f"{called(task)} couples the samples of a micro-batch (couples_samples): an update that is "
+        f"{qualified_name(task)} couples the samples of a micro-batch (couples_samples): an "
+        "update that is "
         f"split over {devices} devices and {micro_batches} micro-batches is not that of the whole "
         "batch; the same training needs trainer.gradient_accumulation_steps=1 and one device"
     )

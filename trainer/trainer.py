@@ -26,8 +26,8 @@ from regimen.trainer.callback import (
     histogram_of,
 )
 from regimen.trainer.checkpoints.reader import read_checkpoint
-from regimen.trainer.device import moved
-from regimen.trainer.errors import ModelError, SampleError, account
+from regimen.trainer.device import module_to_device
+from regimen.trainer.errors import ModelError, SampleError, describe_user_error
 from regimen.trainer.evaluation import (
     EvaluationAbandoned,
     check_metrics,
@@ -38,14 +38,14 @@ from regimen.trainer.evaluation import (
 from regimen.trainer.lr_schedulers.schedule import Interval, as_schedule
 from regimen.trainer.optimizers.optimizers import Optimizers
 from regimen.trainer.options import TrainerOptions, batches_of, horizon
-from regimen.trainer.rng import RandomStates, derived
+from regimen.trainer.rng import RandomStates, derived_seed
 from regimen.trainer.runs import from_python
 from regimen.trainer.runs.directory import make_folder
 from regimen.trainer.runs.from_python import PythonRun
 from regimen.trainer.runs.interrupt import stopping_on_interrupt
 from regimen.trainer.state import MAX_TIME, LogPoint, Timer, TrainState
-from regimen.trainer.strategies.strategy import AS_IT_IS, Strategy
-from regimen.trainer.task import Task, coupling_remark, named_modules
+from regimen.trainer.strategies.strategy import NULL_CONTEXT, Strategy
+from regimen.trainer.task import Task, batch_dependence_warning, named_modules
 from regimen.trainer.update.batch import Waiting, as_source, as_val_sources, order_remark
 from regimen.trainer.update.precision import Precision
 from regimen.trainer.update.setup import (
@@ -100,7 +100,7 @@ class Trainer:
         self.is_main = self.group.is_main  # whether this process writes and prints
         asked = precision or self.options.precision
         self.precision = Precision(asked, device.type) if isinstance(asked, str) else asked
-        self.model = model if strategy else moved(self.precision.convert(model), device)
+        self.model = model if strategy else module_to_device(self.precision.convert(model), device)
         self.task = task
         task.to(device, self.precision.dtype)
         self.strategy.check(named_modules(task))
@@ -145,7 +145,7 @@ class Trainer:
         check_metrics(task.metrics(), self.strategy)
 
     def _seed_aside(self) -> int:
-        return derived(self.options.seed, "aside", self.state.updates, self.group.data_rank)
+        return derived_seed(self.options.seed, "isolated", self.state.updates, self.group.data_rank)
 
     def _attend_loaders(self) -> None:
         steps = self.options.micro_batches
@@ -241,11 +241,11 @@ class Trainer:
             _log.warning("%s", remark)
             return
         with self._fitting():
-            with self.random.aside():
+            with self.random.isolated():
                 self._begin(resume)
             while not self._ended:
                 length = self.steps_per_epoch
-                with self.random.aside():
+                with self.random.isolated():
                     self.hooks.emit("on_epoch_start", self)
                 for micro_batches in self._epoch(length):
                     self.hooks.emit("on_update_start", self, micro_batches)
@@ -257,7 +257,7 @@ class Trainer:
                     if not self.state.stop_code:  # else a signal ended the wait for a batch
                         self._end_epoch()
             self.updater.confirm()
-            with self.timer.spending("start and end"), self.random.aside():
+            with self.timer.spending("start and end"), self.random.isolated():
                 self.hooks.emit("on_fit_end", self)
 
     @contextmanager
@@ -268,7 +268,7 @@ class Trainer:
             try:
                 yield
             except BaseException as error:
-                said = account(error)
+                said = describe_user_error(error)
                 if is_from_python(self.options):
                     tell_in_python(error)
                     said = None if said is None else in_python(said)
@@ -308,8 +308,8 @@ class Trainer:
         self.timer.start()
         with self.timer.spending("start and end"):
             self.setup()
-            split = options.micro_batches, self.strategy.shares
-            remarks = [coupling_remark(self.task, *split), order_remark(self.train_loader)]
+            split = options.micro_batches, self.strategy.data_parallel_size
+            remarks = [batch_dependence_warning(self.task, *split), order_remark(self.train_loader)]
             for remark in (*remarks, *self.lr_schedule.remarks(self.total_steps, self._epochs)):
                 if self.is_main and remark is not None:
                     _log.warning("%s", in_python(remark) if is_from_python(options) else remark)
@@ -352,7 +352,7 @@ class Trainer:
         for micro_batch in self.train_loader.epoch(epoch, start, stop):
             micro_batch.batch = self.to_device(micro_batch.batch)
             group.append(micro_batch)
-            if len(group) == micro_batch.piece.micro_batches:
+            if len(group) == micro_batch.batch_slice.micro_batches:
                 yield group
                 group = []
 
@@ -364,7 +364,7 @@ class Trainer:
     def update(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Apply one optimizer update, or skip it, and count; `Updater.apply` draws it."""
         applied = self.updater.apply(micro_batches)
-        self.state.count(len(micro_batches), micro_batches[0].piece.total, applied)
+        self.state.count(len(micro_batches), micro_batches[0].batch_slice.total, applied)
         if applied:
             self.optimizers.keep_rates()
             self.lr_schedule.after_update()
@@ -377,7 +377,7 @@ class Trainer:
         self.state.position = 0
         self.state.epoch_samples = 0
         self.lr_schedule.after_epoch()
-        with self.random.aside():
+        with self.random.isolated():
             self.hooks.emit("on_epoch_end", self)
             self._boundary()
 
@@ -388,7 +388,7 @@ class Trainer:
         """
         logs, validates = self._log_is_due(), self._validation_is_due()
         # A log without callbacks draws nothing.
-        with self.random.aside() if validates or (logs and self.callbacks) else AS_IT_IS:
+        with self.random.isolated() if validates or (logs and self.callbacks) else NULL_CONTEXT:
             if logs:
                 self._log()
             if validates:
@@ -419,12 +419,12 @@ class Trainer:
             state.request_stop(MAX_TIME)
         # Where all wait for each other anyway, all learn at once of one process's request.
         meeting = self.done or not state.position or state.validated_at == state.global_step
-        self.group.agree(state, at_once=meeting, in_step=not meeting)
+        self.group.agree_on_stop(state, at_once=meeting, in_step=not meeting)
 
     def _log(self) -> None:
         self.updater.confirm()
         ended = not self.state.position
-        scalars = self.updater.take_means()
+        scalars = self.updater.pop_means()
         epoch = self.updater.epoch_means(ended) if ended or self.done else {}
         scalars |= epoch
         for contribute in self.hooks.listeners("scalars"):
@@ -506,7 +506,7 @@ class Trainer:
 
     def evaluation_weights(self) -> AbstractContextManager[Any]:
         """Return the context in which the model has the weights to evaluate, or an average's."""
-        return AS_IT_IS if self.average is None else self.average.swap(self)
+        return NULL_CONTEXT if self.average is None else self.average.swap(self)
 
     def learning_rates(self) -> dict[str, float]:
         """Return each parameter group's learning rate: that of the next update."""

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 import torchvision
 
-from regimen.trainer.device import default, product_name, release
+from regimen.trainer.device import default_device, empty_caches, product_name
 
 SIMULATED = os.environ.get("SIMULATED") == "1"
-DEVICE = default()
+DEVICE = default_device()
 ON_CUDA = DEVICE.type == "cuda"
 _ROWS = 40  # of a profiler's table
 
@@ -64,7 +64,7 @@ class Checks:
             said = str(error).strip() or "without a message"
             self.add(what, "no error", f"{type(error).__name__}: {said.splitlines()[0]}", False)
         finally:
-            release()
+            empty_caches()
 
     def _write(self) -> None:
         # Whole or absent: the step may be killed at any moment.

@@ -18,7 +18,7 @@ from benchmarks.gpu_check.checks import DEVICE, ON_CUDA, SIMULATED, Checks
 from benchmarks.ours import AfterUpdate, train
 from benchmarks.report import BY_HAND, OURS, paired
 from regimen.models.gpt import GPT
-from regimen.trainer.device import has_streams, release
+from regimen.trainer.device import empty_caches, has_streams
 from regimen.trainer.strategies.strategy import Strategy
 from regimen.trainer.tasks.classification import Classification
 from regimen.trainer.tasks.language_model import LanguageModel
@@ -124,7 +124,7 @@ def data(checks: Checks) -> None:
     with checks.part("JPEG files"):
         _from_files(checks)
     torch.compiler.reset()
-    release()
+    empty_caches()
     with checks.part("data.cache=device"):
         _kept(checks)
 

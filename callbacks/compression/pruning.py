@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from regimen.callbacks.support import check_least, require, steps_of
-from regimen.conf.errors import Problem, did_you_mean, noted, problems_at, raise_problems
+from regimen.conf.errors import Problem, collect_problems, did_you_mean, problems_at, raise_problems
 from regimen.trainer.callback import Average, Callback
 from regimen.trainer.optimizers import param_groups
 from regimen.trainer.optimizers.param_groups import GroupRule
-from regimen.trainer.rng import derived
+from regimen.trainer.rng import derived_seed
 from regimen.trainer.trainer import Trainer
 
 _METHODS, _SCOPES = ("l1", "random", "ln_structured"), ("global", "layer")
@@ -59,13 +59,13 @@ def _parsed(node: Any, settings: Mapping[str, Any]) -> list[tuple[GroupRule, Set
     Raises ConfigError.
     """
     rules, problems, known = [], list[Problem](), (*param_groups.SELECTORS, *settings)
-    with noted(problems):
+    with collect_problems(problems):
         for rule in param_groups.parse_rules(node, "rules"):
             of_groups = {key for key in ("frozen", "layers") if getattr(rule, key)}
             for key in of_groups | rule.overrides.keys() - settings:
                 hint = did_you_mean(key, known)
                 problems.append(Problem(f"{rule.key}.{key}", "unknown key", hint))
-            with noted(problems), problems_at(rule.key):
+            with collect_problems(problems), problems_at(rule.key):
                 own = {key: rule.overrides.get(key, value) for key, value in settings.items()}
                 rules.append((rule, Settings(**own)))
     if not rules and not problems:
@@ -114,7 +114,7 @@ def extend(pool: Pool, pruned: Mapping[str, Tensor], level: float, seed: int) ->
         score, gone = weight.abs(), pruned[name]
         if settings.method == "random":
             # The same at every step: a higher sparsity prunes all that a lower one does.
-            generator = torch.Generator().manual_seed(derived(seed, "pruning", name))
+            generator = torch.Generator().manual_seed(derived_seed(seed, "pruning", name))
             drawn = torch.rand(weight.shape, generator=generator, dtype=torch.float64)
             score = drawn.to(weight.device)
         elif settings.method == "ln_structured":
@@ -153,7 +153,7 @@ class Pruning(Settings, Callback):
     end_step: float | None = None
     every_n_steps: int = 1
     changes_weights = True
-    takes_shards = False
+    supports_sharding = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -74,7 +74,7 @@ class QuantizationAwareTraining(Callback):
     Jacob et al., Quantization and Training of Neural Networks, 2018.
     """
 
-    takes_shards = False
+    supports_sharding = False
 
     def __init__(self, start_step: float = 0, momentum: float = 0.9) -> None:
         steps_of("start_step", start_step, 1)

@@ -27,7 +27,7 @@ class Graph(Recorder):
     """
 
     of_run = False
-    takes_shards = False
+    supports_sharding = False
 
     def __init__(self) -> None:
         super().__init__()

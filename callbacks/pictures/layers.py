@@ -18,7 +18,7 @@ class LayerStatistics(Callback):
     update. The values are in the next log line, so choose a multiple of trainer.log_every_n_steps.
     """
 
-    takes_shards = False
+    supports_sharding = False
     persistent = ("measured",)
 
     def __init__(self, every_n_steps: int = 100) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torchvision.transforms import v2
 
 from regimen.conf.errors import lacks_memory
-from regimen.data.batch import Piece, rebuild
+from regimen.data.batch import BatchSlice, rebuild
 from regimen.data.batch_transforms import RandomCrop
 from regimen.data.errors import DataError, reason
 from regimen.data.keys import (
@@ -34,7 +34,7 @@ from regimen.data.keys import (
 )
 from regimen.data.loading.fetch import collate
 from regimen.data.transforms import Pipeline, Standardize, ToFloat, acts_on_batches
-from regimen.trainer.device import sent
+from regimen.trainer.device import copy_async
 
 
 class Ragged(NamedTuple):
@@ -122,7 +122,7 @@ class DeviceTransforms:
     def __bool__(self) -> bool:
         return bool(self.steps)
 
-    def __call__(self, batch: Any, piece: Piece) -> Any:
+    def __call__(self, batch: Any, batch_slice: BatchSlice) -> Any:
         several = isinstance(batch, list | tuple) and not isinstance(batch, Ragged)
         parts = [*batch.values()] if isinstance(batch, Mapping) else [batch]
         parts = list(batch) if several else parts
@@ -131,7 +131,7 @@ class DeviceTransforms:
         inputs, targets = parts[0], parts[1] if len(parts) > 1 else None
         for name, step in self.steps.items():
             try:
-                inputs, targets = step(inputs, targets, piece)
+                inputs, targets = step(inputs, targets, batch_slice)
             except DataError as error:
                 raise DataError(f"transforms.{name}: {error}") from error
             except (RuntimeError, TypeError, ValueError, IndexError) as error:
@@ -200,10 +200,15 @@ class _Step:
     _form: tuple[Any, ...] = ()  # epoch and size that the table is of
     _table: list[Tensor] = field(default_factory=list)
 
-    def __call__(self, inputs: Any, targets: Any, piece: Piece) -> Any:
+    def __call__(self, inputs: Any, targets: Any, batch_slice: BatchSlice) -> Any:
         transform, masks = self.transform, getattr(self.transform, "masks", False)
         if mixes_samples(transform):
-            place = (piece.epoch, piece.update, piece.micro_batch, piece.start)
+            place = (
+                batch_slice.epoch,
+                batch_slice.update,
+                batch_slice.micro_batch,
+                batch_slice.start,
+            )
             number = zlib.crc32(self.name.removeprefix("device.").encode())
             with preserved_rng():
                 seed_rng(key(self.seed, MICRO_BATCH, *place, number))
@@ -212,29 +217,37 @@ class _Step:
             if masks:
                 raise DataError(f"images differ in size ({inputs}), and have masks")
             results = []
-            for (index, occurrence), image in zip(piece.draws(), inputs.images, strict=True):
-                own = replace(piece, indices=(index,), occurrences=(occurrence,))
+            for (index, occurrence), image in zip(batch_slice.draws(), inputs.images, strict=True):
+                own = replace(batch_slice, indices=(index,), occurrences=(occurrence,))
                 results.append(self(image[None], None, own)[0])
             if len({result.shape for result in results}) == 1:
                 return torch.cat(results), targets
             return Ragged([result[0] for result in results]), targets
         if not hasattr(transform, "draw"):
             each_epoch = hasattr(transform, "of_epoch")
-            return (transform.of_epoch(piece.epoch) if each_epoch else transform)(inputs), targets
-        rows = [sent(row, inputs.device) for row in self._rows(piece, inputs.shape[-2:])]
+            return (transform.of_epoch(batch_slice.epoch) if each_epoch else transform)(
+                inputs
+            ), targets
+        rows = [
+            copy_async(row, inputs.device) for row in self._rows(batch_slice, inputs.shape[-2:])
+        ]
         if masks:
             targets = transform.on_masks(targets, *rows)
         return transform(inputs, *rows), targets
 
-    def _rows(self, piece: Piece, size: Sequence[int]) -> Sequence[Tensor]:
+    def _rows(self, batch_slice: BatchSlice, size: Sequence[int]) -> Sequence[Tensor]:
         """Return the draws of a batch, from those of the epoch where these are kept."""
-        last = max(piece.indices, default=_MOST_AHEAD)
-        if last >= _MOST_AHEAD or len(piece.indices) == 1 or piece.occurrences:
-            return self._drawn(piece.indices, piece.occurrences, piece.epoch, size)
-        if self._form != (piece.epoch, *size) or last >= len(self._table[0]):
-            self._table = list(self._drawn(range(1 << last.bit_length()), (), piece.epoch, size))
-            self._form = (piece.epoch, *size)
-        these = _places(piece.indices)
+        last = max(batch_slice.indices, default=_MOST_AHEAD)
+        if last >= _MOST_AHEAD or len(batch_slice.indices) == 1 or batch_slice.occurrences:
+            return self._drawn(
+                batch_slice.indices, batch_slice.occurrences, batch_slice.epoch, size
+            )
+        if self._form != (batch_slice.epoch, *size) or last >= len(self._table[0]):
+            self._table = list(
+                self._drawn(range(1 << last.bit_length()), (), batch_slice.epoch, size)
+            )
+            self._form = (batch_slice.epoch, *size)
+        these = _places(batch_slice.indices)
         return [row.index_select(0, these) for row in self._table]
 
     def _drawn(

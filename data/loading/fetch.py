@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from regimen.conf.errors import lacks_memory
-from regimen.data.batch import Piece, rebuild
+from regimen.data.batch import BatchSlice, rebuild
 from regimen.data.errors import DataError, UnreadableError, WorkerError, is_fault, reason
 from regimen.data.image_folder import memory_file
 from regimen.data.keys import (
@@ -91,7 +91,7 @@ class Fetched:
     """A batch, or the error that the main process raises: both may come from a worker."""
 
     batch: Any
-    piece: Piece
+    batch_slice: BatchSlice
     skipped: Sequence[Skipped] = ()
     failure: Exception | None = None
 
@@ -107,10 +107,10 @@ def never() -> bool:
 
 @dataclass(eq=False)
 class Fetcher:
-    """Load the samples of a piece and put them together.
+    """Load the samples of a slice and put them together.
 
     on_error: "raise", "replace" (by a sample that the broken one's index and the seed determine:
-    the update stays whole) or "drop" (the piece shrinks: evaluation counts nothing twice).
+    the update stays whole) or "drop" (the slice shrinks: evaluation counts nothing twice).
     `replacements`: the samples that may stand in for others.
     """
 
@@ -123,52 +123,57 @@ class Fetcher:
     # The index that is being loaded: a worker shares it with the main process.
     watch: Any = field(default_factory=lambda: [-1])
 
-    def __call__(self, piece: Piece) -> Fetched:
-        """Return a piece's batch, or an error as a value. Raises BrokenOff if interrupted."""
+    def __call__(self, batch_slice: BatchSlice) -> Fetched:
+        """Return a slice's batch, or an error as a value. Raises BrokenOff if interrupted."""
         try:
-            return self._fetch(piece)
+            return self._fetch(batch_slice)
         except BaseException as error:
             if isinstance(error, BrokenOff) or not is_fault(error):
                 raise
             text = str(error)
             if not isinstance(error, DataError):
-                shown = ", ".join(map(str, piece.indices[:6]))
+                shown = ", ".join(map(str, batch_slice.indices[:6]))
                 text = (
                     f"samples {shown} cannot be put into a batch (do their shapes and types "
                     f"agree? see transforms, loader.collate_fn): {reason(error)}"
                 )
             failure = memory_error(error) or DataError(text)
             failure.add_note(traceback.format_exc())
-            return Fetched(None, piece, failure=failure)
+            return Fetched(None, batch_slice, failure=failure)
 
-    def load(self, pieces: Iterable[Piece], interrupted: Interrupted) -> Iterator[Fetched]:
-        """Yield what is fetched of pieces, in their order, until interrupted."""
+    def load(
+        self, batch_slices: Iterable[BatchSlice], interrupted: Interrupted
+    ) -> Iterator[Fetched]:
+        """Yield what is fetched of slices, in their order, until interrupted."""
         self.interrupted = interrupted
         with contextlib.suppress(BrokenOff):
-            yield from map(self, pieces)
+            yield from map(self, batch_slices)
 
     def name(self, index: int) -> str:
         """Name a sample by its index and, where there is one, its file."""
         path = path_of(self.dataset, index)
         return f"sample {index}" + (f" ({path})" if path else "")
 
-    def _fetch(self, piece: Piece) -> Fetched:
+    def _fetch(self, batch_slice: BatchSlice) -> Fetched:
         if callable(begin := getattr(self.dataset, "begin_epoch", None)):
-            begin(piece.epoch, key(self.seed, SAMPLE, piece.epoch))
+            begin(batch_slice.epoch, key(self.seed, SAMPLE, batch_slice.epoch))
         elif callable(tell := getattr(self.dataset, "set_epoch", None)):
-            tell(piece.epoch)
+            tell(batch_slice.epoch)
         if offers(type(self.dataset), "batch", "__getitem__"):
             # A list: tensors and arrays take a tuple as one number for each dimension.
-            batch = self.dataset.batch(list(piece.indices))
+            batch = self.dataset.batch(list(batch_slice.indices))
             if batch is not None:
-                return Fetched(batch, piece)
+                return Fetched(batch, batch_slice)
         skipped: list[Skipped] = []
         with preserved_rng():
             if self.on_error == "drop":
-                samples, piece = self._kept(piece, skipped)
+                samples, batch_slice = self._kept(batch_slice, skipped)
             else:
-                samples = [self._replaced(*draw, piece.epoch, skipped) for draw in piece.draws()]
-            return Fetched(self.collate(samples), piece, skipped)
+                samples = [
+                    self._replaced(*draw, batch_slice.epoch, skipped)
+                    for draw in batch_slice.draws()
+                ]
+            return Fetched(self.collate(samples), batch_slice, skipped)
 
     def _replaced(self, index: int, occurrence: int, epoch: int, skipped: list[Skipped]) -> Any:
         """Load one sample or its replacement, which is drawn for with the sample's own key."""
@@ -180,28 +185,34 @@ class Fetcher:
             candidate = int(self.replacements[drawn])
         raise DataError(f"sample {index} and {REPLACEMENTS - 1} replacements could not be loaded")
 
-    def _kept(self, piece: Piece, skipped: list[Skipped]) -> tuple[list[Any], Piece]:
-        """Load the samples that can be loaded; an empty piece gets a sample and `count` 0."""
-        draws = piece.draws()
+    def _kept(
+        self, batch_slice: BatchSlice, skipped: list[Skipped]
+    ) -> tuple[list[Any], BatchSlice]:
+        """Load the samples that can be loaded; an empty slice gets a sample and `count` 0."""
+        draws = batch_slice.draws()
         samples = list[Any]()
         kept = list[tuple[int, int]]()
         for index, occurrence in draws:
-            found = self._loaded(index, self._key_of(index, occurrence, piece.epoch), skipped)
+            found = self._loaded(index, self._key_of(index, occurrence, batch_slice.epoch), skipped)
             if found:
                 samples += found
                 kept.append((index, occurrence))
         if not kept:  # of files without labels all may be broken
             own = getattr(self.dataset, "stand_in", None)
-            stand_in = own() if callable(own) else self._replaced(*draws[0], piece.epoch, skipped)
-            first = piece.indices[:1]
+            stand_in = (
+                own() if callable(own) else self._replaced(*draws[0], batch_slice.epoch, skipped)
+            )
+            first = batch_slice.indices[:1]
             return [stand_in], replace(
-                piece, indices=first, occurrences=piece.occurrences[:1], count=0
+                batch_slice, indices=first, occurrences=batch_slice.occurrences[:1], count=0
             )
         if len(kept) < len(draws):
             indices, occurrences = zip(*kept, strict=True)
-            count = len(kept) if piece.count else 0
-            piece = replace(piece, indices=indices, occurrences=occurrences, count=count)
-        return samples, piece
+            count = len(kept) if batch_slice.count else 0
+            batch_slice = replace(
+                batch_slice, indices=indices, occurrences=occurrences, count=count
+            )
+        return samples, batch_slice
 
     def _key_of(self, index: int, occurrence: int, epoch: int) -> int:
         return of_occurrence(key(self.seed, SAMPLE, epoch, index), occurrence)
@@ -252,9 +263,9 @@ def memory_error(error: BaseException) -> WorkerError | None:
 
 @dataclass(eq=False)
 class Workers:
-    """So many processes, which take the pieces of an epoch in turn.
+    """So many processes, which take the slices of an epoch in turn.
 
-    ahead: pieces that each has before its batch is needed.
+    ahead: slices that each has before its batch is needed.
     timeout: seconds to wait for a batch; 0 = without end.
     """
 
@@ -295,17 +306,19 @@ class Workers:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
-    def load(self, pieces: Iterable[Piece], interrupted: Interrupted) -> Iterator[Fetched]:
-        """Yield what is fetched of pieces, in their order, until interrupted.
+    def load(
+        self, batch_slices: Iterable[BatchSlice], interrupted: Interrupted
+    ) -> Iterator[Fetched]:
+        """Yield what is fetched of slices, in their order, until interrupted.
 
         Raises WorkerError if a worker is lost, or hangs.
         """
         waiting = deque[int]()
         turns = itertools.cycle(range(len(self.processes)))
         with contextlib.suppress(BrokenOff):
-            for worker, piece in zip(turns, pieces, strict=False):
+            for worker, batch_slice in zip(turns, batch_slices, strict=False):
                 try:
-                    _send(self._channels[worker], piece)
+                    _send(self._channels[worker], batch_slice)
                 except ConnectionError as error:
                     raise self._lost(worker) from error
                 waiting.append(worker)
@@ -376,7 +389,7 @@ def _end(channels: Sequence[socket.socket], processes: Sequence[BaseProcess]) ->
 
 
 def _work(channel: socket.socket, fetcher: Fetcher, worker: int, watch: Any, init: Any) -> None:
-    """Fetch pieces until there is None, or the parent is gone."""
+    """Fetch slices until there is None, or the parent is gone."""
     for number in PARENTS_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, PARENTS_SIGNALS)
@@ -396,12 +409,12 @@ def _work(channel: socket.socket, fetcher: Fetcher, worker: int, watch: Any, ini
     with contextlib.suppress(EOFError, ConnectionError):
         while os.getppid() == parent:
             try:
-                piece = _receive(channel)
+                batch_slice = _receive(channel)
             except TimeoutError:
                 continue
-            if piece is None:
+            if batch_slice is None:
                 return
-            fetched = fetcher(piece)
+            fetched = fetcher(batch_slice)
             try:
                 _send(channel, fetched)
             except ConnectionError:
@@ -410,7 +423,7 @@ def _work(channel: socket.socket, fetcher: Fetcher, worker: int, watch: Any, ini
                 text = f"a batch cannot be sent from a worker process ({reason(error)})"
                 way_out = "let samples hold tensors and plain values, or loader.num_workers=0"
                 failure = memory_error(error) or DataError(f"{text}: {way_out}")
-                _send(channel, Fetched(None, fetched.piece, failure=failure))
+                _send(channel, Fetched(None, fetched.batch_slice, failure=failure))
 
 
 class _Pickler(pickle.Pickler):

@@ -11,7 +11,14 @@ import torch
 from torch import Tensor
 
 from regimen.data.arrays import ArraySamples, as_samples, holds_arrays
-from regimen.data.batch import MicroBatch, Piece, gathered, map_leaves, map_tensors, to_device
+from regimen.data.batch import (
+    BatchSlice,
+    MicroBatch,
+    index_batch,
+    map_leaves,
+    map_tensors,
+    to_device,
+)
 from regimen.data.errors import DataError
 from regimen.data.loading.device_transforms import DeviceTransforms
 from regimen.data.loading.fetch import (
@@ -34,7 +41,14 @@ from regimen.data.samplers import (
 )
 from regimen.data.sources import Interrupted
 from regimen.data.streams import Stream, as_dataset
-from regimen.trainer.device import current_stream, default, has_streams, pins, side_stream, use_on
+from regimen.trainer.device import (
+    current_stream,
+    default_device,
+    has_streams,
+    pins,
+    record_stream,
+    side_stream,
+)
 
 logger = logging.getLogger(__name__)
 CPU = torch.device("cpu")
@@ -53,7 +67,7 @@ def bytes_of(samples: Any) -> int:
 
 
 @dataclass(eq=False)
-class Kept:
+class DeviceCache:
     """All samples of a data set on a device: what travels to it are the numbers of samples.
 
     `dataset.tensors()` returns all samples as one batch, before any transform: tensors with a row
@@ -86,7 +100,7 @@ class Kept:
 
     def batch(self, indices: Sequence[int]) -> Any:
         """Return samples as a batch on the device, without waiting for it."""
-        return gathered(self._samples, indices, self.device)
+        return index_batch(self._samples, indices, self.device)
 
 
 @dataclass(eq=False)
@@ -120,7 +134,7 @@ class Loader:
     multiprocessing_context: str | None = None
     on_error: Literal["raise", "replace", "drop"] = "raise"
     max_skipped: int = 0
-    kept: Kept | None = None
+    kept: DeviceCache | None = None
     device: torch.device = CPU
     transforms: DeviceTransforms | None = None
     non_blocking: bool = True
@@ -137,7 +151,7 @@ class Loader:
         others = own_samples(self.sampler.updates) if among_own else range(len(self.dataset))
         form = self.collate_fn or collate
         self._fetcher = Fetcher(self.dataset, form, self.seed, self.on_error, others)
-        self._pins = self.pin_memory and pins(default())
+        self._pins = self.pin_memory and pins(default_device())
         self._workers: Workers | None = None
         self._busy = False  # an epoch was begun and has not ended
         self._interrupted: Interrupted = never
@@ -196,7 +210,7 @@ class Loader:
         Starting an epoch ends the one before.
         """
         stop = len(self) if stop is None else min(stop, len(self))
-        pieces = self.sampler.walk(epoch, start, stop)
+        batch_slices = self.sampler.walk(epoch, start, stop)
         if callable(fill := getattr(self.dataset, "fill_cache", None)):
             fill(self._interrupted)  # before the workers start, so that they share it
         if self.kept is not None and not self._interrupted():
@@ -204,11 +218,13 @@ class Loader:
         if self._busy:  # workers load, or hang at, what nobody needs
             self.close(patient=False)
         if self.kept is not None and self.kept.ready:
-            source: Iterator[MicroBatch] = (MicroBatch(None, piece) for piece in pieces)
+            source: Iterator[MicroBatch] = (
+                MicroBatch(None, batch_slice) for batch_slice in batch_slices
+            )
         elif self.num_workers:
-            source = self._from_workers(pieces)
+            source = self._from_workers(batch_slices)
         else:
-            source = map(self._received, self._fetcher.load(pieces, self._interrupted))
+            source = map(self._received, self._fetcher.load(batch_slices, self._interrupted))
         if self.prefetch and has_streams(self.device):
             yield from one_ahead(source, self._moved, self.device)
         else:
@@ -228,7 +244,7 @@ class Loader:
         if workers is not None:
             workers.close(patient)
 
-    def _from_workers(self, pieces: Iterator[Piece]) -> Iterator[MicroBatch]:
+    def _from_workers(self, batch_slices: Iterator[BatchSlice]) -> Iterator[MicroBatch]:
         self._workers = workers = self._workers or Workers(
             self._fetcher,
             self.num_workers,
@@ -239,7 +255,7 @@ class Loader:
         )
         self._busy, ended = True, False
         try:
-            yield from map(self._received, workers.load(pieces, self._interrupted))
+            yield from map(self._received, workers.load(batch_slices, self._interrupted))
             ended = not self._interrupted()
         finally:
             if self._workers is workers:
@@ -260,16 +276,16 @@ class Loader:
             listed = "; ".join(entry.reason for entry in self.skipped[:3])
             raise DataError(f"{most}{self.max_skipped}: {listed}")
         batch = map_leaves(_pinned, fetched.batch) if self._pins else fetched.batch
-        return MicroBatch(batch, fetched.piece)
+        return MicroBatch(batch, fetched.batch_slice)
 
     def _moved(self, micro: MicroBatch) -> MicroBatch:
         if self.kept is not None and self.kept.ready:
-            batch = self.kept.batch(micro.piece.indices)
+            batch = self.kept.batch(micro.batch_slice.indices)
         else:
             batch = to_device(micro.batch, self.device, non_blocking=self.non_blocking)
         if self.transforms:
-            batch = self.transforms(batch, micro.piece)
-        return MicroBatch(batch, micro.piece)
+            batch = self.transforms(batch, micro.batch_slice)
+        return MicroBatch(batch, micro.batch_slice)
 
     def skipped_state(self) -> list[list[Any]]:
         """Return the samples that were left out, as plain values for a checkpoint."""
@@ -362,7 +378,7 @@ def one_ahead(
                 moved, _, done = waiting
                 current = current_stream(device)
                 current.wait_event(done)
-                map_tensors(functools.partial(use_on, current), moved.batch)
+                map_tensors(functools.partial(record_stream, current), moved.batch)
                 yield moved
             waiting = launched
     finally:  # what was moved in vain may still read data that are freed from here on

@@ -26,7 +26,7 @@ class Whitening(Callback):
     The bias is trained for the first `bias_epochs` epochs: a number, or a fraction of `max_epochs`.
     """
 
-    takes_shards = False
+    supports_sharding = False
 
     def __init__(
         self,
@@ -102,12 +102,12 @@ class Whitening(Callback):
         trainer.train_loader.close()
         for micro_batches in trainer.draw(0):
             for micro_batch in micro_batches:
-                if micro_batch.piece.count:
+                if micro_batch.batch_slice.count:
                     patches = _patches(_inputs(micro_batch.batch), layer)
                     total += (patches.T @ patches).cpu()
                     count += len(patches)
-            piece = micro_batches[0].piece
-            if (piece.update + 1) * piece.total >= self._samples:
+            batch_slice = micro_batches[0].batch_slice
+            if (batch_slice.update + 1) * batch_slice.total >= self._samples:
                 break
         trainer.train_loader.close()
         device = trainer.strategy.device

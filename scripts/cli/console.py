@@ -22,7 +22,7 @@ from regimen.scripts.cli.deferred import defer_imports
 from regimen.scripts.cli.signals import end_on_signals
 from regimen.trainer.errors import describe as describe
 from regimen.trainer.errors import exit_code as exit_code
-from regimen.trainer.errors import is_users
+from regimen.trainer.errors import is_user_code
 from regimen.trainer.files.layout import VisibleFormatter, indented_lines, visible
 
 logger = logging.getLogger("regimen")
@@ -208,7 +208,7 @@ def quiet_others() -> None:
     process = os.getpid()
 
     def tell(text: Warning | str, kind: type[Warning], file: str, line: int, *_: object) -> None:
-        theirs, message = not is_users(file), " ".join(str(text).split())
+        theirs, message = not is_user_code(file), " ".join(str(text).split())
         said = f"warning: {kind.__name__}: {message} ({file}:{line})"
         if os.getpid() == process and logging.getLogger().handlers:
             (log_file if theirs else logger).warning("%s", said)

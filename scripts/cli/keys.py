@@ -16,7 +16,7 @@ from inspect import getdoc
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
-from regimen.conf.check import parsed, spelled
+from regimen.conf.check import describe_type, parsed
 from regimen.conf.errors import Problem, nearest
 from regimen.conf.fields import REQUIRED, Check, count, declared, members, natural, option, positive
 from regimen.conf.schema import Config
@@ -254,6 +254,6 @@ def help_of(command: type[OfRun]) -> str:
     lines = [str(getdoc(command)), ""]
     for name, one in declared(command).items():
         value = "" if one.default is REQUIRED else word(one.default)
-        text = f"{f'{name}={value}':<24} {one.doc} ({spelled(one)})"
+        text = f"{f'{name}={value}':<24} {one.doc} ({describe_type(one)})"
         lines.append(textwrap.fill(text, 98, initial_indent="  ", subsequent_indent=" " * 27))
     return "\n".join(lines)

@@ -20,13 +20,13 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from regimen.conf.addresses import allow_protocols, wrong_addresses
-from regimen.conf.check import check, drop, fill_defaults, parse_sound, shown
+from regimen.conf.check import check, drop, format_value, parse_sound, with_defaults
 from regimen.conf.errors import (
     MOST_PROBLEMS,
     ConfigError,
     Problem,
+    collect_problems,
     did_you_mean,
-    noted,
     raise_problems,
 )
 from regimen.conf.interpolation import (
@@ -120,12 +120,12 @@ def config_text(arguments: Arguments) -> tuple[str, list[Problem]]:
 
 def print_by_hydra(arguments: Arguments) -> None:
     """Let Hydra print its own configuration, or that and the job's: `--cfg hydra`, `--cfg all`."""
-    shown = arguments.cfg, arguments.package, arguments.resolve
+    format_value = arguments.cfg, arguments.package, arguments.resolve
     with _composing(arguments) as it:
         it.typed.parse(it.overrides)
         it.stop_if_wrong()
         try:
-            it.folders.hydra.show_cfg(arguments.config_name, it.overrides, *shown)
+            it.folders.hydra.show_cfg(arguments.config_name, it.overrides, *format_value)
         except SystemExit:
             it.problems.append(Problem("--package", f"there is no {arguments.package}"))
         except REFUSED as error:
@@ -184,7 +184,7 @@ class Composition:
             self._apply(override)
         chosen = [key_of(text).replace("/", ".") for text in picked]
         self._tree.drop_leftovers(chosen)
-        tree = fill_defaults(self._tree.values)
+        tree = with_defaults(self._tree.values)
         self._followed = Interpolations(tree)
         unread = itertools.islice(self._tree.unread(self._followed), MOST_PROBLEMS)
         self.problems += [*self._tree.problems, *unread]
@@ -299,7 +299,9 @@ class Composition:
         for key, value in found.items():
             said = value not in (None, "???")
             if trains and said and key in places and not self._is_typed(key):
-                message = f"is {shown(value)}: no file says where a run is written or goes on"
+                message = (
+                    f"is {format_value(value)}: no file says where a run is written or goes on"
+                )
                 yield Problem(key, message, f"type {key}={value} on the command line")
             address = isinstance(value, str) and re.search(r"\w://", value)
             if address and self._followed.from_environment(key) and not self._is_typed(key):
@@ -323,7 +325,7 @@ class Composition:
             values, wrong = self._resolvable(known)
             config, hidden = parse_sound(values, wrong)
             found += map(self._located, hidden)
-            with noted(found), self.locating():
+            with collect_problems(found), self.locating():
                 check_targets(config, [*wrong, *(problem.key for problem in hidden)])
         return [problem for problem in found if self._is_certain(problem)]
 
@@ -333,7 +335,7 @@ class Composition:
 
     def _resolvable(self, wrong: Sequence[str]) -> tuple[Values, list[str]]:
         """Return the resolved values without wrong keys and what refers to them, and all these."""
-        raw, left_out = fill_defaults(self._tree.values), list[str]()
+        raw, left_out = with_defaults(self._tree.values), list[str]()
         while wrong:
             for key in wrong:
                 drop(raw, key)

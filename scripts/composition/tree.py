@@ -9,12 +9,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from regimen.conf.check import shown, unknown
+from regimen.conf.check import format_value, unknown
 from regimen.conf.errors import Problem
 from regimen.conf.fields import declared
 from regimen.conf.interpolation import Interpolations, above, children, join, walk
 from regimen.conf.schema import OWN_KEYS, DataConfig, TransformsConfig, Values
-from regimen.trainer.targets.instantiate import SPECIAL, takes
+from regimen.trainer.targets.instantiate import SPECIAL, accepts_argument
 
 # Sections that may contain the user's own keys, read by interpolations.
 _OPEN = {"data": DataConfig, "transforms": TransformsConfig}
@@ -96,7 +96,7 @@ class Tree:
                         message = f"{here} is a list of {len(before)}, counted from 0"
                         self.problems.append(Problem(join(here, number), message))
             elif isinstance(value, list) and isinstance(before, dict):
-                message = f"expected a section of keys, got {shown(value)}"
+                message = f"expected a section of keys, got {format_value(value)}"
                 self.problems.append(Problem(here, message))
             elif isinstance(value, dict):
                 if not isinstance(before, dict):
@@ -142,7 +142,7 @@ class Tree:
                     s in earlier or (s is not last and _is_below(s.package, key))
                     for s in self._below(where)
                 )
-                if old and where not in chosen and not takes(node, str(name)):
+                if old and where not in chosen and not accepts_argument(node, str(name)):
                     del node[name]
         for split in ("val", "test", "predict") if "data.train" in self._replaced else ():
             if set(self._below(f"data.{split}")) <= self._replaced["data.train"]:
@@ -159,7 +159,7 @@ class Tree:
                 continue
             # It is of a group; sets by name replace it.
             named = {n: v for n, v in one.items() if isinstance(v, dict) and "_target_" in v}
-            if named and not any(map(partial(takes, one), named)):
+            if named and not any(map(partial(accepts_argument, one), named)):
                 self.values["data"][split] = named
 
     def _below(self, key: str) -> list[Source]:

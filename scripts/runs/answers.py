@@ -34,7 +34,7 @@ from regimen.trainer.inference.predictor import (
     OUTPUT,
     Answers,
     Generation,
-    InferenceFacts,
+    InferenceMetadata,
     Predictor,
     Row,
     Rows,
@@ -64,7 +64,7 @@ def answer(request: Request) -> int:
     strategy = build_strategy(config)
     strategy.setup()
     try:
-        with strategy.group.failing_together():
+        with strategy.group.propagate_errors():
             trainer = load_trainer(run_dir, config, facts.num_classes, strategy, keys.checkpoint)
             loader = eval_loader(config, dataset, strategy)
             found = Findings(keys, facts, dataset)
@@ -83,7 +83,7 @@ def answer(request: Request) -> int:
     return 0
 
 
-def _dataset(keys: Prediction, config: Config, facts: InferenceFacts, lines: list[str]) -> Any:
+def _dataset(keys: Prediction, config: Config, facts: InferenceMetadata, lines: list[str]) -> Any:
     source, form, text = keys.source, facts.inputs, facts.outputs["kind"] == "text"
     splits = *config.data.validations, *config.data.tests
     if source not in ("val", "test", "predict", *splits):
@@ -125,7 +125,7 @@ class Findings:
     Masks are written as they come: PNG files with a palette, in a folder beside the table.
     """
 
-    def __init__(self, keys: Prediction, facts: InferenceFacts, dataset: Any) -> None:
+    def __init__(self, keys: Prediction, facts: InferenceMetadata, dataset: Any) -> None:
         self._keys, self._dataset, self._table = keys, dataset, Path(keys.out)
         prompts = dataset.texts if isinstance(dataset, Prompts) else None
         self._rows_of = Rows(facts, keys.top_k or 1, self._mask, prompts)

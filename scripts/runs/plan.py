@@ -17,7 +17,7 @@ from regimen.scripts.cli.arguments import Request
 from regimen.trainer.assembly.data import kept_bytes
 from regimen.trainer.assembly.experiment import Experiment, follows_split
 from regimen.trainer.assembly.summary import estimate, render, summarize
-from regimen.trainer.errors import brief
+from regimen.trainer.errors import short_message
 from regimen.trainer.evaluation import evaluate
 from regimen.trainer.files.atomic import write_text
 from regimen.trainer.files.layout import WIDTH, aligned, packed, size, visible
@@ -25,7 +25,7 @@ from regimen.trainer.inference.predictor import Predictor
 from regimen.trainer.lr_schedulers.schedule import curve
 from regimen.trainer.optimizers.optimizers import GroupRow
 from regimen.trainer.runs.directory import make_folder
-from regimen.trainer.task import as_output, coupling_remark
+from regimen.trainer.task import as_output, batch_dependence_warning
 from regimen.trainer.trainer import Trainer
 from regimen.trainer.update.precision import format_remark
 
@@ -47,7 +47,7 @@ def make_plan(request: Request, experiment: Experiment, folder: Path) -> None:
         first.batch if first else None,
         call=lambda model, batch: _loss(trainer.task, model, batch),
         autocast=trainer.precision.autocast,
-        samples=first.piece.count if first else None,
+        samples=first.batch_slice.count if first else None,
     )
     notes += _asked(trainer, first)
     largest, updates = _updates(experiment)
@@ -111,7 +111,7 @@ def _tried(experiment: Experiment, unread: list[DataError]) -> tuple[MicroBatch 
             if split == "train":
                 first = next(trainer.draw(0))[0]
                 trainer.wrapped.train()
-                trainer.updater.try_out([first])
+                trainer.updater.dry_run_backward([first])
                 continue
             found = evaluate(trainer, loader, split, 1, 0)
         except DataError as error:
@@ -133,10 +133,10 @@ def _asked(trainer: Trainer, first: MicroBatch | None) -> Iterator[str]:
     predictor = Predictor(trainer)
     try:
         with torch.inference_mode(), predictor.ready():
-            predictor.ask(first.batch, range(first.piece.count))
+            predictor.ask(first.batch, range(first.batch_slice.count))
     except Exception as error:  # of the user's code: the training does not need it
         yield (
-            f"predict cannot ask this model ({brief(error)}): give the task a method "
+            f"predict cannot ask this model ({short_message(error)}): give the task a method "
             "prediction_step(model, batch) that returns the model's output for a batch"
         )
 
@@ -213,7 +213,9 @@ def _notes(experiment: Experiment, memory: Mapping[str, int | None]) -> Iterator
         if isinstance(dataset, Pictures):
             yield from (f"data.{split}: {remark}" for remark in dataset.explain_depth())
     accumulation = experiment.config.trainer.micro_batches
-    if remark := coupling_remark(trainer.task, accumulation, trainer.strategy.shares):
+    if remark := batch_dependence_warning(
+        trainer.task, accumulation, trainer.strategy.data_parallel_size
+    ):
         yield remark
     if accumulation > 1 and (coupled := follows_split(trainer)):
         yield f"{accumulation} micro-batches: {', '.join(coupled)} follow the split of an update"
@@ -238,7 +240,7 @@ def _updates(experiment: Experiment) -> tuple[int, list[str]]:
         ends.append(f"{trainer.steps_per_epoch:,} updates an epoch")
     total = trainer.total_steps
     ends.append("no limit but its time" if total is None else f"{total:,} in all")
-    grid = trainer.strategy.shares, config.trainer.micro_batches
+    grid = trainer.strategy.data_parallel_size, config.trainer.micro_batches
     samples = trainer.train_loader.sampler.samples  # of the order, which a sampler decides
     steps = trainer.steps_per_epoch
     if samples is not None and steps is not None and steps < len(trainer.train_loader):

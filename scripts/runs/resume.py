@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from regimen.conf.addresses import is_address
-from regimen.conf.check import fill_defaults
+from regimen.conf.check import with_defaults
 from regimen.conf.errors import ConfigError, problems_at
 from regimen.conf.json_text import form_fault
 from regimen.conf.schema import Values
@@ -51,7 +51,7 @@ from regimen.trainer.runs.status import (
     read_status,
 )
 from regimen.trainer.targets.allow_list import TargetError, locate
-from regimen.trainer.targets.instantiate import is_default, takes
+from regimen.trainer.targets.instantiate import accepts_argument, is_default
 from regimen.trainer.trainer import Trainer
 
 logger = logging.getLogger("regimen")
@@ -200,7 +200,7 @@ def _checked(resume: Resume, raw: Values) -> Resume:
         raw = {**raw, "trainer": {**raw["trainer"], "gradient_accumulation_steps": steps}}
         resume.config = raw
     outside, kept, serious = dict.fromkeys(OF_A_START), copy.deepcopy(saved), []
-    for key, (old, new) in changes(fill_defaults(saved) | outside, raw | outside).items():
+    for key, (old, new) in changes(with_defaults(saved) | outside, raw | outside).items():
         text = f"{key}: {_shown(old)} -> {_shown(new)}"
         longer = isinstance(old, int) and isinstance(new, int) and new >= old
         horizon = key in _HORIZON
@@ -280,7 +280,7 @@ def changes(old: Any, new: Any, key: str = "", given: bool = False) -> dict[str,
     for name in {**old, **new}:
         child = f"{key}.{name}" if key else str(name)
         node = new if name in new else old
-        argument = given or ("_target_" in node and takes(node, name))
+        argument = given or ("_target_" in node and accepts_argument(node, name))
         if name in old and name in new:
             found |= changes(old[name], new[name], child, argument)
         elif not (is_default(node, name) if argument else _is_empty(node[name])):

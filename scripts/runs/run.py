@@ -35,7 +35,7 @@ from regimen.trainer.errors import CheckpointError, Interrupted, StorageError
 from regimen.trainer.evaluation import EvaluationAbandoned
 from regimen.trainer.files.atomic import LogFileHandler
 from regimen.trainer.files.layout import columns_of
-from regimen.trainer.inference.predictor import facts_of
+from regimen.trainer.inference.predictor import inference_metadata
 from regimen.trainer.inference.run import best_or_last
 from regimen.trainer.runs.directory import RunDirectory, refuse_existing, refuse_held
 from regimen.trainer.runs.metrics_log import MetricsLog
@@ -110,7 +110,7 @@ def run(request: Request, note: Path | None = None) -> int:
         logger.info("%s", remark)
     strategy.setup()
     try:
-        with strategy.group.failing_together(), kept_log() as log:
+        with strategy.group.propagate_errors(), kept_log() as log:
             device, count, threads = strategy.device, strategy.devices, torch.get_num_threads()
             number = f", the first of {count}" if count > 1 else ""
             shown = ", ".join(dict.fromkeys((str(device), product_name(device))))
@@ -131,7 +131,7 @@ def run(request: Request, note: Path | None = None) -> int:
             it = _prepared(request, strategy)
             if it is not None:
                 # Signals outermost, around all that writes: a closed terminal sends SIGHUP twice.
-                together = strategy.group.failing_together()
+                together = strategy.group.propagate_errors()
                 with stop_signals(it.experiment.trainer), recorded(it, log), together:
                     _train(it, note)
     finally:
@@ -240,10 +240,12 @@ def _train(it: BuiltRun, note: Path | None) -> None:
             note.write_text(str(it.directory.path))
         logger.info("run directory: %s", it.directory.path)
     it.resume.apply(trainer)
-    trainer.group.on_main(it.resume.leave_behind)  # after all checks have passed
+    trainer.group.run_on_main(it.resume.leave_behind)  # after all checks have passed
     if it.directory is not None:  # of a run that is gone on with, too: it may have changed
         it.directory.configure(request.config_text(), request.overrides)
-        facts_of(experiment.config, experiment.data, trainer.task).write(it.directory.path)
+        inference_metadata(experiment.config, experiment.data, trainer.task).write(
+            it.directory.path
+        )
     tested = {}
     with suppress(EvaluationAbandoned):
         trainer.fit()

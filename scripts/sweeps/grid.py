@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from regimen.conf.check import parse
-from regimen.conf.errors import ConfigError, Problem, noted, raise_problems
+from regimen.conf.errors import ConfigError, Problem, collect_problems, raise_problems
 from regimen.scripts.cli.arguments import Arguments, key_of
 from regimen.scripts.cli.console import logger
 from regimen.scripts.composition.compose import compose, split_jobs
@@ -109,7 +109,7 @@ def built(
     monitor = None
     modes = dict[str, str]()
     for arguments in given:
-        with suppress(Exception), noted(problems):
+        with suppress(Exception), collect_problems(problems):
             job = compose(arguments)
             with job.locating():
                 config = parse(job.config)

@@ -20,7 +20,7 @@ from regimen.callbacks.profiler import Profiler
 from regimen.callbacks.support import CallbackError
 from regimen.callbacks.tensorboard import TensorBoard
 from regimen.callbacks.throughput import Throughput
-from regimen.data.batch import MicroBatch, Piece
+from regimen.data.batch import BatchSlice, MicroBatch
 from regimen.trainer.callback import histogram_of
 from regimen.trainer.device import peak_rss
 from regimen.trainer.errors import DivergedError
@@ -203,7 +203,7 @@ class Detector(torch.nn.Module):
 def test_a_summary_of_pictures_in_a_list_counts_samples(make_trainer, caplog):
     pictures = list(torch.rand(4, 3, 8, 8, dtype=torch.float64))
     trainer = make_trainer({}, model=Detector(), validated=False)
-    micro_batch = MicroBatch((pictures,), Piece((), 4, 0, 4, 0, 1, 0, 0))
+    micro_batch = MicroBatch((pictures,), BatchSlice((), 4, 0, 4, 0, 1, 0, 0))
     trainer.draw = lambda epoch: iter([[micro_batch]])
     with caplog.at_level(logging.INFO):
         ModelSummary().on_fit_start(trainer)

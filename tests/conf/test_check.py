@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from regimen.conf.check import check, fill_defaults, parse
+from regimen.conf.check import check, parse, with_defaults
 from regimen.conf.errors import ConfigError, Problem
 from regimen.conf.fields import declared
 from regimen.conf.interpolation import Interpolations, fill
@@ -67,7 +67,7 @@ def test_what_a_key_may_hold_and_where_a_mistake_is_found():
 
 def test_defaults_fill_what_was_left_out_and_nothing_that_has_no_effect():
     given = {"strategy": {"name": "dp"}, "loader": {"batch_size": 3}, "zz": 1, "callbacks": 3}
-    filled = fill_defaults(tree(**given))
+    filled = with_defaults(tree(**given))
     assert (filled["loader"]["batch_size"], filled["loader"]["timeout"]) == (3, 600.0)
     of_dp = {"name", "accelerator", "devices", "device_ids", "output_device", "dim"}
     assert set(filled["strategy"]) == of_dp
@@ -80,7 +80,7 @@ def test_a_shipped_group_shows_every_key_with_its_default(file):
     shipped = yaml.safe_load((CONF / f"{file}.yaml").read_text())
     section = file.partition("/")[0]
     given = {"name": shipped["name"]} if "name" in shipped else {}
-    expected = fill_defaults({section: given})[section]
+    expected = with_defaults({section: given})[section]
     if section == "loader":
         assert set(shipped.pop("eval")) <= set(expected.pop("eval"))
     assert shipped == expected

@@ -99,7 +99,7 @@ def seen():
         for rank in range(world):
             loader, *_ = _built(*words, rank=rank, world=world)
             for micro in loader.epoch(1):
-                kept = micro.piece.indices[: micro.piece.count]
+                kept = micro.batch_slice.indices[: micro.batch_slice.count]
                 found |= dict(zip(kept, micro.batch[0], strict=False))
             loader.close()
         return found

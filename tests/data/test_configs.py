@@ -70,7 +70,7 @@ def test_samplers_run_as_configured(path):
     batches = path.parent.name == "batch_sampler"
     updates = as_updates(sampler, 3) if batches else as_order(sampler, 3)
     epoch = UpdateSampler(updates, batch_size=64)
-    indices = [i for t in range(len(epoch)) for i in epoch.pieces(0, t)[0].indices]
+    indices = [i for t in range(len(epoch)) for i in epoch.batch_slices(0, t)[0].indices]
     assert 100 < len(indices) <= 1000
     assert max(indices) < len(digits)
 

@@ -56,8 +56,8 @@ def test_processes_and_micro_batches_share_the_same_updates():
         for r in range(2)
     ]
     for update in range(len(whole)):
-        parts = [p.indices for rank in ranks for p in rank.pieces(1, update) if p.count]
-        expected = [index for p in whole.pieces(1, update) for index in p.indices]
+        parts = [p.indices for rank in ranks for p in rank.batch_slices(1, update) if p.count]
+        expected = [index for p in whole.batch_slices(1, update) for index in p.indices]
         assert sorted(index for part in parts for index in part) == sorted(expected)
 
 

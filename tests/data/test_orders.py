@@ -125,18 +125,21 @@ def test_pieces_of_all_ranks_partition_the_batch(samples, batch, accumulation, w
     for update in range(len(samplers[0])):
         expected = order(0)[update * batch : min((update + 1) * batch, samples)].tolist()
         assert expected == whole[update * batch :][:batch].tolist()
-        per_rank = [sampler.pieces(0, update) for sampler in samplers]
-        assert len({len(pieces) for pieces in per_rank}) == 1
-        own = [p for pieces in zip(*per_rank, strict=True) for p in pieces if p.count]
+        per_rank = [sampler.batch_slices(0, update) for sampler in samplers]
+        assert len({len(batch_slices) for batch_slices in per_rank}) == 1
+        own = [p for batch_slices in zip(*per_rank, strict=True) for p in batch_slices if p.count]
         assert [i for p in own for i in p.indices] == expected
         assert [p.start for p in own] == np.cumsum([0] + [p.count for p in own])[:-1].tolist()
         sizes = [len(part) for part in np.array_split(expected, accumulation * world)]
         assert [p.count for p in own] == [size for size in sizes if size]
-        for pieces in per_rank:
-            for m, piece in enumerate(pieces):
-                assert (piece.total, piece.micro_batch) == (len(expected), m)
-                assert piece.micro_batches == len(pieces)
-                assert piece.count or (piece.indices, piece.start) == ((expected[0],), 0)
+        for batch_slices in per_rank:
+            for m, batch_slice in enumerate(batch_slices):
+                assert (batch_slice.total, batch_slice.micro_batch) == (len(expected), m)
+                assert batch_slice.micro_batches == len(batch_slices)
+                assert batch_slice.count or (batch_slice.indices, batch_slice.start) == (
+                    (expected[0],),
+                    0,
+                )
 
 
 def test_balanced_draws_classes_equally_often():
@@ -181,8 +184,10 @@ def test_permutation_moves_samples_anywhere():
 def test_a_billion_samples_cost_no_memory_and_no_time():
     order = default_order(range(1_000_000_000), seed=1)
     sampler = UpdateSampler(order, batch_size=4096, rank=511, world_size=512)
-    pieces = [sampler.pieces(3, update) for update in (0, 100_000, len(sampler) - 1)]
-    drawn = [index for update in pieces for piece in update for index in piece.indices]
+    batch_slices = [sampler.batch_slices(3, update) for update in (0, 100_000, len(sampler) - 1)]
+    drawn = [
+        index for update in batch_slices for batch_slice in update for index in batch_slice.indices
+    ]
     assert len(set(drawn)) == len(drawn)
     assert max(drawn) > 500_000_000
 
@@ -227,12 +232,22 @@ def test_batch_sampler_makes_the_updates():
     updates = as_updates(_batches(), seed=4)
     sampler = UpdateSampler(updates, batch_size=1, gradient_accumulation_steps=2)
     assert len(sampler) == 5
-    epoch = [i for t in range(5) for piece in sampler.pieces(1, t) for i in piece.indices]
+    epoch = [
+        i
+        for t in range(5)
+        for batch_slice in sampler.batch_slices(1, t)
+        for i in batch_slice.indices
+    ]
     assert sorted(epoch) == list(range(23))
     again = UpdateSampler(as_updates(_batches(), seed=4), batch_size=1)
     for t in (4, 0, 2):
-        assert list(again.pieces(1, t)[0].indices) == epoch[5 * t : 5 * t + 5]
-    other = [i for t in range(5) for piece in sampler.pieces(2, t) for i in piece.indices]
+        assert list(again.batch_slices(1, t)[0].indices) == epoch[5 * t : 5 * t + 5]
+    other = [
+        i
+        for t in range(5)
+        for batch_slice in sampler.batch_slices(2, t)
+        for i in batch_slice.indices
+    ]
     assert other != epoch
 
 
@@ -241,12 +256,12 @@ def test_per_class_updates_hold_so_many_of_so_many():
     sampler = UpdateSampler(as_updates(updates, seed=0), batch_size=1)
     assert len(sampler) == 12
     for update in range(12):
-        drawn = sampler.pieces(0, update)[0].indices
+        drawn = sampler.batch_slices(0, update)[0].indices
         counts = np.bincount(Labelled.targets[list(drawn)], minlength=3)
         assert sorted(counts) == [0, 4, 4]
         assert len(set(drawn)) == (8 if counts[2] == 0 else 5)  # class 2 has one sample
-    first = [UpdateSampler(updates, batch_size=1).pieces(0, 1)[0].indices for _ in range(2)]
-    assert first[0] == first[1] != sampler.pieces(1, 1)[0].indices
+    first = [UpdateSampler(updates, batch_size=1).batch_slices(0, 1)[0].indices for _ in range(2)]
+    assert first[0] == first[1] != sampler.batch_slices(1, 1)[0].indices
 
 
 def _counted(order):
@@ -304,16 +319,20 @@ def test_a_repeated_sample_is_numbered_by_the_epoch_whatever_the_split(make, acc
     samplers = [UpdateSampler(make(), batch_size=9, **cut, rank=rank) for rank in range(world)]
     for epoch in (0, 1):
         updates = range(len(whole))
-        drawn = [whole.pieces(epoch, update)[0].draws() for update in updates]
+        drawn = [whole.batch_slices(epoch, update)[0].draws() for update in updates]
         every = [pair for draws in drawn for pair in draws]
         expected = _counted(index for index, _ in every)
         assert [occurrence for _, occurrence in every] == expected
         assert max(expected) > 0
         for update in reversed(updates):  # as after a resume, whatever came before
-            per_rank = [sampler.pieces(epoch, update) for sampler in samplers]
-            pieces = [piece for column in zip(*per_rank, strict=True) for piece in column]
-            assert [d for p in pieces if p.count for d in p.draws()] == drawn[update]
-            borrowed = [piece.draws() for piece in pieces if not piece.count]
+            per_rank = [sampler.batch_slices(epoch, update) for sampler in samplers]
+            batch_slices = [
+                batch_slice for column in zip(*per_rank, strict=True) for batch_slice in column
+            ]
+            assert [d for p in batch_slices if p.count for d in p.draws()] == drawn[update]
+            borrowed = [
+                batch_slice.draws() for batch_slice in batch_slices if not batch_slice.count
+            ]
             assert borrowed == [drawn[update][:1]] * len(borrowed)
 
 
@@ -321,4 +340,4 @@ def test_a_repeated_sample_is_numbered_by_the_epoch_whatever_the_split(make, acc
 def test_orders_without_repetitions_are_not_searched_for_them(name, monkeypatch):
     monkeypatch.setattr(samplers, "occurrences_in", lambda order: pytest.fail("searched"))
     sampler = UpdateSampler(ORDERS[name](1), batch_size=16)
-    assert all(piece.occurrences == () for piece in sampler.walk(0, 0, len(sampler)))
+    assert all(batch_slice.occurrences == () for batch_slice in sampler.walk(0, 0, len(sampler)))

@@ -74,8 +74,8 @@ def test_ranks_share_a_stream_out():
         batches(Numbers(), rank=rank, world_size=2, gradient_accumulation_steps=2)
         for rank in range(2)
     ]
-    pieces = [piece for pair in zip(*parts, strict=True) for piece in pair]
-    assert torch.equal(torch.cat(pieces), torch.cat(batches(Numbers())))
+    batch_slices = [batch_slice for pair in zip(*parts, strict=True) for batch_slice in pair]
+    assert torch.equal(torch.cat(batch_slices), torch.cat(batches(Numbers())))
 
 
 class _Raw:

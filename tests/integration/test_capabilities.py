@@ -185,7 +185,7 @@ def test_what_a_trial_raises_beside_memory_is_raised(monkeypatch):
     def fail(self, micro_batches):
         raise RuntimeError(said)
 
-    monkeypatch.setattr(Updater, "try_out", fail)
+    monkeypatch.setattr(Updater, "dry_run_backward", fail)
     auto = "trainer.gradient_accumulation_steps=auto"
     said = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"
     with pytest.raises(ResourceError, match="one sample does not fit"):

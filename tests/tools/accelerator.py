@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from regimen.trainer.device import default
+from regimen.trainer.device import default_device
 
 SOURCES = Path(__file__).parent / "sim"
 COMPILE = """
@@ -28,7 +28,7 @@ options = {"extra_cflags": ["-O1"], "is_python_module": False}
 load("regimen_sim", sources, build_directory=folder, **options)
 """
 
-CPU, DEVICE = torch.device("cpu"), default()  # the CPU where there is no other
+CPU, DEVICE = torch.device("cpu"), default_device()  # the CPU where there is no other
 needs_accelerator = pytest.mark.skipif(
     DEVICE == CPU, reason="no accelerator: tests/integration/test_accelerator.py simulates one"
 )

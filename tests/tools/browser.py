@@ -128,9 +128,9 @@ class Browser:
 
     def _next(self) -> dict[str, Any]:
         while b"\0" not in self._buffer:
-            piece = os.read(self._read, 1 << 16)
-            assert piece, "the browser ended"
-            self._buffer += piece
+            batch_slice = os.read(self._read, 1 << 16)
+            assert batch_slice, "the browser ended"
+            self._buffer += batch_slice
         message, _, self._buffer = self._buffer.partition(b"\0")
         answer: dict[str, Any] = json.loads(message)
         if answer.get("method") == "Runtime.exceptionThrown":

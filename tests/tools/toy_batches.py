@@ -18,6 +18,6 @@ def batches(
     sampler = UpdateSampler(order or Sequential(len(data)), batch_size=6, **cut)
     loader = Loader(data, sampler, seed=9, num_workers=workers)
     try:
-        return [micro.batch[0][: micro.piece.count] for micro in loader.epoch(epoch, start)]
+        return [micro.batch[0][: micro.batch_slice.count] for micro in loader.epoch(epoch, start)]
     finally:
         loader.close()

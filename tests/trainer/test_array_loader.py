@@ -67,7 +67,7 @@ def assert_near(one, other):
 
 
 def rows_of(loader, epoch=0):
-    return [micro.piece.indices for micro in loader.epoch(epoch)]
+    return [micro.batch_slice.indices for micro in loader.epoch(epoch)]
 
 
 @pytest.mark.parametrize("steps", [1, 4])
@@ -141,7 +141,7 @@ def share_of_a_process(strategy):
     """Return what a process trains on, and what all of them find in an evaluation."""
     loader = regimen.loader(X, Y, batch_size=8, seed=SEED)
     trainer = trainer_of(loader, 2, strategy=strategy, model=strategy.prepare(network()))
-    counts = [m.piece.count for m in trainer.train_loader.epoch(0)]
+    counts = [m.batch_slice.count for m in trainer.train_loader.epoch(0)]
     others = regimen.loader(X, Y, batch_size=8, shuffle=False)
     return counts, trainer.evaluate(others, "val")["val/loss"]
 

@@ -262,7 +262,7 @@ def read(config, limit, world_size, samples=None):
         group = SimpleNamespace(rank=rank, data_rank=rank, data_size=world_size)
         strategy = SimpleNamespace(group=group, device=torch.device("cpu"))
         for micro_batch in eval_loader(config, Numbers(), strategy, limit, samples).epoch(0):
-            seen += micro_batch.batch.tolist()[: micro_batch.piece.count]
+            seen += micro_batch.batch.tolist()[: micro_batch.batch_slice.count]
     assert len(seen) == len(set(seen))
     return set(seen)
 

@@ -32,7 +32,7 @@ class Seen(Callback):
 
     def on_update_start(self, trainer: Trainer, micro_batches: Any) -> None:
         """Note them."""
-        self.samples.append([i for m in micro_batches for i in m.piece.indices])
+        self.samples.append([i for m in micro_batches for i in m.batch_slice.indices])
         self.rates.append(next(iter(trainer.learning_rates().values())))
 
 

@@ -27,7 +27,7 @@ def draw():
 def unchanged(monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")  # so that it is put back
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
-    with rng.preserved(torch.device("cpu")):
+    with rng.seeded(torch.device("cpu")):
         yield
     set_switches(TrainerOptions())
 

@@ -12,7 +12,13 @@ from torch.utils.data import DataLoader, TensorDataset
 import toys
 from regimen.conf.python_words import in_python
 from regimen.trainer.callback import Callback
-from regimen.trainer.errors import RunError, UserCodeError, account, is_users, spelled
+from regimen.trainer.errors import (
+    RunError,
+    UserCodeError,
+    describe_user_error,
+    describe_value,
+    is_user_code,
+)
 from regimen.trainer.task import StepOutput, Task
 from regimen.trainer.tasks.classification import Classification
 from regimen.trainer.trainer import Trainer
@@ -88,7 +94,7 @@ def test_a_mistake_says_which_function_what_it_had_and_what_to_change(result, mo
     with pytest.raises(Exception) as caught:  # noqa: PT011 (whatever torch raises)
         trainer.fit()
     error = caught.value
-    said = str(error) if isinstance(error, UserCodeError) else account(error)
+    said = str(error) if isinstance(error, UserCodeError) else describe_user_error(error)
     assert [text for text in texts if text not in said] == []
     assert "\n" not in said
     # A notebook shows it below the traceback.
@@ -101,9 +107,9 @@ def test_a_dry_runs_update_finds_them_and_changes_nothing_and_a_tensor_is_a_loss
     for result in (in_a_dict, detached, odd_sums):
         trainer = trainer_of(model, Mine(result))
         with pytest.raises(UserCodeError):
-            trainer.updater.try_out(next(trainer.draw(0)))
+            trainer.updater.dry_run_backward(next(trainer.draw(0)))
     trainer = trainer_of(model, Mine())
-    trainer.updater.try_out(next(trainer.draw(0)))
+    trainer.updater.dry_run_backward(next(trainer.draw(0)))
     assert all(torch.equal(before[name], now) for name, now in model.state_dict().items())
     trainer.fit()
     assert trainer.state.global_step == 2
@@ -132,15 +138,15 @@ def test_model_and_data_that_do_not_fit_are_named(model, labels, told):
 def test_a_callbacks_mistake_is_its_own():
     with pytest.raises(KeyError) as caught:
         trainer_of(Net(), Mine(), {"shout": Shout()}).fit()
-    assert "Shout.on_update_end" in account(caught.value)
+    assert "Shout.on_update_end" in describe_user_error(caught.value)
 
 
 def test_what_is_no_code_of_the_users_is_not_blamed_on_it():
     files = [torch.__file__, importlib.util.__file__, sys.modules[Trainer.__module__].__file__]
-    assert [is_users(file) for file in [*files, __file__]] == [False, False, False, True]
+    assert [is_user_code(file) for file in [*files, __file__]] == [False, False, False, True]
 
 
 def test_shapes_are_spelled_briefly():
     batch = {"image": torch.zeros(2, 3), "more": [torch.zeros(2)] * 9, "n": 3, "text": "long" * 99}
     more = "(float32 [2], float32 [2], float32 [2], float32 [2], ...)"
-    assert spelled(batch) == f"{{image: float32 [2, 3], more: {more}, n: 3, text: str}}"
+    assert describe_value(batch) == f"{{image: float32 [2, 3], more: {more}, n: 3, text: str}}"

@@ -20,8 +20,8 @@ from torch.overrides import TorchFunctionMode
 from regimen.conf.errors import (
     ConfigError,
     Problem,
+    collect_problems,
     did_you_mean,
-    noted,
     problems_at,
     raise_problems,
 )
@@ -281,13 +281,13 @@ def _of_class(monitor: str, config: Config, task: Task) -> bool:
 
 def _strategy_problems(config: Config) -> Iterator[Problem]:
     """Find what needs whole parameters, which no process has under fsdp; and idle options."""
-    with noted(found := list[Problem]()):
+    with collect_problems(found := list[Problem]()):
         device_of(config.strategy)
         mesh_of(config.strategy)
     yield from found
     sharded, options = config.strategy.name == "fsdp", config.trainer
     for name, node in config.callbacks.items() if sharded else ():
-        if node and not getattr(locate(node["_target_"]), "takes_shards", True):
+        if node and not getattr(locate(node["_target_"]), "supports_sharding", True):
             message = f"{node['_target_']} needs whole parameters, and strategy=fsdp shards them"
             yield Problem(f"callbacks.{name}", message, hint="use strategy=ddp")
     for section in _sections(config):
@@ -312,16 +312,16 @@ def _part_problems(parts: Assembly) -> list[Problem]:
     """Build the other parts that need no data, in a run's order; return their problems."""
     config = parts.config
     found: list[Problem] = []
-    with noted(found):
+    with collect_problems(found):
         _ = parts.callbacks
     for name, callback in vars(parts).get("callbacks", {}).items():
         if type(parts.task) is Task:  # it replaces one that could not be built
             break
         callback.name = name
-        with noted(found):
+        with collect_problems(found):
             callback.check_task(parts.task, config.data.validations)
     for stage in ("train", "eval", "device"):
-        with noted(found):
+        with collect_problems(found):
             build_transforms(config, stage, _CLASSES)
     if not config.model:
         return found
@@ -335,19 +335,19 @@ def _part_problems(parts: Assembly) -> list[Problem]:
         return found
     except Exception:  # a network that cannot be on the meta device is not checked here
         return found
-    with noted(found):
+    with collect_problems(found):
         _ = parts.checkpointed
-    with noted(found):
+    with collect_problems(found):
         _ = parts.regions
-    with noted(found):
+    with collect_problems(found):
         if (tensor := config.strategy.tensor_parallel) is not None:
             tensor_styles(model, tensor.plan, tensor.size)
     if config.optimizer:
-        with noted(found):
+        with collect_problems(found):
             found += _dense_problems(parts.optimizers, model)
             _ = parts.schedule
     for name, callback in vars(parts).get("callbacks", {}).items():
-        with noted(found), problems_at(f"callbacks.{name}"):
+        with collect_problems(found), problems_at(f"callbacks.{name}"):
             callback.check(model)
     return found
 

@@ -26,7 +26,7 @@ from regimen.data.sources import TensorSamples, fingerprint
 from regimen.data.streams import as_dataset
 from regimen.data.transforms import Pipeline
 from regimen.trainer.assembly.parts import build_named, with_classes
-from regimen.trainer.rng import derived, preserved
+from regimen.trainer.rng import derived_seed, seeded
 from regimen.trainer.strategies.strategy import Strategy
 from regimen.trainer.targets.allow_list import locate
 from regimen.trainer.targets.instantiate import instantiate, parameters_of
@@ -78,7 +78,7 @@ def build_data(
     sets = dict[str, Any]()
     for split, node in nodes_of(config, splits).items():
         # Whatever a data set draws here, it draws in an evaluation of it alone, and moves no other.
-        with preserved(torch.device("cpu"), derived(config.seed, "data", split)):
+        with seeded(torch.device("cpu"), derived_seed(config.seed, "data", split)):
             sets[split] = _open(config, split, node) if node else None
             follow_names(sets[split], classes or names_of(sets.get("train")), key_of(split))
             _try_transforms(sets[split])

@@ -14,7 +14,7 @@ from regimen.conf.fields import declared
 from regimen.conf.schema import Config, EvalLoaderConfig
 from regimen.conf.schema_trainer import TrainerConfig
 from regimen.data.loading.device_transforms import DeviceTransforms, collate_ragged, mixes_samples
-from regimen.data.loading.loader import Kept, Loader, can_be_kept
+from regimen.data.loading.loader import DeviceCache, Loader, can_be_kept
 from regimen.data.orders import Order, Sequential
 from regimen.data.samplers import Updates, UpdateSampler, as_order, as_updates, default_order
 from regimen.data.transforms import Pipeline
@@ -35,8 +35,15 @@ from regimen.trainer.assembly.parts import (
 )
 from regimen.trainer.assembly.summary import state_bytes
 from regimen.trainer.callback import Average, Callback
-from regimen.trainer.device import peak_rss, pins, release, reset_peak_rss, spare_memory, waits
-from regimen.trainer.errors import ResourceError, spelled
+from regimen.trainer.device import (
+    empty_caches,
+    is_async,
+    peak_rss,
+    pins,
+    reset_peak_rss,
+    spare_memory,
+)
+from regimen.trainer.errors import ResourceError, describe_value
 from regimen.trainer.evaluation import evaluate
 from regimen.trainer.options import count, horizon
 from regimen.trainer.rng import seed_everything, set_switches
@@ -154,10 +161,10 @@ def fitting_steps(config: Config, strategy: Strategy) -> int:
     while True:
         options = replace(config.trainer, gradient_accumulation_steps=steps)
         lacking, coupled = _tried(replace(config, trainer=options), strategy)
-        release()
+        empty_caches()
         if not any(group.gather(lacking)):
             break
-        if steps * strategy.shares >= config.loader.batch_size:
+        if steps * strategy.data_parallel_size >= config.loader.batch_size:
             raise ResourceError(
                 f"trainer.gradient_accumulation_steps=auto: one sample does not fit: {lacking}"
             )
@@ -191,10 +198,10 @@ def _tried(config: Config, strategy: Strategy) -> tuple[str | None, list[str]]:
             spare_memory(strategy.device), dtype=torch.uint8, device=strategy.device
         )
         micro_batch = next(trainer.draw(0))[0]
-        what = spelled(micro_batch.batch)
-        trainer.updater.try_out([micro_batch])
+        what = describe_value(micro_batch.batch)
+        trainer.updater.dry_run_backward([micro_batch])
         del spare
-        if waits(strategy.device):
+        if is_async(strategy.device):
             _evaluate_a_batch(trainer, config)
         del held
     except RuntimeError as error:
@@ -202,7 +209,7 @@ def _tried(config: Config, strategy: Strategy) -> tuple[str | None, list[str]]:
             raise
         lacking = f"{what}: {str(error).partition('.')[0]}"
     trainer.train_loader.close()
-    if limit is not None and not waits(strategy.device):
+    if limit is not None and not is_async(strategy.device):
         taken = (peak_rss() + later) / 2**30
         if taken > limit:
             lacking = f"{what} takes {taken:.2f} GiB, trainer.memory_limit is {limit:g}"
@@ -394,7 +401,7 @@ def _loader(
         seed=config.seed,
         on_error="raise" if config.data.on_error == "raise" else on_error,  # type: ignore[arg-type]
         max_skipped=config.data.max_skipped,
-        kept=Kept(dataset, strategy.device, config.data.cache_bytes) if keeps else None,
+        kept=DeviceCache(dataset, strategy.device, config.data.cache_bytes) if keeps else None,
         device=strategy.device,
         transforms=DeviceTransforms(steps or {}, config.seed, deferred),
         non_blocking=options.non_blocking,

@@ -13,16 +13,16 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from regimen.conf.errors import ConfigError, Problem, noted, problems_at, raise_problems
+from regimen.conf.errors import ConfigError, Problem, collect_problems, problems_at, raise_problems
 from regimen.conf.fields import declared
 from regimen.conf.interpolation import CLASSES, fill, mapped
 from regimen.conf.schema import Config, Node
 from regimen.conf.schema_trainer import StrategyConfig
 from regimen.data.errors import DataError
 from regimen.trainer.callback import Callback, Saver, check_hooks
-from regimen.trainer.device import device_count, indexed, kinds, waits
+from regimen.trainer.device import device_count, device_types, is_async, with_index
 from regimen.trainer.distributed import is_rank
-from regimen.trainer.errors import ModelError, brief, is_misfit
+from regimen.trainer.errors import ModelError, is_shape_error, short_message
 from regimen.trainer.lr_schedulers.build import build_lr_schedule
 from regimen.trainer.lr_schedulers.schedule import LRSchedule
 from regimen.trainer.optimizers.optimizers import Optimizers, build_optimizers
@@ -96,7 +96,7 @@ def build_named(nodes: Mapping[str, Any], key: str) -> dict[str, Any]:
     made = {}
     problems: list[Problem] = []
     for name, node in nodes.items():
-        with noted(problems):
+        with collect_problems(problems):
             made[name] = build_node(node, f"{key}.{name}") if node else None
     raise_problems(problems)
     return made
@@ -172,14 +172,14 @@ def build_strategy(config: Config) -> Strategy:
 
 def device_of(options: StrategyConfig) -> torch.device:
     """Return the device that a strategy asks for. Raises ModelError if it is not there."""
-    there = kinds()
+    there = device_types()
     kind = there[0] if options.accelerator == "auto" else options.accelerator
     if kind not in there:
         message = f"this machine has no {kind}: it has {' and '.join(there)}"
         raise ModelError("strategy.accelerator", message, "auto takes what it has")
     numbers = options.devices
     if kind == "cpu" or not isinstance(numbers, list):
-        return indexed(kind)
+        return with_index(kind)
     if options.name == "single" and numbers[0] >= (count := device_count(kind)):
         message = f"this machine has {count} of {kind}, numbered from 0: no {numbers[0]}"
         raise ModelError("strategy.devices", message)
@@ -225,9 +225,9 @@ class Assembly:
         try:
             model: nn.Module = build_node(node, "model")
         except (RuntimeError, LookupError, AttributeError) as error:  # a layer's, of an argument
-            if not is_misfit(error):
+            if not is_shape_error(error):
                 raise
-            message = f"{node['_target_']} does not accept its arguments: {brief(error)}"
+            message = f"{node['_target_']} does not accept its arguments: {short_message(error)}"
             raise ModelError("model", message) from error
         if lazy := [name for name, p in model.named_parameters() if is_lazy(p)]:
             hint = "give its layer its sizes, or call it once"
@@ -269,7 +269,7 @@ class Assembly:
         # Reserved interpolations stay: an optimizer's own schedule fills them with what remains of
         # the run after its warm-up. A fused step skips a non-finite update in its kernel, so
         # that its state need not be copied.
-        node, fused = self.config.optimizer, waits(self.strategy.device)
+        node, fused = self.config.optimizer, is_async(self.strategy.device)
         others = named_modules(self.task)
         return build_optimizers(self.model, node, prefer_fused=fused, others=others)
 

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 from regimen.data.batch import map_tensors
 from regimen.trainer.files.layout import aligned, count, size
 from regimen.trainer.optimizers.state import take_step
-from regimen.trainer.rng import preserved
+from regimen.trainer.rng import seeded
 from regimen.trainer.task import tensors_of
 
 Call = Callable[[nn.Module, Any], Any]
@@ -154,7 +154,7 @@ def _observe(step: _Step, example: Any, device: torch.device, autocast: Context)
     modules = step.model.named_modules()
     handles = [module.register_forward_hook(partial(leave, name)) for name, module in modules]
     try:
-        with preserved(device), flops, saving(save, lambda t: t), torch.enable_grad(), autocast():
+        with seeded(device), flops, saving(save, lambda t: t), torch.enable_grad(), autocast():
             functional_call(step, tensors, (batch,))
     finally:
         for handle in handles:

@@ -73,7 +73,7 @@ def write(payload: Mapping[str, Any], target: Path, group: Group) -> dict[str, A
             temporary.rename(folder)
             sync_folder(folder.parent)
 
-    group.on_main(move)
+    group.run_on_main(move)
     return {**outline, "shards": {"folder": name, "files": files}}
 
 

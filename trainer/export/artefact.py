@@ -23,7 +23,7 @@ from regimen.trainer.assembly.data import build_data, build_pipeline
 from regimen.trainer.assembly.experiment import build_evaluator, eval_loader
 from regimen.trainer.checkpoints.archive import digest, read_safetensors, write_safetensors
 from regimen.trainer.checkpoints.reader import compare_names
-from regimen.trainer.errors import ModelError, brief
+from regimen.trainer.errors import ModelError, short_message
 from regimen.trainer.export.formats import (
     GRAPHS,
     WEIGHTS,
@@ -310,7 +310,7 @@ def evaluate_artefact(
     except ModelError:
         raise
     except Exception as error:
-        raise ModelError(f"artefact={path} cannot be loaded: {brief(error)}") from error
+        raise ModelError(f"artefact={path} cannot be loaded: {short_message(error)}") from error
     return metrics_of(config, answer, facts, split, classes)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 from regimen.data.transforms import Pipeline, Standardize, ToFloat
-from regimen.trainer.errors import ModelError, brief
+from regimen.trainer.errors import ModelError, short_message
 from regimen.trainer.inference.predictor import OUTPUT, named_tensors
 from regimen.trainer.inference.run import Run, origin_of
 from regimen.trainer.runs.status import MANIFEST, read_json
@@ -152,7 +152,7 @@ def exported_program(graph: Exportable) -> ExportedProgram:
         )
     except Exception as error:
         raise ModelError(
-            f"the model cannot be exported by torch.export: {brief(error)}; "
+            f"the model cannot be exported by torch.export: {short_message(error)}; "
             "format=torchscript or format=safetensors may do"
         ) from error
 
@@ -224,7 +224,7 @@ def _write_package(graph: Exportable, path: Path) -> None:
             _inductor.aoti_compile_and_package(program, **options)
     except Exception as error:
         raise ModelError(
-            f"the model cannot be compiled: {brief(error)}; format=torch_export may do"
+            f"the model cannot be compiled: {short_message(error)}; format=torch_export may do"
         ) from error
 
 

@@ -14,7 +14,7 @@ from regimen.conf.errors import ConfigError
 from regimen.conf.schema import Config
 from regimen.trainer import snapshot
 from regimen.trainer.checkpoints.reader import check_payload, read_checkpoint
-from regimen.trainer.device import moved
+from regimen.trainer.device import module_to_device
 from regimen.trainer.options import TrainerOptions
 from regimen.trainer.runs.from_python import OWN_TASKS
 from regimen.trainer.strategies.strategy import Strategy
@@ -40,7 +40,7 @@ def load_instance(
     parameters = [p for module in every for p in module.parameters()]
     precision = Precision(config.trainer.precision, strategy.device.type)
     trainer = Trainer(
-        moved(precision.convert(model), strategy.device),
+        module_to_device(precision.convert(model), strategy.device),
         task,
         torch.optim.SGD(parameters, lr=0.0),  # never stepped
         [],

@@ -19,10 +19,10 @@ from regimen.data.loading.loader import Loader
 from regimen.data.transforms import Pipeline
 from regimen.trainer.assembly.data import Data, names_of
 from regimen.trainer.assembly.parts import with_classes
-from regimen.trainer.device import widest
-from regimen.trainer.errors import MISFITS, ModelError, misfit
+from regimen.trainer.device import accumulate_dtype
+from regimen.trainer.errors import SHAPE_ERRORS, ModelError, explain_shape_error
 from regimen.trainer.files.atomic import write_json
-from regimen.trainer.rng import derived
+from regimen.trainer.rng import derived_seed
 from regimen.trainer.runs.status import INFERENCE, RunDirectoryError, read_json
 from regimen.trainer.task import Task
 from regimen.trainer.trainer import Trainer
@@ -54,7 +54,7 @@ _LARGEST_SIDE = 1 << 16  # pixels
 _COLUMNS = 16  # numbers of a sample that have columns of a table; more are an array
 
 
-class InferenceFacts(NamedTuple):
+class InferenceMetadata(NamedTuple):
     """The inputs and outputs of a model, as plain values."""
 
     classes: list[str] | None  # names, by class number
@@ -69,7 +69,7 @@ class InferenceFacts(NamedTuple):
         write_json(folder / INFERENCE, self._asdict())
 
 
-def facts_of(config: Config, data: Data, task: Task) -> InferenceFacts:
+def inference_metadata(config: Config, data: Data, task: Task) -> InferenceMetadata:
     """Return the facts of a run whose data are open."""
     order = [*config.data.validations, *config.data.tests, "train"]
     known = [data.sets[s] for s in order if data.sets.get(s) is not None]
@@ -78,7 +78,7 @@ def facts_of(config: Config, data: Data, task: Task) -> InferenceFacts:
         outputs["threshold"] = threshold
     if (scale := getattr(known[0], "target_scale", None)) is not None:
         outputs["scale"] = list(scale)  # mean and deviation of the training targets
-    return InferenceFacts(
+    return InferenceMetadata(
         classes=next(filter(None, map(names_of, known)), None),
         num_classes=data.num_classes,
         inputs=_input_form(known[0]),
@@ -88,7 +88,7 @@ def facts_of(config: Config, data: Data, task: Task) -> InferenceFacts:
     )
 
 
-def read_facts(folder: Path) -> InferenceFacts:
+def read_facts(folder: Path) -> InferenceMetadata:
     """Read a run's `inference.json`. Raises RunDirectoryError."""
     path = folder / INFERENCE
     found = read_json(path)
@@ -97,7 +97,7 @@ def read_facts(folder: Path) -> InferenceFacts:
         raise RunDirectoryError(
             f"{path} is missing or damaged ({fault}): training writes it, with resume=auto again"
         )
-    return InferenceFacts(*(found[name] for name in InferenceFacts._fields))
+    return InferenceMetadata(*(found[name] for name in InferenceMetadata._fields))
 
 
 def _faults(found: Mapping[str, Any]) -> Iterator[str]:
@@ -224,7 +224,9 @@ class Generation(NamedTuple):
         draws = torch.zeros(len(window), self.max_new_tokens, dtype=torch.float64)  # on the host
         if self.sampling == "random":
             for row, number in zip(draws, numbers.tolist(), strict=True):
-                generator = torch.Generator().manual_seed(derived(self.seed, "generate", number))
+                generator = torch.Generator().manual_seed(
+                    derived_seed(self.seed, "generate", number)
+                )
                 row.uniform_(generator=generator)
         rows = torch.arange(len(window), device=window.device)
         longest, context = int(lengths.max()), window.shape[1]
@@ -243,7 +245,7 @@ class Generation(NamedTuple):
         """Return a token for each row of logits [n, vocabulary]."""
         if self.sampling == "greedy":
             return logits.argmax(1)
-        scaled = logits.to(widest(logits.device)) / self.temperature
+        scaled = logits.to(accumulate_dtype(logits.device)) / self.temperature
         if self.top_k is not None and self.top_k < scaled.shape[1]:
             least = scaled.topk(self.top_k, dim=1).values[:, -1:]
             scaled = scaled.masked_fill(scaled < least, -torch.inf)
@@ -289,7 +291,7 @@ class Predictor:
         with self.ready():
             expected = loader.sampler.walk(0, 0, len(loader))
             for whole, micro in zip(expected, loader.epoch(0, 0), strict=True):
-                indices = micro.piece.indices[: micro.piece.count]
+                indices = micro.batch_slice.indices[: micro.batch_slice.count]
                 own = self.ask(trainer.to_device(micro.batch), indices)
                 reasons = {s.index: s.reason for s in loader.skipped[told:]}
                 told = len(loader.skipped)
@@ -308,8 +310,8 @@ class Predictor:
                     values = self.trainer.task.interpret(output)
                 else:
                     output = values = self._generation(step, batch)
-        except MISFITS as error:
-            if (known := misfit(error, batch, 0)) is not None:
+        except SHAPE_ERRORS as error:
+            if (known := explain_shape_error(error, batch, 0)) is not None:
                 raise known from error
             raise
         kept = {"logits": output, "probabilities": values}.get(self._keep or "", self._embedding)
@@ -349,7 +351,7 @@ class Rows(NamedTuple):
     index; None: the outputs are not text.
     """
 
-    facts: InferenceFacts
+    facts: InferenceMetadata
     top_k: int = 1
     mask_of: Callable[[int, Tensor], Any] = lambda index, mask: mask.tolist()
     prompts: Sequence[str] | None = None

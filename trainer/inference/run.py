@@ -40,7 +40,7 @@ from regimen.trainer.errors import CheckpointError
 from regimen.trainer.inference.instance import load_instance, task_of
 from regimen.trainer.inference.predictor import (
     Generation,
-    InferenceFacts,
+    InferenceMetadata,
     Predictor,
     Row,
     Rows,
@@ -126,7 +126,7 @@ class Run:
         return f"Run({str(self.path)!r})"
 
     @cached_property
-    def facts(self) -> InferenceFacts:
+    def facts(self) -> InferenceMetadata:
         """The facts about the run's data: classes, the form of inputs and outputs."""
         return read_facts(self.path)
 
@@ -275,7 +275,7 @@ class Run:
             yield form.brought_to_form(tensor)
 
 
-def pictures_for(facts: InferenceFacts, config: Config, paths: Sequence[str]) -> Pictures:
+def pictures_for(facts: InferenceMetadata, config: Config, paths: Sequence[str]) -> Pictures:
     """Return picture files in the form that a run's transforms expect. Raises ConfigError."""
     inputs = facts.inputs
     if inputs["kind"] != "picture":
@@ -292,7 +292,7 @@ def pictures_for(facts: InferenceFacts, config: Config, paths: Sequence[str]) ->
 
 
 def prompts_for(
-    facts: InferenceFacts, config: Config, names: Sequence[str], texts: Sequence[str]
+    facts: InferenceMetadata, config: Config, names: Sequence[str], texts: Sequence[str]
 ) -> Prompts:
     """Return prompts as the samples of a run that continues text. Raises ConfigError."""
     form = facts.inputs

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.optim import Optimizer, lr_scheduler
 
-from regimen.conf.errors import did_you_mean, problems_at, some
+from regimen.conf.errors import did_you_mean, problems_at, truncated_list
 from regimen.conf.interpolation import RESERVED, fill, leaves
 from regimen.trainer.lr_schedulers.functions import aliases, function_of
 from regimen.trainer.lr_schedulers.schedule import (
@@ -225,7 +225,10 @@ class _Builder:
         for name, source in ((n, s) for n, s in given.items() if s is not None):
             where = f"{key}.functions.{name}"
             if name not in known:
-                message = f"there is no parameter group of this name, only {some(self.all_names)}"
+                message = (
+                    "there is no parameter group of this name, only "
+                    f"{truncated_list(self.all_names)}"
+                )
                 refuse(where, message, did_you_mean(str(name), known))
             made[name] = function_of(source, values, where)
         chosen = []

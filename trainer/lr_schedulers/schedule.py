@@ -10,9 +10,9 @@ from typing import Any, Literal, NamedTuple, Self
 from torch import Tensor
 from torch.optim import lr_scheduler as torch_schedulers
 
-from regimen.conf.errors import some
+from regimen.conf.errors import truncated_list
 from regimen.trainer.checkpoints.archive import plain_part
-from regimen.trainer.errors import CheckpointError, spelled
+from regimen.trainer.errors import CheckpointError, describe_value
 from regimen.trainer.optimizers.optimizers import Optimizers
 from regimen.trainer.optimizers.param_groups import refuse
 from regimen.trainer.optimizers.state import State, type_name
@@ -350,7 +350,7 @@ class LRSchedule:
                 there = name in saved
                 found += track.differences(saved[name]) if there else [f"{name!r} had no schedule"]
             if found and hyper_parameters:
-                raise CheckpointError(f"the lr_scheduler does not fit: {some(found, 1)}")
+                raise CheckpointError(f"the lr_scheduler does not fit: {truncated_list(found, 1)}")
             for name, track in self.tracks.items():
                 if hyper_parameters:
                     track.load_state_dict(saved[name], updates, epochs)
@@ -409,11 +409,11 @@ def as_schedule(scheduler: Any, interval: Interval | None = None) -> LRSchedule:
         if interval is not None:
             raise ValueError(
                 f"lr_interval={interval!r} has no effect: it says when a scheduler of torch's is "
-                f"stepped, and lr_scheduler is {spelled(scheduler)}"
+                f"stepped, and lr_scheduler is {describe_value(scheduler)}"
             )
         return LRSchedule.wrap(scheduler)
     if not hasattr(scheduler, "step") or not hasattr(scheduler, "optimizer"):
-        given = scheduler.__name__ if isinstance(scheduler, type) else spelled(scheduler)
+        given = scheduler.__name__ if isinstance(scheduler, type) else describe_value(scheduler)
         raise TypeError(
             f"lr_scheduler is {given}: give an object such as "
             "torch.optim.lr_scheduler.StepLR(optimizer, step_size=30)"

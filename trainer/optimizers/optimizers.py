@@ -12,7 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from regimen.conf.errors import ConfigError, Problem, did_you_mean, noted, raise_problems, some
+from regimen.conf.errors import (
+    ConfigError,
+    Problem,
+    collect_problems,
+    did_you_mean,
+    raise_problems,
+    truncated_list,
+)
 from regimen.trainer.optimizers.param_groups import (
     DEFAULT,
     Claim,
@@ -115,9 +122,9 @@ class Optimizers:
             problems.append(Problem("", "the optimizer has parameters that are not in the model"))
         if missing := [c.name for c in found if c.tensor.requires_grad and c.tensor not in taken]:
             hint = "add them, or freeze them with requires_grad_(False)"
-            problems.append(Problem("", f"no optimizer has {some(missing)}", hint))
+            problems.append(Problem("", f"no optimizer has {truncated_list(missing)}", hint))
         if double := [names[p] for p, count in taken.items() if count > 1 and p in names]:
-            problems.append(Problem("", f"two groups have {some(double)}"))
+            problems.append(Problem("", f"two groups have {truncated_list(double)}"))
         raise_problems(problems)
         return optimizer
 
@@ -199,12 +206,12 @@ def build_optimizers(
     found, known = sections(node), candidates(model, others)
     problems = list[Problem]()
     shared = []  # rules that hold within each of several optimizers
-    with noted(problems):
+    with collect_problems(problems):
         if "optimizers" in node:
             shared = parse_rules(node.get("param_groups"), "optimizer.param_groups")
     claims = {}
     for section in found:
-        with noted(problems):
+        with collect_problems(problems):
             rules = parse_rules(section.own["param_groups"], f"{section.key}.param_groups")
             rest = GroupRule("", section.key)
             takes = rest.accepts

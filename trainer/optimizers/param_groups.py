@@ -10,11 +10,11 @@ from torch import nn
 from regimen.conf.errors import (
     ConfigError,
     Problem,
+    collect_problems,
     did_you_mean,
-    noted,
     problems_at,
     raise_problems,
-    some,
+    truncated_list,
 )
 from regimen.conf.patterns import Pattern
 from regimen.trainer.targets.allow_list import locate
@@ -143,7 +143,9 @@ def divide(
     ordered = {name: [groups[key] for key in sorted(groups) if key[0] == name] for name in claims}
     problems = list(unused(rules, used, found))
     if homeless:
-        problems.append(Problem("optimizer.optimizers", f"no optimizer takes {some(homeless)}"))
+        problems.append(
+            Problem("optimizer.optimizers", f"no optimizer takes {truncated_list(homeless)}")
+        )
     for name, claim in claims.items():
         if not ordered[name]:
             hint = None
@@ -203,9 +205,11 @@ def unused(
     """Yield the rules whose keys are not in `used`, and why they are left without a parameter."""
     for key, rule in {rule.key: rule for rule in rules if rule.key not in used}.items():
         if accepted := [c.name for c in found if rule.accepts(c)]:
-            yield Problem(key, f"has no parameter left: earlier rules take {some(accepted)}")
+            yield Problem(
+                key, f"has no parameter left: earlier rules take {truncated_list(accepted)}"
+            )
         else:
-            hint = f"the model has {some([c.name for c in found])}"
+            hint = f"the model has {truncated_list([c.name for c in found])}"
             yield Problem(key, "matches no parameter", hint)
 
 
@@ -218,7 +222,7 @@ def parse_rules(rules: Any, key: str) -> list[GroupRule]:
         refuse(key, f"must be a dict of rules, not {rules!r}")
     parsed, problems = [], list[Problem]()
     for name, node in (rules or {}).items():
-        with noted(problems):
+        with collect_problems(problems):
             if node is not None:
                 parsed.append(_parse_rule(str(name), node, f"{key}.{name}"))
     raise_problems(problems)

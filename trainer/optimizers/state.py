@@ -15,7 +15,7 @@ import torch.optim.optimizer as optimizer_module
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
-from regimen.conf.errors import lacks_memory, some
+from regimen.conf.errors import lacks_memory, truncated_list
 from regimen.data.batch import map_tensors
 from regimen.trainer.checkpoints.archive import NotPlainError, plain, plain_part
 from regimen.trainer.errors import CheckpointError, device_failed
@@ -200,7 +200,9 @@ def unpack(of: Optimizers, saved: State, hyper_parameters: bool = True) -> list[
     try:
         here, there = _places(pack(of)), _places(saved)
         if problems := [*_misfits(here, there)]:
-            raise CheckpointError(f"the optimizer state does not fit: {some(problems, 1)}")
+            raise CheckpointError(
+                f"the optimizer state does not fit: {truncated_list(problems, 1)}"
+            )
         for group, owner, options in of.groups():
             # A group that was frozen as a whole when it was saved keeps the values of this run.
             section = saved["optimizers"].get(owner, _NOTHING)

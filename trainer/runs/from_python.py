@@ -19,7 +19,7 @@ import yaml
 from regimen.conf.errors import ConfigError
 from regimen.conf.schema_trainer import TrainerConfig
 from regimen.trainer.callback import Callback, EpochLines, Results, named_callbacks, saver_of
-from regimen.trainer.errors import CheckpointError, StorageError, called
+from regimen.trainer.errors import CheckpointError, StorageError, qualified_name
 from regimen.trainer.files.atomic import LogFileHandler, write_json
 from regimen.trainer.runs.directory import (
     OF_A_RUN,
@@ -376,7 +376,7 @@ def _inference_facts(trainer: Trainer) -> Record:
     threshold = getattr(task, "threshold", None)
     if threshold is not None:
         outputs["threshold"] = threshold
-    name = called(task)
+    name = qualified_name(task)
     if name.startswith(OWN_TASKS):
         outputs["task"] = {"name": name, "arguments": _required_arguments(task)}
     count = getattr(task, "num_classes", None)
@@ -386,7 +386,7 @@ def _inference_facts(trainer: Trainer) -> Record:
         "inputs": {"kind": "array"},
         "outputs": outputs,
         "transforms": {},
-        "model": {"_target_": called(trainer.model)},
+        "model": {"_target_": qualified_name(trainer.model)},
     }
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import fsspec
 
 from regimen.conf.addresses import check_protocol
-from regimen.conf.errors import ConfigError, some
+from regimen.conf.errors import ConfigError, truncated_list
 from regimen.conf.json_text import plain_json
 from regimen.trainer.errors import StorageError
 from regimen.trainer.files.atomic import TEMPORARY, link_or_copy
@@ -117,7 +117,9 @@ class Remote:
         except Exception as error:  # each kind of storage has its own
             raise StorageError(f"cannot read the run at {self.address}: {error!r}") from error
         if others:
-            _log.info("%s: left there, since no run has them: %s", self.address, some(others))
+            _log.info(
+                "%s: left there, since no run has them: %s", self.address, truncated_list(others)
+            )
 
     def _listed(self, folder: Path, kept: set[str]) -> tuple[dict[Path, str], list[str]]:
         """Return where the files of the run go, with their places; and what is no run's.

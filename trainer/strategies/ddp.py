@@ -18,12 +18,19 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from regimen.conf.errors import some
+from regimen.conf.errors import truncated_list
 from regimen.trainer import rng
-from regimen.trainer.device import backend_of, default, device_count, exchanges, kinds, waits
+from regimen.trainer.device import (
+    backend_of,
+    default_device,
+    device_count,
+    device_types,
+    is_async,
+    supports_collectives,
+)
 from regimen.trainer.distributed import Group
 from regimen.trainer.errors import ModelError, ResourceError
-from regimen.trainer.strategies.strategy import AS_IT_IS, Strategy, check_backend
+from regimen.trainer.strategies.strategy import NULL_CONTEXT, Strategy, check_backend
 
 logger = logging.getLogger("regimen")
 
@@ -80,7 +87,7 @@ class Replicas(Strategy):
 
     def _exchanging(self, wrapped: nn.Module, last: bool) -> AbstractContextManager[Any]:
         """Return the context in which `wrapped` exchanges gradients if `last`, else keeps them."""
-        return AS_IT_IS
+        return NULL_CONTEXT
 
     @contextmanager
     def evaluating(self, model: nn.Module) -> Iterator[None]:
@@ -98,15 +105,16 @@ class Replicas(Strategy):
 def _place(given: Processes, local_rank: int) -> torch.device:
     there = device_count(given.accelerator)
     check_backend(given.accelerator, given.backend)
-    if not there or not exchanges(default(), given.backend):
+    if not there or not supports_collectives(default_device(), given.backend):
         return torch.device("cpu")
     number = given.numbers[local_rank] if given.numbers else local_rank
     if number >= there:
         raise ResourceError(
-            f"strategy.devices: process {local_rank} of this machine needs {kinds()[0]}:{number}, "
+            f"strategy.devices: process {local_rank} of this machine needs "
+            f"{device_types()[0]}:{number}, "
             f"but it has {there}; strategy.accelerator=cpu trains on the CPU"
         )
-    return torch.device(kinds()[0], number)
+    return torch.device(device_types()[0], number)
 
 
 def _powersgd(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Future[Tensor]:
@@ -161,7 +169,7 @@ class DDP(Replicas):
         self._trained = [name for name, p in model.named_parameters() if p.requires_grad]
         if not self._trained:  # an evaluation, or a model without parameters
             return model
-        ids = [self.device.index] if waits(self.device) else None
+        ids = [self.device.index] if is_async(self.device) else None
         unused = self._unused
         if unused is None:
             unused = self.some_unused and not self._options.get("static_graph")
@@ -177,7 +185,7 @@ class DDP(Replicas):
 
     def _exchanging(self, wrapped: nn.Module, last: bool) -> AbstractContextManager[Any]:
         if last or not isinstance(wrapped, DistributedDataParallel):
-            return AS_IT_IS
+            return NULL_CONTEXT
         return wrapped.no_sync()
 
     def warm_up(self, wrapped: nn.Module, compute: Callable[[], None]) -> None:
@@ -191,7 +199,7 @@ class DDP(Replicas):
         if self._comm_hook == "powersgd":  # the dropped gradients would become part of its state
             logger.info("  strategy.comm_hook=powersgd starts anew: its state is not saved")
         elif self.group.world_size > 2:
-            with rng.preserved(self.device):
+            with rng.seeded(self.device):
                 for _ in range(2):
                     compute()
 
@@ -203,7 +211,7 @@ class DDP(Replicas):
         found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", text)
         names = [self._trained[int(n)] for n in found.group(1).split()] if found else []
         return ModelError(
-            f"no gradient reached {some(names) or 'some parameters'}: set "
+            f"no gradient reached {truncated_list(names) or 'some parameters'}: set "
             "strategy.find_unused_parameters=true, or freeze those that the model does not use"
         )
 

@@ -22,7 +22,7 @@ from regimen.conf.schema_trainer import TensorParallelConfig
 from regimen.data.batch import map_tensors
 from regimen.trainer.errors import ModelError
 from regimen.trainer.strategies.ddp import Processes, Replicas
-from regimen.trainer.strategies.strategy import AS_IT_IS, PLAN, Mesh, instances, tensor_styles
+from regimen.trainer.strategies.strategy import NULL_CONTEXT, PLAN, Mesh, instances, tensor_styles
 
 _FORMATS = {"bf16": torch.bfloat16, "fp16": torch.float16, None: None}
 
@@ -115,7 +115,7 @@ class FSDP(Replicas):
     def _exchanging(self, wrapped: nn.Module, last: bool) -> AbstractContextManager[Any]:
         module: Any = getattr(wrapped, "_orig_mod", wrapped)  # unwrap the result of torch.compile
         module.set_requires_gradient_sync(last)
-        return self._comparing(module) if last and self._unchecked else AS_IT_IS
+        return self._comparing(module) if last and self._unchecked else NULL_CONTEXT
 
     @contextmanager
     def _comparing(self, model: nn.Module) -> Iterator[None]:

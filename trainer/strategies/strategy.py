@@ -18,22 +18,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from regimen.conf.errors import Problem, raise_problems, some
+from regimen.conf.errors import Problem, raise_problems, truncated_list
 from regimen.data.batch import map_tensors
 from regimen.trainer.device import (
     backend_of,
-    default,
+    default_device,
     device_count,
-    exchanges,
-    indexed,
-    kinds,
-    moved,
+    device_types,
+    module_to_device,
     select,
+    supports_collectives,
+    with_index,
 )
 from regimen.trainer.distributed import Group
 from regimen.trainer.errors import ModelError, ResourceError
 
-AS_IT_IS = nullcontext()  # made once: an update of a small network enters several
+NULL_CONTEXT = nullcontext()  # made once: an update of a small network enters several
 # Unshared memory in bytes, on Linux, of a process that has imported torch and built a small model.
 _PROCESS = 300 * 2**20
 # What a style of tensor parallelism splits: of a Linear and of an Embedding. `_rep`: its input or
@@ -63,12 +63,12 @@ def check_backend(accelerator: str, backend: str | None) -> None:
     """Raise ModelError for a backend that cannot connect the devices; None is their own."""
     if not device_count(accelerator):
         return
-    device = default()
+    device = default_device()
     if backend is None:
-        if accelerator != "auto" and not exchanges(device):
+        if accelerator != "auto" and not supports_collectives(device):
             message = f"torch.distributed has no backend for {device.type}"
             raise ModelError("strategy.accelerator", message, "cpu trains on the CPU")
-    elif exchanges(device) and not exchanges(device, backend):
+    elif supports_collectives(device) and not supports_collectives(device, backend):
         message = f"{backend} does not connect devices of the kind {device.type}"
         hint = f"auto takes {backend_of(device)}; strategy.accelerator=cpu trains on the CPU"
         raise ModelError("strategy.backend", message, hint)
@@ -78,7 +78,7 @@ def check_processes(processes: int, accelerator: str = "auto", backend: str = "a
     """Raise ResourceError if the machine lacks the memory or the devices for these processes."""
     there = device_count(accelerator)
     check_backend(accelerator, None if backend == "auto" else backend)
-    if backend != "auto" and not there and not exchanges(torch.device("cpu"), backend):
+    if backend != "auto" and not there and not supports_collectives(torch.device("cpu"), backend):
         raise ResourceError(
             f"strategy.backend={backend} connects accelerators, and this run has none: set "
             "strategy.backend=gloo, or auto"
@@ -90,7 +90,7 @@ def check_processes(processes: int, accelerator: str = "auto", backend: str = "a
         )
     if 0 < there < processes:
         raise ResourceError(
-            f"strategy.devices={processes}: this machine has {there} of {kinds()[0]}; "
+            f"strategy.devices={processes}: this machine has {there} of {device_types()[0]}; "
             "strategy.accelerator=cpu trains on the CPU"
         )
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -111,11 +111,11 @@ def workers_of(asked: int | Literal["auto"]) -> int:
 
 def instances(model: nn.Module, classes: Sequence[str], key: str) -> list[nn.Module]:
     """Return the modules of some classes, outer ones first. Raises ModelError if one has none."""
-    kinds = {type(module).__name__ for module in model.modules()}
+    device_types = {type(module).__name__ for module in model.modules()}
     for name in classes:
-        if name not in kinds:
+        if name not in device_types:
             message = f"the model has no module of class {name}"
-            raise ModelError(key, message, f"there are {', '.join(sorted(kinds))}")
+            raise ModelError(key, message, f"there are {', '.join(sorted(device_types))}")
     return [module for module in model.modules() if type(module).__name__ in classes]
 
 
@@ -159,8 +159,8 @@ def tensor_styles(
     split, and for a pattern of which there is none.
     """
     plan = _own_plan(model) if isinstance(plan, str) else plan
-    kinds = (nn.Linear, nn.Embedding)
-    there = {name: m for name, m in model.named_modules() if isinstance(m, kinds)}
+    device_types = (nn.Linear, nn.Embedding)
+    there = {name: m for name, m in model.named_modules() if isinstance(m, device_types)}
     uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
     styles = dict[str, str]()
     problems = []
@@ -173,16 +173,18 @@ def tensor_styles(
         elif not names:
             known = list(dict.fromkeys(re.sub(r"\d+", "*", name) for name in there))
             message = f"{pattern}: the model has no Linear or Embedding of such a name"
-            problems.append(Problem(PLAN, message, f"there are {some(known) or 'none'}"))
+            problems.append(Problem(PLAN, message, f"there are {truncated_list(known) or 'none'}"))
         else:
             styles |= dict.fromkeys(names, style)
     widths = {n: STYLES[s][isinstance(there[n], nn.Embedding)] for n, s in styles.items()}
     if uneven := [n for n, width in widths.items() if getattr(there[n], width) % size]:
         named = ", ".join(dict.fromkeys(widths[n] for n in uneven))
-        message = f"{some(uneven)}: {named} cannot be split evenly over {size} processes"
+        message = f"{truncated_list(uneven)}: {named} cannot be split evenly over {size} processes"
         problems.append(Problem(PLAN, message, "leave it out, or choose another size"))
     if tied := [n for n in styles if any(uses[id(p)] > 1 for p in there[n].parameters())]:
-        message = f"{some(tied)}: its weight is another module's, too, and would no longer be"
+        message = (
+            f"{truncated_list(tied)}: its weight is another module's, too, and would no longer be"
+        )
         problems.append(Problem(PLAN, message, "leave it out"))
     raise_problems(problems, ModelError)
     return styles
@@ -217,7 +219,7 @@ class Strategy:
     def __init__(
         self, device: torch.device | str | None = None, group: Group | None = None
     ) -> None:
-        self.device = default() if device is None else indexed(device)
+        self.device = default_device() if device is None else with_index(device)
         self.computing = [self.device]  # the devices of this process
         self.group = group or Group()
         # The context of the run's forward passes.
@@ -229,7 +231,7 @@ class Strategy:
         self.group.join(self.device)
 
     @property
-    def shares(self) -> int:
+    def data_parallel_size(self) -> int:
         """The number of parts that the samples of an update are split into, for devices."""
         return self.devices // self.mesh.tensor
 
@@ -243,7 +245,7 @@ class Strategy:
 
     def prepare(self, model: nn.Module) -> nn.Module:
         """Move `model` to the device, or shard it, before its optimizer is built."""
-        return moved(model, self.device)
+        return module_to_device(model, self.device)
 
     def check(self, others: Mapping[str, nn.Module]) -> None:
         """Raise ModelError for modules of the task that this strategy cannot train."""
@@ -255,11 +257,11 @@ class Strategy:
 
         `counts=False`: the process has no sample in it and computes with a borrowed one.
         """
-        return AS_IT_IS
+        return NULL_CONTEXT
 
     def evaluating(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Return the context of an evaluation, in which all processes have the saved buffers."""
-        return AS_IT_IS
+        return NULL_CONTEXT
 
     def warm_up(self, wrapped: nn.Module, compute: Callable[[], None]) -> None:
         """Before a resume, call `compute` (gradients that are dropped) if the wrapper needs it."""

@@ -14,9 +14,9 @@ from contextlib import suppress
 from inspect import Parameter
 from typing import Any, Literal, Union
 
-from regimen.conf.errors import Problem, did_you_mean, noted, problems_at, raise_problems
+from regimen.conf.errors import Problem, collect_problems, did_you_mean, problems_at, raise_problems
 from regimen.conf.interpolation import join, walk
-from regimen.trainer.errors import brief
+from regimen.trainer.errors import short_message
 from regimen.trainer.targets.allow_list import TargetError, listed, locate, refusal, under
 
 # Keys of a node that are no arguments, as Hydra calls them.
@@ -93,7 +93,7 @@ def node_problems(
     args = node["_args_"] if isinstance(node.get("_args_"), list) else []
     placed = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
     places = [name for name, p in (known or {}).items() if p.kind in placed]
-    with noted(found), problems_at(join(key, "_target_")):
+    with collect_problems(found), problems_at(join(key, "_target_")):
         locate(target)
         if under(target, _BUILDERS):
             found += _unpickling({**node, **dict(zip(places, args, strict=False))}, key)
@@ -159,7 +159,7 @@ def is_default(node: Any, name: str) -> bool:
     return type(value) is type(default) and bool(value == default)
 
 
-def takes(node: Any, name: str) -> bool:
+def accepts_argument(node: Any, name: str) -> bool:
     """Return whether a node's target is given a value under this name; if in doubt, it is."""
     known = None
     with suppress(Exception):  # of a module of the user's: the check of targets tells it
@@ -228,7 +228,8 @@ def _build(node: dict[str, Any], args: tuple[Any, ...], given: Mapping[str, Any]
         # The user's own code: a traceback is more useful.
         if hasattr(error, "exit_code") or listed(target) is None:
             raise
-        message = f"{target} does not accept its arguments: {brief(error) or type(error).__name__}"
+        reason = short_message(error) or type(error).__name__
+        message = f"{target} does not accept its arguments: {reason}"
         raise TargetError(key, message) from error
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from regimen.data.batch import least_of
+from regimen.data.batch import cached_min
 from regimen.trainer.errors import ModelError
 from regimen.trainer.task import SUM
 
@@ -232,7 +232,7 @@ def _valid(target: Tensor, ignored: int) -> Tensor | int:
     version = 0 if target.is_inference() else target._version
     then, known, count = getattr(target, "_valid", (None, None, 0))
     if (then, known) != (version, ignored):
-        least = least_of(target)
+        least = cached_min(target)
         whole = least is not None and ignored < 0 <= least
         count = target.numel() if whole else (target != ignored).count_nonzero()
         target._valid = version, ignored, count  # type: ignore[attr-defined]

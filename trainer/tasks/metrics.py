@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from regimen.trainer.device import widest
+from regimen.trainer.device import accumulate_dtype
 from regimen.trainer.errors import ModelError
 from regimen.trainer.tasks.losses import by_place
 
@@ -29,7 +29,7 @@ class Running:
 
     def to(self, device: torch.device) -> None:
         """Move the sums to where the batches are."""
-        self.total = self.total.to(device, widest(device))
+        self.total = self.total.to(device, accumulate_dtype(device))
 
     def reset(self) -> None:
         """Reset the sums to zero."""

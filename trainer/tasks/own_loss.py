@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from regimen.trainer.errors import ModelError, called, spelled
+from regimen.trainer.errors import ModelError, describe_value, qualified_name
 from regimen.trainer.task import Metric, StepOutput, Task
 from regimen.trainer.tasks.metrics import IGNORED
 from regimen.trainer.tasks.supervised import Supervised
@@ -55,7 +55,8 @@ class OwnLoss(Task):
             found = model(values, labels=labels)
             if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], Tensor)):
                 raise ModelError(
-                    f"{called(model)}.forward(inputs, labels=...) returned {spelled(found)}, and "
+                    f"{qualified_name(model)}.forward(inputs, labels=...) returned "
+                    f"{describe_value(found)}, and "
                     "not (loss, output): task.task alone computes a loss from an output"
                 )
             losses.append(found[0])

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from regimen.data.batch import inputs_of
-from regimen.trainer.errors import ModelError, SampleError, called, spelled
+from regimen.trainer.errors import ModelError, SampleError, describe_value, qualified_name
 from regimen.trainer.task import Metric, StepOutput, Task
 from regimen.trainer.tasks.losses import Loss, Losses
 from regimen.trainer.tasks.metrics import ConfusionMatrix, PerClassAccuracy, Perplexity
@@ -20,7 +20,11 @@ Shape = Sequence[Any]  # of integers, as `Tensor.shape` is
 def pair_of(batch: Any) -> tuple[Any, Any]:
     """Return inputs and targets of a batch. Raises SampleError where a sample is no such pair."""
     if not isinstance(batch, list | tuple) or len(batch) != 2:
-        shown = "nothing (None)" if batch is None else f"samples that make a batch {spelled(batch)}"
+        shown = (
+            "nothing (None)"
+            if batch is None
+            else f"samples that make a batch {describe_value(batch)}"
+        )
         names = [*batch][:2] if isinstance(batch, Mapping) else []
         such = ", ".join(f"sample[{name!r}]" for name in names) or "inputs, target"
         raise SampleError(
@@ -66,7 +70,9 @@ class Supervised(Task):
         self._metrics = {name: metric for name, metric in named.items() if metric is not None}
         for name, metric in self._metrics.items():
             if lacking := [n for n in ("reset", "update", "compute") if not hasattr(metric, n)]:
-                raise ValueError(f"metrics.{name}: {called(metric)} has no {', '.join(lacking)}")
+                raise ValueError(
+                    f"metrics.{name}: {qualified_name(metric)} has no {', '.join(lacking)}"
+                )
 
     def answer(self, model: nn.Module, inputs: Any) -> Any:
         """Return the model's output for inputs, in the shape that the losses expect."""
@@ -170,7 +176,7 @@ class Supervised(Task):
         try:
             self.check(output, target)
         except ModelError as error:
-            given = f"{called(model)}.forward was given {spelled(inputs)}"
+            given = f"{qualified_name(model)}.forward was given {describe_value(inputs)}"
             error.change(lambda p: replace(p, message=f"{p.message} ({given})"))
             raise
         try:

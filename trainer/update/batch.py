@@ -18,9 +18,9 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from regimen.data.batch import MicroBatch, Piece, map_tensors
-from regimen.trainer.errors import called
-from regimen.trainer.rng import derived
+from regimen.data.batch import BatchSlice, MicroBatch, map_tensors
+from regimen.trainer.errors import qualified_name
+from regimen.trainer.rng import derived_seed
 from regimen.trainer.state import TrainState
 from regimen.trainer.task import by_stage, first_tensor
 
@@ -67,13 +67,15 @@ class PlainBatches:
             known = tuple(numbers) if len(numbers) == total else ()
             steps = max(1, min(self._steps, total))
             if steps == 1:
-                yield MicroBatch(batch, Piece(known, total, 0, total, 0, 1, epoch, update))
+                yield MicroBatch(batch, BatchSlice(known, total, 0, total, 0, 1, epoch, update))
                 continue
             bounds = [total * m // steps for m in range(steps + 1)]
             for m, (low, high) in enumerate(itertools.pairwise(bounds)):
                 part = map_tensors(lambda t, low=low, high=high: t[low:high], batch)  # type: ignore[misc]
-                piece = Piece(known[low:high], high - low, low, total, m, steps, epoch, update)
-                yield MicroBatch(part, piece)
+                batch_slice = BatchSlice(
+                    known[low:high], high - low, low, total, m, steps, epoch, update
+                )
+                yield MicroBatch(part, batch_slice)
 
     def _batches(
         self, epoch: int, start: int, stop: int | None
@@ -106,7 +108,7 @@ class PlainBatches:
             # caller's, and so does the generator, from which the workers' seeds are drawn.
             vars(self._copy).update({place: self._rest, "_iterator": None})
             self._copy.generator = torch.Generator()
-        self._copy.generator.manual_seed(derived(self._seed, "workers", epoch))
+        self._copy.generator.manual_seed(derived_seed(self._seed, "workers", epoch))
         self._rest.indices, indices = itertools.tee(rest)
         known = batched and getattr(loader, "in_order", True)
         for numbers, batch in zip(indices, self._copy, strict=True):
@@ -153,7 +155,7 @@ def _keyed(sampler: Any, seed: int, epoch: int) -> Any:
         return batches
     if type(sampler) in _SHUFFLING:
         own = copy.copy(sampler)
-        own.generator = torch.Generator().manual_seed(derived(seed, "order", epoch))
+        own.generator = torch.Generator().manual_seed(derived_seed(seed, "order", epoch))
         return own
     _tell_epoch(sampler, epoch)
     return sampler
@@ -186,16 +188,15 @@ def order_remark(source: Any) -> str | None:
         return None
     given = source._loader
     if not isinstance(given, DataLoader):
-        what = called(given)
+        what = qualified_name(given)
     elif isinstance(given.dataset, IterableDataset):
-        what = f"the IterableDataset {called(given.dataset)}"
+        what = f"the IterableDataset {qualified_name(given.dataset)}"
     elif source._by_index:
         sampler = _indices_of(given)
-        what = (
-            f"the sampler {called(sampler.sampler if type(sampler) is BatchSampler else sampler)}"
-        )
+        inner = sampler.sampler if type(sampler) is BatchSampler else sampler
+        what = f"the sampler {qualified_name(inner)}"
     else:
-        what = called(given)
+        what = qualified_name(given)
     return (
         f"train_loader: whether {what} repeats its order is not known: a training that is "
         "interrupted within an epoch, and goes on, may see some samples of it twice and others not "
@@ -290,7 +291,8 @@ class Waiting:
             item = None if self.is_over() else next(stream, None)
             if not self.is_over():
                 return item
-            self._state.settle()  # a batch that arrived meanwhile is loaded again after the resume
+            # A batch that arrived meanwhile is loaded again after the resume.
+            self._state.apply_stop()
             return None
         finally:
             self._active = False

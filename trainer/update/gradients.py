@@ -14,10 +14,10 @@ from torch.optim import Optimizer
 
 from regimen.conf.schema_trainer import TrainerConfig
 from regimen.data.batch import MicroBatch
-from regimen.trainer.device import waits
+from regimen.trainer.device import is_async
 from regimen.trainer.optimizers.optimizers import Optimizers
 from regimen.trainer.optimizers.state import can_leave_out, foreach_norm, take_step
-from regimen.trainer.rng import derived
+from regimen.trainer.rng import derived_seed
 from regimen.trainer.state import TrainState
 from regimen.trainer.task import first_tensor
 
@@ -102,7 +102,7 @@ def add_noise(
     """
     assert options.gradient_noise is not None
     std = options.gradient_noise.std(update)
-    seed = derived(options.seed, "gradient noise", update, turn)
+    seed = derived_seed(options.seed, "gradient noise", update, turn)
     generators = {}
     for grad in [p.grad for p in parameters if p.grad is not None]:
         device, dtype = grad.device, grad.dtype
@@ -138,7 +138,7 @@ class Guard:
 
     def __init__(self, trainer: Trainer, early: Sequence[Optimizer]) -> None:
         self.by_device = (
-            waits(trainer.strategy.device)
+            is_async(trainer.strategy.device)
             and trainer.options.on_nonfinite == "stop"
             and not trainer.precision.scales
             and not trainer.strategy.updates_on_host
@@ -166,7 +166,7 @@ class Guard:
         """
         if self.by_device:
             self._skipped.add_(self._bad)
-        self.settle()
+        self.rebind_buffers()
         self._buffers = [
             (owner, name, buffer)
             for owner in self._owners
@@ -212,7 +212,7 @@ class Guard:
         finally:
             del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
 
-    def settle(self) -> None:
+    def rebind_buffers(self) -> None:
         """Make the known tensors the buffers again, with the values of those assigned meanwhile.
 
         Averages and wrappers refer to them. One of another shape or dtype replaces the known one.
@@ -284,20 +284,20 @@ def explain(
     where = f"at update {state.updates + 1} (step {state.global_step + 1}, epoch {state.epoch})"
     advice = f"the update was not applied; {LOWER}"
     for micro_batch in micro_batches:
-        inputs, indices = first_tensor(micro_batch.batch), micro_batch.piece.indices
+        inputs, indices = first_tensor(micro_batch.batch), micro_batch.batch_slice.indices
         if inputs is not None and inputs.ndim and (bad := _nonfinite(inputs)).any():
             row = int(bad.reshape(len(bad), -1).any(1).int().argmax())
             if row < len(indices):
                 what = f"sample {indices[row]}"
             else:  # of the whole update, where it is split
-                what = f"row {micro_batch.piece.start + row} of the batch"
+                what = f"row {micro_batch.batch_slice.start + row} of the batch"
             return 0, f"{what} holds NaN or infinity, {where}: {advice}"
     grads = ((name, p.grad) for name, p in model.named_parameters())
     name = next((name for name, grad in grads if grad is not None and _nonfinite(grad).any()), "")
     # A non-finite loss makes all gradients non-finite.
     of_loss = not name or any(_nonfinite(loss).any() for loss in losses)
     what = "loss" if of_loss else f"gradient of {name}"
-    seen = [str(i) for m in micro_batches for i in m.piece.indices]
+    seen = [str(i) for m in micro_batches for i in m.batch_slice.indices]
     shown = f"; samples {', '.join(seen[:8])}{', ...' if len(seen) > 8 else ''}" if seen else ""
     return 1 if of_loss else 2, f"the {what} is not finite, {where}{shown}: {advice}"
 

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.utils.checkpoint import checkpoint
 
-from regimen.conf.errors import some
-from regimen.trainer.device import autocasts, has_units_for, product_name, widest
+from regimen.conf.errors import truncated_list
+from regimen.trainer.device import accumulate_dtype, autocasts, has_hardware_format, product_name
 from regimen.trainer.errors import ModelError
-from regimen.trainer.strategies.strategy import AS_IT_IS
+from regimen.trainer.strategies.strategy import NULL_CONTEXT
 from regimen.trainer.task import in_format
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -48,7 +48,7 @@ class Precision:
         self._autocast = _AUTOCAST.get(name)
         self._device_type = device_type
         if (self._autocast and not autocasts(device_type, self._autocast)) or (
-            name == "fp64" and widest(torch.device(device_type)) != torch.float64
+            name == "fp64" and accumulate_dtype(torch.device(device_type)) != torch.float64
         ):
             message = f"{device_type} does not compute in {name}"
             raise ModelError("trainer.precision", message, "fp32 is everywhere")
@@ -67,7 +67,7 @@ class Precision:
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the context for a forward pass."""
         if self._autocast is None:
-            return AS_IT_IS
+            return NULL_CONTEXT
         return torch.autocast(self._device_type, dtype=self._autocast)
 
     def backward(self, loss: Tensor) -> None:
@@ -109,12 +109,12 @@ def format_remark(key: str, name: str, device: torch.device) -> str | None:
         if units not in _AUTOCAST or not _CPU_INFO.exists() or units in cpu_formats():
             return None
         return f"{key}={name}: this CPU emulates it, fp32 is faster"
-    if units == "bf16" and not has_units_for(device, "bf16"):
+    if units == "bf16" and not has_hardware_format(device, "bf16"):
         return (
             f"{key}={name}: {product_name(device)} emulates bfloat16, fp32 is faster; "
             "fp16 may be faster still"
         )
-    if units == "tf32" and not has_units_for(device, "tf32"):
+    if units == "tf32" and not has_hardware_format(device, "tf32"):
         return f"{key}={name}: {product_name(device)} has no TF32 units and computes in fp32"
     return None
 
@@ -154,7 +154,9 @@ def checkpoint_modules(
     names = [name for name, _ in model.named_modules() if name]
     for pattern in patterns:
         if not fnmatch.filter(names, pattern):
-            raise ModelError(_KEY, f"{pattern!r} matches no module", f"there are {some(names, 12)}")
+            raise ModelError(
+                _KEY, f"{pattern!r} matches no module", f"there are {truncated_list(names, 12)}"
+            )
     chosen: list[str] = []
     for name in names:
         inside = any(name.startswith(f"{outer}.") for outer in chosen)

@@ -14,7 +14,7 @@ from regimen.conf.errors import ConfigError, Problem, did_you_mean, raise_proble
 from regimen.conf.python_words import in_python
 from regimen.conf.schema_trainer import TrainerConfig
 from regimen.trainer.callback import Callback
-from regimen.trainer.errors import RunError, UserCodeError, spelled
+from regimen.trainer.errors import RunError, UserCodeError, describe_value
 from regimen.trainer.optimizers.optimizers import Optimizers
 from regimen.trainer.options import TrainerOptions
 from regimen.trainer.rng import set_switches
@@ -56,7 +56,7 @@ def _named(thing: Any) -> str:
     if _is_function(thing):
         function = getattr(thing, "func", thing)
         return f"the function {getattr(function, '__name__', function)}"
-    return f"a {type(thing).__name__}" if isinstance(thing, nn.Module) else spelled(thing)
+    return f"a {type(thing).__name__}" if isinstance(thing, nn.Module) else describe_value(thing)
 
 
 def is_from_python(options: TrainerConfig) -> bool:

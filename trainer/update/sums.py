@@ -7,8 +7,8 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from regimen.data.batch import MicroBatch, Piece
-from regimen.trainer.device import waits, widest
+from regimen.data.batch import BatchSlice, MicroBatch
+from regimen.trainer.device import accumulate_dtype, is_async
 from regimen.trainer.distributed import Group
 from regimen.trainer.errors import UserCodeError
 from regimen.trainer.strategies.strategy import Strategy
@@ -37,7 +37,7 @@ def totals_of(task: Task, strategy: Strategy, micro_batches: MicroBatches) -> di
     """Return an update's denominators that depend on the data, over all devices."""
     if not task.count_names:
         return {}
-    found = [task.counts(m.batch) for m in micro_batches if m.piece.count]
+    found = [task.counts(m.batch) for m in micro_batches if m.batch_slice.count]
     totals: dict[str, Total] = {}
     for name in task.count_names:
         # If no label of the whole update counts, all parts are 0, and so is their sum.
@@ -51,17 +51,17 @@ def totals_of(task: Task, strategy: Strategy, micro_batches: MicroBatches) -> di
 
 
 def share_of(
-    strategy: Strategy, output: StepOutput, piece: Piece, totals: Mapping[str, Total]
+    strategy: Strategy, output: StepOutput, batch_slice: BatchSlice, totals: Mapping[str, Total]
 ) -> Tensor:
     """Return a micro-batch's part in its update's loss; `totals` are the denominators."""
     scale, terms = strategy.gradient_scale, []
     for name, term in output.terms.items():
         count = output.counts.get(name)
-        if count is SUM or not piece.count:  # a borrowed sample takes part with weight zero
-            terms.append(term.sum() * (scale if piece.count else 0))
+        if count is SUM or not batch_slice.count:  # a borrowed sample takes part with weight zero
+            terms.append(term.sum() * (scale if batch_slice.count else 0))
             continue
-        total = piece.total if count is None else totals[name]
-        count = piece.count if count is None else count
+        total = batch_slice.total if count is None else totals[name]
+        count = batch_slice.count if count is None else count
         mean = term.mean() if term.ndim else term
         if isinstance(count, Tensor) or isinstance(total, Tensor) or not count:
             # The mean over `count` elements in the mean over all; torch's is NaN over none.
@@ -75,8 +75,8 @@ def share_of(
 
 def _there(count: Tensor | float, device: torch.device) -> Tensor:
     if isinstance(count, Tensor):
-        return count.to(device, widest(device))
-    return torch.full((), count, dtype=widest(device), device=device)  # a copy would wait
+        return count.to(device, accumulate_dtype(device))
+    return torch.full((), count, dtype=accumulate_dtype(device), device=device)  # a copy would wait
 
 
 def add_up(terms: Sequence[Tensor]) -> Tensor:
@@ -94,7 +94,7 @@ class Sums:
     """
 
     def __init__(self, device: torch.device, over: Self | None = None) -> None:
-        self._device, self._waits = device, waits(device)
+        self._device, self._waits = device, is_async(device)
         self._added = [self] if over is None else [self, over]
         self._sums: dict[Name, list[float]] = {}  # sum and count by name
         self.without_labels = False  # whether no label counted in what `means` returned last
@@ -143,7 +143,7 @@ class Sums:
             self._packed.setdefault(kind, []).append(torch.stack(numbers))
         self._open = {}
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Add what is on the device; waits for it."""
         self.pack()
         numbers = {kind: iter(torch.cat(v).tolist()) for kind, v in self._packed.items()}
@@ -172,7 +172,7 @@ class Sums:
 
     def join(self, group: Group) -> None:
         """Start the sums of other processes at zero: one without samples may have fewer names."""
-        self.settle()
+        self.flush()
         for name in {name for names in group.gather(list(self._sums)) for name in names}:
             self._sums.setdefault(name, [0.0, 0])
 
@@ -182,13 +182,13 @@ class Sums:
         A term of a loss is returned as `<loss>_<term>`, and the sum of the terms as `<loss>`.
         Raises UserCodeError for a metric that has the name of one of these.
         """
-        self.settle()
+        self.flush()
         names = sorted(self._sums)
         if not names:
             return {}
         own = torch.tensor([self._sums[name] for name in names], dtype=torch.float64)
         # A device without float64 would round counts above 16 million: then hosts exchange them.
-        whole = reduce(own.to(self._device) if widest(self._device) == own.dtype else own)
+        whole = reduce(own.to(self._device) if accumulate_dtype(self._device) == own.dtype else own)
         rows = dict(zip(names, whole.tolist(), strict=True))
         counts = [count for name, (_, count) in rows.items() if name.loss]
         self.without_labels = bool(counts) and not any(counts)
@@ -211,12 +211,12 @@ class Sums:
 
     def reset(self) -> None:
         """Reset all sums; what is pending is part of further sums, too."""
-        self.settle()
+        self.flush()
         self._sums = {}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the partial sums; waits for the device."""
-        self.settle()
+        self.flush()
         state: dict[str, Any] = {"sums": {}, "counts": {}, "losses": {}}
         for name, (total, count) in self._sums.items():
             if name.loss:

@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from regimen.data.batch import joined
+from regimen.data.batch import concat_batches
 from regimen.trainer.errors import (
-    MISFITS,
+    SHAPE_ERRORS,
     DivergedError,
     ModelError,
     SampleError,
     UserCodeError,
-    called,
-    misfit,
+    explain_shape_error,
+    qualified_name,
 )
 from regimen.trainer.optimizers.state import needs_closure
-from regimen.trainer.task import StepOutput, as_output, unsound
+from regimen.trainer.task import StepOutput, as_output, diagnose_step_output
 from regimen.trainer.update import gradients
 from regimen.trainer.update.gradients import LOWER, Guard
 from regimen.trainer.update.sums import MicroBatches, Sums, add_up, metric, share_of, totals_of
@@ -38,7 +38,7 @@ _LABELS = (
 )
 
 
-class Turn:
+class Phase:
     """Optimizers that step together on one loss; without a name if it has all of them."""
 
     def __init__(self, name: str, optimizers: Sequence[Optimizer]) -> None:
@@ -80,10 +80,10 @@ class Updater:
         self._last_outputs: dict[str, list[StepOutput]] = {}
         known = trainer.optimizers.optimizers
         # Turns without an optimizer are left out: an evaluation has none, and needs none.
-        named = [Turn(name, [known[name]]) for name in task.turns if name in known]
-        self._turns = named if task.turns else [Turn("", list(known.values()))]
+        named = [Phase(name, [known[name]]) for name in task.turns if name in known]
+        self._phases = named if task.turns else [Phase("", list(known.values()))]
         self._apart = [p for module in task.own_modules().values() for p in module.parameters()]
-        searching = [o for turn in self._turns for o in turn.searching]
+        searching = [o for phase in self._phases for o in phase.searching]
         keys = gradients.without_effect(trainer.precision.name, trainer.options)
         if keys and searching:
             raise ModelError(
@@ -95,67 +95,67 @@ class Updater:
     def guard(self) -> Guard:
         """What keeps non-finite updates from being applied; made by the first update."""
         task, known = self._trainer.task, self._trainer.optimizers.optimizers
-        if task.turns and [turn.name for turn in self._turns] != list(task.turns):
+        if task.turns and [phase.name for phase in self._phases] != list(task.turns):
             raise ModelError(
                 f"the optimizers are {', '.join(known)}, but those of task.turns "
                 f"{', '.join(task.turns)}"
             )
         # A non-finite turn undoes those before it; a search may end at any evaluation.
-        early = [t for t in self._turns if t is not self._turns[-1] or t.searching]
-        return Guard(self._trainer, list({o: None for turn in early for o in turn.every}))
+        early = [t for t in self._phases if t is not self._phases[-1] or t.searching]
+        return Guard(self._trainer, list({o: None for phase in early for o in phase.every}))
 
     def apply(self, micro_batches: MicroBatches) -> bool:
         """Run micro-batches (forward, scaled backward) -> unscale -> clip -> step -> zero.
 
-        Once for each turn. Returns False if the update was skipped.
+        Once for each phase. Returns False if the update was skipped.
         """
         trainer, options, guard, taken = self._trainer, self._trainer.options, self.guard, []
         scaler = trainer.precision.scaler
         guard.remember()
         if self._keeps:
             self._last_batches, self._last_outputs = micro_batches, {}
-        for turn in self._turns:
-            outputs, shares = self._accumulate(turn, micro_batches)
+        for phase in self._phases:
+            outputs, shares = self._accumulate(phase, micro_batches)
             trainer.timer.lap("forward + backward")
-            for optimizer in turn.optimizers:  # and check for infinities, of a format that scales
+            for optimizer in phase.optimizers:  # and check for infinities, of a format that scales
                 scaler.unscale_(optimizer)
-            parameters = turn.parameters
-            norm = gradients.total_norm(parameters, options.clip_grad_norm_type, turn.alike)
+            parameters = phase.parameters
+            norm = gradients.total_norm(parameters, options.clip_grad_norm_type, phase.alike)
             if guard.refuses(norm):
                 return self._refuse(micro_batches, shares)
             gradients.clip(options, trainer.optimizers, parameters, norm)
             if options.gradient_noise is not None:
-                gradients.add_noise(options, parameters, trainer.state.updates, turn.name)
+                gradients.add_noise(options, parameters, trainer.state.updates, phase.name)
             trainer.hooks.emit("on_gradients", trainer)
-            for optimizer in turn.optimizers:
+            for optimizer in phase.optimizers:
                 guard.step(optimizer)
-            if turn.searching:
-                self._search(turn, micro_batches, shares)
+            if phase.searching:
+                self._search(phase, micro_batches, shares)
                 if guard.refuses(gradients.largest(parameters)):
                     return self._refuse(micro_batches, shares)
             scaler.update()
             trainer.optimizers.zero_grad()
-            taken.append((turn, outputs, norm))
-        guard.settle()
+            taken.append((phase, outputs, norm))
+        guard.rebind_buffers()
         once = int(trainer.group.data_rank == 0)  # the norm is the same on every process
-        for turn, outputs, norm in taken:
-            self._add_outputs(self.sums, turn, micro_batches, outputs)
-            self.sums.add(metric(turn.norm), norm if once else 0.0, once)
+        for phase, outputs, norm in taken:
+            self._add_outputs(self.sums, phase, micro_batches, outputs)
+            self.sums.add(metric(phase.norm), norm if once else 0.0, once)
         self.sums.pack()
         trainer.timer.lap("optimizer")
         return True
 
-    def try_out(self, micro_batches: MicroBatches) -> None:
+    def dry_run_backward(self, micro_batches: MicroBatches) -> None:
         """Compute an update's gradients and drop them: for `Strategy.warm_up` and a dry run."""
         self.guard.remember()
-        for turn in self._turns:
-            outputs, _ = self._accumulate(turn, micro_batches)
+        for phase in self._phases:
+            outputs, _ = self._accumulate(phase, micro_batches)
             self._trainer.optimizers.zero_grad()
-            self._add_outputs(Sums(self._trainer.strategy.device), turn, micro_batches, outputs)
+            self._add_outputs(Sums(self._trainer.strategy.device), phase, micro_batches, outputs)
         self.guard.restore()
 
     def _accumulate(
-        self, turn: Turn, micro_batches: MicroBatches
+        self, phase: Phase, micro_batches: MicroBatches
     ) -> tuple[list[StepOutput], list[Tensor]]:
         trainer, task, model = self._trainer, self._trainer.task, self._trainer.wrapped
         strategy, precision = trainer.strategy, trainer.precision
@@ -165,24 +165,26 @@ class Updater:
         try:
             totals = totals_of(task, strategy, micro_batches)
             for micro_batch in micro_batches:
-                batch, output, counts = micro_batch.batch, None, micro_batch.piece.count > 0
+                batch, output, counts = micro_batch.batch, None, micro_batch.batch_slice.count > 0
                 with strategy.accumulate(model, micro_batch is micro_batches[-1], counts):
                     with precision.autocast():
                         result = (
-                            task.turn_step(model, batch, turn.name)
-                            if turn.name
+                            task.turn_step(model, batch, phase.name)
+                            if phase.name
                             else task.training_step(model, batch)
                         )
-                        output = as_output(result, task, turn.step)
-                    share = share_of(strategy, output, micro_batch.piece, totals)
+                        output = as_output(result, task, phase.step)
+                    share = share_of(strategy, output, micro_batch.batch_slice, totals)
                     # The process that owns a borrowed sample checks its loss.
                     precision.backward(share if counts else share.nan_to_num())
                 outputs.append(output)
                 shares.append(share)
-        except MISFITS as error:
+        except SHAPE_ERRORS as error:
             if output is not None:
-                raise unsound(output, task, turn.step, trainer.model) or error from None
-            if known := misfit(error, batch, trainer.state.updates):
+                raise (
+                    diagnose_step_output(output, task, phase.step, trainer.model) or error
+                ) from None
+            if known := explain_shape_error(error, batch, trainer.state.updates):
                 raise known from error
             raise
         if trainer.group.world_size > 1:  # the wrapper knows the model's parameters, not the task's
@@ -190,16 +192,16 @@ class Updater:
                 if parameter.grad is not None:
                     parameter.grad = trainer.group.reduce(parameter.grad) / strategy.gradient_scale
         if self._keeps:
-            self._last_outputs[turn.name] = outputs
+            self._last_outputs[phase.name] = outputs
         return outputs, shares
 
     def last_update(self) -> dict[str, Any]:
         """Return `batch` and `outputs` of the last update, for `Callback.on_update_end`."""
-        batches = [m.batch for m in self._last_batches if m.piece.count]
-        outputs = [output for turn in self._last_outputs.values() for output in turn]
-        return {"batch": joined(batches) if batches else None, "outputs": outputs}
+        batches = [m.batch for m in self._last_batches if m.batch_slice.count]
+        outputs = [output for phase in self._last_outputs.values() for output in phase]
+        return {"batch": concat_batches(batches) if batches else None, "outputs": outputs}
 
-    def _search(self, turn: Turn, micro_batches: MicroBatches, shares: Sequence[Tensor]) -> None:
+    def _search(self, phase: Phase, micro_batches: MicroBatches, shares: Sequence[Tensor]) -> None:
         """Let optimizers step that evaluate loss and gradients by themselves."""
         strategy = self._trainer.strategy
 
@@ -207,15 +209,15 @@ class Updater:
             return strategy.group.reduce(add_up(shares).detach()) / strategy.gradient_scale
 
         # The gradients are those of their first evaluation, unless other optimizers have stepped.
-        known = [] if turn.optimizers else [whole(shares)]
+        known = [] if phase.optimizers else [whole(shares)]
 
         def evaluate() -> Tensor:
             if known:
                 return known.pop()
             self._trainer.optimizers.zero_grad()
-            return whole(self._accumulate(turn, micro_batches)[1])
+            return whole(self._accumulate(phase, micro_batches)[1])
 
-        for optimizer in turn.searching:
+        for optimizer in phase.searching:
             optimizer.step(evaluate)  # type: ignore[arg-type]
 
     def _refuse(self, micro_batches: MicroBatches, shares: Sequence[Tensor]) -> bool:
@@ -232,28 +234,31 @@ class Updater:
     def _add_outputs(
         self,
         sums: Sums,
-        turn: Turn,
+        phase: Phase,
         micro_batches: MicroBatches,
         outputs: Sequence[StepOutput],
     ) -> None:
         for micro_batch, output in zip(micro_batches, outputs, strict=True):
-            if turn.norm in output.sums:
-                raise self._taken(turn.norm)
+            if phase.norm in output.sums:
+                raise self._taken(phase.norm)
             try:
-                sums.add_output(output, micro_batch.piece.count, turn.loss)
-            except MISFITS as error:
-                wrong = unsound(output, self._trainer.task, turn.step, self._trainer.model)
+                sums.add_output(output, micro_batch.batch_slice.count, phase.loss)
+            except SHAPE_ERRORS as error:
+                wrong = diagnose_step_output(
+                    output, self._trainer.task, phase.step, self._trainer.model
+                )
                 raise wrong or error from None
 
     def _taken(self, name: str) -> UserCodeError:
         """Return that a metric or loss has a name of ours, under which both would mix."""
         return UserCodeError(
-            f"{called(self._trainer.task)}: a StepOutput has a metric or loss that is logged as "
+            f"{qualified_name(self._trainer.task)}: a StepOutput has a metric or loss that is "
+            "logged as "
             f"train/{name}, which the trainer logs itself: give it a name that does not begin with "
             f"epoch_ and is none of grad_norm, {', '.join(_OWN_NAMES)}"
         )
 
-    def take_means(self) -> dict[str, float]:
+    def pop_means(self) -> dict[str, float]:
         """Return `train/<name>`: the means since the last call, what was skipped, the loss scale.
 
         Raises DivergedError.
@@ -282,7 +287,7 @@ class Updater:
 
         Raises SampleError where no label of a whole epoch counted: it has trained nothing.
         """
-        self.sums.settle()
+        self.sums.flush()
         means = self.epoch_sums.means(self._trainer.group.reduce)
         if ended:
             self.epoch_sums.reset()

@@ -9,7 +9,7 @@ import torch
 from regimen.data.decode import read_image
 from regimen.data.errors import UnreadableError
 from regimen.data.image_folder import ImageCache, image_folder
-from regimen.data.loading.loader import Kept
+from regimen.data.loading.loader import DeviceCache
 from regimen.data.sources import Digits
 from toys import differences
 
@@ -102,7 +102,7 @@ def test_an_interruption_leaves_nothing_and_the_next_call_begins_anew(picture_tr
 
 def _seen(loader):
     """Return what the network sees of an epoch from its second update on."""
-    micros = [(micro.piece, micro.batch) for micro in loader.epoch(1, 1, 4)]
+    micros = [(micro.batch_slice, micro.batch) for micro in loader.epoch(1, 1, 4)]
     loader.close()
     return micros
 
@@ -131,7 +131,7 @@ def test_the_network_sees_the_same(words, built):
 
 
 def test_more_than_a_device_may_take_stays_in_host_memory(caplog):
-    digits = Kept(Digits("val"), torch.device("cpu"), 1000)
+    digits = DeviceCache(Digits("val"), torch.device("cpu"), 1000)
     digits.fill()
     assert not digits.ready
     assert "its samples take 71280 bytes, more than data.cache_bytes=1000" in caplog.text

@@ -10,7 +10,7 @@ from torch.nn.functional import interpolate
 from torchvision.transforms import v2
 
 from regimen.data import batch_transforms as batched
-from regimen.data.batch import Piece, to_device
+from regimen.data.batch import BatchSlice, to_device
 from regimen.data.errors import DataError
 from regimen.data.loading.device_transforms import DeviceTransforms, check_per_sample, defer
 from regimen.data.loading.fetch import collate
@@ -48,7 +48,9 @@ def _images(accumulation=1, world=1, steps=STEPS, seed=3, epoch=0):
         sampler = UpdateSampler(Shuffled(50, 1), batch_size=16, **cut)
         loader = Loader(digits, sampler, seed=3, transforms=DeviceTransforms(steps, seed))
         for micro in loader.epoch(epoch):
-            kept = zip(micro.piece.indices[: micro.piece.count], micro.batch[0], strict=False)
+            kept = zip(
+                micro.batch_slice.indices[: micro.batch_slice.count], micro.batch[0], strict=False
+            )
             found |= dict(kept)
     return found
 
@@ -74,8 +76,8 @@ def test_dropping_a_step_leaves_the_others_draws():
     assert not _equal(*flips)  # each draws by its name
 
 
-def _piece(n, update=0, micro_batch=0):
-    return Piece(tuple(range(n)), n, 0, n, micro_batch, 2, 0, update)
+def _batch_slice(n, update=0, micro_batch=0):
+    return BatchSlice(tuple(range(n)), n, 0, n, micro_batch, 2, 0, update)
 
 
 @pytest.mark.parametrize("kind", [v2.MixUp, v2.CutMix])
@@ -83,9 +85,9 @@ def test_mixing_is_torchvisions_keyed_by_place(kind):
     images, labels = torch.rand(8, 3, 6, 6), torch.arange(8) % 4
     transforms = DeviceTransforms({"mix": kind(num_classes=4)}, seed=1)
     before = torch.get_rng_state()
-    mixed, shares = transforms((images, labels), _piece(8))
+    mixed, shares = transforms((images, labels), _batch_slice(8))
     assert torch.equal(torch.get_rng_state(), before)
-    again = transforms((images, labels), _piece(8))
+    again = transforms((images, labels), _batch_slice(8))
     assert torch.equal(mixed, again[0])
     assert torch.allclose(shares.sum(1), torch.ones(8))
     share = float(shares[0, 0])
@@ -96,7 +98,7 @@ def test_mixing_is_torchvisions_keyed_by_place(kind):
     else:
         own = (mixed == images).all(1).float().mean()
         assert abs(float(own) - share) < 1e-6
-    for place in (_piece(8, update=1), _piece(8, micro_batch=1)):
+    for place in (_batch_slice(8, update=1), _batch_slice(8, micro_batch=1)):
         assert not torch.equal(transforms((images, labels), place)[1], shares)
 
 
@@ -136,7 +138,7 @@ WRAPS = [
 @pytest.mark.parametrize("wrap", WRAPS)
 def test_batches_of_any_form_keep_it(wrap):
     batch = wrap(torch.full((4, 1, 3, 3), 255, dtype=torch.uint8), torch.arange(4))
-    result = DeviceTransforms({"to_float": ToFloat()}, seed=0)(batch, _piece(4))
+    result = DeviceTransforms({"to_float": ToFloat()}, seed=0)(batch, _batch_slice(4))
     assert type(result) is type(batch)
     (_, first), *others = leaves(result)
     assert torch.equal(first, torch.ones(4, 1, 3, 3))
@@ -250,10 +252,10 @@ def _drawn(built, *words, world=1):
     for rank in range(world):
         loader, *_ = built(*words, rank=rank, world=world)
         for micro in loader.epoch(1, len(loader) // 2):
-            piece = micro.piece
-            draws = zip(piece.draws()[: piece.count], micro.batch[0], strict=False)
-            for place, (draw, image) in enumerate(draws, piece.start):
-                found[piece.update, place] = draw, image
+            batch_slice = micro.batch_slice
+            draws = zip(batch_slice.draws()[: batch_slice.count], micro.batch[0], strict=False)
+            for place, (draw, image) in enumerate(draws, batch_slice.start):
+                found[batch_slice.update, place] = draw, image
         loader.close()
     return found
 
@@ -305,13 +307,13 @@ def test_a_sample_drawn_again_is_another_picture_whatever_the_cache(
 def test_every_step_draws_anew_for_a_later_occurrence(step):
     images = torch.rand(1, 3, 8, 8).expand(64, -1, -1, -1).contiguous()
     occurrences = tuple(range(32)) * 2
-    piece = Piece((5,) * 32 + (9,) * 32, 64, 0, 64, 0, 1, 0, 0, occurrences)
+    batch_slice = BatchSlice((5,) * 32 + (9,) * 32, 64, 0, 64, 0, 1, 0, 0, occurrences)
     transforms = DeviceTransforms({"step": step}, seed=1)
-    whole = transforms(images, piece)
+    whole = transforms(images, batch_slice)
     assert len({image.numpy().tobytes() for image in whole[:32]}) > 1
     assert not torch.equal(whole[:32], whole[32:])
-    for number, (index, occurrence) in enumerate(piece.draws()):
-        own = Piece((index,), 1, 0, 1, 0, 1, 0, 0, (occurrence,))
+    for number, (index, occurrence) in enumerate(batch_slice.draws()):
+        own = BatchSlice((index,), 1, 0, 1, 0, 1, 0, 0, (occurrence,))
         assert torch.equal(transforms(images[:1], own)[0], whole[number])
-    first = Piece((5, 9), 2, 0, 2, 0, 1, 0, 0)  # keyed as where nothing is repeated
+    first = BatchSlice((5, 9), 2, 0, 2, 0, 1, 0, 0)  # keyed as where nothing is repeated
     assert torch.equal(transforms(images[:2], first), whole[[0, 32]])

@@ -76,7 +76,7 @@ def test_augmentation_is_keyed_by_the_sample_whatever_the_order_and_the_split(no
     for rank in range(2):
         split = {"gradient_accumulation_steps": 2, "rank": rank, "world_size": 2}
         with loading(noisy(), split=split) as loader:
-            parts += [micro.batch[0][: micro.piece.count] for micro in loader.epoch(1)]
+            parts += [micro.batch[0][: micro.batch_slice.count] for micro in loader.epoch(1)]
     joined = torch.cat(parts)
     assert not torch.equal(joined, whole)
     assert torch.equal(joined[joined[:, 0].argsort()], whole)
@@ -98,7 +98,7 @@ def test_what_an_epoch_draws_again_is_augmented_anew(noisy, make):
     both = noisy(110)
     with loading(both, make(dataset)) as loader:
         whole = torch.cat(drain(loader, 1))
-        indices = [i for micro in loader.epoch(1) for i in micro.piece.indices]
+        indices = [i for micro in loader.epoch(1) for i in micro.batch_slice.indices]
     seen = dict.fromkeys(indices, 0)
     expected = []
     with preserved_rng():
@@ -117,7 +117,11 @@ def test_what_an_epoch_draws_again_is_augmented_anew(noisy, make):
             drain(loader, 0)
             for start in (1, 2):  # in the middle of an epoch
                 parts += [
-                    (micro.piece.update, micro.piece.start, micro.batch[0][: micro.piece.count])
+                    (
+                        micro.batch_slice.update,
+                        micro.batch_slice.start,
+                        micro.batch[0][: micro.batch_slice.count],
+                    )
                     for micro in loader.epoch(1, start, start + 1)
                 ]
     parts.sort(key=lambda part: part[:2])
@@ -250,7 +254,7 @@ class _Indexed:
 def test_a_whole_batch_is_asked_for_by_a_list(workers):
     with loading(_Indexed(), Sequential(6), 3, num_workers=workers) as loader:
         for micro in loader.epoch(0):
-            rows = torch.arange(24.0).view(6, 4)[list(micro.piece.indices)]
+            rows = torch.arange(24.0).view(6, 4)[list(micro.batch_slice.indices)]
             assert same(micro.batch, [rows, rows])
 
 
@@ -401,8 +405,8 @@ def test_training_replaces_by_a_rule_and_tells_it_once(noisy, workers, caplog):
     images = torch.cat([micro.batch[0] for micro in micros])
     assert torch.equal(torch.cat([micro.batch[0] for micro in split]), images)
     for got, intact in zip(micros, whole, strict=True):
-        assert got.piece == intact.piece
-        for slot, index in enumerate(intact.piece.indices):
+        assert got.batch_slice == intact.batch_slice
+        for slot, index in enumerate(intact.batch_slice.indices):
             if index in BAD:
                 drawn = (key(5, REPLACEMENT, index, attempt) % 20 for attempt in range(9))
                 assert int(got.batch[0][slot, 0]) == next(i for i in drawn if i not in BAD)
@@ -432,23 +436,23 @@ def test_a_replacement_is_one_of_the_samplers_own(noisy, order):
 def test_evaluation_drops(noisy, workers):
     micros, loader = _skipping(noisy(bad=BAD), "drop", workers, order=Sequential(20))
     first = micros[:4]
-    seen = [i for m in first for i in m.piece.indices[: m.piece.count]]
+    seen = [i for m in first for i in m.batch_slice.indices[: m.batch_slice.count]]
     assert seen == [i for i in range(20) if i not in BAD]
     assert [int(i) for m in first for i in m.batch[0][:, 0]] == seen
-    assert [m.piece.count for m in first] == [5, 5, 6, 2]
+    assert [m.batch_slice.count for m in first] == [5, 5, 6, 2]
     assert len(loader.skipped) == 2
     nothing_left = noisy(bad=dict.fromkeys(range(6), "raise"))
     (first, *_), _ = _skipping(nothing_left, "drop", order=Sequential(20), max_skipped=10)
-    assert (first.piece.count, first.batch[0].shape) == (0, (1, 4))
+    assert (first.batch_slice.count, first.batch[0].shape) == (0, (1, 4))
     assert int(first.batch[0][0, 0]) > 5
 
 
 def test_evaluation_drops_no_sample_for_standing_twice(noisy):
     order = SamplerOrder([4, 3, 4, 5, 4, 6], 5)
     micros, _ = _skipping(noisy(bad=BAD), "drop", order=order)
-    piece = micros[0].piece
-    assert piece.draws() == [(4, 0), (4, 1), (5, 0), (4, 2), (6, 0)]
-    assert piece.count == 5
+    batch_slice = micros[0].batch_slice
+    assert batch_slice.draws() == [(4, 0), (4, 1), (5, 0), (4, 2), (6, 0)]
+    assert batch_slice.count == 5
     assert micros[0].batch[0][:, 0].tolist() == [4, 4, 5, 4, 6]
 
 

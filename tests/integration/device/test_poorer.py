@@ -39,11 +39,11 @@ def test_each_question_has_an_answer_of_its_own():
     streams = "streams" not in LACKS
     assert asked.has_streams(DEVICE) == streams
     assert asked.pins(DEVICE) == (streams and "pinned" not in LACKS)
-    assert asked.exchanges(DEVICE) == ("collectives" not in LACKS)
-    assert not asked.exchanges(DEVICE, "gloo")
+    assert asked.supports_collectives(DEVICE) == ("collectives" not in LACKS)
+    assert not asked.supports_collectives(DEVICE, "gloo")
     assert asked.counts_memory(DEVICE) == ("statistics" not in LACKS)
     wide = torch.float32 if "float64" in LACKS else torch.float64
-    assert asked.widest(DEVICE) == asked.widest(torch.device("sim")) == wide
+    assert asked.accumulate_dtype(DEVICE) == asked.accumulate_dtype(torch.device("sim")) == wide
     (first, _) = asked.describe_all()
     assert first.startswith("sim:0 simulated accelerator")
     assert ("GiB" in first) == ("statistics" not in LACKS)
@@ -148,7 +148,7 @@ def test_numbers_of_the_user_in_double_precision_arrive():
     batch = to_device(
         (torch.ones(3, dtype=torch.float64), torch.zeros(2, dtype=torch.int64)), DEVICE
     )
-    assert batch[0].dtype == asked.widest(DEVICE)
+    assert batch[0].dtype == asked.accumulate_dtype(DEVICE)
     assert batch[1].dtype == torch.int64
     counts, edges, *_ = histogram_of(torch.tensor([0.0, 1.0, 1.0], device=DEVICE), bins=2)
     assert sorted(map(len, (counts, edges))) == [2, 3]

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from accelerator import CPU, DEVICE, check_same, needs_accelerator, waits
 from regimen.conf.check import parse
-from regimen.data.batch import Piece, to_device
+from regimen.data.batch import BatchSlice, to_device
 from regimen.data.loading.device_transforms import DeviceTransforms
 from regimen.scripts.composition.compose import compose
 from regimen.trainer import rng
@@ -99,7 +99,7 @@ def test_it_trains_as_the_cpu(words, tolerance, monkeypatch):
         there = trained(words, DEVICE)
     # The loss of pixels and tokens; on a GPU its kernel for images is not deterministic.
     assert "nll_loss2d_forward.default" not in asked.names
-    monkeypatch.setattr(parts, "waits", lambda device: True)  # the same optimizer.fused
+    monkeypatch.setattr(parts, "is_async", lambda device: True)  # the same optimizer.fused
     with sdpa_kernel(SDPBackend.MATH):  # others are one rounding off
         here = trained(words, CPU)
     assert len(here["log"]) >= 4
@@ -120,12 +120,12 @@ def test_device_transforms_of_every_choice_do_not_wait(name):
     images = torch.randint(256, (6, 3, 32, 32), dtype=torch.uint8)
     if name in ("mixup", "cutmix", "mixup_cutmix"):  # those of the workers' images
         images = images / 255
-    batch, piece = (images, torch.arange(6)), Piece(tuple(range(6)), 6, 3, 9, 0, 1, 0, 0)
-    expected = DeviceTransforms(steps, seed=1)(batch, piece)
+    batch, batch_slice = (images, torch.arange(6)), BatchSlice(tuple(range(6)), 6, 3, 9, 0, 1, 0, 0)
+    expected = DeviceTransforms(steps, seed=1)(batch, batch_slice)
     on_device, moved = DeviceTransforms(steps, seed=1), to_device(batch, DEVICE)
-    on_device(moved, piece)  # brings its constants there
+    on_device(moved, batch_slice)  # brings its constants there
     with waits() as found:
-        result = on_device(moved, piece)
+        result = on_device(moved, batch_slice)
     assert not found
     assert {tensor.device for tensor in result} == {DEVICE}
     check_same(result, expected, 1e-5)
@@ -145,7 +145,7 @@ def test_a_process_keeps_the_random_states_of_its_own_devices():
     state = through_a_file(states(first).state_dict())
     expected, aside = drawn(first), []
     for _ in range(2):
-        with rng.preserved(first, seed=1):
+        with rng.seeded(first, seed=1):
             aside.append(drawn(first))
     assert torch.equal(*aside)
     both = states(first, second).state_dict()

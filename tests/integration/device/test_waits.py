@@ -231,7 +231,7 @@ def test_a_race_of_the_loader_would_be_noticed(name, stand_in, said, monkeypatch
     monkeypatch.setattr(loader, name, stand_in)
     if name == "current_stream":
         used = loader.use_on
-        monkeypatch.setattr(loader, "use_on", lambda _, t: used(current_stream(DEVICE), t))
+        monkeypatch.setattr(loader, "record_stream", lambda _, t: used(current_stream(DEVICE), t))
     with pytest.raises(Exception, match=f"race: .* {said}"):
         built(DIGITS, Callback()).fit()
 

@@ -32,7 +32,7 @@ from regimen.scripts.cli.console import (
     report,
 )
 from regimen.scripts.cli.keys import Demo, Evaluation, Export, Prediction, Quantization, read_keys
-from regimen.trainer.errors import StorageError, is_misfit
+from regimen.trainer.errors import StorageError, is_shape_error
 from regimen.trainer.files.layout import aligned
 
 EVIL = "a\nerror: b\x1b[2J\x9b31m\r\u202ec.png"
@@ -140,7 +140,7 @@ def test_what_a_device_cannot_compute_is_no_misfit_of_model_and_data(text, refus
         exec("raise error", names)
     error = raised.value
     error.__traceback__ = error.__traceback__.tb_next  # of torch's code alone
-    assert is_misfit(error) is not refused
+    assert is_shape_error(error) is not refused
     assert exit_code(error) == 1
     assert ("strategy.accelerator=cpu" in describe(error)) is refused
     assert text.partition("\n")[0][:40] in describe(error)

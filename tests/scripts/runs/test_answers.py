@@ -11,7 +11,7 @@ import torch
 
 from regimen.scripts.cli.keys import Prediction
 from regimen.scripts.runs.answers import Findings, _write_table
-from regimen.trainer.inference.predictor import Answers, InferenceFacts
+from regimen.trainer.inference.predictor import Answers, InferenceMetadata
 
 ROWS = [
     {"file": "a\udcff.png", "prediction": "\ud800", "probability": 0.5},
@@ -48,7 +48,7 @@ def test_the_bytes_of_a_files_name_stay_in_csv():
 def test_each_output_has_a_file_of_its_own_whatever_it_is_called(tmp_path):
     names = ["a/b", "a_b", "a%2Fb", "../x", "c\\d", "e\0f", "\ud800", "plain"]
     keys = Prediction(run="r", source="s", out=str(tmp_path / "t.csv"), save="logits")
-    facts = InferenceFacts(None, None, {"kind": "array"}, {"kind": "array"}, {}, {})
+    facts = InferenceMetadata(None, None, {"kind": "array"}, {"kind": "array"}, {}, {})
     found = Findings(keys, facts, [0, 1])
     values = {name: torch.full((2, 3), float(n)) for n, name in enumerate(names)}
     found.add(Answers([0, 1], values, values, {}))

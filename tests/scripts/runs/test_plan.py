@@ -75,7 +75,7 @@ def counts(n, devices, micro_batches):
     """Return the samples of each piece that the sampler gives."""
     size = {"batch_size": n, "gradient_accumulation_steps": micro_batches, "world_size": devices}
     samplers = (UpdateSampler(Sequential(n), **size, rank=rank) for rank in range(devices))
-    return [piece.count for sampler in samplers for piece in sampler.pieces(0, 0)]
+    return [batch_slice.count for sampler in samplers for batch_slice in sampler.batch_slices(0, 0)]
 
 
 @pytest.mark.parametrize("devices", [1, 2, 3])

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from regimen.callbacks.early_stopping import EarlyStopping
-from regimen.conf.check import fill_defaults
+from regimen.conf.check import with_defaults
 from regimen.conf.errors import ConfigError
 from regimen.scripts.runs.resume import (
     ABSENT,
@@ -204,7 +204,7 @@ RUN = {
     ],
 )
 def test_what_is_new_is_a_change_if_it_says_something(part, more, key):
-    before, later = fill_defaults(RUN), fill_defaults(RUN | {part: RUN[part] | more})
+    before, later = with_defaults(RUN), with_defaults(RUN | {part: RUN[part] | more})
     (new,) = more.values()
     assert changes(before, later) == ({} if key is None else {key: (ABSENT, new)})
     assert changes(later, before) == ({} if key is None else {key: (new, ABSENT)})

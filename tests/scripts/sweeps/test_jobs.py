@@ -121,7 +121,7 @@ def test_devices_are_distributed_over_jobs(
 ):
     monkeypatch.setattr(launchers, "start_process", lambda *_, **__: None)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    monkeypatch.setattr(device, "kinds", lambda: ["cuda", "cpu"])
+    monkeypatch.setattr(device, "device_types", lambda: ["cuda", "cpu"])
     monkeypatch.setattr(device, "device_count", lambda: count)
     devices = device.visible()
     launcher, running, found = LocalLauncher(5, per_device, devices), list[Job](), []

@@ -40,10 +40,10 @@ def save(strategy, folder, step, names=("last",)):
         "model": {"weight": shards[0], "plain": torch.tensor(float(step))},
         "optimizer": {"state": [{"weight": {"moment": shards[1]}}]},
     }
-    strategy.group.on_main(store.prepare)
+    strategy.group.run_on_main(store.prepare)
     outline = checkpoint_shards.write(payload, store.path_of(step), strategy.group)
-    strategy.group.on_main(lambda: store.save(outline, step=step, names=names))
-    strategy.group.on_main(lambda: store.prune([]))
+    strategy.group.run_on_main(lambda: store.save(outline, step=step, names=names))
+    strategy.group.run_on_main(lambda: store.prune([]))
 
 
 def in_group(function, *arguments):

@@ -22,7 +22,7 @@ from regimen.trainer.assembly.experiment import build
 from regimen.trainer.checkpoints.archive import DamagedCheckpointError
 from regimen.trainer.checkpoints.reader import model_only
 from regimen.trainer.errors import CheckpointError
-from regimen.trainer.inference.predictor import Generation, facts_of, read_facts
+from regimen.trainer.inference.predictor import Generation, inference_metadata, read_facts
 from regimen.trainer.inference.run import load_run, load_trainer, pictures_for
 from regimen.trainer.runs.status import RunDirectoryError
 from regimen.trainer.tasks.language_model import LanguageModel
@@ -257,7 +257,7 @@ def test_a_run_with_masks_is_asked_about_files(tmp_path, monkeypatch, kind):
             typed.append(f"data.{split}={{_target_: own_masks.Own, {given}}}")
     config = parse(compose(typed).config)
     experiment = build(config)
-    facts = facts_of(config, experiment.data, experiment.trainer.task)
+    facts = inference_metadata(config, experiment.data, experiment.trainer.task)
     files = [str(tmp_path / "val" / "images" / f"{number}.png") for number in range(4)]
     asked = pictures_for(facts, config, files)
     for number, (image, _) in enumerate(map(experiment.data.sets["val"].__getitem__, range(4))):

@@ -70,7 +70,7 @@ def test_a_job_is_given_its_device_by_the_variable_that_counts(monkeypatch, hip,
     for name, value in set_to.items():
         monkeypatch.setenv(f"{name}_VISIBLE_DEVICES", value)
     monkeypatch.setattr(torch.version, "hip", hip)
-    monkeypatch.setattr(device, "kinds", lambda: ["cuda", "cpu"])
+    monkeypatch.setattr(device, "device_types", lambda: ["cuda", "cpu"])
     monkeypatch.setattr(device, "device_count", lambda kind="auto": 2)
     variable, names = expected
     assert device.visible() == (f"{variable}_VISIBLE_DEVICES", names)
@@ -92,7 +92,7 @@ def test_a_job_of_a_selection_of_intels_is_given_a_part_of_it(
 ):
     monkeypatch.setenv("ONEAPI_DEVICE_SELECTOR", selector)
     monkeypatch.setenv("ZE_AFFINITY_MASK", mask)
-    monkeypatch.setattr(device, "kinds", lambda: ["xpu", "cpu"])
+    monkeypatch.setattr(device, "device_types", lambda: ["xpu", "cpu"])
     monkeypatch.setattr(device, "device_count", lambda kind="auto": 2)
     variable, names = expected
     assert device.visible() == (variable, names or ["level_zero:1", "level_zero:0.1"])

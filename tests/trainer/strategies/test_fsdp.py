@@ -314,12 +314,12 @@ def test_processes_of_a_tensor_group_have_the_same_samples_and_seeds(ranks):
         validation = eval_loader(config, made.data.sets["val"], strategy)
         samplers = made.trainer.train_loader.sampler, validation.sampler
         strategy.group.leave()
-        return torch.initial_seed(), *(sampler.pieces(0, 0) for sampler in samplers)
+        return torch.initial_seed(), *(sampler.batch_slices(0, 0) for sampler in samplers)
 
     one, same, other, last = ranks(4, facts)
     assert one == same != other == last
     for split in (1, 2):
-        indices = [i for piece in (*one[split], *other[split]) for i in piece.indices]
+        indices = [i for batch_slice in (*one[split], *other[split]) for i in batch_slice.indices]
         assert len(indices) == len(set(indices)) == one[split][0].total
 
 

@@ -22,7 +22,7 @@ from torch.utils.data import (
 from regimen.callbacks.checkpoint import Checkpoint
 from regimen.trainer.callback import Callback
 from regimen.trainer.options import TrainerOptions
-from regimen.trainer.rng import derived
+from regimen.trainer.rng import derived_seed
 from regimen.trainer.tasks.regression import Regression
 from regimen.trainer.trainer import Trainer
 from regimen.trainer.update.batch import PlainBatches
@@ -193,7 +193,7 @@ def test_an_epoch_follows_seed_and_epoch_and_leaves_the_callers_generator_alone(
     assert torch.equal(generator.get_state(), before)
     expected: list[Any] = []
     for epoch in range(2):  # by hand
-        drawn = torch.Generator().manual_seed(derived(5, "order", epoch))
+        drawn = torch.Generator().manual_seed(derived_seed(5, "order", epoch))
         sampler = RandomSampler(DATA, generator=drawn)
         expected += [x.flatten().tolist() for x, _ in DataLoader(DATA, 4, sampler=sampler)]
     assert updates(trainer) == expected
@@ -237,8 +237,8 @@ def test_what_may_draw_by_itself_is_told_once_as_the_training_starts(caplog, mak
 
 def test_the_numbers_of_samples_are_known_where_torchs_samplers_give_them():
     def numbers(loader, steps=1):
-        pieces = [micro.piece for micro in PlainBatches(loader, steps).epoch(0, 1, 3)]
-        return [piece.indices for piece in pieces]
+        batch_slices = [micro.batch_slice for micro in PlainBatches(loader, steps).epoch(0, 1, 3)]
+        return [batch_slice.indices for batch_slice in batch_slices]
 
     assert numbers(DataLoader(DATA, 4)) == [(4, 5, 6, 7), (8, 9, 10, 11)]
     assert numbers(DataLoader(DATA, 4), 2) == [(4, 5), (6, 7), (8, 9), (10, 11)]

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import toys
-from regimen.conf.check import fill_defaults, parse
+from regimen.conf.check import parse, with_defaults
 from regimen.data.orders import Shuffled
 from regimen.trainer.assembly.check import check_targets
 from regimen.trainer.assembly.experiment import build
 from regimen.trainer.options import GradientNoise, TrainerOptions
-from regimen.trainer.rng import derived
+from regimen.trainer.rng import derived_seed
 from regimen.trainer.strategies.strategy import Strategy
 from regimen.trainer.tasks.classification import Classification
 from regimen.trainer.update.gradients import add_noise
@@ -93,7 +93,7 @@ def configs(draw) -> dict:
         "gradient_noise": draw(st.none() | st.just({"eta": 0.1, "gamma": 0.5})),
     }
     node = {"_target_": "toys.points", "samples": SAMPLES, "features": FEATURES}
-    return fill_defaults(
+    return with_defaults(
         {
             "name": "random",
             "seed": draw(st.integers(0, 3)),
@@ -167,7 +167,7 @@ def by_hand(config: dict, model: nn.Module) -> None:
 
 
 def noise_by_hand(parameters: list[nn.Parameter], seed: int, update: int) -> None:
-    generator = torch.Generator().manual_seed(derived(seed, "gradient noise", update, ""))
+    generator = torch.Generator().manual_seed(derived_seed(seed, "gradient noise", update, ""))
     for parameter in parameters:
         noise = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
         parameter.grad += (0.1 / (1 + update) ** 0.5) ** 0.5 * noise

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from regimen.data.batch import least_of, to_device
+from regimen.data.batch import cached_min, to_device
 from regimen.data.orders import Shuffled
 from regimen.trainer.assembly.check import name_problems
 from regimen.trainer.callback import Callback
@@ -123,7 +123,7 @@ IGNORING: dict[str, tuple[nn.Module, int]] = {
 def on_device(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     """Count labels as where the host never saw them, if the test asks for that."""
     if request.param:
-        monkeypatch.setattr(losses, "least_of", lambda labels: None)
+        monkeypatch.setattr(losses, "cached_min", lambda labels: None)
 
 
 WHERE = pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"], indirect=True)
@@ -314,12 +314,12 @@ def test_a_label_that_counts_suffices_in_an_epoch_in_whatever_process(ranks, cap
 
 def test_a_device_knows_the_least_label_until_labels_change() -> None:
     there = to_device(torch.tensor([3, 1, 2]), torch.device("meta"))
-    assert least_of(there) == 1
-    assert least_of(there + 0) is None
+    assert cached_min(there) == 1
+    assert cached_min(there + 0) is None
     there.zero_()
-    assert least_of(there) is None
+    assert cached_min(there) is None
     many = to_device(torch.zeros(2**16 + 1, dtype=torch.long), torch.device("meta"))
-    assert least_of(many) is None
+    assert cached_min(many) is None
 
 
 EPOCHS = 3
