@@ -131,6 +131,12 @@ def accumulate_dtype(device: torch.device) -> torch.dtype:
     return torch.float64 if there else torch.float32
 
 
+def how_many(flags: Tensor) -> Tensor:
+    """Return the number of flags (bool) that are set, without waiting for their device."""
+    # The one is up to twenty times as fast on a CPU; the other is one kernel elsewhere, not two.
+    return flags.count_nonzero() if flags.device.type == "cpu" else flags.sum()
+
+
 def storage_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     """Return the format in which a device holds numbers of a format: single for double if need be.
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from regimen.trainer.device import how_many
 from regimen.trainer.errors import ModelError
 from regimen.trainer.tasks.losses import Loss
 from regimen.trainer.tasks.supervised import Metrics, Scores, Shape, Supervised
@@ -57,5 +58,5 @@ class Classification(Supervised):
 
 def _hits(logits: Tensor, labels: Tensor, k: int) -> Tensor:
     if k == 1:
-        return logits.detach().argmax(1).eq(labels).count_nonzero()
-    return (logits.detach().topk(k, dim=1).indices == labels[:, None]).any(1).count_nonzero()
+        return how_many(logits.detach().argmax(1).eq(labels))
+    return how_many((logits.detach().topk(k, dim=1).indices == labels[:, None]).any(1))

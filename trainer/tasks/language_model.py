@@ -4,6 +4,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from regimen.trainer.device import how_many
 from regimen.trainer.tasks.losses import Loss
 from regimen.trainer.tasks.metrics import Perplexity
 from regimen.trainer.tasks.supervised import Metrics, Scores, Shape, Supervised
@@ -43,5 +44,5 @@ class LanguageModel(Supervised):
     def scores(self, output: Tensor, target: Tensor) -> Scores:
         """Count the tokens that are predicted correctly."""
         labels, count = self.losses.counting(target)
-        right = (output.detach().argmax(1) == labels).count_nonzero()
+        right = how_many(output.detach().argmax(1) == labels)
         return {"token_accuracy": (right, count)}

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from regimen.data.batch import cached_min
+from regimen.trainer.device import how_many
 from regimen.trainer.errors import ModelError
 from regimen.trainer.task import SUM
 
@@ -136,7 +137,7 @@ class Losses:
             return target if known else target.where(target != ignored, -1), count
         for ignored in self.ignored:
             target = target.where(target != ignored, -1)
-        return target, (target >= 0).count_nonzero()
+        return target, how_many(target >= 0)
 
     @property
     def modules(self) -> dict[str, nn.Module]:
@@ -234,6 +235,6 @@ def _valid(target: Tensor, ignored: int) -> Tensor | int:
     if (then, known) != (version, ignored):
         least = cached_min(target)
         whole = least is not None and ignored < 0 <= least
-        count = target.numel() if whole else (target != ignored).count_nonzero()
+        count = target.numel() if whole else how_many(target != ignored)
         target._valid = version, ignored, count  # type: ignore[attr-defined]
     return count

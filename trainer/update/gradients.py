@@ -154,9 +154,9 @@ class Guard:
         self._tensors: list[Tensor] = []
         self._kinds: list[Any] = []  # shape, dtype and device of each
         self._copies: list[Tensor] = []  # of all tensors of a device and dtype, as one vector
-        # A sum of zeros until a norm is not finite; then NaN, and so 1 for the kernels.
-        self._poison = torch.zeros((), device=trainer.strategy.device)
-        self._bad, self._skipped = self._poison.clone(), self._poison.clone()
+        # 0 until a norm is not finite; then 1, as the optimizers' kernels take it.
+        self._bad = torch.zeros((), device=trainer.strategy.device)
+        self._before: list[Tensor] = []  # what it was before each update, since `confirm`
 
     def remember(self) -> None:
         """Begin an update: copy what it changes before it is known to be finite.
@@ -165,7 +165,7 @@ class Guard:
         (`self.centre = new`), before a NaN is detected.
         """
         if self.by_device:
-            self._skipped.add_(self._bad)
+            self._before.append(self._bad)
         self.rebind_buffers()
         self._buffers = [
             (owner, name, buffer)
@@ -202,7 +202,9 @@ class Guard:
         if not self.by_device:
             return not math.isfinite(norm.item())
         norm = norm.to(self._bad.device, non_blocking=True)  # without gradients it is on the host
-        self._bad.copy_(self._poison.add_(norm, alpha=0).ne(0))  # 0 times infinity is NaN
+        # 0 times infinity is NaN, which is not 0 either; a norm of any type gives a float32.
+        bad = torch.add(self._bad, norm, alpha=0, out=torch.empty_like(self._bad))
+        self._bad = bad.ne_(0)
         return False
 
     def _step_unless_bad(self, optimizer: Optimizer) -> None:
@@ -241,12 +243,15 @@ class Guard:
 
         Waits for the device, if that decides.
         """
-        if not self.by_device or not self._bad.item():
+        if not self.by_device:
             return 0
-        skipped = int(self._skipped.item()) + 1
+        before = self._before
+        self._before = []
+        if not self._bad.item():
+            return 0
+        skipped = int(torch.stack(before).sum().item()) + 1
         self.restore()
-        for number in (self._poison, self._bad, self._skipped):
-            number.zero_()
+        self._bad = torch.zeros_like(self._bad)
         return skipped
 
 

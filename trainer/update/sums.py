@@ -15,7 +15,8 @@ from regimen.trainer.strategies.strategy import Strategy
 from regimen.trainer.task import SUM, StepOutput, Task
 
 MicroBatches = Sequence[MicroBatch]  # of one update
-Total = Tensor | float  # a denominator over the whole update
+# A denominator over the whole update; None: that of its only micro-batch.
+Total = Tensor | float | None
 
 
 class Name(NamedTuple):
@@ -37,6 +38,9 @@ def totals_of(task: Task, strategy: Strategy, micro_batches: MicroBatches) -> di
     """Return an update's denominators that depend on the data, over all devices."""
     if not task.count_names:
         return {}
+    if strategy.group.world_size == 1 and len(micro_batches) == 1:
+        # Its own counts, which its step returns, are the totals: nothing has to be computed first.
+        return dict.fromkeys(task.count_names)
     found = [task.counts(m.batch) for m in micro_batches if m.batch_slice.count]
     totals: dict[str, Total] = {}
     for name in task.count_names:
@@ -63,7 +67,17 @@ def share_of(
         total = batch_slice.total if count is None else totals[name]
         count = batch_slice.count if count is None else count
         mean = term.mean() if term.ndim else term
-        if isinstance(count, Tensor) or isinstance(total, Tensor) or not count:
+        if total is None:
+            # The mean over all: count / total is exactly 1, and left out with its kernels.
+            if isinstance(count, Tensor):
+                none_counts = count.to(term.device) <= 0  # torch's mean is NaN then
+                mean = torch.where(none_counts, _zero(term.device, mean.dtype), mean)
+            elif count <= 0:
+                none_counts = torch.ones((), dtype=torch.bool, device=term.device)
+                mean = torch.where(none_counts, _zero(term.device, mean.dtype), mean)
+            if scale != 1:
+                mean = mean * scale
+        elif isinstance(count, Tensor) or isinstance(total, Tensor) or not count:
             # The mean over `count` elements in the mean over all; torch's is NaN over none.
             count = _there(count, term.device)
             mean = torch.where(count > 0, mean, 0.0) * (count * scale / total).to(term.dtype)
@@ -71,6 +85,12 @@ def share_of(
             mean = mean * part
         terms.append(mean)
     return add_up(terms)
+
+
+@functools.cache
+def _zero(device: torch.device, dtype: torch.dtype) -> Tensor:
+    # A number in Python would be copied to the device by a kernel each time.
+    return torch.zeros((), dtype=dtype, device=device)
 
 
 def _there(count: Tensor | float, device: torch.device) -> Tensor:

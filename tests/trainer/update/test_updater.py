@@ -1,5 +1,6 @@
 """One update is the exact mean over its samples, whatever it was split into (I3, I4)."""
 
+import math
 from functools import partial
 from typing import Any
 
@@ -15,14 +16,14 @@ from regimen.trainer.callback import Callback
 from regimen.trainer.errors import SampleError, UserCodeError
 from regimen.trainer.lr_schedulers.schedule import LRSchedule
 from regimen.trainer.strategies.strategy import Strategy
-from regimen.trainer.task import StepOutput
+from regimen.trainer.task import SUM, StepOutput
 from regimen.trainer.tasks import losses
 from regimen.trainer.tasks.classification import Classification
 from regimen.trainer.tasks.losses import Term
 from regimen.trainer.tasks.metrics import R2
 from regimen.trainer.tasks.supervised import Scores
 from regimen.trainer.trainer import Trainer
-from regimen.trainer.update.sums import Sums
+from regimen.trainer.update.sums import Sums, share_of
 from toys import (
     BATCH,
     CLASSES,
@@ -195,6 +196,32 @@ def test_labels_that_never_count_are_told_at_once_and_end_the_run(
     for _ in range(2):
         assert trainer.evaluate(loader(data, shuffled=False), "test")["test/loss"] == 0
     assert warnings_of(caplog)[1:] == ["no label counts in test/loss"]
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.0])
+@pytest.mark.parametrize("own", [0, 3, 0.0, 2.5, torch.tensor(0), torch.tensor(3.0)], ids=str)
+def test_an_only_micro_batch_needs_no_total(own: Tensor | float, scale: float) -> None:
+    """Bit for bit its mean times its count by the total; nothing where no label counts."""
+    strategy = Strategy("cpu")
+    strategy.gradient_scale = scale
+    batch_slice = BatchSlice((0,), 4, 0, 4, 0, 1, 0, 0)
+    found = []
+    for total in (None, torch.tensor(float(own) or 1.0, dtype=torch.float64)):
+        values = torch.tensor([0.3, 0.7], requires_grad=True)
+        # torch's mean over no label is NaN.
+        mean = values.square().sum() / 3 if own > 0 else values.sum() * math.nan
+        output = StepOutput({"": mean, "sum": values}, {"": own, "sum": SUM})
+        share = share_of(strategy, output, batch_slice, {"": total})
+        share.backward()
+        found.append((share.detach(), values.grad))
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=0, equal_nan=True)
+    assert found[0][0].isfinite()
+
+
+def test_a_count_that_is_no_number_is_not_taken_for_none() -> None:
+    output = StepOutput({"": torch.tensor(math.nan)}, {"": torch.tensor(math.nan)})
+    batch_slice = BatchSlice((0,), 4, 0, 4, 0, 1, 0, 0)
+    assert share_of(Strategy("cpu"), output, batch_slice, {"": None}).isnan()
 
 
 METRICS = ["loss_free", "losses", "loss:ce", "a:b", ":", "zero:loss"]
