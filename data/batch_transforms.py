@@ -7,6 +7,7 @@ a batch of another size. The distributions are those of torchvision's transforms
 Draws are new in each epoch, unless a transform says `lasting = True`.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from torchvision.transforms.v2 import functional as F
 from regimen.data.errors import DataError
 from regimen.data.keys import Draws
 from regimen.data.transforms import constants
+from regimen.trainer.device import current_stream, has_streams
 
 Values = tuple[Tensor, ...]
 
@@ -117,14 +119,11 @@ class RandomCrop:
         elif self.padding:
             images = F.pad(images, [self.padding], padding_mode=self.padding_mode)
         images = images.contiguous()
-        height, width = images.shape[-2:]
+        width = images.shape[-1]
         tall, wide = _pair(self.size)
         # Whole rows are copied: where each begins in memory.
-        each = images.shape[1:].numel()
-        planes = torch.arange(0, each, height * width, device=images.device)
-        within_plane = torch.arange(tall, device=images.device) * width
-        corners = torch.arange(len(images), device=images.device) * each + top * width + left
-        starts = corners[:, None] + (planes[:, None] + within_plane).view(-1)
+        rows = _rows_of(images.shape, tall, images.device, _stream(images.device))
+        starts = torch.add(left, top, alpha=width)[:, None] + rows
         every = images.view(-1).as_strided((images.numel() - wide + 1, wide), (1, 1))
         return every.index_select(0, starts.view(-1)).view(*images.shape[:-2], tall, wide)
 
@@ -169,7 +168,7 @@ class RandomErasing:
             return result
         inside = []  # slices by tensors would wait for a device
         for first, length, side in zip(box[:2], box[2:], images.shape[-2:], strict=True):
-            positions = torch.arange(side, device=images.device)
+            positions = _positions(side, images.device, _stream(images.device))
             inside.append((positions >= first[:, None]) & (positions < (first + length)[:, None]))
         erased = inside[0][:, :, None] & inside[1][:, None]
         return torch.where(erased[:, None], value, images)
@@ -279,6 +278,29 @@ def _at_factor_0(images: Tensor, turn: Tensor, whole: bool) -> Tensor:
     summed = (grey * unit).round_().to(torch.int64).sum((-3, -2, -1), keepdim=True)
     mean = summed.to(grey.dtype) / (unit * grey[0].numel())
     return torch.where(turn == 0, 0.0, torch.where(turn == 1, mean, grey))
+
+
+def _stream(device: torch.device) -> int:
+    return current_stream(device).stream_id if has_streams(device) else 0
+
+
+# Numbers that depend on sizes alone, of which a run has few: each batch would launch kernels for
+# them, and launches are what limits small networks. A stream has its own, so that what one writes
+# or frees is in order with what reads it.
+@functools.lru_cache(maxsize=4)
+def _rows_of(shape: torch.Size, tall: int, device: torch.device, stream: int) -> Tensor:
+    """Return where the first rows of images (n, ..., H, W) begin in memory (n, rows)."""
+    height, width = shape[-2:]
+    each = shape[1:].numel()
+    planes = torch.arange(0, each, height * width, device=device)
+    within_plane = torch.arange(tall, device=device) * width
+    images = torch.arange(shape[0], device=device) * each
+    return images[:, None] + (planes[:, None] + within_plane).view(-1)
+
+
+@functools.lru_cache(maxsize=8)
+def _positions(side: int, device: torch.device, stream: int) -> Tensor:
+    return torch.arange(side, device=device)
 
 
 def _of_numpy(images: Tensor) -> bool:

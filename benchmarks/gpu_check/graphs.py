@@ -29,7 +29,7 @@ CASES = {
 }
 ACCUMULATED = "trainer.gradient_accumulation_steps=4"
 WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaDeviceSynchronize")
-WINDOWS = ((20, 60), (80, 160)) if not SIMULATED else ((3, 5), (6, 10))  # updates that are watched
+WINDOWS = ((20, 40), (60, 100)) if not SIMULATED else ((3, 5), (6, 10))  # updates that are watched
 
 
 def graphs(checks: Checks) -> None:
@@ -132,7 +132,7 @@ def waits(checks: Checks) -> None:
         last = list(watches)[-1]
         launched = sum(counts > 0 for counts in _launches(watches[last].seen).values())
         checks.add("the profiler sees launches", "some", launched, launched > 0)
-        checks.table("waits: ResNet-18, 80 updates", watches[last].seen)
+        checks.table("waits: ResNet-18, 40 updates", watches[last].seen)
 
 
 def _counts(seen: Any) -> dict[str, int]:

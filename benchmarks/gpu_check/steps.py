@@ -12,13 +12,13 @@ class Step(NamedTuple):
 
 
 STEPS = {
-    "smoke": Step("runs", 42, "train, evaluate, predict, load_run; fp32, tf32, bf16, fp16"),
+    "smoke": Step("runs", 55, "train, evaluate, predict, load_run; fp32, tf32, bf16, fp16"),
     "tests": Step("runs", 120, "the tests for any accelerator, of turns and of what is not finite"),
-    "numbers": Step("runs", 60, "the CPU's numbers, run for run; an exact resume after SIGKILL"),
-    "graphs": Step("graphs", 60, "CUDA graphs give the losses of the same without them"),
-    "waits": Step("graphs", 30, "the host waits for nothing between two log lines"),
-    "speed": Step("speed", 120, "ResNet-50, ResNet-18 and a GPT against loops by hand; kernels"),
-    "data": Step("speed", 60, "the device does not wait for JPEG files, nor for data kept on it"),
+    "numbers": Step("runs", 45, "the CPU's numbers, run for run; an exact resume after SIGKILL"),
+    "graphs": Step("graphs", 50, "CUDA graphs give the losses of the same without them"),
+    "waits": Step("graphs", 35, "the host waits for nothing between two log lines"),
+    "speed": Step("speed", 150, "ResNet-50, ResNet-18 and a GPT against loops by hand; kernels"),
+    "data": Step("speed", 80, "the device does not wait for JPEG files, nor for data kept on it"),
     "saves": Step("saves", 42, "how long a save keeps an update waiting, and the memory pinned"),
     "memory": Step("saves", 42, "gradient_accumulation_steps=auto, then EMA and a plain optimizer"),
     "airbench": Step("speed", 36, "examples/airbench, where DATA_ROOT holds cifar10"),

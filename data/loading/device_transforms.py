@@ -185,6 +185,14 @@ def _places(indices: Sequence[int]) -> Tensor:
     return torch.from_numpy(np.asarray(indices, np.int64))
 
 
+def _sent_together(rows: Sequence[Tensor], device: torch.device) -> Sequence[Tensor]:
+    """Copy a step's draws to a device: those of one kind as one, since each copy is a launch."""
+    alike = len({(row.dtype, row.shape) for row in rows}) == 1
+    if device.type == "cpu" or not alike:
+        return [copy_async(row, device) for row in rows]
+    return copy_async(torch.stack(list(rows)), device).unbind()
+
+
 @dataclass(eq=False)
 class _Step:
     """A step by its name, keyed: a function of inputs, targets and their piece.
@@ -224,13 +232,10 @@ class _Step:
                 return torch.cat(results), targets
             return Ragged([result[0] for result in results]), targets
         if not hasattr(transform, "draw"):
-            each_epoch = hasattr(transform, "of_epoch")
-            return (transform.of_epoch(batch_slice.epoch) if each_epoch else transform)(
-                inputs
-            ), targets
-        rows = [
-            copy_async(row, inputs.device) for row in self._rows(batch_slice, inputs.shape[-2:])
-        ]
+            if hasattr(transform, "of_epoch"):
+                transform = transform.of_epoch(batch_slice.epoch)
+            return transform(inputs), targets
+        rows = _sent_together(self._rows(batch_slice, inputs.shape[-2:]), inputs.device)
         if masks:
             targets = transform.on_masks(targets, *rows)
         return transform(inputs, *rows), targets

@@ -131,6 +131,35 @@ def test_device_transforms_of_every_choice_do_not_wait(name):
     check_same(result, expected, 1e-5)
 
 
+class Launches(TorchDispatchMode):
+    """Count the operators that compute or copy to the device."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and not func.is_view and result.device == DEVICE:
+            self.count += 1
+        return result
+
+
+def test_device_transforms_launch_few_kernels():
+    words = ["transforms=on_device", "data=cifar10", "data.root=/nowhere"]
+    nodes = parse(compose(words).config).transforms.device
+    steps = {key: instantiate(node, _key_=key) for key, node in nodes.items() if node}
+    transforms, counts = DeviceTransforms(steps, seed=1), []
+    for size in (6, 60):
+        images = torch.randint(256, (size, 3, 32, 32), dtype=torch.uint8).to(DEVICE)
+        batch_slice = BatchSlice(tuple(range(size)), size, 0, size, 0, 1, 0, 0)
+        transforms(images, batch_slice)  # brings its constants there
+        with Launches() as launches:
+            transforms(images, batch_slice)
+        counts.append(launches.count)
+    assert counts[0] == counts[1] <= 23
+
+
 @pytest.mark.skipif(device_count() < 2, reason="needs two accelerators")
 def test_a_process_keeps_the_random_states_of_its_own_devices():
     first, second = (torch.device(DEVICE.type, number) for number in range(2))

@@ -216,7 +216,7 @@ class Answering(nn.Module):
 
 
 @pytest.mark.parametrize("pieces", [1, 2])
-def test_a_model_with_its_own_loss_trains_as_the_same_loss_of_a_task(batch_slices):
+def test_a_model_with_its_own_loss_trains_as_the_same_loss_of_a_task(pieces):
     data = points()
     data.y[1:7] = -100  # uneven over the parts of a batch
 
@@ -227,7 +227,7 @@ def test_a_model_with_its_own_loss_trains_as_the_same_loss_of_a_task(batch_slice
         return trainer
 
     by_task = run(Classification(CLASSES), 1)
-    by_model = run(OwnLoss(Classification(CLASSES)), batch_slices)
+    by_model = run(OwnLoss(Classification(CLASSES)), pieces)
     assert_equal(by_task.model, by_model.model)
     assert by_model.metrics == pytest.approx(by_task.metrics, rel=1e-12)
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from regimen.data.batch import cached_min, to_device
+from regimen.data.batch import BatchSlice, cached_min, to_device
 from regimen.data.orders import Shuffled
 from regimen.trainer.assembly.check import name_problems
 from regimen.trainer.callback import Callback
