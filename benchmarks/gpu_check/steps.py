@@ -21,5 +21,5 @@ STEPS = {
     "data": Step("speed", 80, "the device does not wait for JPEG files, nor for data kept on it"),
     "saves": Step("saves", 42, "how long a save keeps an update waiting, and the memory pinned"),
     "memory": Step("saves", 42, "gradient_accumulation_steps=auto, then EMA and a plain optimizer"),
-    "airbench": Step("speed", 36, "examples/airbench, where DATA_ROOT holds cifar10"),
+    "airbench": Step("speed", 120, "examples/airbench, where DATA_ROOT holds cifar10"),
 }

@@ -69,7 +69,7 @@ def train_as_on_a_gpu():
     from regimen.trainer.assembly import parts
     from regimen.trainer.update import gradients, sums
 
-    sums.waits = gradients.waits = lambda device: True
+    sums.is_async = gradients.is_async = lambda device: True
     plain = parts.build_optimizers
 
     def build_optimizers(model, *args, **more):

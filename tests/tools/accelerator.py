@@ -33,6 +33,7 @@ needs_accelerator = pytest.mark.skipif(
     DEVICE == CPU, reason="no accelerator: tests/integration/test_accelerator.py simulates one"
 )
 SIMULATED = DEVICE.type == "sim"  # whose numbers are the CPU's to the bit
+LEAST = 1e-6  # between two real devices: 8e-9 was seen on an H200, with convolutions
 needs_simulation = pytest.mark.skipif(not SIMULATED, reason="only the simulated one can tell")
 
 
@@ -51,13 +52,21 @@ def waits() -> Iterator[Counter[str]]:
             yield found
         finally:
             torch.cuda.set_sync_debug_mode("default")
-            lines = (f"{w.filename}:{w.lineno}" for w in told if "synchronizing" in str(w.message))
-            found.update(lines)
+            for warning in told:
+                # torch also warns, once, that this mode is a prototype: that is no wait.
+                if "called a synchronizing" in str(warning.message):
+                    found[f"{warning.filename}:{warning.lineno}"] += 1
 
 
-def check_same(one: Any, other: Any, tolerance: float = 1e-9) -> None:
-    """Compare what was computed on two devices: to the bit on the simulated one."""
-    tolerance = 0 if SIMULATED and tolerance < 1e-6 else tolerance
+def check_same(one: Any, other: Any, tolerance: float = LEAST) -> None:
+    """Compare what was computed in float64 on two devices: to the bit on the simulated one.
+
+    tolerance: relative and absolute, of a narrower format.
+    """
+    if SIMULATED and tolerance <= LEAST:
+        tolerance = 0.0
+    else:
+        tolerance = max(tolerance, LEAST)
     options: Any = {"rtol": tolerance, "atol": tolerance, "equal_nan": True}
     torch.testing.assert_close(one, other, check_device=False, **options)
 

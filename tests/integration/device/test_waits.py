@@ -246,13 +246,13 @@ def test_statistics_of_an_average_are_measured_without_waiting():
             "reads what is written by",
             id="no wait_event",
         ),
-        pytest.param("use_on", lambda stream, tensor: tensor, "gets memory of", id="no record"),
+        pytest.param("record_stream", lambda stream, tensor: tensor, "gets memory of", id="no record"),
     ],
 )
 def test_a_race_of_the_loader_would_be_noticed(name, stand_in, said, monkeypatch):
     monkeypatch.setattr(loader, name, stand_in)
     if name == "current_stream":
-        used = loader.use_on
+        used = loader.record_stream
         monkeypatch.setattr(loader, "record_stream", lambda _, t: used(current_stream(DEVICE), t))
     with pytest.raises(Exception, match=f"race: .* {said}"):
         built(DIGITS, Callback()).fit()

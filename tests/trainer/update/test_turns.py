@@ -173,7 +173,7 @@ class Counting(nn.Module):
 def test_a_search_takes_what_was_computed_as_its_first_evaluation() -> None:
     torch.manual_seed(0)
     model = Counting()
-    by_hand = copy.deepcopy(model.layer)
+    by_hand = copy.deepcopy(model.layer).to(DEVICE)
     searching(model).fit()
     other, calls = torch.optim.LBFGS(by_hand.parameters(), lr=0.1, max_iter=4), 0
 
@@ -183,7 +183,7 @@ def test_a_search_takes_what_was_computed_as_its_first_evaluation() -> None:
             nonlocal calls
             calls += 1
             other.zero_grad()
-            loss = nn.functional.cross_entropy(by_hand(x), y)
+            loss = nn.functional.cross_entropy(by_hand(x.to(DEVICE)), y.to(DEVICE))
             loss.backward()
             return loss
 
