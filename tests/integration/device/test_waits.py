@@ -246,7 +246,9 @@ def test_statistics_of_an_average_are_measured_without_waiting():
             "reads what is written by",
             id="no wait_event",
         ),
-        pytest.param("record_stream", lambda stream, tensor: tensor, "gets memory of", id="no record"),
+        pytest.param(
+            "record_stream", lambda stream, tensor: tensor, "gets memory of", id="no record"
+        ),
     ],
 )
 def test_a_race_of_the_loader_would_be_noticed(name, stand_in, said, monkeypatch):
