@@ -10,13 +10,14 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-Words = NDArray[np.uint64]
+Words = NDArray[Any]  # uint64; the types of numpy allow no python integer beside one
 Indices = NDArray[np.int64]
 
 _MASK = (1 << 64) - 1
@@ -62,7 +63,8 @@ def finalise(words: Words) -> Words:
     """
     words = (words ^ (words >> 30)) * _MULTIPLIER_1
     words = (words ^ (words >> 27)) * _MULTIPLIER_2
-    return words ^ (words >> 31)
+    result: Words = words ^ (words >> 31)
+    return result
 
 
 def splitmix64(seeds: Words, first: int, numbers: int) -> Words:
@@ -129,9 +131,8 @@ class Draws:
         """
         upper_53_bits = self._next(1)[0] >> 11
         unit = upper_53_bits.astype(np.float64) * 2**-53
-        if isinstance(bounds, Tensor):
-            return torch.from_numpy((unit * bounds.numpy()).astype(np.int64))
-        return torch.from_numpy((unit * bounds).astype(np.int64))
+        scaled = unit * (bounds.numpy() if isinstance(bounds, Tensor) else bounds)
+        return torch.from_numpy(scaled.astype(np.int64))
 
     def order(self, numbers: int) -> Tensor:
         """Return a random order of 0, 1, ... numbers - 1 for each sample (n, numbers)."""
@@ -182,7 +183,8 @@ class Permutation:
         outside = np.flatnonzero(result >= self.samples)
         while len(outside):
             result[outside] = self._feistel(result[outside])
-            outside = outside[result[outside] >= self.samples]
+            still_outside = result[outside] >= self.samples
+            outside = outside[still_outside]
         return result.astype(np.int64)
 
     def _feistel(self, numbers: Words) -> Words:
@@ -198,7 +200,8 @@ class Permutation:
             # `total % modulus`: total is below 2 * modulus, and a negative difference wraps around
             # to a huge number.
             right = np.minimum(total, total - modulus)
-        return left * self._columns + right
+        result: Words = left * self._columns + right
+        return result
 
 
 def random_state(seed: int, *parts: int) -> np.random.RandomState:

@@ -1,9 +1,13 @@
-"""Several data sets as one, in given shares: which sample comes at a position is computed."""
+"""Several data sets as one, mixed by weight.
 
-from collections.abc import Iterator, Mapping
+Which sample stands at a position is computed from (seed, epoch) and the position alone, as in the
+order of a single data set: it depends on no worker, process or batch, and a resume replays nothing.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from math import lcm
+from math import gcd, lcm
 from typing import Any
 
 import numpy as np
@@ -16,11 +20,11 @@ from regimen.data.sources import fingerprint
 from regimen.data.streams import Stream
 from regimen.data.transforms import Transform, on_inputs
 
-_LONGEST = 100_000  # samples after which the turns of the sets repeat
+_LONGEST_PERIOD = 100_000  # samples after which the sequence of sets may repeat, at most
 
 
 def faults(sets: Mapping[str, Any], weights: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield argument and reason of what does not make a mixture."""
+    """Yield (argument, reason) for each argument that makes no mixture."""
     for name in sets:
         if "/" in name or not name:
             yield f"sets.{name}", "is no name of a set: give it one without a slash"
@@ -39,9 +43,10 @@ def faults(sets: Mapping[str, Any], weights: Mapping[str, Any]) -> Iterator[tupl
 class Mixture:
     """Mix data sets, whose samples have numbers, by weight.
 
-    sets, weights: by name. Of the first n samples of an epoch each set has its share of n to within
-    one, for every n. repeat: the epoch ends when every set has been seen whole, and a smaller one
-    begins again in another order; without it, it ends before any set would begin again.
+    sets, weights: by name. Of the first n samples of an epoch each set has its proportional share
+    to within one sample, for every n.
+    repeat: the epoch ends when every set has been seen whole, and a smaller one begins again in
+    another order. Without it, the epoch ends before any set would begin again.
     """
 
     sets: Mapping[str, Any]
@@ -50,22 +55,35 @@ class Mixture:
     transform: Transform = None
 
     def __post_init__(self) -> None:
-        sets = self.sets
-        for argument, wrong in faults(sets, self.weights):
+        for argument, wrong in faults(self.sets, self.weights):
             raise DataError(f"{argument}: {wrong}")
-        for name, one in sets.items():
-            if isinstance(one, Stream) or not len(one):
+        for name, dataset in self.sets.items():
+            if isinstance(dataset, Stream) or not len(dataset):
                 raise DataError(f"sets.{name}: needs samples with numbers, at least one")
-        classes = {name: list(one.classes) for name, one in sets.items() if hasattr(one, "classes")}
-        if any(found != next(iter(classes.values())) for found in classes.values()):
+
+        datasets = list(self.sets.values())
+        self._set_classes()
+        self.sizes = np.array([len(dataset) for dataset in datasets])
+        self._joined = ConcatDataset[Any](datasets)
+        self.turns = turns_of([self.weights[name] for name in self.sets])
+        labels = [labels_of(dataset) for dataset in datasets]
+        with_labels = [part for part in labels if part is not None]
+        self.targets = None
+        if len(with_labels) == len(datasets):
+            self.targets = np.concatenate(with_labels)
+
+    def _set_classes(self) -> None:
+        """Take the classes of the sets; of sets without classes there is no attribute `classes`."""
+        classes = {
+            name: list(dataset.classes)
+            for name, dataset in self.sets.items()
+            if hasattr(dataset, "classes")
+        }
+        if not classes:
+            return
+        self.classes = next(iter(classes.values()))
+        if any(names != self.classes for names in classes.values()):
             raise DataError(f"the classes of {', '.join(classes)} are not the same")
-        if classes:
-            self.classes = next(iter(classes.values()))
-        self.sizes = np.array([len(one) for one in sets.values()])
-        self._joined = ConcatDataset[Any](sets.values())
-        self.turns = turns_of([self.weights[name] for name in sets])
-        known = [found for one in sets.values() if (found := labels_of(one)) is not None]
-        self.targets = np.concatenate(known) if len(known) == len(sets) else None
 
     def __len__(self) -> int:
         return len(self._joined)
@@ -74,74 +92,90 @@ class Mixture:
         return on_inputs(self.transform, self._joined[index])
 
     def order(self, seed: int, shuffle: bool) -> "MixtureOrder":
-        """Return the order of an epoch: the turns of the sets, each shuffled or as it stands."""
+        """Return the order of an epoch, with each set shuffled or as it stands."""
         return MixtureOrder(self, seed, shuffle)
 
     def fingerprint(self) -> str:
         """Return the digests of the sets."""
-        return "-".join(fingerprint(one) for one in self.sets.values())
+        return "-".join(map(fingerprint, self.sets.values()))
 
     def explain(self) -> str:
-        """Say what an epoch is."""
+        """Describe an epoch: how many samples of which set."""
         order = self.order(0, False)
-        seen = np.bincount(np.searchsorted(self._joined.cumulative_sizes, order(0), side="right"))
+        set_of = np.searchsorted(self._joined.cumulative_sizes, order(0), side="right")
         parts = [
             f"{count:,} of {name} ({count / size:.3g} of its {size:,})"
-            for name, count, size in zip(self.sets, seen, self.sizes, strict=True)
+            for name, count, size in zip(self.sets, np.bincount(set_of), self.sizes, strict=True)
         ]
         return f"{len(order):,} samples: {', '.join(parts)}"
 
 
-def turns_of(weights: list[float]) -> Indices:
-    """Return whose turn it is at each position of a period.
+def turns_of(weights: Sequence[float]) -> Indices:
+    """Return the number of the set at each position of a period, after which they repeat.
 
-    The earliest deadline first among those whose turn may have come: no set is a whole sample
-    behind or ahead of its share (Baruah et al., Proportionate progress, 1996).
+    The j-th sample of a set with `share` of `period` places has a window of positions, from
+    floor(j * period / share) to ceil((j + 1) * period / share): taken within it, the set is never a
+    whole sample ahead of its share or behind. Taking the earliest deadline among the open windows
+    keeps every window (Baruah et al., Proportionate progress, 1996).
     """
-    shares = [Fraction(str(weight)) for weight in weights]
-    whole = [int(share * lcm(*(s.denominator for s in shares))) for share in shares]
-    period = sum(whole) // (divisor := int(np.gcd.reduce(whole)))
-    if period > _LONGEST:
+    # Fractions of the decimal text: 0.1 is a tenth, not the float next to it.
+    fractions = [Fraction(str(weight)) for weight in weights]
+    denominator = lcm(*(fraction.denominator for fraction in fractions))
+    integers = [int(fraction * denominator) for fraction in fractions]
+    divisor = gcd(*integers)
+    shares = [number // divisor for number in integers]
+    period = sum(shares)
+    if period > _LONGEST_PERIOD:
         raise DataError(f"weights: {weights} repeat after {period:,} samples: round them")
-    counts, turns = [0] * len(whole), []
-    parts = [number // divisor for number in whole]
+
+    counts = [0] * len(shares)
+    turns = []
     for position in range(period):
-        ready = [i for i, n in enumerate(parts) if counts[i] * period // n <= position]
-        turn = min(ready, key=lambda i: -(-(counts[i] + 1) * period // parts[i]))
-        counts[turn] += 1
-        turns.append(turn)
+        open_sets = [i for i, share in enumerate(shares) if counts[i] * period // share <= position]
+        chosen = min(open_sets, key=lambda i: -(-(counts[i] + 1) * period // shares[i]))
+        counts[chosen] += 1
+        turns.append(chosen)
     return np.array(turns, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
 class MixtureOrder:
-    """The samples of an epoch of a mixture, as a function of (seed, epoch)."""
+    """The samples of an epoch of a mixture, as a pure function of (seed, epoch)."""
 
     mixture: Mixture
     seed: int
     shuffle: bool = True
 
     def __len__(self) -> int:
-        turns, sizes = self.mixture.turns, self.mixture.sizes
-        ends = list[int]()
-        for number, size in enumerate(sizes.tolist()):
-            own = np.flatnonzero(turns == number)
-            last = size - 1 if self.mixture.repeat else size
-            rounds, rest = divmod(last, len(own))
-            ends.append(rounds * len(turns) + int(own[rest]) + self.mixture.repeat)
-        return max(ends) if self.mixture.repeat else min(ends)
+        repeat = self.mixture.repeat
+        turns = self.mixture.turns
+        ends = []
+        # Python integers, on the host: nothing waits for a device.
+        for number, size in enumerate(self.mixture.sizes.tolist()):
+            positions = np.flatnonzero(turns == number)  # of the set within a period
+            # With `repeat` the epoch ends behind the set's last sample, else before the first that
+            # would be its second time.
+            sample = size - 1 if repeat else size
+            periods, rest = divmod(sample, len(positions))
+            position = periods * len(turns) + positions[rest]
+            ends.append(int(position + 1 if repeat else position))
+        return max(ends) if repeat else min(ends)
 
     def __call__(self, epoch: int) -> Indices:
         """Return the epoch's samples, numbered through all sets."""
-        turns, first = np.resize(self.mixture.turns, len(self)), 0
-        found = np.empty(len(turns), np.int64)
+        turns = np.resize(self.mixture.turns, len(self))
+        samples = np.empty(len(turns), np.int64)
+        offset = 0  # of the set's samples among those of all sets
+        # Sizes as python integers, which keys are hashed from.
         for number, size in enumerate(self.mixture.sizes.tolist()):
-            places = np.flatnonzero(turns == number)
-            for again in range(-(-len(places) // size)):
-                part = places[again * size : (again + 1) * size]
+            positions = np.flatnonzero(turns == number)
+            for start in range(0, len(positions), size):
+                part = positions[start : start + size]
                 order = np.arange(size)
                 if self.shuffle:
-                    order = random_state(self.seed, ORDER, epoch, number, again).permutation(size)
-                found[part] = first + order[: len(part)]
-            first += size
-        return found
+                    # Each time that the set begins again it has another order.
+                    state = random_state(self.seed, ORDER, epoch, number, start // size)
+                    order = state.permutation(size)
+                samples[part] = offset + order[: len(part)]
+            offset += size
+        return samples

@@ -13,8 +13,8 @@ from regimen.data.transforms import Transform, on_inputs
 class WithNoise:
     """Pair each image of a labelled data set with noise [latent_dim] from a normal distribution.
 
-    The noise is keyed by (seed, epoch, index, occurrence) as any augmentation is, so that an update
-    of a GAN is the same however its batch is split.
+    `torch.randn` draws from the generator that the loader keys by (seed, epoch, index, occurrence)
+    for each sample. So an update of a GAN has the same noise however its batch is split.
     """
 
     transforms_in_batches = True
@@ -27,4 +27,5 @@ class WithNoise:
         return len(self.dataset)
 
     def __getitem__(self, index: int) -> tuple[Any, Tensor]:
-        return on_inputs(self.transform, self.dataset[index][0]), torch.randn(self.latent_dim)
+        image = on_inputs(self.transform, self.dataset[index][0])
+        return image, torch.randn(self.latent_dim)

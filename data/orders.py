@@ -1,4 +1,8 @@
-"""Orders of an epoch's samples: functions of (seed, epoch)."""
+"""Orders of an epoch's samples: pure functions of (seed, epoch).
+
+An order knows nothing of batches, workers, processes or devices. So the samples of an update are
+the same however the work is divided, and a resume computes its position instead of replaying it.
+"""
 
 from collections.abc import Sequence, Sized
 from dataclasses import dataclass
@@ -15,7 +19,7 @@ from regimen.data.splits import cut
 class Order(Protocol):
     """The order of an epoch's samples, as a pure function of its own seed and the epoch.
 
-    One that draws no sample twice in an epoch may say so by `repeats = False`: the others are
+    An order that draws no sample twice in an epoch may declare `repeats = False`. The others are
     searched for repetitions once an epoch, which takes 8 bytes a sample.
     """
 
@@ -23,7 +27,7 @@ class Order(Protocol):
         """Return the number of samples in an epoch."""
 
     def __call__(self, epoch: int) -> Any:
-        """Return the sample indices of an epoch: an int64 array, or what computes its slices."""
+        """Return the sample indices of an epoch: an int64 array, or an object that is sliced."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +64,10 @@ class Shuffled:
 
 @dataclass(frozen=True, slots=True)
 class LowMemory:
-    """All samples in a new random order each epoch, which takes no memory, for sets of any size."""
+    """All samples in a new random order each epoch, computed by position.
+
+    It takes no memory, so the data set may have any size.
+    """
 
     repeats: ClassVar[bool] = False
     dataset: Sized
@@ -77,18 +84,24 @@ class LowMemory:
 class Weighted:
     """Samples drawn, with replacement, with a probability proportional to their weights.
 
-    weights: one for each sample. num_samples: of an epoch; null = as many as there are samples.
+    weights: one for each sample.
+    num_samples: samples in an epoch; null = as many as the data set has.
     """
 
     def __init__(
-        self, dataset: Sized, seed: int, weights: Sequence[float], num_samples: int | None = None
+        self,
+        dataset: Sized,
+        seed: int,
+        weights: Sequence[float] | NDArray[Any],
+        num_samples: int | None = None,
     ) -> None:
         self.seed = seed
         self.weights = np.asarray(weights, dtype=np.float64)
         self.num_samples = len(dataset) if num_samples is None else num_samples
         if self.weights.shape != (len(dataset),):
-            wrong = f"{len(weights)} weights for {len(dataset)} samples"
-            raise DataError(f"loader.sampler.weights: {wrong}")
+            raise DataError(
+                f"loader.sampler.weights: {len(weights)} weights for {len(dataset)} samples"
+            )
         if not 0 < self.weights.sum() < np.inf or self.weights.min() < 0:
             raise DataError("loader.sampler.weights: finite, none negative, not all 0")
 
@@ -97,13 +110,14 @@ class Weighted:
 
     def __call__(self, epoch: int) -> Indices:
         """Draw the epoch's samples."""
-        bounds = np.cumsum(self.weights)
-        drawn = random_state(self.seed, ORDER, epoch).random_sample(self.num_samples)
-        return np.asarray(np.searchsorted(bounds, drawn * bounds[-1], side="right"), np.int64)
+        # Inverse transform sampling: sample i owns an interval as long as its weight.
+        ends = np.cumsum(self.weights)
+        points = random_state(self.seed, ORDER, epoch).random_sample(self.num_samples) * ends[-1]
+        return np.asarray(np.searchsorted(ends, points, side="right"), np.int64)
 
 
 class ClassBalanced(Weighted):
-    """Classes drawn equally often, by weights from the data set's own counts.
+    """Classes drawn equally often: a sample's weight is (samples of its class) ** -power.
 
     power: 1 = equally often, 0 = as often as they occur, 0.5 = in between.
     """
@@ -111,18 +125,17 @@ class ClassBalanced(Weighted):
     def __init__(
         self, dataset: Any, seed: int, power: float = 1.0, num_samples: int | None = None
     ) -> None:
-        _, class_of, counts = np.unique(
-            classes_of(dataset), return_inverse=True, return_counts=True
-        )
-        weights = (counts.astype(np.float64) ** -power)[class_of]
-        super().__init__(dataset, seed, weights.tolist(), num_samples)
+        classes = classes_of(dataset)
+        _, class_of, counts = np.unique(classes, return_inverse=True, return_counts=True)
+        class_weights = counts.astype(np.float64) ** -power
+        super().__init__(dataset, seed, class_weights[class_of], num_samples)
 
 
 class Subset:
     """Some of the samples, in a new random order each epoch (or as they stand).
 
-    size: how many (an int) or what share (a float), stratified where the data set has classes, the
-    same for every `seed` and chosen by `subset_seed`.
+    size: how many (an int) or what fraction (a float); stratified if the data set has classes.
+    subset_seed: chooses the samples; `seed` only shuffles them.
     """
 
     repeats: ClassVar[bool] = False
@@ -133,15 +146,18 @@ class Subset:
         self.seed = seed
         self.shuffle = shuffle
         samples = len(dataset)
-        wanted = size if isinstance(size, int) else round(size * samples)
-        if not 0 < wanted <= samples:
+        subset_size = size if isinstance(size, int) else round(size * samples)
+        if not 0 < subset_size <= samples:
             raise DataError(f"loader.sampler.size={size} of {samples} samples is none or too many")
-        # `cut` leaves at least one sample of each class: for most samples, cut the others off.
-        labels = np.zeros(samples) if (found := labels_of(dataset)) is None else found
-        self.indices = cut(labels, samples - wanted, subset_seed)[0]
-        if len(self.indices) > wanted:
+
+        labels = labels_of(dataset)
+        if labels is None:
+            labels = np.zeros(samples)
+        self.indices, _ = cut(labels, samples - subset_size, subset_seed)
+        # `cut` leaves at least one sample of each class, which may be more than the subset has.
+        if len(self.indices) > subset_size:
             shuffled = random_state(subset_seed, ORDER).permutation(len(self.indices))
-            self.indices = np.sort(self.indices[shuffled[:wanted]])
+            self.indices = np.sort(self.indices[shuffled[:subset_size]])
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -154,38 +170,47 @@ class Subset:
 
 
 def occurrences_in(order: Indices) -> Indices | None:
-    """Return how often each sample of an order stands before it (n,); None if none is repeated."""
+    """Return how often each sample of an order occurs before its place (n,).
+
+    None if no sample is repeated.
+    """
     by_sample = np.argsort(order, kind="stable")
     samples = order[by_sample]
     is_first = np.append(True, samples[1:] != samples[:-1])
     if is_first.all():
         return None
-    # Equal samples stand side by side now, in the order's sequence: each is counted from the first.
+
+    # A stable sort puts equal samples side by side, in the order's sequence: the occurrence is the
+    # distance from the first of them.
     places = np.arange(len(order), dtype=np.int64)
-    first = np.maximum.accumulate(np.where(is_first, places, 0))
-    found = np.empty_like(places)
-    found[by_sample] = places - first
-    return found
+    first_places = np.maximum.accumulate(np.where(is_first, places, 0))
+    occurrences = np.empty_like(places)
+    occurrences[by_sample] = places - first_places
+    return occurrences
 
 
 def classes_of(dataset: Any) -> NDArray[Any]:
     """Return the class of every sample, from the data set's `targets`. Raises DataError."""
-    if (classes := labels_of(dataset)) is None:
-        what = f"{type(dataset).__name__} has no `targets` to count classes by"
+    classes = labels_of(dataset)
+    if classes is None:
         raise DataError(
-            f"loader.sampler: {what}; regimen.data.orders.Weighted takes weights of your own"
+            f"loader.sampler: {type(dataset).__name__} has no `targets` to count classes by; "
+            "regimen.data.orders.Weighted takes weights of your own"
         )
     return classes
 
 
 def labels_of(dataset: Any) -> NDArray[Any] | None:
-    """Return the class of every sample; None of those that have none, or measurements."""
+    """Return the class of every sample (n,); None if there are no targets, or they are no classes.
+
+    Floats are measurements; lists and arrays are boxes and the like.
+    """
     try:
-        found = np.asarray(getattr(dataset, "targets", None))
+        targets = np.asarray(getattr(dataset, "targets", None))
     except (ValueError, TypeError, RuntimeError):  # lists of several lengths, such as boxes
         return None
-    if found.ndim != 1 or found.dtype.kind == "f":
+    if targets.ndim != 1 or targets.dtype.kind == "f":
         return None
-    if found.dtype.hasobject and not all(isinstance(label, str) for label in found):
-        return None  # as arrays of boxes
-    return found
+    if targets.dtype.hasobject and not all(isinstance(label, str) for label in targets):
+        return None  # such as arrays of boxes
+    return targets

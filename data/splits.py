@@ -15,30 +15,36 @@ from regimen.data.keys import SPLIT, Indices, random_state
 
 logger = logging.getLogger(__name__)
 Split = Literal["train", "val", "test"]
-# What the folder or the file of a split may be called; the first that is there is taken.
+# Names of a split's folder or file; the first that exists is taken.
 NAMES = {"train": ("train",), "val": ("val", "valid", "validation"), "test": ("test",)}
 
 
-def cut(targets: ArrayLike, wanted: int, seed: int) -> tuple[Indices, Indices]:
-    """Return (rest, part): sorted indices, `wanted` of them in the part, stratified by target.
+def cut(targets: ArrayLike, part_size: int, seed: int) -> tuple[Indices, Indices]:
+    """Return (rest, part): sorted indices, `part_size` of them in the part, stratified by target.
 
-    By largest remainders; each class keeps at least one sample outside the part.
+    The classes share the part by the largest remainder method: each gets the whole part of its
+    proportional share, and the samples that are left go to the largest fractions. Each class keeps
+    at least one sample outside the part.
     """
     labels = np.asarray(targets)
-    _, class_of, sizes = np.unique(labels, return_inverse=True, return_counts=True)
-    share = sizes * (wanted / max(len(labels), 1))
-    counts = np.minimum(np.floor(share).astype(np.int64), np.maximum(sizes - 1, 0))
-    # A second pass only where classes of one sample leave their share to the others.
-    while (missing := wanted - counts.sum()) > 0 and (counts < sizes - 1).any():
-        order = np.argsort(counts - share, kind="stable")
-        with_room = order[counts[order] < sizes[order] - 1]
-        counts[with_room[:missing]] += 1
-    part = np.zeros(len(labels), dtype=bool)
-    for label in range(len(sizes)):
+    _, class_of, class_sizes = np.unique(labels, return_inverse=True, return_counts=True)
+    proportional = class_sizes * (part_size / max(len(labels), 1))
+    limits = class_sizes - 1
+    counts = np.minimum(np.floor(proportional).astype(np.int64), np.maximum(limits, 0))
+    missing = part_size - counts.sum()
+    # More than one pass is only needed if small classes leave their share to the others.
+    while missing > 0 and (counts < limits).any():
+        by_remainder = np.argsort(counts - proportional, kind="stable")
+        has_room = (counts < limits)[by_remainder]
+        counts[by_remainder[has_room][:missing]] += 1
+        missing = part_size - counts.sum()
+
+    in_part = np.zeros(len(labels), dtype=bool)
+    for label, count in enumerate(counts):
         members = np.flatnonzero(class_of == label)
-        chosen = random_state(seed, SPLIT, label).permutation(len(members))[: counts[label]]
-        part[members[chosen]] = True
-    return np.flatnonzero(~part), np.flatnonzero(part)
+        shuffled = random_state(seed, SPLIT, label).permutation(len(members))
+        in_part[members[shuffled[:count]]] = True
+    return np.flatnonzero(~in_part), np.flatnonzero(in_part)
 
 
 def fold_of(
@@ -46,21 +52,22 @@ def fold_of(
 ) -> tuple[Indices, Indices]:
     """Return (rest, part): sorted indices of fold number `fold` of `folds`, and of all others.
 
-    The folds of a seed have no sample in common, and all samples together; stratified by target
-    where there are targets. Raises DataError for too few samples.
+    The folds of a seed are disjoint and cover all samples. They are stratified if there are
+    targets. Raises DataError for too few samples.
     """
     from sklearn.model_selection import KFold, StratifiedKFold
 
     if folds > samples:
         raise DataError(f"data.folds={folds} is more than the {samples} samples to be shared out")
-    kind = KFold if targets is None else StratifiedKFold
-    # Not the key of `cut`: the folds of what it leaves are drawn anew.
-    shared = kind(folds, shuffle=True, random_state=random_state(seed, SPLIT, 4))
+    splitter_class = KFold if targets is None else StratifiedKFold
+    # Another key than that of `cut`, which may have taken a test set from the same samples: folds
+    # of the rest are drawn independently of it.
+    splitter = splitter_class(folds, shuffle=True, random_state=random_state(seed, SPLIT, 4))
     labels = np.zeros(samples) if targets is None else np.asarray(targets)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a class may have fewer samples than there are folds
         try:
-            rest, part = list(shared.split(np.zeros(samples), labels))[fold]
+            rest, part = list(splitter.split(np.zeros(samples), labels))[fold]
         except ValueError as error:
             raise DataError(f"data.folds={folds}: no class has so many samples") from error
     return np.sort(rest), np.sort(part)
@@ -79,24 +86,28 @@ def train_and_val(
 def unlabelled_parts(
     samples: int, held_out: int, stream: int, seed: int, fold: int, folds: int
 ) -> dict[str, Indices]:
-    """Return the samples of train, val and test, `held_out` each of the last two.
+    """Return the samples of train, val and test; val and test have `held_out` samples each.
 
-    With `folds` val is fold number `fold` of those that are not test. `stream` keys the draw.
+    With `folds`, val is fold number `fold` of the samples outside the test set. `stream` keys the
+    draw, a different one for each data set.
     """
     order = random_state(seed, SPLIT, stream).permutation(samples)
-    val, test, train = order[:held_out], order[held_out : 2 * held_out], order[2 * held_out :]
+    val = order[:held_out]
+    test = order[held_out : 2 * held_out]
+    train = order[2 * held_out :]
     if folds:
         pool = np.sort(np.concatenate([val, train]))
         rest, part = fold_of(len(pool), fold, folds, seed)
-        train, val = pool[rest], pool[part]
+        train = pool[rest]
+        val = pool[part]
     return {"train": train, "val": val, "test": test}
 
 
 def is_cut(split: str, has_val: bool, val_fraction: float, folds: int) -> bool:
-    """Return whether a split takes a part of what is there for train.
+    """Return whether a split is a part of the samples stored for train.
 
-    A missing val is cut from train; with folds both are parts of train, and a val of its own is
-    left aside.
+    With folds, train and val both are, and a separate val is ignored. Without, they are if no val
+    is stored, and val is cut from train.
     """
     return split != "test" and (folds > 0 or (not has_val and val_fraction > 0))
 
@@ -104,40 +115,59 @@ def is_cut(split: str, has_val: bool, val_fraction: float, folds: int) -> bool:
 def rows_of_train(
     split: str, targets: ArrayLike, val_fraction: float, seed: int, fold: int, folds: int
 ) -> Indices:
-    """Return the rows of train that `split`, train or val, takes where it `is_cut`."""
-    wanted = max(1, round(val_fraction * len(np.asarray(targets))))
-    rows = train_and_val(targets, wanted, seed, fold, folds)[split == "val"]
+    """Return the rows of train that `split`, train or val, takes if it `is_cut`."""
+    val_size = max(1, round(val_fraction * len(np.asarray(targets))))
+    train, val = train_and_val(targets, val_size, seed, fold, folds)
+    rows = val if split == "val" else train
     if not len(rows):
-        few = f"train has too few samples to cut a val split of val_fraction={val_fraction}"
-        raise DataError(f"{few}: add one, or set data.val=null and data.val_fraction=0")
+        raise DataError(
+            f"train has too few samples to cut a val split of val_fraction={val_fraction}: "
+            "add one, or set data.val=null and data.val_fraction=0"
+        )
     return rows
 
 
 def file_of(place: Path, split: str, suffixes: Sequence[str]) -> Path | None:
-    """Return the file of a split in a folder; a single file is train's. None if there is none.
+    """Return the file of a split in a folder, or None; a single file belongs to train.
 
-    Names are compared in lower case.
+    Names are compared in lower case. When train is opened, files with these suffixes that belong
+    to no split are logged.
     """
     if not place.is_dir():
         return place if split == "train" and place.exists() else None
-    # What is no file either, such as a pipe, is refused by name where it is read.
-    there = {path.name.lower(): path for path in sorted(place.iterdir()) if not path.is_dir()}
+
+    # Pipes and devices stay in: whoever reads one refuses it by name.
+    files = {path.name.lower(): path for path in sorted(place.iterdir()) if not path.is_dir()}
     if split == "train":
-        splits = [name for names in NAMES.values() for name in names]
-        known = {f"{name}{suffix}" for name in splits for suffix in suffixes}
-        tables = {name: path for name, path in there.items() if name.endswith(tuple(suffixes))}
-        name_unused(place, tuple(tables[name].name for name in tables if name not in known))
-    wanted = (f"{name}{suffix}" for name in NAMES[split] for suffix in suffixes)
-    return next((there[name] for name in wanted if name in there), None)
+        split_names = [name for names in NAMES.values() for name in names]
+        expected = {name + suffix for name in split_names for suffix in suffixes}
+        unused = [
+            path.name
+            for name, path in files.items()
+            if name.endswith(tuple(suffixes)) and name not in expected
+        ]
+        name_unused(place, tuple(unused))
+
+    for name in NAMES[split]:
+        for suffix in suffixes:
+            if name + suffix in files:
+                return files[name + suffix]
+    return None
 
 
-@functools.cache  # told once of a folder, which each split of it looks at
+@functools.cache  # each split of a folder calls this; it is logged once
 def name_unused(place: Path, names: Sequence[str]) -> None:
-    """Name the folders or files beside those of the splits: one may be a split that is misspelt."""
-    if names:
-        few = ", ".join(names[:5]) + ", ..." * (len(names) > 5)
-        known = "splits are called train, val (or valid, validation) and test"
-        logger.warning("%s: not used: %s; %s", place, few, known)
+    """Log folders or files beside those of the splits: one may be a split that is misspelt."""
+    if not names:
+        return
+    listed = ", ".join(names[:5])
+    if len(names) > 5:
+        listed += ", ..."
+    logger.warning(
+        "%s: not used: %s; splits are called train, val (or valid, validation) and test",
+        place,
+        listed,
+    )
 
 
 def in_order(values: set[str]) -> list[str]:
@@ -149,15 +179,19 @@ def in_order(values: set[str]) -> list[str]:
 
 
 def class_names(found: set[str], num_classes: int | None, samples: int, source: str) -> list[str]:
-    """Return the names of the classes: numbers count from 0, names are sorted.
+    """Return the names of the classes: names are sorted, numbers count from 0.
 
-    Numbers are below `num_classes`, or the number of samples: one label sizes no list of names.
+    Numbers have to be below `num_classes`, or below the number of samples: so a single wrong label
+    does not make a list of a billion names. Raises DataError.
     """
     if not all(name.isdecimal() for name in found):
         return in_order(found)
-    highest, most = max(map(int, found)), num_classes or samples
-    if highest >= most:
+    highest = max(map(int, found))
+    limit = num_classes or samples
+    if highest >= limit:
         bound = "data.num_classes" if num_classes else "the number of samples of train"
-        why = f"class number {highest} is not below {bound}, {most}"
-        raise DataError(f"{source}: {why}: mend the labels or set data.num_classes")
+        raise DataError(
+            f"{source}: class number {highest} is not below {bound}, {limit}: "
+            "mend the labels or set data.num_classes"
+        )
     return [str(number) for number in range(num_classes or highest + 1)]
