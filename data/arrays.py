@@ -20,16 +20,18 @@ CPU = torch.device("cpu")
 class ArraySamples:
     """Samples in memory, a row of each tensor: inputs, or inputs and targets.
 
-    dtype: what floating numbers become, a batch at a time; the tensors themselves stay.
-    in_batches: whole batches are taken at once; else each sample by itself.
+    samples: X or (X, y); X may be a dict of tensors.
+    dtype: the type that floating numbers are converted to, a batch at a time.
+    in_batches: take whole batches at once; else each sample by itself.
     """
 
-    samples: Any  # X or (X, y); X may be a dict of tensors
+    samples: Any
     dtype: torch.dtype
     in_batches: bool = True
 
     def __post_init__(self) -> None:
-        self._length = len(self.targets) if self.targets is not None else _rows(self.samples, "X")
+        inputs = self.samples if self.targets is None else self.samples[0]
+        self._length = _rows(inputs, "X")
 
     def __len__(self) -> int:
         return self._length
@@ -52,15 +54,17 @@ class ArraySamples:
 
 def holds_arrays(values: Any) -> bool:
     """Return whether these are tensors, arrays, a data frame or a dict of such: no data set."""
-    known = isinstance(values, Tensor | np.ndarray | Mapping)
-    return known or hasattr(values, "to_numpy") or hasattr(values, "__array__")
+    if isinstance(values, Tensor | np.ndarray | Mapping):
+        return True
+    return hasattr(values, "to_numpy") or hasattr(values, "__array__")
 
 
 def as_samples(inputs: Any, targets: Any = None) -> Any:
     """Return inputs, or inputs and targets, as tensors with a row for each sample.
 
-    A data frame's columns become floating numbers, since they are measurements; whole numbers of
-    targets become int64, as losses of classes take them. All else keeps its type. Raises DataError.
+    A data frame's columns become floating numbers, since they are measurements. Targets that are
+    integers become int64, which the losses for classes take. All else keeps its type. Raises
+    DataError.
     """
     if isinstance(inputs, Mapping):
         samples: Any = {
@@ -72,12 +76,12 @@ def as_samples(inputs: Any, targets: Any = None) -> Any:
     rows = _rows(samples, "X")
     if targets is None:
         return samples
-    wanted = _as_tensor(targets, "y", as_features=False)
-    if len(wanted) != rows:
-        raise DataError(f"X has {rows} rows and y has {len(wanted)}: each sample has one of both")
-    if not wanted.is_floating_point() and not wanted.is_complex():
-        wanted = wanted.long()
-    return samples, wanted
+    labels = _as_tensor(targets, "y", as_features=False)
+    if len(labels) != rows:
+        raise DataError(f"X has {rows} rows and y has {len(labels)}: each sample has one of both")
+    if not labels.is_floating_point() and not labels.is_complex():
+        labels = labels.long()
+    return samples, labels
 
 
 def _rows(samples: Any, name: str) -> int:
@@ -91,7 +95,7 @@ def _rows(samples: Any, name: str) -> int:
 
 def _as_tensor(values: Any, name: str, as_features: bool) -> Tensor:
     if isinstance(values, Tensor):
-        tensor = values.detach().cpu()
+        tensor = values.detach().cpu()  # waits for the tensor's device: once, before the training
     else:
         tensor = _from_array(_as_array(values, name, as_features), name)
     if not tensor.ndim:
@@ -101,12 +105,14 @@ def _as_tensor(values: Any, name: str, as_features: bool) -> Tensor:
 
 def _as_array(values: Any, name: str, as_features: bool) -> NDArray[Any]:
     if hasattr(values, "columns") and hasattr(values, "items"):
-        # Column by column: of bools beside floats a data frame makes an array of objects.
+        # Column by column: a data frame of bools and floats as a whole is an array of objects.
         columns = [_numbers(column, f"{name}[{key!r}]") for key, column in values.items()]
         if not columns:
             raise DataError(f"{name} is a data frame without columns")
         table = np.stack(columns, axis=1)
-        return table.astype(np.float64) if as_features and table.dtype.kind in "biu" else table
+        if as_features and table.dtype.kind in "biu":
+            return table.astype(np.float64)
+        return table
     return _numbers(values, name)
 
 
@@ -125,12 +131,14 @@ def _numbers(values: Any, name: str) -> NDArray[Any]:
 
 
 def _from_array(array: NDArray[Any], name: str) -> Tensor:
+    # torch takes no foreign byte order and no negative strides; `ascontiguousarray` turns a single
+    # number into an array of one dimension.
     native = array.dtype.newbyteorder("=")
-    whole = np.ascontiguousarray(array, dtype=native).reshape(array.shape)
+    contiguous = np.ascontiguousarray(array, dtype=native).reshape(array.shape)
     with warnings.catch_warnings():
-        # Batches are copies: nobody writes to what torch warns of, such as a data frame's memory.
+        # Batches are copies, so nobody writes to read-only memory, such as a data frame's.
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         try:
-            return torch.from_numpy(whole)
+            return torch.from_numpy(contiguous)
         except TypeError as error:
             raise DataError(f"{name}: torch has no tensors of {array.dtype}") from error

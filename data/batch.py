@@ -10,9 +10,9 @@ from torch import Tensor
 
 from regimen.trainer.device import copy_async, storage_dtype
 
-# Integers that the host looks at before they leave it: so many take it 15 us, 16 million 6 ms. A
-# kernel counts them in less.
-_FEW = 2**16
+# The largest tensor of integers whose minimum is computed on the host before it is copied to a
+# device: 64k take 15 us, but 16M take 6 ms, which is slower than a kernel.
+_MAX_HOST_MIN = 2**16
 
 
 @dataclass(slots=True)  # frozen, an update of a small network would take 1 us more
@@ -31,7 +31,7 @@ class BatchSlice:
     micro_batches: int
     epoch: int
     update: int
-    # How many times the epoch's order draws each before it stands here; empty: none of them.
+    # How often the epoch's order draws each sample before this one; empty: no sample is repeated.
     occurrences: tuple[int, ...] = ()
 
     def draws(self) -> list[tuple[int, int]]:
@@ -42,7 +42,7 @@ class BatchSlice:
 
 @dataclass(slots=True)
 class MicroBatch:
-    """A collated batch of one rank and what it is within its update."""
+    """A collated batch of one rank and its place in its update."""
 
     batch: Any
     batch_slice: BatchSlice
@@ -80,55 +80,60 @@ def to_device(
 ) -> Any:
     """Move the tensors of a nested batch; those on the device already are not copied.
 
-    Floating and complex tensors are converted to `dtype`; images (N, C, H, W) to channels last.
-    A few integers that are moved from host memory can be asked for their least by `least_of`.
+    Floating and complex tensors are converted to `dtype`, images (N, C, H, W) to channels last.
+    The minimum of small int64 tensors (class labels) is computed before they leave host memory,
+    for `cached_min`.
     """
-
     if device.type == "cpu" and dtype is None and not channels_last:
         return batch  # loaders return tensors in host memory
 
-    def moved(tensor: Tensor) -> Tensor:
-        kind = tensor.dtype if dtype is None else dtype_for(tensor, dtype)
-        leaves = tensor.device.type == "cpu" != device.type and tensor.numel() <= _FEW
-        least = cached_min(tensor) if leaves else None
-        tensor = tensor.to(device, storage_dtype(kind, device), non_blocking=non_blocking)
-        if least is not None:
-            set_cached_min(tensor, least)
+    def convert(tensor: Tensor) -> Tensor:
+        wanted_dtype = tensor.dtype if dtype is None else dtype_for(tensor, dtype)
+        leaves_host = tensor.device.type == "cpu" and device.type != "cpu"
+        minimum = None
+        if leaves_host and tensor.numel() <= _MAX_HOST_MIN:
+            minimum = cached_min(tensor)
+        tensor = tensor.to(device, storage_dtype(wanted_dtype, device), non_blocking=non_blocking)
+        if minimum is not None:
+            set_cached_min(tensor, minimum)
         if channels_last and tensor.ndim == 4:
             tensor = tensor.contiguous(memory_format=torch.channels_last)
         return tensor
 
-    return map_tensors(moved, batch)
+    return map_tensors(convert, batch)
 
 
 def index_batch(samples: Any, indices: Sequence[int], device: torch.device) -> Any:
     """Return rows of a nested batch on a device as a batch there, without waiting for it."""
     rows = copy_async(torch.from_numpy(np.array(indices)), device)
 
-    def chosen(tensor: Tensor) -> Tensor:
-        found = tensor.index_select(0, rows)
-        if (least := cached_min(tensor)) is not None and found.device.type != "cpu":
-            set_cached_min(found, least)  # it is not more than this
-        return found
+    def select(tensor: Tensor) -> Tensor:
+        selected = tensor.index_select(0, rows)
+        if device.type != "cpu":
+            minimum = cached_min(tensor)
+            if minimum is not None:
+                set_cached_min(selected, minimum)  # a lower bound is enough for who asks
+        return selected
 
-    return map_tensors(chosen, samples)
+    return map_tensors(select, samples)
 
 
 def cached_min(tensor: Tensor) -> int | None:
-    """Return the least of integers (int64) if the host knows it; else None.
+    """Return the minimum of an int64 tensor, or a lower bound, if the host knows it; else None.
 
-    It can look at what is in its memory, and remembers what it moved to a device from there.
+    A tensor in host memory is searched. For one on a device the value is the one that
+    `set_cached_min` stored, so nothing waits for the device.
     """
     if tensor.dtype != torch.int64 or not tensor.numel():
         return None
     if tensor.device.type == "cpu":
         return int(tensor.min())
-    least, version = getattr(tensor, "_least", (None, None))
-    return least if version == _version(tensor) else None
+    minimum, version = getattr(tensor, "_least", (None, None))
+    return minimum if version == _version(tensor) else None
 
 
 def set_cached_min(tensor: Tensor, least: int) -> None:
-    """Remember the least of a device's integers, until they are changed in place."""
+    """Store the minimum of a device's integers; it is forgotten when they are changed in place."""
     tensor._least = least, _version(tensor)  # type: ignore[attr-defined]
 
 
@@ -137,7 +142,7 @@ def _version(tensor: Tensor) -> int:
 
 
 def inputs_of(batch: Any) -> Any:
-    """Return what the model is given of a batch: its first part, or all of it."""
+    """Return the model's input: the first part of a batch, or all of it."""
     return batch[0] if isinstance(batch, list | tuple) else batch
 
 
@@ -149,9 +154,9 @@ def dtype_for(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
 
 
 def concat_batches(batches: Sequence[Any]) -> Any:
-    """Return batches of one form as one, tensors joined along their first dimension.
+    """Return batches of the same structure as one, tensors joined along their first dimension.
 
-    What is no tensor becomes a list of the batches' values.
+    Other leaves become a list of the batches' values.
     """
     first = batches[0]
     if len(batches) == 1:

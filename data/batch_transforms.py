@@ -1,10 +1,12 @@
 """Random transforms of image batches (n, C, H, W) with separate draws for each image.
 
 `draw(draws, height, width)` returns one value (or row) for each image, on the CPU. Calling the
-transform applies them, without waiting for the device. All is computed element by element, so that
-the result for an image is bit-equal in any batch: sums and matrix products may round differently in
-a batch of another size. The distributions are those of torchvision's transforms of the same names.
-Draws are new in each epoch, unless a transform says `lasting = True`.
+transform applies them, without waiting for the device.
+
+An image is augmented the same in any batch, worker or process: its draws depend on its own key
+alone, and everything is computed element by element, since sums and matrix products may round
+differently in a batch of another size. The distributions are those of torchvision's transforms of
+the same names. Draws are new in each epoch, unless a transform says `lasting = True`.
 """
 
 import functools
@@ -27,7 +29,7 @@ from regimen.trainer.device import current_stream, has_streams
 Values = tuple[Tensor, ...]
 
 _TRIES = 10  # boxes that torchvision draws at most
-_FINE = 2**24  # steps in which the brightness of floating images is averaged
+_FIXED_POINT = 2**24  # the brightness of floating images is averaged in multiples of 1 / this
 
 
 @dataclass
@@ -37,24 +39,26 @@ class RandomHorizontalFlip:
     p: float = 0.5
     masks: bool = False
     axis: ClassVar[int] = -1
-    in_place = False  # set for images that nobody else holds: on a CPU they are changed
+    in_place = False  # set by the loader if nobody else holds the images: on a CPU they are changed
 
     def draw(self, draws: Draws, height: int, width: int) -> Values:
         """Decide for each image."""
         return (draws.uniform() < self.p,)
 
     def __call__(self, images: Tensor, flip: Tensor) -> Tensor:
-        return self._turned(images, flip, self.in_place)
+        return self._flipped(images, flip, self.in_place)
 
     def on_masks(self, masks: Tensor, flip: Tensor) -> Tensor:
         """Mirror targets."""
-        return self._turned(masks, flip, False)
+        return self._flipped(masks, flip, False)
 
-    def _turned(self, images: Tensor, flip: Tensor, in_place: bool) -> Tensor:
-        if not _of_numpy(images):  # nor does the host know which, on a device
-            chosen = flip.view(-1, *[1] * (images.ndim - 1))
-            return torch.where(chosen, images.flip(self.axis), images)
-        result, rows = images if in_place else images.clone(), flip.nonzero().squeeze(1)
+    def _flipped(self, images: Tensor, flip: Tensor, in_place: bool) -> Tensor:
+        if not _is_numpy_compatible(images):
+            # On a device the host does not know which images to flip, and does not wait for it.
+            mask = flip.view(-1, *[1] * (images.ndim - 1))
+            return torch.where(mask, images.flip(self.axis), images)
+        result = images if in_place else images.clone()
+        rows = flip.nonzero().squeeze(1)
         # numpy copies whole images; torch copies their elements, which takes several times as long.
         result.numpy()[rows.numpy()] = images.index_select(0, rows).flip(self.axis).numpy()
         return result
@@ -68,11 +72,12 @@ class AlternatingFlip(RandomHorizontalFlip):
     """
 
     p: float = field(default=0.5, init=False)
-    lasting = True
+    lasting = True  # the half is drawn once, for all epochs
 
     def draw(self, draws: Draws, height: int, width: int) -> Values:
-        """Decide for each image, once and for all, and turn it over in odd epochs."""
-        return ((draws.uniform() < self.p) ^ bool(draws.epoch % 2),)
+        """Decide for each image by its key, and invert the decision in odd epochs."""
+        flip = draws.uniform() < self.p
+        return (~flip if draws.epoch % 2 else flip,)
 
 
 class RandomVerticalFlip(RandomHorizontalFlip):
@@ -96,15 +101,16 @@ class RandomCrop:
     mask_fill: int = 0
 
     def draw(self, draws: Draws, height: int, width: int) -> Values:
-        """Draw the top left corners."""
-        free = [
-            side + 2 * self.padding - wanted + 1
-            for side, wanted in zip((height, width), _pair(self.size), strict=True)
-        ]
-        if min(free) < 1:
-            images = f"images of {height} x {width} with padding {self.padding}"
-            raise DataError(f"a crop of {_pair(self.size)} does not fit into {images}")
-        return tuple(draws.integers(room) for room in free)
+        """Draw the top left corners. Raises DataError if the window is larger than the images."""
+        tall, wide = _pair(self.size)
+        free_rows = height + 2 * self.padding - tall
+        free_columns = width + 2 * self.padding - wide
+        if min(free_rows, free_columns) < 0:
+            raise DataError(
+                f"a crop of {(tall, wide)} does not fit into images of {height} x {width} with "
+                f"padding {self.padding}"
+            )
+        return draws.integers(free_rows + 1), draws.integers(free_columns + 1)
 
     def __call__(self, images: Tensor, top: Tensor, left: Tensor) -> Tensor:
         return self._windows(images, top, left, self.fill)
@@ -121,11 +127,13 @@ class RandomCrop:
         images = images.contiguous()
         width = images.shape[-1]
         tall, wide = _pair(self.size)
-        # Whole rows are copied: where each begins in memory.
-        rows = _rows_of(images.shape, tall, images.device, _stream(images.device))
+
+        # Whole rows of the windows are copied: where each begins in the memory of the batch.
+        rows = _row_starts(images.shape, tall, images.device, _stream(images.device))
         starts = torch.add(left, top, alpha=width)[:, None] + rows
-        every = images.view(-1).as_strided((images.numel() - wide + 1, wide), (1, 1))
-        return every.index_select(0, starts.view(-1)).view(*images.shape[:-2], tall, wide)
+        # Row i of this view is the `wide` elements from i on, so one gather copies all rows.
+        runs = images.view(-1).as_strided((images.numel() - wide + 1, wide), (1, 1))
+        return runs.index_select(0, starts.view(-1)).view(*images.shape[:-2], tall, wide)
 
 
 @dataclass
@@ -142,36 +150,43 @@ class RandomErasing:
     in_place = False  # as that of flips
 
     def draw(self, draws: Draws, height: int, width: int) -> Values:
-        """Draw boxes (top, left, height, width); height 0 where nothing is erased."""
-        rows = np.zeros((4, len(draws)), np.int64)
-        # The number after those of the boxes, which most images need not draw.
+        """Draw boxes (top, left, height, width); height 0 if nothing is erased."""
+        # An image's numbers 0 to 19 make its boxes, number 20 decides whether it is erased. Looking
+        # at that one first saves the others of most images.
         erased = (Draws(draws.keys, drawn=2 * _TRIES).uniform() < self.p).numpy()
         draws = Draws(draws.keys[erased])
-        tall, wide = _boxes(draws, height * width, self.scale, self.ratio)
-        tall, wide, found = _first((tall < height) & (wide < width), tall, wide)
-        draws.drawn += 1
-        free = np.maximum(height - tall + 1, 1), np.maximum(width - wide + 1, 1)
-        top, left = (draws.integers(torch.from_numpy(room)).numpy() for room in free)
-        rows[:, erased] = top, left, tall * found, wide
-        return tuple(torch.from_numpy(rows))
+        talls, wides = _boxes(draws, height * width, self.scale, self.ratio)
+        fits = (talls < height) & (wides < width)
+        tall, wide, any_fits = _first_fitting(fits, talls, wides)
+
+        draws.drawn += 1  # behind number 20
+        top = draws.integers(torch.from_numpy(np.maximum(height - tall + 1, 1)))
+        left = draws.integers(torch.from_numpy(np.maximum(width - wide + 1, 1)))
+        boxes = np.zeros((4, len(erased)), np.int64)
+        boxes[:, erased] = top.numpy(), left.numpy(), np.where(any_fits, tall, 0), wide
+        return tuple(torch.from_numpy(boxes))
 
     def __call__(self, images: Tensor, *box: Tensor) -> Tensor:
         values = (self.value,) if isinstance(self.value, int | float) else tuple(self.value)
         value = constants(values, images.device, images.dtype)
-        if _of_numpy(images):
-            result = images if self.in_place else images.clone()
-            boxes = zip(*(side.tolist() for side in box), strict=True)
-            written = value.numpy()
-            for image, (i, j, h, w) in zip(result.numpy(), boxes, strict=True):
-                if h:
-                    image[:, i : i + h, j : j + w] = written
-            return result
-        inside = []  # slices by tensors would wait for a device
-        for first, length, side in zip(box[:2], box[2:], images.shape[-2:], strict=True):
-            positions = _positions(side, images.device, _stream(images.device))
-            inside.append((positions >= first[:, None]) & (positions < (first + length)[:, None]))
-        erased = inside[0][:, :, None] & inside[1][:, None]
-        return torch.where(erased[:, None], value, images)
+        if _is_numpy_compatible(images):
+            return self._erased_on_host(images, value, box)
+        # Slicing by tensors would make the host wait for the device: masks do not.
+        top, left, tall, wide = box
+        in_rows = _covered(top, tall, images.shape[-2])
+        in_columns = _covered(left, wide, images.shape[-1])
+        erased = in_rows[:, None, :, None] & in_columns[:, None, None, :]
+        return torch.where(erased, value, images)
+
+    def _erased_on_host(self, images: Tensor, value: Tensor, box: Values) -> Tensor:
+        result = images if self.in_place else images.clone()
+        pixel = value.numpy()
+        # The boxes are on the host as well: nothing waits for a device.
+        boxes = torch.stack(box, 1).tolist()
+        for image, (top, left, tall, wide) in zip(result.numpy(), boxes, strict=True):
+            if tall:
+                image[:, top : top + tall, left : left + wide] = pixel
+        return result
 
 
 @dataclass
@@ -183,25 +198,23 @@ class RandomResizedCrop:
     ratio: Sequence[float] = (3 / 4, 4 / 3)
 
     def draw(self, draws: Draws, height: int, width: int) -> Values:
-        """Draw boxes (top, left, height, width); the middle where ten do not fit."""
+        """Draw boxes (top, left, height, width); the middle of an image if none of ten fits."""
         wides, talls = _boxes(draws, height * width, self.scale, self.ratio)
         fits = (wides > 0) & (wides <= width) & (talls > 0) & (talls <= height)
-        *drawn, found = _first(fits, talls, wides)
-        narrow, broad = round(width / min(self.ratio)), round(height * max(self.ratio))
-        middle = min(height, narrow), min(width, broad)
-        some, corner, box = torch.from_numpy(found), [], []
-        for whole, side, half in zip((height, width), drawn, middle, strict=True):
-            length = torch.from_numpy(np.where(found, side, half))
-            first = draws.integers((whole - length + 1).clamp(min=1))
-            corner.append(torch.where(some, first, (whole - half) // 2))
-            box.append(length)
-        return *corner, *box
+        tall, wide, any_fits = _first_fitting(fits, talls, wides)
+        # As torchvision, the largest centred box whose aspect ratio is within the limits.
+        middle_tall = min(height, round(width / min(self.ratio)))
+        middle_wide = min(width, round(height * max(self.ratio)))
+        top, box_height = _interval(draws, height, tall, any_fits, middle_tall)
+        left, box_width = _interval(draws, width, wide, any_fits, middle_wide)
+        return top, left, box_height, box_width
 
     def __call__(self, images: Tensor, *box: Tensor) -> Tensor:
-        (top, left, tall, wide), (height, width) = box, images.shape[-2:]
+        top, left, tall, wide = box
+        height, width = images.shape[-2:]
         zero = torch.zeros_like(top, dtype=torch.float32)
-        x = wide / width, zero, (2 * left + wide) / width - 1
-        y = zero, tall / height, (2 * top + tall) / height - 1
+        x = (wide / width, zero, (2 * left + wide) / width - 1)
+        y = (zero, tall / height, (2 * top + tall) / height - 1)
         return _sampled(images, x, y, _pair(self.size), "bilinear", "border")
 
 
@@ -209,7 +222,8 @@ class RandomResizedCrop:
 class RandomAffine:
     """Rotate, translate and scale each image about its centre; pixels from outside are 0.
 
-    degrees: most to either side; translate: most, as shares of width and height; scale: from, to.
+    degrees: largest angle to either side; translate: largest shift, as fractions of width and
+    height; scale: from, to.
     """
 
     degrees: float
@@ -219,21 +233,25 @@ class RandomAffine:
 
     def draw(self, draws: Draws, height: int, width: int) -> Values:
         """Draw angles in radians, whole pixels to the right and down, and scales."""
-        most_x, most_y = self.translate[0] * width, self.translate[1] * height
+        max_x = self.translate[0] * width
+        max_y = self.translate[1] * height
         return (
             draws.uniform(-self.degrees, self.degrees) * (math.pi / 180),
-            draws.uniform(-most_x, most_x).round(),
-            draws.uniform(-most_y, most_y).round(),
+            draws.uniform(-max_x, max_x).round(),
+            draws.uniform(-max_y, max_y).round(),
             draws.uniform(self.scale[0], self.scale[1]),
         )
 
-    def __call__(self, images: Tensor, angle: Tensor, x: Tensor, y: Tensor, by: Tensor) -> Tensor:
+    def __call__(
+        self, images: Tensor, angle: Tensor, x: Tensor, y: Tensor, scale: Tensor
+    ) -> Tensor:
         height, width = images.shape[-2:]
-        cos, sin = torch.cos(angle) / by, torch.sin(angle) / by
-        # From output to input pixels about the middle, then in units of half the image's sides.
-        x_of = cos, sin * (height / width), -(cos * x + sin * y) * (2 / width)
-        y_of = -sin * (width / height), cos, (sin * x - cos * y) * (2 / height)
-        return _sampled(images, x_of, y_of, (height, width), self.interpolation, "zeros")
+        cos = torch.cos(angle) / scale
+        sin = torch.sin(angle) / scale
+        # The inverse map, from output to input pixels, in units of half the image's sides.
+        input_x = (cos, sin * (height / width), -(cos * x + sin * y) * (2 / width))
+        input_y = (-sin * (width / height), cos, (sin * x - cos * y) * (2 / height))
+        return _sampled(images, input_x, input_y, (height, width), self.interpolation, "zeros")
 
 
 @dataclass
@@ -254,30 +272,33 @@ class ColorJitter:
         return torch.stack(factors, 1), draws.order(3)
 
     def __call__(self, images: Tensor, factors: Tensor, order: Tensor) -> Tensor:
-        whole = not images.is_floating_point()
-        result = images.to(torch.float32) if whole else images
-        for turn in order.unbind(1):
-            factor = factors.gather(1, turn[:, None])[:, :, None, None]
-            towards = _at_factor_0(result, turn.view(-1, 1, 1, 1), whole)
-            result = result * factor + towards * (1 - factor)
-            result = result.clamp(0, 255 if whole else 1)
-            result = result.floor() if whole else result
+        is_integer = not images.is_floating_point()
+        white = 255 if is_integer else 1
+        result = images.to(torch.float32) if is_integer else images
+        for property_number in order.unbind(1):
+            factor = factors.gather(1, property_number[:, None])[:, :, None, None]
+            base = _blend_base(result, property_number.view(-1, 1, 1, 1), is_integer)
+            result = (result * factor + base * (1 - factor)).clamp(0, white)
+            if is_integer:
+                result = result.floor()
         return result.to(images.dtype)
 
 
-def _at_factor_0(images: Tensor, turn: Tensor, whole: bool) -> Tensor:
-    """Black for brightness (turn 0), the mean grey for contrast (1), each pixel's for saturation.
+def _blend_base(images: Tensor, property_number: Tensor, is_integer: bool) -> Tensor:
+    """Return the images that a factor of 0 gives: (n, 1 or C, H, W).
 
-    The mean of an image is an exact sum of multiples of 1 / unit.
+    Black for brightness (0), the mean grey for contrast (1), each pixel's grey for saturation (2).
     """
     grey = images
     if images.shape[1] == 3:
         grey = images[:, :1] * 0.2989 + images[:, 1:2] * 0.587 + images[:, 2:] * 0.114
-        grey = grey.floor() if whole else grey
-    unit = 1 if whole else _FINE
-    summed = (grey * unit).round_().to(torch.int64).sum((-3, -2, -1), keepdim=True)
-    mean = summed.to(grey.dtype) / (unit * grey[0].numel())
-    return torch.where(turn == 0, 0.0, torch.where(turn == 1, mean, grey))
+        if is_integer:
+            grey = grey.floor()
+    # The mean is a sum of integers: exact, so equal in any batch.
+    unit = 1 if is_integer else _FIXED_POINT
+    total = (grey * unit).round_().to(torch.int64).sum((-3, -2, -1), keepdim=True)
+    mean = total.to(grey.dtype) / (unit * grey[0].numel())
+    return torch.where(property_number == 0, 0.0, torch.where(property_number == 1, mean, grey))
 
 
 def _stream(device: torch.device) -> int:
@@ -288,14 +309,14 @@ def _stream(device: torch.device) -> int:
 # them, and launches are what limits small networks. A stream has its own, so that what one writes
 # or frees is in order with what reads it.
 @functools.lru_cache(maxsize=4)
-def _rows_of(shape: torch.Size, tall: int, device: torch.device, stream: int) -> Tensor:
-    """Return where the first rows of images (n, ..., H, W) begin in memory (n, rows)."""
+def _row_starts(shape: torch.Size, tall: int, device: torch.device, stream: int) -> Tensor:
+    """Return where the first `tall` rows of images (n, ..., H, W) begin in memory (n, rows)."""
     height, width = shape[-2:]
-    each = shape[1:].numel()
-    planes = torch.arange(0, each, height * width, device=device)
-    within_plane = torch.arange(tall, device=device) * width
-    images = torch.arange(shape[0], device=device) * each
-    return images[:, None] + (planes[:, None] + within_plane).view(-1)
+    image_size = shape[1:].numel()
+    planes = torch.arange(0, image_size, height * width, device=device)
+    rows = torch.arange(tall, device=device) * width
+    images = torch.arange(shape[0], device=device) * image_size
+    return images[:, None] + (planes[:, None] + rows).view(-1)
 
 
 @functools.lru_cache(maxsize=8)
@@ -303,7 +324,7 @@ def _positions(side: int, device: torch.device, stream: int) -> Tensor:
     return torch.arange(side, device=device)
 
 
-def _of_numpy(images: Tensor) -> bool:
+def _is_numpy_compatible(images: Tensor) -> bool:
     return images.device.type == "cpu" and images.dtype != torch.bfloat16
 
 
@@ -311,21 +332,45 @@ def _pair(size: int | Sequence[int]) -> tuple[int, int]:
     return (size, size) if isinstance(size, int) else (size[0], size[-1])
 
 
+def _covered(first: Tensor, length: Tensor, side: int) -> Tensor:
+    """Return for each image which positions are in [first, first + length): (n, side)."""
+    positions = _positions(side, first.device, _stream(first.device))
+    return (positions >= first[:, None]) & (positions < (first + length)[:, None])
+
+
 def _boxes(draws: Draws, area: int, scale: Sequence[float], ratio: Sequence[float]) -> Any:
-    """Draw ten boxes for each image (10, n), in numpy: its calls take half as long as torch's."""
+    """Draw ten boxes for each image: sqrt(area * ratio) and sqrt(area / ratio), both (10, n).
+
+    In numpy, whose calls take half as long as torch's.
+    """
     unit = draws.uniform(each=2 * _TRIES).numpy().T
-    low, high = math.log(ratio[0]), math.log(ratio[1])
     areas = (unit[:_TRIES] * np.float32(scale[1] - scale[0]) + np.float32(scale[0])) * area
+    low = math.log(ratio[0])
+    high = math.log(ratio[1])
     logs = unit[_TRIES:] * np.float32(high - low) + np.float32(low)
     ratios = torch.from_numpy(logs).exp().numpy()  # numpy's exponential has other last bits
-    sides = np.sqrt(areas * ratios), np.sqrt(areas / ratios)
-    return [np.rint(side).astype(np.int64) for side in sides]
+    longs = np.rint(np.sqrt(areas * ratios)).astype(np.int64)
+    shorts = np.rint(np.sqrt(areas / ratios)).astype(np.int64)
+    return longs, shorts
 
 
-def _first(fits: Any, *sides: Any) -> tuple[Any, ...]:
-    """Return the sides of each image's first box that fits, and whether one does (n)."""
-    which = fits.argmax(0), np.arange(fits.shape[1])
-    return *(side[which] for side in sides), fits.any(0)
+def _first_fitting(fits: Any, talls: Any, wides: Any) -> tuple[Any, Any, Any]:
+    """Return the height and width of each image's first box that fits, and whether one does (n)."""
+    first = fits.argmax(0)
+    images = np.arange(len(first))
+    return talls[first, images], wides[first, images], fits.any(0)
+
+
+def _interval(
+    draws: Draws, side: int, length: Any, any_fits: Any, middle: int
+) -> tuple[Tensor, Tensor]:
+    """Place boxes along a side: return their first positions and lengths, both (n,).
+
+    Boxes that do not fit are replaced by the middle of the side, of length `middle`.
+    """
+    lengths = torch.from_numpy(np.where(any_fits, length, middle))
+    first = draws.integers((side - lengths + 1).clamp(min=1))
+    return torch.where(torch.from_numpy(any_fits), first, (side - middle) // 2), lengths
 
 
 def _sampled(
@@ -337,11 +382,13 @@ def _sampled(
     from -1 to 1 over the image. mode, outside: `mode` and `padding_mode` of `grid_sample`.
     """
     values = images if images.is_floating_point() else images.to(torch.float32)
-    v, u = (torch.linspace(1 / side - 1, 1 - 1 / side, side, device=images.device) for side in size)
-    read_at = []
-    for function in (x, y):
-        a, b, c = (number[:, None, None] for number in function)
-        read_at.append((a * u) + (b * v[:, None] + c))
-    grid = torch.stack(read_at, -1).to(values.dtype)
-    read = grid_sample(values, grid, mode, outside, align_corners=False)
-    return read if images.is_floating_point() else read.round_().to(images.dtype)
+    height, width = size
+    u = torch.linspace(1 / width - 1, 1 - 1 / width, width, device=images.device)
+    v = torch.linspace(1 / height - 1, 1 - 1 / height, height, device=images.device)
+    coordinates = []
+    for affine in (x, y):
+        a, b, c = (number[:, None, None] for number in affine)
+        coordinates.append((a * u) + (b * v[:, None] + c))
+    grid = torch.stack(coordinates, -1).to(values.dtype)
+    result = grid_sample(values, grid, mode, outside, align_corners=False)
+    return result if images.is_floating_point() else result.round_().to(images.dtype)

@@ -1,4 +1,4 @@
-"""Decode image files, JPEG by torchvision and other formats by Pillow; large JPEG files in part."""
+"""Decode image files: JPEG by torchvision, other formats by Pillow, large JPEG files in part."""
 
 import io
 import os
@@ -23,19 +23,19 @@ from regimen.data.errors import UnreadableError, reason
 MAX_PIXELS = 89_478_485
 # From this size on, decoding at a fraction by Pillow is faster than whole by torchvision.
 LARGE_PIXELS = 2_000_000
-# Those that Pillow may open; of others, some start programs.
+# Formats that Pillow may open. Some others start programs, such as Ghostscript for EPS.
 FORMATS = ("JPEG", "PNG", "BMP", "GIF", "WEBP", "TIFF", "PPM")
 _MODES = {1: "L", 3: "RGB"}
 _BITS_PER_SAMPLE = 258  # TIFF's tag
-# Four times as fast on small images as Pillow, with the same pixels. Not the function around it,
-# which warns at each call that it is deprecated (0.29).
+# Four times as fast on small images as Pillow, with the same pixels. It is the operator, since the
+# function `torchvision.io.decode_jpeg` warns at each call that it is deprecated (0.29).
 _decode_jpeg = torch.ops.image.decode_jpeg.default
-Channels = Literal[1, 3]  # of a picture that is read, whatever the file holds
-# Values of a grey picture of more than 8 bits that become 0 and 255; None: all that it can hold.
+Channels = Literal[1, 3]  # of the decoded image, whatever the file holds
+# The values of a grey image of more than 8 bits that become 0 and 255; None: all that it can hold.
 Range = Sequence[float] | None
 _APP1 = b"\xff\xe1"  # the marker of a JPEG file's segments with EXIF and XMP
-# EXIF's orientations, and what brings a picture upright.
-_TURNS = {
+# EXIF's orientations, and the operation that brings an image upright.
+_UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
     4: Image.Transpose.FLIP_TOP_BOTTOM,
@@ -44,13 +44,17 @@ _TURNS = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
+# What these operations do: exchange rows and columns, and then reverse columns or rows.
+_TRANSPOSED = (5, 6, 7, 8)
+_COLUMNS_REVERSED = (2, 3, 6, 7)
+_ROWS_REVERSED = (3, 4, 7, 8)
 
 
 def read_image(path: Path | str, channels: int = 3, value_range: Range = None) -> Tensor:
     """Return an image file as uint8 (channels, H, W), rotated by its EXIF orientation.
 
-    value_range: the least and the largest value of a grey picture of more than 8 bits. Raises
-    UnreadableError, naming the file, if it cannot be read completely.
+    value_range: the values of a grey image of more than 8 bits that become 0 and 255.
+    Raises UnreadableError, naming the file, if it cannot be read completely.
     """
     return decode_image(read_content(path), path, channels, value_range)
 
@@ -63,24 +67,24 @@ def decode_image(
         raise UnreadableError(f"cannot decode {path}: the file is empty")
     width, height, components = _frame(data)
     _check_size(width, height, path)
-    # Pillow decodes CMYK (also Adobe's inverted form) and the grey of colour files; and it decodes
-    # what torchvision cannot, or raises.
+    # Left to Pillow: CMYK (also Adobe's inverted form), the grey of colour files, and files that
+    # torchvision cannot decode.
     if components in (1, channels):
         with suppress(RuntimeError):
-            # Channels: 1 = grey, 3 = RGB, as in torchvision.io.ImageReadMode. Its own reading of
-            # the orientation misses EXIF behind other segments, other number formats and XMP.
+            # The operator's own reading of the orientation is off (False): it misses EXIF behind
+            # other segments, other number formats and XMP.
             content = torch.frombuffer(bytearray(data), dtype=torch.uint8)
             image: Tensor = _decode_jpeg(content, channels, False)
-            return _turned(image, _orientation_of_jpeg(data))
+            return _upright_tensor(image, _orientation_of_jpeg(data))
     with _opened(data, path) as opened:
         _check_size(*opened.size, path)
         opened.load()  # PNG may have its EXIF behind the pixels
-        turn = _orientation(opened)
-        return _turned(planes_of(opened, path, channels, value_range), turn)
+        orientation = _orientation(opened)
+        return _upright_tensor(planes_of(opened, path, channels, value_range), orientation)
 
 
 def as_tensor(image: Image.Image) -> Tensor:
-    """Return a picture of Pillow's as uint8 (C, H, W): a grey one has one channel, others three."""
+    """Return a Pillow image as uint8 (C, H, W): one channel if it is grey, else three."""
     plain = _to_eight_bits(image, "a picture", None)
     return _planes(plain if plain.mode in ("L", "RGB") else plain.convert("RGB"))
 
@@ -88,12 +92,12 @@ def as_tensor(image: Image.Image) -> Tensor:
 def planes_of(
     image: Image.Image, path: Path | str, channels: int, value_range: Range = None
 ) -> Tensor:
-    """Return a picture of Pillow's as uint8 (channels, H, W); `path` is for messages."""
+    """Return a Pillow image as uint8 (channels, H, W); `path` is for messages."""
     return _planes(_to_eight_bits(image, path, value_range).convert(_MODES[channels]))
 
 
 def read_levels(path: Path | str) -> NDArray[np.int64]:
-    """Return the values (H, W) of a grey picture or the numbers of a palette's colours, unscaled.
+    """Return the values (H, W) of a grey image, or the palette numbers of its pixels, unscaled.
 
     Raises UnreadableError, also for colours.
     """
@@ -107,100 +111,109 @@ def read_levels(path: Path | str) -> NDArray[np.int64]:
                 f"cannot decode {path}: {image.mode} pixels are colours: a mask is grey or has a "
                 "palette, and its values are class numbers"
             )
-        image.load()
-        turn = _orientation(image)
-        upright = image.transpose(_TURNS[turn]) if turn in _TURNS else image
-        return np.asarray(upright).astype(np.int64)
+        image.load()  # PNG may have its EXIF behind the pixels
+        return np.asarray(_upright(image)).astype(np.int64)
 
 
 @dataclass(frozen=True, slots=True)
 class Depth:
-    """What a file holds that 8 bits cannot."""
+    """The values of a file of more than 8 bits."""
 
-    is_grey: bool  # else of colours the upper 8 bits are read
+    is_grey: bool  # of colours, the upper 8 bits are read
     states_range: bool  # whether the file says which of its values is white
-    largest: int | None  # value; None of colours, or where it was not measured
+    largest: int | None  # None for colours, and if it was not measured
 
 
 def depth_of(data: bytes, path: Path | str, measures: bool) -> Depth | None:
-    """Return what a file holds in more than 8 bits a value; None for all others.
+    """Return the depth of a file of more than 8 bits a value; None for all others.
 
     measures: decode the file for its largest value. Raises UnreadableError.
     """
-    is_png = data[:8] == b"\x89PNG\r\n\x1a\n"
-    if is_png and data[24:25] != b"\x10":
-        return None
-    if is_png and data[25:26] != b"\x00":
-        return Depth(False, False, None)
+    colours = Depth(is_grey=False, states_range=False, largest=None)
+    if data[:8] == b"\x89PNG\r\n\x1a\n":
+        # From PNG's header, as Pillow opens 16-bit colours with 8 bits: byte 24 holds the bits of a
+        # value, byte 25 the colour type, which is 0 for grey.
+        if data[24:25] != b"\x10":
+            return None
+        if data[25:26] != b"\x00":
+            return colours
     with _opened(data, path) as image:
         bits = _stated_bits(image)
         if not image.mode.startswith(("I", "F")):
-            return Depth(False, False, None) if bits > 8 else None
+            return colours if bits > 8 else None
         largest = None
         if measures:
             _check_size(*image.size, path)
             largest = int(np.nanmax(np.asarray(image)))
-        return Depth(True, image.format == "PPM" or bits not in (16, 32), largest)
+        states_range = image.format == "PPM" or bits not in (16, 32)
+        return Depth(True, states_range, largest)
 
 
 @dataclass(frozen=True, slots=True)
 class LargeJpeg:
-    """A JPEG file that is not decoded yet, since it may be needed at a fraction of its size."""
+    """A JPEG file that is not decoded yet, since a fraction of its size may be enough."""
 
     data: bytes
     path: str
     channels: int
-    height: int  # of the upright picture
+    height: int  # of the upright image
     width: int
 
     def part(self, box: list[int], size: list[int]) -> Tensor:
-        """Return a box (top, left, height, width) of the picture at a size (channels, *size).
+        """Return a box (top, left, height, width) of the image at a size (channels, *size).
 
-        Bilinear with antialiasing. The file is decoded at 1/2, 1/4 or 1/8 of its size, as far as
-        the box is then no smaller than `size`; bit-equal to the whole one's where it is not.
+        Bilinear with antialiasing. The file is decoded at 1/8, 1/4 or 1/2 of its size if the box is
+        then no smaller than `size`; else the result is bit-equal to that of the whole image.
         """
-        by = min(box[2] // size[0], box[3] // size[1])
-        scale = next((power for power in (8, 4, 2) if by >= power), 1)
+        top, left, tall, wide = box
+        reduction = min(tall // size[0], wide // size[1])
+        scale = next((power for power in (8, 4, 2) if power <= reduction), 1)
         if scale == 1:
-            return _cut(decode_image(self.data, self.path, self.channels), box, size)
-        top, left, tall, wide = (side / scale for side in box)
+            return _resized_box(decode_image(self.data, self.path, self.channels), box, size)
+
         with _opened(self.data, self.path) as image:
-            turn = _orientation(image)
+            orientation = _orientation(image)
             image.draft(None, (image.width // scale, image.height // scale))
-            upright = image.transpose(_TURNS[turn]) if turn in _TURNS else image
-            upright = upright.convert(_MODES[self.channels])
-        # The file's last rows and columns are rounded up to a whole pixel; they may come first now.
-        left += (upright.width - self.width / scale) * (turn in (2, 3, 6, 7))
-        top += (upright.height - self.height / scale) * (turn in (3, 4, 7, 8))
-        edges = (left, top, left + wide, top + tall)
+            upright = _upright(image).convert(_MODES[self.channels])
+        left_edge = left / scale
+        top_edge = top / scale
+        # The decoder rounds the file's last column and row up to a whole pixel. If the orientation
+        # reverses them, the excess comes first.
+        if orientation in _COLUMNS_REVERSED:
+            left_edge += upright.width - self.width / scale
+        if orientation in _ROWS_REVERSED:
+            top_edge += upright.height - self.height / scale
+        edges = (left_edge, top_edge, left_edge + wide / scale, top_edge + tall / scale)
         return _planes(upright.resize((size[1], size[0]), Image.Resampling.BILINEAR, edges))
 
 
 def open_image(path: str, channels: int = 3, value_range: Range = None) -> Tensor | LargeJpeg:
-    """Return a large JPEG file for a part of it to be decoded; decode what else there is."""
+    """Return a `LargeJpeg`, of which a region can be decoded; decode any other image now."""
     data = read_content(path)
     width, height, components = _frame(data)
     if LARGE_PIXELS <= width * height <= MAX_PIXELS and components in (1, channels):
         with suppress(UnreadableError), _opened(data, path) as image:
-            sideways = _orientation(image) in (5, 6, 7, 8)
-            sides = (width, height) if sideways else (height, width)
-            return LargeJpeg(data, path, channels, *sides)
+            if _orientation(image) in _TRANSPOSED:
+                return LargeJpeg(data, path, channels, height=width, width=height)
+            return LargeJpeg(data, path, channels, height, width)
     return decode_image(data, path, channels, value_range)
 
 
 def quick_form(step: Any) -> Any:
     """Return a bilinear RandomResizedCrop or Resize in a form that also takes LargeJpeg files.
 
-    The draws are the same, and so is the result for 8-bit images. Other steps are returned as they
+    It draws the same, and its result for 8-bit images is the same. Other steps are returned as they
     are.
     """
     if type(step) not in (v2.RandomResizedCrop, v2.Resize) or not step.antialias:
         return step
     mode = getattr(step.interpolation, "value", step.interpolation)
-    return step if mode != "bilinear" or getattr(step, "max_size", None) else _Resizing(step)
+    if mode != "bilinear" or getattr(step, "max_size", None):
+        return step
+    return _QuickResize(step)
 
 
-class _Resizing:
+class _QuickResize:
     """torchvision's step without the classes around its two calls.
 
     Bit-equal to torchvision's on CPUs with AVX2; on others torchvision rounds once more.
@@ -214,24 +227,27 @@ class _Resizing:
 
     def __call__(self, image: Any) -> Any:
         if isinstance(image, LargeJpeg):
-            return image.part(*self._place(image.height, image.width))
+            box, size = self._box_and_size(image.height, image.width)
+            return image.part(box, size)
         if type(image) is not Tensor or image.dtype != torch.uint8 or image.ndim != 3:
             return self.step(image)
-        return _cut(image, *self._place(*image.shape[1:]))
+        box, size = self._box_and_size(*image.shape[1:])
+        return _resized_box(image, box, size)
 
-    def _place(self, height: int, width: int) -> tuple[list[int], list[int]]:
-        """Return the box (top, left, height, width) that is taken, and its size afterwards."""
+    def _box_and_size(self, height: int, width: int) -> tuple[list[int], list[int]]:
+        """Return the box (top, left, height, width) to cut, and the size that it is brought to."""
         size = list(self.step.size)
         if isinstance(self.step, v2.RandomResizedCrop):
+            # torchvision draws for an image, of which it looks at the size alone.
             drawn = self.step.make_params([self._blank.expand(1, height, width)])
             return [drawn[side] for side in ("top", "left", "height", "width")], size
-        if len(size) == 1:  # of the shorter side
-            long = int(size[0] * max(height, width) / min(height, width))
-            size = [size[0], long] if height <= width else [long, size[0]]
+        if len(size) == 1:  # the shorter side; the longer one keeps the aspect ratio
+            longer = int(size[0] * max(height, width) / min(height, width))
+            size = [size[0], longer] if height <= width else [longer, size[0]]
         return [0, 0, height, width], size
 
 
-def _cut(image: Tensor, box: list[int], size: list[int]) -> Tensor:
+def _resized_box(image: Tensor, box: list[int], size: list[int]) -> Tensor:
     top, left, tall, wide = box
     part = image[None, :, top : top + tall, left : left + wide]
     return interpolate(part, size, mode="bilinear", antialias=True)[0]
@@ -251,64 +267,78 @@ def read_content(path: Path | str) -> bytes:
 
 @contextmanager
 def _opened(data: bytes, path: Path | str) -> Iterator[Image.Image]:
-    """Open a file with Pillow; whatever fails on the way is an UnreadableError that names it."""
+    """Open a file with Pillow; any failure becomes an UnreadableError that names it."""
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             yield image
     except UnreadableError:
         raise
     except Exception as error:
-        unknown = isinstance(error, UnidentifiedImageError)
-        why = "no image format that is known" if unknown else reason(error)
-        raise UnreadableError(f"cannot decode {path}: {why}") from error
+        if isinstance(error, UnidentifiedImageError):
+            raise UnreadableError(f"cannot decode {path}: no image format that is known") from error
+        raise UnreadableError(f"cannot decode {path}: {reason(error)}") from error
 
 
 def _orientation(image: Image.Image) -> int:
-    """Return the orientation, 1 to 8, that Pillow reads from EXIF or XMP; 1 where it cannot."""
+    """Return the orientation, 1 to 8, that Pillow reads from EXIF or XMP; 1 if it cannot."""
     try:
-        found = image.getexif().get(ExifTags.Base.Orientation, 1)
+        stored = image.getexif().get(ExifTags.Base.Orientation, 1)
     except Exception:  # damaged EXIF of any kind: the pixels are whole
         return 1
-    return next((turn for turn in _TURNS if turn == found), 1)
+    # Compared, not looked up: a file may store a value of any type.
+    return next((number for number in _UPRIGHT if number == stored), 1)
 
 
 def _orientation_of_jpeg(data: bytes) -> int:
-    """Return a JPEG file's orientation. Most have no segment that could tell it."""
+    """Return a JPEG file's orientation. Most files have no segment that could hold one."""
     if _APP1 not in data:
         return 1
     try:
         with Image.open(io.BytesIO(data), formats=("JPEG",)) as image:
             return _orientation(image)
-    except Exception:  # torchvision has read its pixels
+    except Exception:  # torchvision has decoded its pixels
         return 1
 
 
-def _turned(image: Tensor, turn: int) -> Tensor:
-    """Return an image (C, H, W) upright, as `_TURNS` does for Pillow's."""
-    if turn >= 5:
+def _upright(image: Image.Image) -> Image.Image:
+    orientation = _orientation(image)
+    return image.transpose(_UPRIGHT[orientation]) if orientation in _UPRIGHT else image
+
+
+def _upright_tensor(image: Tensor, orientation: int) -> Tensor:
+    """Return an image (C, H, W) upright, as `_upright` does for Pillow's."""
+    if orientation in _TRANSPOSED:
         image = image.transpose(-1, -2)
-    if turn in (2, 3, 6, 7):
+    if orientation in _COLUMNS_REVERSED:
         image = image.flip(-1)
-    if turn in (3, 4, 7, 8):
+    if orientation in _ROWS_REVERSED:
         image = image.flip(-2)
     return image.contiguous()
 
 
 def _frame(data: bytes) -> tuple[int, int, int]:
-    """Return a JPEG file's width, height and number of components; zeros for other files."""
+    """Return a JPEG file's width, height and number of components; zeros for other files.
+
+    They stand in the first frame header, a segment SOF0 to SOF15 (ITU-T T.81, B.2.2).
+    """
     position = 2 if data[:2] == b"\xff\xd8" else len(data)
     while position + 9 < len(data) and data[position] == 0xFF:
-        if 0xC0 <= data[position + 1] <= 0xCF and data[position + 1] not in (0xC4, 0xC8, 0xCC):
+        marker = data[position + 1]
+        # C4, C8 and CC are in the range but no frame headers: Huffman tables, reserved, arithmetic.
+        if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
             height = int.from_bytes(data[position + 5 : position + 7])
-            return int.from_bytes(data[position + 7 : position + 9]), height, data[position + 9]
-        position += 2 + int.from_bytes(data[position + 2 : position + 4])
+            width = int.from_bytes(data[position + 7 : position + 9])
+            return width, height, data[position + 9]
+        segment_length = int.from_bytes(data[position + 2 : position + 4])
+        position += 2 + segment_length
     return 0, 0, 0
 
 
 def _check_size(width: int, height: int, path: Path | str) -> None:
     if width * height > MAX_PIXELS:
-        size = f"{width} x {height} pixels are more than {MAX_PIXELS}"
-        raise UnreadableError(f"refused to decode {path}: {size}")
+        raise UnreadableError(
+            f"refused to decode {path}: {width} x {height} pixels are more than {MAX_PIXELS}"
+        )
 
 
 def _planes(image: Image.Image) -> Tensor:
@@ -320,21 +350,22 @@ def _planes(image: Image.Image) -> Tensor:
 def _to_eight_bits(image: Image.Image, path: Path | str, value_range: Range) -> Image.Image:
     """Scale greys of more than 8 bits to 8; Pillow's conversion would clip them at 255.
 
-    The range is divided into 256 levels of one width: of 16 bits the upper 8 are left.
+    The range is divided into 256 levels of equal width, so the full range of 16 bits gives the
+    upper 8.
     """
     if not image.mode.startswith(("I", "F")):
         return image
     values = np.asarray(image)
-    stated = 2 ** _stated_bits(image) - 1
-    if (
-        image.format == "PPM" and image.mode != "F"
-    ):  # Pillow has scaled it by the white that the file states
-        value_range = None
-    if value_range is None and (image.mode == "F" or values.min() < 0 or values.max() > 65535):
-        raise UnreadableError(
-            f"cannot decode {path}: {image.mode} pixels have no known range: set data.range"
-        )
-    low, high = value_range or (0, min(stated, 65535))
+    if image.format == "PPM" and image.mode != "F":
+        value_range = None  # Pillow has scaled it by the white that the file states
+    if value_range is None:
+        if image.mode == "F" or values.min() < 0 or values.max() > 65535:
+            raise UnreadableError(
+                f"cannot decode {path}: {image.mode} pixels have no known range: set data.range"
+            )
+        value_range = (0, min(2 ** _stated_bits(image) - 1, 65535))
+
+    low, high = value_range
     width = high - low if image.mode == "F" else high - low + 1
     levels = np.floor((values.astype(np.float64) - low) * (256 / width))
     if not np.isfinite(levels).all():
@@ -343,6 +374,6 @@ def _to_eight_bits(image: Image.Image, path: Path | str, value_range: Range) -> 
 
 
 def _stated_bits(image: Image.Image) -> int:
-    """Return the bits of a value that a file states: TIFF may pack 12; 16 for other greys."""
-    stated = getattr(image, "tag_v2", {}).get(_BITS_PER_SAMPLE, 16)
-    return int(max(stated)) if isinstance(stated, tuple) else int(stated)
+    """Return the bits of a value that a file states (TIFF may pack 12); 16 for other greys."""
+    bits = getattr(image, "tag_v2", {}).get(_BITS_PER_SAMPLE, 16)
+    return int(max(bits)) if isinstance(bits, tuple) else int(bits)

@@ -29,7 +29,7 @@ class UnreadableError(DataError):
 
 
 class MissingPackageError(DataError):
-    """A data set takes a package that is not installed: the choice is wrong here, not the data."""
+    """A data set needs a package that is not installed: an error of the configuration."""
 
     exit_code = 2
 
@@ -42,7 +42,7 @@ class WorkerError(Exception):
 
 @contextmanager
 def explained(what: str, *kinds: type[Exception]) -> Iterator[None]:
-    """Raise errors of these kinds as a DataError: what could not be done, and the reason."""
+    """Turn errors of these kinds into a DataError: `what` failed, and the reason."""
     try:
         yield
     except kinds as error:
@@ -64,8 +64,9 @@ def import_package(package: str, extra: str) -> ModuleType:
     try:
         return importlib.import_module(package)
     except ModuleNotFoundError as error:
-        message = f"the package {package} is not installed: pip install 'torch-regimen[{extra}]'"
-        raise MissingPackageError(message) from error
+        raise MissingPackageError(
+            f"the package {package} is not installed: pip install 'torch-regimen[{extra}]'"
+        ) from error
 
 
 def is_fault(error: BaseException) -> bool:
@@ -84,4 +85,5 @@ def shortened(text: object) -> str:
 
 def reason(error: BaseException) -> str:
     """Name an exception's type and message on one line."""
-    return f"{type(error).__name__}: {shortened(error)}" if str(error) else type(error).__name__
+    name = type(error).__name__
+    return f"{name}: {shortened(error)}" if str(error) else name

@@ -20,7 +20,15 @@ import torch
 import torchvision
 from torch import Tensor
 
-from regimen.data.decode import Channels, Range, depth_of, open_image, read_content, read_image
+from regimen.data.decode import (
+    Channels,
+    Depth,
+    Range,
+    depth_of,
+    open_image,
+    read_content,
+    read_image,
+)
 from regimen.data.errors import DataError, UnreadableError
 from regimen.data.sources import Interrupted, locked, resized
 from regimen.data.splits import NAMES, Split, is_cut, name_unused, rows_of_train
@@ -30,21 +38,22 @@ logger = logging.getLogger(__name__)
 EXTENSIONS = frozenset(
     {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"}
 )
-_KNOWN = ", ".join(sorted(EXTENSIONS))
-_ANY_SIZE = (256, 256)  # of pictures that the transforms bring to one size
-_LAYOUT = 1  # version of a cache: the pixels of all images, then each image's height and width
-_PART = 256  # images between two checks whether to stop
-_LOOKED_AT = 200  # files of a data set whose depth the plan looks at
-_MEASURED = 20  # of them: those that are decoded for it
-_EIGHT_BITS = frozenset({".jpg", ".jpeg", ".bmp", ".gif", ".webp"})
+_LISTED_EXTENSIONS = ", ".join(sorted(EXTENSIONS))
+_DEFAULT_SIZE = (256, 256)  # of a stand-in, if the transforms bring images to one size
+# Version of the cache's layout: the pixels of all images, then each image's height and width.
+_LAYOUT = 1
+_IMAGES_BETWEEN_STOP_CHECKS = 256
+_DEPTH_SAMPLE = 200  # files of a data set whose depth is reported
+_DEPTH_MEASURED = 20  # of them: files that are decoded for it
+_EIGHT_BIT_EXTENSIONS = frozenset({".jpg", ".jpeg", ".bmp", ".gif", ".webp"})
 
 
 @dataclass(eq=False, repr=False)
 class Pictures:
-    """Picture files, decoded when asked for: samples are images, or with `targets` (image, class).
+    """Image files, decoded on access: samples are images, or with `targets` (image, class).
 
-    `size`: height and width that pictures are resized to before the transforms; None: none.
-    `value_range`: of greys of more than 8 bits, the values that become 0 and 255; None: all.
+    size: height and width that images are resized to before the transforms; None: as they are.
+    value_range: of greys of more than 8 bits, the values that become 0 and 255; None: all.
     """
 
     transforms_in_batches = True
@@ -68,16 +77,18 @@ class Pictures:
         return os.fsdecode(self.names[index])
 
     def input_form(self) -> dict[str, Any]:
-        """Return what a picture must be brought to before the transforms: any size will do."""
-        form = {"kind": "picture", "channels": self.channels, "size": None}
-        return form if self.value_range is None else {**form, "range": list(self.value_range)}
+        """Return the form of an image before the transforms; its size may be any."""
+        form: dict[str, Any] = {"kind": "picture", "channels": self.channels, "size": None}
+        if self.value_range is not None:
+            form["range"] = list(self.value_range)
+        return form
 
     def decoded(self, index: int) -> Any:
-        """Return a picture as uint8 (C, H, W), or what the first transform takes for it."""
+        """Return an image as uint8 (C, H, W), or undecoded if the first transform takes that."""
         return self.read(index)
 
     def read(self, index: int) -> Tensor:
-        """Return the picture of a file as uint8 (C, H, W). Raises UnreadableError."""
+        """Return the image of a file as uint8 (C, H, W). Raises UnreadableError."""
         return read_image(self.path(index), self.channels, self.value_range)
 
     def content(self, index: int) -> bytes:
@@ -85,42 +96,54 @@ class Pictures:
         return read_content(self.path(index))
 
     def explain_depth(self) -> list[str]:
-        """Say how many files hold more than the 8 bits that are read, and what is left of them."""
-        every = max(1, -(-len(self) // _LOOKED_AT))
-        looked_at = range(0, len(self), every)
-        greys = 0
-        colours = 0
-        largest: list[int] = []
-        for index in looked_at:
-            if os.path.splitext(self.path(index))[1].lower() in _EIGHT_BITS:
+        """Report how many files hold more than the 8 bits that are read, and what is left of them.
+
+        At most 200 files, evenly spaced, are looked at.
+        """
+        files = range(0, len(self), max(1, -(-len(self) // _DEPTH_SAMPLE)))
+        depths = self._unscaled_depths(files)
+        greys = [depth for depth in depths if depth.is_grey]
+        colours = len(depths) - len(greys)
+        largest = [depth.largest for depth in greys if depth.largest is not None]
+
+        of_all = f"of {len(self)}"
+        if len(files) != len(self):
+            of_all = f"of {len(files)} looked at"
+        remarks = []
+        if colours:
+            remarks.append(
+                f"{colours} files {of_all} hold 16-bit colours: the upper 8 bits are read"
+            )
+        if largest:
+            remarks.append(f"{len(greys)} files {of_all} {self._loss_of_greys(max(largest))}")
+        return remarks
+
+    def _unscaled_depths(self, indices: Iterable[int]) -> list[Depth]:
+        """Return the depths of files of more than 8 bits that do not state their own range."""
+        depths = []
+        measured = 0
+        for index in indices:
+            path = self.path(index)
+            if os.path.splitext(path)[1].lower() in _EIGHT_BIT_EXTENSIONS:
                 continue
             try:
-                depth = depth_of(self.content(index), self.path(index), len(largest) < _MEASURED)
-            except DataError:  # told where the sample is needed
+                depth = depth_of(self.content(index), path, measured < _DEPTH_MEASURED)
+            except DataError:  # reported when the sample is needed
                 continue
             if depth is None or depth.states_range:
                 continue
-            if depth.is_grey:
-                greys += 1
-            else:
-                colours += 1
+            depths.append(depth)
             if depth.largest is not None:
-                largest.append(depth.largest)
-        of_all = (
-            f"of {len(self)}" if len(looked_at) == len(self) else f"of {len(looked_at)} looked at"
-        )
-        found = []
-        if colours:
-            found.append(f"{colours} files {of_all} hold 16-bit colours: the upper 8 bits are read")
-        if greys and largest:
-            found.append(f"{greys} files {of_all} {self._loss_of_greys(max(largest))}")
-        return found
+                measured += 1
+        return depths
 
     def _loss_of_greys(self, largest: int) -> str:
         if self.value_range is not None:
             low, high = self.value_range
-            beyond = f", and values up to {largest} are cut off" if largest > high else ""
-            return f"hold 16-bit greys: data.range=[{low}, {high}] becomes 256 levels{beyond}"
+            loss = f"hold 16-bit greys: data.range=[{low}, {high}] becomes 256 levels"
+            if largest > high:
+                loss += f", and values up to {largest} are cut off"
+            return loss
         if largest >= 2**15:
             return "hold 16-bit greys: the upper 8 bits are read, 256 levels"
         white = 2 ** max(largest.bit_length(), 8) - 1
@@ -135,13 +158,14 @@ class Pictures:
 
     def stand_in(self) -> Any:
         """Return a black sample, for a batch of which no file can be read."""
-        black = torch.zeros(self.channels, *(self.size or _ANY_SIZE), dtype=torch.uint8)
+        black = torch.zeros(self.channels, *(self.size or _DEFAULT_SIZE), dtype=torch.uint8)
         image = self.brought_to_form(black)
         return image if self.targets is None else (image, 0)
 
     def brought_to_form(self, image: Any) -> Any:
         """Return a uint8 image (C, H, W), resized and transformed."""
-        image = image if self.size is None else resized(image[None], self.size)[0]
+        if self.size is not None:
+            image = resized(image[None], self.size)[0]
         return image if self.transform is None else self.transform(image)
 
 
@@ -176,14 +200,16 @@ class ImageFolder(Pictures):
         """Return the file of a sample."""
         return os.path.join(self._prefix, super().path(index))
 
-    def _kept(self, indices: Sequence[int] | None) -> Tensor | None:
-        """Return images of the cache, or all; None unless all are there, of one size."""
-        images = None if self.cache is None else self.cache.images
-        return None if images is None else images.batch(indices)
+    def _cached(self, indices: Sequence[int] | None) -> Tensor | None:
+        """Return images of the cache, all if `indices` is None; None if the cache cannot."""
+        if self.cache is None or self.cache.images is None:
+            return None
+        return self.cache.images.batch(indices)
 
     def decoded(self, index: int) -> Any:
-        """Return the image of the cache; else of its file, or a large JPEG file as it is."""
-        if (images := self._kept([index])) is not None:
+        """Return the image of the cache, else of its file; a large JPEG may stay undecoded."""
+        images = self._cached([index])
+        if images is not None:
             return images[0]
         if self.scaled:
             return open_image(self.path(index), self.channels, self.value_range)
@@ -191,11 +217,14 @@ class ImageFolder(Pictures):
 
     def tensors(self) -> tuple[Tensor, Tensor] | None:
         """Return all samples as one batch, before the transforms, if the cache holds them so."""
-        return None if (images := self._kept(None)) is None else (images, self.targets)
+        images = self._cached(None)
+        return None if images is None else (images, self.targets)
 
     def batch(self, indices: Sequence[int]) -> Any:
-        """Return a whole batch from the cache; None where images have to be seen one by one."""
-        images = self._kept(indices) if acts_on_batches(self.transform) else None
+        """Return a whole batch from the cache; None if images have to be transformed singly."""
+        if not acts_on_batches(self.transform):
+            return None
+        images = self._cached(indices)
         if images is None:
             return None
         rows = torch.from_numpy(np.array(indices))
@@ -212,13 +241,16 @@ def memory_file() -> IO[bytes]:
 class MappedImages:
     """Decoded images in a file that is mapped into memory; a worker maps it itself.
 
-    Raises ValueError for a file of another length.
+    The file holds the pixels of all images, and then the height and width of each (int64); an image
+    that could not be decoded has size 0 x 0. Raises ValueError for a file of another length.
     """
 
     def __init__(
         self, path: str, samples: int, channels: int, file: IO[bytes] | None = None
     ) -> None:
-        self._place, self._file = (path, samples, channels), file
+        self._arguments = (path, samples, channels)
+        self._file = file  # a file in memory exists while it is open
+        self._channels = channels
         # Private pages that are never written: all processes share those of the file.
         content = np.memmap(path, np.uint8, "c")
         pixels = len(content) - samples * 16
@@ -226,23 +258,26 @@ class MappedImages:
         lengths = self._sizes.prod(1) * channels
         if lengths.sum() != pixels:
             raise ValueError(f"{path} is not whole")
-        self._pixels, self._offsets = torch.from_numpy(content[:pixels]), lengths.cumsum() - lengths
+        self._pixels = torch.from_numpy(content[:pixels])
+        self._offsets = lengths.cumsum() - lengths
 
     def __reduce__(self) -> Any:
-        return MappedImages, self._place
+        return MappedImages, self._arguments
 
     def batch(self, indices: Sequence[int] | None) -> Tensor | None:
-        """Return images (n, C, H, W), or all; None if sizes differ or one is not there."""
+        """Return images (n, C, H, W), or all; None if sizes differ or one is missing."""
         rows = slice(None) if indices is None else np.asarray(indices)
-        sizes, offsets = self._sizes[rows], self._offsets[rows]
+        sizes = self._sizes[rows]
         if not sizes[0].all() or (sizes != sizes[0]).any():
             return None
-        shape = (self._place[2], *sizes[0].tolist())
+        # Arrays of the host: nothing waits for a device.
+        shape = (self._channels, *sizes[0].tolist())
         if indices is None:
             return self._pixels.view(-1, *shape)
+        # Row i of this view is the image that begins at pixel i, so one gather copies the batch.
         length = math.prod(shape)
-        every = self._pixels.as_strided((len(self._pixels) - length + 1, length), (1, 1))
-        return every.index_select(0, torch.from_numpy(offsets)).view(-1, *shape)
+        runs = self._pixels.as_strided((len(self._pixels) - length + 1, length), (1, 1))
+        return runs.index_select(0, torch.from_numpy(self._offsets[rows])).view(-1, *shape)
 
 
 @dataclass(eq=False)
@@ -262,74 +297,88 @@ class ImageCache:
     folder: Path
     most_bytes: int
     images: MappedImages | None = None
-    _tried: bool = False
+    _filled: bool = False
 
     def fill(self, files: Pictures, interrupted: Interrupted) -> None:
         """Decode all images, once; if interrupted, the next call starts again."""
-        if self._tried:
+        if self._filled:
             return
-        self._tried, place = True, ""
+        self._filled = True
+        destination = ""
         try:
             if self.kind == "disk":
-                place = f" to data.cache_dir={self.folder}"
-                self._in_folder(files, interrupted)
+                destination = f" to data.cache_dir={self.folder}"
+                self._fill_on_disk(files, interrupted)
             else:
-                file = memory_file()
-                self._write(files, file, interrupted)
-                path = f"/proc/{os.getpid()}/fd/{file.fileno()}"
-                self.images = MappedImages(path, len(files), files.channels, file)
+                self._fill_in_memory(files, interrupted)
         except InterruptedError:
-            self._tried = False
+            self._filled = False
         except OSError as error:
             logger.warning(
                 "warning: data.cache=%s: the decoded images cannot be written%s (%s): they are "
                 "decoded each time; raise data.cache_bytes, or set data.cache=none",
-                *(self.kind, place, error.strerror or error),
+                self.kind,
+                destination,
+                error.strerror or error,
             )
 
-    def _in_folder(self, files: Pictures, interrupted: Interrupted) -> None:
+    def _fill_in_memory(self, files: Pictures, interrupted: Interrupted) -> None:
+        file = memory_file()
+        self._write(files, file, interrupted)
+        path = f"/proc/{os.getpid()}/fd/{file.fileno()}"
+        self.images = MappedImages(path, len(files), files.channels, file)
+
+    def _fill_on_disk(self, files: Pictures, interrupted: Interrupted) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"{_identity(files)}.images"
-        part, form = path.with_suffix(".part"), (str(path), len(files), files.channels)
+        part = path.with_suffix(".part")
+        arguments = (str(path), len(files), files.channels)
         with locked(path.with_suffix(".lock"), interrupted):
             with contextlib.suppress(FileNotFoundError, ValueError):
-                self.images = MappedImages(*form)
-                os.utime(path)
+                self.images = MappedImages(*arguments)
+                os.utime(path)  # the files that were not used for longest are removed first
                 return
             try:
                 with part.open("wb") as file:
                     self._write(files, file, interrupted)
                     os.fsync(file.fileno())
-                kept = sorted(self.folder.glob("*.images"), key=lambda file: file.stat().st_mtime)
-                while kept and sum(f.stat().st_size for f in (part, *kept)) > self.most_bytes:
-                    kept.pop(0).unlink(missing_ok=True)  # processes that have it open keep it
+                self._make_room(part)
                 part.replace(path)
             finally:
                 part.unlink(missing_ok=True)
-            self.images = MappedImages(*form)
+            self.images = MappedImages(*arguments)
+
+    def _make_room(self, part: Path) -> None:
+        """Remove the oldest files until all of them, with the new one, take `most_bytes`."""
+        oldest_first = sorted(self.folder.glob("*.images"), key=lambda file: file.stat().st_mtime)
+        while oldest_first:
+            used = sum(file.stat().st_size for file in (part, *oldest_first))
+            if used <= self.most_bytes:
+                break
+            oldest_first.pop(0).unlink(missing_ok=True)  # processes that have it open keep it
 
     def _write(self, files: Pictures, file: IO[bytes], interrupted: Interrupted) -> None:
         """Write all images, decoded by threads without the GIL, and their sizes."""
         logger.info("data.cache=%s: decoding %d images once", self.kind, len(files))
 
-        def decoded(index: int) -> Tensor | None:
+        def decode(index: int) -> Tensor | None:
             with contextlib.suppress(UnreadableError):
                 return files.read(index)
             return None
 
         sizes = np.zeros((len(files), 2), np.int64)
-        left = self.most_bytes - sizes.nbytes
+        bytes_left = self.most_bytes - sizes.nbytes
         with ThreadPoolExecutor() as pool:
-            for first in range(0, len(files), _PART):
+            for first in range(0, len(files), _IMAGES_BETWEEN_STOP_CHECKS):
                 if interrupted():
                     raise InterruptedError
-                part = range(first, min(first + _PART, len(files)))
-                for index, image in zip(part, pool.map(decoded, part), strict=True):
+                part = range(first, min(first + _IMAGES_BETWEEN_STOP_CHECKS, len(files)))
+                for index, image in zip(part, pool.map(decode, part), strict=True):
                     if image is None:
                         continue
                     sizes[index] = image.shape[-2:]
-                    left -= image.numel()
-                    if left < 0:
+                    bytes_left -= image.numel()
+                    if bytes_left < 0:
                         raise OSError(f"they take more than data.cache_bytes={self.most_bytes}")
                     file.write(image.contiguous().numpy().data)
         file.write(sizes.data)
@@ -345,15 +394,15 @@ def _identity(files: Pictures) -> str:
     for path in map(files.path, range(len(files))):
         digest.update(os.fsencode(path) + b"\0")
         with contextlib.suppress(OSError):
-            facts = os.stat(path)
-            digest.update(f"{facts.st_size} {facts.st_mtime_ns}\0".encode())
+            status = os.stat(path)
+            digest.update(f"{status.st_size} {status.st_mtime_ns}\0".encode())
     return digest.hexdigest()[:32]
 
 
 def find_pictures(source: str, lines: Iterable[str] = ()) -> list[str]:
     """Return the files that `source` names: a folder, a file, a glob, or `-` for `lines`.
 
-    Of a folder all pictures at any depth, sorted. Raises DataError where there is none.
+    A folder stands for all images in it at any depth, sorted. Raises DataError if there is none.
     """
     path = os.path.expanduser(source)
     if source == "-":
@@ -365,9 +414,12 @@ def find_pictures(source: str, lines: Iterable[str] = ()) -> list[str]:
     else:
         found = sorted(filter(os.path.isfile, glob.glob(path, recursive=True)))
     if not found:
-        why = f"names no picture ({_KNOWN}): give a folder, a file or a glob"
-        why = "no file name came on standard input" if source == "-" else why
-        raise DataError(f"source={source}: {why}")
+        if source == "-":
+            raise DataError(f"source={source}: no file name came on standard input")
+        raise DataError(
+            f"source={source}: names no picture ({_LISTED_EXTENSIONS}): "
+            "give a folder, a file or a glob"
+        )
     return found
 
 
@@ -382,80 +434,110 @@ def image_folder(
     folds: int = 0,
     value_range: Range = None,
 ) -> ImageFolder | None:
-    """Open one split of a folder tree; None where there is no such split, which is logged.
+    """Open one split of a folder tree; return None, with a log line, if it has no such split.
 
     A missing `val` (or `valid`, `validation`) is cut from `train`: `val_fraction` of it, stratified
-    by class, drawn with `split_seed`. With `folds` it is fold number `fold` of `train`; a folder
-    `val` is left aside. Hidden files and folders are ignored, other folders are named in the log.
+    by class, drawn with `split_seed`. With `folds` it is fold number `fold` of `train`, and a
+    folder `val` is ignored. Hidden files and folders are skipped; other folders are logged.
     Classes are the sorted names of train's folders; the other splits may lack some of them. A test
     set without a folder `train` beside it has the names of its own folders.
     """
     tree = Path(root).expanduser()
-    # A set that is tested alone: whoever opened it numbers its classes as the run does.
-    alone = split == "test" and not (tree / "train").is_dir() and _folder_of(tree, split)
-    named_by = alone or tree / "train"
-    if not named_by.is_dir():
-        found = ", ".join(_folders_of(tree)[:5]) if tree.is_dir() else "it is no folder"
-        way_out = "put the images into data.root/train/<class>/"
-        raise DataError(f"data.root={root} has no folder 'train' ({found}): {way_out}")
-    classes = _folders_of(named_by)
-    if not classes:
-        raise DataError(f"data.root: {named_by} has no class folders: expected <class>/*.jpg")
-    alike = [unicodedata.normalize("NFC", name) for name in classes]
-    if twice := next((name for name in alike if alike.count(name) > 1), None):
-        both = f"two folders of {named_by} look the same (Unicode forms), {twice!r}: merge them"
-        raise DataError(f"data.root: {both}")
-    places = {name: _folder_of(tree, name) for name in ("train", "val", "test")}
+    classes = _class_folders(tree, root, split)
+    folders = {name: _folder_of(tree, name) for name in NAMES}
     if folds:
-        places["val"] = None
+        folders["val"] = None
     if split == "train":
-        used = [place.name for place in places.values() if place is not None]
+        used = [folder.name for folder in folders.values() if folder is not None]
         name_unused(tree, tuple(name for name in _folders_of(tree) if name not in used))
-    cuts = is_cut(split, places["val"] is not None, val_fraction, folds)
-    folder = places["train"] if cuts else places[split]
+
+    from_train = is_cut(split, folders["val"] is not None, val_fraction, folds)
+    folder = folders["train"] if from_train else folders[split]
     if folder is None:
         logger.warning("data.root=%s has no folder %r: the run goes without it", tree, split)
         return None
-    if unknown := sorted({*_folders_of(folder)} - {*classes}):
-        names = ", ".join(unknown[:5])
-        differ = f"{folder} has class folders that train lacks: {names}"
-        raise DataError(f"data.root: {differ}; classes are numbered by train's folders")
+    unknown = sorted(set(_folders_of(folder)) - set(classes))
+    if unknown:
+        raise DataError(
+            f"data.root: {folder} has class folders that train lacks: {', '.join(unknown[:5])}; "
+            "classes are numbered by train's folders"
+        )
+
     paths, targets = _scan(folder, classes)
-    if cuts:
+    if from_train:
         rows = rows_of_train(split, targets, val_fraction, split_seed, fold, folds)
-        paths, targets = [paths[row] for row in rows], [targets[row] for row in rows]
+        paths = [paths[row] for row in rows]
+        targets = [targets[row] for row in rows]
     return ImageFolder(folder, paths, targets, classes, channels, transform, value_range)
 
 
+def _class_folders(tree: Path, root: str, split: str) -> list[str]:
+    """Return the names of the class folders of train, or of a test set that stands alone."""
+    folder = tree / "train"
+    if split == "test" and not folder.is_dir():
+        # A set that is tested alone: whoever opens it numbers its classes as the run does.
+        folder = _folder_of(tree, split) or folder
+    if not folder.is_dir():
+        existing = ", ".join(_folders_of(tree)[:5]) if tree.is_dir() else "it is no folder"
+        raise DataError(
+            f"data.root={root} has no folder 'train' ({existing}): "
+            "put the images into data.root/train/<class>/"
+        )
+    classes = _folders_of(folder)
+    if not classes:
+        raise DataError(f"data.root: {folder} has no class folders: expected <class>/*.jpg")
+    normalised = [unicodedata.normalize("NFC", name) for name in classes]
+    for name in normalised:
+        if normalised.count(name) > 1:
+            raise DataError(
+                f"data.root: two folders of {folder} look the same (Unicode forms), {name!r}: "
+                "merge them"
+            )
+    return classes
+
+
 def _folder_of(tree: Path, split: str) -> Path | None:
-    """Return the folder of a split, whichever of its names it has."""
+    """Return the folder of a split, by the first of its names that exists."""
     return next((tree / name for name in NAMES[split] if (tree / name).is_dir()), None)
 
 
 def _scan(folder: Path, classes: list[str]) -> tuple[list[str], list[int]]:
     """Return the image files below each class folder, sorted, and their class numbers.
 
-    Each class has some in train; what another split lacks is named in the log.
+    Each class needs images in train. Classes that another split lacks are logged.
     """
     paths = []
     targets = []
     ignored = list[str]()
-    lacking = list[str]()
+    empty_classes = list[str]()
     for label, name in enumerate(classes):
-        found = _files_below(folder, name, ignored) if (folder / name).is_dir() else []
-        if not found:
-            lacking.append(name)
-        paths += found
-        targets += [label] * len(found)
-    if lacking and (folder.name in NAMES["train"] or not paths):
-        empty = f"the class folder {folder / lacking[0]} holds no images ({_KNOWN})"
-        raise DataError(f"data.root: {empty}: fill or remove it")
-    if lacking:
-        few = ", ".join(lacking[:5])
-        logger.warning("%s has no images of %d of train's classes: %s", folder, len(lacking), few)
+        files = list[str]()
+        if (folder / name).is_dir():
+            files = _files_below(folder, name, ignored)
+        if not files:
+            empty_classes.append(name)
+        paths += files
+        targets += [label] * len(files)
+
+    if empty_classes and (folder.name in NAMES["train"] or not paths):
+        raise DataError(
+            f"data.root: the class folder {folder / empty_classes[0]} holds no images "
+            f"({_LISTED_EXTENSIONS}): fill or remove it"
+        )
+    if empty_classes:
+        logger.warning(
+            "%s has no images of %d of train's classes: %s",
+            folder,
+            len(empty_classes),
+            ", ".join(empty_classes[:5]),
+        )
     if ignored:
-        few = ", ".join(ignored[:3])
-        logger.warning("%s: ignored %d files that are no images: %s", folder, len(ignored), few)
+        logger.warning(
+            "%s: ignored %d files that are no images: %s",
+            folder,
+            len(ignored),
+            ", ".join(ignored[:3]),
+        )
     return paths, targets
 
 
@@ -468,23 +550,28 @@ def _folders_of(folder: Path) -> list[str]:
 def _files_below(folder: Path, name: str, ignored: list[str]) -> list[str]:
     """Return the image files at any depth below folder/name, each real folder visited once.
 
-    What carries an image's name is listed even if it is a dangling link: it fails when read.
+    Other files are added to `ignored`. A dangling link with an image's name is listed: it fails
+    when it is read.
     """
-    found = list[str]()
+    images = list[str]()
     visited = set()
     prefix = os.path.join(folder, "")
     for here, folders, files in os.walk(prefix + name, followlinks=True, onerror=_unlisted):
-        if (real := os.path.realpath(here)) in visited:
+        real = os.path.realpath(here)
+        if real in visited:  # a loop of links
             folders.clear()
             continue
         visited.add(real)
         folders[:] = sorted(inner for inner in folders if not inner.startswith("."))
         for file in files:
-            if not file.startswith("."):
-                known = os.path.splitext(file)[1].lower() in EXTENSIONS
-                path = os.path.join(here, file).removeprefix(prefix)
-                (found if known else ignored).append(path)
-    return sorted(found)
+            if file.startswith("."):
+                continue
+            path = os.path.join(here, file).removeprefix(prefix)
+            if os.path.splitext(file)[1].lower() in EXTENSIONS:
+                images.append(path)
+            else:
+                ignored.append(path)
+    return sorted(images)
 
 
 def _unlisted(error: OSError) -> None:

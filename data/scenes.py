@@ -11,14 +11,15 @@ from regimen.data.splits import Split
 from regimen.data.transforms import Transform
 
 UNSURE = 255  # in a mask: pixels at the edge of a stroke, which are ignored
-_SURE, _FAINT = 96, 32  # of 255: from here on ink; below this background
+_INK = 96  # of 255: the least brightness of ink
+_PAPER = 32  # of 255: paper is darker
 
 
 class DigitScenes(TensorSamples):
     """Scenes of 1 to `most` of scikit-learn's digits, without overlap, in one of the four quarters.
 
-    Scene i shows digit i of the split, and others of the same split; all is drawn once, from
-    `split_seed`. Transforms get the image alone.
+    Scene i shows digit i of the split, and others of the same split. The scenes are drawn once,
+    with `split_seed`. Transforms get the image alone.
 
     target: "mask" gives [size, size] numbers, 0 for paper, 1 + digit for ink and 255 for pixels
     that are neither; "present" gives [10] floats, 1 for each digit that is shown.
@@ -44,15 +45,21 @@ class DigitScenes(TensorSamples):
         present = torch.zeros(len(digits), 10)
         draws = random_state(split_seed, SPLIT, 1, len(digits))
         for i in range(len(digits)):
-            places = draws.permutation(4)[: draws.randint(1, most + 1)]
-            shown = [i, *draws.randint(len(digits), size=len(places) - 1)]
-            for place, digit in zip(places, shown, strict=True):
-                top, left = half * (place // 2), half * (place % 2)
-                window = i, slice(top, top + half), slice(left, left + half)
-                ink, label = digits.inputs[digit, 0], digits[digit][1]
-                images[:, 0][window] = ink
-                masks[window] = torch.where(ink >= _SURE, label + 1, 0)
-                masks[window][(ink >= _FAINT) & (ink < _SURE)] = UNSURE
+            quarters = draws.permutation(4)[: draws.randint(1, most + 1)]
+            shown = [i, *draws.randint(len(digits), size=len(quarters) - 1)]
+            for quarter, digit in zip(quarters, shown, strict=True):
+                top = half * (quarter // 2)
+                left = half * (quarter % 2)
+                image = digits.inputs[digit, 0]
+                label = digits.targets[digit]
+                mask = torch.where(image >= _INK, label + 1, 0)
+                mask[(image >= _PAPER) & (image < _INK)] = UNSURE
+                images[i, 0, top : top + half, left : left + half] = image
+                masks[i, top : top + half, left : left + half] = mask
                 present[i, label] = 1.0
-        super().__init__(images, masks if target == "mask" else present, transform)
-        self.classes = ["paper", *digits.classes] if target == "mask" else digits.classes
+        if target == "mask":
+            super().__init__(images, masks, transform)
+            self.classes = ["paper", *digits.classes]
+        else:
+            super().__init__(images, present, transform)
+            self.classes = digits.classes

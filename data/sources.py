@@ -5,7 +5,7 @@ import hashlib
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -24,17 +24,18 @@ from regimen.data.splits import Split, cut, train_and_val
 from regimen.data.transforms import Transform, acts_on_batches
 
 logger = logging.getLogger(__name__)
-# What a fingerprint takes as it is: of other types it cannot know what reading them means.
+# Types whose values a fingerprint hashes. It hashes no others by value, since reading them may load
+# or compute anything.
 _PLAIN = (str, bytes, int, float, complex, np.generic, type(None), os.PathLike)
-_BLOCK = 1 << 24  # bytes that a fingerprint looks at together
-Interrupted = Callable[[], bool]  # asked again and again while something is awaited
+_BLOCK = 1 << 24  # bytes that are hashed at a time
+Interrupted = Callable[[], bool]  # called repeatedly during a wait: whether to give up
 
 
 @dataclass(eq=False, repr=False)
 class TensorSamples:
-    """Samples in memory, a row each of inputs and targets; inputs alone where these are None.
+    """Samples in memory, a row each of inputs and targets; inputs alone if `targets` is None.
 
-    Whole batches are taken at once, unless the transform has to see each sample by itself.
+    Whole batches are taken at once, unless the transform takes single samples.
     """
 
     transforms_in_batches = True
@@ -48,14 +49,16 @@ class TensorSamples:
 
     def __getitem__(self, index: int) -> Any:
         inputs = self.inputs[index]
-        inputs = inputs if self.transform is None else self.transform(inputs)
+        if self.transform is not None:
+            inputs = self.transform(inputs)
         if self.targets is None:
             return inputs
-        number = self.targets.ndim == 1 and not self.targets.is_floating_point()
-        return inputs, int(self.targets[index]) if number else self.targets[index]
+        target = self.targets[index]
+        is_class = target.ndim == 0 and not target.is_floating_point()
+        return inputs, int(target) if is_class else target
 
     def input_form(self) -> dict[str, Any]:
-        """Return the form that the transforms expect of a picture."""
+        """Return the form of an input before the transforms."""
         shape = list(self.inputs.shape[1:])
         if self.inputs.dtype != torch.uint8 or len(shape) != 3 or shape[0] not in (1, 3):
             return {"kind": "array"}
@@ -70,8 +73,9 @@ class TensorSamples:
         if not acts_on_batches(self.transform):
             return None
         rows = torch.from_numpy(np.array(indices))  # a quarter of the time of torch.tensor
-        inputs = self.inputs.index_select(0, rows)  # of bytes, many times as fast as inputs[rows]
-        inputs = inputs if self.transform is None else self.transform(inputs)
+        inputs = self.inputs.index_select(0, rows)  # for bytes many times as fast as inputs[rows]
+        if self.transform is not None:
+            inputs = self.transform(inputs)
         return inputs if self.targets is None else (inputs, self.targets.index_select(0, rows))
 
 
@@ -81,7 +85,7 @@ class ImageTensors(TensorSamples):
     targets: Tensor
 
     def __init__(
-        self, images: Tensor, targets: Tensor, classes: Sequence[str], transform: Transform = None
+        self, images: Tensor, targets: Tensor, classes: Iterable[str], transform: Transform = None
     ) -> None:
         super().__init__(images, targets, transform)
         self.classes = list(classes)
@@ -90,18 +94,22 @@ class ImageTensors(TensorSamples):
 def resized(images: Tensor, size: int | Sequence[int] | None) -> Tensor:
     """Return uint8 images (n, C, H, W) at `size` (a side, or height and width), bilinear.
 
-    Data sets in memory do it once, not at every access.
+    None leaves them as they are. Data sets in memory do it once, not at every access.
     """
-    shape = [size, size] if isinstance(size, int) else size
-    if shape is None or list(images.shape[-2:]) == list(shape):
+    if size is None:
+        return images
+    shape = [size, size] if isinstance(size, int) else list(size)
+    if list(images.shape[-2:]) == shape:
         return images
     if min(shape) < 1:
         raise DataError(f"image_size={size}: give a side of at least one pixel")
-    chunks = [
-        interpolate(chunk.float(), list(shape), mode="bilinear", antialias=True)
-        for chunk in torch.split(images, 1024)
-    ]
-    return torch.cat([chunk.round().clamp(0, 255).byte() for chunk in chunks])
+    chunks = []
+    for chunk in torch.split(
+        images, 1024
+    ):  # as floats, all images would take four times the memory
+        values = interpolate(chunk.float(), shape, mode="bilinear", antialias=True)
+        chunks.append(values.round().clamp(0, 255).byte())
+    return torch.cat(chunks)
 
 
 class Digits(ImageTensors):
@@ -126,10 +134,9 @@ class Digits(ImageTensors):
         rest, test = cut(targets, 270, split_seed)
         train, val = train_and_val(targets[rest], 270, split_seed, fold, folds)
         rows = {"train": rest[train], "val": rest[val], "test": test}[split]
-        pixels = np.round(images[rows] * (255 / 16)).astype(np.uint8)
+        pixels = np.round(images[rows] * (255 / 16)).astype(np.uint8)  # their white is 16
         images = resized(torch.from_numpy(pixels).view(-1, 1, 8, 8), image_size)
-        classes = [str(digit) for digit in range(10)]
-        super().__init__(images, torch.from_numpy(targets[rows]), classes, transform)
+        super().__init__(images, torch.from_numpy(targets[rows]), "0123456789", transform)
 
 
 def _digits() -> tuple[Any, Indices]:
@@ -143,14 +150,14 @@ def _digits() -> tuple[Any, Indices]:
 
 
 class _Downloaded(ImageTensors):
-    """Images of a class of torchvision's, of which `val` is cut from the training images.
+    """Images of a data set of torchvision; `val` is cut from the training images.
 
-    `val_size` of them (None: a tenth), stratified by `split_seed`; or fold number `fold` of
-    `folds`.
+    It has `val_size` of them (None: a tenth), stratified and drawn with `split_seed`; with `folds`
+    it is fold number `fold`.
     """
 
     concurrent = True  # a lock lets one process of a machine download
-    kind: str  # the class in torchvision.datasets
+    torchvision_name: str  # the class in torchvision.datasets
 
     def __init__(
         self,
@@ -164,18 +171,22 @@ class _Downloaded(ImageTensors):
         fold: int = 0,
         folds: int = 0,
     ) -> None:
-        source = _torchvision(self.kind, Path(root).expanduser(), split != "test", download)
-        images, targets = torch.as_tensor(source.data), torch.as_tensor(source.targets).long()
+        folder = Path(root).expanduser()
+        source = _torchvision(self.torchvision_name, folder, split != "test", download)
+        images = torch.as_tensor(source.data)
+        targets = torch.as_tensor(source.targets).long()
         if split != "test":
-            size = len(targets) // 10 if val_size is None else val_size
-            train, val = train_and_val(targets.numpy(), size, split_seed, fold, folds)
+            if val_size is None:
+                val_size = len(targets) // 10
+            train, val = train_and_val(targets.numpy(), val_size, split_seed, fold, folds)
             if split == "val" and len(val) == 0:
                 raise DataError("val_size=0 leaves no images: raise it or set data.val=null")
             rows = torch.from_numpy(train if split == "train" else val)
-            images, targets = images[rows], targets[rows]
+            images = images[rows]
+            targets = targets[rows]
+        # (n, H, W, C) of colour images, (n, H, W) of grey ones, to (n, C, H, W).
         images = images.permute(0, 3, 1, 2).contiguous() if images.ndim == 4 else images[:, None]
-        classes = [str(name) for name in source.classes]
-        super().__init__(resized(images, image_size), targets, classes, transform)
+        super().__init__(resized(images, image_size), targets, map(str, source.classes), transform)
 
 
 class Cifar10(_Downloaded):
@@ -184,7 +195,7 @@ class Cifar10(_Downloaded):
     `val` is cut from the 50,000 training images: 5,000 of them, or `val_size`.
     """
 
-    kind = "CIFAR10"
+    torchvision_name = "CIFAR10"
 
 
 class FashionMnist(_Downloaded):
@@ -193,29 +204,35 @@ class FashionMnist(_Downloaded):
     `val` is cut from the 60,000 training images: 6,000 of them, or `val_size`.
     """
 
-    kind = "FashionMNIST"
+    torchvision_name = "FashionMNIST"
 
 
 def _torchvision(name: str, root: Path, train: bool, download: bool) -> Any:
-    """Return a data set of torchvision's; raises DataError where it cannot be had."""
+    """Return a data set of torchvision; raises DataError if it cannot be read or downloaded."""
     from torchvision import datasets
 
     with ExitStack() as stack:
-        if download:  # by one process of a machine at a time; the others find the files there
-            with suppress(OSError):  # nothing can be downloaded into such a folder
+        if download:
+            # One process of a machine downloads; the others wait, and then find the files. Without
+            # a folder that can be written there is no lock, and torchvision's own error follows.
+            with suppress(OSError):
                 root.mkdir(parents=True, exist_ok=True)
                 stack.enter_context(locked(root / ".lock"))
         try:
             return getattr(datasets, name)(str(root), train=train, download=download)
         except Exception as error:
-            why = f"{name} is not usable in data.root={root} ({reason(error)})"
-            way_out = "put the files there by hand, or download them: data.download=true"
-            raise DataError(f"{why}: {way_out}") from error
+            raise DataError(
+                f"{name} is not usable in data.root={root} ({reason(error)}): "
+                "put the files there by hand, or download them: data.download=true"
+            ) from error
 
 
 @contextmanager
 def locked(path: Path, interrupted: Interrupted = lambda: False) -> Iterator[None]:
-    """Hold a lock file; waiting processes poll it. Raises InterruptedError, and other OSErrors."""
+    """Hold a lock file; a process that waits for it polls it, and asks `interrupted`.
+
+    Raises InterruptedError, and other OSErrors.
+    """
     with path.open("w") as lock:
         while True:
             if interrupted():
@@ -231,26 +248,28 @@ def locked(path: Path, interrupted: Interrupted = lambda: False) -> Iterator[Non
 def fingerprint(dataset: Any) -> str:
     """Return a digest of a data set: size, classes, targets, and images or paths. Never raises.
 
-    Arrays, tensors and lists in memory are hashed whole; of files, the names; of what would have to
-    be read (a mapped file, a wrapped data set) the ends or the length. A data set may have a method
-    `fingerprint()` of its own.
+    Arrays, tensors and lists in memory are hashed whole. Files are represented by their names, a
+    mapped file by its ends, a wrapped data set by its length: none of them is read. A data set may
+    have a method `fingerprint()` of its own.
     """
     name = type(dataset).__name__
-    own = getattr(dataset, "fingerprint", None)
-    if callable(own):
+    own_method = getattr(dataset, "fingerprint", None)
+    if callable(own_method):
         try:
-            return str(own())
+            return str(own_method())
         except Exception as error:
             logger.warning("warning: %s.fingerprint() failed: %s", name, reason(error))
     digest = hashlib.sha256(f"{name} {_length(dataset)}".encode())
-    known = getattr(dataset, "__dict__", {})
+    attributes = getattr(dataset, "__dict__", {})
     for attribute in ("classes", "targets", "inputs", "images", "names"):
-        if (value := known.get(attribute)) is not None:
-            digest.update(attribute.encode())
-            try:
-                _add(digest, value)
-            except Exception:  # of a user's own types, which may raise anything
-                digest.update(type(value).__name__.encode())
+        value = attributes.get(attribute)
+        if value is None:
+            continue
+        digest.update(attribute.encode())
+        try:
+            _add(digest, value)
+        except Exception:  # a user's own types may raise anything
+            digest.update(type(value).__name__.encode())
     return digest.hexdigest()[:16]
 
 
@@ -262,13 +281,16 @@ def _length(value: Any) -> int | str:
 
 
 def _add(digest: Any, value: Any) -> None:
-    """Add what an attribute of a data set holds to a digest."""
+    """Add an attribute's value to a digest."""
     if isinstance(value, Tensor):
         _add_tensor(digest, value.detach())
-    elif isinstance(value, np.ndarray) and not value.dtype.hasobject:
-        _add_array(digest, value)
     elif isinstance(value, np.ndarray):
-        _add(digest, value.tolist())
+        # Of objects, the array holds addresses: their values are added instead (nothing waits for a
+        # device, the array is on the host).
+        if value.dtype.hasobject:
+            _add(digest, value.tolist())
+        else:
+            _add_array(digest, value)
     elif isinstance(value, Mapping):
         _add(digest, list(value.items()))
     elif isinstance(value, list | tuple):
@@ -280,49 +302,54 @@ def _add(digest: Any, value: Any) -> None:
 
 
 def _add_items(digest: Any, items: Sequence[Any]) -> None:
-    if not all(isinstance(item, _PLAIN) for item in items):
-        # Lists of lists of one length are an array, too; others are taken item by item.
-        nested = all(isinstance(item, list | tuple) for item in items)
-        if nested and len({len(item) for item in items}) == 1:
-            every = [part for item in items for part in item]
-            if all(isinstance(part, _PLAIN) for part in every):
-                _add_array(digest, np.asarray(items))
-                return
-        digest.update(f"{type(items).__name__} {len(items)}".encode())
-        for item in items:
-            _add(digest, item)
+    if _are_plain(items):
+        _add_plain_items(digest, items)
         return
+    # Lists of lists of one length are an array, too.
+    if all(isinstance(item, list | tuple) for item in items):
+        same_length = len({len(item) for item in items}) == 1
+        if same_length and all(_are_plain(item) for item in items):
+            _add_array(digest, np.asarray(items))
+            return
+    digest.update(f"{type(items).__name__} {len(items)}".encode())
+    for item in items:
+        _add(digest, item)
+
+
+def _are_plain(items: Sequence[Any]) -> bool:
+    return all(isinstance(item, _PLAIN) for item in items)
+
+
+def _add_plain_items(digest: Any, items: Sequence[Any]) -> None:
+    # As an array if it is not too large: an array of texts has room for the longest at each place.
     longest = max((len(item) for item in items if isinstance(item, str | bytes)), default=0)
-    plain = None
-    # An array has room for the longest text at each place.
     if longest * len(items) < _BLOCK:
-        plain = np.asarray(items)
-    if plain is None or plain.dtype.hasobject:
-        digest.update(repr(list(items)).encode())
-    else:
-        _add_array(digest, plain)
+        array = np.asarray(items)
+        if not array.dtype.hasobject:
+            _add_array(digest, array)
+            return
+    digest.update(repr(list(items)).encode())
 
 
 def _add_tensor(digest: Any, tensor: Tensor) -> None:
-    numbers = None
-    if tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_meta:
-        tensor = tensor.cpu().resolve_conj().resolve_neg().contiguous()
-        try:
-            numbers = tensor.numpy()
-        except TypeError:  # numpy lacks some formats, such as bfloat16
-            numbers = tensor.reshape(-1).view(torch.uint8).numpy()
-    if numbers is None:
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
         digest.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
-    else:
-        _add_array(digest, numbers)
+        return
+    # The host waits for the device that holds the tensor: once, before the training.
+    tensor = tensor.cpu().resolve_conj().resolve_neg().contiguous()
+    try:
+        array = tensor.numpy()
+    except TypeError:  # numpy lacks some formats, such as bfloat16
+        array = tensor.reshape(-1).view(torch.uint8).numpy()
+    _add_array(digest, array)
 
 
 def _add_array(digest: Any, array: NDArray[Any]) -> None:
     digest.update(f"{array.dtype} {array.shape}".encode())
     flat = array.reshape(-1)
-    at_once = max(1, _BLOCK // max(1, array.itemsize))
-    parts = range(0, len(flat), at_once)
-    if isinstance(array, np.memmap) and len(parts) > 2:
-        parts = range(0, len(flat), len(flat) - at_once)  # its beginning and its end
-    for first in parts:
-        digest.update(flat[first : first + at_once].tobytes())
+    block = max(1, _BLOCK // max(1, array.itemsize))  # in elements
+    starts = range(0, len(flat), block)
+    if isinstance(array, np.memmap) and len(starts) > 2:
+        starts = range(0, len(flat), len(flat) - block)  # its beginning and its end
+    for start in starts:
+        digest.update(flat[start : start + block].tobytes())

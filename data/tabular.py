@@ -2,7 +2,10 @@
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
+from regimen.data.keys import Indices
 from regimen.data.sources import TensorSamples
 from regimen.data.splits import Split, unlabelled_parts
 from regimen.data.transforms import Transform
@@ -26,8 +29,15 @@ class Diabetes(TensorSamples):
     ) -> None:
         from sklearn.datasets import load_diabetes
 
-        features, values = (torch.from_numpy(c).float() for c in load_diabetes(return_X_y=True))
+        features, values = load_diabetes(return_X_y=True)
         parts = unlabelled_parts(len(values), 66, 2, split_seed, fold, folds)
-        rows, train = np.sort(parts[split]), parts["train"]
-        scaled = [(part - part[train].mean(0)) / part[train].std(0) for part in (features, values)]
-        super().__init__(scaled[0][rows], scaled[1][rows], transform)
+        rows = np.sort(parts[split])
+        inputs = _standardised(features, parts["train"])
+        targets = _standardised(values, parts["train"])
+        super().__init__(inputs[rows], targets[rows], transform)
+
+
+def _standardised(array: NDArray[np.float64], train_rows: Indices) -> Tensor:
+    values = torch.from_numpy(array).float()
+    train = values[train_rows]
+    return (values - train.mean(0)) / train.std(0)

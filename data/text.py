@@ -27,12 +27,12 @@ _DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 @dataclass(eq=False, repr=False)
 class StandardLibraryText:
-    """Windows of `context` characters, and the character that follows at each place.
+    """Windows of `context` characters, and the next character at each position.
 
-    Samples are `(tokens, following)`, both [context]. Every documentation string belongs to one
-    split, by `split_seed`. With `shift` each window begins at a random place in its stretch, one
-    of its own for each epoch. Characters that are not ASCII are left out. With `folds` val is fold
-    number `fold` of the strings that are not test.
+    Samples are `(tokens, next_tokens)`, both (context,). Every documentation string belongs to one
+    split, drawn with `split_seed`. With `shift` each window begins at a random place in its
+    stretch, another one in each epoch. Characters that are not ASCII are left out. With `folds`,
+    val is fold number `fold` of the strings that are not in test.
     """
 
     split: Split
@@ -46,18 +46,19 @@ class StandardLibraryText:
 
     def __post_init__(self) -> None:
         texts = [text for module in self.modules or MODULES.split() for text in docstrings(module)]
-        held_out = len(texts) // 10  # of the strings, for val and for test each
+        held_out = len(texts) // 10  # strings for val, and as many for test
         parts = unlabelled_parts(len(texts), held_out, 3, self.split_seed, self.fold, self.folds)
         text = "\n\n".join(texts[i] for i in sorted(parts[self.split]))
-        numbers = {character: number for number, character in enumerate(ALPHABET)}
+        numbers = _numbers_of(ALPHABET)
         self.tokens = torch.tensor([numbers[c] for c in text if c in numbers], dtype=torch.long)
         self.classes = ALPHABET
         if len(self) < 1:
-            few = f"{len(self.tokens)} characters, context={self.context}"
-            raise DataError(f"data.{self.split}: {few}")
+            raise DataError(
+                f"data.{self.split}: {len(self.tokens)} characters, context={self.context}"
+            )
 
     def input_form(self) -> dict[str, Any]:
-        """Return what text must be brought to: tokens, of which `classes` is the vocabulary."""
+        """Return how a text is encoded; `classes` is the vocabulary."""
         return {"kind": "text", "encoding": "characters", "context": self.context}
 
     def __len__(self) -> int:
@@ -65,7 +66,8 @@ class StandardLibraryText:
 
     def __getitem__(self, index: int) -> Any:
         start = index * self.context
-        if self.shift:  # the draw is keyed by seed, epoch, index and occurrence
+        if self.shift:
+            # From the generator that the loader keys by seed, epoch, index and occurrence.
             start += int(torch.randint(self.context, ()))
         start = min(start, len(self.tokens) - self.context - 1)
         window = self.tokens[start : start + self.context + 1]
@@ -74,10 +76,11 @@ class StandardLibraryText:
 
 @dataclass(eq=False)
 class Prompts:
-    """Texts to continue: samples are `(tokens, length, index)`, tokens [context] with zeros behind.
+    """Texts to continue: samples are `(tokens, length, index)`.
 
-    Of a longer text the last `context` tokens count. `names`: of the texts, for messages.
-    `encoding`: characters, whose numbers are their places in the vocabulary, or bytes (UTF-8).
+    tokens: (context,), padded with zeros; of a longer text the last `context` ones.
+    names: the names of the texts, for messages.
+    encoding: "characters", numbered by their place in the vocabulary, or "bytes" of UTF-8.
     Raises UnreadableError for a text with characters that are not in the vocabulary.
     """
 
@@ -96,21 +99,30 @@ class Prompts:
         return self.names[index]
 
     def stand_in(self) -> tuple[Tensor, int, int]:
-        """Return a sample, for a batch of which no text can be continued."""
+        """Return a sample for a batch without a text that can be continued."""
         return self._sample([0] * self.context, 0)[0], 1, 0
 
     def __getitem__(self, index: int) -> tuple[Tensor, int, int]:
-        text, size = self.texts[index], len(self.vocabulary)
-        numbers = {character: number for number, character in enumerate(self.vocabulary)}
-        tokens = [[numbers.get(character, size)] for character in text]
-        if self.encoding == "bytes":
-            tokens = [list(character.encode()) for character in text]
-        unknown = [c for c, own in zip(text, tokens, strict=True) if max(own) >= size]
-        if unknown or not text:
-            shown = "".join(dict.fromkeys(unknown))[:20]
-            what = f"{shown!r} is not in its vocabulary" if unknown else "it is empty"
-            raise UnreadableError(f"{self.path(index)}: the run cannot continue it: {what}")
-        return self._sample([token for own in tokens for token in own], index)
+        text = self.texts[index]
+        if not text:
+            raise UnreadableError(f"{self.path(index)}: the run cannot continue it: it is empty")
+        size = len(self.vocabulary)
+        numbers = _numbers_of(self.vocabulary)
+        tokens = list[int]()
+        unknown = dict[str, None]()  # as a set that keeps its order
+        for character in text:
+            encoded = [numbers.get(character, size)]
+            if self.encoding == "bytes":
+                encoded = list(character.encode())
+            if max(encoded) >= size:
+                unknown[character] = None
+            tokens += encoded
+        if unknown:
+            raise UnreadableError(
+                f"{self.path(index)}: the run cannot continue it: {''.join(unknown)[:20]!r} is not "
+                "in its vocabulary"
+            )
+        return self._sample(tokens, index)
 
     def _sample(self, numbers: list[int], index: int) -> tuple[Tensor, int, int]:
         tokens = on_inputs(self.transform, torch.tensor(numbers[-self.context :]))
@@ -119,8 +131,12 @@ class Prompts:
         return padded, len(tokens), index
 
 
+def _numbers_of(vocabulary: Sequence[str]) -> dict[str, int]:
+    return {character: number for number, character in enumerate(vocabulary)}
+
+
 def find_prompts(source: str, lines: Iterable[str] = ()) -> tuple[list[str], list[str]]:
-    """Return names (FILE:LINE) and texts of the lines of a file, or of `lines` where it is `-`.
+    """Return names (FILE:LINE) and texts of the lines of a file, or of `lines` if it is `-`.
 
     Empty lines are left out. Raises DataError for a file that cannot be read or holds no line.
     """
@@ -128,12 +144,19 @@ def find_prompts(source: str, lines: Iterable[str] = ()) -> tuple[list[str], lis
         try:
             lines = Path(source).expanduser().read_text("utf-8").split("\n")
         except (OSError, UnicodeDecodeError) as error:
-            way_out = "give a text file with one prompt a line, or - for standard input"
-            raise DataError(f"source={source}: {reason(error)}: {way_out}") from error
-    found = [(f"{source}:{n}", line) for n, line in enumerate(lines, start=1) if line.strip()]
-    if not found:
+            raise DataError(
+                f"source={source}: {reason(error)}: "
+                "give a text file with one prompt a line, or - for standard input"
+            ) from error
+    names = []
+    texts = []
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            names.append(f"{source}:{number}")
+            texts.append(line)
+    if not texts:
         raise DataError(f"source={source} holds no prompt: one a line")
-    return [name for name, _ in found], [text for _, text in found]
+    return names, texts
 
 
 @functools.cache  # the splits of a run read the same ones

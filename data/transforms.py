@@ -26,14 +26,16 @@ _PER_PIXEL = (v2.Identity, v2.Normalize, v2.ToDtype)
 def acts_on_batches(transform: Any) -> bool:
     """Return whether a transform is deterministic and treats each image of a batch separately.
 
-    None does. Transforms of your own declare it by an attribute `acts_on_batches = True`.
+    No transform (None) does. Your own declare it by an attribute `acts_on_batches = True`.
     """
-    own = transform is None or getattr(transform, "acts_on_batches", None)
-    return type(transform) in _PER_PIXEL if own is None else bool(own)
+    if transform is None:
+        return True
+    declared = getattr(transform, "acts_on_batches", None)
+    return type(transform) in _PER_PIXEL if declared is None else bool(declared)
 
 
 def on_inputs(transform: Transform, sample: Any) -> Any:
-    """Transform the inputs of a sample: its first part, or what is no tuple."""
+    """Transform the inputs of a sample: the first part of a tuple, or the sample itself."""
     if transform is None:
         return sample
     if isinstance(sample, tuple):
@@ -45,7 +47,7 @@ def on_inputs(transform: Transform, sample: Any) -> Any:
 def constants(
     values: tuple[float, ...], device: torch.device, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Return a value of each channel beside images (C, H, W); only the first call copies them."""
+    """Return a value for each channel (C, 1, 1) on a device; only the first call copies them."""
     return torch.tensor(values, dtype=dtype).view(-1, 1, 1).to(device)
 
 
@@ -53,9 +55,10 @@ def constants(
 class Pipeline:
     """Apply named steps in order; null steps are dropped; errors name the step.
 
-    Pictures of Pillow's become tensors before the first step of ours, or at the end.
-    key: where the configuration holds the steps.
-    deferred: further steps that the loader applies to whole batches.
+    Pillow's images become tensors before the first of our own steps, or at the end.
+
+    key: the configuration key of the steps, for messages.
+    deferred: further steps, which the loader applies to whole batches.
     """
 
     steps: dict[str, Any]
@@ -79,21 +82,24 @@ class Pipeline:
     def __call__(self, sample: Any) -> Any:
         for name, step in self.steps.items():
             try:
-                if isinstance(sample, Image.Image) and type(step).__module__.startswith(
-                    "regimen.data."
-                ):
-                    sample = as_tensor(sample)
-                if hasattr(step, "draw"):  # its draws are those of the sample's generator
-                    own = Draws(torch.randint(2**62, (1,)).numpy().astype(np.uint64))
-                    rows = step.draw(own, *sample.shape[-2:])
-                    sample = step(sample[None], *rows)[0]
-                else:
-                    sample = step(sample)
+                sample = _apply(step, sample)
             except (DataError, MemoryError):
                 raise
             except Exception as error:
                 raise DataError(f"{self.key}.{name} failed: {reason(error)}") from error
         return as_tensor(sample) if isinstance(sample, Image.Image) else sample
+
+
+def _apply(step: Any, sample: Any) -> Any:
+    if isinstance(sample, Image.Image) and type(step).__module__.startswith("regimen.data."):
+        sample = as_tensor(sample)
+    if not hasattr(step, "draw"):
+        return step(sample)
+    # A transform of whole batches draws by keys. This one comes from the global generator, which
+    # the loader seeds for each sample.
+    sample_key = torch.randint(2**62, (1,)).numpy().astype(np.uint64)
+    rows = step.draw(Draws(sample_key), *sample.shape[-2:])
+    return step(sample[None], *rows)[0]
 
 
 class ToFloat:
@@ -115,11 +121,12 @@ class Standardize:
     def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
         if len(mean) != len(std) or min(std) <= 0:
             raise DataError(f"mean {mean} and std {std} must be as long, std positive")
-        self.mean, self.std = tuple(mean), tuple(std)
-        self._below_zero = torch.empty(0)  # -mean, for each pixel of images of the last size
+        self.mean = tuple(mean)
+        self.std = tuple(std)
+        self._negative_mean = torch.empty(0)  # (C, H, W), for images of the last size
 
     def beside(self, image: Tensor) -> tuple[Tensor, Tensor]:
-        """Return mean and standard deviation on the device of an image."""
+        """Return mean and standard deviation (C, 1, 1) on the device of an image."""
         return constants(self.mean, image.device), constants(self.std, image.device)
 
     def __call__(self, image: Tensor) -> Tensor:
@@ -129,21 +136,21 @@ class Standardize:
     def after(self, to_float: ToFloat) -> Callable[[Tensor], Tensor]:
         """Return `ToFloat` and this step as one, bit-equal, with half the memory traffic."""
 
-        def both(image: Tensor) -> Tensor:
-            mean, std = self.beside(image)
-            fits = image.shape[-3] == len(mean)
-            if not fits or image.dtype != torch.uint8 or image.device.type != "cpu":
-                return self(to_float(image))
-            # x / 255 - mean is one operation, with the same roundings; it is quick where all but
-            # one operand are as large as an image.
+        def fused(image: Tensor) -> Tensor:
             shape = image.shape[-3:]
-            if self._below_zero.shape != shape:
-                self._below_zero = (-mean).expand(shape).contiguous()
+            on_host = image.device.type == "cpu"
+            if shape[0] != len(self.mean) or image.dtype != torch.uint8 or not on_host:
+                return self(to_float(image))
+            # addcdiv computes -mean + x / 255 with the roundings of the two steps. It is fast if
+            # all operands but one have the shape of an image.
+            mean, std = self.beside(image)
+            if self._negative_mean.shape != shape:
+                self._negative_mean = (-mean).expand(shape).contiguous()
             out = torch.empty(image.shape).copy_(image)
             white = constants((255.0,), image.device)
-            return torch.addcdiv(self._below_zero, out, white, out=out).div_(std)
+            return torch.addcdiv(self._negative_mean, out, white, out=out).div_(std)
 
-        return both
+        return fused
 
 
 class ProgressiveResize:
@@ -160,14 +167,14 @@ class ProgressiveResize:
 
     def of_epoch(self, epoch: int) -> Callable[[Tensor], Tensor]:
         """Return the resizing of an epoch, for images (..., C, H, W)."""
-        size = [self.sizes[min(epoch, len(self.sizes) - 1)]] * 2
+        side = self.sizes[min(epoch, len(self.sizes) - 1)]
 
         def resized(images: Tensor) -> Tensor:
-            if list(images.shape[-2:]) == size:
+            if images.shape[-2:] == (side, side):
                 return images
             as_floats = images.dtype == torch.uint8 and not images.is_cpu  # has no such kernel
             values = images.float() if as_floats else images
-            values = interpolate(values, size, mode="bilinear", antialias=True)
+            values = interpolate(values, (side, side), mode="bilinear", antialias=True)
             return values.round_().to(images.dtype) if as_floats else values
 
         return resized
@@ -181,42 +188,44 @@ class StackViews:
 
 
 class Mirrored:
-    """Return an image and its mirror image as two views (2, C, H, W); of views, twice as many.
+    """Return an image and its mirror image as two views (2, C, H, W).
 
-    `of_batch` returns those of each image of a batch: (n, 2, C, H, W).
+    Views (views, C, H, W), such as of StackViews, become twice as many.
     """
 
     def __call__(self, image: Tensor) -> Tensor:
-        return self._more(image if image.ndim == 4 else image[None])
+        return self._extended(image if image.ndim == 4 else image[None])
 
     def of_batch(self, images: Tensor) -> Tensor:
-        """Return the views of a batch of images or of views."""
-        return self._more(images if images.ndim == 5 else images[:, None])
+        """Return the views of a batch of images, or of views: (n, views, C, H, W)."""
+        return self._extended(images if images.ndim == 5 else images[:, None])
 
-    def _more(self, views: Tensor) -> Tensor:
+    def _extended(self, views: Tensor) -> Tensor:
         return torch.cat([views, views.flip(-1)], -4)
 
 
 class Shifted(Mirrored):
-    """Return an image, and it moved by some pixels down and right and up and left, as three views.
+    """Return an image, and the image moved down and right, and up and left, as three views.
 
-    What comes into view is reflected. Of views, three times as many.
+    It moves by `pixels`; the border that comes into view is reflected. Views become three times as
+    many.
     """
 
     def __init__(self, pixels: int = 1) -> None:
         self.pixels = pixels
 
-    def _more(self, views: Tensor) -> Tensor:
-        wide = F.pad(views, [self.pixels], padding_mode="reflect")
-        moved = wide[..., : views.shape[-2], : views.shape[-1]]
-        opposite = wide[..., 2 * self.pixels :, 2 * self.pixels :]
-        return torch.cat([views, moved, opposite], -4)
+    def _extended(self, views: Tensor) -> Tensor:
+        height, width = views.shape[-2:]
+        padded = F.pad(views, [self.pixels], padding_mode="reflect")
+        down_right = padded[..., :height, :width]
+        up_left = padded[..., 2 * self.pixels :, 2 * self.pixels :]
+        return torch.cat([views, down_right, up_left], -4)
 
 
 def average_views(model: Callable[[Tensor], Tensor], views: Tensor) -> Tensor:
     """Return the mean of the model's outputs over the views of each sample.
 
-    views: (n, views, C, H, W); inputs of four dimensions are given to the model as they are.
+    views: (n, views, C, H, W). Other inputs go to the model as they are.
     """
     if views.ndim != 5:
         return model(views)
