@@ -104,9 +104,7 @@ def resized(images: Tensor, size: int | Sequence[int] | None) -> Tensor:
     if min(shape) < 1:
         raise DataError(f"image_size={size}: give a side of at least one pixel")
     chunks = []
-    for chunk in torch.split(
-        images, 1024
-    ):  # as floats, all images would take four times the memory
+    for chunk in torch.split(images, 1024):  # all as floats would take four times the memory
         values = interpolate(chunk.float(), shape, mode="bilinear", antialias=True)
         chunks.append(values.round().clamp(0, 255).byte())
     return torch.cat(chunks)
@@ -136,7 +134,7 @@ class Digits(ImageTensors):
         rows = {"train": rest[train], "val": rest[val], "test": test}[split]
         pixels = np.round(images[rows] * (255 / 16)).astype(np.uint8)  # their white is 16
         images = resized(torch.from_numpy(pixels).view(-1, 1, 8, 8), image_size)
-        super().__init__(images, torch.from_numpy(targets[rows]), "0123456789", transform)
+        super().__init__(images, torch.from_numpy(targets[rows]), map(str, range(10)), transform)
 
 
 def _digits() -> tuple[Any, Indices]:

@@ -12,12 +12,12 @@ from regimen.models.layers import NetworkError
 class GAN(nn.Module):
     """Generator and discriminator; parameters are named `generator.*` and `discriminator.*`.
 
-    The generator maps noise to images in [-1, 1], from a quarter of their size, upsampled twice;
-    the discriminator images to one logit each, high for real ones, without BatchNorm. Both are
+    The generator maps noise to images in [-1, 1], from a quarter of their size, upsampled twice.
+    The discriminator maps images to one logit each, high for real ones, without BatchNorm. Both are
     called through `forward`, so that wrappers such as DDP see every call.
 
-    `norm`: the normalization of the generator. With `group` the samples are independent, so that
-    training does not depend on how an update is split; `batch`, as in the paper, does.
+    norm: the normalization of the generator. With "group" the samples are independent, so that
+    training does not depend on how an update is split. With "batch", as in the paper, it does.
     """
 
     def __init__(
@@ -32,9 +32,10 @@ class GAN(nn.Module):
         if image_size % 4:
             raise NetworkError(f"model.image_size={image_size} is not a multiple of 4")
 
-        def normed(channels: int) -> nn.Module:
-            groups = math.gcd(8, channels)
-            return nn.BatchNorm2d(channels) if norm == "batch" else nn.GroupNorm(groups, channels)
+        def make_norm(channels: int) -> nn.Module:
+            if norm == "batch":
+                return nn.BatchNorm2d(channels)
+            return nn.GroupNorm(math.gcd(8, channels), channels)
 
         side = image_size // 4
         self.latent_dim = latent_dim
@@ -42,10 +43,10 @@ class GAN(nn.Module):
             OrderedDict(
                 seed=nn.Linear(latent_dim, 2 * width * side**2),
                 grid=nn.Unflatten(1, (2 * width, side, side)),
-                bn0=normed(2 * width),
+                bn0=make_norm(2 * width),
                 act0=nn.ReLU(),
                 up1=nn.ConvTranspose2d(2 * width, width, 4, stride=2, padding=1, bias=False),
-                bn1=normed(width),
+                bn1=make_norm(width),
                 act1=nn.ReLU(),
                 up2=nn.ConvTranspose2d(width, in_channels, 4, stride=2, padding=1),
                 act2=nn.Tanh(),

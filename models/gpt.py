@@ -11,7 +11,8 @@ from regimen.models.layers import Block, NetworkError, initialise
 class GPT(nn.Module):
     """Token and position embeddings, causal blocks and an output layer.
 
-    `tie_weights` makes the output layer and the token embedding one parameter.
+    num_classes: the size of the vocabulary. context: the longest input, in tokens.
+    tie_weights: make the output layer and the token embedding one parameter.
     """
 
     def __init__(
@@ -35,7 +36,8 @@ class GPT(nn.Module):
         self.norm = nn.LayerNorm(dim)
         self.head = nn.Linear(dim, num_classes, bias=False)
         initialise(self)
-        # 2 * depth branches are added to the residual stream: each is scaled by the square root.
+        # As GPT-2: 2 * depth branches are added to the residual stream. Their weights are scaled so
+        # that its variance does not grow with the depth.
         for name, weight in self.blocks.named_parameters():
             if name.endswith(("attn.proj.weight", "mlp.fc2.weight")):
                 nn.init.trunc_normal_(weight, std=0.02 / math.sqrt(2 * depth))

@@ -1,4 +1,4 @@
-"""What the networks share: activations by name, the transformer block, their errors."""
+"""Parts that several networks share: activations by name, the transformer block, their errors."""
 
 from collections.abc import Sequence
 
@@ -30,7 +30,9 @@ def make_activation(name: str) -> nn.Module:
 
 def height_width(size: int | Sequence[int]) -> tuple[int, int]:
     """Return (height, width) of `size`: one number for a square, or both."""
-    height, width = (size, size) if isinstance(size, int) else size
+    if isinstance(size, int):
+        return size, size
+    height, width = size
     return height, width
 
 

@@ -1,7 +1,6 @@
 """A multi-layer perceptron without BatchNorm and dropout."""
 
 from collections.abc import Sequence
-from itertools import pairwise
 
 from torch import Tensor, nn
 
@@ -9,7 +8,7 @@ from regimen.models.layers import height_width, make_activation
 
 
 class MLP(nn.Module):
-    """Flatten the input, then linear layers with an activation between each two.
+    """Flatten the input, apply linear layers with an activation behind each, and a linear head.
 
     `in_features` replaces `in_channels * height * width` for inputs that are not images.
     """
@@ -25,13 +24,14 @@ class MLP(nn.Module):
     ) -> None:
         super().__init__()
         height, width = height_width(image_size)
-        sizes = [in_features or in_channels * height * width, *hidden]
+        features = in_features or in_channels * height * width
         self.flatten = nn.Flatten()
         self.layers = nn.Sequential()
-        for i, (size, following) in enumerate(pairwise(sizes)):
-            self.layers.add_module(f"linear{i}", nn.Linear(size, following))
+        for i, size in enumerate(hidden):
+            self.layers.add_module(f"linear{i}", nn.Linear(features, size))
             self.layers.add_module(f"activation{i}", make_activation(activation))
-        self.head = nn.Linear(sizes[-1], num_classes)
+            features = size
+        self.head = nn.Linear(features, num_classes)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (N, ...) to (N, num_classes)."""

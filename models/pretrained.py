@@ -20,7 +20,7 @@ from regimen.trainer.files.names import ForeignNameError, path_below
 
 log = logging.getLogger(__name__)
 Head = nn.Linear | nn.Conv2d
-_wanted: ContextVar[bool] = ContextVar("initial_weights_wanted", default=True)
+_weights_wanted: ContextVar[bool] = ContextVar("initial_weights_wanted", default=True)
 
 
 @contextmanager
@@ -30,16 +30,16 @@ def no_initial_weights() -> Iterator[None]:
     Used before a checkpoint is loaded: a resumed or evaluated run must not need the files, or the
     network connection, of its initial weights.
     """
-    token = _wanted.set(False)
+    token = _weights_wanted.set(False)
     try:
         yield
     finally:
-        _wanted.reset(token)
+        _weights_wanted.reset(token)
 
 
 def weights_wanted() -> bool:
     """Return whether a model should load its initial weights; False on the meta device."""
-    return _wanted.get() and torch.get_default_device().type != "meta"
+    return _weights_wanted.get() and torch.get_default_device().type != "meta"
 
 
 def fine_tune(
@@ -60,27 +60,32 @@ def fine_tune(
         checkpoint: the checkpoint of a run directory.
         prefix: load only names with this prefix, and remove it from them.
         drop: globs over names that are not loaded.
-        head: the module that may have another number of outputs (default: the last layer).
+        head: the module that may have another number of outputs (default: the last linear or
+            convolution layer).
         strict: raise CheckpointError for names that only the weights or only the network have.
-        average: load the average of the weights (EMA, SWA) of a run that kept one.
+        average: load the average of the weights (EMA, SWA) if the checkpoint has one.
     """
     if not weights_wanted():
         return model
-    state = read_weights(weights, checkpoint, average)
-    chosen = {name.removeprefix(prefix): v for name, v in state.items() if name.startswith(prefix)}
-    if not chosen:
+    state = {}
+    for name, value in read_weights(weights, checkpoint, average).items():
+        if name.startswith(prefix):
+            state[name.removeprefix(prefix)] = value
+    if not state:
         raise CheckpointError(f"{weights} has no name with the prefix {prefix!r}")
-    found = load_weights(model, chosen, drop, head)
-    loaded = f"{len(found.pop('loaded'))} tensors loaded"
-    others = [f"{kind}: {truncated_list(names, 4)}" for kind, names in found.items() if names]
-    report = "; ".join([loaded, *others])
-    differing = bool(found["missing"] or found["unexpected"])
-    if strict and differing:
+
+    outcome = load_weights(model, state, drop, head)
+    report = f"{len(outcome.pop('loaded'))} tensors loaded"
+    for kind, names in outcome.items():
+        if names:
+            report += f"; {kind}: {truncated_list(names, 4)}"
+    differs = bool(outcome["missing"] or outcome["unexpected"])
+    if strict and differs:
         raise CheckpointError(
             f"{weights} does not fit the network: {report}; "
             "exclude names with model.drop, or allow it with model.strict=false"
         )
-    level = logging.WARNING if differing else logging.INFO
+    level = logging.WARNING if differs else logging.INFO
     log.log(level, "initial weights %s: %s", weights, report)
     return model
 
@@ -88,54 +93,70 @@ def fine_tune(
 def load_weights(
     model: nn.Module, state: Mapping[str, Tensor], drop: Sequence[str] = (), head: str | None = None
 ) -> dict[str, list[str]]:
-    """Load `state` into `model`; return the names by what became of them.
+    """Load `state` into `model`; return lists of names by their outcome.
 
-    loaded; adapted: the first convolution, for another number of input channels; resized: the head
-    of another number of classes, not loaded; dropped: by `drop`; missing: only in the network;
-    unexpected: only in the weights. Another shape elsewhere raises CheckpointError.
+    loaded: into the network. adapted: also loaded, the first convolution, to another number of
+    input channels. resized: not loaded, the head, which has another number of outputs. dropped: not
+    loaded, by `drop`. missing: only in the network. unexpected: only in the weights. Raises
+    CheckpointError if any other shape differs.
     """
-    own = model.state_dict()
-    names, dropped = [*state, *own], set[str]()
-    for pattern in drop:
-        if not (found := fnmatch.filter(names, pattern)):
-            raise NetworkError(
-                f"model.drop: {pattern!r} matches no name among {truncated_list(names, 4)}"
-            )
-        dropped.update(found)
-    layers = [name for name, module in model.named_modules() if isinstance(module, Head)]
-    head = layers[-1] if head is None and layers else head
-    first = next((n for n, p in model.named_parameters() if p.ndim == 4), None)
-    kept = {}
-    adapted, resized = [], []
+    network = model.state_dict()
+    dropped = _dropped_names([*state, *network], drop)
+    if head is None:
+        head = _last_layer(model)
+    first_conv = next((n for n, p in model.named_parameters() if p.ndim == 4), None)
+
+    selected = {}
+    adapted = []
+    resized = []
     for name, value in state.items():
-        has, wanted = value.shape, own.get(name, value).shape
         if name in dropped:
             continue
-        if name.startswith(f"{head}.") and has != wanted and has[1:] == wanted[1:]:
+        shape = value.shape
+        wanted = network.get(name, value).shape
+        if name.startswith(f"{head}.") and shape != wanted and shape[1:] == wanted[1:]:
             resized.append(name)
-        elif name == first and has[1] != wanted[1]:
+        elif name == first_conv and shape[1] != wanted[1]:
             adapted.append(name)
-            kept[name] = _adapted(value, wanted[1])
+            selected[name] = _adapted(value, wanted[1])
         else:
-            kept[name] = value
+            selected[name] = value
+
     try:
-        result = model.load_state_dict(kept, strict=False)
-    except RuntimeError as error:  # of torch: a line for each of another shape
-        reason = str(error).splitlines()[1].strip()
-        raise CheckpointError(f"{reason} exclude names with model.drop") from error
-    if len(result.unexpected_keys) == len(kept):
+        result = model.load_state_dict(selected, strict=False)
+    except RuntimeError as error:
+        first_mismatch = str(error).splitlines()[1].strip()  # torch lists one a line, after a title
+        raise CheckpointError(f"{first_mismatch} exclude names with model.drop") from error
+    if len(result.unexpected_keys) == len(selected):
         raise CheckpointError(
             f"no name of the weights is in the network: {truncated_list(list(state), 4)} "
-            f"against {truncated_list(list(own), 4)}; see model.prefix"
+            f"against {truncated_list(list(network), 4)}; see model.prefix"
         )
     return {
-        "loaded": [name for name in kept if name not in result.unexpected_keys],
+        "loaded": [name for name in selected if name not in result.unexpected_keys],
         "adapted": adapted,
         "resized": resized,
         "dropped": [name for name in state if name in dropped],
-        "missing": [n for n in result.missing_keys if n not in (*dropped, *resized)],
+        "missing": [n for n in result.missing_keys if n not in dropped and n not in resized],
         "unexpected": result.unexpected_keys,
     }
+
+
+def _dropped_names(names: list[str], patterns: Sequence[str]) -> set[str]:
+    dropped = set[str]()
+    for pattern in patterns:
+        matches = fnmatch.filter(names, pattern)
+        if not matches:
+            raise NetworkError(
+                f"model.drop: {pattern!r} matches no name among {truncated_list(names, 4)}"
+            )
+        dropped.update(matches)
+    return dropped
+
+
+def _last_layer(model: nn.Module) -> str | None:
+    layers = [name for name, module in model.named_modules() if isinstance(module, Head)]
+    return layers[-1] if layers else None
 
 
 def read_weights(source: str, checkpoint: str = "best", average: bool = True) -> Mapping[str, Any]:
@@ -179,28 +200,35 @@ def fetch(entry: Any) -> dict[str, Tensor]:
 
 def resize_head(model: nn.Module, num_classes: int, outputs: int) -> None:
     """Give each linear or convolution layer with `outputs` outputs `num_classes` new ones."""
+    if num_classes == outputs:
+        return
     for layer in model.modules():
-        if isinstance(layer, Head) and num_classes != outputs == len(layer.weight):
-            for value in layer.parameters():
-                value.data = value.new_empty(num_classes, *value.shape[1:])
-            outs = "out_features" if isinstance(layer, nn.Linear) else "out_channels"
-            setattr(layer, outs, num_classes)
-            layer.reset_parameters()
+        if not isinstance(layer, Head) or len(layer.weight) != outputs:
+            continue
+        for parameter in layer.parameters():
+            parameter.data = parameter.new_empty(num_classes, *parameter.shape[1:])
+        if isinstance(layer, nn.Linear):
+            layer.out_features = num_classes
+        else:
+            layer.out_channels = num_classes
+        layer.reset_parameters()
 
 
 @torch.no_grad()
 def resize_input(model: nn.Module, in_channels: int, trained: bool) -> None:
     """Give the first convolution `in_channels` input channels.
 
-    `trained` weights compute the same result for grey images as before; untrained ones keep the
-    distribution of the network's own initialization.
+    `trained` weights compute the same result for grey images as before. Untrained ones are repeated
+    or left out, which keeps the distribution of the network's own initialization.
     """
-    first = next((module for module in model.modules() if isinstance(module, nn.Conv2d)), None)
-    if first is None:
+    conv = next((module for module in model.modules() if isinstance(module, nn.Conv2d)), None)
+    if conv is None:
         raise NetworkError(f"{type(model).__name__} has no convolution for model.in_channels")
-    repeated = first.weight[:, torch.arange(in_channels) % first.in_channels]
-    first.weight.data = _adapted(first.weight, in_channels) if trained else repeated
-    first.in_channels = in_channels
+    if trained:
+        conv.weight.data = _adapted(conv.weight, in_channels)
+    else:
+        conv.weight.data = conv.weight[:, torch.arange(in_channels) % conv.in_channels]
+    conv.in_channels = in_channels
 
 
 def _adapted(weight: Tensor, in_channels: int) -> Tensor:

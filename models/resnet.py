@@ -71,10 +71,10 @@ DEPTHS: dict[int, tuple[type[BasicBlock | Bottleneck], tuple[int, ...]]] = {
 class ResNet(nn.Module):
     """Stem, four stages of residual blocks, global average pooling and a linear head.
 
-    `depth` is 18, 34 or 50. The stem `cifar` keeps the image size, `imagenet` divides it by
-    4; `auto` is `imagenet` for an `image_size` of more than 64 pixels a side. `zero_init_residual`
-    sets the weight of the last BatchNorm of each block to zero, so that the block starts as its
-    shortcut.
+    stem: "cifar" keeps the image size, "imagenet" divides it by 4; "auto" is "imagenet" for an
+    `image_size` of more than 64 pixels a side.
+    zero_init_residual: set the weight of the last BatchNorm of each block to zero, so that the
+    block starts as its shortcut.
     """
 
     def __init__(
@@ -91,18 +91,29 @@ class ResNet(nn.Module):
         if stem == "auto":
             stem = "imagenet" if max(height_width(image_size or 0)) > 64 else "cifar"
         block, counts = DEPTHS[depth]
-        kernel, stride = (3, 1) if stem == "cifar" else (7, 2)
-        self.conv1 = nn.Conv2d(in_channels, 64, kernel, stride, padding=kernel // 2, bias=False)
+        if stem == "cifar":
+            self.conv1 = nn.Conv2d(in_channels, 64, 3, padding=1, bias=False)
+        else:
+            self.conv1 = nn.Conv2d(in_channels, 64, 7, stride=2, padding=3, bias=False)
         self.bn1 = nn.BatchNorm2d(64)
         self.act1 = make_activation(activation)
         self.maxpool = nn.Identity() if stem == "cifar" else nn.MaxPool2d(3, 2, padding=1)
-        channels, stages = 64, [nn.Sequential() for _ in counts]
-        for number, stage in enumerate(stages):
-            width, stride = 64 * 2**number, 2 if number else 1
-            for _ in range(counts[number]):
+
+        channels = 64
+        width = 64
+        stride = 1  # of a stage's first block
+        stages = []
+        for blocks in counts:
+            stage = nn.Sequential()
+            for _ in range(blocks):
                 stage.append(block(channels, width, stride, activation))
-                channels, stride = width * block.expansion, 1
+                channels = width * block.expansion
+                stride = 1
+            stages.append(stage)
+            width *= 2
+            stride = 2
         self.layer1, self.layer2, self.layer3, self.layer4 = stages
+
         self.avgpool = nn.AdaptiveAvgPool2d(1)
         self.flatten = nn.Flatten()
         self.fc = nn.Linear(channels, num_classes)

@@ -17,7 +17,8 @@ def from_layers(
     """Chain `layers` and call them on zeros of `input_shape` (one sample without batch dimension).
 
     Layers of a mapping keep their names; None is dropped. Lazy layers get their sizes from this
-    call. `num_classes` adds a linear layer `head` with that many outputs.
+    call. `num_classes` adds a linear layer `head` with that many outputs. Raises NetworkError,
+    naming the layer that does not fit.
     """
     named = layers if isinstance(layers, Mapping) else dict(enumerate(layers))
     model = nn.Sequential()
@@ -31,16 +32,19 @@ def from_layers(
     model.eval()  # no dropout, and no change of BatchNorm's statistics
     x = torch.zeros(1, *input_shape)
     for name, layer in model.named_children():
-        what = f"model.layers.{name} ({layer})"
         try:
-            out = layer(x)
+            output = layer(x)
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
             shape = "x".join(map(str, x.shape[1:])) or "scalar"
             reason = str(error).strip().splitlines()[0]
-            message = f"{what} does not accept its input of shape {shape}: {reason}"
-            raise NetworkError(message) from error
-        if not isinstance(out, Tensor):
-            kind = type(out).__name__
-            raise NetworkError(f"{what} returns a {kind}; layers in a list must return one tensor")
-        x = out
+            raise NetworkError(
+                f"model.layers.{name} ({layer}) does not accept its input of shape {shape}: "
+                f"{reason}"
+            ) from error
+        if not isinstance(output, Tensor):
+            raise NetworkError(
+                f"model.layers.{name} ({layer}) returns a {type(output).__name__}; "
+                "layers in a list must return one tensor"
+            )
+        x = output
     return model.train()

@@ -20,13 +20,15 @@ class SmallCNN(nn.Module):
         activation: str = "relu",
     ) -> None:
         super().__init__()
-        channels = [in_channels, *widths]
-        stages = [_stage(a, b, activation) for a, b in zip(channels, widths, strict=False)]
-        self.features = nn.Sequential(*stages)
+        channels = in_channels
+        self.features = nn.Sequential()
+        for width in widths:
+            self.features.append(_stage(channels, width, activation))
+            channels = width
         self.pool = nn.AdaptiveAvgPool2d(1)
         self.flatten = nn.Flatten()
         self.dropout = nn.Dropout(dropout)
-        self.head = nn.Linear(channels[-1], num_classes)
+        self.head = nn.Linear(channels, num_classes)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map images (N, in_channels, H, W) to logits (N, num_classes)."""

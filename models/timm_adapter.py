@@ -1,4 +1,4 @@
-"""Models of timm by name, which is no dependency: it is imported when one is built."""
+"""Models of timm by name; timm is optional and imported when a model is built."""
 
 from typing import Any
 
@@ -16,10 +16,11 @@ def build(
     """Build timm's model `name`; `arguments` (such as `drop_rate`) go to `timm.create_model`."""
     timm = import_package("timm", "timm")
     if name.split(".")[0] not in timm.list_models():
-        near = ", ".join(timm.list_models(f"*{name[:6]}*")[:3]) or "see timm.list_models()"
-        raise NetworkError(f"model.name: timm has no model {name!r}; similar: {near}")
-    given = {"num_classes": num_classes, "in_chans": in_channels, **arguments}
+        similar = ", ".join(timm.list_models(f"*{name[:6]}*")[:3]) or "see timm.list_models()"
+        raise NetworkError(f"model.name: timm has no model {name!r}; similar: {similar}")
+    options = {"num_classes": num_classes, "in_chans": in_channels, **arguments}
+    load = pretrained and weights_wanted()
     try:
-        return timm.create_model(name, pretrained=pretrained and weights_wanted(), **given)  # type: ignore[no-any-return]
+        return timm.create_model(name, pretrained=load, **options)  # type: ignore[no-any-return]
     except OSError as error:
         raise CheckpointError(f"model.pretrained: no weights for {name}: {error}") from error

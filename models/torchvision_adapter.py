@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from regimen.models.layers import NetworkError
 from regimen.models.pretrained import fetch, resize_head, resize_input, weights_wanted
 
-# The auxiliary outputs of these two would make the output a tuple in training. Their builders set
-# `transform_input` only if they load trained weights themselves.
+# Networks with auxiliary outputs, which would make the output a tuple in training. Their builders
+# set `transform_input` only if they load trained weights themselves.
 _INCEPTIONS = ("googlenet", "inception_v3")
 
 
@@ -25,37 +25,42 @@ def build(
     is initialized anew if its number of classes differs. Segmentation models return their main
     output, a tensor.
     """
-    known = torchvision.models.list_models()
-    if name not in known:
-        near = ", ".join(get_close_matches(name, known)) or "torchvision.models.list_models()"
-        raise NetworkError(f"model.name: torchvision has no model {name!r}; nearest: {near}")
+    names = torchvision.models.list_models()
+    if name not in names:
+        nearest = ", ".join(get_close_matches(name, names)) or "torchvision.models.list_models()"
+        raise NetworkError(f"model.name: torchvision has no model {name!r}; nearest: {nearest}")
     builder = torchvision.models.get_model_builder(name)
-    family = builder.__module__.split(".")[2]
-    given = {"weights": None, "num_classes": num_classes}
+    family = builder.__module__.split(".")[2]  # such as `segmentation`
+
+    options: dict[str, Any] = {"weights": None, "num_classes": num_classes}
     if "weights_backbone" in inspect.signature(builder).parameters:
-        given["weights_backbone"] = None  # torchvision would download them by default
+        options["weights_backbone"] = None  # torchvision would download them by default
     if name in _INCEPTIONS:
-        trained = weights is not None
-        given |= {"aux_logits": False, "init_weights": True, "transform_input": trained}
+        options["aux_logits"] = False
+        options["init_weights"] = True
+        options["transform_input"] = weights is not None
+
     if weights is None:
-        model = builder(**given | arguments)
+        model = builder(**options | arguments)
     else:
         entries = torchvision.models.get_model_weights(name)
         if weights not in entries.__members__:
-            has = ", ".join(entries.__members__) or "none"
-            raise NetworkError(f"model.weights: {name} has no {weights!r}; it has: {has}")
+            available = ", ".join(entries.__members__) or "none"
+            raise NetworkError(f"model.weights: {name} has no {weights!r}; it has: {available}")
         entry = entries[weights]
-        outputs = given["num_classes"] = len(entry.meta["categories"])
-        if outputs != num_classes and family == "detection":
+        # Built with the head of the weights, which is resized once they are loaded.
+        trained_classes = len(entry.meta["categories"])
+        if trained_classes != num_classes and family == "detection":
             raise NetworkError(
                 f"model.num_classes={num_classes}: the trained head of {name} has "
-                f"{outputs} classes and cannot be resized; remove model.weights"
+                f"{trained_classes} classes and cannot be resized; remove model.weights"
             )
-        model = builder(**given | arguments)
+        options["num_classes"] = trained_classes
+        model = builder(**options | arguments)
         if weights_wanted():
-            # The files of the Inceptions have the auxiliary outputs, too.
+            # The weights of the Inceptions include the auxiliary outputs, which were not built.
             model.load_state_dict(fetch(entry), strict=name not in _INCEPTIONS)
-        resize_head(model, num_classes, outputs)
+        resize_head(model, num_classes, trained_classes)
     if in_channels != 3:
         resize_input(model, in_channels, weights is not None)
     if family == "segmentation":

@@ -1,4 +1,4 @@
-"""Models of transformers by name, which is no dependency: it is imported when one is built."""
+"""Models of transformers by name; transformers is optional and imported when a model is built."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,30 +15,33 @@ from regimen.trainer.errors import CheckpointError
 class Logits(nn.Module):
     """A model of transformers that takes a batch's inputs and returns its logits.
 
-    Inputs are a dict of named tensors (as a tokenizer makes them), token numbers (n, length), or
-    images (n, C, H, W). The logits of token models are (n, length, classes).
+    Inputs are a dict of named tensors (as a tokenizer makes them), token ids (n, length), or images
+    (n, C, H, W). The logits are (n, classes), or (n, length, classes) of models for tokens.
     """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
         self.main_input: str = model.main_input_name  # type: ignore[assignment]
-        self._follows = type(model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
+        self._is_causal = type(model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
 
     def forward(
         self, inputs: Tensor | Mapping[str, Tensor], labels: Tensor | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Return the logits; with labels the loss that the model computes itself, and the logits.
 
-        Labels of a language model are the tokens that follow, place by place.
+        Labels of a causal language model (n, length) are the next token at each position.
         """
-        named = {self.main_input: inputs} if isinstance(inputs, Tensor) else inputs
+        arguments = {self.main_input: inputs} if isinstance(inputs, Tensor) else dict(inputs)
         if labels is None:
-            return self.model(**named).logits  # type: ignore[no-any-return]
-        # Else transformers would move the labels by one place, which the data have done already.
-        moved = {"shift_labels": labels} if self._follows else {}
-        found = self.model(**named, labels=labels, **moved)
-        return found.loss, found.logits
+            return self.model(**arguments).logits  # type: ignore[no-any-return]
+        arguments["labels"] = labels
+        if self._is_causal:
+            # Our data sets have shifted the labels already: without this transformers would shift
+            # them once more.
+            arguments["shift_labels"] = labels
+        output = self.model(**arguments)
+        return output.loss, output.logits
 
 
 def build(
@@ -56,22 +59,32 @@ def build(
     transformers = import_package("transformers", "transformers")
     if not auto.startswith("AutoModelFor") or not hasattr(transformers, auto):
         raise NetworkError(f"model.auto: transformers has no {auto!r}; try AutoModelForCausalLM")
-    kind = getattr(transformers, auto)
-    causal = auto == "AutoModelForCausalLM"
-    sizes = {"vocab_size" if causal else "num_labels": num_classes}
-    safe = {"trust_remote_code": False}
-    failure: type[Exception] = NetworkError
+    auto_model = getattr(transformers, auto)
+    is_causal = auto == "AutoModelForCausalLM"
+    size = {"vocab_size" if is_causal else "num_labels": num_classes}
     try:
         if config is not None:
-            described = transformers.AutoConfig.for_model(name, **{**config, **sizes})
+            model_config = transformers.AutoConfig.for_model(name, **{**config, **size})
         else:
-            given = safe if causal else safe | sizes
-            described = transformers.AutoConfig.from_pretrained(name, **given)
+            # The vocabulary size of a stored language model is not changed.
+            options = {} if is_causal else size
+            model_config = transformers.AutoConfig.from_pretrained(
+                name, trust_remote_code=False, **options
+            )
         if config is not None or not pretrained or not weights_wanted():
-            return Logits(kind.from_config(described, **safe))
-        failure = CheckpointError
-        # A head for other classes begins anew.
-        options = {"use_safetensors": True, "ignore_mismatched_sizes": True, **safe}
-        return Logits(kind.from_pretrained(name, config=described, dtype=torch.float32, **options))
+            return Logits(auto_model.from_config(model_config, trust_remote_code=False))
     except (OSError, ValueError, KeyError) as error:
-        raise failure(f"model.name={name}: {shortened(error)}") from error
+        raise NetworkError(f"model.name={name}: {shortened(error)}") from error
+
+    try:
+        model = auto_model.from_pretrained(
+            name,
+            config=model_config,
+            dtype=torch.float32,
+            use_safetensors=True,
+            ignore_mismatched_sizes=True,  # a head for other classes is initialized anew
+            trust_remote_code=False,
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(f"model.name={name}: {shortened(error)}") from error
+    return Logits(model)

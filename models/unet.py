@@ -1,7 +1,6 @@
 """A small U-Net (Ronneberger et al., 2015, arXiv:1505.04597) for images of any size."""
 
 from collections import OrderedDict
-from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -22,14 +21,18 @@ class UNet(nn.Module):
         activation: str = "relu",
     ) -> None:
         super().__init__()
-        widths = [width * 2**level for level in range(depth + 1)]
-        self.stem = _double(in_channels, widths[0], activation)
+        self.stem = _double_conv(in_channels, width, activation)
         self.pool = nn.MaxPool2d(2, ceil_mode=True)
-        self.down = nn.ModuleList(_double(a, b, activation) for a, b in pairwise(widths))
-        self.up = nn.ModuleList(
-            _double(a + b, a, activation) for a, b in reversed([*pairwise(widths)])
-        )
-        self.head = nn.Conv2d(widths[0], num_classes, 1)
+        # The width doubles at each level, where the size of the features is halved.
+        self.down = nn.ModuleList()
+        for level in range(depth):
+            finer = width * 2**level
+            self.down.append(_double_conv(finer, 2 * finer, activation))
+        self.up = nn.ModuleList()
+        for level in reversed(range(depth)):
+            finer = width * 2**level
+            self.up.append(_double_conv(finer + 2 * finer, finer, activation))
+        self.head = nn.Conv2d(width, num_classes, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map images (N, in_channels, H, W) to logits of each pixel (N, num_classes, H, W)."""
@@ -40,11 +43,12 @@ class UNet(nn.Module):
         for stage in self.up:
             skip = levels.pop()
             # Resized to the size of that level, so that odd sizes need no padding.
-            out = stage(torch.cat([skip, interpolate(out, size=skip.shape[-2:])], dim=1))
+            upsampled = interpolate(out, size=skip.shape[-2:])
+            out = stage(torch.cat([skip, upsampled], dim=1))
         return self.head(out)  # type: ignore[no-any-return]
 
 
-def _double(in_channels: int, width: int, activation: str) -> nn.Sequential:
+def _double_conv(in_channels: int, width: int, activation: str) -> nn.Sequential:
     return nn.Sequential(
         OrderedDict(
             conv1=nn.Conv2d(in_channels, width, 3, padding=1, bias=False),

@@ -34,7 +34,7 @@ class ViT(nn.Module):
                 f"model.patch_size={patch_size}"
             )
         self.image_size = (height, width)
-        patches = (height // patch_size) * (width // patch_size)
+        patches = height * width // patch_size**2
         self.patch_embed = nn.Conv2d(in_channels, dim, patch_size, stride=patch_size)
         self.cls_token = nn.Parameter(torch.zeros(1, 1, dim))
         self.pos_embed = nn.Parameter(torch.zeros(1, patches + 1, dim))
@@ -49,10 +49,13 @@ class ViT(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map images (N, in_channels, *image_size) to logits (N, num_classes)."""
         if tuple(x.shape[-2:]) != self.image_size:
-            given = "x".join(map(str, x.shape[-2:]))
-            wanted = "x".join(map(str, self.image_size))
-            raise NetworkError(f"the images have size {given}, but model.image_size is {wanted}")
-        tokens = self.patch_embed(x).flatten(2).transpose(1, 2)
-        tokens = torch.cat([self.cls_token.expand(x.shape[0], -1, -1), tokens], dim=1)
-        tokens = self.blocks(self.dropout(tokens + self.pos_embed))
+            height, width = self.image_size
+            raise NetworkError(
+                f"the images have size {x.shape[-2]}x{x.shape[-1]}, "
+                f"but model.image_size is {height}x{width}"
+            )
+        patches = self.patch_embed(x).flatten(2).transpose(1, 2)
+        cls_token = self.cls_token.expand(x.shape[0], -1, -1)
+        tokens = torch.cat([cls_token, patches], dim=1) + self.pos_embed
+        tokens = self.blocks(self.dropout(tokens))
         return self.head(self.norm(tokens[:, 0]))  # type: ignore[no-any-return]
