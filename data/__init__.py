@@ -1,1 +1,1 @@
-"""What is trained on. YAML names these; `regimen.data.loading` turns them into batches."""
+"""Data sets, their splits, orders and transforms; `regimen.data.loading` makes batches of them."""

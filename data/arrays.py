@@ -45,7 +45,7 @@ class ArraySamples:
         return self.samples[1] if isinstance(self.samples, tuple) else None
 
     def batch(self, indices: Sequence[int]) -> Any:
-        """Return a whole batch at once, or None where samples are taken one by one."""
+        """Return a whole batch at once, or None if samples are taken one by one."""
         return self._rows(indices) if self.in_batches else None
 
     def _rows(self, indices: Sequence[int]) -> Any:

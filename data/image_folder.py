@@ -1,4 +1,4 @@
-"""Image files: in folders named by their class (root/train/<class>/*), or given by name; cached."""
+"""Image files: in folders named by their class (root/train/<class>/*), or given by name."""
 
 import contextlib
 import glob
@@ -406,21 +406,21 @@ def find_pictures(source: str, lines: Iterable[str] = ()) -> list[str]:
     """
     path = os.path.expanduser(source)
     if source == "-":
-        found = [line.rstrip("\n") for line in lines if line.strip()]
+        files = [line.rstrip("\n") for line in lines if line.strip()]
     elif os.path.isdir(path):
-        found = [os.path.join(path, name) for name in _files_below(Path(path), "", [])]
+        files = [os.path.join(path, name) for name in _files_below(Path(path), "", [])]
     elif os.path.lexists(path):
-        found = [path]
+        files = [path]
     else:
-        found = sorted(filter(os.path.isfile, glob.glob(path, recursive=True)))
-    if not found:
+        files = sorted(filter(os.path.isfile, glob.glob(path, recursive=True)))
+    if not files:
         if source == "-":
             raise DataError(f"source={source}: no file name came on standard input")
         raise DataError(
             f"source={source}: names no picture ({_LISTED_EXTENSIONS}): "
             "give a folder, a file or a glob"
         )
-    return found
+    return files
 
 
 def image_folder(
@@ -434,7 +434,7 @@ def image_folder(
     folds: int = 0,
     value_range: Range = None,
 ) -> ImageFolder | None:
-    """Open one split of a folder tree; return None, with a log line, if it has no such split.
+    """Open one split of a folder tree; None, with a log line, if it has no such split.
 
     A missing `val` (or `valid`, `validation`) is cut from `train`: `val_fraction` of it, stratified
     by class, drawn with `split_seed`. With `folds` it is fold number `fold` of `train`, and a

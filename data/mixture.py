@@ -65,20 +65,18 @@ class Mixture:
         self._set_classes()
         self.sizes = np.array([len(dataset) for dataset in datasets])
         self._joined = ConcatDataset[Any](datasets)
-        self.turns = turns_of([self.weights[name] for name in self.sets])
-        labels = [labels_of(dataset) for dataset in datasets]
-        with_labels = [part for part in labels if part is not None]
-        self.targets = None
-        if len(with_labels) == len(datasets):
-            self.targets = np.concatenate(with_labels)
+        self.slots = slot_sequence([self.weights[name] for name in self.sets])
+        labels: list[Any] = [labels_of(dataset) for dataset in datasets]
+        self.targets: Indices | None = None
+        if all(part is not None for part in labels):
+            self.targets = np.concatenate(labels)
 
     def _set_classes(self) -> None:
-        """Take the classes of the sets; of sets without classes there is no attribute `classes`."""
-        classes = {
-            name: list(dataset.classes)
-            for name, dataset in self.sets.items()
-            if hasattr(dataset, "classes")
-        }
+        """Set `classes` to those of the sets; not at all if no set has classes."""
+        classes = {}
+        for name, dataset in self.sets.items():
+            if hasattr(dataset, "classes"):
+                classes[name] = list(dataset.classes)
         if not classes:
             return
         self.classes = next(iter(classes.values()))
@@ -101,17 +99,17 @@ class Mixture:
 
     def explain(self) -> str:
         """Describe an epoch: how many samples of which set."""
-        order = self.order(0, False)
-        set_of = np.searchsorted(self._joined.cumulative_sizes, order(0), side="right")
-        parts = [
-            f"{count:,} of {name} ({count / size:.3g} of its {size:,})"
-            for name, count, size in zip(self.sets, np.bincount(set_of), self.sizes, strict=True)
-        ]
-        return f"{len(order):,} samples: {', '.join(parts)}"
+        samples = self.order(0, False)(0)
+        set_of = np.searchsorted(self._joined.cumulative_sizes, samples, side="right")
+        parts = []
+        counts = np.bincount(set_of)
+        for name, count, size in zip(self.sets, counts, self.sizes, strict=True):
+            parts.append(f"{count:,} of {name} ({count / size:.3g} of its {size:,})")
+        return f"{len(samples):,} samples: {', '.join(parts)}"
 
 
-def turns_of(weights: Sequence[float]) -> Indices:
-    """Return the number of the set at each position of a period, after which they repeat.
+def slot_sequence(weights: Sequence[float]) -> Indices:
+    """Return the number of the set at each position of a period; the sequence repeats.
 
     The j-th sample of a set with `share` of `period` places has a window of positions, from
     floor(j * period / share) to ceil((j + 1) * period / share): taken within it, the set is never a
@@ -129,13 +127,13 @@ def turns_of(weights: Sequence[float]) -> Indices:
         raise DataError(f"weights: {weights} repeat after {period:,} samples: round them")
 
     counts = [0] * len(shares)
-    turns = []
+    slots = []
     for position in range(period):
         open_sets = [i for i, share in enumerate(shares) if counts[i] * period // share <= position]
         chosen = min(open_sets, key=lambda i: -(-(counts[i] + 1) * period // shares[i]))
         counts[chosen] += 1
-        turns.append(chosen)
-    return np.array(turns, np.int64)
+        slots.append(chosen)
+    return np.array(slots, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,27 +146,27 @@ class MixtureOrder:
 
     def __len__(self) -> int:
         repeat = self.mixture.repeat
-        turns = self.mixture.turns
+        slots = self.mixture.slots
         ends = []
         # Python integers, on the host: nothing waits for a device.
         for number, size in enumerate(self.mixture.sizes.tolist()):
-            positions = np.flatnonzero(turns == number)  # of the set within a period
+            positions = np.flatnonzero(slots == number)  # of the set within a period
             # With `repeat` the epoch ends behind the set's last sample, else before the first that
             # would be its second time.
             sample = size - 1 if repeat else size
             periods, rest = divmod(sample, len(positions))
-            position = periods * len(turns) + positions[rest]
+            position = periods * len(slots) + positions[rest]
             ends.append(int(position + 1 if repeat else position))
         return max(ends) if repeat else min(ends)
 
     def __call__(self, epoch: int) -> Indices:
         """Return the epoch's samples, numbered through all sets."""
-        turns = np.resize(self.mixture.turns, len(self))
-        samples = np.empty(len(turns), np.int64)
+        slots = np.resize(self.mixture.slots, len(self))
+        samples = np.empty(len(slots), np.int64)
         offset = 0  # of the set's samples among those of all sets
         # Sizes as python integers, which keys are hashed from.
         for number, size in enumerate(self.mixture.sizes.tolist()):
-            positions = np.flatnonzero(turns == number)
+            positions = np.flatnonzero(slots == number)
             for start in range(0, len(positions), size):
                 part = positions[start : start + size]
                 order = np.arange(size)

@@ -245,7 +245,7 @@ def own_samples(updates: Updates) -> Sequence[int] | Indices:
 
 
 class _Sampler:
-    """What a user's sampler yields in an epoch, read once: indices, or lists of indices."""
+    """Read a user's sampler once an epoch: it yields indices, or lists of indices."""
 
     key = "loader.sampler"
 

@@ -283,9 +283,9 @@ def _add(digest: Any, value: Any) -> None:
     if isinstance(value, Tensor):
         _add_tensor(digest, value.detach())
     elif isinstance(value, np.ndarray):
-        # Of objects, the array holds addresses: their values are added instead (nothing waits for a
-        # device, the array is on the host).
         if value.dtype.hasobject:
+            # Such an array holds addresses, so the objects are added instead. It is on the host:
+            # nothing waits for a device.
             _add(digest, value.tolist())
         else:
             _add_array(digest, value)
@@ -303,7 +303,7 @@ def _add_items(digest: Any, items: Sequence[Any]) -> None:
     if _are_plain(items):
         _add_plain_items(digest, items)
         return
-    # Lists of lists of one length are an array, too.
+    # Lists of lists of equal length are an array, too.
     if all(isinstance(item, list | tuple) for item in items):
         same_length = len({len(item) for item in items}) == 1
         if same_length and all(_are_plain(item) for item in items):

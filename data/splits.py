@@ -136,7 +136,7 @@ def file_of(place: Path, split: str, suffixes: Sequence[str]) -> Path | None:
     if not place.is_dir():
         return place if split == "train" and place.exists() else None
 
-    # Pipes and devices stay in: whoever reads one refuses it by name.
+    # Pipes and devices stay in: opening one raises an error that names it (`check_regular`).
     files = {path.name.lower(): path for path in sorted(place.iterdir()) if not path.is_dir()}
     if split == "train":
         split_names = [name for names in NAMES.values() for name in names]
@@ -178,15 +178,16 @@ def in_order(values: set[str]) -> list[str]:
         return sorted(values)
 
 
-def class_names(found: set[str], num_classes: int | None, samples: int, source: str) -> list[str]:
-    """Return the names of the classes: names are sorted, numbers count from 0.
+def class_names(labels: set[str], num_classes: int | None, samples: int, source: str) -> list[str]:
+    """Return the names of the classes, from the labels of train as texts.
 
-    Numbers have to be below `num_classes`, or below the number of samples: so a single wrong label
-    does not make a list of a billion names. Raises DataError.
+    Names are sorted. Numbers count from 0 to the highest, and have to be below `num_classes`, or
+    below the number of samples: so a single wrong label does not make a list of a billion names.
+    Raises DataError.
     """
-    if not all(name.isdecimal() for name in found):
-        return in_order(found)
-    highest = max(map(int, found))
+    if not all(label.isdecimal() for label in labels):
+        return in_order(labels)
+    highest = max(map(int, labels))
     limit = num_classes or samples
     if highest >= limit:
         bound = "data.num_classes" if num_classes else "the number of samples of train"

@@ -1,4 +1,4 @@
-"""Per-sample transforms: a named, ordered pipeline, and the few steps torchvision lacks."""
+"""Transforms of single samples: a named, ordered pipeline, and steps that torchvision lacks."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -87,7 +87,9 @@ class Pipeline:
                 raise
             except Exception as error:
                 raise DataError(f"{self.key}.{name} failed: {reason(error)}") from error
-        return as_tensor(sample) if isinstance(sample, Image.Image) else sample
+        if isinstance(sample, Image.Image):
+            return as_tensor(sample)
+        return sample
 
 
 def _apply(step: Any, sample: Any) -> Any:
@@ -230,4 +232,5 @@ def average_views(model: Callable[[Tensor], Tensor], views: Tensor) -> Tensor:
     if views.ndim != 5:
         return model(views)
     outputs = model(views.flatten(0, 1))
-    return outputs.view(*views.shape[:2], *outputs.shape[1:]).mean(1)
+    by_sample = outputs.view(*views.shape[:2], *outputs.shape[1:])
+    return by_sample.mean(1)

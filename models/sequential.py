@@ -20,9 +20,9 @@ def from_layers(
     call. `num_classes` adds a linear layer `head` with that many outputs. Raises NetworkError,
     naming the layer that does not fit.
     """
-    named = layers if isinstance(layers, Mapping) else dict(enumerate(layers))
+    by_name = layers if isinstance(layers, Mapping) else dict(enumerate(layers))
     model = nn.Sequential()
-    for name, layer in named.items():
+    for name, layer in by_name.items():
         if layer is not None:
             model.add_module(str(name), layer)
     if not len(model):

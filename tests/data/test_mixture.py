@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from regimen.data.errors import DataError
-from regimen.data.mixture import Mixture, turns_of
+from regimen.data.mixture import Mixture, slot_sequence
 from regimen.data.samplers import UpdateSampler, default_order
 
 
@@ -22,10 +22,10 @@ def mixture(weights, sizes=(10, 7, 3), **more):
     "weights", [(3, 1), (0.7, 0.3), (1, 1, 1), (0.1, 0.25, 0.65), (97, 1, 1, 1), (7, 5, 3, 3, 2)]
 )
 def test_each_set_has_its_share_of_any_first_samples_to_within_one(weights):
-    turns = np.resize(turns_of(list(weights)), 1000)
+    slots = np.resize(slot_sequence(list(weights)), 1000)
     for number, weight in enumerate(weights):
         share = np.arange(1, 1001) * (weight / sum(weights))
-        assert np.abs(np.cumsum(turns == number) - share).max() < 1
+        assert np.abs(np.cumsum(slots == number) - share).max() < 1
 
 
 @pytest.mark.parametrize("repeat", [True, False])
@@ -72,4 +72,4 @@ def test_targets_and_classes_are_those_of_the_sets():
     with pytest.raises(DataError, match="classes of a, b are not the same"):
         Mixture({"a": first, "b": other}, {"a": 1, "b": 1})
     with pytest.raises(DataError, match="round them"):
-        turns_of([0.123456789, 1])
+        slot_sequence([0.123456789, 1])
