@@ -276,6 +276,7 @@ class ColorJitter:
         white = 255 if is_integer else 1
         result = images.to(torch.float32) if is_integer else images
         for property_number in order.unbind(1):
+            # Each image's factor for the property that is next in its order: (n, 1, 1, 1).
             factor = factors.gather(1, property_number[:, None])[:, :, None, None]
             base = _blend_base(result, property_number.view(-1, 1, 1, 1), is_integer)
             result = (result * factor + base * (1 - factor)).clamp(0, white)
@@ -349,9 +350,9 @@ def _boxes(draws: Draws, area: int, scale: Sequence[float], ratio: Sequence[floa
     high = math.log(ratio[1])
     logs = unit[_TRIES:] * np.float32(high - low) + np.float32(low)
     ratios = torch.from_numpy(logs).exp().numpy()  # numpy's exponential has other last bits
-    longs = np.rint(np.sqrt(areas * ratios)).astype(np.int64)
-    shorts = np.rint(np.sqrt(areas / ratios)).astype(np.int64)
-    return longs, shorts
+    first_sides = np.rint(np.sqrt(areas * ratios)).astype(np.int64)
+    second_sides = np.rint(np.sqrt(areas / ratios)).astype(np.int64)
+    return first_sides, second_sides
 
 
 def _first_fitting(fits: Any, talls: Any, wides: Any) -> tuple[Any, Any, Any]:

@@ -293,11 +293,10 @@ def _orientation_of_jpeg(data: bytes) -> int:
     """Return a JPEG file's orientation. Most files have no segment that could hold one."""
     if _APP1 not in data:
         return 1
-    try:
-        with Image.open(io.BytesIO(data), formats=("JPEG",)) as image:
-            return _orientation(image)
-    except Exception:  # torchvision has decoded its pixels
-        return 1
+    # A file that Pillow cannot open is no failure: torchvision has decoded its pixels.
+    with suppress(UnreadableError), _opened(data, "") as image:
+        return _orientation(image)
+    return 1
 
 
 def _upright(image: Image.Image) -> Image.Image:

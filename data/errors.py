@@ -77,7 +77,7 @@ def is_fault(error: BaseException) -> bool:
     return not getattr(error, "from_outside", isinstance(error, KeyboardInterrupt))
 
 
-def shortened(text: object) -> str:
+def short_line(text: object) -> str:
     """Return the text on one line of at most 300 characters."""
     line = " ".join(str(text).split())
     return line if len(line) <= 300 else f"{line[:297]}..."
@@ -86,4 +86,4 @@ def shortened(text: object) -> str:
 def reason(error: BaseException) -> str:
     """Name an exception's type and message on one line."""
     name = type(error).__name__
-    return f"{name}: {shortened(error)}" if str(error) else name
+    return f"{name}: {short_line(error)}" if str(error) else name

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from regimen.data.errors import import_package, shortened
+from regimen.data.errors import import_package, short_line
 from regimen.models.layers import NetworkError
 from regimen.models.pretrained import weights_wanted
 from regimen.trainer.errors import CheckpointError
@@ -74,7 +74,7 @@ def build(
         if config is not None or not pretrained or not weights_wanted():
             return Logits(auto_model.from_config(model_config, trust_remote_code=False))
     except (OSError, ValueError, KeyError) as error:
-        raise NetworkError(f"model.name={name}: {shortened(error)}") from error
+        raise NetworkError(f"model.name={name}: {short_line(error)}") from error
 
     try:
         model = auto_model.from_pretrained(
@@ -86,5 +86,5 @@ def build(
             trust_remote_code=False,
         )
     except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(f"model.name={name}: {shortened(error)}") from error
+        raise CheckpointError(f"model.name={name}: {short_line(error)}") from error
     return Logits(model)
