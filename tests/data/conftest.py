@@ -77,7 +77,8 @@ def picture_tree(tmp_path, write_image):
 
 def _built(*words, rank=0, world=1):
     config = parse(compose(list(words)).config)
-    data, group = build_data(config), SimpleNamespace(rank=rank, data_rank=rank, data_size=world)
+    data = build_data(config)
+    group = SimpleNamespace(rank=rank, data_rank=rank, data_size=world)
     strategy = SimpleNamespace(group=group, device=torch.device("cpu"))
     test = data.sets["test"]
     held_out = [] if test is None else [eval_loader(config, test, strategy, limit=3)]

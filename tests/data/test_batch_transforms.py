@@ -59,7 +59,8 @@ def _moved(interpolation):
     mode = v2.InterpolationMode(interpolation)
 
     def moved(image, angle, x, y, by):
-        degrees, place = float(angle) * 180 / torch.pi, [int(x), int(y)]
+        degrees = float(angle) * 180 / torch.pi
+        place = [int(x), int(y)]
         return F.affine(image, degrees, place, float(by), [0.0, 0.0], interpolation=mode)
 
     return batched.RandomAffine(20, (0.2, 0.1), (0.8, 1.3), interpolation), moved
@@ -83,7 +84,8 @@ def _coloured():
     return batched.ColorJitter(0.4, 0.5, 0.6), coloured
 
 
-BYTES, FLOATS = torch.uint8, torch.float32
+BYTES = torch.uint8
+FLOATS = torch.float32
 
 
 @pytest.mark.parametrize(
@@ -110,7 +112,8 @@ def test_each_image_is_torchvisions_for_what_was_drawn_and_the_same_in_every_bat
 ):
     transform, one = pair
     for dtype in dtypes:
-        images, draws = _pictures(40, dtype=dtype), _draw(transform, 40)
+        images = _pictures(40, dtype=dtype)
+        draws = _draw(transform, 40)
         result = transform(images, *draws)
         expected = torch.stack([one(images[n], *(d[n] for d in draws)) for n in range(40)])
         difference = (result.float() - expected.float()).abs()
@@ -129,14 +132,16 @@ def test_each_image_is_torchvisions_for_what_was_drawn_and_the_same_in_every_bat
             assert torch.equal(held, expected)
             assert held is images or dtype == torch.bfloat16
     for dtype in (BYTES, FLOATS):
-        images, draws = _pictures(40, dtype), _draw(transform, 40)
+        images = _pictures(40, dtype)
+        draws = _draw(transform, 40)
         whole = transform(images, *draws)
         for part in (slice(0, 1), slice(3, 12), slice(39, 40)):
             assert torch.equal(transform(images[part], *(row[part] for row in draws)), whole[part])
 
 
 def test_an_alternating_flip_shows_each_image_both_ways_in_two_epochs():
-    flip, images = batched.AlternatingFlip(), _pictures(40)
+    flip = batched.AlternatingFlip()
+    images = _pictures(40)
     seen = [
         flip(images, *flip.draw(Draws(keys(range(40), 1), epoch), HEIGHT, WIDTH))
         for epoch in range(3)
@@ -180,7 +185,8 @@ def _features(images):
     ],
 )
 def test_batched_form_has_the_distribution_of_the_per_sample_form(name, options, others):
-    ours, theirs = getattr(batched, name)(**options), getattr(v2, name)(**{**options, **others})
+    ours = getattr(batched, name)(**options)
+    theirs = getattr(v2, name)(**{**options, **others})
     picture = torch.full((1, HEIGHT, WIDTH), 0.5) if name == "ColorJitter" else _coordinates()
     many = picture.expand(N, *picture.shape)
     one = _features(ours(many, *_draw(ours, N, seed=11)))

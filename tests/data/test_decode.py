@@ -215,7 +215,8 @@ def test_broken_file_is_named(tmp_path, content, text):
 
 
 def test_every_truncation_and_flipped_bit_is_an_image_or_a_data_error(tmp_path):
-    whole, draw = _jpeg(), np.random.RandomState(1)
+    whole = _jpeg()
+    draw = np.random.RandomState(1)
     path = tmp_path / "x.jpg"
     outcomes = []
     for _ in range(150):
@@ -306,7 +307,8 @@ def _write(path, turn=1, seed=0):
     "step", [v2.RandomResizedCrop(30), v2.RandomResizedCrop((24, 36)), v2.Resize(60)], ids=repr
 )
 def test_part_is_that_of_whole_picture(tmp_path, turn, step):
-    path, quick = _write(tmp_path / "a.jpg", turn), quick_form(step)
+    path = _write(tmp_path / "a.jpg", turn)
+    quick = quick_form(step)
     scaled = 0
     for seed in range(8):
         torch.manual_seed(seed)
@@ -326,7 +328,8 @@ def test_part_is_that_of_whole_picture(tmp_path, turn, step):
     "step", [v2.RandomResizedCrop(240), v2.Resize(160), v2.Resize((130, 170))], ids=repr
 )
 def test_what_is_not_twice_as_large_is_decoded_whole_to_the_bit(tmp_path, step):
-    path, quick = _write(tmp_path / "a.jpg"), quick_form(step)
+    path = _write(tmp_path / "a.jpg")
+    quick = quick_form(step)
     for seed in range(4):
         torch.manual_seed(seed)
         expected = step(read_image(path))

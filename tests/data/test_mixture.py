@@ -21,7 +21,7 @@ def mixture(weights, sizes=(10, 7, 3), **more):
 @pytest.mark.parametrize(
     "weights", [(3, 1), (0.7, 0.3), (1, 1, 1), (0.1, 0.25, 0.65), (97, 1, 1, 1), (7, 5, 3, 3, 2)]
 )
-def test_each_set_has_its_share_of_any_first_samples_to_within_one(weights):
+def test_each_set_has_its_share_of_any_first_samples_to_within_one_sample(weights):
     slots = np.resize(slot_sequence(list(weights)), 1000)
     for number, weight in enumerate(weights):
         share = np.arange(1, 1001) * (weight / sum(weights))
@@ -62,7 +62,8 @@ def test_processes_and_micro_batches_share_the_same_updates():
 
 
 def test_targets_and_classes_are_those_of_the_sets():
-    first, other = Numbers([(torch.zeros(1), 1)]), Numbers([(torch.zeros(1), 0)] * 2)
+    first = Numbers([(torch.zeros(1), 1)])
+    other = Numbers([(torch.zeros(1), 0)] * 2)
     first.targets, other.targets = [1], [0, 0]
     first.classes = other.classes = ["no", "yes"]
     made = Mixture({"a": first, "b": other}, {"a": 1, "b": 1}, transform=lambda x: x + 1)

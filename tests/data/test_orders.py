@@ -90,7 +90,7 @@ ORDERS = {
 
 
 @pytest.mark.parametrize("make", ORDERS.values(), ids=ORDERS)
-def test_orders_are_functions_of_seed_and_epoch(make):
+def test_orders_are_pure_functions_of_seed_and_epoch(make):
     states = torch.get_rng_state(), random.getstate()
     order = make(1)
     first = order(0)[0:40]
@@ -113,7 +113,7 @@ def test_orders_are_functions_of_seed_and_epoch(make):
     world=st.integers(1, 5),
     kind=st.sampled_from([lambda n: Shuffled(n, 1), lambda n: LowMemory(range(n), 1)]),
 )
-def test_pieces_of_all_ranks_partition_the_batch(samples, batch, accumulation, world, kind):
+def test_batch_slices_of_all_ranks_partition_the_update(samples, batch, accumulation, world, kind):
     order = kind(samples)
     whole = order(0)[:]
     assert sorted(whole) == list(range(samples))
@@ -142,7 +142,7 @@ def test_pieces_of_all_ranks_partition_the_batch(samples, batch, accumulation, w
                 )
 
 
-def test_balanced_draws_classes_equally_often():
+def test_class_balanced_draws_classes_equally_often():
     weighted = Weighted(Labelled(), 0, [1.0] * 50 + [3.0] * 50, num_samples=40000)
     counts = np.bincount(weighted(0), minlength=100)
     assert abs(counts[50:].sum() / 40000 - 0.75) < 0.01
@@ -164,14 +164,14 @@ def test_subset_is_stratified_and_the_same_for_every_seed():
     assert len(Subset(Labelled(), 0, size=1.0)) == 100
 
 
-def test_the_orders_of_a_seed_stay():
+def test_orders_of_a_seed_are_the_same_in_every_version():
     """Runs resume with them: these were written down."""
     assert Shuffled(10, 0)(0).tolist() == [1, 6, 9, 5, 3, 7, 0, 4, 2, 8]
     assert Shuffled(8, 3)(1).tolist() == [0, 2, 1, 4, 6, 7, 3, 5]
     assert LowMemory(range(11), 5)(2)[:].tolist() == [3, 9, 8, 0, 7, 6, 2, 4, 10, 5, 1]
 
 
-def test_permutation_moves_samples_anywhere():
+def test_permutation_moves_samples_to_any_position():
     """Chi-squared over where each of 20 samples lands, beside numpy's own shuffle."""
     landed = np.zeros((20, 20))
     for epoch in range(1000):
@@ -228,7 +228,7 @@ def _batches():
     return torch_data.BatchSampler(torch_data.RandomSampler(range(23)), 5, drop_last=False)
 
 
-def test_batch_sampler_makes_the_updates():
+def test_batch_sampler_defines_the_updates():
     updates = as_updates(_batches(), seed=4)
     sampler = UpdateSampler(updates, batch_size=1, gradient_accumulation_steps=2)
     assert len(sampler) == 5
@@ -251,7 +251,7 @@ def test_batch_sampler_makes_the_updates():
     assert other != epoch
 
 
-def test_per_class_updates_hold_so_many_of_so_many():
+def test_per_class_updates_have_the_number_of_classes_and_samples():
     updates = PerClass(Labelled(), seed=0, classes=2, samples_per_class=4)
     sampler = UpdateSampler(as_updates(updates, seed=0), batch_size=1)
     assert len(sampler) == 12
@@ -276,7 +276,7 @@ def _counted(order):
 
 @settings(max_examples=60, deadline=None)
 @given(order=st.lists(st.integers(0, 9), min_size=1, max_size=40))
-def test_occurrences_are_those_counted_one_by_one(order):
+def test_occurrences_equal_those_counted_in_a_loop(order):
     found = occurrences_in(np.array(order, np.int64))
     expected = _counted(order)
     assert any(expected) == (found is not None)

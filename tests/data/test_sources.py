@@ -77,7 +77,8 @@ def test_digits_are_scikit_learns_split_once_and_for_all():
 
 def _write_cifar(folder):
     folder.mkdir(parents=True)
-    draw, labels = np.random.RandomState(0), [i % 10 for i in range(20)]
+    draw = np.random.RandomState(0)
+    labels = [i % 10 for i in range(20)]
     for name in [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]:
         content = {"data": draw.randint(0, 256, (20, 3072), np.uint8), "labels": labels}
         (folder / name).write_bytes(pickle.dumps(content))
@@ -101,7 +102,8 @@ def test_cifar10_from_files(tmp_path, monkeypatch):
     monkeypatch.setattr("torchvision.datasets.cifar.check_integrity", lambda *_: True)
     _write_cifar(tmp_path / "cifar-10-batches-py")
     train, val = (Cifar10(str(tmp_path), split, val_size=30) for split in ("train", "val"))
-    test, raw = Cifar10(str(tmp_path), "test", image_size=16), Cifar10(str(tmp_path), "test")
+    test = Cifar10(str(tmp_path), "test", image_size=16)
+    raw = Cifar10(str(tmp_path), "test")
     assert (len(train), len(val), len(test)) == (70, 30, 20)
     assert val.targets.bincount().tolist() == [3] * 10
     assert (train.inputs.shape[1:], test.inputs.shape[1:]) == ((3, 32, 32), (3, 16, 16))
@@ -178,7 +180,8 @@ def test_no_string_is_in_two_splits():
     everything = [s for module in FEW for s in docstrings(module)]
     homes = [[split for split in SPLITS if s in whole[split]] for s in everything if len(s) > 60]
     assert all(len(found) == 1 for found in homes)
-    shifted, drawn = text(shift=True), []
+    shifted = text(shift=True)
+    drawn = []
     for seed in (0, 0, 1):  # of the sample's own key
         torch.manual_seed(seed)
         drawn.append(torch.stack([shifted[i][0] for i in range(20)]))

@@ -103,7 +103,8 @@ def test_only_needed_samples_are_loaded_and_transformed():
 
 
 def test_an_epoch_that_was_broken_off_is_forgotten():
-    broken, fresh = Stream(Numbers()), Stream(Numbers())
+    broken = Stream(Numbers())
+    fresh = Stream(Numbers())
     broken.begin_epoch(0, 5)
     assert broken[2] is not None
     for stream in (broken, fresh):

@@ -56,9 +56,10 @@ def test_shifted_views_are_reflected_at_the_edge():
     assert torch.equal(Mirrored()(image), torch.stack([image, image.flip(-1)]))
 
 
-def test_the_views_of_a_batch_are_those_of_each_image():
+def test_views_of_a_batch_equal_those_of_each_image():
     images = torch.randint(0, 256, (5, 3, 8, 6), dtype=torch.uint8)
-    shift, mirror = Shifted(), Mirrored()
+    shift = Shifted()
+    mirror = Mirrored()
     each = torch.stack([mirror(shift(image)) for image in images])
     assert torch.equal(mirror.of_batch(shift.of_batch(images)), each)
 
@@ -69,7 +70,8 @@ N = 40_000
 @pytest.mark.parametrize("which", range(3))
 def test_numbers_are_uniform(which):
     draws = Draws(keys(range(N), which))
-    first, second = draws.uniform(), draws.uniform(-2, 3)
+    first = draws.uniform()
+    second = draws.uniform(-2, 3)
     assert 0 <= first.min() < first.max() < 1
     assert -2 <= second.min() < second.max() <= 3
     assert kstest(first.double(), "uniform").pvalue > 1e-3
@@ -88,11 +90,12 @@ def test_numbers_are_uniform(which):
     assert chisquare(counts).pvalue > 1e-3
 
 
-def test_numbers_are_unrelated():
+def test_draws_of_samples_are_uncorrelated():
     """Between neighbours in a sample, samples, epochs and names: a 10 x 10 table of pairs."""
     assert keys([0, 7, 2**63], 3, 2).tolist() == [key(3, 2, value) for value in (0, 7, 2**63)]
     draws = Draws(keys(range(N), 1))
-    first, second = draws.uniform(), draws.uniform()
+    first = draws.uniform()
+    second = draws.uniform()
     epochs = [Draws(keys(range(N), 1, 2, epoch)).uniform() for epoch in (0, 1)]
     names = [Draws(keys(range(N), 1) ^ np.uint64(name)).uniform() for name in (6, 7)]
     for one, other in [(first, second), (first[:-1], first[1:]), tuple(epochs), tuple(names)]:

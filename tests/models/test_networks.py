@@ -41,7 +41,7 @@ def test_output_shape_and_gradients(make, shape, expected):
     assert idle == []
 
 
-def test_mlp_has_neither_batch_statistics_nor_chance():
+def test_mlp_is_deterministic_and_has_no_batch_statistics():
     kinds = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd)
     assert not any(isinstance(module, kinds) for module in MLP(10).modules())
 
@@ -63,7 +63,8 @@ def test_gpt_sees_no_future():
     tokens = torch.randint(20, (2, 8))
     changed = tokens.clone()
     changed[:, 5:] = (changed[:, 5:] + 1) % 20
-    before, after = model(tokens), model(changed)
+    before = model(tokens)
+    after = model(changed)
     assert before.shape == (2, 8, 20)
     torch.testing.assert_close(before[:, :5], after[:, :5])
     assert not torch.allclose(before[:, 5:], after[:, 5:])
@@ -81,7 +82,7 @@ def test_gpt_starts_near_a_uniform_guess_with_small_branches_and_tied_weights():
     assert loss.item() == pytest.approx(torch.log(torch.tensor(50.0)).item(), abs=0.2)
 
 
-def test_gan_plays_both_parts_through_forward():
+def test_gan_calls_both_networks_through_forward():
     model = GAN(in_channels=1, image_size=16, latent_dim=4, width=8)
     images = model(torch.randn(3, 4), part="generator")
     assert images.shape == (3, 1, 16, 16)
@@ -92,7 +93,7 @@ def test_gan_plays_both_parts_through_forward():
 
 
 @pytest.mark.parametrize("depth", [18, 34, 50])
-def test_resnet_in_imagenets_form_is_torchvisions(depth):
+def test_resnet_with_imagenet_stem_equals_torchvisions(depth):
     torch.manual_seed(0)
     reference = torchvision.models.get_model(f"resnet{depth}", num_classes=7)
     model = ResNet(depth, num_classes=7, in_channels=3, stem="imagenet")
@@ -136,7 +137,7 @@ def test_zero_init_makes_each_block_its_shortcut(depth):
     torch.testing.assert_close(model.layer1[1](x), x, rtol=0, atol=0)
 
 
-def test_each_activation_is_a_module_of_its_own():
+def test_each_activation_is_a_separate_module():
     model = ResNet(18, num_classes=10)
     calls = []
     for module in model.modules():
@@ -187,8 +188,8 @@ MISFITS = {
 }
 
 
-@pytest.mark.parametrize("said", MISFITS)
-def test_what_does_not_fit_is_said(said):
-    with pytest.raises(NetworkError, match=said) as caught:
-        MISFITS[said]()
+@pytest.mark.parametrize("message", MISFITS)
+def test_invalid_networks_raise_network_errors(message):
+    with pytest.raises(NetworkError, match=message) as caught:
+        MISFITS[message]()
     assert caught.value.exit_code == 2

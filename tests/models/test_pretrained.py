@@ -43,7 +43,8 @@ def same(a, b, except_for="-"):
 
 
 def test_a_file_a_run_and_a_foreign_wrapper_give_the_same(saved, tmp_path):
-    state, expected = torch.load(saved, weights_only=True), net(seed=1)
+    state = torch.load(saved, weights_only=True)
+    expected = net(seed=1)
     (tmp_path / "run/checkpoints").mkdir(parents=True)
     torch.save({"model": state, "format_version": 2}, tmp_path / "run/checkpoints/last.pt")
     torch.save({"state_dict": {f"net.{k}": v for k, v in state.items()}}, tmp_path / "foreign.ckpt")
@@ -75,7 +76,8 @@ def test_another_number_of_classes_gets_a_fresh_head(saved, caplog):
 
 @pytest.mark.parametrize("channels", [1, 2])
 def test_another_number_of_channels_sees_grey_as_before(channels):
-    trained, model = net(in_channels=3, seed=1).eval(), net(in_channels=channels).eval()
+    trained = net(in_channels=3, seed=1).eval()
+    model = net(in_channels=channels).eval()
     found = load_weights(model, trained.state_dict())
     grey = torch.randn(2, 1, 8, 8)
     seen = model(grey.expand(-1, channels, -1, -1))
@@ -91,7 +93,7 @@ def test_dropped_names_stay_as_initialised(saved):
         fine_tune(net(), str(saved), drop=["featuers.*"])
 
 
-def test_names_of_one_side_are_refused_or_reported(saved, caplog):
+def test_missing_and_unexpected_names_are_errors_if_strict_else_logged(saved, caplog):
     model = net()
     model.add_module("extra", nn.BatchNorm1d(2))
     model.add_module("head", nn.Linear(8, 10, bias=False))
@@ -102,7 +104,7 @@ def test_names_of_one_side_are_refused_or_reported(saved, caplog):
     assert "unexpected: head.bias" in caplog.text
 
 
-def test_what_does_not_fit_is_named():
+def test_weights_that_do_not_fit_raise_errors_that_name_them():
     words = r"features.1.conv.weight: .*\[9, 4, 3, 3\].*\[8, 4, 3, 3\].* model.drop$"
     with pytest.raises(CheckpointError, match=words):
         load_weights(net(), SmallCNN(10, 1, widths=(4, 9)).state_dict())
@@ -111,7 +113,7 @@ def test_what_does_not_fit_is_named():
 
 
 @pytest.mark.parametrize("callbacks", [{}, {"swa": 2}, {"swa": 0}], ids=str)
-def test_the_average_of_a_run_goes_before_its_weights(tmp_path, caplog, callbacks):
+def test_the_average_of_a_run_is_preferred_to_its_weights(tmp_path, caplog, callbacks):
     caplog.set_level(logging.INFO)
     average = net(seed=2).state_dict()
     kept = {name: {"model": average, "averaged": count} for name, count in callbacks.items()}
@@ -134,7 +136,7 @@ def cached(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["resnet18", "squeezenet1_0", "shufflenet_v2_x0_5", "mnasnet0_5"])
-def test_without_weights_it_is_torchvisions_own(name):
+def test_a_model_without_weights_equals_torchvisions(name):
     torch.manual_seed(0)
     model = from_torchvision(name, num_classes=5).eval()
     torch.manual_seed(0)
@@ -170,7 +172,7 @@ def test_weights_are_not_fetched_on_meta_nor_for_a_checkpoints_sake(monkeypatch)
         assert same(fine_tune(net(), "gone.pt"), net())
 
 
-def test_no_network_says_where_the_file_goes(monkeypatch):
+def test_a_failed_download_names_the_folder_for_the_file(monkeypatch):
     def refuse(*args, **kwargs):
         raise OSError("network is unreachable")
 
@@ -183,7 +185,7 @@ def test_no_network_says_where_the_file_goes(monkeypatch):
             ask()
 
 
-def test_segmentation_gives_its_main_output_and_downloads_nothing():
+def test_segmentation_models_return_their_main_output_and_download_nothing():
     model = from_torchvision("lraspp_mobilenet_v3_large", num_classes=4).eval()
     assert model(torch.zeros(1, 3, 32, 32)).shape == (1, 4, 32, 32)
 
@@ -198,14 +200,14 @@ WRONG_NAMES = {
 }
 
 
-@pytest.mark.parametrize("said", WRONG_NAMES)
-def test_a_wrong_name_lists_what_there_is(said):
-    with pytest.raises(NetworkError, match=said) as caught:
-        WRONG_NAMES[said]()
+@pytest.mark.parametrize("message", WRONG_NAMES)
+def test_a_wrong_name_lists_similar_ones(message):
+    with pytest.raises(NetworkError, match=message) as caught:
+        WRONG_NAMES[message]()
     assert caught.value.exit_code == 2
 
 
-def test_timm_is_given_its_own_words(monkeypatch):
+def test_timm_is_called_with_its_own_argument_names(monkeypatch):
     given = {}
 
     def create_model(name, **arguments):
@@ -237,7 +239,7 @@ def _transformers():
 
 
 @pytest.mark.usefixtures("_transformers")
-def test_logits_are_those_of_transformers():
+def test_logits_and_loss_equal_those_of_transformers():
     model = from_transformers("bert", 3, config=TINY).eval()
     tokens = torch.arange(10).view(2, 5)
     mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0]])
@@ -250,7 +252,7 @@ def test_logits_are_those_of_transformers():
 
 
 @pytest.mark.usefixtures("_transformers")
-def test_a_folder_gives_its_weights_and_a_new_head(tmp_path):
+def test_a_folder_is_loaded_with_a_new_head(tmp_path):
     model = from_transformers("bert", 3, config=TINY)
     model.model.save_pretrained(tmp_path)
     assert same(from_transformers(str(tmp_path), 3), model)
@@ -260,7 +262,7 @@ def test_a_folder_gives_its_weights_and_a_new_head(tmp_path):
 
 
 @pytest.mark.usefixtures("_transformers")
-def test_mistakes_are_named(tmp_path):
+def test_invalid_arguments_raise_errors_that_name_the_key(tmp_path):
     with pytest.raises(NetworkError, match=r"model\.auto: transformers has no 'AutoModel'"):
         from_transformers("bert", 3, auto="AutoModel", config=TINY)
     for name, given in (("bertt", {"config": TINY}), (str(tmp_path / "absent" / "folder"), {})):
