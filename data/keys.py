@@ -89,7 +89,7 @@ def of_occurrence(sample_key: int, occurrence: int) -> int:
 
 
 def of_occurrences(sample_keys: Words, occurrences: ArrayLike) -> Words:
-    """Return `of_occurrence` of each of many keys (n,) and its occurrence (n,)."""
+    """Return the key of an occurrence (n,) of each of many samples, from their keys (n,)."""
     numbers = np.asarray(occurrences, dtype=np.uint64)
     later_keys = splitmix64(sample_keys ^ numbers, 0, 1).reshape(sample_keys.shape)
     return np.where(numbers == 0, sample_keys, later_keys)

@@ -154,7 +154,7 @@ class Subset:
         if labels is None:
             labels = np.zeros(samples)
         self.indices, _ = cut(labels, samples - subset_size, subset_seed)
-        # `cut` leaves at least one sample of each class, which may be more than the subset has.
+        # The cut leaves at least one sample of each class, which may be more than the subset has.
         if len(self.indices) > subset_size:
             shuffled = random_state(subset_seed, ORDER).permutation(len(self.indices))
             self.indices = np.sort(self.indices[shuffled[:subset_size]])

@@ -60,8 +60,8 @@ def fold_of(
     if folds > samples:
         raise DataError(f"data.folds={folds} is more than the {samples} samples to be shared out")
     splitter_class = KFold if targets is None else StratifiedKFold
-    # Another key than that of `cut`, which may have taken a test set from the same samples: folds
-    # of the rest are drawn independently of it.
+    # Another key than that of a stratified cut, which may have taken a test set from the same
+    # samples: folds of the rest are drawn independently of it.
     splitter = splitter_class(folds, shuffle=True, random_state=random_state(seed, SPLIT, 4))
     labels = np.zeros(samples) if targets is None else np.asarray(targets)
     with warnings.catch_warnings():
@@ -115,7 +115,7 @@ def is_cut(split: str, has_val: bool, val_fraction: float, folds: int) -> bool:
 def rows_of_train(
     split: str, targets: ArrayLike, val_fraction: float, seed: int, fold: int, folds: int
 ) -> Indices:
-    """Return the rows of train that `split`, train or val, takes if it `is_cut`."""
+    """Return the rows of train that `split`, train or val, has if it is a part of train."""
     val_size = max(1, round(val_fraction * len(np.asarray(targets))))
     train, val = train_and_val(targets, val_size, seed, fold, folds)
     rows = val if split == "val" else train
