@@ -48,8 +48,8 @@ def build_lr_schedule(
     tracks = {}
     for name, optimizer in optimizers.items():
         section, where, own = node, "lr_scheduler", optimizers.sections.get(name)
-        if own and own.own["lr_scheduler"] is not None:
-            section, where = own.own["lr_scheduler"], f"{own.key}.lr_scheduler"
+        if own and own.settings["lr_scheduler"] is not None:
+            section, where = own.settings["lr_scheduler"], f"{own.key}.lr_scheduler"
         if section:
             names = [group.name for group in groups if group.optimizer_name == name]
             every = [group.name for group in groups]

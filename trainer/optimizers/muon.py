@@ -1,7 +1,7 @@
 """torch's Muon optimizer for matrices and convolution kernels."""
 
 import math
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import Any, Literal
 
 import torch
@@ -18,7 +18,7 @@ class Muon(torch.optim.Muon):
     no effect, such as those before BatchNorm. The state has the shape of the parameter. Raises
     ValueError for vectors and scalars.
 
-    A step can be left out by the device, as by torch's fused kernels: `found_inf` = 1.
+    Like torch's fused kernels, it skips a step where the attribute `found_inf` is a tensor of 1.
     """
 
     _step_supports_amp_scaling = True
@@ -36,35 +36,54 @@ class Muon(torch.optim.Muon):
         adjust_lr_fn: Literal["original", "match_rms_adamw", "spectral_unclamped"] | None = None,
         normalized: bool = False,
     ) -> None:
-        # Its constructor checks the options, and refuses what is no matrix.
-        one = [nn.Parameter(torch.zeros(1, 1))]
+        # torch's constructor checks the options, and refuses kernels: it is given a matrix.
+        probe = [nn.Parameter(torch.zeros(1, 1))]
         super().__init__(
-            one, lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn
+            probe,
+            lr,
+            weight_decay,
+            momentum,
+            nesterov,
+            ns_coefficients,
+            eps,
+            ns_steps,
+            adjust_lr_fn,
         )
         torch.optim.Optimizer.__init__(self, params, self.defaults | {"normalized": normalized})
-        shapes = [tuple(p.shape) for group in self.param_groups for p in group["params"]]
-        if wrong := [shape for shape in shapes if len(shape) < 2]:
-            raise ValueError(f"Muon trains matrices and kernels, not shape {wrong[0]}")
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.ndim < 2:
+                    shape = tuple(p.shape)
+                    raise ValueError(f"Muon trains matrices and kernels, not shape {shape}")
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take a step, or, where the device holds a `found_inf` of 1, leave everything as it is."""
-        before = []
-        if (found_inf := getattr(self, "found_inf", None)) is not None:
-            left_out = found_inf > 0
-            trained = [p for group in self.param_groups for p in group["params"]]
-            for p in [p for p in trained if p.grad is not None]:
-                self._lay_out(p)
-                before += [(t, t.clone()) for t in (p, self.state[p]["momentum_buffer"])]
+        found_inf = getattr(self, "found_inf", None)
+        if found_inf is None:
+            self._normalize()
+            return super().step(closure)  # type: ignore[no-untyped-call]
+
+        # The flag stays on the device, so that the host need not wait: the step is always computed,
+        # and each tensor takes its old or its new value.
+        saved = []
+        for p in self._trained(self.param_groups):
+            self._allocate_momentum(p)
+            for tensor in (p, self.state[p]["momentum_buffer"]):
+                saved.append((tensor, tensor.clone()))
         self._normalize()
         loss = super().step(closure)  # type: ignore[no-untyped-call]
-        for now, old in before:
-            torch.where(left_out, old, now, out=now)
+        skip = found_inf > 0
+        for tensor, old in saved:
+            torch.where(skip, old, tensor, out=tensor)
         return loss
 
+    def _trained(self, groups: Iterable[Mapping[str, Any]]) -> list[Tensor]:
+        return [p for group in groups for p in group["params"] if p.grad is not None]
+
     def _normalize(self) -> None:
-        groups = [group["params"] for group in self.param_groups if group["normalized"]]
-        if matrices := [p for group in groups for p in group if p.grad is not None]:
+        matrices = self._trained(group for group in self.param_groups if group["normalized"])
+        if matrices:
             foreach_div_(matrices, foreach_norm(matrices))
             foreach_mul_(matrices, [math.sqrt(len(p)) for p in matrices])
 
@@ -75,30 +94,30 @@ class Muon(torch.optim.Muon):
         grads: list[Tensor],
         muon_momentum_bufs: list[Tensor],
     ) -> bool:
-        for p in group["params"]:
-            if p.grad is not None:
-                self._lay_out(p)
+        for p in self._trained([group]):
+            self._allocate_momentum(p)
         tensors: tuple[list[Tensor], ...] = ([], [], [])
         has_complex = super()._init_group(group, *tensors)
         for p, grad, momentum in zip(*tensors, strict=True):
-            order, shape = _layout(p), (p.shape[0], -1)
-            # These two are views: torch updates the parameter and its state through them.
+            order = _dims_by_stride(p)
+            shape = (p.shape[0], -1)
+            # The first two are views: torch updates the parameter and its state through them.
             params_with_grad.append(p.permute(order).view(shape))
             muon_momentum_bufs.append(momentum.permute(order).view(shape))
             grads.append(grad.permute(order).reshape(shape))
         return has_complex
 
-    def _lay_out(self, parameter: Tensor) -> None:
+    def _allocate_momentum(self, parameter: Tensor) -> None:
         """Keep the momentum in the memory format of the parameter, whatever the gradient's is."""
         state = self.state[parameter]
         momentum = state.get("momentum_buffer")
         if momentum is None:
             state["momentum_buffer"] = torch.zeros_like(parameter)
-        elif momentum.stride() != parameter.stride():  # of a run with another memory format
+        elif momentum.stride() != parameter.stride():  # from another memory format
             state["momentum_buffer"] = torch.empty_like(parameter).copy_(momentum)
 
 
-def _layout(parameter: Tensor) -> list[int]:
+def _dims_by_stride(parameter: Tensor) -> list[int]:
     """Return the dimensions ordered by stride, with dimension 0 first.
 
     In this order a `channels_last` kernel can be viewed as a matrix without a copy. The update does

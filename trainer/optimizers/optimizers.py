@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, ItemsView, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, ItemsView, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -22,11 +22,12 @@ from regimen.conf.errors import (
 )
 from regimen.trainer.optimizers.param_groups import (
     DEFAULT,
-    Claim,
     GroupRule,
+    NamedParameter,
+    OptimizerScope,
     ParamGroup,
+    assign_groups,
     candidates,
-    divide,
     first_rule,
     parse_rules,
     parse_selector,
@@ -40,16 +41,16 @@ SINGLE = "optimizer"  # the name of the only optimizer
 # Optimizers whose fused kernels accept sharded parameters, and those that cannot train shards.
 SHARDED_FUSED = (torch.optim.Adam, torch.optim.AdamW)
 UNSHARDED = (torch.optim.Adafactor,)
-OWN = ("param_groups", "params", "lr_scheduler")  # keys that are not arguments of the target
+SETTINGS = ("param_groups", "params", "lr_scheduler")  # keys that are no arguments of the target
 
 
 class Section(NamedTuple):
-    """An optimizer of the config: the arguments of its target, and the keys in `OWN`."""
+    """An optimizer of the config: its target with arguments, and the values of `SETTINGS`."""
 
     name: str
     key: str
     target: dict[str, Any]
-    own: Mapping[str, Any]
+    settings: Mapping[str, Any]
 
 
 class TorchGroup(NamedTuple):
@@ -89,9 +90,9 @@ class Optimizers:
         trained = {*self.parameters()}
         self.frozen = {name: p for p, name in names.items() if p not in trained}
         self.sections = {section.name: section for section in sections}
-        self._used = list[Any]()  # the learning rates of the last update
+        self._last_rates = list[Any]()  # of the groups, in the last update
         self._configured = [
-            [_number(group.options.get(name)) for name in ("lr", "weight_decay")]
+            (_number(group.options.get("lr")), _number(group.options.get("weight_decay")))
             for group in self.groups()
         ]
         for optimizer in self.optimizers.values():
@@ -111,20 +112,24 @@ class Optimizers:
         `others` are modules besides the model that are trained. Raises `ConfigError` with the
         parameters that are in no optimizer, in two, or not in the model.
         """
-        found = candidates(model, others)
-        names: dict[Tensor, str] = {c.tensor: c.name for c in found}
+        parameters = candidates(model, others)
+        names: dict[Tensor, str] = {p.tensor: p.name for p in parameters}
+        if isinstance(optimizer, Optimizer):
+            optimizer = {SINGLE: optimizer}
         if not isinstance(optimizer, Optimizers):
-            optimizer = {SINGLE: optimizer} if isinstance(optimizer, Optimizer) else optimizer
             optimizer = cls(optimizer, names)
-        taken = Counter[Tensor](optimizer.parameters())
+
+        uses = Counter[Tensor](optimizer.parameters())
         problems = []
-        if any(p not in names for p in taken):
+        if any(p not in names for p in uses):
             problems.append(Problem("", "the optimizer has parameters that are not in the model"))
-        if missing := [c.name for c in found if c.tensor.requires_grad and c.tensor not in taken]:
+        missing = [p.name for p in parameters if p.tensor.requires_grad and p.tensor not in uses]
+        if missing:
             hint = "add them, or freeze them with requires_grad_(False)"
             problems.append(Problem("", f"no optimizer has {truncated_list(missing)}", hint))
-        if double := [names[p] for p, count in taken.items() if count > 1 and p in names]:
-            problems.append(Problem("", f"two groups have {truncated_list(double)}"))
+        repeated = [names[p] for p, count in uses.items() if count > 1 and p in names]
+        if repeated:
+            problems.append(Problem("", f"two groups have {truncated_list(repeated)}"))
         raise_problems(problems)
         return optimizer
 
@@ -134,14 +139,17 @@ class Optimizers:
 
     def groups(self) -> list[TorchGroup]:
         """Return all parameter groups; their names are unique."""
-        found = []
-        for name, optimizer in self.optimizers.items():
-            prefix = [name] if len(self.optimizers) > 1 else []
+        groups = []
+        for optimizer_name, optimizer in self.optimizers.items():
             for i, options in enumerate(optimizer.param_groups):
-                number = [f"group_{i}"] if len(optimizer.param_groups) > 1 else []
-                known = options.get("name", ".".join([*prefix, *number]) or DEFAULT)
-                found.append(TorchGroup(str(known), name, options))
-        return found
+                words = []
+                if len(self.optimizers) > 1:
+                    words.append(optimizer_name)
+                if len(optimizer.param_groups) > 1:
+                    words.append(f"group_{i}")
+                name = options.get("name", ".".join(words) or DEFAULT)
+                groups.append(TorchGroup(str(name), optimizer_name, options))
+        return groups
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield the parameters of all groups."""
@@ -161,22 +169,28 @@ class Optimizers:
 
     def keep_rates(self) -> None:
         """Store the learning rates as those of the last update, without waiting for the device."""
-        rates = [g["lr"] for o in self.optimizers.values() for g in o.param_groups]
-        self._used = [lr.clone() if isinstance(lr, Tensor) else lr for lr in rates]
+        rates = [group["lr"] for o in self.optimizers.values() for group in o.param_groups]
+        self._last_rates = [lr.clone() if isinstance(lr, Tensor) else lr for lr in rates]
 
     def learning_rates(self, used: bool = False) -> dict[str, float]:
-        """Return each group's learning rate: that of the next update, or if `used` of the last."""
-        if used and self._used:
-            return {g.name: float(lr) for g, lr in zip(self.groups(), self._used, strict=False)}
-        return {group.name: float(group.options["lr"]) for group in self.groups()}
+        """Return each group's learning rate: that of the next update, or if `used` of the last.
+
+        Waits for the device where a learning rate is a tensor.
+        """
+        groups = self.groups()
+        if used and self._last_rates:
+            last = zip(groups, self._last_rates, strict=False)
+            return {group.name: float(lr) for group, lr in last}
+        return {group.name: float(group.options["lr"]) for group in groups}
 
     def table(self) -> list[GroupRow]:
         """Return the groups as configured, and the frozen parameters, as rows of the plan."""
         rows = []
-        for (name, of, group), values in zip(self.groups(), self._configured, strict=False):
-            kind = type(self.optimizers[of]).__name__
-            title = kind if of == SINGLE else f"{of} ({kind})"
-            rows.append(GroupRow(name, title, *_counts(group["params"]), *values))
+        for group, values in zip(self.groups(), self._configured, strict=False):
+            title = type(self.optimizers[group.optimizer_name]).__name__
+            if group.optimizer_name != SINGLE:
+                title = f"{group.optimizer_name} ({title})"
+            rows.append(GroupRow(group.name, title, *_counts(group.options["params"]), *values))
         if self.frozen:
             rows.append(GroupRow("frozen", "-", *_counts(self.frozen.values()), None, None))
         return rows
@@ -203,78 +217,88 @@ def build_optimizers(
     Freezes the parameters of rules with `frozen`. `prefer_fused` selects torch's fused kernels
     where the node leaves the choice open. Raises `ConfigError`.
     """
-    found, known = sections(node), candidates(model, others)
+    configured = sections(node)
+    parameters = candidates(model, others)
     problems = list[Problem]()
     shared = []  # rules that hold within each of several optimizers
-    with collect_problems(problems):
-        if "optimizers" in node:
-            shared = parse_rules(node.get("param_groups"), "optimizer.param_groups")
-    claims = {}
-    for section in found:
+    if "optimizers" in node:
         with collect_problems(problems):
-            rules = parse_rules(section.own["param_groups"], f"{section.key}.param_groups")
-            rest = GroupRule("", section.key)
-            takes = rest.accepts
-            if (chosen := section.own["params"]) is not None:
-                takes = parse_selector(chosen, f"{section.key}.params")
-            elif rules and section is not found[-1]:  # which takes what is left
-                takes = partial(first_rule, rules)
-            claims[section.name] = Claim(takes, [*rules, *shared, rest])
+            shared = parse_rules(node.get("param_groups"), "optimizer.param_groups")
+    scopes = {}
+    for section in configured:
+        with collect_problems(problems):
+            rules = parse_rules(section.settings["param_groups"], f"{section.key}.param_groups")
+            others_rule = GroupRule("", section.key)
+            matches: Callable[[NamedParameter], object] = others_rule.accepts
+            if section.settings["params"] is not None:
+                matches = parse_selector(section.settings["params"], f"{section.key}.params")
+            elif rules and section is not configured[-1]:
+                # Its rules say what it trains; the last optimizer takes what is left.
+                matches = partial(first_rule, rules)
+            scopes[section.name] = OptimizerScope(matches, [*rules, *shared, others_rule])
     raise_problems(problems)
-    groups = divide(model, known, claims)
-    built = {s.name: _build(s, groups[s.name], prefer_fused) for s in found}
-    return Optimizers(built, {c.tensor: c.name for c in known}, found)
+
+    groups = assign_groups(model, parameters, scopes)
+    optimizers = {s.name: _build(s, groups[s.name], prefer_fused) for s in configured}
+    return Optimizers(optimizers, {p.tensor: p.name for p in parameters}, configured)
 
 
 def sections(node: Mapping[str, Any]) -> list[Section]:
     """Return the optimizers of a node: the node itself, or those under `optimizers`.
 
     A null entry is dropped. Hyper-parameters beside `optimizers` are the defaults of all of them.
+    Raises `ConfigError`.
     """
     children = node.get("optimizers", {SINGLE: node})
     if not isinstance(children, Mapping) or not any(children.values()):
         refuse("optimizer.optimizers", f"must be a dict of optimizers by name, not {children!r}")
-    shared = {k: v for k, v in node.items() if k not in ("optimizers", *OWN)}
-    found = []
+    defaults = {k: v for k, v in node.items() if k not in ("optimizers", *SETTINGS)}
+    configured = []
     for name, child in children.items():
-        where = "optimizer" if child is node else f"optimizer.optimizers.{name}"
         if child is None:
             continue
+        key = "optimizer" if child is node else f"optimizer.optimizers.{name}"
         if not isinstance(child, Mapping):
-            refuse(where, f"must be a node with a _target_, not {child!r}")
-        target = {k: v for k, v in {**shared, **child}.items() if k not in OWN}
+            refuse(key, f"must be a node with a _target_, not {child!r}")
+        target = {k: v for k, v in {**defaults, **child}.items() if k not in SETTINGS}
         if not target.get("_target_"):
-            refuse(where, "has no _target_, such as torch.optim.AdamW")
-        found.append(Section(str(name), where, target, {k: child.get(k) for k in OWN}))
-    return found
+            refuse(key, "has no _target_, such as torch.optim.AdamW")
+        configured.append(Section(str(name), key, target, {k: child.get(k) for k in SETTINGS}))
+    return configured
 
 
 def _build(section: Section, groups: Sequence[ParamGroup], prefer_fused: bool) -> Optimizer:
     make = partial(construct, Optimizer, section.key)
-    resolved = [{"params": list(g.parameters.values()), "name": g.name} for g in groups]
     # Only an instance shows which hyper-parameters a group can have, and their defaults.
     probe = make(section.target, [nn.Parameter(torch.zeros(1, 1))])
-    defaults = probe.defaults
     problems = list[Problem]()
-    for options, group in zip(resolved, groups, strict=True):
-        options |= _resolved(group, defaults, problems)
+    param_groups = []
+    for group in groups:
+        options = {"params": list(group.parameters.values()), "name": group.name}
+        param_groups.append(options | _hyper_parameters(group, probe.defaults, problems))
     raise_problems(problems)
-    sharded = any(hasattr(p, "device_mesh") for g in groups for p in g.parameters.values())
-    # The choice is open; fused SGD cannot apply dampening to a parameter whose first gradient
-    # comes later than others'.
-    if (
-        prefer_fused
-        and defaults.get("fused", True) is None
-        and not (defaults.get("foreach") or defaults.get("differentiable"))
-        and not any(damped({**defaults, **group}) for group in resolved)
-        and (not sharded or isinstance(probe, SHARDED_FUSED))
-    ):
-        built = make(section.target | {"fused": True}, [dict(group) for group in resolved])
+
+    if prefer_fused and _may_fuse(probe, param_groups):
+        fused = make(section.target | {"fused": True}, [dict(group) for group in param_groups])
         # Some devices have not all kernels, and torch 2.11's fused Adagrad runs on CPUs only.
-        on_meta = any(p.is_meta for group in groups for p in group.parameters.values())
-        if on_meta or can_leave_out(built):
-            return built
-    return make(section.target, resolved)
+        on_meta = any(p.is_meta for group in param_groups for p in group["params"])
+        if on_meta or can_leave_out(fused):
+            return fused
+    return make(section.target, param_groups)
+
+
+def _may_fuse(probe: Optimizer, param_groups: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether the config leaves the implementation open and torch's fused one can do it."""
+    defaults = probe.defaults
+    if defaults.get("fused", True) is not None:  # given, or the class has no such choice
+        return False
+    if defaults.get("foreach") or defaults.get("differentiable"):
+        return False
+    # Fused SGD cannot apply dampening to a parameter whose first gradient comes later than others'.
+    if any(damped({**defaults, **group}) for group in param_groups):
+        return False
+    sharded = any(hasattr(p, "device_mesh") for group in param_groups for p in group["params"])
+    return not sharded or isinstance(probe, SHARDED_FUSED)
 
 
 def construct(
@@ -288,7 +312,7 @@ def construct(
     try:
         made = instantiate(node, *args, _key_=key, **given)
     except (RuntimeError, ArithmeticError, LookupError) as error:
-        # An error of a user's function is theirs.
+        # An error that a user's function raises keeps its type.
         if hasattr(error, "exit_code") or "lr_lambda" in given:
             raise
         raise ConfigError(key, f"{node['_target_']}: {error}") from error
@@ -297,34 +321,41 @@ def construct(
     return made
 
 
-def _resolved(
+def _hyper_parameters(
     group: ParamGroup, defaults: Mapping[str, Any], problems: list[Problem]
 ) -> dict[str, Any]:
-    # The hyper-parameters of a group that differ from the optimizer's defaults.
-    resolved = {}
-    given = group.rule.overrides
-    for name, value in given.items():
-        key, stem = f"{group.rule.key}.{name}", name.removesuffix("_scale")
-        scaled = stem != name and type(defaults.get(stem)) in (int, float)
-        if name not in defaults and not scaled:
+    """Return the hyper-parameters of a group that differ from the optimizer's defaults."""
+    values = {}
+    overrides = group.rule.overrides
+    for name, value in overrides.items():
+        key = f"{group.rule.key}.{name}"
+        stem = name.removesuffix("_scale")  # `lr_scale` is a multiple of `lr`
+        is_scale = stem != name and type(defaults.get(stem)) in (int, float)
+        if name not in defaults and not is_scale:
             message = f"the optimizer has no hyper-parameter {name!r}, only {', '.join(defaults)}"
             hint = did_you_mean(name, defaults) or "lr_scale is a multiple of lr"
             problems.append(Problem(key, message, hint))
-        elif scaled and stem in given:
+            continue
+        if is_scale and stem in overrides:
             problems.append(Problem(key, f"{stem} is set as well", "remove one of the two"))
-        elif need := _need(value, 1.0 if scaled else defaults[name]):
-            problems.append(Problem(key, f"must be {need}, not {value!r}"))
-        elif scaled:
-            resolved[stem] = defaults[stem] * value
+            continue
+        wanted = _mismatch(value, 1.0 if is_scale else defaults[name])
+        if wanted is not None:
+            problems.append(Problem(key, f"must be {wanted}, not {value!r}"))
+        elif is_scale:
+            values[stem] = defaults[stem] * value
         else:
-            resolved[name] = tuple(value) if isinstance(value, list) else value
+            values[name] = tuple(value) if isinstance(value, list) else value
     if group.lr_factor != 1.0:
-        resolved["lr"] = resolved.get("lr", defaults["lr"]) * group.lr_factor
-    return resolved
+        values["lr"] = values.get("lr", defaults["lr"]) * group.lr_factor
+    return values
 
 
-def _need(value: Any, default: Any) -> str | None:
-    # What a value should be, as torch does not check those of groups: of the default's type.
+def _mismatch(value: Any, default: Any) -> str | None:
+    """Return what a value should be, of the default's type; torch does not check those of groups.
+
+    None for a value that fits.
+    """
     if isinstance(default, bool):
         return None if isinstance(value, bool) else "true or false"
     if isinstance(default, int | float):

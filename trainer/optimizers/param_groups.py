@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from operator import eq, ge, gt, le, lt
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
@@ -21,11 +22,11 @@ from regimen.trainer.targets.allow_list import locate
 
 DEFAULT = "default"  # the group of the parameters that no rule accepts
 SELECTORS = ("match", "module", "kind", "except")
-_OWN = (*SELECTORS, "frozen", "layers", "layer_decay")
+_RULE_KEYS = (*SELECTORS, "frozen", "layers", "layer_decay")  # all others are hyper-parameters
 
 _NORM_NAME = re.compile(r"Norm([123]d)?$")
 _MODULES: dict[str, tuple[type[nn.Module], ...]] = {
-    "norm": (),  # by the name of the class, or of a base: there is no base of all
+    "norm": (),  # selected by class names: torch's normalization layers have no common base
     "conv": (
         *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
         *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
@@ -46,7 +47,7 @@ def refuse(key: str, message: str, hint: str | None = None) -> NoReturn:
     raise ConfigError(key, message, hint)
 
 
-class Candidate(NamedTuple):
+class NamedParameter(NamedTuple):
     """A parameter with all its names (a tied one has several) and the modules that contain it."""
 
     names: list[str]
@@ -60,21 +61,45 @@ class Candidate(NamedTuple):
         return self.names[0]
 
 
-Selector = Callable[[Candidate], object]
+Test = Callable[[NamedParameter], bool]
 T = TypeVar("T")
 
 
-def candidates(model: nn.Module, others: Mapping[str, nn.Module] | None = None) -> list[Candidate]:
+def candidates(
+    model: nn.Module, others: Mapping[str, nn.Module] | None = None
+) -> list[NamedParameter]:
     """Return each parameter of `model` once, in order of registration, then those of `others`."""
-    found = dict[nn.Parameter, Candidate]()
+    parameters = dict[nn.Parameter, NamedParameter]()
     for root, part in {"": model, **(others or {})}.items():
-        for place, module in part.named_modules(prefix=root, remove_duplicate=False):
+        for prefix, module in part.named_modules(prefix=root, remove_duplicate=False):
             for tensor in module.parameters():
-                found.setdefault(tensor, Candidate([], tensor, [], [])).path.append(module)
-            for name, tensor in module.named_parameters(place, False, remove_duplicate=False):
-                found[tensor].names.append(name)
-                found[tensor].owners.append(module)
-    return [*found.values()]
+                parameter = parameters.setdefault(tensor, NamedParameter([], tensor, [], []))
+                parameter.path.append(module)
+            registered = module.named_parameters(prefix, recurse=False, remove_duplicate=False)
+            for name, tensor in registered:
+                parameter = parameters[tensor]
+                parameter.names.append(name)
+                parameter.owners.append(module)
+    return list(parameters.values())
+
+
+@dataclass(frozen=True)
+class Selector:
+    """Which parameters a rule or an optimizer accepts; without tests all of them.
+
+    `required`: a list of tests for each of the keys `match`, `module` and `kind`; of each list at
+    least one test must pass. `excluded`: the tests of `except`, of which none may pass.
+    """
+
+    required: Sequence[Sequence[Test]] = ()
+    excluded: Sequence[Sequence[Test]] = ()
+
+    def __call__(self, parameter: NamedParameter) -> bool:
+        """Return whether the parameter is accepted."""
+        for tests in self.required:
+            if not any(test(parameter) for test in tests):
+                return False
+        return not any(test(parameter) for tests in self.excluded for test in tests)
 
 
 class GroupRule(NamedTuple):
@@ -82,17 +107,17 @@ class GroupRule(NamedTuple):
 
     name: str
     key: str  # its key in the config
-    accepts: Selector = lambda candidate: True
+    accepts: Selector = Selector()
     overrides: Mapping[str, Any] = {}
     frozen: bool = False
     layer_decay: float = 1.0
     layers: Sequence[Pattern] = ()
 
 
-class Claim(NamedTuple):
-    """Which parameters an optimizer takes, and its rules, of which the last accepts all others."""
+class OptimizerScope(NamedTuple):
+    """Which parameters an optimizer trains, and its rules, of which the last accepts all others."""
 
-    takes: Selector
+    matches: Callable[[NamedParameter], object]
     rules: Sequence[GroupRule]
 
 
@@ -105,91 +130,110 @@ class ParamGroup(NamedTuple):
     parameters: dict[str, nn.Parameter]
 
 
-def first_rule(rules: Sequence[GroupRule], candidate: Candidate) -> GroupRule | None:
+def first_rule(rules: Sequence[GroupRule], parameter: NamedParameter) -> GroupRule | None:
     """Return the first rule that accepts a parameter."""
-    return next((rule for rule in rules if rule.accepts(candidate)), None)
+    return next((rule for rule in rules if rule.accepts(parameter)), None)
 
 
-def divide(
-    model: nn.Module, found: Sequence[Candidate], claims: Mapping[str, Claim]
+def assign_groups(
+    model: nn.Module, parameters: Sequence[NamedParameter], scopes: Mapping[str, OptimizerScope]
 ) -> dict[str, list[ParamGroup]]:
-    """Assign each trainable parameter to the first claim that takes it, and to one group (I8).
+    """Assign each trainable parameter to the first optimizer that matches it, and to one group.
 
-    Returns the groups of each claim; what rules with `frozen` accept is frozen here. With several
-    claims, the name of a group begins with that of its optimizer. Raises `ConfigError` with all
-    problems.
+    Returns the groups of each optimizer (I8). Parameters of rules with `frozen` are frozen here.
+    With several optimizers, the name of a group begins with that of its optimizer. Raises
+    `ConfigError` with all problems.
     """
-    rules = [rule for claim in claims.values() for rule in claim.rules[:-1]]
-    layers = {rule.key: _layers(rule, model, found) for rule in rules if rule.layers}
+    rules = [rule for scope in scopes.values() for rule in scope.rules[:-1]]
+    layers = {rule.key: _layers(rule, model, parameters) for rule in rules if rule.layers}
     groups = dict[tuple[str, int, int], ParamGroup]()  # by optimizer, rule and layer
-    frozen = []
-    used = set()
-    homeless = []
-    for candidate in found:
-        owner = next((name for name, claim in claims.items() if claim.takes(candidate)), "")
-        rule = first_rule(claims[owner].rules if owner else (), candidate)
-        used |= {rule.key} if rule else set()
-        if not candidate.tensor.requires_grad or (rule and rule.frozen):
-            frozen.append(candidate.tensor)
-        elif rule:
-            depth, factor = layers.get(rule.key, {}).get(candidate.name, (0, 1.0))
-            layer = str(depth) if rule.layers else ""
-            words = (owner if len(claims) > 1 else "", rule.name, layer)
-            group = ParamGroup(".".join(filter(None, words)) or DEFAULT, rule, factor, {})
-            place = owner, claims[owner].rules.index(rule), depth
-            groups.setdefault(place, group).parameters[candidate.name] = candidate.tensor
+    frozen = list[nn.Parameter]()
+    unassigned = list[str]()
+    used = set[str]()
+    for parameter in parameters:
+        owner = next((name for name, s in scopes.items() if s.matches(parameter)), None)
+        rule = None if owner is None else first_rule(scopes[owner].rules, parameter)
+        if rule is not None:
+            used.add(rule.key)
+
+        if not parameter.tensor.requires_grad or (rule is not None and rule.frozen):
+            frozen.append(parameter.tensor)
+        elif owner is None or rule is None:
+            unassigned.append(parameter.name)
         else:
-            homeless.append(candidate.name)
-    ordered = {name: [groups[key] for key in sorted(groups) if key[0] == name] for name in claims}
-    problems = list(unused(rules, used, found))
-    if homeless:
+            depth, factor = layers.get(rule.key, {}).get(parameter.name, (0, 1.0))
+            prefix = owner if len(scopes) > 1 else ""
+            layer = str(depth) if rule.layers else ""
+            name = ".".join(filter(None, (prefix, rule.name, layer))) or DEFAULT
+            place = owner, scopes[owner].rules.index(rule), depth
+            group = groups.setdefault(place, ParamGroup(name, rule, factor, {}))
+            group.parameters[parameter.name] = parameter.tensor
+
+    by_optimizer: dict[str, list[ParamGroup]] = {name: [] for name in scopes}
+    for place in sorted(groups):
+        by_optimizer[place[0]].append(groups[place])
+
+    problems = list(unused(rules, used, parameters))
+    if unassigned:
         problems.append(
-            Problem("optimizer.optimizers", f"no optimizer takes {truncated_list(homeless)}")
+            Problem("optimizer.optimizers", f"no optimizer takes {truncated_list(unassigned)}")
         )
-    for name, claim in claims.items():
-        if not ordered[name]:
-            hint = None
-            if not found:
-                hint = (
-                    "the model has none: layers in a Python list or dict are not its own, those "
-                    "in nn.ModuleList or nn.ModuleDict are"
-                )
-            problems.append(Problem(claim.rules[-1].key, "has no trainable parameter left", hint))
+    hint = None
+    if not parameters:
+        hint = (
+            "the model has none: layers in a Python list or dict are not its own, those in "
+            "nn.ModuleList or nn.ModuleDict are"
+        )
+    for name, scope in scopes.items():
+        if not by_optimizer[name]:
+            problems.append(Problem(scope.rules[-1].key, "has no trainable parameter left", hint))
     raise_problems(problems)
     for tensor in frozen:
         tensor.requires_grad_(False)
-    return ordered
+    return by_optimizer
 
 
 def _layers(
-    rule: GroupRule, model: nn.Module, found: Sequence[Candidate]
+    rule: GroupRule, model: nn.Module, parameters: Sequence[NamedParameter]
 ) -> dict[str, tuple[int, float]]:
-    # Of each parameter: the number of its layer from the input on, and the factor of its rate.
-    places: dict[str, Any] = {c.name: p for c in found if (p := _place(c.name, rule.layers))}
-    if len({*places.values()}) < 2:
-        places = _timm_layers(model) or places
-    for candidate in found:
-        if rule.accepts(candidate) and candidate.name not in places:
-            refuse(f"{rule.key}.layers", f"no pattern matches {candidate.name}")
-    layers = sorted({*places.values()})
+    """Return (depth, learning rate factor) by parameter name; depth 0 is next to the input."""
+    positions: dict[str, Any] = {}
+    for parameter in parameters:
+        position = _layer_position(parameter.name, rule.layers)
+        if position is not None:
+            positions[parameter.name] = position
+    if len({*positions.values()}) < 2:
+        positions = _timm_layers(model) or positions
+
+    for parameter in parameters:
+        if rule.accepts(parameter) and parameter.name not in positions:
+            refuse(f"{rule.key}.layers", f"no pattern matches {parameter.name}")
+    layers = sorted({*positions.values()})
     if len(layers) < 2:
-        hint = r"give patterns from the input on, such as blocks\.(\d+)"
-        refuse(f"{rule.key}.layers", "finds one layer only", hint)
-    depths = {name: layers.index(place) for name, place in places.items()}
-    return {n: (d, rule.layer_decay ** (len(layers) - 1 - d)) for n, d in depths.items()}
+        refuse(
+            f"{rule.key}.layers",
+            "finds one layer only",
+            r"give patterns from the input on, such as blocks\.(\d+)",
+        )
+    factors = {}
+    for name, position in positions.items():
+        depth = layers.index(position)
+        factors[name] = depth, rule.layer_decay ** (len(layers) - 1 - depth)
+    return factors
 
 
-def _place(name: str, layers: Sequence[Pattern]) -> tuple[int, int] | None:
+def _layer_position(name: str, layers: Sequence[Pattern]) -> tuple[int, int] | None:
     # A pattern with a capture group stands for one layer for each number that it matches.
     for i, pattern in enumerate(layers):
-        if found := pattern.search(name):
-            number = found.group(1) if pattern.groups else None
+        match = pattern.search(name)
+        if match is not None:
+            number = match.group(1) if pattern.groups else None
             return i, int(number) if number and number.isdigit() else 0
     return None
 
 
 def _timm_layers(model: nn.Module) -> dict[str, int]:
-    # timm's models say which layer a parameter belongs to.
+    """Return the layer of each parameter by name, which timm's models define; else nothing."""
     for prefix, module in model.named_modules():
         if hasattr(module, "group_matcher"):
             from timm.models import group_parameters
@@ -200,17 +244,18 @@ def _timm_layers(model: nn.Module) -> dict[str, int]:
 
 
 def unused(
-    rules: Sequence[GroupRule], used: set[str], found: Sequence[Candidate]
+    rules: Sequence[GroupRule], used: set[str], parameters: Sequence[NamedParameter]
 ) -> Iterator[Problem]:
     """Yield the rules whose keys are not in `used`, and why they are left without a parameter."""
     for key, rule in {rule.key: rule for rule in rules if rule.key not in used}.items():
-        if accepted := [c.name for c in found if rule.accepts(c)]:
+        accepted = [p.name for p in parameters if rule.accepts(p)]
+        if accepted:
             yield Problem(
                 key, f"has no parameter left: earlier rules take {truncated_list(accepted)}"
             )
         else:
-            hint = f"the model has {truncated_list([c.name for c in found])}"
-            yield Problem(key, "matches no parameter", hint)
+            names = truncated_list([p.name for p in parameters])
+            yield Problem(key, "matches no parameter", f"the model has {names}")
 
 
 def parse_rules(rules: Any, key: str) -> list[GroupRule]:
@@ -220,7 +265,8 @@ def parse_rules(rules: Any, key: str) -> list[GroupRule]:
     """
     if not isinstance(rules, Mapping | None):
         refuse(key, f"must be a dict of rules, not {rules!r}")
-    parsed, problems = [], list[Problem]()
+    parsed = []
+    problems = list[Problem]()
     for name, node in (rules or {}).items():
         with collect_problems(problems):
             if node is not None:
@@ -237,83 +283,97 @@ def _parse_rule(name: str, node: Any, key: str) -> GroupRule:
     selector = {word: node[word] for word in SELECTORS if word in node}
     if not selector:
         refuse(key, "selects nothing", f"give it {', '.join(SELECTORS[:-1])} or except")
-    frozen, decay, layers = node.get("frozen", False), node.get("layer_decay"), node.get("layers")
+
+    frozen = node.get("frozen", False)
     if not isinstance(frozen, bool):
         refuse(f"{key}.frozen", f"must be true or false, not {frozen!r}")
+
+    decay = node.get("layer_decay")
+    layers = node.get("layers")
     if (decay is None) != (layers is None):
         refuse(key, "needs both layer_decay and layers, or neither")
     if decay is not None and not (type(decay) in (int, float) and 0 < decay <= 1):
         refuse(f"{key}.layer_decay", f"must be a number in (0, 1], not {decay!r}")
-    patterns = [] if layers is None else _each(Pattern, layers, f"{key}.layers")
-    overrides = {word: value for word, value in node.items() if word not in _OWN}
+    patterns = [] if layers is None else _parse_each(Pattern, layers, f"{key}.layers")
+
+    overrides = {word: value for word, value in node.items() if word not in _RULE_KEYS}
     accepts = parse_selector(selector, key)
     return GroupRule(name, key, accepts, overrides, frozen, decay or 1.0, patterns)
 
 
 def parse_selector(node: Any, key: str) -> Selector:
-    """Parse `match`, `module`, `kind`, all of which hold, and `except`, of which none does.
+    """Parse `match`, `module`, `kind`, all of which must accept, and `except`, which must not.
 
     Raises `ConfigError`.
     """
-    hold, unless = _tests(node, SELECTORS, key), []
-    if node.get("except") is not None:
-        unless = _tests(node["except"], SELECTORS[:-1], f"{key}.except")
-    return lambda c: (
-        all(any(holds(c) for holds in tests) for tests in hold)
-        and not any(holds(c) for tests in unless for holds in tests)
-    )
+    required = _parse_tests(node, SELECTORS, key)
+    if node.get("except") is None:
+        return Selector(required)
+    return Selector(required, _parse_tests(node["except"], SELECTORS[:-1], f"{key}.except"))
 
 
-def _tests(node: Any, words: Sequence[str], key: str) -> list[list[Selector]]:
-    # For each key the tests of its values, of which one must hold.
+def _parse_tests(node: Any, words: Sequence[str], key: str) -> list[list[Test]]:
+    """Return for each key the tests of its values."""
     if not isinstance(node, Mapping):
         refuse(key, f"must be a dict with {', '.join(words)}, not {node!r}")
     for word in node.keys() - {*words}:
         refuse(f"{key}.{word}", "unknown key", did_you_mean(str(word), words))
-    makers = {"match": _matches, "module": _lies_in, "kind": _is_kind}
+    makers = {"match": _name_test, "module": _module_test, "kind": _kind_test}
     return [
-        _each(makers[word], value, f"{key}.{word}")
+        _parse_each(makers[word], value, f"{key}.{word}")
         for word, value in node.items()
         if word in makers and value is not None
     ]
 
 
-def _each(make: Callable[[str], T], value: Any, key: str) -> list[T]:
-    # What is made of a text, or of each text of a list.
+def _parse_each(parse: Callable[[str], T], value: Any, key: str) -> list[T]:
+    """Parse a string, or each string of a list."""
     texts = [value] if isinstance(value, str) else value
     if not (isinstance(texts, list) and texts and all(isinstance(t, str) for t in texts)):
         refuse(key, f"must be a string or a list of strings, not {value!r}")
     with problems_at(key):
-        return [make(text) for text in texts]
+        return [parse(text) for text in texts]
 
 
-def _matches(text: str) -> Selector:
+def _name_test(text: str) -> Test:
     pattern = Pattern(text)
-    return lambda c: any(map(pattern.search, c.names))
+    return lambda p: any(map(pattern.search, p.names))
 
 
-def _is_kind(kind: str) -> Selector:
-    if comparison := _NDIM.fullmatch(_SHAPES.get(kind, kind)):
-        compare, limit = _COMPARE[comparison[1]], int(comparison[2])
-        return lambda c: compare(c.tensor.ndim, limit)
+def _kind_test(kind: str) -> Test:
+    comparison = _NDIM.fullmatch(_SHAPES.get(kind, kind))
+    if comparison is not None:
+        compare = _COMPARE[comparison[1]]
+        limit = int(comparison[2])
+        return lambda p: compare(p.tensor.ndim, limit)
     if kind in ("bias", "weight"):  # also an LSTM's `bias_ih_l0`, attention's `in_proj_bias`
         word = re.compile(rf"{kind}$|{kind}_.*|.*_{kind}$")
-        return lambda c: any(word.match(name.rpartition(".")[2]) for name in c.names)
+        return lambda p: any(word.match(name.rpartition(".")[2]) for name in p.names)
     if kind in _KINDS:
-        return lambda c: _one_is(kind, c.owners)
-    known = f"neither one of {', '.join(_KINDS)} nor a comparison such as ndim<=1"
-    refuse("", f"{kind!r} is {known}", did_you_mean(kind, _KINDS))
+        return lambda p: _any_is(kind, p.owners)
+    refuse(
+        "",
+        f"{kind!r} is neither one of {', '.join(_KINDS)} nor a comparison such as ndim<=1",
+        did_you_mean(kind, _KINDS),
+    )
 
 
-def _lies_in(text: str) -> Selector:
-    kind = text if text in _MODULES else locate(text) if "." in text else None
+def _module_test(text: str) -> Test:
+    kind: Any = None
+    if text in _MODULES:
+        kind = text
+    elif "." in text:
+        kind = locate(text)
     if not isinstance(kind, str | type):
-        known = f"neither the import path of a class nor one of {', '.join(_MODULES)}"
-        refuse("", f"{text!r} is {known}", did_you_mean(text, _MODULES))
-    return lambda c: _one_is(kind, c.path)
+        refuse(
+            "",
+            f"{text!r} is neither the import path of a class nor one of {', '.join(_MODULES)}",
+            did_you_mean(text, _MODULES),
+        )
+    return lambda p: _any_is(kind, p.path)
 
 
-def _one_is(kind: str | type, modules: Iterable[nn.Module]) -> bool:
+def _any_is(kind: str | type, modules: Iterable[nn.Module]) -> bool:
     if kind == "norm":
         return any(_NORM_NAME.search(base.__name__) for m in modules for base in type(m).__mro__)
     classes = _MODULES[kind] if isinstance(kind, str) else kind

@@ -28,7 +28,8 @@ State = Mapping[str, Any]  # of an optimizer or a schedule, as a checkpoint hold
 _LABELLED = Optimizer.profile_hook_step(lambda: None).__code__
 _SWITCHED = optimizer_module._use_grad_for_differentiable(lambda self: None).__code__
 # Kernels over lists of tensors: one launch where a loop in Python has one for each tensor.
-foreach_norm, foreach_div_ = torch._foreach_norm, torch._foreach_div_
+foreach_norm = torch._foreach_norm
+foreach_div_ = torch._foreach_div_
 foreach_mul_ = torch._foreach_mul_
 # Counters that torch keeps on the host unless the optimizer runs captured or fused.
 _ON_HOST = ("step", "mu_product")
@@ -36,17 +37,18 @@ _ON_HOST = ("step", "mu_product")
 _IMPLEMENTATION = ("foreach", "fused", "capturable")
 
 
-class _Place(NamedTuple):
-    # Where a parameter is, in this run or as it was saved.
-    group: str  # with its optimizer; empty if it is frozen
+class _ParamSpec(NamedTuple):
+    """What must agree between a parameter of this run and that of a checkpoint."""
+
+    group: str  # the description of its group and optimizer; empty if it is frozen
     shape: list[int]
     dtype: str
 
 
-_NOWHERE = _Place("", [], "")
 # Entries of torch's groups that are no hyper-parameters.
-_OF_PARAMETERS = ("params", "param_names", "name")
-_NOTHING: State = {"groups": {}, "state": {}, "shared": {}}
+_NOT_HYPER_PARAMETERS = ("params", "param_names", "name")
+_NO_SECTION: State = {"groups": {}, "state": {}, "shared": {}}
+_NO_GROUP: State = {"hyper_parameters": {}, "parameters": {}}
 
 
 def take_step(optimizer: Optimizer) -> None:
@@ -86,10 +88,12 @@ def take_step(optimizer: Optimizer) -> None:
         torch._C._set_grad_enabled(enabled)
 
 
-def needs_closure(kind: type[Any]) -> bool:
+def needs_closure(optimizer_class: type[Any]) -> bool:
     """Return whether the `step` of a class requires a closure for the loss, as LBFGS's does."""
-    step = getattr(kind, "step", None)
-    closure = inspect.signature(step).parameters.get("closure") if callable(step) else None
+    step = getattr(optimizer_class, "step", None)
+    if not callable(step):
+        return False
+    closure = inspect.signature(step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
@@ -97,38 +101,50 @@ def can_leave_out(optimizer: Optimizer) -> bool:
     """Return whether the optimizer's kernel can skip a step without a trace; tries it.
 
     Fused kernels promise to. The exception is SGD with dampening, whose first step differs from the
-    others and must not be skipped.
+    others and must not be skipped. Waits for the device.
     """
     if not getattr(optimizer, "_step_supports_amp_scaling", False):
         return False
     if isinstance(optimizer, SGD) and any(map(damped, optimizer.param_groups)):
         return False
-    kinds = {(p.device, p.dtype) for g in optimizer.param_groups for p in g["params"]}
-    return all(_leaves_out(optimizer, *kind) for kind in kinds)
+    variants = {(p.device, p.dtype) for g in optimizer.param_groups for p in g["params"]}
+    return all(_respects_found_inf(optimizer, device, dtype) for device, dtype in variants)
 
 
-def _leaves_out(optimizer: Optimizer, device: torch.device, dtype: torch.dtype) -> bool:
-    # Not every device has the kernel, and there were some that passed over `found_inf`. So one
-    # element takes a step that must be left out, and one that must not. Waits for the device.
-    given = inspect.signature(type(optimizer)).parameters
-    options = {name: value for name, value in optimizer.defaults.items() if name in given}
-    one = torch.nn.Parameter(torch.ones(1, 1, device=device, dtype=dtype))
+def _respects_found_inf(optimizer: Optimizer, device: torch.device, dtype: torch.dtype) -> bool:
+    """Try a step that must be skipped and one that must not, on a parameter of one element.
+
+    Not every device has the kernel, and some kernels have ignored `found_inf`. Waits for the
+    device.
+    """
+    accepted = inspect.signature(type(optimizer)).parameters
+    options = {name: value for name, value in optimizer.defaults.items() if name in accepted}
+    parameter = torch.nn.Parameter(torch.ones(1, 1, device=device, dtype=dtype))
     try:
-        trial = type(optimizer)([one], **options | {"lr": 0.5})
-        for gradient, found in ((math.nan, 1.0), (1.0, 0.0)):
-            one.grad = torch.full_like(one, gradient)
-            if isinstance(trial, SGD) and trial.defaults["fused"]:
-                begin_with_zeros(trial)
-            trial.grad_scale = None  # type: ignore[attr-defined]
-            trial.found_inf = torch.full((), found, device=device)  # type: ignore[attr-defined]
-            take_step(trial)
-            if found and one.item() != 1:
-                return False
-        return math.isfinite(one.item()) and one.item() != 1
+        trial = type(optimizer)([parameter], **options | {"lr": 0.5})
+        _step_with_found_inf(trial, parameter, math.nan, found_inf=1.0)
+        # The result is needed now: it decides how the optimizer is built.
+        if parameter.item() != 1:
+            return False
+        _step_with_found_inf(trial, parameter, 1.0, found_inf=0.0)
+        value = parameter.item()
+        return math.isfinite(value) and value != 1
     except (RuntimeError, TypeError, ValueError) as error:
         if lacks_memory(error) or device_failed(error):
             raise
         return False
+
+
+def _step_with_found_inf(
+    trial: Optimizer, parameter: Tensor, gradient: float, found_inf: float
+) -> None:
+    parameter.grad = torch.full_like(parameter, gradient)
+    if isinstance(trial, SGD) and trial.defaults["fused"]:
+        begin_with_zeros(trial)
+    # torch's GradScaler hands both to fused kernels as attributes of the optimizer.
+    trial.grad_scale = None  # type: ignore[attr-defined]
+    trial.found_inf = torch.full((), found_inf, device=parameter.device)  # type: ignore[attr-defined]
+    take_step(trial)
 
 
 def damped(group: Mapping[str, Any]) -> bool:
@@ -144,11 +160,14 @@ def begin_with_zeros(optimizer: Optimizer, *_: Any) -> None:
     skips leaves uninitialized memory in the buffers. Starting from zeros gives the same result, bit
     for bit.
     """
-    begin = [g for g in optimizer.param_groups if g["fused"] and g["momentum"] and not damped(g)]
-    for parameter in (p for group in begin for p in group["params"] if p.grad is not None):
-        state = optimizer.state[parameter]
-        if state.get("momentum_buffer") is None:
-            state["momentum_buffer"] = torch.zeros_like(parameter.grad)
+    for group in optimizer.param_groups:
+        if not (group["fused"] and group["momentum"]) or damped(group):
+            continue
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                state = optimizer.state[parameter]
+                if state.get("momentum_buffer") is None:
+                    state["momentum_buffer"] = torch.zeros_like(parameter.grad)
 
 
 def type_name(instance: object) -> str:
@@ -156,39 +175,43 @@ def type_name(instance: object) -> str:
     return f"{type(instance).__module__}.{type(instance).__qualname__}"
 
 
-def pack(of: Optimizers) -> dict[str, Any]:
-    """Return types, groups, hyper-parameters and state by name; the tensors are not copied."""
+def pack(optimizers: Optimizers) -> dict[str, Any]:
+    """Return types, groups, hyper-parameters and state by name; the tensors are not copied.
+
+    Raises `CheckpointError` for a state that only code could restore.
+    """
+    names = optimizers.names
     packed = {}
-    for name, optimizer in of.items():
+    for optimizer_name, optimizer in optimizers.items():
         kind = type_name(optimizer)
         section: dict[str, Any] = {"type": kind, "groups": {}, "state": {}, "shared": {}}
-        packed[name] = section
+        packed[optimizer_name] = section
         try:
             for key, values in optimizer.state.items():
                 if isinstance(key, Tensor):
-                    section["state"][of.names[key]] = plain(dict(values))
+                    section["state"][names[key]] = plain(dict(values))
                 else:  # state that belongs to no parameter
                     section["shared"][str(key)] = plain(values)
         except NotPlainError as error:
             raise CheckpointError(
-                f"optimizer {name!r} ({kind}) keeps a {error} in its state; only tensors and plain "
-                "containers can be saved"
+                f"optimizer {optimizer_name!r} ({kind}) keeps a {error} in its state; only tensors "
+                "and plain containers can be saved"
             ) from None
-    for group, owner, options in of.groups():
-        own = {k: v for k, v in options.items() if k not in _OF_PARAMETERS}
-        packed[owner]["groups"][group] = {
-            "hyper_parameters": plain_part(own),
-            "parameters": {of.names[p]: _described(p) for p in options["params"]},
+    for group_name, optimizer_name, options in optimizers.groups():
+        values = {k: v for k, v in options.items() if k not in _NOT_HYPER_PARAMETERS}
+        packed[optimizer_name]["groups"][group_name] = {
+            "hyper_parameters": plain_part(values),
+            "parameters": {names[p]: _shape_and_dtype(p) for p in options["params"]},
         }
-    frozen = {name: _described(tensor) for name, tensor in of.frozen.items()}
+    frozen = {name: _shape_and_dtype(tensor) for name, tensor in optimizers.frozen.items()}
     return {"optimizers": packed, "frozen": frozen}
 
 
-def _described(tensor: Tensor) -> dict[str, Any]:
+def _shape_and_dtype(tensor: Tensor) -> dict[str, Any]:
     return {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
 
 
-def unpack(of: Optimizers, saved: State, hyper_parameters: bool = True) -> list[str]:
+def unpack(optimizers: Optimizers, saved: State, hyper_parameters: bool = True) -> list[str]:
     """Load what `pack` returned by parameter name, bit for bit; on an error nothing is changed.
 
     `hyper_parameters=False` keeps the hyper-parameters of the config, such as learning rates.
@@ -196,83 +219,108 @@ def unpack(of: Optimizers, saved: State, hyper_parameters: bool = True) -> list[
     `CheckpointError` for another type of optimizer, unknown or missing names, other shapes, other
     groups.
     """
+    # First everything is converted, then everything is assigned: an error changes nothing.
     loaded = []
     try:
-        here, there = _places(pack(of)), _places(saved)
-        if problems := [*_misfits(here, there)]:
+        current_specs = _specs(pack(optimizers))
+        saved_specs = _specs(saved)
+        problems = list(_differences(current_specs, saved_specs))
+        if problems:
             raise CheckpointError(
                 f"the optimizer state does not fit: {truncated_list(problems, 1)}"
             )
-        for group, owner, options in of.groups():
+        for group_name, optimizer_name, options in optimizers.groups():
+            optimizer = optimizers.optimizers[optimizer_name]
             # A group that was frozen as a whole when it was saved keeps the values of this run.
-            section = saved["optimizers"].get(owner, _NOTHING)
-            known = section["groups"].get(group, {"hyper_parameters": {}, "parameters": {}})
-            members = {of.names[p]: p for p in options["params"]}
-            # Its state is one vector over all parameters.
-            moved = [*known["parameters"]] not in ([], [*members])
-            if moved and needs_closure(type(of.optimizers[owner])):
-                raise CheckpointError(f"the parameters of {owner!r} are in another order")
+            section = saved["optimizers"].get(optimizer_name, _NO_SECTION)
+            saved_group = section["groups"].get(group_name, _NO_GROUP)
+            parameters = {optimizers.names[p]: p for p in options["params"]}
+            # LBFGS keeps its state as one vector over all parameters, in their order.
+            reordered = [*saved_group["parameters"]] not in ([], [*parameters])
+            if reordered and needs_closure(type(optimizer)):
+                raise CheckpointError(f"the parameters of {optimizer_name!r} are in another order")
+
             on_host = not (options.get("capturable") or options.get("fused"))
             states = {}
-            for name, parameter in members.items():
-                casts = here[name].dtype != there[name].dtype
+            for name, parameter in parameters.items():
+                casts = current_specs[name].dtype != saved_specs[name].dtype
                 states[parameter] = {
-                    key: _like(value, parameter, on_host and key in _ON_HOST, casts)
+                    key: _copy_for(value, parameter, on_host and key in _ON_HOST, casts)
                     for key, value in section["state"].get(name, {}).items()
                 }
-            values, shared = dict(known["hyper_parameters"]), dict(section["shared"])
-            loaded.append((of.optimizers[owner].state, options, states, values, shared))
+            values = dict(saved_group["hyper_parameters"])
+            shared = dict(section["shared"])
+            loaded.append((optimizer.state, states, shared, options, values))
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise CheckpointError(f"the optimizer state is malformed: {error!r}") from None
-    for state, options, states, values, shared in loaded:
-        for parameter, own in states.items():
+
+    for state, states, shared, options, values in loaded:
+        for parameter, parameter_state in states.items():
             state.pop(parameter, None)
-            if own:
-                state[parameter] = own
+            if parameter_state:
+                state[parameter] = parameter_state
         state.update(shared)
         if hyper_parameters:
             options.update({k: v for k, v in values.items() if k not in _IMPLEMENTATION})
+
     remarks = []
-    for remark, one, other in (
-        ("unfrozen since the checkpoint, they begin without state", here, there),
-        ("frozen since the checkpoint, their state is dropped", there, here),
-    ):
-        if names := [n for n, place in one.items() if place.group and not other[n].group]:
-            remarks.append(f"{remark}: {', '.join(names)}")
+    unfrozen = _trained_only_in(current_specs, saved_specs)
+    if unfrozen:
+        remarks.append(
+            "unfrozen since the checkpoint, they begin without state: " + ", ".join(unfrozen)
+        )
+    frozen = _trained_only_in(saved_specs, current_specs)
+    if frozen:
+        remarks.append("frozen since the checkpoint, their state is dropped: " + ", ".join(frozen))
     return remarks
 
 
-def _places(packed: State) -> dict[str, _Place]:
+def _specs(packed: State) -> dict[str, _ParamSpec]:
+    """Return the specification of each parameter by name."""
     groups = {"": packed["frozen"]}
     for name, section in packed["optimizers"].items():
         for group, content in section["groups"].items():
             groups[f"group {group!r} of {name!r} ({section['type']})"] = content["parameters"]
     return {
-        name: _Place(group, [*described["shape"]], described["dtype"])
+        name: _ParamSpec(group, [*described["shape"]], described["dtype"])
         for group, parameters in groups.items()
         for name, described in parameters.items()
     }
 
 
-def _misfits(here: Mapping[str, _Place], there: Mapping[str, _Place]) -> Iterator[str]:
-    for name in {**here, **there}:
-        now, was = here.get(name, _NOWHERE), there.get(name, _NOWHERE)
-        if not (now.group or was.group):
-            continue
-        if was is _NOWHERE:
-            yield f"parameter {name} ({now.group}) is not in the checkpoint"
-        elif now is _NOWHERE:
-            yield f"parameter {name} ({was.group}) of the checkpoint is not in this run"
-        elif now.shape != was.shape:
-            yield f"parameter {name} has shape {now.shape}, it had {was.shape}"
-        elif now.group and was.group and now.group != was.group:
-            yield f"parameter {name} is in {now.group}, it was in {was.group}"
+def _differences(
+    current_specs: Mapping[str, _ParamSpec], saved_specs: Mapping[str, _ParamSpec]
+) -> Iterator[str]:
+    for name in {**current_specs, **saved_specs}:
+        current = current_specs.get(name)
+        saved = saved_specs.get(name)
+        if saved is None:
+            if current is not None and current.group:
+                yield f"parameter {name} ({current.group}) is not in the checkpoint"
+        elif current is None:
+            if saved.group:
+                yield f"parameter {name} ({saved.group}) of the checkpoint is not in this run"
+        elif not (current.group or saved.group):
+            continue  # frozen in both
+        elif current.shape != saved.shape:
+            yield f"parameter {name} has shape {current.shape}, it had {saved.shape}"
+        elif current.group and saved.group and current.group != saved.group:
+            yield f"parameter {name} is in {current.group}, it was in {saved.group}"
 
 
-def _like(value: Any, parameter: Tensor, on_host: bool, casts: bool) -> Any:
-    # A copy on the parameter's device, bit for bit. torch's own `load_state_dict` casts to the
-    # parameter's dtype, which loses bits. Here a value is cast only if the parameter itself had
-    # another dtype when it was saved.
+def _trained_only_in(
+    specs: Mapping[str, _ParamSpec], others: Mapping[str, _ParamSpec]
+) -> list[str]:
+    """Return the names of parameters that have a group in `specs` and are frozen in `others`."""
+    return [name for name, spec in specs.items() if spec.group and not others[name].group]
+
+
+def _copy_for(value: Any, parameter: Tensor, on_host: bool, casts: bool) -> Any:
+    """Copy a value of the state to the parameter's device, bit for bit.
+
+    torch's own `load_state_dict` casts to the parameter's dtype, which loses bits. Here a value is
+    cast only if the parameter itself had another dtype when it was saved (`casts`).
+    """
     device = torch.device("cpu") if on_host else parameter.device
 
     def copied(tensor: Tensor) -> Tensor:
