@@ -63,9 +63,10 @@ def expression(text: str, values: Values, key: str) -> Function:
     def function(step: int) -> float:
         given = values(step)
         try:
-            if math.isfinite(result := float(term(given))):
-                return result
-            raise ArithmeticError(f"it is {result}")
+            result = float(term(given))
+            if not math.isfinite(result):
+                raise ArithmeticError(f"it is {result}")
+            return result
         except (ArithmeticError, ValueError, TypeError) as error:
             at = ", ".join(f"{name} = {value:g}" for name, value in given.items())
             refuse(key, f"{text!r} has no value at {at}: {error}")
@@ -74,12 +75,13 @@ def expression(text: str, values: Values, key: str) -> Function:
 
 
 def _compiled(node: ast.expr, names: Sequence[str], depth: int) -> _Term:
-    # Syntax that is not listed here is an error.
+    """Return a node as a function of the variables. Raises ValueError for all other syntax."""
     if depth < 0:
         raise ValueError(f"it is nested more than {MAX_DEPTH} deep")
 
-    function = None
-    parts = list[ast.expr]()
+    def compiled(*parts: ast.expr) -> list[_Term]:
+        return [_compiled(part, names, depth - 1) for part in parts]
+
     match node:
         case ast.Constant(value=bool() | int() | float() as number):
             constant = float(number)
@@ -88,30 +90,31 @@ def _compiled(node: ast.expr, names: Sequence[str], depth: int) -> _Term:
             return lambda given: CONSTANTS[name]
         case ast.Name(id=name) if name in names:
             return operator.itemgetter(name)
-        case ast.UnaryOp(op=op, operand=operand):
-            function, parts = OPERATORS.get(type(op)), [operand]
+        case ast.UnaryOp(op=op, operand=operand) if type(op) in OPERATORS:
+            return _applied(OPERATORS[type(op)], compiled(operand))
         case (
             ast.BinOp(left=left, op=op, right=right)
             | ast.Compare(left=left, ops=[op], comparators=[right])
-        ):
-            function, parts = OPERATORS.get(type(op)), [left, right]
+        ) if type(op) in OPERATORS:
+            return _applied(OPERATORS[type(op)], compiled(left, right))
         case ast.BoolOp(op=op, values=parts):
-            several = [_compiled(part, names, depth - 1) for part in parts]
+            terms = compiled(*parts)
             combine = all if isinstance(op, ast.And) else any
-            return lambda given: combine(term(given) for term in several)
-        case ast.IfExp(test=test, body=body, orelse=other):
-            asked, yes, no = (_compiled(part, names, depth - 1) for part in (test, body, other))
-            return lambda given: yes(given) if asked(given) else no(given)
+            return lambda given: combine(term(given) for term in terms)
+        case ast.IfExp(test=test, body=body, orelse=orelse):
+            condition, yes, no = compiled(test, body, orelse)
+            return lambda given: yes(given) if condition(given) else no(given)
         case ast.Call(func=ast.Name(id=name), args=parts, keywords=[]) if name in FUNCTIONS:
-            function = FUNCTIONS[name]
-    if function is not None:
-        terms = [_compiled(part, names, depth - 1) for part in parts]
-        return lambda given: function(*(term(given) for term in terms))
+            return _applied(FUNCTIONS[name], compiled(*parts))
     raise ValueError(
         f"{ast.unparse(node)!r} is not allowed; an expression has numbers, {', '.join(names)}, "
         "+ - * / // % **, comparisons, `and or not`, `a if b else c`, "
         f"{', '.join([*CONSTANTS, *FUNCTIONS])}"
     )
+
+
+def _applied(function: Callable[..., float], terms: Sequence[_Term]) -> _Term:
+    return lambda given: function(*(term(given) for term in terms))
 
 
 def aliases(group: str) -> list[str]:
@@ -127,9 +130,9 @@ def function_of(source: Any, values: Values, key: str) -> Function:
     """
     if isinstance(source, str) and _IMPORT_PATH.fullmatch(source):
         with problems_at(key):
-            made = locate(source)
-        # torch saves the attributes of callable objects, but nothing of functions.
-        return lambda step: made(step)
+            function = locate(source)
+        # In a function of ours: of a callable object torch's LambdaLR would save the attributes.
+        return lambda step: function(step)
     if isinstance(source, bool) or not isinstance(source, str | int | float):
         refuse(key, f"must be an expression or an import path, not {source!r}")
     return expression(str(source), values, key)

@@ -22,7 +22,7 @@ Interval = Literal["step", "epoch"]
 
 # The state of torch's ReduceLROnPlateau, in contrast to its settings.
 _PLATEAU_MEMORY = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")
-# Entries of torch's schedulers that are lists over the parameter groups.
+# Entries of the state of torch's schedulers that are lists over the parameter groups.
 _BY_GROUP = ("base_lrs", "_last_lr", "min_lrs", "max_lrs", "base_momentums", "max_momentums")
 # torch's schedulers whose arguments are numbers of updates, as its documentation says.
 _BY_UPDATES = (torch_schedulers.OneCycleLR, torch_schedulers.CyclicLR)
@@ -32,7 +32,7 @@ _WHOLE = {
     torch_schedulers.CosineAnnealingLR: "T_max",
     torch_schedulers.PolynomialLR: "total_iters",
 }
-# And those that are a part of it.
+# Arguments that are the length of a part of the run.
 _PARTS = {
     torch_schedulers.ConstantLR: "total_iters",
     torch_schedulers.LinearLR: "total_iters",
@@ -64,13 +64,14 @@ class Warmup(NamedTuple):
         return self.ticks * (steps_per_epoch or 1) if self.every == "epoch" else self.ticks
 
 
-class Track:
+class OptimizerSchedule:
     """Set the learning rates of one optimizer: by the warm-up, then by a torch scheduler.
 
     The warm-up ends at the scheduler's first value, so it can precede any scheduler; the
-    scheduler's steps start after it. The position of a track follows from the run's updates and
-    epochs. `settings` are the arguments that the track was built from; a scheduler of the caller's
-    has none. Raises `ConfigError` for a `monitor` without need, or a scheduler without one.
+    scheduler's steps start after it. The position follows from the run's updates and epochs.
+    `settings` are the arguments that a configured schedule was built from; a scheduler that the
+    caller has made has none. Raises `ConfigError` for a `monitor` that the scheduler does not use,
+    or a scheduler that needs one.
     """
 
     def __init__(
@@ -82,17 +83,20 @@ class Track:
         group_names: Sequence[str] = (),
         settings: Mapping[str, Any] | None = None,
     ) -> None:
-        follows = "metrics" in inspect.signature(scheduler.step).parameters
-        if follows and not monitor:
-            hint = None if settings else 'LRSchedule.wrap(scheduler, monitor="val/loss")'
-            refuse("", "must be the metric that the scheduler monitors, such as val/loss", hint)
-        if monitor and not follows:
+        needs_metric = "metrics" in inspect.signature(scheduler.step).parameters
+        if needs_metric and not monitor:
+            refuse(
+                "",
+                "must be the metric that the scheduler monitors, such as val/loss",
+                None if settings else 'LRSchedule.wrap(scheduler, monitor="val/loss")',
+            )
+        if monitor and not needs_metric:
             refuse("", f"{type(scheduler).__name__} does not monitor a metric")
         self.groups = scheduler.optimizer.param_groups
         self.scheduler = scheduler
         self.monitor = monitor
         # The metric by its name for a whole epoch or a validation.
-        self.watched = None if monitor is None else epoch_metric(monitor)
+        self.metric = None if monitor is None else epoch_metric(monitor)
         self.warmup = warmup or Warmup()
         self.settings = dict(settings or {})
         self.group_names = list(group_names) or [
@@ -102,34 +106,35 @@ class Track:
         self._by_step = interval == "step"
         self._warmup_epochs = 0  # the epochs that were complete when the warm-up ended
         self._at = self._position(0, 0)
-        # What the scheduler begins with: a tensor is changed in place later.
+        # What the scheduler begins with. Tensors are copied: they are changed in place later.
         self._first = [
             {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items()}
             for group in self.groups
         ]
         self._start = self.rates()
-        self._warm()
+        self._apply_warmup()
 
     def rates(self) -> list[float]:
-        """Return the learning rates of the groups now."""
+        """Return the learning rates of the groups now; waits for the device if one is a tensor."""
         return [float(group["lr"]) for group in self.groups]
 
     def _position(self, updates: int, epochs: int) -> int:
-        # The scheduler's steps so far; -n if the warm-up has n ticks left.
-        if not self.warmup.ticks:
-            return updates if self._by_step else epochs
-        passed = (epochs if self.warmup.every == "epoch" else updates) - self.warmup.ticks
-        if passed <= 0:
-            self._warmup_epochs = epochs
-        return passed if self._by_step or passed <= 0 else epochs - self._warmup_epochs
+        """Return the scheduler's steps so far; -n if the warm-up has n ticks left."""
+        if self.warmup.ticks:
+            passed = (epochs if self.warmup.every == "epoch" else updates) - self.warmup.ticks
+            if passed <= 0:
+                self._warmup_epochs = epochs
+                return passed
+            return passed if self._by_step else epochs - self._warmup_epochs
+        return updates if self._by_step else epochs
 
-    def move(self, updates: int, epochs: int) -> None:
+    def step_to(self, updates: int, epochs: int) -> None:
         """Take the next step, if it is due after this number of updates and epochs."""
         position = self._position(updates, epochs)
         if position != self._at:
             self._at = position
             if position <= 0:
-                self._warm()
+                self._apply_warmup()
             elif self.monitor is None:
                 self.scheduler.step()
 
@@ -138,12 +143,12 @@ class Track:
         if self._at >= 0:
             self.scheduler.step(value)
 
-    def _warm(self) -> None:
+    def _apply_warmup(self) -> None:
         # During the warm-up, the learning rates are a fraction of the scheduler's first.
         if self.warmup.ticks and self._at <= 0:
             factor = self.warmup.factor(self.warmup.ticks + self._at)
             for group, start in zip(self.groups, self._start, strict=True):
-                _put(group, "lr", start * factor)
+                _set_value(group, "lr", start * factor)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the settings, and the scheduler's state without functions: plain values."""
@@ -159,16 +164,21 @@ class Track:
 
     def differences(self, state: State) -> Iterator[str]:
         """Yield the settings that differ from those of `state`."""
-        own = type_name(self.scheduler)
-        here, there = {"type": own, **self.settings}, {"type": state["type"], **state["settings"]}
-        for key in here | there:
-            if here.get(key) != there.get(key):
-                yield f"lr_scheduler.{key} is {here.get(key)!r}, it was {there.get(key)!r}"
+        kind = type_name(self.scheduler)
+        current = {"type": kind, **self.settings}
+        saved = {"type": state["type"], **state["settings"]}
+        for key in current | saved:
+            value = current.get(key)
+            saved_value = saved.get(key)
+            if value != saved_value:
+                yield f"lr_scheduler.{key} is {value!r}, it was {saved_value!r}"
+        saved_groups = state["groups"]
         for name in self.group_names:
-            if name not in state["groups"]:
+            if name not in saved_groups:
                 yield f"group {name!r} had no schedule"
-        # Only of torch's schedulers it is known which of their lists are by group.
-        if not (self.settings and own.startswith("torch.")) and self.group_names != state["groups"]:
+        # The state of torch's schedulers can be reordered: it is known which lists are by group.
+        can_reorder = self.settings and kind.startswith("torch.")
+        if not can_reorder and self.group_names != saved_groups:
             yield "the parameter groups, or their order, have changed"
 
     def load_state_dict(self, state: State, updates: int, epochs: int) -> None:
@@ -179,7 +189,7 @@ class Track:
         self._start = [state["start"][i] for i in order]
         self.scheduler.load_state_dict(_reordered(state["scheduler"], order))
 
-    def catch_up(
+    def fast_forward(
         self, state: State | None, updates: int, epochs: int, per_epoch: int | None
     ) -> None:
         """Move to the same updates and epochs in the schedule that is configured here.
@@ -193,32 +203,43 @@ class Track:
             if state is not None:
                 self.load_state_dict(state, updates, epochs)
             return
-        by_epoch = self.warmup.every == "epoch"
-        self._warmup_epochs = self.warmup.ticks // (1 if by_epoch else per_epoch or 2**62)
+        if self.warmup.every == "epoch":
+            self._warmup_epochs = self.warmup.ticks
+        else:
+            self._warmup_epochs = self.warmup.ticks // per_epoch if per_epoch else 0
         self._at = self._position(updates, epochs)
         if self.monitor is None:
-            for group, first in zip(self.groups, self._first, strict=True):
-                for key in first.keys() - {"params"}:
-                    if key == "lr" or key not in self.scheduler.optimizer.defaults:
-                        _put(group, key, first[key])
-            # torch misses steps of the optimizer in between.
-            with warnings.catch_warnings(action="ignore", category=UserWarning):
-                for _ in range(self._at):
-                    self.scheduler.step()
+            self._replay()
         else:
-            reached = {}
-            if state is not None and state["type"] == type_name(self.scheduler):
-                memory = {key: state["scheduler"][key] for key in _PLATEAU_MEMORY}
-                self.scheduler.load_state_dict({**self.scheduler.state_dict(), **memory})
-                begun = zip(state["groups"], state["start"], strict=True)
-                reached = dict(zip(begun, state["lr"], strict=True))
-            for group, name, start in zip(self.groups, self.group_names, self._start, strict=True):
-                _put(group, "lr", reached.get((name, start), start))
+            self._continue_plateau(state)
         if self._at < 0:
-            self._warm()
+            self._apply_warmup()
+
+    def _replay(self) -> None:
+        """Step the scheduler from its first values to the present position."""
+        for group, first in zip(self.groups, self._first, strict=True):
+            for key in first.keys() - {"params"}:
+                if key == "lr" or key not in self.scheduler.optimizer.defaults:
+                    _set_value(group, key, first[key])
+        # torch warns that the optimizer was not stepped in between.
+        with warnings.catch_warnings(action="ignore", category=UserWarning):
+            for _ in range(self._at):
+                self.scheduler.step()
+
+    def _continue_plateau(self, state: State | None) -> None:
+        """Take over the history of an earlier plateau scheduler, and the rates that it reached."""
+        reached = {}
+        if state is not None and state["type"] == type_name(self.scheduler):
+            memory = {key: state["scheduler"][key] for key in _PLATEAU_MEMORY}
+            self.scheduler.load_state_dict({**self.scheduler.state_dict(), **memory})
+            saved = zip(state["groups"], state["start"], state["lr"], strict=True)
+            reached = {(name, start): lr for name, start, lr in saved}
+        for group, name, start in zip(self.groups, self.group_names, self._start, strict=True):
+            _set_value(group, "lr", reached.get((name, start), start))
 
 
-def _put(group: dict[str, Any], key: str, value: Any) -> None:
+def _set_value(group: dict[str, Any], key: str, value: Any) -> None:
+    """Set an entry of a group; a tensor in place, as torch's schedulers do."""
     if isinstance(group.get(key), Tensor):
         group[key].fill_(value)
     else:
@@ -226,14 +247,14 @@ def _put(group: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _reordered(state: State, order: Sequence[int]) -> dict[str, Any]:
-    # Of a scheduler and of those inside it: lists by position follow the groups.
-    found = dict(state)
+    """Return the state of a scheduler, and of those inside it, with its lists in another order."""
+    reordered = dict(state)
     for key, value in state.items():
         if key == "_schedulers":
-            found[key] = [_reordered(inner, order) for inner in value]
+            reordered[key] = [_reordered(inner, order) for inner in value]
         elif key in _BY_GROUP and isinstance(value, list) and len(value) == len(order):
-            found[key] = [value[i] for i in order]
-    return found
+            reordered[key] = [value[i] for i in order]
+    return reordered
 
 
 def _is_in_updates(scheduler: Any) -> bool:
@@ -243,16 +264,16 @@ def _is_in_updates(scheduler: Any) -> bool:
 
 
 def _lengths(scheduler: Any, start: int = 0) -> Iterator[tuple[str, int, int, bool]]:
-    """Yield lengths that a scheduler was given: name, first step, value, whether of the whole run.
+    """Yield a scheduler's lengths: name, first step, value, whether it is of the whole run.
 
-    Of schedulers one after the other the last one ends with the run.
+    Of a SequentialLR only the last scheduler is looked at: it ends with the run.
     """
     inside = list(getattr(scheduler, "_schedulers", []))
     if isinstance(scheduler, torch_schedulers.SequentialLR):
         inside = inside[-1:]
         start += scheduler._milestones[-1]
-    for one in inside:
-        yield from _lengths(one, start)
+    for inner in inside:
+        yield from _lengths(inner, start)
     for names, is_whole in ((_WHOLE, True), (_PARTS, False)):
         name = names.get(type(scheduler))
         if name is not None:
@@ -261,10 +282,12 @@ def _lengths(scheduler: Any, start: int = 0) -> Iterator[tuple[str, int, int, bo
 
 
 class LRSchedule:
-    """Set the learning rates of one or several optimizers, each by its own track."""
+    """Set the learning rates of one or several optimizers, each by its own schedule."""
 
-    def __init__(self, tracks: Mapping[str, Track], steps_per_epoch: int | None = None) -> None:
-        self.tracks = dict(tracks)
+    def __init__(
+        self, schedules: Mapping[str, OptimizerSchedule], steps_per_epoch: int | None = None
+    ) -> None:
+        self.tracks = dict(schedules)  # by the name of the optimizer
         self.updates = 0  # applied
         self.epochs = 0
         self._steps_per_epoch = steps_per_epoch
@@ -279,62 +302,71 @@ class LRSchedule:
         """
         if isinstance(scheduler, cls):
             return scheduler
-        return cls({} if scheduler is None else {"optimizer": Track(scheduler, interval, monitor)})
+        if scheduler is None:
+            return cls({})
+        return cls({"optimizer": OptimizerSchedule(scheduler, interval, monitor)})
 
     def remarks(self, updates: int | None, epochs: float | None) -> Iterator[str]:
         """Yield which arguments of the caller's schedulers do not fit a run of this length.
 
-        Of a configuration `${total_steps}` and its checks see to that.
+        Configured schedules are left out: they use `${total_steps}`, and were checked when built.
         """
-        for track in self.tracks.values():
-            length = updates if track.interval == "step" else epochs
-            if track.settings or length is None:
+        for schedule in self.tracks.values():
+            unit = "update"
+            other = "epoch"
+            length: float | None = updates
+            if schedule.interval == "epoch":
+                unit = "epoch"
+                other = "step"
+                length = epochs
+            if schedule.settings or length is None:
                 continue
             steps = math.ceil(length)
-            other = "epoch" if track.interval == "step" else "step"
-            for name, start, value, is_whole in _lengths(track.scheduler):
-                # Of a whole length one step less is the same: no update follows the last step.
+            for name, start, value, is_whole in _lengths(schedule.scheduler):
+                # One step less than the whole run is the same: no update follows the last step.
                 if start + value > steps or (is_whole and start + value < steps - 1):
                     yield (
                         f"lr_scheduler: {name}={value}, from step {start} on, does not fit this "
-                        f"run: it has {steps} steps of the scheduler, one after each "
-                        f"{'update' if track.interval == 'step' else 'epoch'}; change it, or say "
-                        f"Trainer(..., lr_interval={other!r})"
+                        f"run: it has {steps} steps of the scheduler, one after each {unit}; "
+                        f"change it, or say Trainer(..., lr_interval={other!r})"
                     )
 
     def after_update(self) -> None:
         """Step after an applied update; a skipped update changes nothing (I10)."""
         self.updates += 1
-        for track in self.tracks.values():
-            track.move(self.updates, self.epochs)
+        for schedule in self.tracks.values():
+            schedule.step_to(self.updates, self.epochs)
 
     def after_epoch(self) -> None:
         """Step after the last update of an epoch."""
         self.epochs += 1
-        for track in self.tracks.values():
-            track.move(self.updates, self.epochs)
+        for schedule in self.tracks.values():
+            schedule.step_to(self.updates, self.epochs)
 
     def after_validation(self, metrics: Mapping[str, float]) -> None:
         """Step after a validation, or with the training metrics of an epoch.
 
-        A track that monitors the other of the two is not stepped. Raises `ConfigError` if a
-        monitored metric of this stage is missing.
+        A schedule whose metric is of another stage ("train", "val") is not stepped. Raises
+        `ConfigError` if a monitored metric of this stage is missing.
         """
         stages = {name.partition("/")[0] for name in metrics}
-        for track in self.tracks.values():
-            if track.watched is None or track.watched.partition("/")[0] not in stages:
+        for schedule in self.tracks.values():
+            metric = schedule.metric
+            if metric is None or metric.partition("/")[0] not in stages:
                 continue
-            if track.watched not in metrics:
-                message = f"{track.monitor}: no such metric; there are: {', '.join(metrics)}"
-                refuse("lr_scheduler.monitor", message)
-            track.after_validation(metrics[track.watched])
+            if metric not in metrics:
+                refuse(
+                    "lr_scheduler.monitor",
+                    f"{schedule.monitor}: no such metric; there are: {', '.join(metrics)}",
+                )
+            schedule.after_validation(metrics[metric])
 
     def state_dict(self) -> dict[str, Any]:
         """Return counters, positions and settings: plain values only."""
         return {
             "updates": self.updates,
             "epochs": self.epochs,
-            "tracks": {name: track.state_dict() for name, track in self.tracks.items()},
+            "tracks": {name: schedule.state_dict() for name, schedule in self.tracks.items()},
         }
 
     def load_state_dict(self, state: State, hyper_parameters: bool = True) -> None:
@@ -344,59 +376,72 @@ class LRSchedule:
         `hyper_parameters=False` the settings of this schedule are used, at the saved position.
         """
         try:
-            updates, epochs, saved = int(state["updates"]), int(state["epochs"]), state["tracks"]
-            found = [f"{n!r} has no schedule here" for n in saved.keys() - self.tracks.keys()]
-            for name, track in self.tracks.items():
-                there = name in saved
-                found += track.differences(saved[name]) if there else [f"{name!r} had no schedule"]
-            if found and hyper_parameters:
-                raise CheckpointError(f"the lr_scheduler does not fit: {truncated_list(found, 1)}")
-            for name, track in self.tracks.items():
-                if hyper_parameters:
-                    track.load_state_dict(saved[name], updates, epochs)
+            updates = int(state["updates"])
+            epochs = int(state["epochs"])
+            saved = state["tracks"]
+            problems = [f"{n!r} has no schedule here" for n in saved.keys() - self.tracks.keys()]
+            for name, schedule in self.tracks.items():
+                if name in saved:
+                    problems += schedule.differences(saved[name])
                 else:
-                    track.catch_up(saved.get(name), updates, epochs, self._steps_per_epoch)
+                    problems.append(f"{name!r} had no schedule")
+            if problems and hyper_parameters:
+                raise CheckpointError(
+                    f"the lr_scheduler does not fit: {truncated_list(problems, 1)}"
+                )
+            for name, schedule in self.tracks.items():
+                if hyper_parameters:
+                    schedule.load_state_dict(saved[name], updates, epochs)
+                else:
+                    former = saved.get(name)
+                    schedule.fast_forward(former, updates, epochs, self._steps_per_epoch)
         except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
             raise CheckpointError(f"the lr_scheduler's state is malformed: {error!r}") from None
-        self.updates, self.epochs = updates, epochs
+        self.updates = updates
+        self.epochs = epochs
 
     def preview(self, steps: Sequence[int]) -> list[dict[str, float]]:
-        """Return each group's learning rate after each of `steps` updates, which ascend.
+        """Return each group's learning rate after each of `steps` updates, in ascending order.
 
         For a schedule with a metric it is assumed that the metric always improves. A copy is
         walked, over optimizers that have neither parameters nor state, at some microseconds an
-        update. A schedule of the caller's is not: who knows what it holds.
+        update. Schedulers that the caller has made are left out: they may hold anything.
         """
-        nothing = dict[int, Any]()
-        for track in self.tracks.values():
-            optimizer = track.scheduler.optimizer
-            nothing |= {id(group["params"]): [] for group in track.groups}
-            nothing |= {id(optimizer.state): {}}
-        known = LRSchedule({n: t for n, t in self.tracks.items() if t.settings})
-        walked, rates = copy.deepcopy(known, nothing), []
-        # torch misses steps of the optimizer in between.
+        # `memo` makes deepcopy put empty containers in place of parameters and their state.
+        memo = dict[int, Any]()
+        for schedule in self.tracks.values():
+            memo |= {id(group["params"]): [] for group in schedule.groups}
+            memo[id(schedule.scheduler.optimizer.state)] = {}
+        configured = {name: s for name, s in self.tracks.items() if s.settings}
+        walked = copy.deepcopy(LRSchedule(configured), memo)
+        previewed = []
+        # torch warns that the optimizer was not stepped in between.
         with warnings.catch_warnings(action="ignore", category=UserWarning):
             for step in steps:
                 while walked.updates < step:
                     walked.after_update()
                     if self._steps_per_epoch and walked.updates % self._steps_per_epoch == 0:
                         walked.after_epoch()
-                at = dict[str, float]()
-                for track in walked.tracks.values():
-                    at |= zip(track.group_names, track.rates(), strict=True)
-                rates.append(at)
-        return rates
+                rates = dict[str, float]()
+                for schedule in walked.tracks.values():
+                    rates |= zip(schedule.group_names, schedule.rates(), strict=True)
+                previewed.append(rates)
+        return previewed
 
     def refuse_to_wait(self, has_data: bool, validates: bool) -> None:
         """Raise `ConfigError` if a validation is monitored and there is none."""
-        for track in self.tracks.values():
-            if (track.monitor or "").startswith("val/") and not (has_data and validates):
-                message = f"{track.monitor} is never measured: there is no validation"
-                refuse("lr_scheduler.monitor", message, "monitor train/loss")
+        for schedule in self.tracks.values():
+            monitor = schedule.monitor or ""
+            if monitor.startswith("val/") and not (has_data and validates):
+                refuse(
+                    "lr_scheduler.monitor",
+                    f"{monitor} is never measured: there is no validation",
+                    "monitor train/loss",
+                )
 
 
 def as_schedule(scheduler: Any, interval: Interval | None = None) -> LRSchedule:
-    """Return a schedule as it is, and a scheduler of torch's as one; None has no schedule.
+    """Return an `LRSchedule` as it is, and a torch scheduler as one; None becomes an empty one.
 
     `interval`: when a scheduler is stepped, after each "step" or "epoch". By default after each
     epoch, as in torch's examples, but after each step where its arguments are in steps (OneCycleLR,
@@ -427,6 +472,11 @@ def curve(
     schedule: LRSchedule, optimizers: Optimizers, total_steps: int, points: int = 200
 ) -> dict[str, list[tuple[int, float]]]:
     """Return (step, learning rate) of each group at about `points` steps of the run."""
-    steps = sorted({*range(0, total_steps, max(1, total_steps // points)), max(0, total_steps - 1)})
-    rates = [optimizers.learning_rates() | at for at in schedule.preview(steps)]
-    return {name: [(s, at[name]) for s, at in zip(steps, rates, strict=True)] for name in rates[0]}
+    spacing = max(1, total_steps // points)
+    steps = sorted({*range(0, total_steps, spacing), max(0, total_steps - 1)})
+    curves: dict[str, list[tuple[int, float]]] = {}
+    constant = optimizers.learning_rates()
+    for step, scheduled in zip(steps, schedule.preview(steps), strict=True):
+        for name, lr in (constant | scheduled).items():
+            curves.setdefault(name, []).append((step, lr))
+    return curves

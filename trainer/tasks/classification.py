@@ -32,31 +32,34 @@ class Classification(Supervised):
         self.num_classes = num_classes
         if min(top_k, default=1) < 1:
             raise ModelError("task.top_k", f"expected numbers >= 1, got {list(top_k)}")
-        known = [k for k in top_k if k <= num_classes]
-        self._top_k = {"accuracy" if k == 1 else f"accuracy_top{k}": k for k in known}
+        self._top_k = {
+            "accuracy" if k == 1 else f"accuracy_top{k}": k for k in top_k if k <= num_classes
+        }
         self.score_names = list(self._top_k)
 
     def answer(self, model: nn.Module, inputs: Any) -> Any:
         """Return the logits [n, classes]."""
-        if getattr(inputs, "ndim", 0) != 5:  # named inputs, as those of a text, are a dict
+        if getattr(inputs, "ndim", 0) != 5:  # named inputs, such as those of a text, are a dict
             return model(inputs)
-        return model(inputs.flatten(0, 1)).view(*inputs.shape[:2], -1).mean(1)
+        logits = model(inputs.flatten(0, 1))  # [n * crops, classes]
+        return logits.view(*inputs.shape[:2], -1).mean(1)
 
     def interpret(self, output: Tensor) -> Tensor:
         """Return the probability of each class."""
         return output.float().softmax(1)
 
     def shape(self, target: Tensor) -> Shape:
-        """Return that of one logit for each class."""
+        """Return [n, classes]."""
         return target.shape[0], self.num_classes
 
     def scores(self, output: Tensor, target: Tensor) -> Scores:
         """Count the samples whose class is among the k with the largest logits."""
-        labels, count = self.losses.counting(target)
+        labels, count = self.losses.valid_labels(target)
         return {name: (_hits(output, labels, k), count) for name, k in self._top_k.items()}
 
 
 def _hits(logits: Tensor, labels: Tensor, k: int) -> Tensor:
     if k == 1:
         return how_many(logits.detach().argmax(1).eq(labels))
-    return how_many((logits.detach().topk(k, dim=1).indices == labels[:, None]).any(1))
+    top_classes = logits.detach().topk(k, dim=1).indices
+    return how_many((top_classes == labels[:, None]).any(1))

@@ -20,8 +20,8 @@ class GAN(Task):
     Batches are `(images, noise)`. The noise belongs to the sample, so that an update does not
     depend on how it is split. The model is called as `model(x, part=...)`; the parts have the names
     of the optimizers. The generator's loss is the non-saturating one (Goodfellow et al. 2014). `r1`
-    is the weight of a penalty
-    on the discriminator's gradient at real images (Mescheder et al. 2018).
+    is the weight of a penalty on the discriminator's gradient at real images (Mescheder et al.
+    2018).
     """
 
     def __init__(
@@ -48,19 +48,20 @@ class GAN(Task):
         with torch.no_grad():
             fake = model(noise, part=GENERATOR)
         images = images.detach().requires_grad_(self._r1 > 0)
-        real_logits, _, loss = self._judged(model, images, fake)
+        real_logits, _, loss = self._discriminate(model, images, fake)
         sums = {"accuracy_real": _positive(real_logits)}
         if not self._r1:
             return StepOutput(loss, sums=sums)
         (gradient,) = torch.autograd.grad(real_logits.sum(), images, create_graph=True)
-        r1 = gradient.flatten(1).square().sum(1).mean() * (self._r1 / 2)
+        squared_norms = gradient.flatten(1).square().sum(1)
+        r1 = squared_norms.mean() * (self._r1 / 2)
         return StepOutput({"told": loss, "r1": r1}, sums=sums)
 
     def evaluation_step(self, model: nn.Module, batch: Any) -> StepOutput:
-        """Compute both losses and the share of images that the discriminator takes for real."""
+        """Compute both losses and the fraction of images that the discriminator takes for real."""
         images, noise = batch
         fake = model(noise, part=GENERATOR)
-        real_logits, fake_logits, loss = self._judged(model, images, fake)
+        real_logits, fake_logits, loss = self._discriminate(model, images, fake)
         losses = {DISCRIMINATOR: loss, GENERATOR: softplus(-fake_logits).mean()}
         sums = {"accuracy_real": _positive(real_logits), "fooled": _positive(fake_logits)}
         return StepOutput(losses, sums=sums, output=fake)
@@ -69,14 +70,16 @@ class GAN(Task):
         """Return the images generated from noise."""
         return model(batch[1] if isinstance(batch, (tuple, list)) else batch, part=GENERATOR)
 
-    def _judged(self, model: nn.Module, images: Tensor, fake: Tensor) -> tuple[Tensor, ...]:
-        # One call for both: wrappers such as DDP expect one forward pass before each backward pass.
+    def _discriminate(self, model: nn.Module, images: Tensor, fake: Tensor) -> tuple[Tensor, ...]:
+        """Return the logits of real and of generated images, and the discriminator's loss."""
         if images.shape != fake.shape:
             raise ModelError(
                 f"the images have shape {list(images.shape)}, those of the generator "
                 f"{list(fake.shape)}: set model.image_size and model.in_channels to match the data"
             )
-        real_logits, fake_logits = model(torch.cat([images, fake]), part=DISCRIMINATOR).chunk(2)
+        # One call for both: wrappers such as DDP expect one forward pass before each backward pass.
+        logits = model(torch.cat([images, fake]), part=DISCRIMINATOR)
+        real_logits, fake_logits = logits.chunk(2)
         loss = softplus(-real_logits).mean() + softplus(fake_logits).mean()
         return real_logits, fake_logits, loss
 

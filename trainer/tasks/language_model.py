@@ -38,11 +38,11 @@ class LanguageModel(Supervised):
         return model(inputs).transpose(1, 2)
 
     def shape(self, target: Tensor) -> Shape:
-        """Return that of one logit for each token and position."""
+        """Return [n, vocabulary, length]."""
         return len(target), self.num_classes, *target.shape[1:]
 
     def scores(self, output: Tensor, target: Tensor) -> Scores:
         """Count the tokens that are predicted correctly."""
-        labels, count = self.losses.counting(target)
-        right = how_many(output.detach().argmax(1) == labels)
-        return {"token_accuracy": (right, count)}
+        labels, count = self.losses.valid_labels(target)
+        correct = how_many(output.detach().argmax(1) == labels)
+        return {"token_accuracy": (correct, count)}

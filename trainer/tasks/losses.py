@@ -14,7 +14,7 @@ from regimen.trainer.task import SUM
 
 _CROSS_ENTROPIES = (nn.CrossEntropyLoss, nn.NLLLoss)
 _MODULES = [name for name in dir(nn) if name.endswith("Loss")]
-# Losses that compare an output with values of its shape: of a class they take its one-hot vector.
+# Losses that compare an output with values of its shape: class labels become one-hot vectors.
 _BY_VALUE = (
     nn.BCEWithLogitsLoss,
     nn.BCELoss,
@@ -37,7 +37,7 @@ class FunctionLoss(nn.Module):
     def __init__(self, function: Callable[..., Tensor]) -> None:
         super().__init__()
         self.function = function
-        # Of a `_partial_`: what it was given.
+        # A functools.partial (`_partial_` in a config) may fix the reduction.
         self.reduction = getattr(function, "keywords", {}).get("reduction", "mean")
 
     def forward(self, output: Any, target: Any) -> Tensor:
@@ -46,27 +46,37 @@ class FunctionLoss(nn.Module):
 
 
 def _as_module(loss: Any) -> nn.Module:
-    """Return a loss as a module; a function of torch's as the class that counts as it does."""
+    """Return a loss as a module; a function of torch's as the class that counts as it does.
+
+    So `functional.cross_entropy` becomes a CrossEntropyLoss, whose mean is over labels.
+    """
     if isinstance(loss, nn.Module):
         return loss
     if not callable(loss):
-        raise ModelError("task.loss", f"is {loss!r}, which is no loss", _meant(loss))
-    name = getattr(getattr(loss, "func", loss), "__name__", "")
-    if getattr(nn.functional, name, None) is not getattr(loss, "func", loss):
+        raise ModelError("task.loss", f"is {loss!r}, which is no loss", _spelling_hint(loss))
+    function = getattr(loss, "func", loss)  # of a functools.partial
+    name = getattr(function, "__name__", "")
+    if getattr(nn.functional, name, None) is not function:
         return FunctionLoss(loss)
-    words = name.removesuffix("_loss").replace("_", "")
-    same = next((n for n in _MODULES if n.lower() == f"{words}loss"), None)
-    values = getattr(loss, "keywords", {})
-    return FunctionLoss(loss) if same is None else getattr(nn, same)(**values)
+    class_name = _loss_class(name.removesuffix("_loss").replace("_", ""))
+    if class_name is None:
+        return FunctionLoss(loss)
+    module: nn.Module = getattr(nn, class_name)(**getattr(loss, "keywords", {}))
+    return module
 
 
-def _meant(text: Any) -> str:
+def _loss_class(word: str) -> str | None:
+    """Return the torch loss class of a name in lower case without `loss`: `crossentropy`."""
+    return next((name for name in _MODULES if name.lower() == f"{word}loss"), None)
+
+
+def _spelling_hint(text: Any) -> str:
     """Return how to write a loss that was given as a word."""
     word = str(text).rpartition(".")[2].lower().replace("_", "").removesuffix("loss")
-    same = next((name for name in _MODULES if name.lower() == f"{word}loss"), "CrossEntropyLoss")
+    name = _loss_class(word) or "CrossEntropyLoss"
     return (
-        f"a loss is a node, such as task.loss={{_target_: torch.nn.{same}}}, or task/loss=CHOICE; "
-        f"from Python an object, loss=torch.nn.{same}()"
+        f"a loss is a node, such as task.loss={{_target_: torch.nn.{name}}}, or task/loss=CHOICE; "
+        f"from Python an object, loss=torch.nn.{name}()"
     )
 
 
@@ -79,7 +89,8 @@ class Term:
 
     def __post_init__(self) -> None:
         self.loss = _as_module(self.loss)
-        self.wrt = getattr(self.loss, "wrt", None)  # of a penalty: with respect to what
+        # Of a gradient penalty: with respect to what ("inputs", "parameters"); else None.
+        self.wrt = getattr(self.loss, "wrt", None)
 
 
 Loss = nn.Module | Term | Mapping[str, nn.Module | Term | None]
@@ -94,28 +105,36 @@ class Losses:
     """
 
     def __init__(self, loss: Loss, ignore_index: int | None = None) -> None:
-        """`ignore_index`: of the task, whose labels count nowhere."""
+        """`ignore_index`: a label of the task that no loss, score or metric counts."""
         given = loss if isinstance(loss, Mapping) else {"": loss}
-        kept = {name: module for name, module in given.items() if module is not None}
-        self.terms = {n: m if isinstance(m, Term) else Term(m) for n, m in kept.items()}
+        self.terms = {}
+        for name, term in given.items():
+            if term is not None:
+                self.terms[name] = term if isinstance(term, Term) else Term(term)
         self.wrt = {term.wrt for term in self.terms.values()}
         if None not in self.wrt:
             raise ModelError("task.loss has only gradient penalties: add a loss on the output")
-        losses = {name: term.loss for name, term in self.terms.items()}
-        for name, module in losses.items():
-            smoothing = getattr(module, "label_smoothing", 0)
-            if not 0 <= smoothing <= 1:  # torch takes less than 0 as none
-                message = f"label_smoothing must be between 0.0 and 1.0, got {smoothing}"
-                raise ModelError(f"task.loss.{name}".rstrip("."), message)
-        entropies = {n: m for n, m in losses.items() if isinstance(m, _CROSS_ENTROPIES)}
+
         # Terms that torch divides by something other than the number of samples.
-        self.counted = [name for name, m in entropies.items() if m.reduction == "mean"]
-        self._weighted = [name for name, m in entropies.items() if m.weight is not None]
-        self.summed = [n for n, m in losses.items() if getattr(m, "reduction", "mean") == "sum"]
+        self.counted: list[str] = []
+        self._weighted: list[str] = []  # cross entropies with class weights
+        self.summed: list[str] = []
+        ignored = []
+        for name, term in self.terms.items():
+            module = term.loss
+            _check_label_smoothing(name, module)
+            reduction = getattr(module, "reduction", "mean")
+            if reduction == "sum":
+                self.summed.append(name)
+            if isinstance(module, _CROSS_ENTROPIES):
+                ignored.append(module.ignore_index)
+                if reduction == "mean":
+                    self.counted.append(name)
+                if module.weight is not None:
+                    self._weighted.append(name)
         # The labels that no score and no metric counts: of the first cross entropy, and the task's.
-        first = next((m.ignore_index for m in entropies.values()), None)
-        found = [first, ignore_index]
-        self.ignored = [label for label in dict.fromkeys(found) if label is not None]
+        labels = [*ignored[:1], ignore_index]
+        self.ignored = [label for label in dict.fromkeys(labels) if label is not None]
 
     @property
     def names(self) -> list[str]:
@@ -123,8 +142,12 @@ class Losses:
         named = [f"loss_{name}" for name, term in self.terms.items() if name and not term.wrt]
         return ["loss", *named]
 
-    def counting(self, target: Tensor) -> tuple[Tensor, Tensor | int]:
-        """Return class labels, below 0 where one is ignored, and how many count."""
+    def valid_labels(self, target: Tensor) -> tuple[Tensor, Tensor | int]:
+        """Return class labels, below 0 where one is ignored, and how many count.
+
+        The count is an int where the host knows it, else a tensor on the device. Class
+        probabilities become the most probable class.
+        """
         if target.is_floating_point():
             target = target.argmax(1)
             return target, target.numel()
@@ -132,9 +155,10 @@ class Losses:
             return target, target.numel()
         if len(self.ignored) == 1:
             (ignored,) = self.ignored
-            count = _valid(target, ignored)
-            known = isinstance(count, int) or ignored < 0
-            return target if known else target.where(target != ignored, -1), count
+            count = _count_valid(target, ignored)
+            if isinstance(count, int) or ignored < 0:  # nothing to ignore, or already below 0
+                return target, count
+            return target.where(target != ignored, -1), count
         for ignored in self.ignored:
             target = target.where(target != ignored, -1)
         return target, how_many(target >= 0)
@@ -146,20 +170,22 @@ class Losses:
 
     def counts(self, target: Tensor) -> Mapping[str, Tensor | int]:
         """Return the denominators for a batch of labels; an int where the host knows it."""
-        found: dict[str, Tensor | int] = {}
+        counts: dict[str, Tensor | int] = {}
         for name in self.counted:
             loss: Any = self.terms[name].loss
-            if target.is_floating_point():  # of shares torch's mean is over the samples
-                found[name] = target.numel() // (target.shape[1] if target.ndim > 1 else 1)
+            if target.is_floating_point():  # torch's mean over probabilities is over the samples
+                num_classes = target.shape[1] if target.ndim > 1 else 1
+                counts[name] = target.numel() // num_classes
             elif name not in self._weighted:
-                found[name] = _valid(target, loss.ignore_index)
+                counts[name] = _count_valid(target, loss.ignore_index)
             else:
-                known = target.clamp(min=0, max=len(loss.weight) - 1)
-                weights = loss.weight.to(target.device)[known]
-                found[name] = (weights * (target != loss.ignore_index)).sum()
-        return found
+                # Ignored labels may be no index of the weights: any weight will do, it is left out.
+                indices = target.clamp(min=0, max=len(loss.weight) - 1)
+                weights = loss.weight.to(target.device)[indices]
+                counts[name] = (weights * (target != loss.ignore_index)).sum()
+        return counts
 
-    def watched(self, inputs: Any) -> Any:
+    def prepare_inputs(self, inputs: Any) -> Any:
         """Return inputs that require a gradient, if a gradient penalty on inputs needs it."""
         if "inputs" not in self.wrt or not torch.is_grad_enabled():
             return inputs
@@ -174,19 +200,30 @@ class Losses:
     ) -> tuple[dict[str, Tensor], Mapping[str, Any]]:
         """Return the weighted terms of the loss by name, and the denominators.
 
-        Gradient penalties need `inputs` (from `watched`) and `model`.
+        Gradient penalties need `inputs` (from `prepare_inputs`) and `model`.
         """
         values = {}
         for name, term in self.terms.items():
             if term.wrt is None:
-                value = _value(term.loss, output, target)
+                value = _evaluate(term.loss, output, target)
                 values[name] = value if term.weight == 1 else value * term.weight
             elif torch.is_grad_enabled():
-                trained = [] if model is None else model.parameters()
-                weights = [p for p in trained if p.requires_grad]
-                sources = [inputs] if term.wrt == "inputs" else weights
+                sources = [inputs]
+                if term.wrt == "parameters":
+                    parameters = [] if model is None else model.parameters()
+                    sources = [p for p in parameters if p.requires_grad]
                 values[name] = term.loss(output, target, sources) * term.weight
-        return values, {**self.counts(target), **{n: SUM for n in self.summed if n in values}}
+        sums = {name: SUM for name in self.summed if name in values}
+        return values, {**self.counts(target), **sums}
+
+
+def _check_label_smoothing(name: str, module: nn.Module) -> None:
+    smoothing = getattr(module, "label_smoothing", 0)
+    if not 0 <= smoothing <= 1:  # torch ignores values below 0
+        raise ModelError(
+            f"task.loss.{name}".rstrip("."),
+            f"label_smoothing must be between 0.0 and 1.0, got {smoothing}",
+        )
 
 
 def by_place(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
@@ -200,12 +237,14 @@ def by_place(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     return output.movedim(1, -1).flatten(0, -2), target.flatten()
 
 
-def _value(loss: nn.Module, output: Any, target: Any) -> Tensor:
-    places = isinstance(loss, _CROSS_ENTROPIES)
+def _evaluate(loss: nn.Module, output: Any, target: Any) -> Tensor:
     if isinstance(loss, _BY_VALUE):
         target = _as_values(output, target)
-    value: Tensor = loss(*(by_place(output, target) if places else (output, target)))
-    by_label = places and value.ndim and not target.is_floating_point()
+    if not isinstance(loss, _CROSS_ENTROPIES):
+        value: Tensor = loss(output, target)
+        return value
+    value = loss(*by_place(output, target))
+    by_label = value.ndim and not target.is_floating_point()  # reduction="none"
     return value.view(target.shape) if by_label else value
 
 
@@ -215,8 +254,9 @@ def _as_values(output: Any, target: Any) -> Any:
     MixUp makes such values in training, and an evaluation has labels. Raises IndexError for a label
     that is no class, as torch's cross entropy does.
     """
-    tensors = isinstance(output, Tensor) and isinstance(target, Tensor)
-    if not tensors or target.is_floating_point() or output.ndim != target.ndim + 1:
+    if not (isinstance(output, Tensor) and isinstance(target, Tensor)):
+        return target
+    if target.is_floating_point() or output.ndim != target.ndim + 1:
         return target
     try:
         values = nn.functional.one_hot(target.long(), output.shape[1])
@@ -225,16 +265,17 @@ def _as_values(output: Any, target: Any) -> Any:
     return values.movedim(-1, 1).to(output.dtype)
 
 
-def _valid(target: Tensor, ignored: int) -> Tensor | int:
+def _count_valid(target: Tensor, ignored: int) -> Tensor | int:
     """Return the number of labels that are not ignored; an int if the host knows that all count.
 
-    It is remembered until the labels are changed in place.
+    It is remembered until the labels are changed in place: the loss and the scores both need it.
     """
     version = 0 if target.is_inference() else target._version
-    then, known, count = getattr(target, "_valid", (None, None, 0))
-    if (then, known) != (version, ignored):
+    key = version, ignored
+    cached_key, count = getattr(target, "_valid", (None, 0))
+    if cached_key != key:
         least = cached_min(target)
-        whole = least is not None and ignored < 0 <= least
-        count = target.numel() if whole else how_many(target != ignored)
-        target._valid = version, ignored, count  # type: ignore[attr-defined]
+        all_count = least is not None and ignored < 0 <= least
+        count = target.numel() if all_count else how_many(target != ignored)
+        target._valid = key, count  # type: ignore[attr-defined]
     return count

@@ -49,14 +49,18 @@ class R2(Running):
     def update(self, output: Tensor, target: Tensor) -> None:
         """Add predictions and target values of the same shape."""
         y = target.to(self.total.dtype)
-        errors = (output.detach().to(y.dtype) - y.view_as(output)).square().sum()
+        prediction = output.detach().to(y.dtype)
+        errors = (prediction - y.view_as(output)).square().sum()
         count = torch.full_like(errors, y.numel())
         self.total += torch.stack([count, y.sum(), y.square().sum(), errors])
 
     def compute(self) -> float:
         """Return 1 - squared errors / squared distances from the mean; NaN for constant targets."""
+        # Waits for the device: an evaluation is over.
         count, total, squares, errors = self.total.tolist()
-        spread = squares - total * total / count if count else 0.0
+        if not count:
+            return math.nan
+        spread = squares - total * total / count
         return 1 - errors / spread if spread > 0 else math.nan
 
 
@@ -73,13 +77,14 @@ class Perplexity(Running):
     def update(self, output: Tensor, target: Tensor) -> None:
         """Add logits (n, classes, ...) and labels (n, ...)."""
         logits = output.detach().float() if output.dtype.itemsize < 4 else output.detach()
-        counts = (target >= 0) & (target != self._ignore_index)
-        places = by_place(logits, target.where(counts, IGNORED))
-        nll = F.cross_entropy(*places, ignore_index=IGNORED, reduction="sum")
-        self.total += torch.stack([nll, counts.sum().to(nll.dtype)])
+        is_valid = (target >= 0) & (target != self._ignore_index)
+        logits, labels = by_place(logits, target.where(is_valid, IGNORED))
+        nll = F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
+        self.total += torch.stack([nll, is_valid.sum().to(nll.dtype)])
 
     def compute(self) -> float:
         """Return the perplexity."""
+        # Waits for the device: an evaluation is over.
         nll, count = self.total.tolist()
         return math.exp(min(nll / count, _LARGEST)) if count else math.nan
 
@@ -93,16 +98,19 @@ class MicroF1(Running):
 
     def update(self, output: Tensor, target: Tensor) -> None:
         """Add logits and targets of the same shape."""
-        predicted, true = output.detach().sigmoid() > self._threshold, target > 0.5
-        self.total += torch.stack(
-            [(predicted & true).sum(), (predicted & ~true).sum(), (~predicted & true).sum()]
-        )
+        predicted = output.detach().sigmoid() > self._threshold
+        actual = target > 0.5
+        true_positives = (predicted & actual).sum()
+        false_positives = (predicted & ~actual).sum()
+        false_negatives = (~predicted & actual).sum()
+        self.total += torch.stack([true_positives, false_positives, false_negatives])
 
     def compute(self) -> float:
         """Return 2 TP / (2 TP + FP + FN); NaN where there is neither a label nor a prediction."""
-        hits, false, missed = self.total.tolist()
-        whole = 2 * hits + false + missed
-        return 2 * hits / whole if whole else math.nan
+        # Waits for the device: an evaluation is over.
+        true_positives, false_positives, false_negatives = self.total.tolist()
+        denominator = 2 * true_positives + false_positives + false_negatives
+        return 2 * true_positives / denominator if denominator else math.nan
 
 
 class ConfusionMatrix(Running):
@@ -113,7 +121,7 @@ class ConfusionMatrix(Running):
     """
 
     def __init__(self, num_classes: int) -> None:
-        # One entry more than there are pairs: it collects the labels of no class.
+        # The last entry, beyond those of the pairs, collects labels that are no class.
         super().__init__(num_classes * num_classes + 1)
         self.num_classes = num_classes
 
@@ -125,8 +133,10 @@ class ConfusionMatrix(Running):
     def update(self, output: Tensor, target: Tensor) -> None:
         """Add logits (n, classes, ...) and labels (n, ...) or probabilities (n, classes, ...)."""
         labels = target.argmax(1) if target.is_floating_point() else target
-        answers, n = output.detach().argmax(1), self.num_classes
-        pairs = torch.where((labels >= 0) & (labels < n), labels * n + answers, n * n).flatten()
+        predicted = output.detach().argmax(1)
+        n = self.num_classes
+        is_class = (labels >= 0) & (labels < n)
+        pairs = torch.where(is_class, labels * n + predicted, n * n).flatten()
         # bincount would synchronize with the device to find the largest entry.
         self.total.index_add_(0, pairs, torch.ones_like(pairs, dtype=self.total.dtype))
 
@@ -135,7 +145,7 @@ class ConfusionMatrix(Running):
         return self.counts.diagonal() / self.counts.sum(1)
 
     def compute(self) -> float | dict[str, float]:
-        """Return the mean over the classes that have a value."""
+        """Return the mean over the classes that have a value; waits for the device."""
         return float(self.values().nanmean())
 
 
@@ -159,20 +169,20 @@ class MacroF1(ConfusionMatrix):
 class PerClassAccuracy(ConfusionMatrix):
     """The accuracy of each class by name; the default for `classes` are those of the data set.
 
-    `open_keys`: nobody has named the classes yet, and the keys are 0, 1, ...
+    `open_keys`: the keys are still 0, 1, ... and `name_classes` may replace them.
     """
 
     def __init__(self, num_classes: int, classes: Sequence[str] | None = None) -> None:
         super().__init__(num_classes)
         self.open_keys = classes is None
-        self.keys = [str(c) for c in (range(num_classes) if classes is None else classes)]
+        self.keys = [str(name) for name in (range(num_classes) if classes is None else classes)]
         if len(self.keys) != num_classes:
             raise ModelError(f"classes has {len(self.keys)} names, but num_classes={num_classes}")
 
     def name_classes(self, classes: Sequence[str]) -> None:
         """Take the names of a data set's classes, unless `classes` were given.
 
-        Numbers stay where it has no names, or not one for each class.
+        The numbers stay if the names are too few, too many, or not distinct.
         """
         # A slash would make another level of a logged name.
         names = [name.replace("/", "_") for name in classes]
@@ -181,5 +191,5 @@ class PerClassAccuracy(ConfusionMatrix):
         self.open_keys = False
 
     def compute(self) -> dict[str, float]:
-        """Return the accuracies."""
+        """Return the accuracies by class; waits for the device."""
         return dict(zip(self.keys, self.values().tolist(), strict=True))

@@ -32,13 +32,14 @@ class MultiLabel(Supervised):
         return output.float().sigmoid()
 
     def shape(self, target: Tensor) -> Shape:
-        """Return that of one logit for each label."""
+        """Return [n, labels]."""
         return target.shape
 
     def scores(self, output: Tensor, target: Tensor) -> Scores:
         """Count the correct labels, and the samples with all labels correct."""
-        right = (output.detach().sigmoid() > self.threshold) == (target > 0.5)
+        predicted = output.detach().sigmoid() > self.threshold
+        correct = predicted == (target > 0.5)
         return {
-            "label_accuracy": (right.sum(), right.numel()),
-            "exact_match": (right.all(1).sum(), len(right)),
+            "label_accuracy": (correct.sum(), correct.numel()),
+            "exact_match": (correct.all(1).sum(), len(correct)),
         }

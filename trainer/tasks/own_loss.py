@@ -28,7 +28,7 @@ class OwnLoss(Task):
         self.output_kind = task.output_kind
 
     def metric_names(self) -> list[str]:
-        """Return the loss, and the other metrics of the task."""
+        """Return the loss, and the task's metrics besides its losses."""
         losses = self._task.losses.names
         return ["loss", *(n for n in self._task.metric_names() if n not in losses)]
 
@@ -37,7 +37,7 @@ class OwnLoss(Task):
         return self._task.metrics()
 
     def modes(self) -> Mapping[str, str]:
-        """Return what the task says of its metrics."""
+        """Return the directions of the task's metrics."""
         return self._task.modes()
 
     def counts(self, batch: Any) -> Mapping[str, Tensor | int]:
@@ -52,18 +52,19 @@ class OwnLoss(Task):
         inputs, labels = batch
         losses: list[Tensor] = []
 
-        def answer(values: Any) -> Any:
-            found = model(values, labels=labels)
-            if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], Tensor)):
+        def model_with_labels(values: Any) -> Any:
+            result = model(values, labels=labels)
+            is_pair = isinstance(result, tuple) and len(result) == 2
+            if not (is_pair and isinstance(result[0], Tensor)):
                 raise ModelError(
                     f"{qualified_name(model)}.forward(inputs, labels=...) returned "
-                    f"{describe_value(found)}, and "
+                    f"{describe_value(result)}, and "
                     "not (loss, output): task.task alone computes a loss from an output"
                 )
-            losses.append(found[0])
-            return found[1]
+            losses.append(result[0])
+            return result[1]
 
-        output = self._task.answer(answer, inputs)  # type: ignore[arg-type]
+        output = self._task.answer(model_with_labels, inputs)  # type: ignore[arg-type]
         target = self._task.target_of(labels)
         self._task.check(output, target)
         scores = self._task.scores(output, target)

@@ -48,10 +48,12 @@ class GradientPenalty(nn.Module):
             score, list(sources), create_graph=True, allow_unused=self.wrt == "parameters"
         )
         if self.wrt == "inputs":
-            squares = gradients[0].flatten(1).square().sum(1)
+            squared_norm = gradients[0].flatten(1).square().sum(1)  # one for each sample
         else:
-            squares = torch.stack([g.square().sum() for g in gradients if g is not None]).sum()
+            squares = [g.square().sum() for g in gradients if g is not None]
+            squared_norm = torch.stack(squares).sum()
         if not self.target:
-            return squares
+            return squared_norm
         # The square root is not differentiable at 0.
-        return ((squares + 1e-12).sqrt() - self.target).square()
+        norm = (squared_norm + 1e-12).sqrt()
+        return (norm - self.target).square()

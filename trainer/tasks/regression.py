@@ -12,7 +12,7 @@ from regimen.trainer.tasks.supervised import Metrics, Scores, Shape, Supervised
 class Regression(Supervised):
     """Predict values; batches are `(inputs, values)`, values [n] or [n, outputs].
 
-    Of one output, both the model and the data set may give [n] or [n, 1].
+    With one output, the model and the data set may each return [n] or [n, 1].
 
     Reports `mae`, the mean absolute error, and `r2`, the coefficient of determination.
     """
@@ -25,11 +25,11 @@ class Regression(Supervised):
 
     def answer(self, model: nn.Module, inputs: Any) -> Tensor:
         """Return the values [n], or [n, outputs]."""
-        return _one_column_as_none(model(inputs))
+        return _squeeze_single_column(model(inputs))
 
     def target_of(self, target: Tensor) -> Tensor:
         """Return the values [n], or [n, outputs]."""
-        return _one_column_as_none(target)
+        return _squeeze_single_column(target)
 
     def shape(self, target: Tensor) -> Shape:
         """Return the shape of the values."""
@@ -40,7 +40,7 @@ class Regression(Supervised):
         return {"mae": ((output.detach() - target).abs().sum(), target.numel())}
 
 
-def _one_column_as_none(values: Tensor) -> Tensor:
+def _squeeze_single_column(values: Tensor) -> Tensor:
     """Return [n, 1] as [n]: compared with each other, the two would be broadcast to [n, n]."""
     if values.ndim == 2 and values.shape[1] == 1:
         return values.squeeze(1)

@@ -41,7 +41,7 @@ class Segmentation(Supervised):
         return output.argmax(1)
 
     def shape(self, target: Tensor) -> Shape:
-        """Return that of one logit for each class and pixel. Raises ModelError without masks."""
+        """Return [n, classes, H, W]. Raises ModelError for targets that are no masks."""
         if target.ndim < 2:
             raise ModelError(
                 f"segmentation takes masks [n, H, W] of class numbers, not {list(target.shape)}: "
@@ -51,6 +51,6 @@ class Segmentation(Supervised):
 
     def scores(self, output: Tensor, target: Tensor) -> Scores:
         """Count the pixels that are predicted correctly."""
-        labels, count = self.losses.counting(target)
-        right = how_many(output.detach().argmax(1) == labels)
-        return {"pixel_accuracy": (right, count)}
+        labels, count = self.losses.valid_labels(target)
+        correct = how_many(output.detach().argmax(1) == labels)
+        return {"pixel_accuracy": (correct, count)}

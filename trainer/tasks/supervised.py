@@ -20,24 +20,24 @@ Shape = Sequence[Any]  # of integers, as `Tensor.shape` is
 def pair_of(batch: Any) -> tuple[Any, Any]:
     """Return inputs and targets of a batch. Raises SampleError where a sample is no such pair."""
     if not isinstance(batch, list | tuple) or len(batch) != 2:
-        shown = (
-            "nothing (None)"
-            if batch is None
-            else f"samples that make a batch {describe_value(batch)}"
-        )
+        returned = "nothing (None)"
+        if batch is not None:
+            returned = f"samples that make a batch {describe_value(batch)}"
         names = [*batch][:2] if isinstance(batch, Mapping) else []
-        such = ", ".join(f"sample[{name!r}]" for name in names) or "inputs, target"
+        example = ", ".join(f"sample[{name!r}]" for name in names) or "inputs, target"
         raise SampleError(
-            f"the data set returned {shown}, and this task takes pairs: let __getitem__ return "
-            f"({such}), or write a task of your own"
+            f"the data set returned {returned}, and this task takes pairs: let __getitem__ return "
+            f"({example}), or write a task of your own"
         )
     inputs, target = batch
-    texts = isinstance(target, list | tuple) and any(isinstance(one, str) for one in target)
-    if target is None or texts:
-        shown = "None as a target" if target is None else f"texts as targets ({target[0]!r}, ...)"
+    is_text = isinstance(target, list | tuple) and any(isinstance(t, str) for t in target)
+    if target is None or is_text:
+        returned = (
+            "None as a target" if target is None else f"texts as targets ({target[0]!r}, ...)"
+        )
         raise SampleError(
-            f"the data set returned {shown}: let __getitem__ return a number for each sample, such "
-            "as self.classes.index(name) of a class"
+            f"the data set returned {returned}: let __getitem__ return a number for each sample, "
+            "such as self.classes.index(name) of a class"
         )
     return inputs, target
 
@@ -62,16 +62,17 @@ class Supervised(Task):
     ) -> None:
         """`own`: metrics of the task itself, in front of those that are given.
 
-        `ignore_index`: a label that no score and no metric counts, as that of the loss.
+        `ignore_index`: a label that no score and no metric counts; that of the loss neither.
         """
         self.losses = Losses(loss, ignore_index)
         self.count_names = self.losses.counted
-        named = {**own, **(metrics or {})}
-        self._metrics = {name: metric for name, metric in named.items() if metric is not None}
+        every = {**own, **(metrics or {})}
+        self._metrics = {name: metric for name, metric in every.items() if metric is not None}
         for name, metric in self._metrics.items():
-            if lacking := [n for n in ("reset", "update", "compute") if not hasattr(metric, n)]:
+            missing = [n for n in ("reset", "update", "compute") if not hasattr(metric, n)]
+            if missing:
                 raise ValueError(
-                    f"metrics.{name}: {qualified_name(metric)} has no {', '.join(lacking)}"
+                    f"metrics.{name}: {qualified_name(metric)} has no {', '.join(missing)}"
                 )
 
     def answer(self, model: nn.Module, inputs: Any) -> Any:
@@ -92,21 +93,23 @@ class Supervised(Task):
 
     def check(self, output: Any, target: Any) -> None:
         """Raise ModelError where the shape differs, which broadcasting could hide."""
-        if (wanted := self.shape(target)) is None:
+        shape = self.shape(target)
+        if shape is None:
             return
         if not isinstance(output, Tensor):
-            kind = "nothing (None)" if output is None else f"a {type(output).__name__}"
-            raise ModelError(f"the model returned {kind}, where the task takes a tensor")
-        if output.shape != tuple(wanted):
-            change = f"let the model's forward return {[*wanted]}"
-            if self.num_classes and output.ndim > 1 and output.shape[2:] == tuple(wanted[2:]):
-                change = (
+            returned = "nothing (None)" if output is None else f"a {type(output).__name__}"
+            raise ModelError(f"the model returned {returned}, where the task takes a tensor")
+        wanted = tuple(shape)
+        if output.shape != wanted:
+            solution = f"let the model's forward return {[*wanted]}"
+            if self.num_classes and output.ndim > 1 and output.shape[2:] == wanted[2:]:
+                solution = (
                     f"the model has {output.shape[1]} outputs for data.num_classes="
                     f"{self.num_classes}: give it as many (model.num_classes, if it takes that)"
                 )
             raise ModelError(
                 f"the model's output has shape {[*output.shape]}, but the targets, "
-                f"{[*target.shape]}, require {[*wanted]}: {change}"
+                f"{[*target.shape]}, require {[*wanted]}: {solution}"
             )
 
     def metric_names(self) -> list[str]:
@@ -114,12 +117,14 @@ class Supervised(Task):
         names = [*self.losses.names, *self.score_names]
         for name, metric in self._metrics.items():
             keys = getattr(metric, "keys", ())
-            several = isinstance(keys, list | tuple) and keys
-            names += [f"{name}_{key}" for key in keys] if several else [name]
+            if isinstance(keys, list | tuple) and keys:
+                names += [f"{name}_{key}" for key in keys]
+            else:
+                names.append(name)
         return names
 
     def modes(self) -> Mapping[str, str]:
-        """Add that accuracies of classes rise, whatever the classes are called."""
+        """Return the directions of the metrics, and "max" for the accuracy of each class."""
         modes = dict(super().modes())
         for name, metric in self._metrics.items():
             if isinstance(metric, PerClassAccuracy):
@@ -142,7 +147,7 @@ class Supervised(Task):
         """Compute loss and scores of `(inputs, target)`."""
         inputs, target = pair_of(batch)
         target = self.target_of(target)
-        inputs = self.losses.watched(inputs)
+        inputs = self.losses.prepare_inputs(inputs)
         return self._compute(self.answer(model, inputs), target, inputs, model)
 
     def evaluation_step(self, model: nn.Module, batch: Any) -> StepOutput:
@@ -156,7 +161,7 @@ class Supervised(Task):
         return result
 
     def update_metrics(self, output: Any, target: Any) -> None:
-        """Add a batch to the metrics; those that count classes are given `labels_of` it."""
+        """Add a batch to the metrics; those that count classes get `labels_of` the target."""
         for metric in self._metrics.values():
             if isinstance(metric, (ConfusionMatrix, Perplexity)):
                 metric.update(output, self.labels_of(target))
@@ -164,8 +169,8 @@ class Supervised(Task):
                 metric.update(output, target)
 
     def labels_of(self, target: Tensor) -> Tensor:
-        """Return the class of each place of a target; below 0 where the loss leaves it out."""
-        labels, _ = self.losses.counting(target)
+        """Return the class at each position of a target; below 0 where the loss ignores it."""
+        labels, _ = self.losses.valid_labels(target)
         return labels
 
     def prediction_step(self, model: nn.Module, batch: Any) -> Any:
@@ -182,11 +187,13 @@ class Supervised(Task):
         try:
             loss, counts = self.losses(output, target, inputs, model)
         except IndexError as error:  # torch's "Target 7 is out of bounds"
-            low, high = int(target.min()), int(target.max())
-            more = f"; with more classes set data.num_classes={high + 1}" if low >= 0 else ""
+            # The host waits for the labels: the run ends here.
+            low = int(target.min())
+            high = int(target.max())
+            solution = f"; with more classes set data.num_classes={high + 1}" if low >= 0 else ""
             raise SampleError(
                 f"labels from {low} to {high}, but data.num_classes={self.num_classes}: what the "
                 "data set returns as a label must be at least 0 and less than that: labels start "
-                f"at 0{more}"
+                f"at 0{solution}"
             ) from error
         return StepOutput(loss, counts, self.scores(output, target))

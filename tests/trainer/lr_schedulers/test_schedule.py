@@ -116,7 +116,7 @@ def test_the_curve_is_what_a_run_does(name: str, warmup: dict[str, int] | None) 
     assert torch.equal(torch.get_rng_state(), generator)
     assert over.learning_rates() == rates
     if name == "plateau":
-        schedule.tracks["optimizer"].watched = "never measured"
+        schedule.tracks["optimizer"].metric = "never measured"
     seen = walk(over, schedule)
     assert [step for step, _ in drawn["first"]] == list(range(TOTAL))
     pairs = zip(drawn["first"], drawn["default"], strict=True)
