@@ -69,10 +69,8 @@ class Index:
         """Read the index of `folder`: empty if missing, or damaged (with a warning)."""
         try:
             content = plain_json(regular(folder / INDEX).read_bytes())
-            files, names = (
-                {name: _entry(fields) for name, fields in content[key].items()}
-                for key in ("files", "names")
-            )
+            files = {name: _entry(fields) for name, fields in content["files"].items()}
+            names = {name: _entry(fields) for name, fields in content["names"].items()}
             for name in (*files, *names):
                 checked_name(name)
             for entry in (*files.values(), *names.values()):
@@ -90,13 +88,15 @@ class Index:
         write_json(folder / INDEX, asdict(self))
 
     def digests(self, path: Path) -> set[str] | None:
-        """Return the digests that a file may have; None where the index does not tell."""
+        """Return the digests that a file may have; None if the index does not list it."""
         if path.name in self.files:
             return {self.files[path.name].sha256}
-        # A name may already lead to a checkpoint that the index, written last, does not list yet.
-        listed = all(other.name in self.files for other in path.parent.glob("step-*.pt"))
-        if path.stem not in self.names or not listed:
+        if path.stem not in self.names:
             return None
+        for other in path.parent.glob("step-*.pt"):
+            # The index is written last: the name may already refer to this checkpoint.
+            if other.name not in self.files:
+                return None
         return {entry.sha256 for entry in (*self.files.values(), *self.names.values())}
 
 
@@ -116,14 +116,15 @@ def read_checkpoint(path: Path, attempts: int = 5) -> dict[str, Any]:
     """
     before = _identity(path)
     try:
-        known = Index.read(path.parent).digests(path)
-        payload = read_archive(path, crcs=known is None)
+        digests = Index.read(path.parent).digests(path)
+        payload = read_archive(path, crcs=digests is None)
         if not isinstance(payload, dict) or "format_version" not in payload:
             raise CheckpointError(f"{path}: not a checkpoint of a run: it has no format_version")
-        if (version := payload["format_version"]) != FORMAT_VERSION:
+        version = payload["format_version"]
+        if version != FORMAT_VERSION:
             order = ">" if isinstance(version, int) and version > FORMAT_VERSION else "<"
             raise CheckpointError(f"{path}: format {version!r} {order} supported {FORMAT_VERSION}")
-        if known is not None and digest(path) not in known:  # last, for the better error
+        if digests is not None and digest(path) not in digests:  # last, for the better error
             raise DamagedCheckpointError(f"{path}: the file changed after it was saved (sha256)")
         checkpoint_shards.check(payload, path)
     except DamagedCheckpointError:
@@ -135,8 +136,14 @@ def read_checkpoint(path: Path, attempts: int = 5) -> dict[str, Any]:
 
 def _identity(path: Path) -> list[tuple[int, int] | None]:
     """Return values that change when the file or its index is replaced."""
-    files = (path, path.parent / INDEX)
-    return [(f.stat().st_ino, f.stat().st_mtime_ns) if f.exists() else None for f in files]
+    identity: list[tuple[int, int] | None] = []
+    for file in (path, path.parent / INDEX):
+        if file.exists():
+            status = file.stat()
+            identity.append((status.st_ino, status.st_mtime_ns))
+        else:
+            identity.append(None)
+    return identity
 
 
 def read_whole(path: Path) -> dict[str, Any]:
@@ -151,29 +158,40 @@ def model_only(path: Path, average: bool = False) -> dict[str, Tensor]:
     weights (EMA, SWA) if a checkpoint has one. Raises CheckpointError.
     """
     if path.is_dir():
-        names = ("checkpoints/best.pt", "checkpoints/last.pt", "best.pt", "last.pt")
-        found = next((name for name in names if (path / name).is_file()), None)
-        if found is None:
-            raise CheckpointError(f"{path}: it contains neither best.pt nor last.pt")
-        try:
-            path = path_below(path, found)
-        except ForeignNameError as error:
-            raise CheckpointError(f"{path}: {error}") from error
+        path = _best_or_last(path)
     payload: Any = read_safetensors(path) if path.suffix == ".safetensors" else read_archive(path)
+    if isinstance(payload, Mapping) and "format_version" in payload:
+        payload = read_checkpoint(path)
+        payload = checkpoint_shards.read({k: payload[k] for k in _WEIGHTS if k in payload})
+        averaged = _averaged_model(payload) if average else None
+        if averaged is not None:
+            _log.info("%s: loading the average of the weights instead of the last ones", path)
+            payload = averaged
     if isinstance(payload, Mapping):
-        if "format_version" in payload:
-            payload = read_checkpoint(path)
-            payload = checkpoint_shards.read({k: payload[k] for k in _WEIGHTS if k in payload})
-            kept = (payload.get("ema"), *(payload.get("callbacks") or {}).values())
-            means = (k for k in kept if isinstance(k, Mapping) and k.get("averaged", 1))
-            if average and (mean := next((k for k in means if k.get("model")), None)):
-                _log.info("%s: loading the average of the weights instead of the last ones", path)
-                payload = mean
-        inner = next((payload[key] for key in _WEIGHT_KEYS if key in payload), payload)
-        tensors = inner.values() if isinstance(inner, Mapping) else ()
+        weights = next((payload[key] for key in _WEIGHT_KEYS if key in payload), payload)
+        tensors = weights.values() if isinstance(weights, Mapping) else ()
         if tensors and all(isinstance(value, Tensor) for value in tensors):
-            return {str(name): value for name, value in inner.items()}
+            return {str(name): value for name, value in weights.items()}
     raise CheckpointError(f"{path}: contains no weights: expected a dict of tensors")
+
+
+def _best_or_last(folder: Path) -> Path:
+    """Return the best checkpoint of a run directory, or of its checkpoints, or else the last."""
+    for name in ("checkpoints/best.pt", "checkpoints/last.pt", "best.pt", "last.pt"):
+        if (folder / name).is_file():
+            try:
+                return path_below(folder, name)
+            except ForeignNameError as error:
+                raise CheckpointError(f"{folder}: {error}") from error
+    raise CheckpointError(f"{folder}: it contains neither best.pt nor last.pt")
+
+
+def _averaged_model(payload: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return the state of the first callback that has averaged weights; None without any."""
+    for state in (payload.get("ema"), *(payload.get("callbacks") or {}).values()):
+        if isinstance(state, Mapping) and state.get("averaged", 1) and state.get("model"):
+            return state
+    return None
 
 
 def compare_names(
@@ -184,16 +202,18 @@ def compare_names(
     Raises CheckpointError with the first difference in the model's order, and a count of the rest.
     """
     saved = payload["model"]
-    pairs = {n: (form(saved.get(n)), form(model_state.get(n))) for n in {**model_state, **saved}}
-    misfits = [(name, *pair) for name, pair in pairs.items() if pair[0] != pair[1]]
-    if misfits:
-        name, inside, wanted = misfits[0]
-        more = f" (+{len(misfits) - 1} more)" if len(misfits) > 1 else ""
-        first = f"{name} is {inside} in it, {wanted} in the model{more}"
-        raise CheckpointError(f"{path}: " * bool(path) + f"does not fit the model: {first}")
+    differences = []
+    for name in {**model_state, **saved}:
+        found = describe_weight(saved.get(name))
+        expected = describe_weight(model_state.get(name))
+        if found != expected:
+            differences.append(f"{name} is {found} in it, {expected} in the model")
+    if differences:
+        more = f" (+{len(differences) - 1} more)" if len(differences) > 1 else ""
+        raise CheckpointError(f"{_prefix(path)}does not fit the model: {differences[0]}{more}")
 
 
-def form(value: Any) -> str:
+def describe_weight(value: Any) -> str:
     """Return dtype and shape of a tensor, as in `float32[64, 3, 3, 3]`, or the type of a value."""
     if isinstance(value, Tensor):
         return f"{value.dtype}{list(value.shape)}".removeprefix("torch.")
@@ -201,36 +221,50 @@ def form(value: Any) -> str:
 
 
 def check_payload(payload: Mapping[str, Any], path: Path | None) -> None:
-    """Raise CheckpointError, naming the first key that is missing or of the wrong kind.
+    """Raise CheckpointError, naming the first key that is missing or has the wrong type.
 
     A file can load safely and still hold anything: each reader of a run's state calls this first.
     """
-    for misfit in _misfits(payload):
-        raise CheckpointError(f"{path}: " * bool(path) + f"not a checkpoint of a run: {misfit}")
+    for problem in _payload_problems(payload):
+        raise CheckpointError(f"{_prefix(path)}not a checkpoint of a run: {problem}")
 
 
-def _misfits(payload: Mapping[str, Any]) -> Iterator[str]:
-    state: Any = payload.get("state")
-    for prefix, values, wanted in (("", payload, _PARTS), ("state.", state, _STATE)):
-        for key, kind in wanted.items():
-            if not isinstance(values.get(key), kind):
-                yield f"{prefix}{key} is missing, or no {kind.__name__}"
+def _prefix(path: Path | None) -> str:
+    return "" if path is None else f"{path}: "
+
+
+def _payload_problems(payload: Mapping[str, Any]) -> Iterator[str]:
+    yield from _wrong_types("", payload, _PARTS)
+    state: Any = payload["state"]
+    yield from _wrong_types("state.", state, _STATE)
     counters: Any = {"epoch_samples": 0, **state["counters"]}  # which earlier versions lack
     for name in TrainState().state_dict():
         count = counters.get(name)
         if type(count) is not int or count < 0:
             yield f"state.counters.{name} is no count but {count!r}"[:200]
-    pending, visited = [payload], 0  # a value that stands in several places is visited in each
+
+    pending: list[Any] = [payload]
+    visited = 0  # a value that several containers share is visited in each of them
     while pending:
-        member, visited = pending.pop(), visited + 1
+        member = pending.pop()
+        visited += 1
         if visited > _MOST_VALUES:
             yield f"it expands to more than {_MOST_VALUES} values"
         if isinstance(member, Tensor):
-            whole = member.is_meta or member.layout is not torch.strided
-            if not whole and member.nbytes > member.untyped_storage().nbytes():
+            # A view with strides of 0 may claim any size, and a copy of it would have that size.
+            has_storage = not member.is_meta and member.layout is torch.strided
+            if has_storage and member.nbytes > member.untyped_storage().nbytes():
                 yield f"a tensor of {list(member.shape)} is larger than what is stored of it"
-        elif isinstance(member, dict | list | tuple | set):
-            pending.extend(member.values() if isinstance(member, dict) else member)
+        elif isinstance(member, dict):
+            pending.extend(member.values())
+        elif isinstance(member, list | tuple | set):
+            pending.extend(member)
+
+
+def _wrong_types(prefix: str, values: Any, types: Mapping[str, type]) -> Iterator[str]:
+    for key, kind in types.items():
+        if not isinstance(values.get(key), kind):
+            yield f"{prefix}{key} is missing, or no {kind.__name__}"
 
 
 @contextmanager
@@ -241,6 +275,7 @@ def taking_over(what: str) -> Iterator[None]:
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         if hasattr(error, "exit_code") or lacks_memory(error) or device_failed(error):
             raise
-        line = (str(error).strip().splitlines() or [""])[0][:500]
-        reason = f"{type(error).__name__}: {line}"
-        raise CheckpointError(f"{what} of the checkpoint cannot be loaded: {reason}") from error
+        first_line = (str(error).strip().splitlines() or [""])[0][:500]
+        raise CheckpointError(
+            f"{what} of the checkpoint cannot be loaded: {type(error).__name__}: {first_line}"
+        ) from error

@@ -125,8 +125,13 @@ class Optimizers:
             problems.append(Problem("", "the optimizer has parameters that are not in the model"))
         missing = [p.name for p in parameters if p.tensor.requires_grad and p.tensor not in uses]
         if missing:
-            hint = "add them, or freeze them with requires_grad_(False)"
-            problems.append(Problem("", f"no optimizer has {truncated_list(missing)}", hint))
+            problems.append(
+                Problem(
+                    "",
+                    f"no optimizer has {truncated_list(missing)}",
+                    "add them, or freeze them with requires_grad_(False)",
+                )
+            )
         repeated = [names[p] for p, count in uses.items() if count > 1 and p in names]
         if repeated:
             problems.append(Problem("", f"two groups have {truncated_list(repeated)}"))

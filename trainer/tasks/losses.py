@@ -182,7 +182,8 @@ class Losses:
                 # Ignored labels may be no index of the weights: any weight will do, it is left out.
                 indices = target.clamp(min=0, max=len(loss.weight) - 1)
                 weights = loss.weight.to(target.device)[indices]
-                counts[name] = (weights * (target != loss.ignore_index)).sum()
+                is_valid = target != loss.ignore_index
+                counts[name] = (weights * is_valid).sum()
         return counts
 
     def prepare_inputs(self, inputs: Any) -> Any:

@@ -181,8 +181,13 @@ class Supervised(Task):
         try:
             self.check(output, target)
         except ModelError as error:
-            given = f"{qualified_name(model)}.forward was given {describe_value(inputs)}"
-            error.change(lambda p: replace(p, message=f"{p.message} ({given})"))
+            error.change(
+                lambda problem: replace(
+                    problem,
+                    message=f"{problem.message} ({qualified_name(model)}.forward was given "
+                    f"{describe_value(inputs)})",
+                )
+            )
             raise
         try:
             loss, counts = self.losses(output, target, inputs, model)

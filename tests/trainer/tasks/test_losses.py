@@ -172,7 +172,10 @@ def test_terms_are_logged_and_penalties_are_of_training_alone():
         (lambda: GradientPenalty("inputs", nn.CrossEntropyLoss()), "reduction: sum"),
         (lambda: GradientPenalty("parameters"), "needs a loss"),
         (lambda: Losses(GradientPenalty()), "only gradient penalties"),
-        (lambda: Losses(penalised("of the loss")).watched(torch.zeros(2).long()), "floating-point"),
+        (
+            lambda: Losses(penalised("of the loss")).prepare_inputs(torch.zeros(2).long()),
+            "floating-point",
+        ),
     ],
 )
 def test_what_cannot_be_penalised_is_refused(make, message):
