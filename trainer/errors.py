@@ -1,7 +1,7 @@
-"""The failures a run can end with, and what is said of an error in code that a user wrote.
+"""The failures a run can end with, and descriptions of errors in code that a user wrote.
 
-Each failure knows its exit code, and its text names the way out. What is said of a user's code is
-read from the traceback of an error on its way: a run that goes well pays nothing. Needs no torch.
+Each failure has an exit code, and its text names a solution. Errors in a user's code are described
+from their tracebacks: a run without errors pays nothing. Needs no torch.
 """
 
 import inspect
@@ -20,24 +20,24 @@ from typing import Any, NoReturn
 from regimen.conf.errors import ConfigError, lacks_memory
 from regimen.conf.layout import PACKAGES, ROOT
 
-# What ends a run, and the exit code that goes with it. SIGUSR1 is what batch systems send ahead of
-# a preemption, SIGHUP what a terminal sends that is closed: both count as SIGTERM.
+# The signals that end a run, and their exit codes. Batch systems send SIGUSR1 ahead of a preemption,
+# a terminal sends SIGHUP when it is closed: both count as SIGTERM.
 EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGUSR1: 143, signal.SIGHUP: 143}
 
-# What torch's and our modules raise for tensors that do not fit each other.
+# The types of errors that torch's and our modules raise for tensors that do not fit each other.
 SHAPE_ERRORS = (RuntimeError, TypeError, ValueError, LookupError, AttributeError)
-# Packages whose errors are not attributed to the user's code; of them those whose errors come from
-# another process, or hide where they come from.
+# Packages whose errors are not attributed to the user's code.
 _LIBRARIES = (
     *("torch", "torchvision", "timm", "torchmetrics", "hydra"),
     *("regimen.models", "regimen.trainer", "regimen.data"),
 )
+# Those among them whose errors come from another process, or hide where they come from.
 _FOREIGN = ("torch.distributed", "torch.nn.parallel", "torch._utils", "torch.accelerator")
 # How the drivers of devices begin their errors: CUDA error, HIP error, XPU error.
 _DEVICE_ERROR = re.compile(r"\b[A-Z]{3,} error\b")
-# What says that a device cannot compute something, which has nothing to do with shapes: an operator
-# that it lacks; a library's error or status (cuDNN error, miopenStatusUnknownError, synStatus=26,
-# PI_ERROR_INVALID_QUEUE); a kernel or a format that is not there.
+# Messages of a device that cannot compute something, whatever the shapes: it lacks an operator; a
+# library reports an error or a status (cuDNN error, miopenStatusUnknownError, synStatus=26,
+# PI_ERROR_INVALID_QUEUE); a kernel or a format is missing.
 _KINDS = r"(\w* )?(device|backend|framework|CUDA|HIP|ROCm|MPS|XPU|NPU|HPU|MUSA|MTIA|GPU)s?\b"
 _REFUSED_BY_DEVICE = re.compile(
     r"'\w+::[\w.]+'.* (from|for|on) the |\boperator\b.* not (currently )?(implemented|supported)"
@@ -50,8 +50,8 @@ _REFUSED_BY_DEVICE = re.compile(
     rf"|not (currently |yet )?(supported|implemented) (on|by|in|for) (the )?'?{_KINDS}"
 )
 _ON_CPU = re.compile(r"(from|for|on) the '?\w*CPU\b")
-# What an error says, and the smallest change that helps. `{}` takes the groups.
-_CHANGES = {
+# Patterns of messages, and the smallest change that helps: `{}` are the groups of the pattern.
+_SOLUTIONS = {
     r"mat1 and mat2 shapes cannot be multiplied \(\d+x(\d+) and (\d+)x\d+\)": (
         "the layer expects {1} features and got {0}: build it with in_features={0}"
     ),
@@ -81,9 +81,9 @@ _LESS_MEMORY = (
 
 
 def stopping_signals() -> list[signal.Signals]:
-    """Return the signals that end a run here: under nohup a closed terminal is none of them."""
-    left_alone = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    return [n for n in EXIT_CODES if not (left_alone and n == signal.SIGHUP)]
+    """Return the signals that end a run here: nohup ignores SIGHUP, and so does a run under it."""
+    ignores_hangup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [n for n in EXIT_CODES if not (ignores_hangup and n == signal.SIGHUP)]
 
 
 class RunError(Exception):
@@ -164,12 +164,13 @@ def describe_value(value: Any) -> str:
     if hasattr(value, "dtype") and hasattr(value, "shape"):
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
     if isinstance(value, Mapping):
-        return (
-            "{" + ", ".join(f"{key}: {describe_value(v)}" for key, v in [*value.items()][:8]) + "}"
-        )
+        entries = [f"{key}: {describe_value(v)}" for key, v in [*value.items()][:8]]
+        return "{" + ", ".join(entries) + "}"
     if isinstance(value, (list, tuple)):
-        kind = "(" + ", ".join(describe_value(child) for child in value[:4])
-        return kind + (", ...)" if len(value) > 4 else ")")
+        children = [describe_value(child) for child in value[:4]]
+        if len(value) > 4:
+            children.append("...")
+        return "(" + ", ".join(children) + ")"
     if value is None or isinstance(value, bool | int | float):
         return str(value)
     return type(value).__name__
@@ -183,51 +184,61 @@ def qualified_name(thing: Any) -> str:
 
 
 def is_user_code(file: str) -> bool:
-    """Return whether a file of code is the user's: neither ours, nor installed, nor Python's."""
+    """Return whether a file of code is the user's: not ours, not installed, not Python's."""
     if file.startswith("<"):
         return file.startswith(("<ipython", "<stdin>"))
     path = Path(file)
-    installed = {"site-packages", "dist-packages"} & set(path.parts)
-    if installed or path.is_relative_to(sysconfig.get_path("stdlib")):
+    is_installed = "site-packages" in path.parts or "dist-packages" in path.parts
+    if is_installed or path.is_relative_to(sysconfig.get_path("stdlib")):
         return False
     return not (path.is_relative_to(ROOT) and path.relative_to(ROOT).parts[0] in PACKAGES)
 
 
 def describe_user_error(error: BaseException) -> str | None:
-    """Say on one line where the user's code failed, with what; None where it did not."""
+    """Summarize in one line where in user code `error` arose, with which arguments.
+
+    None if it did not arise in user code.
+    """
     if hasattr(error, "exit_code") or not isinstance(error, Exception | SystemExit):
         return None
-    # The target for which a module of the user's was being imported.
-    asked = getattr(error, "imported_for", None)
-    target = f" (imported for the _target_ {asked!r})" if asked else ""
+    # Set where a module of the user's is imported for a `_target_`.
+    target = getattr(error, "imported_for", None)
+    suffix = f" (imported for the _target_ {target!r})" if target else ""
     if isinstance(error, SyntaxError) and error.filename and is_user_code(error.filename):
-        return f"{error.filename}, line {error.lineno}, is not Python: {error.msg}{target}"
+        return f"{error.filename}, line {error.lineno}, is not Python: {error.msg}{suffix}"
+
     frames = list(walk_tb(error.__traceback__))
-    theirs = [i for i, (frame, _) in enumerate(frames) if is_user_code(frame.f_code.co_filename)]
-    if not theirs:
+    user_frames = [i for i, (f, _) in enumerate(frames) if is_user_code(f.f_code.co_filename)]
+    if not user_frames:
         return None
-    frame, line = frames[theirs[-1]]
-    module, name = frame.f_globals.get("__name__", "?"), frame.f_code.co_qualname
-    place = f"module {module}" if name == "<module>" else f"{module}.{name}"
-    given = [f"{name}={describe_value(value)}" for name, value in _arguments(frame)[:6]]
-    shown = f" with {', '.join(given)}" if given else ""
+    innermost = user_frames[-1]
+    frame, line = frames[innermost]
+    code = frame.f_code
+    function = f"{frame.f_globals.get('__name__', '?')}.{code.co_qualname}"
+    if code.co_qualname == "<module>":
+        function = f"module {frame.f_globals.get('__name__', '?')}"
+    arguments = [f"{name}={describe_value(value)}" for name, value in _arguments(frame)[:6]]
+    given = f" with {', '.join(arguments)}" if arguments else ""
     reason = f"{type(error).__name__}: {short_message(error)}".rstrip(": ")
-    said = f"{place} ({frame.f_code.co_filename}, line {line}){shown}: {reason}"
-    parts = said, _layer(frames[theirs[-1] :]), _change_for(str(error))
-    return "; ".join(filter(None, parts)) + target
+    parts = (
+        f"{function} ({code.co_filename}, line {line}){given}: {reason}",
+        _innermost_layer(frames[innermost:]),
+        _solution(str(error)),
+    )
+    return "; ".join(filter(None, parts)) + suffix
 
 
 def device_failed(error: BaseException) -> bool:
-    """Return whether an accelerator failed, whatever the code asked of it."""
+    """Return whether an accelerator itself failed."""
     if type(error).__name__ == "AcceleratorError":
         return True
     return isinstance(error, RuntimeError) and bool(_DEVICE_ERROR.search(str(error)))
 
 
 def refused_by_device(error: BaseException) -> bool:
-    """Return whether a device lacks what torch asked of it, or a library of its own failed.
+    """Return whether a device cannot compute what torch asked of it, or a library of it failed.
 
-    Told by the type of an error and, since each vendor has words of its own, by many of them.
+    Recognized by the type of the error and by its message, in the words of each vendor.
     """
     # TypeError: what MPS raises for a format that it lacks.
     if not isinstance(error, RuntimeError | TypeError):
@@ -241,8 +252,8 @@ def explain_shape_error(
 ) -> RunError | None:
     """Return the error to raise if a batch does not fit; None if something else failed.
 
-    An error in the user's own code keeps its traceback; so does one of memory, of a device or of
-    another process. `updates`: the number of updates before; `later`: what is said after one.
+    Errors in the user's own code keep their traceback; so do those of memory, of a device or of
+    another process. `updates`: the number of updates before; `later`: the message after the first.
     """
     if "more than 1 value per channel" in str(error):
         return SampleError(
@@ -271,10 +282,10 @@ def explain_shape_error(
         return ModelError(f"task.loss does not take the model's output and the targets: {reason}")
     if updates:
         return SampleError(f"{later}: {reason}")
-    change = _change_for(reason) or (
+    solution = _solution(reason) or (
         "do model, data (channels, image size, classes), transforms and task agree?"
     )
-    parts = f"model and data do not fit: {reason}", _layer(frames), change
+    parts = (f"model and data do not fit: {reason}", _innermost_layer(frames), solution)
     return ModelError("; ".join(filter(None, parts)))
 
 
@@ -294,34 +305,37 @@ def _is_of_library(module: str) -> bool:
     return any(module == name or module.startswith(f"{name}.") for name in _LIBRARIES)
 
 
-def _change_for(message: str) -> str | None:
-    for pattern, change in _CHANGES.items():
-        if found := re.search(pattern, message):
-            return change.format(*found.groups())
+def _solution(message: str) -> str | None:
+    for pattern, solution in _SOLUTIONS.items():
+        match = re.search(pattern, message)
+        if match:
+            return solution.format(*match.groups())
     return None
 
 
-def _layer(frames: Sequence[tuple[FrameType, int]]) -> str | None:
-    # The innermost layer that was at work within the first module, and its input.
+def _innermost_layer(frames: Sequence[tuple[FrameType, int]]) -> str | None:
+    """Describe the innermost layer that was running within the outermost module, and its input."""
     modules = [f for f, _ in frames if hasattr(f.f_locals.get("self"), "named_modules")]
     for frame in reversed(modules):
-        layer, whole = frame.f_locals["self"], modules[0].f_locals["self"]
-        name = next((name for name, child in whole.named_modules() if child is layer), "")
+        layer = frame.f_locals["self"]
+        model = modules[0].f_locals["self"]
+        name = next((name for name, child in model.named_modules() if child is layer), "")
         if name and frame.f_code.co_name == "forward":
             given = ", ".join(describe_value(value) for _, value in _arguments(frame))
-            text = " ".join(repr(layer).split())
-            kind = text if len(text) <= 100 else type(layer).__name__
+            kind = " ".join(repr(layer).split())
+            if len(kind) > 100:
+                kind = type(layer).__name__
             return f"{name}, {kind}, was given {given}"
     return None
 
 
 def _arguments(frame: FrameType) -> list[tuple[str, Any]]:
-    names, _, _, values = inspect.getargvalues(frame)  # as they are now
+    names, _, _, values = inspect.getargvalues(frame)  # as they are when the error arose
     return [(n, values[n]) for n in names if n not in ("self", "cls") and n in values]
 
 
 def short_message(error: Exception | SystemExit) -> str:
-    """Return what an error says, as one line that is not too long."""
+    """Return the message of an error as one line of at most 500 characters."""
     return " ".join(str(error).split())[:500]
 
 
@@ -329,8 +343,9 @@ def exit_code(error: BaseException) -> int:
     """Return the exit code of an exception; 1 for an unexpected one."""
     if isinstance(error, KeyboardInterrupt):
         return 130
-    gave_out = lacks_memory(error) or device_failed(error)
-    code = 8 if gave_out else getattr(error, "exit_code", 1)
+    if lacks_memory(error) or device_failed(error):
+        return ResourceError.exit_code
+    code = getattr(error, "exit_code", 1)
     return code if isinstance(code, int) else 1
 
 
@@ -342,7 +357,9 @@ def describe(error: BaseException) -> str:
         return f"out of memory: {first or 'no memory is left'}; {_LESS_MEMORY}"
     if hasattr(error, "exit_code") or exit_code(error) != 1:
         return text or type(error).__name__
-    said = describe_user_error(error) or f"{type(error).__name__}: {first}".rstrip(": ")
+    message = describe_user_error(error) or f"{type(error).__name__}: {first}".rstrip(": ")
     if refused_by_device(error):
-        return f"{said}; the device cannot compute this: strategy.accelerator=cpu does without it"
-    return said
+        return (
+            f"{message}; the device cannot compute this: strategy.accelerator=cpu does without it"
+        )
+    return message

@@ -21,7 +21,7 @@ from regimen.data.batch import map_tensors
 from regimen.trainer.errors import CheckpointError, ResourceError, StorageError
 from regimen.trainer.files.atomic import regular, replacing
 
-_FOLDER = 0x10  # among the attributes of an archive's entry
+_IS_FOLDER = 0x10  # a flag in the attributes of an archive's entry
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
 
@@ -54,33 +54,34 @@ def plain(value: Any) -> Any:
 
 def plain_part(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entries of `values` that are plain; others, such as functions, are left out."""
-    kept = {}
+    entries = {}
     for key, value in values.items():
         with suppress(NotPlainError):
-            kept[key] = plain(value)
-    return kept
+            entries[key] = plain(value)
+    return entries
 
 
 def on_host(tree: Any, copy: Callable[[Tensor], Tensor] = Tensor.cpu) -> Any:
     """Return `tree` with its tensors on the CPU; what was one tensor (tied weights) stays one.
 
-    Sharded tensors (DTensor) and those on the meta device stay as they are.
+    Sharded tensors (DTensor) and those on the meta device stay as they are. Waits for the device,
+    unless `copy` does not.
     """
     copies = {}
 
-    def moved(tensor: Tensor) -> Tensor:
+    def to_host(tensor: Tensor) -> Tensor:
         if tensor.is_meta or hasattr(tensor, "device_mesh"):
             return tensor
         tensor = tensor.detach()
         if tensor.layout is not torch.strided:
             return tensor.cpu().clone()
         storage = tensor.untyped_storage().data_ptr()
-        place = (storage, tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride())
-        if place not in copies:
-            copies[place] = copy(tensor)
-        return copies[place]
+        view = (storage, tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride())
+        if view not in copies:
+            copies[view] = copy(tensor)
+        return copies[view]
 
-    return map_tensors(moved, tree)
+    return map_tensors(to_host, tree)
 
 
 def write_archive(path: Path, payload: Any) -> None:
@@ -88,14 +89,16 @@ def write_archive(path: Path, payload: Any) -> None:
     with replacing(path) as file:
         try:
             torch.save(payload, file)
-        except (RuntimeError, MemoryError) as error:  # what torch's archive writer makes of others
+        except (RuntimeError, MemoryError) as error:
+            # torch's archive writer raises its own errors: the cause is in their context.
             cause: BaseException | None = error
             while cause is not None:
                 if isinstance(cause, OSError):
                     raise cause from None
                 if lacks_memory(cause):
-                    message = "no memory left; the earlier checkpoints are whole"
-                    raise ResourceError(f"cannot write {path}: {message}") from error
+                    raise ResourceError(
+                        f"cannot write {path}: no memory left; the earlier checkpoints are whole"
+                    ) from error
                 cause = cause.__context__
             raise
 
@@ -107,7 +110,7 @@ def read_archive(path: Path, crcs: bool = True) -> Any:
     CheckpointError if the file holds anything but tensors and plain values.
     """
     try:
-        # Warnings are about old formats.
+        # torch warns of old formats, which are read all the same.
         with open(regular(path), "rb") as file, warnings.catch_warnings(action="ignore"):
             if file.read(2) == b"PK":
                 _check(path, file, crcs)
@@ -138,11 +141,12 @@ def _check(path: Path, file: BinaryIO, crcs: bool) -> None:
             entries = archive.infolist()
             # Readers differ in which of two entries of a name they take; torch's ignores case.
             names = {entry.filename.casefold() for entry in entries}
-            # Of an entry marked as a folder torch's reader reads nothing: the memory stays as it
-            # was. Compressed entries, or such as overlap, can expand without bound.
-            odd = any(entry.compress_type or entry.external_attr & _FOLDER for entry in entries)
-            large = sum(entry.file_size for entry in entries) > path.stat().st_size
-            damaged = odd or large or len(names) < len(entries) or bool(crcs and archive.testzip())
+            is_ambiguous = len(names) < len(entries)
+            # torch's reader skips entries flagged as folders and leaves the tensor uninitialized.
+            # Compressed entries can expand without bound, and so can entries that overlap.
+            is_odd = any(e.compress_type or e.external_attr & _IS_FOLDER for e in entries)
+            expands = sum(e.file_size for e in entries) > path.stat().st_size
+            damaged = is_odd or expands or is_ambiguous or bool(crcs and archive.testzip())
     except MemoryError:
         raise
     except Exception:  # zipfile raises about ten types for damaged archives
@@ -155,19 +159,29 @@ def _check(path: Path, file: BinaryIO, crcs: bool) -> None:
 
 def _refusal(path: Path, error: Exception) -> CheckpointError:
     """Return the reason why torch refuses `path`, without its advice to load it unsafely."""
-    named = re.search(r"GLOBAL ([\w.]+)", str(error))
-    name, strings = named and named[1], [""]
-    with open(path, "rb") as file, suppress(Exception):  # of bytes that are no pickle
-        # torch does not read protocols above 2, and does not name what they import.
-        for opcode, argument, _ in () if name else pickletools.genops(file):
-            if opcode.name == "STACK_GLOBAL":
-                name = ".".join(strings[-2:])
-                break
-            strings += [argument] if isinstance(argument, str) else []
+    match = re.search(r"GLOBAL ([\w.]+)", str(error))
+    name = match[1] if match else _first_import(path)
     if name is None:
         return DamagedCheckpointError(f"{path}: not a checkpoint, or a damaged one")
-    allowed = "only tensors, plain containers, numbers and strings are loaded"
-    return CheckpointError(f"{path}: refused: contains code ({name}); {allowed}")
+    return CheckpointError(
+        f"{path}: refused: contains code ({name}); only tensors, plain containers, numbers and "
+        "strings are loaded"
+    )
+
+
+def _first_import(path: Path) -> str | None:
+    """Return the first name that a pickle of a protocol above 2 imports; None without any.
+
+    torch does not read these protocols, and does not name what they import.
+    """
+    strings = [""]
+    with open(path, "rb") as file, suppress(Exception):  # the bytes may be no pickle
+        for opcode, argument, _ in pickletools.genops(file):
+            if opcode.name == "STACK_GLOBAL":
+                return ".".join(strings[-2:])
+            if isinstance(argument, str):
+                strings.append(argument)
+    return None
 
 
 def read_safetensors(path: Path) -> dict[str, Tensor]:
@@ -184,11 +198,12 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
 def write_safetensors(
     path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Replace `path` by a file of these tensors, and of text about them. Raises StorageError.
+    """Replace `path` by a file of these tensors, and text metadata. Raises StorageError.
 
     Tied weights are written once for each name: the format has no shared tensors.
     """
-    values, storages = {}, set()
+    values = {}
+    storages = set()
     for name, tensor in tensors.items():
         value = tensor.detach().cpu().contiguous()
         storage = value.untyped_storage().data_ptr()

@@ -9,7 +9,7 @@ import pickle
 import shutil
 import uuid
 import warnings
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, BinaryIO
@@ -25,13 +25,13 @@ from regimen.trainer.files.names import ForeignNameError, path_below
 
 SUFFIX = ".shards"
 _DESCRIPTION = ".metadata"
-# What .metadata may name; torch would unpickle any other, and run its code.
-_PLAIN = {
+# The classes that .metadata may name; torch would unpickle any other, and run its code.
+_ALLOWED = {
     *("Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "TensorProperties"),
     *("ChunkStorageMetadata", "_MEM_FORMAT_ENCODING", "_StorageInfo", "_get_layout", "Size"),
     *("PosixPath", "WindowsPath", "PurePosixPath"),
 }
-_FROM = ("torch", "torch.serialization", "pathlib", "pathlib._local")
+_ALLOWED_MODULES = ("torch", "torch.serialization", "pathlib", "pathlib._local")
 _CHECKPOINT = "torch.distributed.checkpoint"
 
 
@@ -44,15 +44,18 @@ def write(payload: Mapping[str, Any], target: Path, group: Group) -> dict[str, A
 
     tensors = {}
 
-    def taken(path: str, tensor: Tensor) -> Tensor:
+    def extract(path: str, tensor: Tensor) -> Tensor:
         if not hasattr(tensor, "device_mesh"):
             return tensor
         tensors[path] = tensor
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
-    outline = _mapped(payload, taken)
-    name = f"{target.stem}-{group.broadcast(uuid.uuid4().hex[:8])}{SUFFIX}"
-    temporary, folder = target.with_name(f"{TEMPORARY}{name}"), target.with_name(name)
+    outline = _map_with_paths(payload, extract)
+    # All processes write into one folder, so the first one chooses its name.
+    suffix = group.broadcast(uuid.uuid4().hex[:8])
+    name = f"{target.stem}-{suffix}{SUFFIX}"
+    temporary = target.with_name(f"{TEMPORARY}{name}")
+    folder = target.with_name(name)
     try:
         writer = dcp.FileSystemWriter(temporary)
         dcp.save(tensors, storage_writer=writer, process_group=group.control)
@@ -63,8 +66,10 @@ def write(payload: Mapping[str, Any], target: Path, group: Group) -> dict[str, A
         if isinstance(error, OSError):
             raise storage_error(target, error) from None
         raise StorageError(f"cannot write {target}: {error}") from None
-    own = {path.name: digest(path) for path in temporary.glob(f"__{group.rank}_*")}
-    files = {name: sha256 for part in group.gather(own) for name, sha256 in part.items()}
+
+    # Each process hashes the files that it wrote; the outline lists the digests of all.
+    digests = {path.name: digest(path) for path in temporary.glob(f"__{group.rank}_*")}
+    files = {name: sha256 for part in group.gather(digests) for name, sha256 in part.items()}
 
     def move() -> None:
         files[_DESCRIPTION] = digest(temporary / _DESCRIPTION)
@@ -87,20 +92,21 @@ def check(payload: Mapping[str, Any], path: Path) -> None:
         return
     try:
         folder = path_below(path.resolve().parent, shards["folder"])
-        known = {path_below(folder, name): sha256 for name, sha256 in shards["files"].items()}
+        digests = {path_below(folder, name): sha256 for name, sha256 in shards["files"].items()}
     except ForeignNameError as error:
         raise CheckpointError(f"{path}: refused: of its shards {error}") from None
     except (TypeError, KeyError, AttributeError) as error:
         raise CheckpointError(f"{path}: its list of shards is malformed: {error!r:.200}") from None
-    if folder / _DESCRIPTION not in known:
+    if folder / _DESCRIPTION not in digests:
         raise CheckpointError(f"{path}: its list of shards is malformed: no {_DESCRIPTION}")
-    for file, sha256 in known.items():
+    for file, sha256 in digests.items():
         try:
-            same = digest(file) == sha256
+            is_unchanged = digest(file) == sha256
         except OSError as error:
-            reason = f"{path}: cannot read its shard {file}: {error.strerror}"
-            raise DamagedCheckpointError(reason) from error
-        if not same:
+            raise DamagedCheckpointError(
+                f"{path}: cannot read its shard {file}: {error.strerror}"
+            ) from error
+        if not is_unchanged:
             raise DamagedCheckpointError(f"{path}: its shard {file} changed after it was saved")
     shards["folder"] = str(folder)
 
@@ -111,16 +117,20 @@ def read(
     """Return `payload` with the values of its sharded tensors, unsharded on the host.
 
     Tensors below the name of one of `parameters` are sharded like it, and each process reads its
-    own part only.
+    own part only. Raises CheckpointError.
     """
     if payload.get("shards") is None:
         return dict(payload)
     dcp = importlib.import_module(_CHECKPOINT)
 
-    folder, owners = Path(payload["shards"]["folder"]), parameters or {}
+    folder = Path(payload["shards"]["folder"])
+    files = payload["shards"]["files"]
+    _check_size(payload, folder, files)
+
+    owners = parameters or {}
     tensors = dict[str, Any]()
 
-    def room_for(path: str, tensor: Tensor) -> Any:
+    def allocate(path: str, tensor: Tensor) -> Any:
         if tensor.device.type != "meta":
             return tensor
         owner: Any = next((owners[n] for n in reversed(path.split("/")) if n in owners), None)
@@ -130,25 +140,17 @@ def read(
             tensors[path] = torch.empty(tensor.shape, dtype=tensor.dtype)
         return tensors[path]
 
-    wanted = list[int]()
-    _mapped(payload, lambda _, tensor: wanted.append(tensor.nbytes if tensor.is_meta else 0))
-    files = payload["shards"]["files"]
-    stored = sum((folder / name).stat().st_size for name in files)
-    if sum(wanted) > stored:  # found before the memory is asked for
-        raise CheckpointError(
-            f"{folder}: {sum(wanted)} bytes of tensors cannot be in files of {stored} bytes"
-        )
-    filled: dict[str, Any] = _mapped(payload, room_for)
+    filled: dict[str, Any] = _map_with_paths(payload, allocate)
     try:
         with open(folder / _DESCRIPTION, "rb") as file:
-            described = _description(file, files)
+            metadata = _read_metadata(file, files)
     except CheckpointError as error:
         raise CheckpointError(f"{folder / _DESCRIPTION}: {error}") from None
     except Exception as error:  # unpickling damaged bytes can raise any type
         raise DamagedCheckpointError(f"{folder / _DESCRIPTION}: cannot be read: {error}") from error
 
     reader = dcp.FileSystemReader(folder)
-    reader.read_metadata = lambda *_, **__: described
+    reader.read_metadata = lambda *_, **__: metadata
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
@@ -161,46 +163,58 @@ def read(
     return filled
 
 
-def _mapped(tree: Any, leaf: Callable[[str, Tensor], Any], path: str = "") -> Any:
+def _check_size(payload: Mapping[str, Any], folder: Path, files: Iterable[str]) -> None:
+    """Raise CheckpointError for tensors larger than the files, before memory is allocated."""
+    sizes = list[int]()
+    _map_with_paths(payload, lambda _, t: sizes.append(t.nbytes if t.is_meta else 0))
+    stored = sum((folder / name).stat().st_size for name in files)
+    if sum(sizes) > stored:
+        raise CheckpointError(
+            f"{folder}: {sum(sizes)} bytes of tensors cannot be in files of {stored} bytes"
+        )
+
+
+def _map_with_paths(tree: Any, leaf: Callable[[str, Tensor], Any], path: str = "") -> Any:
     """Return nested dicts, lists and tuples with `leaf(path, tensor)` in place of each tensor."""
     if isinstance(tree, Tensor):
         return leaf(path, tree)
     if isinstance(tree, Mapping):
-        return {key: _mapped(value, leaf, f"{path}/{key}") for key, value in tree.items()}
+        return {key: _map_with_paths(v, leaf, f"{path}/{key}") for key, v in tree.items()}
     if isinstance(tree, list | tuple):
-        return type(tree)(_mapped(value, leaf, f"{path}/{i}") for i, value in enumerate(tree))
+        return type(tree)(_map_with_paths(v, leaf, f"{path}/{i}") for i, v in enumerate(tree))
     return tree
 
 
-def _description(file: BinaryIO, files: Container[str]) -> Any:
-    """Return torch's description of shards, made anew from the plain values of a `.metadata`.
+def _read_metadata(file: BinaryIO, files: Container[str]) -> Any:
+    """Return torch's `Metadata` of shards, built again from the plain values of a `.metadata`.
 
     Raises CheckpointError for code and for a file that is none of `files`; for values of another
     form whatever their use raises.
     """
-    kinds = importlib.import_module(f"{_CHECKPOINT}.metadata")
-    told = _Unpickler(file).load().state
+    classes = importlib.import_module(f"{_CHECKPOINT}.metadata")
+    stored = _Unpickler(file).load().state
     tensors = {}
-    for name, tensor in told["state_dict_metadata"].items():
+    for name, tensor in stored["state_dict_metadata"].items():
         chunks = [
-            kinds.ChunkStorageMetadata(_size(chunk, "offsets"), _size(chunk, "sizes"))
+            classes.ChunkStorageMetadata(_size(chunk, "offsets"), _size(chunk, "sizes"))
             for chunk in tensor.state["chunks"]
         ]
-        properties = kinds.TensorProperties()
-        tensors[name] = kinds.TensorStorageMetadata(properties, _size(tensor, "size"), chunks)
-    places = {}
-    for index, place in told["storage_data"].items():
-        path = place.state["relative_path"]
+        properties = classes.TensorProperties()
+        tensors[name] = classes.TensorStorageMetadata(properties, _size(tensor, "size"), chunks)
+    storage = {}
+    for index, location in stored["storage_data"].items():
+        path = location.state["relative_path"]
         if path not in files:
             raise CheckpointError(f"refused: {path!r:.100} is none of its files")
-        key = kinds.MetadataIndex(index.state["fqn"], _size(index, "offset"), index.state["index"])
-        places[key] = SimpleNamespace(
+        fqn = index.state["fqn"]
+        key = classes.MetadataIndex(fqn, _size(index, "offset"), index.state["index"])
+        storage[key] = SimpleNamespace(
             relative_path=path,
-            offset=place.state["offset"],
-            length=place.state["length"],
+            offset=location.state["offset"],
+            length=location.state["length"],
             transform_descriptors=None,
         )
-    return kinds.Metadata(tensors, storage_data=places)
+    return classes.Metadata(tensors, storage_data=storage)
 
 
 def _size(described: Any, name: str) -> torch.Size:
@@ -209,10 +223,10 @@ def _size(described: Any, name: str) -> torch.Size:
 
 
 class _Described:
-    """What stands for each thing that a `.metadata` names: with what it was made, and its state.
+    """Stands for an object of any class in a `.metadata`: its constructor's arguments, its state.
 
-    A pickle can set attributes of the classes that it names, and change them for the whole process.
-    This one it cannot: on the class `__setstate__` lacks an object.
+    A pickle can set attributes of the classes that it names, and so change them for the whole
+    process. Of this class it cannot: without an instance `__setstate__` lacks an argument.
     """
 
     __slots__ = ("arguments", "state")
@@ -226,9 +240,9 @@ class _Described:
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        """Return what stands for a thing in `.metadata`. Raises CheckpointError for others."""
+        """Return the stand-in for an allowed class. Raises CheckpointError for any other."""
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
-        if name in _PLAIN and (module in _FROM or module.startswith(_CHECKPOINT)):
+        if name in _ALLOWED and (module in _ALLOWED_MODULES or module.startswith(_CHECKPOINT)):
             return _Described
         raise CheckpointError(f"refused: contains code ({module}.{name})"[:200])

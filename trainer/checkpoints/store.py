@@ -15,7 +15,7 @@ from regimen.trainer.checkpoints.reader import (
     FORMAT_VERSION,
     Entry,
     Index,
-    describe,
+    describe_weight,
     read_checkpoint,
 )
 from regimen.trainer.checkpoints.shards import SUFFIX

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import toys
-from regimen.trainer.errors import ModelError, SampleError, _change_for
+from regimen.trainer.errors import ModelError, SampleError, _solution
 from regimen.trainer.tasks.classification import Classification
 from regimen.trainer.tasks.losses import Losses, Term, vector
 from regimen.trainer.tasks.own_loss import OwnLoss
@@ -113,7 +113,7 @@ def test_inputs_of_another_type_are_told_what_to_return(layer, kind):
     batch = torch.ones(shape, dtype=kind), torch.zeros(2, dtype=torch.int64)
     with pytest.raises(RuntimeError) as caught:
         layer(batch[0])
-    assert "should be float32, as inputs.float() is" in (_change_for(str(caught.value)) or "")
+    assert "should be float32, as inputs.float() is" in (_solution(str(caught.value)) or "")
 
 
 SUM = nn.CrossEntropyLoss(reduction="sum")
