@@ -20,8 +20,8 @@ from typing import Any, NoReturn
 from regimen.conf.errors import ConfigError, lacks_memory
 from regimen.conf.layout import PACKAGES, ROOT
 
-# The signals that end a run, and their exit codes. Batch systems send SIGUSR1 ahead of a preemption,
-# a terminal sends SIGHUP when it is closed: both count as SIGTERM.
+# The signals that end a run, and their exit codes. Batch systems send SIGUSR1 ahead of a
+# preemption, a terminal sends SIGHUP when it is closed: both count as SIGTERM.
 EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGUSR1: 143, signal.SIGHUP: 143}
 
 # The types of errors that torch's and our modules raise for tensors that do not fit each other.

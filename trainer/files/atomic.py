@@ -21,7 +21,7 @@ from regimen.trainer.files.layout import VisibleFormatter, as_bytes
 
 TEMPORARY = ".tmp-"
 _log = logging.getLogger(__name__)
-_kept: set[int] = set()  # descriptors that a forked process closes
+_closed_in_children: set[int] = set()  # descriptors that a forked process closes
 
 
 def storage_error(path: Path, error: OSError) -> StorageError:
@@ -47,7 +47,8 @@ def _temporary(path: Path) -> Iterator[Path]:
         with storing(path):
             yield temporary
     finally:
-        _discard(temporary)  # rename() does nothing between two links to one file
+        # Also after a rename: between two links to one file rename() does nothing.
+        _remove(temporary)
 
 
 @contextlib.contextmanager
@@ -60,14 +61,14 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         # With 0o666 the user's umask decides the mode; tempfile would set 0o600.
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         with open(descriptor, "wb") as file:
-            keep_from_children(descriptor)  # they would hold the space of a file that is removed
+            close_in_children(descriptor)  # they would hold the space of a file that is removed
             try:
                 yield file
                 file.flush()
                 os.fsync(descriptor)
                 os.replace(temporary, path)
             finally:
-                forget(descriptor)
+                undo_close_in_children(descriptor)
         sync_folder(path.parent)
 
 
@@ -82,15 +83,15 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, as_json(value, indent=2) + "\n")
 
 
-def as_json(value: Any, **how: Any) -> str:
+def as_json(value: Any, **options: Any) -> str:
     """Return plain values as JSON, which has no NaN and no infinity: they become null.
 
-    `how`: further arguments of `json.dumps`.
+    `options`: further arguments of `json.dumps`.
     """
-    return json.dumps(mapped(value, _finite), allow_nan=False, **how)
+    return json.dumps(mapped(value, _null_if_not_finite), allow_nan=False, **options)
 
 
-def _finite(value: Any) -> Any:
+def _null_if_not_finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -110,9 +111,9 @@ def link_or_copy(source: Path, target: Path) -> None:
 
 
 def remove_orphans(folder: Path) -> None:
-    """Remove the temporary files and folders of dead writers; only who has locked the run may."""
+    """Remove the temporary files and folders of dead processes. Needs the run's lock."""
     for path in folder.glob(f"{TEMPORARY}*"):
-        _discard(path)
+        _remove(path)
 
 
 def regular(path: Path) -> Path:
@@ -134,29 +135,29 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def keep_from_children(descriptor: int) -> None:
+def close_in_children(descriptor: int) -> None:
     """Have processes forked from here on close their copy of `descriptor`: they may live longer."""
-    _register()
-    _kept.add(descriptor)
+    _register_at_fork()
+    _closed_in_children.add(descriptor)
 
 
-def forget(descriptor: int) -> bool:
-    """Leave `descriptor` to its owner again, who may close it unless a fork has: false."""
-    found = descriptor in _kept
-    _kept.discard(descriptor)
-    return found
+def undo_close_in_children(descriptor: int) -> bool:
+    """Undo `close_in_children`; return False in a child, where `descriptor` is closed already."""
+    is_open = descriptor in _closed_in_children
+    _closed_in_children.discard(descriptor)
+    return is_open
 
 
-@functools.cache  # once, and only by a process that keeps something
-def _register() -> None:
+@functools.cache  # once, and only in a process that needs it
+def _register_at_fork() -> None:
     def close() -> None:
-        while _kept:
-            os.close(_kept.pop())
+        while _closed_in_children:
+            os.close(_closed_in_children.pop())
 
     os.register_at_fork(after_in_child=close)
 
 
-def _discard(path: Path) -> None:
+def _remove(path: Path) -> None:
     try:
         if os.path.lexists(path):  # unlink on a read-only file system raises another error
             shutil.rmtree(path) if path.is_dir() else os.unlink(path)
@@ -175,7 +176,7 @@ class AppendLog:
         self.path = path
         self._warned = False
         with storing(path):
-            # A link in a run of somebody else's could lead anywhere.
+            # Not through a link: in a run that somebody else made it could lead anywhere.
             flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
             self._descriptor = os.open(path, flags, 0o666)
             self._size = _whole_lines(self._descriptor)
@@ -183,11 +184,12 @@ class AppendLog:
 
     def write(self, line: str) -> None:
         """Append `line`, with a newline if it has none."""
-        content = memoryview(as_bytes(line if line.endswith("\n") else line + "\n"))
+        content = as_bytes(line if line.endswith("\n") else line + "\n")
+        rest = memoryview(content)
         try:
-            rest = content
             while rest:
-                rest = rest[os.write(self._descriptor, rest) :]
+                written = os.write(self._descriptor, rest)
+                rest = rest[written:]
             self._size += len(content)
         except OSError as error:
             # An incomplete line would be joined with the next one once there is space again.
@@ -230,7 +232,8 @@ class LogFileHandler(logging.StreamHandler[AppendLog]):
     """Append records to a file as complete lines. Raises StorageError if it cannot be opened."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__(AppendLog(path))  # opened first: what logging knows of closes at exit
+        # Opened first: logging closes at exit every handler that was constructed.
+        super().__init__(AppendLog(path))
         self.setFormatter(VisibleFormatter("%(asctime)s %(levelname)s %(message)s"))
 
     def close(self) -> None:
@@ -241,7 +244,7 @@ class LogFileHandler(logging.StreamHandler[AppendLog]):
 
 def _whole_lines(descriptor: int) -> int:
     """Return the offset after the last newline."""
-    if not os.fstat(descriptor).st_size:  # of an empty file there is no map
+    if not os.fstat(descriptor).st_size:  # an empty file cannot be mapped
         return 0
     with mmap.mmap(descriptor, 0, mmap.MAP_PRIVATE, mmap.PROT_READ) as content:
         return content.rfind(b"\n") + 1

@@ -48,23 +48,33 @@ def packed(items: Sequence[str], width: int, gap: str) -> list[str]:
 def aligned(
     rows: Sequence[Sequence[str]], width: int, last: int = 0, right: Sequence[str] = ()
 ) -> list[str]:
-    """Return rows, whose first names the columns, as aligned lines of at most `width` characters.
+    """Return rows as aligned lines of at most `width` characters; the first has the column names.
 
-    Columns that have no room stand below their row by name; the `last` ones are the last to go.
-    Those called as in `right` are aligned there.
+    Columns that do not fit are listed by name below their row; the `last` ones are kept longest.
+    Columns named in `right` are aligned to the right.
     """
-    rows = [list(map(one_line, row)) for row in rows]
-    sizes = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    shown = list(range(len(sizes)))
-    while sum(sizes[i] + len(_GAP) for i in shown) - len(_GAP) > width and len(shown) > 1:
+    table = [[one_line(cell) for cell in row] for row in rows]
+    names = table[0]
+    sizes = [max(map(len, column)) for column in zip(*table, strict=True)]
+    shown = list(range(len(names)))
+    while len(shown) > 1 and sum(sizes[i] for i in shown) + len(_GAP) * (len(shown) - 1) > width:
         shown.pop(-1 - last if len(shown) > 1 + last else -1)
+
     lines = []
-    for row in rows:
-        cells = (f"{row[i]:{'>' if rows[0][i] in right else '<'}{sizes[i]}}" for i in shown)
+    for number, row in enumerate(table):
+        cells = []
+        hidden = []
+        for i, cell in enumerate(row):
+            if i not in shown:
+                if cell:
+                    hidden.append(f"{names[i]} {cell}")
+            elif names[i] in right:
+                cells.append(cell.rjust(sizes[i]))
+            else:
+                cells.append(cell.ljust(sizes[i]))
         lines.append(_GAP.join(cells).rstrip())
-        below = [f"{rows[0][i]} {row[i]}" for i in range(len(row)) if i not in shown and row[i]]
-        if below and row is not rows[0]:
-            words = ", ".join(below).split(" ")
+        if hidden and number > 0:
+            words = ", ".join(hidden).split(" ")
             lines += [_GAP + line for line in packed(words, width - len(_GAP), " ")]
     return lines
 
@@ -77,15 +87,15 @@ def as_csv(rows: Iterable[Sequence[Any]]) -> str:
 
 
 def encodable(text: str) -> str:
-    """Return a text that every encoding of Unicode has: lone surrogates are written as `\\ud800`.
+    """Return a text that every encoding of Unicode can write: lone surrogates become `\\ud800`.
 
-    JSON may hold them, and names of files that are no UTF-8 become such.
+    JSON may hold them, and Python reads file names that are not UTF-8 with them.
     """
     return text.encode(errors="backslashreplace").decode()
 
 
 def as_bytes(text: str) -> bytes:
-    """Return any text as UTF-8; what stands for the bytes of a file's name are these again."""
+    """Return any text as UTF-8; surrogates that stand for bytes of a file name are these bytes."""
     try:
         return text.encode(errors="surrogateescape")
     except UnicodeEncodeError:
@@ -128,7 +138,9 @@ def count(value: float | None) -> str:
 
 def size(value: float | None) -> str:
     """Format a number of bytes: 42.6 MiB; `?` for None."""
-    if value is None or value < 1024:
-        return "?" if value is None else f"{value:.0f} B"
+    if value is None:
+        return "?"
+    if value < 1024:
+        return f"{value:.0f} B"
     power = min((int(value).bit_length() - 1) // 10, 4)
     return f"{value / 1024**power:.1f} {'KMGT'[power - 1]}iB"

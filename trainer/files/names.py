@@ -1,4 +1,4 @@
-"""Names that come from outside (a listing, an index, a received run) as paths, or refused."""
+"""Check file names that come from outside: a listing, an index, a received run."""
 
 import os
 import re
@@ -8,14 +8,14 @@ from typing import Any
 
 
 class ForeignNameError(ValueError):
-    """A name from outside is none of a file below its folder."""
+    """A name from outside does not name a file below its folder."""
 
 
 def path_below(folder: Path, name: Any) -> Path:
-    """Return the path that `name`, a value from outside, has below `folder`; it may be missing.
+    """Return `folder / name` for a value from outside; the file may be missing.
 
-    The name is relative, with slashes between its parts. Raises ForeignNameError for anything but
-    such a text, and where a link leads out of the folder.
+    Raises ForeignNameError unless the name is a relative path without `..`, with slashes between
+    its parts, and no link on the way leads out of the folder.
     """
     path = folder / checked_name(name)
     if leads_out(path, folder):
@@ -24,10 +24,10 @@ def path_below(folder: Path, name: Any) -> Path:
 
 
 def checked_name(name: Any) -> str:
-    """Return a value from outside that is a relative name without a way up.
+    """Return a value from outside if it is a relative path without `..`.
 
-    For a name whose file is replaced, and never opened; any other goes through `path_below`. Raises
-    ForeignNameError.
+    Links are not followed: this is for files that are replaced and never opened; use `path_below`
+    for all others. Raises ForeignNameError.
     """
     if not isinstance(name, str):
         raise ForeignNameError(f"{name!r:.100} is no name of a file")
@@ -48,8 +48,8 @@ def leads_out(path: Path, folder: Path) -> bool:
 
 def links_out(folder: Path) -> Iterator[Path]:
     """Yield the links anywhere below a folder that lead out of it; none is followed."""
-    for place, folders, files in os.walk(folder):
+    for parent, folders, files in os.walk(folder):
         for name in (*folders, *files):
-            path = Path(place, name)
+            path = Path(parent, name)
             if path.is_symlink() and leads_out(path, folder):
                 yield path

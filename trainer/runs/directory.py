@@ -23,7 +23,7 @@ import yaml
 from regimen.conf.layout import ROOT, installed_from, installed_version, is_checkout
 from regimen.trainer.files.atomic import remove_orphans, storing, write_json, write_text
 from regimen.trainer.files.names import ForeignNameError, links_out, path_below
-from regimen.trainer.runs.lock import LOCK_FILE, RunLock, is_held, read_holder, refuse_taken
+from regimen.trainer.runs.lock import LOCK_FILE, Holder, RunLock, is_held, read_holder, refuse_taken
 from regimen.trainer.runs.status import (
     CHECKPOINTS,
     INFERENCE,
@@ -39,18 +39,15 @@ from regimen.trainer.runs.status import (
     seconds_of,
 )
 
-CONFIG, OVERRIDES = "config.yaml", "overrides.yaml"
-OF_TRACKERS = "trackers", "wandb", "csv"  # folders that callbacks/trackers write
+CONFIG = "config.yaml"
+OVERRIDES = "overrides.yaml"
+_TRACKER_FOLDERS = ("trackers", "wandb", "csv")  # written by callbacks/trackers
 _FILES = (CONFIG, OVERRIDES, LOG, METRICS, INFERENCE, STATUS)  # beside the manifest
-_FOLDERS = (TENSORBOARD, CHECKPOINTS, *OF_TRACKERS)
-_OF_WANDB = "wandb/*/logs/debug-core.log"
+_FOLDERS = (TENSORBOARD, CHECKPOINTS, *_TRACKER_FOLDERS)
+_WANDB_LOG = "wandb/*/logs/debug-core.log"
+# Written by callbacks and commands after the start.
 _LATER = "abandoned exports evaluation.json lr_finder.json plan.txt profile.txt"
-OF_A_RUN = (
-    MANIFEST,
-    *_FILES,
-    *_FOLDERS,
-    *_LATER.split(),
-)  # all that stands in its directory
+OF_A_RUN = (MANIFEST, *_FILES, *_FOLDERS, *_LATER.split())  # all names in a run directory
 _DISTRIBUTIONS = (
     "torch-regimen torch torchvision hydra-core omegaconf tensorboard numpy pillow scikit-learn"
 )
@@ -66,9 +63,9 @@ class RunDirectory:
 
     def __init__(self, path: Path) -> None:
         self.path = path.absolute()  # user code may change the working directory
-        self._made = list[Path]()  # folders
+        self._created = list[Path]()  # the parents that did not exist
         self._started = now()
-        self._seconds = 0.0  # of training, by the processes before this one
+        self._seconds = 0.0  # of training, in earlier processes of the run
 
     @classmethod
     def create(
@@ -88,8 +85,8 @@ class RunDirectory:
         run = cls(path)
         if not is_held(path):  # before anything is created, so that a refusal leaves nothing behind
             refuse_existing(run.path)
-        run._made = make_folder(run.path)
-        with run._held():
+        run._created = make_folder(run.path)
+        with run._lock_held():
             refuse_existing(run.path)
             remove_orphans(run.path)
             run.configure(config_yaml, overrides)
@@ -105,24 +102,24 @@ class RunDirectory:
         if not holds_run(path):
             raise RunDirectoryError(f"{path} holds no run: it has no {MANIFEST}")
         run = cls(path)
-        with run._held():
+        with run._lock_held():
             for folder in (run.path, run.path / CHECKPOINTS):
                 remove_orphans(folder)
             try:
-                former = run.manifest()
+                manifest = run.manifest()
             except RunDirectoryError as error:
                 _log.warning("warning: %s: the records of the run's earlier starts are lost", error)
-                former = {}
+                manifest = {}
             with contextlib.suppress(RunDirectoryError):
                 run._seconds = seconds_of(read_json(run.path / STATUS))
-            resumed = [*former.get("resumed", []), start_record(facts)]
-            now_so = {"tags": facts.get("tags", []), "resumed": resumed, "exit": None}
-            write_json(run.path / MANIFEST, {**former, **now_so})
+            resumed = [*manifest.get("resumed", []), start_record(facts)]
+            current = {"tags": facts.get("tags", []), "resumed": resumed, "exit": None}
+            write_json(run.path / MANIFEST, {**manifest, **current})
             run._write_status("running", resume=command)
         return run
 
     def manifest(self) -> Record:
-        """Read the manifest; an unreadable one is a RunDirectoryError."""
+        """Read the manifest. Raises RunDirectoryError if it is damaged."""
         return read_json(self.path / MANIFEST)
 
     def update_manifest(self, facts: Record) -> None:
@@ -149,8 +146,8 @@ class RunDirectory:
         refuse_taken(self.path)
         end: Record = {"state": state, "code": code, "reason": reason}
         self._seconds += seconds
-        plain = {name: float(value) for name, value in (results or {}).items()}
-        self._write_status(**end, resume=resume, results=plain, best=best and dict(best))
+        values = {name: float(value) for name, value in (results or {}).items()}
+        self._write_status(**end, resume=resume, results=values, best=best)
         self.update_manifest({"exit": {**end, "ended": now()}})
 
     def discard(self) -> None:
@@ -161,7 +158,7 @@ class RunDirectory:
         for name in _FOLDERS:
             shutil.rmtree(self.path / name, ignore_errors=True)
         with contextlib.suppress(OSError):  # not empty
-            for folder in (self.path, *self._made):
+            for folder in (self.path, *self._created):
                 folder.rmdir()
         self.release()
 
@@ -170,7 +167,7 @@ class RunDirectory:
         self._lock.release()
 
     @contextlib.contextmanager
-    def _held(self) -> Iterator[None]:
+    def _lock_held(self) -> Iterator[None]:
         """Acquire the lock, and release it if the block fails."""
         refuse_links(self.path)
         self._lock = locked(self.path)
@@ -181,9 +178,9 @@ class RunDirectory:
             raise
 
     def configure(self, config_yaml: str, overrides: Sequence[str]) -> None:
-        """Write the configuration, and what the command line changed of it, where it is new."""
-        path, text = self.path / CONFIG, config_yaml.encode()
-        if not (path.is_file() and path.read_bytes() == text):
+        """Write the configuration, and the command line's overrides, unless it is unchanged."""
+        path = self.path / CONFIG
+        if not (path.is_file() and path.read_bytes() == config_yaml.encode()):
             write_text(self.path / OVERRIDES, yaml.safe_dump(list(overrides), allow_unicode=True))
             write_text(path, config_yaml)
 
@@ -205,28 +202,38 @@ class RunDirectory:
 def refuse_existing(folder: Path) -> None:
     """Raise RunDirectoryError if a folder holds a run, or files that one would replace."""
     if holds_run(folder):
-        hint = "continue it with resume=auto, or choose another run_dir"
-        raise RunDirectoryError("run_dir", f"{folder} already holds a run", hint)
+        raise RunDirectoryError(
+            "run_dir",
+            f"{folder} already holds a run",
+            "continue it with resume=auto, or choose another run_dir",
+        )
     names = [name for name in (*_FILES, *_FOLDERS) if os.path.lexists(folder / name)]
-    if names and not (folder / LOCK_FILE).exists():  # which every run has
-        message = f"{folder} holds {', '.join(names)}, and no run: they would be overwritten"
-        raise RunDirectoryError("run_dir", message, "choose another run_dir")
+    # A lock without a manifest is of a run that was killed while it was created.
+    if names and not (folder / LOCK_FILE).exists():
+        raise RunDirectoryError(
+            "run_dir",
+            f"{folder} holds {', '.join(names)}, and no run: they would be overwritten",
+            "choose another run_dir",
+        )
 
 
 def refuse_held(folder: Path) -> None:
     """Raise RunDirectoryError if another process holds a folder."""
     if is_held(folder):
-        message = f"{folder} is in use by {read_holder(folder)}"
-        raise RunDirectoryError("run_dir", message, "choose another run_dir")
+        raise _in_use(folder, read_holder(folder))
+
+
+def _in_use(folder: Path, holder: Holder | None) -> RunDirectoryError:
+    return RunDirectoryError("run_dir", f"{folder} is in use by {holder}", "choose another run_dir")
 
 
 def link_out(folder: Path) -> Path | None:
     """Return a link below a run or a sweep that leads out of it; None if there is none.
 
-    What it names, a private file, would be changed, or told to whoever is given the run.
+    The run would change the file that it leads to, or show a private one to whoever gets the run.
     """
     # W&B links the log of its own process, which nobody reads there.
-    links = (link for link in links_out(folder) if not link.match(_OF_WANDB))
+    links = (link for link in links_out(folder) if not link.match(_WANDB_LOG))
     return next(links, None)
 
 
@@ -240,9 +247,9 @@ def refuse_links(folder: Path, key: str = "run_dir") -> None:
 def locked(folder: Path) -> RunLock:
     """Lock a folder. Raises RunDirectoryError if another process holds it, StorageError."""
     lock = RunLock(folder)
-    if (holder := lock.acquire()) is not None:
-        message = f"{folder} is in use by {holder}"
-        raise RunDirectoryError("run_dir", message, "choose another run_dir")
+    holder = lock.acquire()
+    if holder is not None:
+        raise _in_use(folder, holder)
     return lock
 
 
@@ -264,7 +271,8 @@ def timestamp() -> str:
 
 def reserve(folder: Path, stamp: str) -> Path:
     """Create `folder/stamp`, or the next free one of `stamp-2`, `stamp-3`, ..."""
-    path, number = folder / stamp, 1
+    path = folder / stamp
+    number = 1
     with storing(path):
         folder.mkdir(parents=True, exist_ok=True)
         while True:
@@ -312,11 +320,11 @@ def versions() -> dict[str, str]:
 
     As of the first call: a process imports a library once.
     """
-    found = {"python": platform.python_version()}
+    installed = {"python": platform.python_version()}
     for name in _DISTRIBUTIONS.split():
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
+            installed[name] = importlib.metadata.version(name)
+    return installed
 
 
 def code_record(folder: Path) -> Record:
@@ -340,14 +348,10 @@ def code_record(folder: Path) -> Record:
 def installed_record() -> Record:
     """Return where the installed copy lies, its version, and its commit if it came from git.
 
-    Git is not asked: the folder may lie in somebody else's repository. Nor is the URL recorded.
+    `git` is not run: the folder may lie in somebody else's repository. The URL is not recorded.
     """
     vcs = installed_from().get("vcs_info") or {}
-    return {
-        "path": str(ROOT),
-        "version": installed_version(),
-        "commit": vcs.get("commit_id"),
-    }
+    return {"path": str(ROOT), "version": installed_version(), "commit": vcs.get("commit_id")}
 
 
 def _git(folder: Path, *arguments: str) -> bytes | None:

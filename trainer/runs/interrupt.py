@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 @contextmanager
 def stopping_on_interrupt(trainer: Trainer) -> Iterator[None]:
-    """Turn a first Ctrl-C into a stop after the update, and say in one line how to go on.
+    """Turn a first Ctrl-C into a stop after the update; tell in one line how to continue.
 
     The handler raises nothing the first time: it may interrupt a save, or an optimizer between
-    two parameters. A second Ctrl-C raises KeyboardInterrupt at once. Where somebody else handles
-    the signal, as the command `train` does, nothing is changed.
+    two parameters. A second Ctrl-C raises KeyboardInterrupt at once. If the signal has another
+    handler already, as in the command `train`, nothing is changed.
     """
     process = os.getpid()
     in_main_thread = threading.current_thread() is threading.main_thread()
@@ -58,7 +58,7 @@ def stopping_on_interrupt(trainer: Trainer) -> Iterator[None]:
 
 
 def _explain(error: KeyboardInterrupt, trainer: Trainer) -> None:
-    """Say in a KeyboardInterrupt where the training stopped and how to go on.
+    """Give a KeyboardInterrupt a message: where the training stopped and how to continue.
 
     Its type stays: Python exits with 130 for a KeyboardInterrupt, and for no subclass of it.
     """

@@ -13,7 +13,12 @@ from typing import NamedTuple
 from regimen.conf.errors import one_line, shortened
 from regimen.conf.json_text import plain_json
 from regimen.trainer.errors import StorageError
-from regimen.trainer.files.atomic import forget, keep_from_children, regular, storage_error
+from regimen.trainer.files.atomic import (
+    close_in_children,
+    regular,
+    storage_error,
+    undo_close_in_children,
+)
 
 LOCK_FILE = ".lock"
 _PATIENCE = 2.0  # seconds to wait for a lock whose holder is dead or unknown
@@ -56,7 +61,7 @@ class RunLock:
         while not self._try():
             holder = read_holder(self.path.parent)
             # Wait for the worker processes of a dead holder, which may outlive it for a moment, and
-            # for a new holder to write its name, but not for a living holder.
+            # for a new holder to write its name. A living holder is reported at once.
             known_alive = holder is not None and not holder.is_dead()
             if known_alive or time.monotonic() > deadline:
                 return holder or Holder(0, "an unknown host", "an unknown time")
@@ -66,7 +71,7 @@ class RunLock:
     def release(self) -> None:
         """Release the lock; does nothing if it is not held."""
         if self._descriptor is not None:
-            if forget(self._descriptor):
+            if undo_close_in_children(self._descriptor):
                 os.close(self._descriptor)
             self._descriptor = None
 
@@ -81,10 +86,11 @@ class RunLock:
                 os.close(descriptor)
                 return False
             except OSError as error:  # a file system without locks
-                warning = "cannot lock %s (%s): a second run here would not be detected"
-                _log.warning(warning, self.path, error)
+                _log.warning(
+                    "cannot lock %s (%s): a second run here would not be detected", self.path, error
+                )
             self._descriptor = descriptor
-            keep_from_children(descriptor)  # a worker of a killed run would hold the lock
+            close_in_children(descriptor)  # a worker of a killed run would hold the lock
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, content, 0)
         except OSError as error:
@@ -97,7 +103,8 @@ def read_holder(folder: Path) -> Holder | None:
     """Return the last holder written to the lock, dead or alive; None if it cannot be read."""
     try:
         fields = plain_json(regular(folder / LOCK_FILE).read_bytes(), finite=True)
-        host, since = (shortened(one_line(fields[name])) for name in ("host", "since"))
+        host = shortened(one_line(fields["host"]))
+        since = shortened(one_line(fields["since"]))
         return Holder(int(fields["pid"]), host, since)
     except (OSError, ValueError, KeyError, TypeError):
         return None

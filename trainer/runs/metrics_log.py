@@ -42,17 +42,18 @@ class MetricsLog(Callback):
 
     def on_log(self, trainer: Trainer, scalars: Mapping[str, float]) -> None:
         """Append a line."""
-        if self._log is None:  # the test, after the training
+        if self._log is None:  # the test logs after the training, when the file is closed
             self.setup(trainer)
         if self._log is None:
             return
         step, epoch = trainer.log_point
         if step != self.step:
-            self.step, self.keys = step, []
-        fresh = {key: value for key, value in scalars.items() if key not in self.keys}
-        self.keys += fresh
-        if fresh:
-            self._log.write(as_json({"step": step, "epoch": epoch, **fresh}))
+            self.step = step
+            self.keys = []
+        new = {key: value for key, value in scalars.items() if key not in self.keys}
+        if new:
+            self.keys += new
+            self._log.write(as_json({"step": step, "epoch": epoch, **new}))
 
     def teardown(self, trainer: Trainer) -> None:
         """Close the file; `on_log` opens it again."""

@@ -25,9 +25,9 @@ _log = logging.getLogger(__name__)
 
 
 def check_address(address: str) -> None:
-    """Raise ConfigError for an address that no file system here is for; it is not reached.
+    """Raise ConfigError for an address that no installed file system opens; nothing is connected.
 
-    A person has said it: no file does.
+    The address is trusted: it comes from a command line, and never from a file.
     """
     check_protocol(address, trusted=True)
     try:
@@ -37,7 +37,7 @@ def check_address(address: str) -> None:
 
 
 class Remote:
-    """The run at an address; its `index.json` names only checkpoints that are there whole."""
+    """The run at an address; its `index.json` lists only checkpoints that are complete there."""
 
     def __init__(self, address: str) -> None:
         check_address(address)
@@ -49,112 +49,129 @@ class Remote:
         """Write and remove a file. Raises StorageError, after ten seconds without an answer."""
         failures: list[Exception] = [TimeoutError(f"no answer within {_PATIENCE:g} s")]
 
-        def ask() -> None:
+        def try_to_write() -> None:
             try:
                 self._put(b"", f"{TEMPORARY}probe")
-                self.files.rm_file(f"{self._root}/{TEMPORARY}probe")
+                self.files.rm_file(self._remote_path(f"{TEMPORARY}probe"))
                 failures.clear()
             except Exception as error:  # each kind of storage has its own
                 failures[:] = [error]
 
-        asking = Thread(target=ask, daemon=True)
-        asking.start()
-        asking.join(_PATIENCE)
-        for why in failures:
-            raise StorageError(f"cannot write to {self.address}: {why}") from why
+        # A daemon: it may never return, and must not keep the process alive.
+        thread = Thread(target=try_to_write, daemon=True)
+        thread.start()
+        thread.join(_PATIENCE)
+        for error in failures:
+            raise StorageError(f"cannot write to {self.address}: {error}") from error
 
     def send(self, folder: Path) -> None:
         """Copy what is new of a run: logs and settings, checkpoints, then the index.
 
-        Checkpoints that the index no longer names are removed after that. A copy may end at any
-        moment: the index tells of the run as it was before.
+        Checkpoints that the index no longer lists are removed after that. The copying may stop at
+        any moment: until the end the index describes the run as it was before.
         """
-        listed = (folder / INDEX).read_bytes()
-        kept = plain_json(listed)["files"].keys()
+        index = (folder / INDEX).read_bytes()
+        listed = plain_json(index)["files"].keys()
         for path in _files(folder):
-            if path.relative_to(folder).parts[0] != CHECKPOINTS:
-                self._put(path.read_bytes(), path.relative_to(folder).as_posix())
-        there = self._checkpoints()
+            name = path.relative_to(folder).as_posix()
+            if name.split("/")[0] != CHECKPOINTS:
+                self._put(path.read_bytes(), name)
+
+        sizes = self._checkpoint_sizes()
         for path in _files(folder / CHECKPOINTS):
             name = path.relative_to(folder).as_posix()
-            if name.split("/")[1] in kept and there.get(name) != path.stat().st_size:
-                self.files.makedirs(f"{self._root}/{name}".rpartition("/")[0], exist_ok=True)
-                self.files.put_file(str(path), f"{self._root}/{name}")
-        self._put(listed, INDEX)
-        for name in self._checkpoints():  # what a copy left that ended, too
-            if name.split("/")[1] not in (*kept, "index.json"):
-                self.files.rm_file(f"{self._root}/{name}")
+            if name.split("/")[1] in listed and sizes.get(name) != path.stat().st_size:
+                target = self._remote_path(name)
+                self.files.makedirs(target.rpartition("/")[0], exist_ok=True)
+                self.files.put_file(str(path), target)
+        self._put(index, INDEX)
+        for name in self._checkpoint_sizes():  # also what an interrupted copy has left
+            if name.split("/")[1] not in (*listed, "index.json"):
+                self.files.rm_file(self._remote_path(name))
 
     def index(self) -> dict[str, Any]:
-        """Return what the run's index holds. Raises StorageError."""
+        """Return the content of the run's index. Raises StorageError."""
         try:
-            return dict(plain_json(self.files.cat_file(f"{self._root}/{INDEX}")))
+            return dict(plain_json(self.files.cat_file(self._remote_path(INDEX))))
         except Exception as error:  # each kind of storage has its own
             raise StorageError(f"cannot read the run at {self.address}: {error!r}") from error
 
     def fetch(self, folder: Path) -> None:
-        """Copy the run into a folder: what a run has, whatever else is listed.
+        """Copy the run into a folder: the files that a run has, whatever else is listed.
 
         Raises StorageError, for a name that leads out of the folder before anything is copied.
         """
-        index, checkpoints = self.index(), folder / CHECKPOINTS
+        index = self.index()
+        checkpoints = folder / CHECKPOINTS
         try:
-            kept = {path_below(checkpoints, name).name for name in index["files"]}
-            names = {
+            listed = {path_below(checkpoints, name).name for name in index["files"]}
+            links = {
                 path_below(checkpoints, f"{name}.pt"): path_below(checkpoints, entry["file"])
                 for name, entry in index["names"].items()
             }
-            found, others = self._listed(folder, {*kept, "index.json"})
-            manifest = found.pop(folder / MANIFEST, None)
+            sources, skipped = self._sources(folder, {*listed, "index.json"})
+            manifest = sources.pop(folder / MANIFEST, None)
             if manifest is None:
                 raise FileNotFoundError(f"it has no {MANIFEST}, so that it holds no whole run")
-            for path, place in found.items():
+            for path, source in sources.items():
                 path.parent.mkdir(parents=True, exist_ok=True)
-                self.files.get_file(place, str(path))
-            for path, file in names.items():
+                self.files.get_file(source, str(path))
+            for path, file in links.items():
                 link_or_copy(file, path)
             self.files.get_file(manifest, str(folder / MANIFEST))  # last: the run exists with it
         except Exception as error:  # each kind of storage has its own
             raise StorageError(f"cannot read the run at {self.address}: {error!r}") from error
-        if others:
+        if skipped:
             _log.info(
-                "%s: left there, since no run has them: %s", self.address, truncated_list(others)
+                "%s: left there, since no run has them: %s", self.address, truncated_list(skipped)
             )
 
-    def _listed(self, folder: Path, kept: set[str]) -> tuple[dict[Path, str], list[str]]:
-        """Return where the files of the run go, with their places; and what is no run's.
+    def _sources(self, folder: Path, checkpoints: set[str]) -> tuple[dict[Path, str], list[str]]:
+        """Return the remote path of each file to copy, and the remote files that no run has.
 
-        `kept`: of the checkpoints. Raises ValueError for a name that leads out of the folder.
+        `checkpoints`: the names to copy of that folder. Raises ValueError for a name that leads out
+        of the folder.
         """
-        found, others = dict[Path, str](), list[str]()
-        for place, facts in self.files.find(self._root, detail=True).items():
-            path = path_below(folder, place.removeprefix(f"{self._root}/"))
+        sources = dict[Path, str]()
+        skipped = list[str]()
+        for source, facts in self.files.find(self._root, detail=True).items():
+            path = path_below(folder, source.removeprefix(f"{self._root}/"))
             parts = path.relative_to(folder).parts
             if parts[0] not in OF_A_RUN or facts.get("islink"):
-                others.append(place)
+                skipped.append(source)
             elif parts[-1].startswith(TEMPORARY):
                 continue
-            elif parts[0] != CHECKPOINTS or parts[1] in kept:
-                found[path] = place
-        return found, others
+            elif parts[0] != CHECKPOINTS or parts[1] in checkpoints:
+                sources[path] = source
+        return sources, skipped
+
+    def _remote_path(self, name: str) -> str:
+        return f"{self._root}/{name}"
 
     def _put(self, content: bytes, name: str) -> None:
         """Replace a file, so that it is whole at any moment."""
-        place = f"{self._root}/{name}"
-        folder, _, last = place.rpartition("/")
+        target = self._remote_path(name)
+        folder, _, last = target.rpartition("/")
+        temporary = f"{folder}/{TEMPORARY}{last}"
         self.files.makedirs(folder, exist_ok=True)
-        self.files.pipe_file(f"{folder}/{TEMPORARY}{last}", content)
-        self.files.mv(f"{folder}/{TEMPORARY}{last}", place)
+        self.files.pipe_file(temporary, content)
+        self.files.mv(temporary, target)
 
-    def _checkpoints(self) -> dict[str, int]:
-        """Return the sizes of the checkpoint files that are there, by name."""
-        place = f"{self._root}/{CHECKPOINTS}"
-        found = self.files.find(place, detail=True) if self.files.exists(place) else {}
-        return {path.removeprefix(self._root).lstrip("/"): f["size"] for path, f in found.items()}
+    def _checkpoint_sizes(self) -> dict[str, int]:
+        """Return the sizes of the checkpoint files at the address, by name."""
+        folder = self._remote_path(CHECKPOINTS)
+        if not self.files.exists(folder):
+            return {}
+        files = self.files.find(folder, detail=True)
+        return {path.removeprefix(self._root).lstrip("/"): f["size"] for path, f in files.items()}
 
 
 def _files(folder: Path) -> list[Path]:
-    """Return the files of a run that are whole, and belong to no process."""
-    every = (path for path in sorted(folder.rglob("*")) if path.is_file())
-    own = (path for path in every if not leads_out(path, folder))
-    return [p for p in own if p.name != LOCK_FILE and not p.name.startswith(TEMPORARY)]
+    """Return the files of a run; not temporary ones, its lock, and links that lead out of it."""
+    files = []
+    for path in sorted(folder.rglob("*")):
+        if path.name == LOCK_FILE or path.name.startswith(TEMPORARY):
+            continue
+        if path.is_file() and not leads_out(path, folder):
+            files.append(path)
+    return files

@@ -10,17 +10,19 @@ from typing import Any
 from regimen.conf.errors import ConfigError
 from regimen.conf.json_text import plain_json
 from regimen.conf.yaml_file import plain_values
-from regimen.trainer.errors import RunError
+from regimen.trainer.errors import EXIT_CODES, RunError
 from regimen.trainer.files.atomic import regular, storing, write_json
 from regimen.trainer.runs.lock import is_held
 
 MANIFEST = "manifest.json"
 INFERENCE = "inference.json"
 STATUS = "status.json"
-ENDED_WELL = ("finished", "pruned")  # states of runs that are not gone on with
-LOG, METRICS, CHECKPOINTS = "train.log", "metrics.jsonl", "checkpoints"
+ENDED_WELL = ("finished", "pruned")  # states of runs that are not continued
+LOG = "train.log"
+METRICS = "metrics.jsonl"
+CHECKPOINTS = "checkpoints"
 TENSORBOARD = "tensorboard"
-_CENTURIES = 1e10  # seconds
+_MAX_SECONDS = 1e10  # centuries: a damaged file
 SWEEP = "sweep.json"  # in the folder of a sweep: what varies in it
 Record = dict[str, Any]  # plain values by name, as a JSON file holds them
 
@@ -35,14 +37,17 @@ def check_run_dir(path: Path) -> None:
     Raises RunDirectoryError for the root of the file system, a file or a link that leads to no
     folder, StorageError for a path that the operating system does not accept.
     """
-    with storing(path), contextlib.suppress(FileNotFoundError, NotADirectoryError):  # a new one
+    with storing(path), contextlib.suppress(FileNotFoundError, NotADirectoryError):  # a new run
         os.lstat(path)
     if os.path.realpath(path) == os.path.realpath(os.sep):
-        hint = "choose a directory for this run alone"
-        raise RunDirectoryError("run_dir", f"{path} is the root of the file system", hint)
-    for place in (path, *path.parents):  # of which those that are missing are made
-        if os.path.lexists(place) and not place.is_dir():  # a link that leads nowhere is none
-            raise RunDirectoryError("run_dir", f"{place} is no folder", "choose another")
+        raise RunDirectoryError(
+            "run_dir",
+            f"{path} is the root of the file system",
+            "choose a directory for this run alone",
+        )
+    for folder in (path, *path.parents):  # missing ones will be created
+        if os.path.lexists(folder) and not folder.is_dir():  # also a link to nothing
+            raise RunDirectoryError("run_dir", f"{folder} is no folder", "choose another")
 
 
 def holds_run(path: Path) -> bool:
@@ -59,17 +64,18 @@ def read_status(path: Path) -> Record:
 
 
 def seconds_of(status: Record) -> float:
-    """Return the seconds that a status tells of; 0.0 where it tells of none, or of centuries."""
+    """Return the seconds of training in a status; 0.0 if they are missing or impossible."""
     seconds = status.get("seconds")
-    if isinstance(seconds, int | float) and 0 <= seconds < _CENTURIES:
+    if isinstance(seconds, int | float) and 0 <= seconds < _MAX_SECONDS:
         return float(seconds)
     return 0.0
 
 
 def amend_failure(path: Path, code: int, reason: str, resume: str) -> None:
     """Replace code and reason in the status of a failed run by those of the first failure."""
-    if status := read_json(path / STATUS):
-        state = "preempted" if code in (130, 143) else "failed"
+    status = read_json(path / STATUS)
+    if status:
+        state = "preempted" if code in EXIT_CODES.values() else "failed"
         end = {"state": state, "code": code, "reason": reason, "resume": resume}
         write_json(path / STATUS, {**status, **end})
 
@@ -84,7 +90,9 @@ def find_unfinished(folder: Path) -> Path | None:
             return str(read_json(path / MANIFEST).get("created", ""))
         return ""
 
-    for path in sorted(filter(holds_run, sorted(folder.iterdir())), key=created)[::-1]:
+    # Sorted by name first: it decides between runs of equal or unreadable times.
+    runs = filter(holds_run, sorted(folder.iterdir(), reverse=True))
+    for path in sorted(runs, key=created, reverse=True):
         with contextlib.suppress(RunDirectoryError):  # damaged: its checkpoint decides
             if read_status(path).get("state") in ENDED_WELL:
                 continue
@@ -125,7 +133,9 @@ def read_metrics(run_dir: Path, last_bytes: int | None = None) -> Iterator[Recor
             size = os.fstat(file.fileno()).st_size
             start = 0 if last_bytes is None else max(0, size - last_bytes)
             file.seek(start)
-            lines = file.read().split(b"\n")[bool(start) : -1]  # the ends may be incomplete
+            lines = file.read().split(b"\n")[:-1]  # the last one is empty or incomplete
+            if start:
+                lines = lines[1:]  # the first one may be incomplete
     except OSError:
         return
     for line in lines:
@@ -138,9 +148,9 @@ def read_metrics(run_dir: Path, last_bytes: int | None = None) -> Iterator[Recor
 
 
 def command(run_dir: Path) -> str:
-    """Return the command that serves a run to this machine only.
+    """Return the command that shows a run in TensorBoard, on this machine only.
 
-    For a job of a sweep it is the sweep's, which shows the job by what varies in it.
+    For a job of a sweep it shows the sweep, whose jobs are named by what varies in them.
     """
     folder = run_dir.parent if (run_dir.parent / SWEEP).exists() else run_dir
     return f"tensorboard --logdir {shlex.quote(str(folder / TENSORBOARD))}"
