@@ -6,7 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from torch.optim import Optimizer, lr_scheduler
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import (
+    ChainedScheduler,
+    CyclicLR,
+    LRScheduler,
+    OneCycleLR,
+    ReduceLROnPlateau,
+    SequentialLR,
+)
 
 from regimen.conf.errors import did_you_mean, problems_at, truncated_list
 from regimen.conf.interpolation import RESERVED, fill, leaves
@@ -183,10 +191,10 @@ class _Builder:
         arguments = self.arguments(node, steps, key)
         self.settings |= {f"{key}.{name}": value for name, value in arguments.items()}
 
-        is_plateau = isinstance(kind, type) and issubclass(kind, lr_scheduler.ReduceLROnPlateau)
+        is_plateau = isinstance(kind, type) and issubclass(kind, ReduceLROnPlateau)
         if is_plateau and arguments.get("mode", AUTO) == AUTO:
             arguments["mode"] = self.mode(key)
-        is_cycle = kind in (lr_scheduler.OneCycleLR, lr_scheduler.CyclicLR)
+        is_cycle = kind in (OneCycleLR, CyclicLR)
         if is_cycle and arguments.get("max_lr") is None:
             arguments["max_lr"] = [float(group["lr"]) for group in self.optimizer.param_groups]
 
@@ -199,15 +207,15 @@ class _Builder:
                     'write functions: {default: ...} instead, such as "0.97 ** epoch"',
                 )
             objects["lr_lambda"] = self.functions(node["functions"], key)
-        ends = arguments.get("milestones") if kind is lr_scheduler.SequentialLR else None
+        ends = arguments.get("milestones") if kind is SequentialLR else None
         children = self.children(node.get("schedulers") or {}, ends, steps, key)
         if children:
             objects["schedulers"] = children
 
         # A ChainedScheduler takes its optimizer from the schedulers in it.
-        first = [] if kind is lr_scheduler.ChainedScheduler else [self.optimizer]
-        scheduler = construct(lr_scheduler.LRScheduler, key, arguments, *first, **objects)
-        if isinstance(scheduler, lr_scheduler.OneCycleLR) and not self.guessed:
+        first = [] if kind is ChainedScheduler else [self.optimizer]
+        scheduler = construct(LRScheduler, key, arguments, *first, **objects)
+        if isinstance(scheduler, OneCycleLR) and not self.guessed:
             end = scheduler.total_steps
             if end < (steps or 0):
                 refuse(

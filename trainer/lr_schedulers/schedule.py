@@ -8,14 +8,23 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Self
 
 from torch import Tensor
-from torch.optim import lr_scheduler as torch_schedulers
+from torch.optim.lr_scheduler import (
+    ConstantLR,
+    CosineAnnealingLR,
+    CyclicLR,
+    LinearLR,
+    OneCycleLR,
+    PolynomialLR,
+    SequentialLR,
+    StepLR,
+)
 
 from regimen.conf.errors import truncated_list
 from regimen.trainer.checkpoints.archive import plain_part
-from regimen.trainer.errors import CheckpointError, describe_value
+from regimen.trainer.errors import CheckpointError, describe_value, qualified_name
 from regimen.trainer.optimizers.optimizers import Optimizers
 from regimen.trainer.optimizers.param_groups import refuse
-from regimen.trainer.optimizers.state import State, type_name
+from regimen.trainer.optimizers.state import State
 from regimen.trainer.state import epoch_metric
 
 Interval = Literal["step", "epoch"]
@@ -25,18 +34,18 @@ _PLATEAU_MEMORY = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")
 # Entries of the state of torch's schedulers that are lists over the parameter groups.
 _BY_GROUP = ("base_lrs", "_last_lr", "min_lrs", "max_lrs", "base_momentums", "max_momentums")
 # torch's schedulers whose arguments are numbers of updates, as its documentation says.
-_BY_UPDATES = (torch_schedulers.OneCycleLR, torch_schedulers.CyclicLR)
+_BY_UPDATES = (OneCycleLR, CyclicLR)
 # Arguments that are the length of the run: after it the rate rises again, or torch raises.
 _WHOLE = {
-    torch_schedulers.OneCycleLR: "total_steps",
-    torch_schedulers.CosineAnnealingLR: "T_max",
-    torch_schedulers.PolynomialLR: "total_iters",
+    OneCycleLR: "total_steps",
+    CosineAnnealingLR: "T_max",
+    PolynomialLR: "total_iters",
 }
 # Arguments that are the length of a part of the run.
 _PARTS = {
-    torch_schedulers.ConstantLR: "total_iters",
-    torch_schedulers.LinearLR: "total_iters",
-    torch_schedulers.StepLR: "step_size",
+    ConstantLR: "total_iters",
+    LinearLR: "total_iters",
+    StepLR: "step_size",
 }
 
 
@@ -153,7 +162,7 @@ class OptimizerSchedule:
     def state_dict(self) -> dict[str, Any]:
         """Return the settings, and the scheduler's state without functions: plain values."""
         return {
-            "type": type_name(self.scheduler),
+            "type": qualified_name(self.scheduler),
             "settings": self.settings,
             "groups": list(self.group_names),
             "warmup_epochs": self._warmup_epochs,
@@ -164,7 +173,7 @@ class OptimizerSchedule:
 
     def differences(self, state: State) -> Iterator[str]:
         """Yield the settings that differ from those of `state`."""
-        kind = type_name(self.scheduler)
+        kind = qualified_name(self.scheduler)
         current = {"type": kind, **self.settings}
         saved = {"type": state["type"], **state["settings"]}
         for key in current | saved:
@@ -229,7 +238,7 @@ class OptimizerSchedule:
     def _continue_plateau(self, state: State | None) -> None:
         """Take over the history of an earlier plateau scheduler, and the rates that it reached."""
         reached = {}
-        if state is not None and state["type"] == type_name(self.scheduler):
+        if state is not None and state["type"] == qualified_name(self.scheduler):
             memory = {key: state["scheduler"][key] for key in _PLATEAU_MEMORY}
             self.scheduler.load_state_dict({**self.scheduler.state_dict(), **memory})
             saved = zip(state["groups"], state["start"], state["lr"], strict=True)
@@ -269,7 +278,7 @@ def _lengths(scheduler: Any, start: int = 0) -> Iterator[tuple[str, int, int, bo
     Of a SequentialLR only the last scheduler is looked at: it ends with the run.
     """
     inside = list(getattr(scheduler, "_schedulers", []))
-    if isinstance(scheduler, torch_schedulers.SequentialLR):
+    if isinstance(scheduler, SequentialLR):
         inside = inside[-1:]
         start += scheduler._milestones[-1]
     for inner in inside:

@@ -33,7 +33,15 @@ from regimen.trainer.optimizers.param_groups import (
     parse_selector,
     refuse,
 )
-from regimen.trainer.optimizers.state import begin_with_zeros, can_leave_out, damped, pack, unpack
+from regimen.trainer.optimizers.state import (
+    State,
+    TorchGroup,
+    begin_with_zeros,
+    can_leave_out,
+    damped,
+    pack,
+    unpack,
+)
 from regimen.trainer.targets.instantiate import instantiate
 
 T = TypeVar("T")
@@ -51,14 +59,6 @@ class Section(NamedTuple):
     key: str
     target: dict[str, Any]
     settings: Mapping[str, Any]
-
-
-class TorchGroup(NamedTuple):
-    """A parameter group: its unique name, that of its optimizer, and torch's dict of the group."""
-
-    name: str
-    optimizer_name: str
-    options: dict[str, Any]
 
 
 class GroupRow(NamedTuple):
@@ -200,7 +200,14 @@ class Optimizers:
             rows.append(GroupRow("frozen", "-", *_counts(self.frozen.values()), None, None))
         return rows
 
-    state_dict, load_state_dict = pack, unpack
+    def state_dict(self) -> dict[str, Any]:
+        """Return types, groups, hyper-parameters and state by name; the tensors are not copied."""
+        return pack(self.optimizers, self.groups(), self.names, self.frozen)
+
+    def load_state_dict(self, saved: State, hyper_parameters: bool = True) -> list[str]:
+        """Load a `state_dict`; on an error nothing is changed. See `state.unpack`."""
+        groups = self.groups()
+        return unpack(self.optimizers, groups, self.names, self.frozen, saved, hyper_parameters)
 
 
 def _number(value: Any) -> float | None:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.optim.optimizer as optimizer_module
@@ -18,10 +18,7 @@ from torch.optim import SGD, Optimizer
 from regimen.conf.errors import lacks_memory, truncated_list
 from regimen.data.batch import map_tensors
 from regimen.trainer.checkpoints.archive import NotPlainError, plain, plain_part
-from regimen.trainer.errors import CheckpointError, device_failed
-
-if TYPE_CHECKING:
-    from regimen.trainer.optimizers.optimizers import Optimizers
+from regimen.trainer.errors import CheckpointError, device_failed, qualified_name
 
 State = Mapping[str, Any]  # of an optimizer or a schedule, as a checkpoint holds it
 # The wrapper that torch puts around `step` of every class of optimizers, and the one of its own.
@@ -35,6 +32,14 @@ foreach_mul_ = torch._foreach_mul_
 _ON_HOST = ("step", "mu_product")
 # Options that select an implementation, which depends on the machine, and not the update.
 _IMPLEMENTATION = ("foreach", "fused", "capturable")
+
+
+class TorchGroup(NamedTuple):
+    """A parameter group: its unique name, that of its optimizer, and torch's dict of the group."""
+
+    name: str
+    optimizer_name: str
+    options: dict[str, Any]
 
 
 class _ParamSpec(NamedTuple):
@@ -170,20 +175,20 @@ def begin_with_zeros(optimizer: Optimizer, *_: Any) -> None:
                     state["momentum_buffer"] = torch.zeros_like(parameter.grad)
 
 
-def type_name(instance: object) -> str:
-    """Return the import path of an object's class."""
-    return f"{type(instance).__module__}.{type(instance).__qualname__}"
-
-
-def pack(optimizers: Optimizers) -> dict[str, Any]:
+def pack(
+    optimizers: Mapping[str, Optimizer],
+    groups: Sequence[TorchGroup],
+    names: Mapping[Tensor, str],
+    frozen: Mapping[str, Tensor],
+) -> dict[str, Any]:
     """Return types, groups, hyper-parameters and state by name; the tensors are not copied.
 
-    Raises `CheckpointError` for a state that only code could restore.
+    `names`: of all parameters; `frozen`: those that no optimizer has. Raises `CheckpointError` for
+    a state that only code could restore.
     """
-    names = optimizers.names
     packed = {}
     for optimizer_name, optimizer in optimizers.items():
-        kind = type_name(optimizer)
+        kind = qualified_name(optimizer)
         section: dict[str, Any] = {"type": kind, "groups": {}, "state": {}, "shared": {}}
         packed[optimizer_name] = section
         try:
@@ -197,21 +202,30 @@ def pack(optimizers: Optimizers) -> dict[str, Any]:
                 f"optimizer {optimizer_name!r} ({kind}) keeps a {error} in its state; only tensors "
                 "and plain containers can be saved"
             ) from None
-    for group_name, optimizer_name, options in optimizers.groups():
+    for group_name, optimizer_name, options in groups:
         values = {k: v for k, v in options.items() if k not in _NOT_HYPER_PARAMETERS}
         packed[optimizer_name]["groups"][group_name] = {
             "hyper_parameters": plain_part(values),
             "parameters": {names[p]: _shape_and_dtype(p) for p in options["params"]},
         }
-    frozen = {name: _shape_and_dtype(tensor) for name, tensor in optimizers.frozen.items()}
-    return {"optimizers": packed, "frozen": frozen}
+    return {
+        "optimizers": packed,
+        "frozen": {name: _shape_and_dtype(tensor) for name, tensor in frozen.items()},
+    }
 
 
 def _shape_and_dtype(tensor: Tensor) -> dict[str, Any]:
     return {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
 
 
-def unpack(optimizers: Optimizers, saved: State, hyper_parameters: bool = True) -> list[str]:
+def unpack(
+    optimizers: Mapping[str, Optimizer],
+    groups: Sequence[TorchGroup],
+    names: Mapping[Tensor, str],
+    frozen: Mapping[str, Tensor],
+    saved: State,
+    hyper_parameters: bool = True,
+) -> list[str]:
     """Load what `pack` returned by parameter name, bit for bit; on an error nothing is changed.
 
     `hyper_parameters=False` keeps the hyper-parameters of the config, such as learning rates.
@@ -222,19 +236,19 @@ def unpack(optimizers: Optimizers, saved: State, hyper_parameters: bool = True) 
     # First everything is converted, then everything is assigned: an error changes nothing.
     loaded = []
     try:
-        current_specs = _specs(pack(optimizers))
+        current_specs = _specs(pack(optimizers, groups, names, frozen))
         saved_specs = _specs(saved)
         problems = list(_differences(current_specs, saved_specs))
         if problems:
             raise CheckpointError(
                 f"the optimizer state does not fit: {truncated_list(problems, 1)}"
             )
-        for group_name, optimizer_name, options in optimizers.groups():
-            optimizer = optimizers.optimizers[optimizer_name]
+        for group_name, optimizer_name, options in groups:
+            optimizer = optimizers[optimizer_name]
             # A group that was frozen as a whole when it was saved keeps the values of this run.
             section = saved["optimizers"].get(optimizer_name, _NO_SECTION)
             saved_group = section["groups"].get(group_name, _NO_GROUP)
-            parameters = {optimizers.names[p]: p for p in options["params"]}
+            parameters = {names[p]: p for p in options["params"]}
             # LBFGS keeps its state as one vector over all parameters, in their order.
             reordered = [*saved_group["parameters"]] not in ([], [*parameters])
             if reordered and needs_closure(type(optimizer)):
@@ -267,11 +281,13 @@ def unpack(optimizers: Optimizers, saved: State, hyper_parameters: bool = True) 
     unfrozen = _trained_only_in(current_specs, saved_specs)
     if unfrozen:
         remarks.append(
-            "unfrozen since the checkpoint, they begin without state: " + ", ".join(unfrozen)
+            f"unfrozen since the checkpoint, they begin without state: {', '.join(unfrozen)}"
         )
-    frozen = _trained_only_in(saved_specs, current_specs)
-    if frozen:
-        remarks.append("frozen since the checkpoint, their state is dropped: " + ", ".join(frozen))
+    newly_frozen = _trained_only_in(saved_specs, current_specs)
+    if newly_frozen:
+        remarks.append(
+            f"frozen since the checkpoint, their state is dropped: {', '.join(newly_frozen)}"
+        )
     return remarks
 
 
