@@ -38,9 +38,9 @@ from regimen.trainer.optimizers.state import (
     TorchGroup,
     begin_with_zeros,
     can_leave_out,
-    damped,
     pack,
     unpack,
+    uses_dampening,
 )
 from regimen.trainer.targets.instantiate import instantiate
 
@@ -307,7 +307,7 @@ def _may_fuse(probe: Optimizer, param_groups: Sequence[Mapping[str, Any]]) -> bo
     if defaults.get("foreach") or defaults.get("differentiable"):
         return False
     # Fused SGD cannot apply dampening to a parameter whose first gradient comes later than others'.
-    if any(damped({**defaults, **group}) for group in param_groups):
+    if any(uses_dampening({**defaults, **group}) for group in param_groups):
         return False
     sharded = any(hasattr(p, "device_mesh") for group in param_groups for p in group["params"])
     return not sharded or isinstance(probe, SHARDED_FUSED)

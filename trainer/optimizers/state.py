@@ -110,7 +110,7 @@ def can_leave_out(optimizer: Optimizer) -> bool:
     """
     if not getattr(optimizer, "_step_supports_amp_scaling", False):
         return False
-    if isinstance(optimizer, SGD) and any(map(damped, optimizer.param_groups)):
+    if isinstance(optimizer, SGD) and any(map(uses_dampening, optimizer.param_groups)):
         return False
     variants = {(p.device, p.dtype) for g in optimizer.param_groups for p in g["params"]}
     return all(_respects_found_inf(optimizer, device, dtype) for device, dtype in variants)
@@ -152,7 +152,7 @@ def _step_with_found_inf(
     take_step(trial)
 
 
-def damped(group: Mapping[str, Any]) -> bool:
+def uses_dampening(group: Mapping[str, Any]) -> bool:
     """Return whether a group of SGD applies dampening: to every gradient except the first."""
     return bool(group.get("momentum")) and bool(group.get("dampening"))
 
@@ -166,7 +166,7 @@ def begin_with_zeros(optimizer: Optimizer, *_: Any) -> None:
     for bit.
     """
     for group in optimizer.param_groups:
-        if not (group["fused"] and group["momentum"]) or damped(group):
+        if not (group["fused"] and group["momentum"]) or uses_dampening(group):
             continue
         for parameter in group["params"]:
             if parameter.grad is not None:

@@ -227,7 +227,7 @@ def _check_label_smoothing(name: str, module: nn.Module) -> None:
         )
 
 
-def by_place(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+def flatten_positions(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """Flatten logits (n, classes, d...) and labels (n, d...) to (positions, classes), (positions).
 
     For labels of more than one dimension torch's losses have no deterministic kernel, and the one
@@ -244,7 +244,7 @@ def _evaluate(loss: nn.Module, output: Any, target: Any) -> Tensor:
     if not isinstance(loss, _CROSS_ENTROPIES):
         value: Tensor = loss(output, target)
         return value
-    value = loss(*by_place(output, target))
+    value = loss(*flatten_positions(output, target))
     by_label = value.ndim and not target.is_floating_point()  # reduction="none"
     return value.view(target.shape) if by_label else value
 

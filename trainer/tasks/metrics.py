@@ -9,7 +9,7 @@ from torch import Tensor
 
 from regimen.trainer.device import accumulate_dtype
 from regimen.trainer.errors import ModelError
-from regimen.trainer.tasks.losses import by_place
+from regimen.trainer.tasks.losses import flatten_positions
 
 IGNORED = -100  # the label that torch's losses leave out
 _LARGEST = 700.0  # the exponential of it is still finite
@@ -78,7 +78,7 @@ class Perplexity(Running):
         """Add logits (n, classes, ...) and labels (n, ...)."""
         logits = output.detach().float() if output.dtype.itemsize < 4 else output.detach()
         is_valid = (target >= 0) & (target != self._ignore_index)
-        logits, labels = by_place(logits, target.where(is_valid, IGNORED))
+        logits, labels = flatten_positions(logits, target.where(is_valid, IGNORED))
         nll = F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
         self.total += torch.stack([nll, is_valid.sum().to(nll.dtype)])
 
