@@ -204,10 +204,10 @@ def compare_names(
     saved = payload["model"]
     differences = []
     for name in {**model_state, **saved}:
-        found = describe_weight(saved.get(name))
+        actual = describe_weight(saved.get(name))
         expected = describe_weight(model_state.get(name))
-        if found != expected:
-            differences.append(f"{name} is {found} in it, {expected} in the model")
+        if actual != expected:
+            differences.append(f"{name} is {actual} in it, {expected} in the model")
     if differences:
         more = f" (+{len(differences) - 1} more)" if len(differences) > 1 else ""
         raise CheckpointError(f"{_prefix(path)}does not fit the model: {differences[0]}{more}")

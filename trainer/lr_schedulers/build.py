@@ -187,14 +187,16 @@ class _Builder:
         """Build a torch scheduler, and those inside it; `steps`: how many steps it takes."""
         if not isinstance(node, Mapping) or not node.get("_target_"):
             refuse(key, "has no _target_, such as torch.optim.lr_scheduler.StepLR")
-        kind = locate(node["_target_"])
+        scheduler_class = locate(node["_target_"])
         arguments = self.arguments(node, steps, key)
         self.settings |= {f"{key}.{name}": value for name, value in arguments.items()}
 
-        is_plateau = isinstance(kind, type) and issubclass(kind, ReduceLROnPlateau)
+        is_plateau = isinstance(scheduler_class, type) and issubclass(
+            scheduler_class, ReduceLROnPlateau
+        )
         if is_plateau and arguments.get("mode", AUTO) == AUTO:
             arguments["mode"] = self.mode(key)
-        is_cycle = kind in (OneCycleLR, CyclicLR)
+        is_cycle = scheduler_class in (OneCycleLR, CyclicLR)
         if is_cycle and arguments.get("max_lr") is None:
             arguments["max_lr"] = [float(group["lr"]) for group in self.optimizer.param_groups]
 
@@ -207,13 +209,13 @@ class _Builder:
                     'write functions: {default: ...} instead, such as "0.97 ** epoch"',
                 )
             objects["lr_lambda"] = self.functions(node["functions"], key)
-        ends = arguments.get("milestones") if kind is SequentialLR else None
+        ends = arguments.get("milestones") if scheduler_class is SequentialLR else None
         children = self.children(node.get("schedulers") or {}, ends, steps, key)
         if children:
             objects["schedulers"] = children
 
         # A ChainedScheduler takes its optimizer from the schedulers in it.
-        first = [] if kind is ChainedScheduler else [self.optimizer]
+        first = [] if scheduler_class is ChainedScheduler else [self.optimizer]
         scheduler = construct(LRScheduler, key, arguments, *first, **objects)
         if isinstance(scheduler, OneCycleLR) and not self.guessed:
             end = scheduler.total_steps
@@ -249,8 +251,8 @@ class _Builder:
         `ends`: the steps at which each of them, but the last, gives way to the next; None where
         all of them take all `steps`.
         """
-        named = given.items() if isinstance(given, Mapping) else enumerate(given)
-        nodes = [(f"{key}.schedulers.{n}", child) for n, child in named if child is not None]
+        items = given.items() if isinstance(given, Mapping) else enumerate(given)
+        nodes = [(f"{key}.schedulers.{n}", child) for n, child in items if child is not None]
         lengths = [steps] * len(nodes)
         if nodes and ends and len(ends) == len(nodes) - 1:
             bounds = itertools.pairwise([0, *ends, steps])

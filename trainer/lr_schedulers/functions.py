@@ -61,14 +61,14 @@ def expression(text: str, values: Values, key: str) -> Function:
         refuse(key, f"{text[:200]!r} is not a valid expression: {error}")
 
     def function(step: int) -> float:
-        given = values(step)
+        variables = values(step)
         try:
-            result = float(term(given))
+            result = float(term(variables))
             if not math.isfinite(result):
                 raise ArithmeticError(f"it is {result}")
             return result
         except (ArithmeticError, ValueError, TypeError) as error:
-            at = ", ".join(f"{name} = {value:g}" for name, value in given.items())
+            at = ", ".join(f"{name} = {value:g}" for name, value in variables.items())
             refuse(key, f"{text!r} has no value at {at}: {error}")
 
     return function
@@ -85,9 +85,9 @@ def _compiled(node: ast.expr, names: Sequence[str], depth: int) -> _Term:
     match node:
         case ast.Constant(value=bool() | int() | float() as number):
             constant = float(number)
-            return lambda given: constant
+            return lambda variables: constant
         case ast.Name(id=name) if name in CONSTANTS:
-            return lambda given: CONSTANTS[name]
+            return lambda variables: CONSTANTS[name]
         case ast.Name(id=name) if name in names:
             return operator.itemgetter(name)
         case ast.UnaryOp(op=op, operand=operand) if type(op) in OPERATORS:
@@ -100,10 +100,10 @@ def _compiled(node: ast.expr, names: Sequence[str], depth: int) -> _Term:
         case ast.BoolOp(op=op, values=parts):
             terms = compiled(*parts)
             combine = all if isinstance(op, ast.And) else any
-            return lambda given: combine(term(given) for term in terms)
+            return lambda variables: combine(term(variables) for term in terms)
         case ast.IfExp(test=test, body=body, orelse=orelse):
             condition, yes, no = compiled(test, body, orelse)
-            return lambda given: yes(given) if condition(given) else no(given)
+            return lambda variables: yes(variables) if condition(variables) else no(variables)
         case ast.Call(func=ast.Name(id=name), args=parts, keywords=[]) if name in FUNCTIONS:
             return _applied(FUNCTIONS[name], compiled(*parts))
     raise ValueError(
@@ -114,7 +114,7 @@ def _compiled(node: ast.expr, names: Sequence[str], depth: int) -> _Term:
 
 
 def _applied(function: Callable[..., float], terms: Sequence[_Term]) -> _Term:
-    return lambda given: function(*(term(given) for term in terms))
+    return lambda variables: function(*(term(variables) for term in terms))
 
 
 def aliases(group: str) -> list[str]:

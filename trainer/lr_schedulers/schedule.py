@@ -115,7 +115,7 @@ class OptimizerSchedule:
         self._by_step = interval == "step"
         self._warmup_epochs = 0  # the epochs that were complete when the warm-up ended
         self._at = self._position(0, 0)
-        # What the scheduler begins with. Tensors are copied: they are changed in place later.
+        # The groups as the scheduler found them. Tensors are copied: they change in place later.
         self._first = [
             {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items()}
             for group in self.groups
@@ -467,9 +467,11 @@ def as_schedule(scheduler: Any, interval: Interval | None = None) -> LRSchedule:
             )
         return LRSchedule.wrap(scheduler)
     if not hasattr(scheduler, "step") or not hasattr(scheduler, "optimizer"):
-        given = scheduler.__name__ if isinstance(scheduler, type) else describe_value(scheduler)
+        description = (
+            scheduler.__name__ if isinstance(scheduler, type) else describe_value(scheduler)
+        )
         raise TypeError(
-            f"lr_scheduler is {given}: give an object such as "
+            f"lr_scheduler is {description}: give an object such as "
             "torch.optim.lr_scheduler.StepLR(optimizer, step_size=30)"
         )
     if interval is None:

@@ -147,12 +147,12 @@ class Optimizers:
         groups = []
         for optimizer_name, optimizer in self.optimizers.items():
             for i, options in enumerate(optimizer.param_groups):
-                words = []
+                parts = []
                 if len(self.optimizers) > 1:
-                    words.append(optimizer_name)
+                    parts.append(optimizer_name)
                 if len(optimizer.param_groups) > 1:
-                    words.append(f"group_{i}")
-                name = options.get("name", ".".join(words) or DEFAULT)
+                    parts.append(f"group_{i}")
+                name = options.get("name", ".".join(parts) or DEFAULT)
                 groups.append(TorchGroup(str(name), optimizer_name, options))
         return groups
 

@@ -165,13 +165,13 @@ def assign_groups(
             prefix = owner if len(scopes) > 1 else ""
             layer = str(depth) if rule.layers else ""
             name = ".".join(filter(None, (prefix, rule.name, layer))) or DEFAULT
-            place = owner, scopes[owner].rules.index(rule), depth
-            group = groups.setdefault(place, ParamGroup(name, rule, factor, {}))
+            order = owner, scopes[owner].rules.index(rule), depth
+            group = groups.setdefault(order, ParamGroup(name, rule, factor, {}))
             group.parameters[parameter.name] = parameter.tensor
 
     by_optimizer: dict[str, list[ParamGroup]] = {name: [] for name in scopes}
-    for place in sorted(groups):
-        by_optimizer[place[0]].append(groups[place])
+    for order in sorted(groups):
+        by_optimizer[order[0]].append(groups[order])
 
     problems = list(unused(rules, used, parameters))
     if unassigned:
@@ -318,11 +318,11 @@ def _parse_tests(node: Any, words: Sequence[str], key: str) -> list[list[Test]]:
         refuse(key, f"must be a dict with {', '.join(words)}, not {node!r}")
     for word in node.keys() - {*words}:
         refuse(f"{key}.{word}", "unknown key", did_you_mean(str(word), words))
-    makers = {"match": _name_test, "module": _module_test, "kind": _kind_test}
+    parsers = {"match": _name_test, "module": _module_test, "kind": _kind_test}
     return [
-        _parse_each(makers[word], value, f"{key}.{word}")
+        _parse_each(parsers[word], value, f"{key}.{word}")
         for word, value in node.items()
-        if word in makers and value is not None
+        if word in parsers and value is not None
     ]
 
 

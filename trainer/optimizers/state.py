@@ -43,7 +43,7 @@ class TorchGroup(NamedTuple):
 
 
 class _ParamSpec(NamedTuple):
-    """What must agree between a parameter of this run and that of a checkpoint."""
+    """Group, shape and dtype of a parameter: compared between this run and a checkpoint."""
 
     group: str  # the description of its group and optimizer; empty if it is frozen
     shape: list[int]

@@ -1,4 +1,4 @@
-"""Ctrl-C while a script or a notebook trains: the training stops after its update, and says so."""
+"""Ctrl-C while a script or a notebook trains: the training stops after its update."""
 
 from __future__ import annotations
 
@@ -73,5 +73,5 @@ def _explain(error: KeyboardInterrupt, trainer: Trainer) -> None:
     if saves and state.updates:
         text += f", and Trainer(..., run_dir={str(trainer.run_dir)!r}).fit(resume='auto') later"
     error.args = (text,)
-    # What IPython and Jupyter show in place of a traceback.
+    # IPython and Jupyter show this in place of a traceback.
     vars(error)["_render_traceback_"] = lambda *_: [f"KeyboardInterrupt: {text}"]

@@ -1,4 +1,4 @@
-"""What came out of a run: its last and best values, and how it ended, for `status.json`."""
+"""The outcome of a run for `status.json`: its last and best values, and how it ended."""
 
 from __future__ import annotations
 
@@ -22,19 +22,24 @@ def results_of(trainer: Trainer, tested: Mapping[str, float]) -> dict[str, float
     For training metrics this is the mean over the epoch: the value of the last log line would
     depend on the logging interval.
     """
-    logged = trainer.metrics
-    last = {
-        k: v
-        for k, v in logged.items()
-        if not k.startswith(_NOT_RESULTS)
-        and (epoch_metric(k) == k or epoch_metric(k) not in logged)
-    }
+    results = {}
+    for name, value in trainer.metrics.items():
+        epoch_name = epoch_metric(name)
+        has_epoch_mean = epoch_name != name and epoch_name in trainer.metrics
+        if not name.startswith(_NOT_RESULTS) and not has_epoch_mean:
+            results[name] = value
     best = best_of(trainer)
-    return last | ({f"best/{best[0]}": best[1]} if best else {}) | dict(tested)
+    if best is not None:
+        metric, value, _ = best
+        results[f"best/{metric}"] = value
+    return {**results, **tested}
 
 
 def best_of(trainer: Trainer) -> tuple[str, float, int] | None:
-    """Return (metric, value, step) of the best checkpoint; None if there is none, or of no use."""
+    """Return (metric, value, step) of the best checkpoint; None without one.
+
+    Also None if the weights of the run are of no use, as with a range test.
+    """
     if not keeps_weights(trainer.callbacks):
         return None
     saver = saver_of(trainer.callbacks)
