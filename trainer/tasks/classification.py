@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from regimen.trainer.device import how_many
+from regimen.trainer.device import count_true
 from regimen.trainer.errors import ModelError
 from regimen.trainer.tasks.losses import Loss
 from regimen.trainer.tasks.supervised import Metrics, Scores, Shape, Supervised
@@ -60,6 +60,6 @@ class Classification(Supervised):
 
 def _hits(logits: Tensor, labels: Tensor, k: int) -> Tensor:
     if k == 1:
-        return how_many(logits.detach().argmax(1).eq(labels))
+        return count_true(logits.detach().argmax(1).eq(labels))
     top_classes = logits.detach().topk(k, dim=1).indices
-    return how_many((top_classes == labels[:, None]).any(1))
+    return count_true((top_classes == labels[:, None]).any(1))

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from regimen.trainer.device import how_many
+from regimen.trainer.device import count_true
 from regimen.trainer.tasks.losses import Loss
 from regimen.trainer.tasks.metrics import Perplexity
 from regimen.trainer.tasks.supervised import Metrics, Scores, Shape, Supervised
@@ -44,5 +44,5 @@ class LanguageModel(Supervised):
     def scores(self, output: Tensor, target: Tensor) -> Scores:
         """Count the tokens that are predicted correctly."""
         labels, count = self.losses.valid_labels(target)
-        correct = how_many(output.detach().argmax(1) == labels)
+        correct = count_true(output.detach().argmax(1) == labels)
         return {"token_accuracy": (correct, count)}

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from regimen.data.batch import cached_min
-from regimen.trainer.device import how_many
+from regimen.trainer.device import count_true
 from regimen.trainer.errors import ModelError
 from regimen.trainer.task import SUM
 
@@ -161,7 +161,7 @@ class Losses:
             return target.where(target != ignored, -1), count
         for ignored in self.ignored:
             target = target.where(target != ignored, -1)
-        return target, how_many(target >= 0)
+        return target, count_true(target >= 0)
 
     @property
     def modules(self) -> dict[str, nn.Module]:
@@ -277,6 +277,6 @@ def _count_valid(target: Tensor, ignored: int) -> Tensor | int:
     if cached_key != key:
         least = cached_min(target)
         all_count = least is not None and ignored < 0 <= least
-        count = target.numel() if all_count else how_many(target != ignored)
+        count = target.numel() if all_count else count_true(target != ignored)
         target._valid = key, count  # type: ignore[attr-defined]
     return count

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from regimen.trainer.device import how_many
+from regimen.trainer.device import count_true
 from regimen.trainer.errors import ModelError, describe_value, qualified_name
 from regimen.trainer.task import Metric, StepOutput, Task
 from regimen.trainer.tasks.metrics import IGNORED
@@ -45,7 +45,7 @@ class OwnLoss(Task):
         labels = batch[1]
         if labels.is_floating_point():
             return {"": len(labels)}
-        return {"": how_many(labels != IGNORED)}
+        return {"": count_true(labels != IGNORED)}
 
     def training_step(self, model: nn.Module, batch: Any) -> StepOutput:
         """Let the model compute its loss; compute the scores."""

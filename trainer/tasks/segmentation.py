@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from regimen.trainer.device import how_many
+from regimen.trainer.device import count_true
 from regimen.trainer.errors import ModelError
 from regimen.trainer.tasks.losses import Loss
 from regimen.trainer.tasks.metrics import MeanIoU
@@ -52,5 +52,5 @@ class Segmentation(Supervised):
     def scores(self, output: Tensor, target: Tensor) -> Scores:
         """Count the pixels that are predicted correctly."""
         labels, count = self.losses.valid_labels(target)
-        correct = how_many(output.detach().argmax(1) == labels)
+        correct = count_true(output.detach().argmax(1) == labels)
         return {"pixel_accuracy": (correct, count)}
