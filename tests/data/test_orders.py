@@ -89,6 +89,7 @@ ORDERS = {
 }
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("make", ORDERS.values(), ids=ORDERS)
 def test_orders_are_pure_functions_of_seed_and_epoch(make):
     states = torch.get_rng_state(), random.getstate()

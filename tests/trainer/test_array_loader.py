@@ -127,6 +127,7 @@ def test_numbers_become_the_model_s_type_and_lose_nothing_before():
     assert next(loader.epoch(0)).batch[0].dtype == torch.get_default_dtype()
 
 
+@pytest.mark.quick
 def test_a_validation_counts_each_sample_once():
     loader = regimen.loader(X, Y, batch_size=5, shuffle=False)
     trainer = trainer_of(loader, 4, val_loader=loader)

@@ -109,6 +109,7 @@ def test_a_run_of_a_trainer_is_a_run(tmp_path, capsys):
     assert (listed["status"], listed["epoch"], listed["max_epochs"]) == ("finished", 2, 2)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("own", [False, True], ids=["same object", "another process's"])
 def test_a_run_that_goes_on_is_the_one_that_was_never_ended(tmp_path, own):
     whole = trainer_of(tmp_path / "whole", [Checkpoint()], epochs=4)

@@ -68,6 +68,7 @@ def test_neither_workers_nor_the_position_change_a_batch(noisy, workers, persist
     assert now == training
 
 
+@pytest.mark.quick
 def test_augmentation_is_keyed_by_the_sample_whatever_the_order_and_the_split(noisy):
     with loading(noisy(), Sequential(20)) as loader:
         whole = torch.cat(drain(loader, 1))

@@ -187,6 +187,7 @@ def test_a_choice_cannot_leave_the_folder(mine):
         assert "there is no model=" in message or "not an override" in message
 
 
+@pytest.mark.quick
 def test_a_bad_command_line_is_answered_in_one_message():
     assert refused("--config-name", "../train")
     for typed in ("a=" + "[" * 5000, "a." * 300 + "b=1"):
@@ -391,6 +392,7 @@ CHOSEN_LAST = {
 }
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("typed", CHOSEN_LAST.values(), ids=CHOSEN_LAST.keys())
 @pytest.mark.parametrize(
     "file",

@@ -101,6 +101,7 @@ def save_and_die(folder, point):
     store.prune([])
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("point", range(1, 13))  # one save, and the removal of one file
 def test_a_kill_at_any_point_leaves_whole_ones(tmp_path, point):
     folder, survivor = tmp_path / "checkpoints", 3 if point <= 2 else 4  # the second call names it

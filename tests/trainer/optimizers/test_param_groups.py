@@ -85,6 +85,7 @@ def test_the_first_rule_that_accepts_a_parameter_wins() -> None:
     ]
 
 
+@pytest.mark.quick
 def test_every_trainable_parameter_is_in_exactly_one_group_and_a_tied_one_has_two_names() -> None:
     rules = {"norm": {"module": "norm"}, "vectors": {"kind": "vector"}}
     groups = members(Tied(), rules)

@@ -169,6 +169,7 @@ class Observer(Callback):
     on_validation_start = on_epoch_end = on_fit_end
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "options",
     [

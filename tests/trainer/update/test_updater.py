@@ -58,6 +58,7 @@ LOSSES = {
 SHARES = {"class-weights": 0.5, "each": 1.0, "sum": 0.01}
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", [*LOSSES, "terms"])
 def test_accumulation_changes_nothing(name: str) -> None:
     shares = SHARES if name == "terms" else {name: 1.0}
@@ -84,6 +85,7 @@ def test_a_loss_that_is_a_sum_is_logged_per_sample(steps: int) -> None:
     assert [trainer.metrics[key] for key in ("train/epoch_loss", "val/loss")] == [wanted, wanted]
 
 
+@pytest.mark.quick
 def test_counters() -> None:
     trainer = trainer_of(Classification(CLASSES), points(), 2)
     trainer.fit()
