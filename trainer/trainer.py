@@ -419,7 +419,7 @@ class Trainer:
             state.request_stop(MAX_TIME)
         # Where all wait for each other anyway, all learn at once of one process's request.
         meeting = self.done or not state.position or state.validated_at == state.global_step
-        self.group.agree_on_stop(state, at_once=meeting, in_step=not meeting)
+        self.group.agree_on_stop(state, at_once=meeting)
 
     def _log(self) -> None:
         self.updater.confirm()

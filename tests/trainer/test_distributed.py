@@ -18,13 +18,13 @@ PATIENCE = timedelta(seconds=5)
 def test_an_aborted_communicator_tells_of_the_silent_process():
     """What the next collective raises once NCCL's watchdog has ended one that waited."""
     group = Group(None, timeout=7)
-    group._board = SimpleNamespace(failure=lambda: None)
+    group._errors = SimpleNamespace(failure=lambda: None)
     text = (
         "NCCL communicator was aborted on rank 0. Original reason for failure was: [Rank 0] "
         "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=12, OpType=ALLREDUCE, "
         "NumelIn=1, NumelOut=1, Timeout(ms)=67000) ran for 67010 milliseconds before timing out."
     )
-    told = group._told_by_peer(dist.DistBackendError(text), group._board)
+    told = group._as_peer_error(dist.DistBackendError(text), group._errors)
     assert type(told) is SilentPeerError
     assert "within 7 s (strategy.timeout)" in str(told)
 
