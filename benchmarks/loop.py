@@ -43,7 +43,7 @@ from regimen.data.samplers import UpdateSampler
 from regimen.data.sources import ImageTensors
 from regimen.models.small_cnn import SmallCNN
 from regimen.trainer.device import device_count, device_types
-from regimen.trainer.strategies.ddp import DDP, Processes
+from regimen.trainer.strategies.ddp import DDP
 from regimen.trainer.strategies.strategy import Strategy
 
 BLOCK = 50  # updates between two logs
@@ -186,7 +186,7 @@ def ddp(rounds: int) -> Report:
 def _rank(rounds: int) -> dict[str, list[Cost]]:
     """Be one of the processes: run the contenders in turn, and return their speeds."""
     torch.set_num_threads(1)
-    wrapping = DDP(Processes(accelerator=DEVICE))
+    wrapping = DDP(accelerator=DEVICE)
     wrapping.setup()
     alone = wrapping.group.world_size == 1
     strategy: Strategy = Strategy(wrapping.device) if alone else wrapping

@@ -16,7 +16,7 @@ from regimen.conf.interpolation import children, is_related, join, walk
 from regimen.conf.other_words import VALUES, our_key
 from regimen.conf.python_words import in_python
 from regimen.conf.schema import Config, Values
-from regimen.conf.schema_trainer import TrainerConfig
+from regimen.conf.schema_trainer import StrategyConfig, TrainerConfig, strategy_node
 from regimen.conf.yaml_file import word
 
 MISSING = "???"
@@ -108,9 +108,13 @@ def _section(raw: Any, schema: type, key: str) -> Iterator[Problem]:
     if not isinstance(raw, dict):
         yield Problem(key, f"expected a section of keys, got {format_value(raw)}")
         return
+    describes = getattr(schema, "describes", None)
+    if describes is not None and not describes(raw):
+        return  # a class of the user's: its signature says what it takes
     known, inner = declared(schema), list[Problem]()
-    if not is_open(schema):
-        yield from (unknown(key, str(n), list(known)) for n in raw if n not in known)
+    if describes is not None or not is_open(schema):
+        names = [*known] if describes is None else [*known, "_target_"]
+        yield from (unknown(key, str(n), list(known)) for n in raw if n not in names)
     for name, one in known.items():
         if name in raw or one.default is REQUIRED:
             inner += _value(raw.get(name, MISSING), one, join(key, name))
@@ -256,19 +260,15 @@ def format_value(value: Any) -> str:
 
 
 def with_defaults(raw: Values, schema: type = Config) -> Values:
-    """Return a composed configuration with every key of ours, in the schema's order.
-
-    Keys that have no effect with the chosen strategy stay out, unless they were written.
-    """
-    chosen = raw.get("name", "single")  # of a strategy; elsewhere no key asks for it
+    """Return a composed configuration with every key of ours, in the schema's order."""
     filled = {}
     for name, one in declared(schema).items():
         default = {} if dataclasses.is_dataclass(one.default) else copy.copy(one.default)
         given = raw.get(name, default)
         if one.section is not None and isinstance(given, dict):
             filled[name] = with_defaults(given, one.section)
-        elif name in raw or (
-            given is not REQUIRED and (not one.strategies or chosen in one.strategies)
-        ):
+        elif one.words is StrategyConfig and isinstance(given, dict):
+            filled[name] = strategy_node(given)
+        elif name in raw or given is not REQUIRED:
             filled[name] = given
     return {**filled, **raw, **filled}  # in this order, with these values

@@ -22,7 +22,7 @@ from regimen.conf.fields import (
     plain_name,
     plain_words,
 )
-from regimen.conf.schema_trainer import StrategyConfig, TrainerConfig
+from regimen.conf.schema_trainer import STRATEGIES, StrategyConfig, TrainerConfig, strategy_node
 
 MAX_WORKERS = 1024  # more than any machine has use for: starting them would take its memory
 # Keys of ours beside a target's arguments, in a section and in what is nested in it.
@@ -259,6 +259,10 @@ class Config:
     optimizer: Node = option(REQUIRED, "a torch optimizer, or several", words=OptimizerWords)
     lr_scheduler: Node | None = option(None, "the learning rate's course", words=LrSchedulerWords)
     trainer: TrainerConfig = option(TrainerConfig, "the loop")
-    strategy: StrategyConfig = option(StrategyConfig, "the devices")
+    strategy: Node = option({"_target_": STRATEGIES["single"]}, "the devices", words=StrategyConfig)
     callbacks: Named = node({}, "named, called in this order; null drops one")
     sweep: SweepConfig | None = option(None, "many jobs (train -m)")
+
+    def __post_init__(self) -> None:
+        """Take the short name of a strategy for its class, as older runs have stored it."""
+        self.strategy = strategy_node(self.strategy)

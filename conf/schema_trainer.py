@@ -4,15 +4,23 @@
 Neither imports torch: the dataclasses are built while a configuration is checked.
 """
 
+import copy
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
 from regimen.conf.errors import Problem
 from regimen.conf.fields import count, declared, duration, natural, option, positive, share
 
+# The strategies of Regimen by their short names; each has a file in `conf/strategy/`.
+STRATEGIES = {
+    "single": "regimen.trainer.strategies.single.Single",
+    "dp": "regimen.trainer.strategies.data_parallel.DataParallel",
+    "ddp": "regimen.trainer.strategies.ddp.DDP",
+    "fsdp": "regimen.trainer.strategies.fsdp.FSDP",
+}
 # Keys that have an effect with some strategies only.
 _BOTH = ("ddp", "fsdp")
 _of_dp, _of_ddp, _of_fsdp, _of_both = (
@@ -165,9 +173,12 @@ class TensorParallelConfig:
 
 @dataclass(kw_only=True, slots=True)
 class StrategyConfig:
-    """One device, several under one process (dp), or one process each (ddp, fsdp)."""
+    """Keys of the strategies of Regimen, whose classes stand in `STRATEGIES`.
 
-    name: Literal["single", "dp", "ddp", "fsdp"] = option("single", "set by the group's choice")
+    One device, several under one process (dp), or one process each (ddp, fsdp).
+    """
+
+    name: Literal["single", "dp", "ddp", "fsdp"] = option("single", "in place of its `_target_`")
     accelerator: str = option("auto", "cpu, or a kind that torch knows: cuda, mps, xpu, ...")
     devices: int | list[int] | Literal["auto"] = count(
         "auto", "how many, or their numbers; under torchrun the world decides"
@@ -207,6 +218,12 @@ class StrategyConfig:
         None, "processes that hold all shards once; null = all", strategies=("fsdp",)
     )
     tensor_parallel: TensorParallelConfig | None = _of_fsdp(None, "layers split over processes")
+    extra: dict[str, Any] = field(default_factory=dict)  # `_target_`
+
+    @staticmethod
+    def describes(raw: Mapping[str, Any]) -> bool:
+        """Return whether a strategy is one of ours, so that these are all of its keys."""
+        return strategy_node(raw)["_target_"] in STRATEGIES.values()
 
     def conflicts(self) -> Iterator[Problem]:
         """Name what the chosen strategy would pass over in silence."""
@@ -217,13 +234,46 @@ class StrategyConfig:
             if isinstance(numbers, list) and len(set(numbers)) < len(numbers):
                 yield Problem(name, f"names a device twice: {numbers}")
         number = len(self.devices) if isinstance(self.devices, list) else self.devices
-        if self.name == "single" and number not in (0, 1, "auto"):
+        chosen = _short_name(self.extra.get("_target_", STRATEGIES[self.name]))
+        if chosen == "single" and number not in (0, 1, "auto"):
             message = f"{number} devices need strategy=ddp, fsdp or dp: single has one"
             yield Problem("devices", message)
         if self.backend == "nccl" and self.accelerator == "cpu":
             yield Problem("backend", "nccl connects GPUs, but strategy.accelerator is cpu")
-        for name, one in declared(StrategyConfig).items():
-            idle = one.strategies and self.name not in one.strategies
-            if idle and getattr(self, name) != one.default:
+        for key, one in declared(StrategyConfig).items():
+            has_effect = not one.strategies or chosen in one.strategies
+            if not has_effect and getattr(self, key) != one.default:
                 choices = " or ".join(f"strategy={user}" for user in one.strategies)
-                yield Problem(name, f"has no effect with strategy={self.name}, only with {choices}")
+                yield Problem(key, f"has no effect with strategy={chosen}, only with {choices}")
+
+
+def strategy_node(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the node of a strategy with its `_target_`, which a short `name` may stand for.
+
+    The node of one of ours gets all keys that have an effect, and loses the others if they hold
+    their default.
+    """
+    rest = dict(given)
+    named = rest.get("name") in [*STRATEGIES]
+    target = rest.pop("_target_", STRATEGIES["single"])
+    if named:
+        keys = declared(StrategyConfig)
+        if _short_name(target) is None:  # its keys go with the user's class that `name` replaces
+            rest = {key: value for key, value in rest.items() if key in keys}
+        target = STRATEGIES[rest.pop("name")]
+    name = _short_name(target)
+    node = {"_target_": target}
+    if name is None:
+        return {**node, **rest}
+    for key, one in declared(StrategyConfig).items():
+        if key == "name":
+            continue
+        if not one.strategies or name in one.strategies:
+            node[key] = rest.pop(key, copy.copy(one.default))
+        elif key in rest and rest[key] == one.default:
+            rest.pop(key)
+    return {**node, **rest}
+
+
+def _short_name(target: Any) -> str | None:
+    return next((name for name, path in STRATEGIES.items() if path == target), None)

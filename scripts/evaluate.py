@@ -55,12 +55,15 @@ def evaluate(argv: Sequence[str]) -> int:
 def _refuse_processes(overrides: Sequence[str]) -> None:
     """Raise ConfigError for overrides that ask for several processes: a test has one."""
     from regimen.conf.errors import ConfigError
+    from regimen.conf.fields import declared
+    from regimen.conf.schema_trainer import StrategyConfig
     from regimen.scripts.cli.arguments import key_of
 
+    several = {*declared(StrategyConfig)["backend"].strategies}  # that start processes
     asking = []
     for text in overrides:
         key, value = key_of(text), text.partition("=")[2]
-        named = key in ("strategy", "strategy.name") and re.search(r"\b(ddp|fsdp)\b", value)
+        named = key in ("strategy", "strategy.name") and several & {*re.findall(r"\w+", value)}
         counted = key == "strategy.devices" and re.fullmatch(r"(?!1$)\d+|\[.*,.*\]", value)
         # With dp one process has several devices.
         if named or (counted and "strategy.name=dp" not in overrides):

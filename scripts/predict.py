@@ -37,7 +37,8 @@ def predict(argv: Sequence[str]) -> int:
 
     # However a run was trained (in shards, on many devices), it is asked on one; who wants more
     # says so. The kind of its device stays.
-    plain = {k: v for k, v in asdict(StrategyConfig()).items() if k != "accelerator"}
+    plain = asdict(StrategyConfig())
+    del plain["accelerator"], plain["extra"]
     overrides = [f"strategy.{key}={word(value)}" for key, value in plain.items()]
     overrides += arguments.overrides
     if keys.device is not None:

@@ -198,7 +198,7 @@ def _add(trainer: Trainer, micro_batch: MicroBatch, sums: Sums, shown: bool) -> 
 
 def check_metrics(metrics: Mapping[str, Metric], strategy: Strategy) -> None:
     """Raise ModelError for metrics that cannot be combined over several processes."""
-    if strategy.devices == 1 or strategy.name not in ("ddp", "fsdp"):
+    if strategy.devices == 1 or not strategy.starts_processes:
         return
     for name, metric in metrics.items():
         if not (hasattr(metric, "merge") or hasattr(metric, "merge_state") or _meets(metric)):

@@ -100,9 +100,12 @@ class QuantizationAwareTraining(Callback):
         with problems_at(f"callbacks.{self.name}"):
             self.check(trainer.model)
             self._start = steps_of("start_step", self._start_step, trainer.total_steps)
-        kind, device = trainer.strategy.name, trainer.strategy.device
-        whole = f"needs one whole model on each process, unlike strategy={kind}: use strategy=ddp"
-        require(kind in ("single", "ddp"), f"callbacks.{self.name} {whole}")
+        strategy, device = trainer.strategy, trainer.strategy.device
+        require(
+            not (strategy.shards_parameters or strategy.copies_model),
+            f"callbacks.{self.name} needs one whole model on each process, unlike "
+            f"strategy={strategy.name}: use strategy=ddp",
+        )
         self._range, self._seen = self._range.to(device), self._seen.to(device)
 
     def on_fit_start(self, trainer: Trainer) -> None:

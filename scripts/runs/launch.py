@@ -42,7 +42,7 @@ from regimen.scripts.cli.signals import (
 from regimen.trainer.errors import PeerError, SilentPeerError, leave_at_once
 from regimen.trainer.files.atomic import write_json
 from regimen.trainer.runs.status import amend_failure
-from regimen.trainer.targets.allow_list import allow
+from regimen.trainer.targets.allow_list import TargetError, allow, locate
 
 # Exit codes after which a restart may help: an unexpected error, a lost process, out of memory.
 _MENDABLE = (1, 6, 8)
@@ -92,8 +92,8 @@ class Notes:
 
 def work_of(request: Request, note: Path | None = None) -> Callable[[Request], int]:
     """Return what does a request: `launch`, where the strategy asks for processes, or the work."""
-    several = request.config["strategy"]["name"] in ("ddp", "fsdp")
-    if several and not request.config["dry_run"] and "RANK" not in os.environ:
+    alone = request.config["dry_run"] or "RANK" in os.environ
+    if not alone and _starts_processes(request.config["strategy"]["_target_"]):
         return launch
     with importing():
         if request.prediction is not None:
@@ -102,6 +102,13 @@ def work_of(request: Request, note: Path | None = None) -> Callable[[Request], i
             return answer
         from regimen.scripts.runs.run import run
     return partial(run, note=note)
+
+
+def _starts_processes(target: str) -> bool:
+    """Return whether the class of a strategy starts processes; a wrong one is named later."""
+    with importing(), suppress(TargetError):
+        return bool(getattr(locate(target), "starts_processes", False))
+    return False
 
 
 def launch(request: Request) -> int:
@@ -114,11 +121,9 @@ def launch(request: Request) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    from regimen.trainer.strategies.strategy import check_processes, count_devices
-
-    strategy = request.config["strategy"]
-    processes = count_devices(strategy["devices"], strategy["accelerator"])
-    check_processes(processes, strategy["accelerator"], strategy["backend"])
+    arguments = dict(request.config["strategy"])
+    strategy = locate(arguments.pop("_target_"))
+    processes, max_restarts = strategy.launch_options(**arguments)
     # Unlike torchrun, which sets 1: the processes share the cores.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
     # `_answer` reports a failure, once.
@@ -136,7 +141,7 @@ def launch(request: Request) -> int:
         rdzv_endpoint=str(notes.launcher_store),
         # Each sign of life lengthens the file by 1 KB; it counts between launchers only.
         rdzv_configs={"store_type": "file", "keep_alive_interval": 600},
-        max_restarts=strategy["max_restarts"],
+        max_restarts=max_restarts,
         logs_specs=DefaultLogsSpecs(log_dir=str(notes.folder)),
         # Signals that end a run are forwarded by us, without torch's timeout.
         signals_to_handle="SIGQUIT",

@@ -200,8 +200,8 @@ def _notes(experiment: Experiment, memory: Mapping[str, int | None]) -> Iterator
     formats: dict[str, str] = {"trainer.precision": options.precision}
     if options.tf32:
         formats["trainer.tf32"] = "tf32"
-    if strategy.mixed_precision is not None:
-        formats["strategy.mixed_precision"] = strategy.mixed_precision
+    if strategy.get("mixed_precision") is not None:
+        formats["strategy.mixed_precision"] = strategy["mixed_precision"]
     for key, name in formats.items():
         if remark := format_remark(key, name, trainer.strategy.device):
             yield remark

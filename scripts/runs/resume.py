@@ -20,6 +20,7 @@ from regimen.conf.check import with_defaults
 from regimen.conf.errors import ConfigError, problems_at
 from regimen.conf.json_text import form_fault
 from regimen.conf.schema import Values
+from regimen.conf.schema_trainer import strategy_node
 from regimen.conf.yaml_file import plain_values
 from regimen.scripts.cli.arguments import RUNS
 from regimen.scripts.composition.overrides import OF_A_START, trains_the_same
@@ -195,6 +196,8 @@ def _checked(resume: Resume, raw: Values) -> Resume:
     assert resume.payload is not None
     check_payload(resume.payload, resume.checkpoint)
     saved, policy = saved_config(resume.payload, resume.checkpoint), raw["resume_policy"]
+    if isinstance(saved.get("strategy"), dict):  # a former version stored its short name
+        saved["strategy"] = strategy_node(saved["strategy"])
     steps = saved.get("trainer", {}).get("gradient_accumulation_steps", 1)
     if raw["trainer"]["gradient_accumulation_steps"] == "auto":  # it was found when the run began
         raw = {**raw, "trainer": {**raw["trainer"], "gradient_accumulation_steps": steps}}

@@ -69,7 +69,7 @@ def test_defaults_fill_what_was_left_out_and_nothing_that_has_no_effect():
     given = {"strategy": {"name": "dp"}, "loader": {"batch_size": 3}, "zz": 1, "callbacks": 3}
     filled = with_defaults(tree(**given))
     assert (filled["loader"]["batch_size"], filled["loader"]["timeout"]) == (3, 600.0)
-    of_dp = {"name", "accelerator", "devices", "device_ids", "output_device", "dim"}
+    of_dp = {"_target_", "accelerator", "devices", "device_ids", "output_device", "dim"}
     assert set(filled["strategy"]) == of_dp
     assert list(filled)[:4] == ["name", "seed", "tags", "run_dir"]
     assert (filled["callbacks"], filled["zz"]) == (3, 1)  # told by the check
@@ -79,12 +79,12 @@ def test_defaults_fill_what_was_left_out_and_nothing_that_has_no_effect():
 def test_a_shipped_group_shows_every_key_with_its_default(file):
     shipped = yaml.safe_load((CONF / f"{file}.yaml").read_text())
     section = file.partition("/")[0]
-    given = {"name": shipped["name"]} if "name" in shipped else {}
+    given = {"_target_": shipped["_target_"]} if "_target_" in shipped else {}
     expected = with_defaults({section: given})[section]
     if section == "loader":
         assert set(shipped.pop("eval")) <= set(expected.pop("eval"))
     assert shipped == expected
-    assert all(one.doc for one in declared(declared(Config)[section].section).values())
+    assert all(one.doc for one in declared(declared(Config)[section].within).values())
 
 
 def test_an_error_keeps_its_problems_and_stays_one_line_whatever_it_quotes():
@@ -99,7 +99,7 @@ def test_every_answer_for_a_foreign_word_is_a_key_that_exists():
     for answer in {*_OURS.values()}:
         for key in re.findall(r"\b(?:trainer|loader|strategy|data)\.\w+", answer):
             section, name = key.split(".")
-            assert name in (*declared(declared(Config)[section].section), "image_size")
+            assert name in (*declared(declared(Config)[section].within), "image_size")
     assert set(VALUES.values()) <= {"fp16", "bf16", "bf16_true", "fp32", "fp64"}
 
 

@@ -17,7 +17,7 @@ from regimen.scripts.composition.compose import compose
 from regimen.trainer.callback import Callback
 from regimen.trainer.distributed import Group
 from regimen.trainer.options import TrainerOptions
-from regimen.trainer.strategies.ddp import DDP, Processes
+from regimen.trainer.strategies.ddp import DDP
 from regimen.trainer.strategies.strategy import Strategy
 from regimen.trainer.task import Task
 from regimen.trainer.trainer import Trainer
@@ -272,13 +272,13 @@ def loaders(group: Group, accumulation: int = 2) -> tuple[Loader, Loader]:
 def in_group(
     function: Callable[[Any], Any],
     kind: Any = DDP,
-    processes: Processes | None = None,
     **options: Any,
 ) -> Callable[[int], Any]:
     """Return what a process of the fixture `ranks` runs: `function(strategy)` in a gloo group."""
+    options = {"accelerator": "cpu", "backend": "gloo", "timeout": 60, **options}
 
     def run(rank: int) -> Any:
-        strategy = kind(processes or Processes("gloo", 60, "cpu"), **options)
+        strategy = kind(**options)
         strategy.setup()
         result = function(strategy)
         strategy.group.leave()

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 from torch.overrides import TorchFunctionMode
 
 from regimen.conf.errors import (
@@ -32,8 +31,7 @@ from regimen.trainer.assembly.data import build_transforms, data_problems, key_o
 from regimen.trainer.assembly.parts import (
     OFFERED,
     Assembly,
-    device_of,
-    mesh_of,
+    strategy_class,
     with_classes,
     with_counted_classes,
     wrong_class,
@@ -43,7 +41,7 @@ from regimen.trainer.optimizers.optimizers import UNSHARDED, Optimizers, Section
 from regimen.trainer.optimizers.state import needs_closure
 from regimen.trainer.options import horizon
 from regimen.trainer.state import monitored_names
-from regimen.trainer.strategies.strategy import Strategy, tensor_styles
+from regimen.trainer.strategies.strategy import Strategy
 from regimen.trainer.targets.allow_list import TargetError, locate
 from regimen.trainer.targets.instantiate import instantiate, node_problems, nodes_in
 from regimen.trainer.task import Task, missing_step
@@ -53,11 +51,11 @@ from regimen.trainer.update.gradients import without_effect
 _TOTAL_STEPS, _STEPS_PER_EPOCH = 1000, 100
 _CLASSES = 10
 # Mistakes in spite of which a stand-in of the section's object tells what others need of it.
-_SECTIONS = ("model", "task", "optimizer", "lr_scheduler")
+_SECTIONS = ("model", "task", "optimizer", "lr_scheduler", "strategy")
 _ELSEWHERE = re.compile(r"task\.loss\b|optimizer\.(?!_target_|optimizers\b)\w+$")
 # Nodes that a section itself asks for, not those within another node.
 _PARTS = re.compile(
-    r"model|task|optimizer|data\.\w+|loader\.(eval\.)?\w+|callbacks\.[^.]+|transforms\.\w+\.[^.]+"
+    r"model|task|optimizer|strategy|data\.\w+|loader\.(eval\.)?\w+|callbacks\.[^.]+|transforms\.\w+\.[^.]+"
     r"|(optimizer\.(.+\.)?)?lr_scheduler|.*\.(optimizers|schedulers)\.[^.]+"
 )
 # Of optimizers and schedules: keys of ours, and arguments that are computed from what they hold.
@@ -89,7 +87,6 @@ def check_targets(config: Config, wrong: Collection[str] = ()) -> None:
     config = _without(config, broken)
     parts = stand_ins(config)
     first = [*_task_problems(parts), *_strategy_problems(config)]
-    first += _backend_problems(config.strategy.backend)
     about = {key for p in first for key in (p.key, p.key.rpartition(".")[0])}
     others = [*_loss_problems(config), *_part_problems(parts), *data_problems(config)]
     later = [*first, *(p for p in others if p.key not in about)]
@@ -109,6 +106,8 @@ def _without(config: Config, broken: Collection[str]) -> Config:
         }
     if "lr_scheduler" in broken:
         values["lr_scheduler"] = None
+    if "strategy" in broken:
+        values["strategy"] = {}
     values["callbacks"] = _sound_nodes(config.callbacks, "callbacks", broken)
     stages = {
         stage: _sound_nodes(getattr(config.transforms, stage), f"transforms.{stage}", broken)
@@ -130,15 +129,6 @@ def stand_ins(config: Config) -> Assembly:
     total = None if horizon(config.trainer, _STEPS_PER_EPOCH) is None else _TOTAL_STEPS
     counted = with_counted_classes(config, _CLASSES)
     return Assembly(counted, Strategy("meta"), _CLASSES, total, _STEPS_PER_EPOCH, guessed=True)
-
-
-def _backend_problems(name: str) -> Iterator[Problem]:
-    """Check that torch.distributed knows a backend: its own, or one of a vendor's package."""
-    if name == "auto" or name in torch.distributed.Backend.backend_list:
-        return
-    known = torch.distributed.Backend.backend_list[1:]  # the first is none
-    hint = did_you_mean(name, known) or f"there are {', '.join(known)}; auto takes the device's own"
-    yield Problem("strategy.backend", f"no backend {name!r} is registered", hint)
 
 
 def _compile_problems(choice: bool | dict[str, Any]) -> Iterator[Problem]:
@@ -168,6 +158,9 @@ def _node_problems(config: Config) -> Iterator[Problem]:
             if partial and section in OWN_KEYS:
                 message = f"is not needed: {section} is built when the model's parameters are there"
                 yield Problem(f"{key}._partial_", message, "leave it out")
+                continue
+            if key == "strategy" and not isinstance(target, type):
+                yield Problem("strategy._target_", "is a function, and a strategy is a class")
                 continue
             if part and isinstance(target, type) and (reason := wrong_class(key, target)):
                 yield Problem(f"{key}._target_", reason)
@@ -281,31 +274,29 @@ def _of_class(monitor: str, config: Config, task: Task) -> bool:
 
 def _strategy_problems(config: Config) -> Iterator[Problem]:
     """Find what needs whole parameters, which no process has under fsdp; and idle options."""
-    with collect_problems(found := list[Problem]()):
-        device_of(config.strategy)
-        mesh_of(config.strategy)
-    yield from found
-    sharded, options = config.strategy.name == "fsdp", config.trainer
-    for name, node in config.callbacks.items() if sharded else ():
-        if node and not getattr(locate(node["_target_"]), "supports_sharding", True):
-            message = f"{node['_target_']} needs whole parameters, and strategy=fsdp shards them"
-            yield Problem(f"callbacks.{name}", message, hint="use strategy=ddp")
+    strategy, arguments = strategy_class(config)
+    options = config.trainer
+    yield from strategy.problems(**arguments)
+    if strategy.shards_parameters:
+        for name, node in config.callbacks.items():
+            if node and not getattr(locate(node["_target_"]), "supports_sharding", True):
+                yield Problem(
+                    f"callbacks.{name}",
+                    f"{node['_target_']} needs whole parameters, and strategy={strategy.name} "
+                    "shards them",
+                    hint="use strategy=ddp",
+                )
     for section in _sections(config):
         kind = locate(path) if (path := section.target.get("_target_")) else None
         if not isinstance(kind, type):
             continue
-        if sharded and issubclass(kind, UNSHARDED):
-            message = f"{kind.__name__} cannot train what strategy=fsdp shards"
+        if strategy.shards_parameters and issubclass(kind, UNSHARDED):
+            message = f"{kind.__name__} cannot train what strategy={strategy.name} shards"
             hint = "strategy=ddp keeps parameters whole; most other optimizers train shards"
             yield Problem(f"{section.key}._target_", message, hint)
         for key in without_effect(options.precision, options) if needs_closure(kind) else ():
             message = f"has no effect on the gradients that {kind.__name__} computes itself"
             yield Problem(f"trainer.{key}", message, "leave it out, or take another optimizer")
-    if config.strategy.comm_hook == "powersgd":  # torch sees them once all processes have met
-        try:
-            PowerSGDState(process_group=None, **config.strategy.comm_hook_options)
-        except (TypeError, ValueError) as error:
-            yield Problem("strategy.comm_hook_options", str(error))
 
 
 def _part_problems(parts: Assembly) -> list[Problem]:
@@ -340,8 +331,8 @@ def _part_problems(parts: Assembly) -> list[Problem]:
     with collect_problems(found):
         _ = parts.regions
     with collect_problems(found):
-        if (tensor := config.strategy.tensor_parallel) is not None:
-            tensor_styles(model, tensor.plan, tensor.size)
+        strategy, arguments = strategy_class(config)
+        strategy.check_model(model, **arguments)
     if config.optimizer:
         with collect_problems(found):
             found += _dense_problems(parts.optimizers, model)

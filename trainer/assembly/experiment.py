@@ -15,6 +15,7 @@ from regimen.conf.schema import Config, EvalLoaderConfig
 from regimen.conf.schema_trainer import TrainerConfig
 from regimen.data.loading.device_transforms import DeviceTransforms, collate_ragged, mixes_samples
 from regimen.data.loading.loader import DeviceCache, Loader, can_be_kept
+from regimen.data.loading.workers import workers_of
 from regimen.data.orders import Order, Sequential
 from regimen.data.samplers import Updates, UpdateSampler, as_order, as_updates, default_order
 from regimen.data.transforms import Pipeline
@@ -47,7 +48,7 @@ from regimen.trainer.errors import ResourceError, describe_value
 from regimen.trainer.evaluation import evaluate
 from regimen.trainer.options import count, horizon
 from regimen.trainer.rng import seed_everything, set_switches
-from regimen.trainer.strategies.strategy import Strategy, workers_of
+from regimen.trainer.strategies.strategy import Strategy
 from regimen.trainer.targets.instantiate import parameters_of
 from regimen.trainer.trainer import Trainer
 from regimen.trainer.update.precision import compiled_model

@@ -1,11 +1,9 @@
 """From nodes to objects: a model, a task, callbacks; optimizers and schedules; the devices."""
 
-import importlib
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,28 +12,21 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from regimen.conf.errors import ConfigError, Problem, collect_problems, problems_at, raise_problems
-from regimen.conf.fields import declared
 from regimen.conf.interpolation import CLASSES, fill, mapped
 from regimen.conf.schema import Config, Node
-from regimen.conf.schema_trainer import StrategyConfig
 from regimen.data.errors import DataError
 from regimen.trainer.callback import Callback, Saver, check_hooks
-from regimen.trainer.device import device_count, device_types, is_async, with_index
+from regimen.trainer.device import is_async
 from regimen.trainer.distributed import is_rank
 from regimen.trainer.errors import ModelError, is_shape_error, short_message
 from regimen.trainer.lr_schedulers.build import build_lr_schedule
 from regimen.trainer.lr_schedulers.schedule import LRSchedule
 from regimen.trainer.optimizers.optimizers import Optimizers, build_optimizers
-from regimen.trainer.strategies.ddp import DDP, Processes
-from regimen.trainer.strategies.strategy import (
-    DataParallel,
-    Mesh,
-    Strategy,
-    check_processes,
-    count_devices,
-    instances,
-)
-from regimen.trainer.targets.allow_list import TargetError
+from regimen.trainer.strategies.ddp import DDP
+from regimen.trainer.strategies.multi_process import MultiProcess
+from regimen.trainer.strategies.single import Single
+from regimen.trainer.strategies.strategy import Strategy, instances
+from regimen.trainer.targets.allow_list import TargetError, locate
 from regimen.trainer.targets.instantiate import instantiate
 from regimen.trainer.task import Task, named_modules
 from regimen.trainer.update.precision import Precision, checkpoint_modules, checkpoint_segments
@@ -49,6 +40,7 @@ _KINDS: Mapping[str, tuple[str, type | tuple[str, ...]]] = {
     "callbacks": ("regimen.trainer.callback.Callback", Callback),
     "optimizer": ("torch.optim.Optimizer", Optimizer),
     "lr_scheduler": ("torch.optim.lr_scheduler.LRScheduler", LRScheduler),
+    "strategy": ("regimen.trainer.strategies.strategy.Strategy", Strategy),
     "transforms": ("function", ("__call__",)),
     "loader.sampler": ("sampler", ("__iter__", "__getitem__", "__call__ __len__")),
     "loader.batch_sampler": ("batch sampler", ("__iter__", "__getitem__", "samples")),
@@ -140,60 +132,26 @@ def with_counted_classes(config: Config, num_classes: int | None) -> Config:
     )
 
 
+def strategy_class(config: Config) -> tuple[type[Strategy], dict[str, Any]]:
+    """Return the class of a configuration's strategy, and its arguments. Raises TargetError."""
+    arguments = dict(config.strategy)
+    return locate(arguments.pop("_target_")), arguments
+
+
 def build_strategy(config: Config) -> Strategy:
-    """Build the strategy of a configuration; of several processes, this one's part."""
-    options = config.strategy
-    if options.name == "dp":
-        device_of(options)  # raises if it is not there
-        kind, devices = options.accelerator, options.devices
-        return DataParallel(options.device_ids, options.output_device, options.dim, devices, kind)
-    if not is_rank():
-        if options.name == "single":
-            return Strategy(device_of(options))
-        count = count_devices(options.devices, options.accelerator)
-        planned = Strategy(device_of(options))  # builds what each would
-        planned.name, planned.devices, planned.mesh = options.name, count, mesh_of(options)
-        return planned
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    check_processes(here, options.accelerator, options.backend)
-    backend = None if options.backend == "auto" else options.backend
-    numbers = options.devices if isinstance(options.devices, list) else None
-    shared = options.timeout, options.accelerator, numbers, options.sync_batchnorm
-    processes = Processes(backend, *shared)
-    name = "fsdp" if options.name == "fsdp" else "ddp"  # under torchrun `single` is one of ddp
-    own = [key for key, one in declared(StrategyConfig).items() if one.strategies == (name,)]
-    values: dict[str, Any] = {key: getattr(options, key) for key in own}
-    if name == "ddp":
-        return DDP(processes, **values)
-    # With DTensor and sympy, which take seconds to import.
-    fsdp: Any = importlib.import_module("regimen.trainer.strategies.fsdp")
-    return cast(Strategy, fsdp.FSDP(processes, **values))
+    """Build the strategy of a configuration; of several processes, this one's part.
 
-
-def device_of(options: StrategyConfig) -> torch.device:
-    """Return the device that a strategy asks for. Raises ModelError if it is not there."""
-    there = device_types()
-    kind = there[0] if options.accelerator == "auto" else options.accelerator
-    if kind not in there:
-        message = f"this machine has no {kind}: it has {' and '.join(there)}"
-        raise ModelError("strategy.accelerator", message, "auto takes what it has")
-    numbers = options.devices
-    if kind == "cpu" or not isinstance(numbers, list):
-        return with_index(kind)
-    if options.name == "single" and numbers[0] >= (count := device_count(kind)):
-        message = f"this machine has {count} of {kind}, numbered from 0: no {numbers[0]}"
-        raise ModelError("strategy.devices", message)
-    return torch.device(kind, numbers[0])
-
-
-def mesh_of(options: StrategyConfig) -> Mesh:
-    """Return the grid of a run's processes. Raises ModelError if they do not make one."""
-    if options.name != "fsdp":
-        return Mesh()
-    count = count_devices(options.devices, options.accelerator)
-    count = int(os.environ["WORLD_SIZE"]) if is_rank() else count
-    tensor = options.tensor_parallel
-    return Mesh.of(count, options.shard_size, 1 if tensor is None else tensor.size)
+    A process that is alone gets a stand-in for a strategy of several.
+    """
+    kind, arguments = strategy_class(config)
+    if is_rank():
+        if kind is Single:
+            # torchrun started several processes: each trains a replica.
+            return DDP(**arguments)
+    elif issubclass(kind, MultiProcess):
+        return kind.stand_in(**arguments)
+    strategy: Strategy = build_node(config.strategy, "strategy")
+    return strategy
 
 
 @dataclass(frozen=True)

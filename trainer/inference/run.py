@@ -21,6 +21,7 @@ from regimen.conf.check import parse, parse_sound
 from regimen.conf.errors import ConfigError, raise_problems
 from regimen.conf.interpolation import leaves
 from regimen.conf.schema import Config
+from regimen.conf.schema_trainer import STRATEGIES
 from regimen.conf.yaml_file import plain_values
 from regimen.data.decode import planes_of, read_image
 from regimen.data.errors import DataError
@@ -99,7 +100,8 @@ def load_run(
             f"load_run({str(path)!r}, model=net), where net has the layers of the run's model",
         )
     config = parse(values) if described else parse_sound(values, ())[0]
-    strategy = replace(config.strategy, name="single", accelerator=device)
+    devices = config.strategy.get("devices", "auto")
+    strategy = {"_target_": STRATEGIES["single"], "accelerator": device, "devices": devices}
     config = replace(config, strategy=strategy)
     if described:
         check_targets(config)

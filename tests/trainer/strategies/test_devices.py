@@ -9,14 +9,15 @@ import torch
 from torch import nn
 
 from regimen.conf.check import parse
+from regimen.conf.schema_trainer import STRATEGIES
+from regimen.data.loading.workers import workers_of
 from regimen.scripts.cli.arguments import parse_arguments
 from regimen.scripts.composition.compose import compose
 from regimen.scripts.runs.launch import launch
 from regimen.trainer import device
 from regimen.trainer.assembly.parts import build_strategy
 from regimen.trainer.errors import ModelError, ResourceError
-from regimen.trainer.strategies import strategy as dp
-from regimen.trainer.strategies.strategy import workers_of
+from regimen.trainer.strategies import data_parallel as dp
 from regimen.trainer.tasks.classification import Classification
 from regimen.trainer.update.precision import Precision
 from toys import CLASSES, assert_equal, by_hand, of_output, points, trainer_of
@@ -50,7 +51,7 @@ def test_a_group_of_numbered_devices_is_planned_on_a_cpu_as_it_would_train_there
 )
 def test_a_machine_is_asked_before_a_process_is_started(monkeypatch, changes, message):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    strategy = {"devices": 2, "accelerator": "auto", "backend": "auto", **changes}
+    strategy = {"_target_": STRATEGIES["ddp"], "devices": 2, **changes}
     with pytest.raises(ResourceError, match=message):
         launch(SimpleNamespace(config={"strategy": strategy}))
 

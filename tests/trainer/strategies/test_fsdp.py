@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed.fsdp  # or every process would import it, and sympy with it
 from torch import nn
 
 import toys
@@ -12,7 +13,6 @@ from regimen.callbacks.checkpoint import Checkpoint
 from regimen.callbacks.ema import EMA
 from regimen.conf.check import parse
 from regimen.conf.errors import ConfigError
-from regimen.conf.schema_trainer import TensorParallelConfig
 from regimen.scripts.composition.compose import compose
 from regimen.scripts.convert import convert
 from regimen.trainer import snapshot
@@ -21,9 +21,9 @@ from regimen.trainer.checkpoints import shards as checkpoint_shards
 from regimen.trainer.checkpoints.reader import read_checkpoint
 from regimen.trainer.errors import CheckpointError, ModelError
 from regimen.trainer.optimizers.optimizers import build_optimizers
-from regimen.trainer.strategies.ddp import Processes
 from regimen.trainer.strategies.fsdp import FSDP
-from regimen.trainer.strategies.strategy import Mesh, Strategy, tensor_styles
+from regimen.trainer.strategies.strategy import Mesh, Strategy
+from regimen.trainer.strategies.tensor_parallel import tensor_styles
 from regimen.trainer.tasks.classification import Classification
 from toys import StopAt, leaves, loaders, through_a_file, trainer_of
 
@@ -258,7 +258,7 @@ def test_shards_are_trained_as_the_whole(ranks):
 
 def split(more=""):
     plan = {"*.up": f"colwise{more}", "*.down": f"rowwise{more}"}
-    return TensorParallelConfig(size=2, plan=plan)
+    return {"size": 2, "plan": plan}
 
 
 MESHES = {
@@ -307,8 +307,8 @@ def test_processes_of_a_tensor_group_have_the_same_samples_and_seeds(ranks):
     config = parse(compose(typed).config)
 
     def facts(rank):
-        options = config.strategy.tensor_parallel
-        strategy = FSDP(Processes("gloo", 60, "cpu"), tensor_parallel=options)
+        options = config.strategy["tensor_parallel"]
+        strategy = FSDP(accelerator="cpu", timeout=60, tensor_parallel=options)
         strategy.setup()
         made = build(config, strategy)
         validation = eval_loader(config, made.data.sets["val"], strategy)

@@ -10,7 +10,6 @@ from torch import nn
 import toys
 from regimen.callbacks.unfreeze import Unfreeze
 from regimen.trainer.callback import Callback, Hooks
-from regimen.trainer.strategies.ddp import Processes
 from regimen.trainer.strategies.strategy import Strategy
 from regimen.trainer.tasks.classification import Classification
 from regimen.trainer.tasks.losses import vector
@@ -18,7 +17,6 @@ from regimen.trainer.tasks.metrics import MacroF1
 from toys import Log, in_group, loaders, trainer_of
 
 FEATURES, CLASSES = 9, 3
-SYNCHRONIZED = Processes("gloo", 30, "cpu", sync_batchnorm=True)
 
 
 def make_trainer(
@@ -127,7 +125,7 @@ def test_evaluation_counts_each_sample_once(ranks, world_size):
         return [trainer.evaluate(loader, "val") for loader in loaders]
 
     expected = evaluate(Strategy("cpu"))
-    for found in ranks(world_size, in_group(evaluate, processes=SYNCHRONIZED)):
+    for found in ranks(world_size, in_group(evaluate, sync_batchnorm=True)):
         for metrics, other in zip(found, expected, strict=True):
             assert metrics == pytest.approx(other, rel=1e-14)
 
@@ -237,7 +235,7 @@ def with_batchnorm(strategy):
 def test_batchnorm_over_all_processes_is_that_of_one(ranks, world_size):
     """The last update's 3 samples leave one of 4 processes without any."""
     alone = with_batchnorm(Strategy("cpu"))
-    for result in ranks(world_size, in_group(with_batchnorm, processes=SYNCHRONIZED)):
+    for result in ranks(world_size, in_group(with_batchnorm, sync_batchnorm=True)):
         assert_same(alone, result)
     with pytest.raises(AssertionError):
         assert_same(alone, ranks(world_size, in_group(with_batchnorm))[0])

@@ -218,7 +218,7 @@ def test_every_metric_tells_of_all_processes_samples(ranks):
         return metrics, str(refused.value)
 
     planned = Strategy("cpu")
-    planned.name, planned.devices = "ddp", 2
+    planned.starts_processes, planned.devices = True, 2
     with pytest.raises(ModelError, match=r"task\.metrics\.mine: Accuracy .* of 2"):
         check_metrics({"mine": Accuracy()}, planned)
     alone = evaluated({**every_metric(), "reduced": Accuracy(), "gathered": Accuracy()})

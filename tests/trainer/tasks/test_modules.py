@@ -15,7 +15,6 @@ from regimen.trainer import snapshot
 from regimen.trainer.errors import ModelError
 from regimen.trainer.optimizers.optimizers import build_optimizers
 from regimen.trainer.options import TrainerOptions
-from regimen.trainer.strategies.ddp import Processes
 from regimen.trainer.strategies.fsdp import FSDP
 from regimen.trainer.strategies.strategy import Strategy
 from regimen.trainer.task import named_modules
@@ -130,7 +129,7 @@ def test_an_optimizer_without_them_is_refused_and_shards_beside_them():
         with pytest.raises(ConfigError, match=r"no optimizer has task\.loss\.scale"):
             Trainer(model, task, optimizer, data)
     with pytest.raises(ModelError, match=r"trains task\.loss\.scale; use strategy=ddp"):
-        FSDP(Processes(accelerator="cpu")).check(named_modules(task))
+        FSDP(accelerator="cpu").check(named_modules(task))
 
 
 @pytest.mark.parametrize("network", [Restless, linear])
