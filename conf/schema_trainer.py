@@ -254,25 +254,22 @@ def strategy_node(given: Mapping[str, Any]) -> dict[str, Any]:
     their default.
     """
     rest = dict(given)
-    named = rest.get("name") in [*STRATEGIES]
+    keys = declared(StrategyConfig)
     target = rest.pop("_target_", STRATEGIES["single"])
-    if named:
-        keys = declared(StrategyConfig)
+    if rest.get("name") in [*STRATEGIES]:
         if _short_name(target) is None:  # its keys go with the user's class that `name` replaces
             rest = {key: value for key, value in rest.items() if key in keys}
         target = STRATEGIES[rest.pop("name")]
+    node = {"_target_": target, **rest}
     name = _short_name(target)
-    node = {"_target_": target}
-    if name is None:
-        return {**node, **rest}
-    for key, one in declared(StrategyConfig).items():
-        if key == "name":
+    for key, one in keys.items():
+        if name is None or key == "name":
             continue
         if not one.strategies or name in one.strategies:
-            node[key] = rest.pop(key, copy.copy(one.default))
-        elif key in rest and rest[key] == one.default:
-            rest.pop(key)
-    return {**node, **rest}
+            node.setdefault(key, copy.copy(one.default))
+        elif node.get(key) == one.default:
+            node.pop(key, None)
+    return node
 
 
 def _short_name(target: Any) -> str | None:

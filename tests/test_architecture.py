@@ -130,7 +130,7 @@ KINDS = re.compile(r"\b(cuda|mps|xpu|hpu|npu)\b", re.I)
 NAME_A_KIND = {
     "trainer/device.py": "what differs between kinds",
     "trainer/rng.py": "TF32, cuDNN and cuBLAS, which are CUDA's alone",
-    "trainer/strategies/strategy.py": "nn.DataParallel, whose kernels are CUDA's",
+    "trainer/strategies/data_parallel.py": "nn.DataParallel, whose kernels are CUDA's",
     "scripts/doctor.py": "the driver of NVIDIA's GPUs",
     "scripts/cli/keys.py": "an example in a message",
     "conf/schema_trainer.py": "examples in a meaning",

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from regimen.trainer.strategies.ddp import synchronize
+from regimen.trainer.strategies.batchnorm import synchronize
 from regimen.trainer.update.precision import checkpoint_modules
 from toys import in_group
 

@@ -1,0 +1,101 @@
+"""A strategy of a user's own project: a class, its keywords, a YAML; in one process and in two."""
+
+import pytest
+import torch
+
+from regimen.conf.check import parse
+from regimen.conf.errors import ConfigError
+from regimen.scripts.composition.compose import compose
+from regimen.trainer.assembly.check import check_targets
+
+CODE = """
+from contextlib import contextmanager
+
+from regimen.trainer.strategies.multi_process import MultiProcess
+from regimen.trainer.strategies.strategy import Strategy
+
+
+class Quiet(Strategy):
+    name = "quiet"
+
+    def __init__(self, *, word: str, factor: float = 1.0):
+        super().__init__("cpu")
+        self.gradient_scale = factor
+
+
+class ByHand(MultiProcess):
+    name = "by_hand"
+
+    def __init__(self, *, factor: float = 1.0, **processes):
+        super().__init__(**processes)
+        self._factor = factor
+
+    @contextmanager
+    def accumulate(self, wrapped, last, counts=True):
+        yield
+        for parameter in wrapped.parameters() if last else ():
+            mean = self.group.reduce(parameter.grad) / self.gradient_scale
+            parameter.grad = mean * self._factor
+"""
+YAML = """# train strategy=by_hand
+_target_: my_strategies.ByHand
+accelerator: cpu
+devices: 2
+timeout: 60.0
+factor: 1.0
+"""
+JOB = [
+    *("--config-dir", "conf", "experiment=resnet18", "model=mlp", "model.hidden=[16]"),
+    *("loader.num_workers=0", "loader.batch_size=100", "trainer.max_epochs=1"),
+    "callbacks.model_summary=null",
+]
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("project")
+    (folder / "conf" / "strategy").mkdir(parents=True)
+    (folder / "conf" / "strategy" / "by_hand.yaml").write_text(YAML)
+    (folder / "my_strategies.py").write_text(CODE)
+    return folder
+
+
+def weights(run):
+    return torch.load(run / "checkpoints" / "last.pt", weights_only=True)["model"]
+
+
+def test_an_own_strategy_trains_in_one_process_and_in_two(train, evaluated, project):
+    for name, words in {
+        "single": ["strategy.accelerator=cpu"],
+        "quiet": ["strategy._target_=my_strategies.Quiet", "strategy.word=hush"],
+        "by_hand": ["strategy=by_hand"],
+    }.items():
+        train([*JOB, *words, f"run_dir={name}"], folder=project)
+    expected = weights(project / "single")
+    torch.testing.assert_close(weights(project / "quiet"), expected, rtol=0, atol=0)
+    torch.testing.assert_close(weights(project / "by_hand"), expected, rtol=0, atol=1e-5)
+    assert (
+        "by_hand (2 devices)"
+        in train([*JOB, "strategy=by_hand", "dry_run=true"], folder=project).out
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["word=x", "facter=2"],
+            r"strategy\.facter: .*Quiet has no argument .*did you mean factor",
+        ),
+        (["word=x", "factor=a"], r"strategy\.factor: expected float, got 'a'"),
+        (["factor=2"], r"strategy\.word: missing: my_strategies\.Quiet needs it"),
+        (["_target_=torch.nn.Identity"], r"makes no regimen.*\.Strategy but a torch\.nn"),
+        (["_target_=my_strategies.contextmanager"], "strategy._target_"),
+        (["_target_=nowhere.Mine"], r"strategy\._target_: .*nowhere"),
+    ],
+)
+def test_its_mistakes_are_named(project, monkeypatch, words, message):
+    monkeypatch.chdir(project)
+    typed = ["strategy._target_=my_strategies.Quiet", *(f"strategy.{word}" for word in words)]
+    with pytest.raises(ConfigError, match=message):
+        check_targets(parse(compose([*JOB, *typed]).config))
