@@ -67,7 +67,9 @@ class DDP(MultiProcess):
         comm_hook_options: Mapping[str, Any] | None = None,
         broadcast_buffers: bool = True,
         find_unused_parameters: bool | None = None,
+        static_graph: bool = False,
         gradient_as_bucket_view: bool = True,
+        bucket_cap_mb: float | None = None,
         **options: Any,
     ) -> None:
         super().__init__(
@@ -83,7 +85,13 @@ class DDP(MultiProcess):
         self._comm_hook = comm_hook
         self._comm_hook_options = dict(comm_hook_options or {})
         self._find_unused = find_unused_parameters
-        self._options = {"gradient_as_bucket_view": gradient_as_bucket_view, **options}
+        self._static_graph = static_graph
+        self._options = {
+            "static_graph": static_graph,
+            "gradient_as_bucket_view": gradient_as_bucket_view,
+            "bucket_cap_mb": bucket_cap_mb,
+            **options,
+        }
         self._trainable = list[str]()  # names of the trainable parameters, in DDP's order
 
     @classmethod
@@ -110,7 +118,7 @@ class DDP(MultiProcess):
         device_ids = [self.device.index] if is_async(self.device) else None
         find_unused = self._find_unused
         if find_unused is None:
-            find_unused = self.some_unused and not self._options.get("static_graph")
+            find_unused = self.some_unused and not self._static_graph
         options = {**self._options, "find_unused_parameters": find_unused}
         # By position: some versions of torch rename `broadcast_buffers`. DDP synchronizes buffers
         # at construction in any case.
