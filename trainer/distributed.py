@@ -263,7 +263,7 @@ class Group:
         return groups
 
     def _barrier(self) -> None:
-        """Wait for all processes."""
+        """Wait for all processes; a collective of the hosts."""
         if self.control is not None:
             dist.barrier(group=self.control)
 

@@ -134,6 +134,7 @@ class MultiProcess(Strategy):
     def prepare(self, model: nn.Module) -> nn.Module:
         """Move the model to the device; with `sync_batchnorm` replace its BatchNorm layers."""
         if self._sync_batchnorm and self.device.type == "cpu":
+            # To make a group is a collective; without tensor parallelism there is none yet.
             group = self.group.data or dist.new_group(backend="gloo", timeout=self.group.timeout)
             synchronize(model, group, lambda: self._has_samples)
         elif self._sync_batchnorm:
