@@ -42,8 +42,8 @@ from regimen.trainer.optimizers.state import needs_closure
 from regimen.trainer.options import horizon
 from regimen.trainer.state import monitored_names
 from regimen.trainer.strategies.strategy import Strategy
-from regimen.trainer.targets.allow_list import TargetError, locate
-from regimen.trainer.targets.instantiate import instantiate, node_problems, nodes_in
+from regimen.trainer.targets.allow_list import locate
+from regimen.trainer.targets.instantiate import CheckedNode, instantiate, nodes_in
 from regimen.trainer.task import Task, missing_step
 from regimen.trainer.update.gradients import without_effect
 
@@ -58,8 +58,8 @@ _PARTS = re.compile(
     r"model|task|optimizer|strategy|data\.\w+|loader\.(eval\.)?\w+|callbacks\.[^.]+|transforms\.\w+\.[^.]+"
     r"|(optimizer\.(.+\.)?)?lr_scheduler|.*\.(optimizers|schedulers)\.[^.]+"
 )
-# Of optimizers and schedules: keys of ours, and arguments that are computed from what they hold.
-_APART = (*chain(*OWN_KEYS.values()), "milestones", "step_size", "max_lr")
+# In nodes of optimizers and schedules: keys of ours, and arguments that we compute from theirs.
+_CONVERTED = (*chain(*OWN_KEYS.values()), "milestones", "step_size", "max_lr")
 # Losses of torch's, by what they compare an output with: class numbers, or values of its shape.
 _BY_CLASS = ("CrossEntropyLoss", "NLLLoss", "MultiMarginLoss")
 _BY_VALUE = (
@@ -148,30 +148,49 @@ def _compile_problems(choice: bool | dict[str, Any]) -> Iterator[Problem]:
 
 
 def _node_problems(config: Config) -> Iterator[Problem]:
-    """Check the arguments of all nodes, and the kinds of classes; of functions, what they make."""
+    """Check each node's arguments, and that a class target has the required base class."""
+    # Named sets such as `data.val.NAME` are not covered by the pattern: only the schema tells them
+    # from the arguments of one set.
     sets = [key_of(stage) for stage in (*config.data.validations, *config.data.tests)]
     for key, node in nodes_in(with_classes(asdict(config), _CLASSES)):
-        section, part = key.split(".")[0], key in sets or _PARTS.fullmatch(key)
-        with suppress(TargetError):  # reported with its arguments
-            partial = node.get("_partial_") is True
-            target = functools.partial if partial else locate(node["_target_"])
-            if partial and section in OWN_KEYS:
-                message = f"is not needed: {section} is built when the model's parameters are there"
-                yield Problem(f"{key}._partial_", message, "leave it out")
-                continue
-            if key == "strategy" and not isinstance(target, type):
-                yield Problem("strategy._target_", "is a function, and a strategy is a class")
-                continue
-            if part and isinstance(target, type) and (reason := wrong_class(key, target)):
+        section = key.partition(".")[0]
+        is_part = key in sets or _PARTS.fullmatch(key) is not None
+        is_partial = node.get("_partial_") is True
+        if is_partial and section in OWN_KEYS:
+            yield Problem(
+                f"{key}._partial_",
+                f"is not needed: {section} is built when the model's parameters are there",
+                "leave it out",
+            )
+            continue
+        checked = _checked(node, key, is_part)
+        built = functools.partial if is_partial else checked.target
+        # None: what could not be located is among the problems of its arguments.
+        if key == "strategy" and built is not None and not isinstance(built, type):
+            yield Problem("strategy._target_", "is a function, and a strategy is a class")
+            continue
+        if is_part and isinstance(built, type):
+            reason = wrong_class(key, built)
+            if reason is not None:
                 yield Problem(f"{key}._target_", reason)
                 continue
-        provided: Sequence[str] = OFFERED if re.fullmatch(r"loader\.\w*sampler", key) else ()
-        if part and section == "data":
-            provided = ("transform",)
-        called = bool(part) and section in OWN_KEYS  # with the parameters, or with an optimizer
-        if called and node.get("mode") == AUTO:  # it is made from what a plateau schedule monitors
-            node = {name: value for name, value in node.items() if name != "mode"}
-        yield from node_problems(node, key, called, provided, _APART if called else None, our_key)
+        yield from checked.problems
+
+
+def _checked(node: dict[str, Any], key: str, is_part: bool) -> CheckedNode:
+    """Check a node's arguments, given what a run adds to them when it calls the target."""
+    section = key.partition(".")[0]
+    provided: Sequence[str] = ()
+    if re.fullmatch(r"loader\.\w*sampler", key):
+        provided = OFFERED
+    elif is_part and section == "data":
+        provided = ("transform",)
+    if not is_part or section not in OWN_KEYS:
+        return CheckedNode(node, key, 0, provided, None, our_key)
+    # An optimizer is called with the parameters, a schedule with its optimizer.
+    if node.get("mode") == AUTO:  # follows from what a plateau schedule monitors
+        node = {name: value for name, value in node.items() if name != "mode"}
+    return CheckedNode(node, key, 1, provided, _CONVERTED, our_key)
 
 
 def _loss_problems(config: Config) -> Iterator[Problem]:

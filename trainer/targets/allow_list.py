@@ -1,12 +1,13 @@
-"""What a `_target_` may name, and the class or function that it names.
+"""The allow list of `_target_`: what it may name, and how the class or function is found.
 
-A configuration may come from anyone. It can only name what is offered here of the libraries and of
-Regimen, what lies in packages of the folder where the program was started, and what
-`--allow-target` allows on the command line. No YAML can extend the list.
+A configuration may come from anyone. It can name only
+- what this file offers of the libraries and of Regimen,
+- what lies in packages of the folder where the program was started,
+- what `--allow-target` allows on the command line. No YAML can extend the list.
 
-A library's module that is not listed offers nothing, a listed one the kinds of objects listed for
-it. Of Regimen's modules, those offer something of which a shipped YAML (`conf/`) names something:
-their public classes if it names a class, and the functions that it names.
+A library's module that is not listed offers nothing; a listed one offers the kinds of objects that
+are listed for it. A module of Regimen offers something if a shipped YAML (`conf/`) names something
+in it: its public classes if the YAML names a class, and the functions that the YAML names.
 """
 
 import importlib
@@ -27,11 +28,12 @@ from regimen.conf.errors import ConfigError, did_you_mean, nearest
 from regimen.conf.layout import PACKAGES, ROOT
 
 _ROOTS = ("regimen", "timm", "torch", "torchmetrics", "torchvision")
-# Importable when started in a checkout; of our packages a second copy would be.
+# Importable by these names when started in a checkout. They are no packages of the user's, and our
+# packages would be imported a second time, as other classes.
 _OUR_CHECKOUT = ("benchmarks", "tests", *PACKAGES)
 
-_extra: list[str] = []  # packages and exact paths that `allow` has added
-_closed: set[str] = set()  # folders whose files a configuration may not name
+_extra: list[str] = []  # packages and exact paths, added by `allow`
+_closed: set[str] = set()  # folders whose code may not be named, added by `close`
 
 
 class TargetError(ConfigError):
@@ -43,10 +45,10 @@ class Offer(NamedTuple):
 
     inside: str  # the package or module in which the objects must be defined
     classes: bool = True
-    functions: bool | Collection[str] = False  # all that are documented, or these
-    only: Collection[str] = ()  # these names; (): all that the module documents
-    without: tuple[str, ...] = ()  # patterns of names
-    compiled: tuple[str, ...] = ()  # `__module__` of its compiled functions
+    functions: bool | Collection[str] = False  # True: all that are documented; or their names
+    only: Collection[str] = ()  # the names that may be used; (): all that the module documents
+    without: tuple[str, ...] = ()  # patterns of names that may not be used
+    compiled: tuple[str, ...] = ()  # what `__module__` is for its compiled functions
 
 
 _SAMPLERS = (
@@ -55,7 +57,8 @@ _SAMPLERS = (
 )
 _DATASETS = "ChainDataset ConcatDataset StackDataset Subset TensorDataset"
 _METRICS = "classification clustering nominal regression retrieval segmentation wrappers"
-# Of these three modules what downloads no network; some of those are pickled.
+# Names in torchmetrics.audio, .image and .text whose metrics download no network: some networks
+# are pickled.
 _AUDIO = (
     "ComplexScaleInvariantSignalNoiseRatio PermutationInvariantTraining"
     " ScaleInvariantSignalDistortionRatio ScaleInvariantSignalNoiseRatio SignalDistortionRatio"
@@ -75,7 +78,7 @@ _TEXT = (
 # `Weights` would accept any URL; the builders accept only known names.
 _NO_BUILDERS = ("*Weights*", "get_model_*", "get_weight", "list_models")
 _MODELS = [f"torchvision.models{part}" for part in ("", ".detection", ".segmentation", ".video")]
-# Class methods that may be named, where others could be called on any object.
+# The class methods that may be named. Any other method could be called on any object.
 CONSTRUCTORS = ("torch.nn.Embedding.from_pretrained", "torch.nn.EmbeddingBag.from_pretrained")
 _OFFERS = (
     Offer("torch.nn"),
@@ -111,26 +114,27 @@ LIBRARIES: Mapping[str, Offer] = {
 
 @cache
 def _offers() -> Mapping[str, Offer]:
-    named: dict[str, set[str]] = {}
+    """Return all offers by module: those of the libraries, and what our YAML files name of ours."""
+    names_by_module: dict[str, set[str]] = {}
     for file in (ROOT / "conf").rglob("*.yaml"):
         for path in re.findall(r"_target_:\s*([\w.]+)", file.read_text(encoding="utf-8")):
             module, _, name = path.rpartition(".")
             if module.startswith("regimen."):
-                named.setdefault(module, set()).add(name)
-    ours = {}
-    for module, names in named.items():
+                names_by_module.setdefault(module, set()).add(name)
+    offers = dict(LIBRARIES)
+    for module, names in names_by_module.items():
         functions = [name for name in names if not name[0].isupper()]
-        ours[module] = Offer(module, len(functions) < len(names), functions)
-    return {**LIBRARIES, **ours}
+        offers[module] = Offer(module, classes=len(functions) < len(names), functions=functions)
+    return offers
 
 
 def listed(path: str) -> tuple[str, str] | None:
     """Return the listed module that a path begins with, and the rest; None if there is none."""
-    module = path
-    while (at := module.rfind(".")) > 0:
-        module = module[:at]
+    module = path.rpartition(".")[0]
+    while module:
         if module in _offers():
-            return module, path[at + 1 :]
+            return module, path[len(module) + 1 :]
+        module = module.rpartition(".")[0]
     return None
 
 
@@ -162,16 +166,17 @@ def refusal(path: object) -> str | None:
         return f"{path!r:.80} is not the dotted path of a class or function"
     if under(path, _extra) or path in CONSTRUCTORS or _in_working_folder(path):
         return None
-    if (found := listed(path)) is None:
-        module = _defining(path)
-        if module:
+    parts = listed(path)
+    if parts is None:
+        module = _defining_module(path)
+        if module is not None:
             return f"target {path!r} is no dotted path; did you mean {module}.{path}?"
         return f"target {path!r} is not allowed; {_how_to_allow(path)}"
-    reason = _refused_name(*found)
+    reason = _refused_name(*parts)
     return None if reason is None else f"{path!r} is not allowed: {reason}"
 
 
-def _defining(name: str) -> str | None:
+def _defining_module(name: str) -> str | None:
     """Return the module of the working folder that defines a bare name; reads, imports nothing."""
     if "." in name:
         return None
@@ -183,17 +188,20 @@ def _defining(name: str) -> str | None:
 
 
 def _refused_name(module: str, name: str) -> str | None:
+    """Return why a listed module does not offer a name; None if the name may be looked up."""
     offer = _offers()[module]
     if "." in name:
         return f"only names directly in {module} are, such as {module}.{name.rpartition('.')[2]}"
     if name.startswith("_"):
         return "it is private"
-    kept = any(fnmatchcase(name, pattern) for pattern in offer.without)
-    if not isinstance(offer.functions, bool):  # names tell classes from functions
-        kept |= not offer.classes if name[0].isupper() else name not in offer.functions
-    if kept or (offer.only and name not in offer.only):
-        return f"{module} offers it, but not to configurations"
-    return None
+    is_excluded = any(fnmatchcase(name, pattern) for pattern in offer.without)
+    if offer.only and name not in offer.only:
+        is_excluded = True
+    if not isinstance(offer.functions, bool):
+        # Functions are offered by name. Nothing is imported here: a capital letter means a class.
+        is_offered = offer.classes if name[0].isupper() else name in offer.functions
+        is_excluded = is_excluded or not is_offered
+    return f"{module} offers it, but not to configurations" if is_excluded else None
 
 
 def locate(path: str) -> Any:
@@ -202,77 +210,108 @@ def locate(path: str) -> Any:
     Raises TargetError if it is refused or not found. Exceptions raised by an allowed module while
     it is imported pass through.
     """
-    if (reason := refusal(path)) is not None:
+    reason = refusal(path)
+    if reason is not None:
         raise TargetError(reason)
-    known = None if under(path, _extra) else listed(path)
-    root, _, rest = path.partition(".") if known is None else (known[0], ".", known[1])
-    folder = _working_folder()
-    if known is None and _in_working_folder(path) and not {folder, ""} & set(sys.path):
-        sys.path.append(folder)  # after all that is installed
+    parts = None if under(path, _extra) else listed(path)
+    if parts is None:
+        root, _, rest = path.partition(".")
+        folder = _working_folder()
+        if _in_working_folder(path) and not {folder, ""} & set(sys.path):
+            sys.path.append(folder)  # last, so that no installed package is hidden by it
+    else:
+        root, rest = parts
+
+    module = _import_module(root, path)
     parent: Any = None
-    module = found = _import_module(root, path)
-    for name in rest.split(".") if rest else ():
-        inner = f"{getattr(found, '__name__', '')}.{name}"
-        package = known is None and isinstance(found, ModuleType) and hasattr(found, "__path__")
-        if package and not hasattr(found, name) and importlib.util.find_spec(inner):
-            _import_module(inner, path)
-        if not hasattr(found, name):
-            place = getattr(found, "__name__", type(found).__name__)
-            others = [n for n in dir(found) if not n.startswith("_")]
-            hint = _name_of_ours(path) or did_you_mean(name, others)
-            raise TargetError("", f"target {path!r} does not exist: {place} has no {name!r}", hint)
-        parent, found = found, getattr(found, name)
-        if isinstance(found, ModuleType) and (known or found.__name__ != inner):
-            raise TargetError(f"{path!r} is not allowed: it is in module {found.__name__}")
-    if not callable(found):
-        raise TargetError(f"target {path!r} cannot be called: it is a {type(found).__name__}")
-    reason = _refused_object(module, known[1], found) if known else _not_theirs(path, parent, found)
+    target: Any = module
+    names = rest.split(".") if rest else []
+    for name in names:
+        parent = target
+        target = _member(parent, name, path, may_be_module=parts is None)
+    if not callable(target):
+        raise TargetError(f"target {path!r} cannot be called: it is a {type(target).__name__}")
+
+    if parts is None:
+        reason = _refused_user_object(path, parent, target)
+    else:
+        reason = _refused_object(module, parts[1], target)
     if reason is not None and path not in CONSTRUCTORS:
         raise TargetError(f"{path!r} is not allowed: {reason}")
-    return found
+    return target
 
 
-def _refused_object(module: ModuleType, name: str, found: Any) -> str | None:
+def _member(parent: Any, name: str, path: str, may_be_module: bool) -> Any:
+    """Return `parent.name`. `may_be_module`: it may be a module of a package, which is imported.
+
+    Raises TargetError if it does not exist, or is a module that may not be entered.
+    """
+    module_name = f"{getattr(parent, '__name__', '')}.{name}"
+    is_package = isinstance(parent, ModuleType) and hasattr(parent, "__path__")
+    # A submodule is an attribute of its package only once it was imported.
+    is_missing = may_be_module and is_package and not hasattr(parent, name)
+    if is_missing and importlib.util.find_spec(module_name):
+        _import_module(module_name, path)
+    if not hasattr(parent, name):
+        place = getattr(parent, "__name__", type(parent).__name__)
+        public = [other for other in dir(parent) if not other.startswith("_")]
+        hint = _name_of_ours(path) or did_you_mean(name, public)
+        raise TargetError("", f"target {path!r} does not exist: {place} has no {name!r}", hint)
+    member = getattr(parent, name)
+    if isinstance(member, ModuleType) and not (may_be_module and member.__name__ == module_name):
+        raise TargetError(f"{path!r} is not allowed: it is in module {member.__name__}")
+    return member
+
+
+def _refused_object(module: ModuleType, name: str, target: Any) -> str | None:
+    """Return why a listed module does not offer an object; None if it does."""
     offer = _offers()[module.__name__]
-    documented, owner = getattr(module, "__all__", None), _owner(found)
+    documented = getattr(module, "__all__", None)
     if documented is not None and name not in documented:
         return f"{module.__name__} does not document it"
-    is_class = isinstance(found, type)
-    if not (under(owner, [offer.inside]) or (owner in offer.compiled and not is_class)):
+    owner = _owner(target)
+    is_class = isinstance(target, type)
+    is_compiled = owner in offer.compiled and not is_class
+    if not is_compiled and not under(owner, [offer.inside]):
         return f"it belongs to {owner}"
-    if "_deprecated" in owner.split(".") or "__deprecated__" in getattr(found, "__dict__", {}):
+    if "_deprecated" in owner.split(".") or "__deprecated__" in getattr(target, "__dict__", {}):
         return "it is deprecated"
-    wanted = offer.classes if is_class else bool(offer.functions)
-    if not wanted or (is_class and issubclass(found, BaseException)):
-        return f"it is a {'class' if is_class else 'function'} that a configuration cannot use"
+    if is_class and (not offer.classes or issubclass(target, BaseException)):
+        return "it is a class that a configuration cannot use"
+    if not is_class and not offer.functions:
+        return "it is a function that a configuration cannot use"
     return None
 
 
-def _not_theirs(path: str, parent: Any, found: Any) -> str | None:
-    """Say why an object in a package of the user's, or of `allow`, is not one that it offers."""
-    of_class = isinstance(found, type) or getattr(found, "__self__", None) is parent
-    if isinstance(parent, type) and not of_class:
+def _refused_user_object(path: str, parent: Any, target: Any) -> str | None:
+    """Return why an object in a package of the user's, or of `allow`, is not offered by it."""
+    is_class_method = getattr(target, "__self__", None) is parent
+    if isinstance(parent, type) and not isinstance(target, type) and not is_class_method:
         return "it is a method, name a class or a function"
-    owner, name = _owner(found), str(getattr(found, "__name__", ""))
+    owner = _owner(target)
     if path in _extra or under(owner, _extra) or _in_working_folder(owner):
         return None
-    for module, offer in _offers().items():  # what was imported from where it could be named
-        if under(owner, [offer.inside]) and name and _refused_name(module, name) is None:
-            loaded = importlib.import_module(module)
-            if getattr(loaded, name, None) is found and not _refused_object(loaded, name, found):
-                return None
+    # The user's module may have imported it from a module where it could be named.
+    name = str(getattr(target, "__name__", ""))
+    for module, offer in _offers().items():
+        if not name or not under(owner, [offer.inside]) or _refused_name(module, name) is not None:
+            continue
+        loaded = importlib.import_module(module)
+        if getattr(loaded, name, None) is target and not _refused_object(loaded, name, target):
+            return None
     return f"it belongs to {owner}; {_how_to_allow(owner)}"
 
 
-def _owner(found: Any) -> str:
-    return str(getattr(found, "__module__", None) or type(found).__module__)
+def _owner(target: Any) -> str:
+    """Return the name of the module that defines an object."""
+    return str(getattr(target, "__module__", None) or type(target).__module__)
 
 
 def _import_module(name: str, path: str) -> ModuleType:
     try:
         module = importlib.import_module(name)
     except Exception as error:
-        missing = isinstance(error, ModuleNotFoundError) and error.name
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing and under(name, [missing]):
             raise TargetError(f"no package {name!r} is installed, which {path!r} needs") from error
         error.imported_for = path  # type: ignore[attr-defined]
@@ -284,40 +323,56 @@ def _import_module(name: str, path: str) -> ModuleType:
 
 def _in_working_folder(path: str) -> bool:
     """Return whether a path leads into a module or package of the working folder."""
-    root, folder = path.partition(".")[0], _working_folder()
+    root = path.partition(".")[0]
+    folder = _working_folder()
     if root in sys.stdlib_module_names or root in _ROOTS:
         return False
-    if (root in _OUR_CHECKOUT and Path(folder) == ROOT) or not _is_offered_there(path, folder):
+    if root in _OUR_CHECKOUT and Path(folder) == ROOT:
         return False
-    if (module := sys.modules.get(root)) is not None:
+    return _is_offered_there(path, folder) and _import_folder(root, folder) == folder
+
+
+def _import_folder(root: str, folder: str) -> str | None:
+    """Return the folder from which `import root` reads a module or package; None if unknown."""
+    module = sys.modules.get(root)
+    if module is not None:
         spec = module.__spec__
-    else:  # an installed package of the same name is imported first
-        others = [p for p in sys.path if os.path.realpath(p or ".") != folder]
+    else:
+        # The working folder comes last: an installed package of the same name is imported first.
+        others = [entry for entry in sys.path if os.path.realpath(entry or ".") != folder]
         spec = importlib.machinery.PathFinder.find_spec(root, [*others, folder])
     if spec is None or not spec.origin:
-        return False
+        return None
     place = Path(os.path.realpath(spec.origin)).parent
-    return str(place if spec.submodule_search_locations is None else place.parent) == folder
+    is_package = spec.submodule_search_locations is not None
+    return str(place.parent if is_package else place)
 
 
 def _is_offered_there(path: str, start: str) -> bool:
     """Return whether files named by a path are Python modules, or packages with `__init__.py`.
 
-    Nothing below `runs/` or a folder of configurations is: such folders come from others.
+    No code below `runs/` or a folder of configurations is offered: such folders come from others.
     """
-    place = folder = Path(start)
-    closed = [c for c in (folder / "runs", *map(Path, _closed)) if not folder.is_relative_to(c)]
+    folder = Path(start)
+    closed = [folder / "runs", *map(Path, _closed)]
+    closed = [other for other in closed if not folder.is_relative_to(other)]
+    place = folder
     for part in path.split("."):
         place /= part
-        if any(p.is_relative_to(c) for p in (place, place.resolve()) for c in closed):
-            return False
+        # A link may lead into a closed folder, and a closed folder may be a link.
+        for other in closed:
+            if place.is_relative_to(other) or place.resolve().is_relative_to(other):
+                return False
         if not (place / "__init__.py").is_file():
-            module = place.with_name(f"{part}.py").is_file()
-            return module or (place.parent != folder and not place.is_dir())
+            if place.with_name(f"{part}.py").is_file():
+                return True
+            # Within a package it may be a class or function, but no folder without `__init__.py`.
+            return place.parent != folder and not place.is_dir()
     return True
 
 
 def _working_folder() -> str:
+    """Return the folder where the program was started; empty if it was removed."""
     try:
         return os.path.realpath(os.getcwd())
     except FileNotFoundError:
@@ -325,24 +380,30 @@ def _working_folder() -> str:
 
 
 def _name_of_ours(path: str) -> str | None:
-    """Return a hint with the whole name of what a path names without `regimen.`, or None."""
-    module, _, _ = path.rpartition(".")
+    """Return a hint with the whole name if a path lacks only the `regimen.` at its start."""
+    module = path.rpartition(".")[0]
     return f"did you mean regimen.{path}?" if f"regimen.{module}" in _offers() else None
 
 
 def _how_to_allow(path: str) -> str:
-    root, folder = path.partition(".")[0], _working_folder()
-    files = os.listdir(folder) if os.access(folder, os.R_OK) else []
-    module, _, name = path.rpartition(".")
-    if ours := _name_of_ours(path):
+    """Return a hint: the name that may have been meant, or how to allow this one."""
+    ours = _name_of_ours(path)
+    if ours is not None:
         return ours
-    near = nearest(module, [*_offers(), *(file.removesuffix(".py") for file in files)], cutoff=0.8)
+    module, _, name = path.rpartition(".")
+    folder = _working_folder()
+    files = os.listdir(folder) if os.access(folder, os.R_OK) else []
+    modules = [*_offers(), *(file.removesuffix(".py") for file in files)]
+    near = nearest(module, modules, cutoff=0.8)
     if near not in (None, module):
         return f"did you mean {near}.{name}?"
-    # Of installed libraries only the exact path: `torch` as a whole could run anything.
+    # For an installed library only the exact path: `torch` as a whole could run anything.
+    root = path.partition(".")[0]
     allowed = path if root in sys.stdlib_module_names or root in _ROOTS else root
-    way = "put it in the folder where you start, in packages with an __init__.py"
-    return f"if you trust it, start with `--allow-target {allowed}`, or {way}"
+    return (
+        f"if you trust it, start with `--allow-target {allowed}`, or put it in the folder where "
+        "you start, in packages with an __init__.py"
+    )
 
 
 def _is_path(path: str) -> bool:

@@ -16,7 +16,7 @@ from regimen.conf.layout import PACKAGES, ROOT
 from regimen.trainer.optimizers.param_groups import parse_selector
 from regimen.trainer.targets import allow_list as targets
 from regimen.trainer.targets.allow_list import LIBRARIES, TargetError, locate, refusal
-from regimen.trainer.targets.instantiate import instantiate, node_problems, refused_targets
+from regimen.trainer.targets.instantiate import CheckedNode, instantiate, refused_targets
 
 
 @pytest.fixture
@@ -319,7 +319,7 @@ EVIL: Any = {"checkpoint_path": "evil.pth"}
     ids=range(9),
 )
 def test_what_unpickles_is_refused_at_any_depth(call, key, timm):
-    found = {p.key: p.message for p in node_problems(call, "model")}
+    found = {p.key: p.message for p in CheckedNode(call, "model").problems}
     assert "not allowed here" in found[f"model.{key}"]
     with pytest.raises(TargetError, match="not allowed here"):
         instantiate(node("torch.nn.Sequential", _args_=[call]), _key_="model")

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from regimen.trainer.targets.allow_list import TargetError
-from regimen.trainer.targets.instantiate import instantiate, may_hold, node_problems, nodes_in
+from regimen.trainer.targets.instantiate import CheckedNode, instantiate, may_hold, nodes_in
 
 SGD, LINEAR, SEQUENTIAL = "torch.optim.SGD", "torch.nn.Linear", "torch.nn.Sequential"
 DROPOUT, CONV2D = "torch.nn.Dropout", "torch.nn.Conv2d"
@@ -51,7 +51,7 @@ PARAMS = {"provided": ("params",)}
 def test_a_mistake_is_named_and_what_binds_passes(target, arguments, given, expected):
     node = {"_target_": target, **arguments}
     nodes = [(key, inner, given if inner is node else {}) for key, inner in nodes_in(node, "k")]
-    found = [str(p) for key, inner, more in nodes for p in node_problems(inner, key, **more)]
+    found = [str(p) for key, inner, more in nodes for p in CheckedNode(inner, key, **more).problems]
     assert len(found) == len(expected), found
     for text, pattern in zip(found, expected, strict=True):
         assert re.match(rf"k\.{pattern}", text)
