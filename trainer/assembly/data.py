@@ -1,11 +1,10 @@
-"""From a configuration to data sets and loaders, what is kept of the data, and their facts."""
+"""From a configuration to data sets: opened, numbered by class, cached, and described."""
 
 import logging
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, replace
-from itertools import filterfalse
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,42 +41,43 @@ class Data(NamedTuple):
 
     def describe(self) -> list[dict[str, Any]]:
         """Return the facts about each set that the manifest shows."""
-        return [
-            {
-                "split": split,
-                "type": type(dataset).__name__,
-                "samples": len(dataset) if hasattr(dataset, "__len__") else None,
-                "classes": _number_of_classes(dataset),
-                "fingerprint": fingerprint(dataset),
-                **({"epoch": dataset.explain()} if isinstance(dataset, Mixture) else {}),
-            }
-            for split, dataset in self.sets.items()
-            if dataset is not None
-        ]
+        return [_describe(split, one) for split, one in self.sets.items() if one is not None]
 
 
-def _number_of_classes(dataset: Any) -> int | None:
-    named = getattr(dataset, "classes", None)
-    return None if named is None else len(named) or None
+def _describe(split: str, dataset: Any) -> dict[str, Any]:
+    names = names_of(dataset)
+    facts = {
+        "split": split,
+        "type": type(dataset).__name__,
+        "samples": len(dataset) if hasattr(dataset, "__len__") else None,
+        "classes": None if names is None else len(names),
+        "fingerprint": fingerprint(dataset),
+    }
+    if isinstance(dataset, Mixture):
+        facts["epoch"] = dataset.explain()
+    return facts
 
 
 def nodes_of(config: Config, splits: Sequence[str] | None = None) -> dict[str, Any]:
-    """Return the nodes of some splits, None for what is not there; or those that a run reads."""
-    known = config.data.nodes() | {"predict": config.data.predict}
-    return {split: known.get(split) for split in splits or ["train", *config.data.nodes()]}
+    """Return the nodes of some splits, or of those that a run reads; None for a missing split."""
+    nodes: dict[str, Any] = config.data.nodes()
+    splits = splits or ["train", *nodes]
+    nodes["predict"] = config.data.predict
+    return {split: nodes.get(split) for split in splits}
 
 
 def build_data(
     config: Config, splits: Sequence[str] | None = None, classes: Sequence[str] | None = None
 ) -> Data:
-    """Open the data sets: some, or those of a run. Raises DataError and ConfigError.
+    """Open the data sets of some splits, or those of a run. Raises DataError and ConfigError.
 
-    classes: the names of a run that they are opened for again, which give the numbers; in a
-    training those of its training set do.
+    classes: the class names by number, of the run that the data are opened for; by default the
+    training set's.
     """
     sets = dict[str, Any]()
     for split, node in nodes_of(config, splits).items():
-        # Whatever a data set draws here, it draws in an evaluation of it alone, and moves no other.
+        # Seeded by split: a data set draws the same numbers if it is opened alone, for an
+        # evaluation, and the draws of others do not depend on it.
         with seeded(torch.device("cpu"), derived_seed(config.seed, "data", split)):
             sets[split] = _open(config, split, node) if node else None
             follow_names(sets[split], classes or names_of(sets.get("train")), key_of(split))
@@ -95,14 +95,15 @@ def open_data(
 ) -> Data:
     """Open the data sets, which may be downloaded, in one process of a machine at a time."""
     nodes = [node for node in nodes_of(config, splits).values() if node]
-    # `concurrent = True` on a class opts out.
+    # A class whose data sets may be opened by all processes at once says `concurrent = True`.
     at_once = all(getattr(locate(node["_target_"]), "concurrent", False) for node in nodes)
+    # Collective: the processes of a machine wait for each other, each in its turn.
     with nullcontext() if at_once else strategy.group.one_per_node():
         return build_data(config, splits, classes)
 
 
 def names_of(dataset: Any) -> list[str] | None:
-    """Return the names of a data set's classes, by number; None of one without names."""
+    """Return the names of a data set's classes, by number; None if it has no names."""
     names = getattr(dataset, "classes", None)
     return list(map(str, names)) if names else None
 
@@ -113,43 +114,55 @@ def class_names(sets: Mapping[str, Any]) -> list[str] | None:
 
 
 def follow_names(dataset: Any, classes: Sequence[str] | None, key: str) -> None:
-    """Number a data set's classes as a run does, whose names are given. Raises ClassNamesError."""
-    own = names_of(dataset)
-    if own is None or classes is None or own == [*classes]:
+    """Number a data set's classes as `classes` does, the names of a run.
+
+    Raises ClassNamesError if it has other names, or if its labels cannot be renumbered.
+    """
+    names = names_of(dataset)
+    if names is None or classes is None or names == [*classes]:
         return
     targets = getattr(dataset, "targets", None)
-    of_ours = isinstance(dataset, Pictures | TensorSamples | ArrowRows)
-    by_sample = isinstance(targets, torch.Tensor) and targets.ndim == 1
-    if not (of_ours and by_sample) and own == [*classes[: len(own)]]:
+    has_class_numbers = isinstance(targets, torch.Tensor) and targets.ndim == 1
+    is_ours = isinstance(dataset, Pictures | TensorSamples | ArrowRows)
+    can_renumber = is_ours and has_class_numbers
+    if not can_renumber and names == [*classes[: len(names)]]:
         return  # the numbers agree
-    if not {*own} <= {*classes} or not of_ours or not by_sample:
-        unknown = list(filterfalse(classes.__contains__, own))
-        wrong = f"{', '.join(map(repr, unknown[:5]))} among them" if unknown else "in another order"
-        shown = ", ".join(map(repr, own[:5]))
-        of_run = ", ".join(map(repr, classes[:5]))
+
+    unknown = [name for name in names if name not in classes]
+    if unknown or not can_renumber:
+        wrong = f"{_quoted(unknown)} among them" if unknown else "in another order"
         raise ClassNamesError(
             f"{key}: its classes are not those that the run was trained on, {wrong}: it has "
-            f"{len(own)} ({shown}), the run {len(classes)} ({of_run}): with other names their "
-            "numbers would mean something else; give them the names of the run"
+            f"{len(names)} ({_quoted(names)}), the run {len(classes)} ({_quoted(classes)}): with "
+            "other names their numbers would mean something else; give them the names of the run"
         )
-    numbers = torch.tensor(list(map(classes.index, own)))
+    numbers = torch.tensor([classes.index(name) for name in names])
     if isinstance(dataset, ArrowRows):
+        # The numbers are on the host: nothing waits.
         dataset.renumber(numbers.tolist())
     dataset.targets = numbers[targets]
     dataset.classes = [*classes]
 
 
+def _quoted(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names[:5]))
+
+
 def _try_transforms(dataset: Any) -> None:
-    # An image in memory meets its transforms before the run: a crop may be larger than it.
-    told = getattr(dataset, "input_form", None)
-    if callable(told) and told().get("size") and len(dataset):
-        try:
-            own = getattr(dataset, "stand_in", None)  # reads no file, which may be broken
-            own() if callable(own) else dataset[0]
-        except DataError as error:
-            if isinstance(error.__cause__, ValueError):
-                raise ConfigError("", str(error)) from error
-            raise
+    """Transform one image in memory before the run starts: a crop may be larger than the image."""
+    input_form = getattr(dataset, "input_form", None)
+    if not callable(input_form) or not input_form().get("size") or not len(dataset):
+        return
+    stand_in = getattr(dataset, "stand_in", None)  # reads no file, which may be broken
+    try:
+        if callable(stand_in):
+            stand_in()
+        else:
+            dataset[0]
+    except DataError as error:
+        if isinstance(error.__cause__, ValueError):
+            raise ConfigError("", str(error)) from error
+        raise
 
 
 def build_pipeline(config: Config, stage: str) -> Pipeline:
@@ -160,7 +173,7 @@ def build_pipeline(config: Config, stage: str) -> Pipeline:
 
 
 def build_transforms(config: Config, stage: str, num_classes: int | None) -> dict[str, Any]:
-    """Build the transforms of a stage (train, eval, device) by name; null drops one."""
+    """Build the transforms of a stage (train, eval, device) by name; None where it is null."""
     nodes = with_classes(getattr(config.transforms, stage), num_classes)
     return build_named(nodes, f"transforms.{stage}")
 
@@ -179,15 +192,17 @@ def _open(config: Config, split: str, node: Node) -> Any:
     stage = _stage_of(split)
     pipeline = build_pipeline(config, stage)
     # A data set of the user's own may have no parameter for transforms.
-    taken = parameters_of(node["_target_"]) or {}
-    transformed = "transform" in taken and "transform" not in node
-    given: Node = {"transform": pipeline} if transformed else {}
-    if config.dry_run and "keep_index" in taken:
-        given["keep_index"] = False  # a dry run leaves nothing behind
-    dataset = instantiate(_in_folds(config, split, node), _key_=key_of(split), **given)
+    accepted = parameters_of(node["_target_"]) or {}
+    takes_pipeline = "transform" in accepted and "transform" not in node
+    arguments: Node = {}
+    if takes_pipeline:
+        arguments["transform"] = pipeline
+    if config.dry_run and "keep_index" in accepted:
+        arguments["keep_index"] = False  # a dry run writes no files
+    dataset = instantiate(_in_folds(config, split, node), _key_=key_of(split), **arguments)
     if dataset is None:
         return None
-    if transformed:
+    if takes_pipeline:
         _defer(config, split, dataset, pipeline)
     check_per_sample(pipeline, f"transforms.{stage}")
     set_cache(config, split, dataset)
@@ -195,8 +210,11 @@ def _open(config: Config, split: str, node: Node) -> Any:
         if isinstance(dataset, ImageFolder) and pipeline.takes_files:
             dataset.scaled = True
         else:
-            known = "files whose first transform is a bilinear RandomResizedCrop or Resize"
-            logger.warning("warning: data.decode=scaled: data.%s has no %s", split, known)
+            logger.warning(
+                "warning: data.decode=scaled: data.%s has no files whose first transform is a "
+                "bilinear RandomResizedCrop or Resize",
+                split,
+            )
     return as_dataset(dataset)
 
 
@@ -211,7 +229,7 @@ def _defer(config: Config, split: str, dataset: Any, pipeline: Pipeline) -> None
 
 
 def _own_collate(config: Config, split: str) -> str | None:
-    """Return the key of the `collate_fn` that a split has; None without one."""
+    """Return the key of the `collate_fn` of a split; None without one."""
     options = config.loader
     if split != "train" and options.eval.collate_fn:
         return "loader.eval.collate_fn"
@@ -223,13 +241,17 @@ def _num_classes(config: Config, sets: dict[str, Any]) -> int | None:
     if declared is None:
         return _counted(sets)
     for split, dataset in sets.items():
-        if (labels := labels_of(dataset)) is None or not len(labels):
+        labels = labels_of(dataset)
+        if labels is None or not len(labels):
             continue
-        low, high = int(labels.min()), int(labels.max())
+        low = int(labels.min())
+        high = int(labels.max())
         if low < 0 or high >= declared:
-            message = f"is {declared}, but the labels of data.{split} go from {low} to {high}"
-            hint = f"set data.num_classes={high + 1}" if low >= 0 else "labels count from 0"
-            raise ConfigError("data.num_classes", message, hint)
+            raise ConfigError(
+                "data.num_classes",
+                f"is {declared}, but the labels of data.{split} go from {low} to {high}",
+                "labels count from 0" if low < 0 else f"set data.num_classes={high + 1}",
+            )
     names = names_of(sets.get("train"))
     if names is not None and len(names) != declared:
         raise ConfigError(
@@ -244,7 +266,8 @@ def _num_classes(config: Config, sets: dict[str, Any]) -> int | None:
 def _counted(sets: dict[str, Any]) -> int | None:
     """Return how many classes the first data set has: by their names, or the highest label."""
     first = next((dataset for dataset in sets.values() if dataset is not None), None)
-    if (names := names_of(first)) is not None:
+    names = names_of(first)
+    if names is not None:
         return len(names)
     labels = labels_of(first)
     if labels is None or labels.dtype.kind not in "iu" or not len(labels):
@@ -253,54 +276,65 @@ def _counted(sets: dict[str, Any]) -> int | None:
 
 
 def _in_folds(config: Config, split: str, node: Node) -> Any:
-    """Return a data set's node, in which every target that takes folds is given them."""
-    given = {"fold": config.data.fold, "folds": config.data.folds}
+    """Return a data set's node in which each target that takes folds is given those of the run."""
+    if config.data.folds is None or split.partition("/")[0] == "test":
+        return node  # test sets are never cut
+    folds = {"fold": config.data.fold, "folds": config.data.folds}
 
-    def shared(part: Any) -> Any:
-        target = part.get("_target_") if isinstance(part, dict) else None
-        taken = (parameters_of(target) or {}).keys() if target else ()
-        return {**given, **part} if {*taken} >= given.keys() else part
+    def with_folds(part: Any) -> Any:
+        if not isinstance(part, dict) or not part.get("_target_"):
+            return part
+        accepted = parameters_of(part["_target_"]) or {}
+        return {**folds, **part} if folds.keys() <= accepted.keys() else part
 
-    # Test sets stay as they are.
-    cut = config.data.folds is not None and split.partition("/")[0] != "test"
-    return mapped(node, shared) if cut else node
+    return mapped(node, with_folds)
 
 
 def _fold_problems(config: Config) -> Iterator[Problem]:
-    """Name the data sets that cannot be shared out, where folds are asked for."""
+    """Yield the data sets that cannot be cut into the folds that are asked for."""
     if config.data.folds is None:
         return
     nodes = config.data.nodes()
     for split in ("train", *(config.data.validations or ["val"])):
-        if (node := nodes.get(split)) is None:
-            message = f"data.{split} is null: folds are shared out over train and val"
-            yield Problem("data.folds", message)
-        elif _in_folds(config, split, node) == node:
-            hint = (
-                "a data set has, whose target takes `fold` and `folds` "
-                "(regimen.data.splits.fold_of)"
+        node = nodes.get(split)
+        if node is None:
+            yield Problem(
+                "data.folds", f"data.{split} is null: folds are shared out over train and val"
             )
-            yield Problem("data.folds", f"data.{split}: {node['_target_']} has no folds", hint)
+        elif _in_folds(config, split, node) == node:
+            yield Problem(
+                "data.folds",
+                f"data.{split}: {node['_target_']} has no folds",
+                "a data set has, whose target takes `fold` and `folds` "
+                "(regimen.data.splits.fold_of)",
+            )
 
 
 def _mixture_problems(config: Config) -> Iterator[Problem]:
-    """Name what is wrong with the sets and weights of mixtures, and samplers beside their order."""
+    """Yield wrong sets and weights of mixtures, and samplers that would choose samples as well."""
     for split, node in config.data.nodes().items():
-        if not issubclass(_kind(node["_target_"]) or object, Mixture):
+        cls = _class_of(node["_target_"])
+        if cls is None or not issubclass(cls, Mixture):
             continue
         for argument, wrong in faults(node.get("sets") or {}, node.get("weights") or {}):
             yield Problem(f"{key_of(split)}.{argument}", wrong)
-        for key in ("sampler", "batch_sampler") if split == "train" else ():
-            if getattr(config.loader, key) is not None:
-                message = "chooses samples, and so does data.train, a mixture"
-                yield Problem(f"loader.{key}", message, "leave it out: weights say the shares")
+        if split != "train":
+            continue
+        for name in ("sampler", "batch_sampler"):
+            if getattr(config.loader, name) is not None:
+                yield Problem(
+                    f"loader.{name}",
+                    "chooses samples, and so does data.train, a mixture",
+                    "leave it out: weights say the shares",
+                )
 
 
 def set_cache(config: Config, split: str, dataset: Any) -> None:
-    """Let a data set keep its decoded images. Raises ConfigError where a device cannot."""
+    """Let a data set cache its decoded images. Raises ConfigError where a device cannot."""
     options = config.data
     if options.cache == "device" and split != "predict":
-        raise_problems(_not_kept(config, split, type(dataset), getattr(dataset, "transform", None)))
+        transform = getattr(dataset, "transform", None)
+        raise_problems(_device_cache_problems(config, split, type(dataset), transform))
     if options.cache == "none" or config.dry_run:
         return
     if isinstance(dataset, ImageFolder):
@@ -311,7 +345,7 @@ def set_cache(config: Config, split: str, dataset: Any) -> None:
 
 
 def kept_bytes(config: Config, sets: Mapping[str, Any]) -> int | None:
-    """Return how much of a device's memory the data sets will take; None before it is known."""
+    """Return the bytes of a device's memory that the data sets take; None before it is known."""
     if config.data.cache != "device":
         return 0
     batches = [dataset.tensors() for dataset in sets.values() if dataset is not None]
@@ -324,65 +358,92 @@ def data_problems(config: Config) -> Iterator[Problem]:
     """Yield what is wrong with the data sets, as far as it shows before they are open."""
     yield from _fold_problems(config)
     yield from _mixture_problems(config)
-    yield from _cache_problems(config)
+    if config.data.cache == "device":
+        yield from _cache_problems(config)
 
 
 def _cache_problems(config: Config) -> Iterable[Problem]:
-    """Return what `data.cache=device` cannot keep."""
-    found: dict[str, Problem] = {}
-    for split, node in config.data.nodes().items() if config.data.cache == "device" else ():
-        if (kind := _kind(node["_target_"])) is None:
+    """Return what `data.cache=device` cannot cache: one problem for each key."""
+    problems: dict[str, Problem] = {}
+    for split, node in config.data.nodes().items():
+        cls = _class_of(node["_target_"])
+        if cls is None:
             continue
         pipeline = None
-        if "transform" in (parameters_of(kind) or {}):
-            with suppress(ConfigError):  # of the transforms: reported as such
+        if "transform" in (parameters_of(cls) or {}):
+            with suppress(ConfigError):  # mistakes in transforms are reported as such
                 pipeline = build_pipeline(config, _stage_of(split))
-                _defer(config, split, kind, pipeline)
-        found |= {problem.key: problem for problem in _not_kept(config, split, kind, pipeline)}
-    return found.values()
+                _defer(config, split, cls, pipeline)
+        for problem in _device_cache_problems(config, split, cls, pipeline):
+            problems[problem.key] = problem
+    return problems.values()
 
 
-def _kind(path: str) -> type | None:
-    """Return the class of a target, or the one to be kept that a function says it returns."""
-    with suppress(Exception):  # reported with its arguments; names that only a type checker knows
-        if isinstance(target := locate(path), type):
+def _class_of(path: str) -> type | None:
+    """Return the class of what a target builds; None if it does not show.
+
+    It is the target itself, or for a function the class of its return annotation that a device can
+    cache.
+    """
+    # Mistakes in targets are reported with their arguments. An annotation may use names that only
+    # a type checker imports.
+    with suppress(Exception):
+        target = locate(path)
+        if isinstance(target, type):
             return target
         returned = typing.get_type_hints(target).get("return")
-        members = typing.get_args(returned) or (returned,)
-        return next((k for k in members if isinstance(k, type) and can_be_kept(k)), None)
+        for member in typing.get_args(returned) or (returned,):
+            if isinstance(member, type) and can_be_kept(member):
+                return member
     return None
 
 
-def _not_kept(config: Config, split: str, kind: type, transform: Any) -> Iterator[Problem]:
-    instead = f"set data.cache={'ram' if issubclass(kind, ImageFolder) else 'none'}"
-    steps = transform.steps if isinstance(transform, Pipeline) else {}
-    if not can_be_kept(kind) or (transform is not None and not isinstance(transform, Pipeline)):
-        message = f"is device, but data.{split} ({kind.__name__}) cannot be kept there"
-        more = "or give it a method tensors() that returns all samples, and the group transforms"
-        yield Problem("data.cache", message, f"{instead}, {more}")
-    elif (key := _own_collate(config, split)) is not None:
-        message = "puts single samples together, and data.cache=device gathers whole batches"
-        yield Problem(key, message, f"leave it out, or {instead}")
-    # Those before a step for single samples could do without.
-    for name in [name for name, step in steps.items() if batch_form(step) is None] or steps:
-        written = type(getattr(steps[name], "step", steps[name]))  # which a quick form stands for
-        message = (
-            f"{written.__name__} takes single samples; data.cache=device gathers whole batches"
+def _device_cache_problems(
+    config: Config, split: str, cls: type, transform: Any
+) -> Iterator[Problem]:
+    """Yield why samples of a data set of class `cls` cannot be cached on a device."""
+    way_out = f"set data.cache={'ram' if issubclass(cls, ImageFolder) else 'none'}"
+    is_pipeline = isinstance(transform, Pipeline)
+    if not can_be_kept(cls) or not (is_pipeline or transform is None):
+        yield Problem(
+            "data.cache",
+            f"is device, but data.{split} ({cls.__name__}) cannot be kept there",
+            f"{way_out}, or give it a method tensors() that returns all samples, and the group "
+            "transforms",
         )
-        hint = f"use a step for batches, as transforms=on_device does, or {instead}"
-        yield Problem(f"transforms.{_stage_of(split)}.{name}", message, hint)
+    else:
+        collate_key = _own_collate(config, split)
+        if collate_key is not None:
+            yield Problem(
+                collate_key,
+                "puts single samples together, and data.cache=device gathers whole batches",
+                f"leave it out, or {way_out}",
+            )
+    steps = transform.steps if is_pipeline else {}
+    per_sample = [name for name, step in steps.items() if batch_form(step) is None]
+    # Only the per-sample steps are reported: batched steps before them are fine once those are
+    # gone. Without such steps the data set cannot leave any of its steps to the loader.
+    for name in per_sample or steps:
+        step = getattr(steps[name], "step", steps[name])  # a quick form stands for the step
+        yield Problem(
+            f"transforms.{_stage_of(split)}.{name}",
+            f"{type(step).__name__} takes single samples; data.cache=device gathers whole batches",
+            f"use a step for batches, as transforms=on_device does, or {way_out}",
+        )
 
 
 def data_facts(sets: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a checkpoint keeps of data sets: names of classes, and statistics, if any."""
+    """Return what a checkpoint stores about data sets: class names, and statistics, if any."""
+    facts: dict[str, Any] = {}
     names = class_names(sets)
-    facts: dict[str, Any] = {"classes": names} if names else {}
-    known = {split: s for split, s in sets.items() if callable(getattr(s, "statistics", None))}
-    if not known:
-        return facts
-    first = known.get("train", next(iter(known.values())))
-    fingerprints = {split: fingerprint(dataset) for split, dataset in known.items()}
-    return {**facts, "statistics": first.statistics(), "fingerprints": fingerprints}
+    if names:
+        facts["classes"] = names
+    encoded = {s: one for s, one in sets.items() if callable(getattr(one, "statistics", None))}
+    if encoded:
+        first = encoded.get("train", next(iter(encoded.values())))
+        facts["statistics"] = first.statistics()
+        facts["fingerprints"] = {split: fingerprint(one) for split, one in encoded.items()}
+    return facts
 
 
 def statistical(config: Config) -> dict[str, Any]:
@@ -394,22 +455,32 @@ def statistical(config: Config) -> dict[str, Any]:
 def with_statistics(config: Config, payload: Mapping[str, Any] | None) -> Config:
     """Return a configuration whose data sets are encoded by the statistics of a checkpoint."""
     state = {} if payload is None else payload["state"]
-    if not (kept := state.get("data", {}).get("statistics")):
+    statistics = state.get("data", {}).get("statistics")
+    if not statistics:
         return config
     data = asdict(config.data)
     for split, node in statistical(config).items():
-        place, _, name = split.partition("/")
-        (data[place] if name else data)[name or place] = {"statistics": kept, **node}
+        section, _, name = split.partition("/")
+        encoded = {"statistics": statistics, **node}
+        if name:  # one of several sets: data.val.NAME
+            data[section][name] = encoded
+        else:
+            data[section] = encoded
     return replace(config, data=replace(config.data, **data))
 
 
 def changed_data(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Say which data sets are no longer those of a checkpoint."""
+    """Return a remark on the data sets that changed since a checkpoint was saved, if any did.
+
+    `then`, `now`: the facts that a checkpoint stores about the data.
+    """
     before = then.get("fingerprints", {})
-    changed = [s for s, mark in now.get("fingerprints", {}).items() if before.get(s, mark) != mark]
+    after = now.get("fingerprints", {})
+    changed = [f"data.{s}" for s, mark in after.items() if before.get(s, mark) != mark]
     if not changed:
         return []
-    same = then.get("statistics") == now.get("statistics")
-    how = "the same statistics as before" if same else "other statistics than before"
-    names = ", ".join(f"data.{split}" for split in changed)
-    return [f"{names}: the rows are not those of the checkpoint; they are encoded by {how}"]
+    is_same = then.get("statistics") == now.get("statistics")
+    how = "the same statistics as before" if is_same else "other statistics than before"
+    return [
+        f"{', '.join(changed)}: the rows are not those of the checkpoint; they are encoded by {how}"
+    ]

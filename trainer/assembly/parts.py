@@ -33,8 +33,9 @@ from regimen.trainer.update.precision import Precision, checkpoint_modules, chec
 
 # Arguments that a sampler is given if its signature asks for them.
 OFFERED = ("dataset", "data_source", "targets", "seed")
-# What the nodes of a section must build: objects of a class, or with all methods of one line.
-_KINDS: Mapping[str, tuple[str, type | tuple[str, ...]]] = {
+# What the nodes of a section must build, in words, and either its class or alternatives: the
+# object needs all methods of one of these texts.
+_REQUIRED: Mapping[str, tuple[str, type | tuple[str, ...]]] = {
     "model": ("torch.nn.Module", nn.Module),
     "task": ("regimen.trainer.task.Task", Task),
     "callbacks": ("regimen.trainer.callback.Callback", Callback),
@@ -54,81 +55,86 @@ _KINDS: Mapping[str, tuple[str, type | tuple[str, ...]]] = {
 
 def wrong_class(key: str, cls: type) -> str | None:
     """Return why objects of `cls` do not fit the node at `key`; None if they do."""
-    # Also the schedule of one optimizer among several.
+    # `optimizer.optimizers.NAME.lr_scheduler` counts as an `lr_scheduler` node.
     place = "lr_scheduler." if "lr_scheduler" in key.split(".") else f"{key}."
-    called, wanted = next(kind for name, kind in _KINDS.items() if place.startswith(f"{name}."))
-    if isinstance(wanted, type):
-        fits = issubclass(cls, wanted)
+    section = next(name for name in _REQUIRED if place.startswith(f"{name}."))
+    description, required = _REQUIRED[section]
+    if isinstance(required, type):
+        fits = issubclass(cls, required)
     else:
-        fits = any(all(hasattr(cls, name) for name in line.split()) for line in wanted)
-    return None if fits else f"makes no {called} but a {cls.__module__}.{cls.__qualname__}"
+        fits = any(all(hasattr(cls, name) for name in text.split()) for text in required)
+    return None if fits else f"makes no {description} but a {cls.__module__}.{cls.__qualname__}"
 
 
-def build_node(node: Node, key: str, **given: Any) -> Any:
+def build_node(node: Node, key: str, **arguments: Any) -> Any:
     """Build what a node describes, with further arguments.
 
     Raises ConfigError, also if it does not fit `key`.
     """
     try:
-        made = instantiate(node, _key_=key, **given)
+        built = instantiate(node, _key_=key, **arguments)
     except DataError as error:
-        if key.startswith("loader."):  # about the data, which only then are open
+        if key.startswith("loader."):  # built from the open data, which the error is about
             raise
         raise TargetError(key, str(error)) from error
-    if (reason := wrong_class(key, type(made))) is not None:
+    reason = wrong_class(key, type(built))
+    if reason is not None:
         raise TargetError(f"{key}._target_", reason)
-    if isinstance(made, Callback):
+    if isinstance(built, Callback):
         with problems_at(key):
-            check_hooks(made)
-    return made
+            check_hooks(built)
+    return built
 
 
 def build_named(nodes: Mapping[str, Any], key: str) -> dict[str, Any]:
     """Build named nodes; null becomes None. Raises one ConfigError for all of them."""
-    made = {}
+    built = {}
     problems: list[Problem] = []
     for name, node in nodes.items():
         with collect_problems(problems):
-            made[name] = build_node(node, f"{key}.{name}") if node else None
+            built[name] = build_node(node, f"{key}.{name}") if node else None
     raise_problems(problems)
-    return made
+    return built
 
 
 def with_classes(node: Any, num_classes: int | None) -> Any:
-    """Return `node` with the data's number of classes where it is open.
+    """Return `node` with the data's number of classes wherever it is open.
 
-    Open is each `num_classes: null`, and each `${data.num_classes}`, which is left where that is
-    null. Raises ConfigError if the number is needed and not known.
+    It is open in each `num_classes: null` and each `${data.num_classes}`. Raises ConfigError if the
+    number is needed and not known.
     """
+    interpolation = f"${{{CLASSES}}}"
 
     def change(part: Any) -> Any:
-        named = isinstance(part, dict) and part.get("num_classes", 0) is None
-        if num_classes is None and (named or (isinstance(part, str) and counted in part)):
+        is_open = isinstance(part, dict) and part.get("num_classes", 0) is None
+        if is_open and num_classes is not None:
+            return {**part, "num_classes": num_classes}
+        if is_open or (isinstance(part, str) and interpolation in part):
             raise ConfigError(
                 CLASSES,
                 "is null, and there is nothing to count: data.train has neither `classes` nor "
                 "class numbers as `targets` (or a transform of single samples takes their number)",
                 f"set {CLASSES}=...",
             )
-        return {**part, "num_classes": num_classes} if named else part
+        return part
 
-    counted = f"${{{CLASSES}}}"
+    # `fill` leaves no interpolation if the number is known.
     return mapped(fill(node, {CLASSES: num_classes}), change)
 
 
 def with_counted_classes(config: Config, num_classes: int | None) -> Config:
     """Return a configuration with the data's number of classes, wherever an argument takes it."""
-    loader = config.loader
-    nodes = ("sampler", "batch_sampler", "collate_fn", "worker_init_fn")
-    made = {name: with_classes(getattr(loader, name), num_classes) for name in nodes}
-    parts = ("model", "task", "optimizer", "lr_scheduler", "callbacks")
-    filled = {name: with_classes(getattr(config, name), num_classes) for name in parts}
-    device = with_classes(config.transforms.device, num_classes)
+
+    def filled(section: Any, *names: str) -> dict[str, Any]:
+        return {name: with_classes(getattr(section, name), num_classes) for name in names}
+
+    loader = filled(config.loader, "sampler", "batch_sampler", "collate_fn", "worker_init_fn")
+    sections = filled(config, "model", "task", "optimizer", "lr_scheduler", "callbacks")
     return replace(
         config,
-        **filled,
-        loader=replace(loader, **made),
-        transforms=replace(config.transforms, device=device),
+        **sections,
+        loader=replace(config.loader, **loader),
+        transforms=replace(config.transforms, **filled(config.transforms, "device")),
     )
 
 
@@ -159,7 +165,7 @@ class Assembly:
     """The parts of a run; each is built once, at its first use.
 
     A run must use the model first, since parts draw random numbers. A mistake in a node raises
-    ConfigError from the part that needs it. What the data tell is None as long as it is unknown.
+    ConfigError from the part that needs it. Facts that only the open data show may be None.
     """
 
     config: Config
@@ -167,8 +173,8 @@ class Assembly:
     num_classes: int | None = None
     total_steps: int | None = None
     steps_per_epoch: int | None = None
-    classes: Sequence[str] | None = None  # their names, if the data have any
-    guessed: bool = False  # these numbers are placeholders of a check, which opens no data
+    classes: Sequence[str] | None = None  # names of the classes, if the data have any
+    guessed: bool = False  # the numbers are placeholders of a check, which opens no data
 
     @cached_property
     def precision(self) -> Precision:
@@ -182,14 +188,21 @@ class Assembly:
         node = with_classes(self.config.model, self.num_classes)
         try:
             model: nn.Module = build_node(node, "model")
-        except (RuntimeError, LookupError, AttributeError) as error:  # a layer's, of an argument
+        except (RuntimeError, LookupError, AttributeError) as error:
+            # A layer may raise these for one of the network's arguments.
             if not is_shape_error(error):
                 raise
-            message = f"{node['_target_']} does not accept its arguments: {short_message(error)}"
-            raise ModelError("model", message) from error
-        if lazy := [name for name, p in model.named_parameters() if is_lazy(p)]:
-            hint = "give its layer its sizes, or call it once"
-            raise ModelError("model", f"{lazy[0]} is a lazy parameter", hint)
+            raise ModelError(
+                "model",
+                f"{node['_target_']} does not accept its arguments: {short_message(error)}",
+            ) from error
+        for name, parameter in model.named_parameters():
+            if is_lazy(parameter):
+                raise ModelError(
+                    "model",
+                    f"{name} is a lazy parameter",
+                    "give its layer its sizes, or call it once",
+                )
         if self.config.trainer.channels_last:
             model = model.to(memory_format=torch.channels_last)
         return self.strategy.prepare(self.precision.convert(model))
@@ -199,16 +212,19 @@ class Assembly:
         """Names of the modules whose activations are recomputed in the backward pass."""
         options = self.config.trainer
         compiled = options.compile is not False
-        if options.activation_checkpointing_segments is not None:
-            checkpoint_segments(self.model, options.activation_checkpointing_segments, compiled)
+        segments = options.activation_checkpointing_segments
+        if segments is not None:
+            checkpoint_segments(self.model, segments, compiled)
         return checkpoint_modules(self.model, options.activation_checkpointing or [], compiled)
 
     @cached_property
     def regions(self) -> list[nn.Module] | None:
-        """The modules that are compiled by themselves; None where it is the model as a whole."""
-        choice, key = self.config.trainer.compile, "trainer.compile.regions"
+        """The modules that are compiled one by one; None if the model is compiled as a whole."""
+        choice = self.config.trainer.compile
         classes = choice.get("regions") if isinstance(choice, dict) else None
-        return None if classes is None else instances(self.model, classes, key)
+        if classes is None:
+            return None
+        return instances(self.model, classes, "trainer.compile.regions")
 
     @cached_property
     def task(self) -> Task:
@@ -225,27 +241,40 @@ class Assembly:
     def optimizers(self) -> Optimizers:
         """The optimizers over the parameters of model and task."""
         # Reserved interpolations stay: an optimizer's own schedule fills them with what remains of
-        # the run after its warm-up. A fused step skips a non-finite update in its kernel, so
-        # that its state need not be copied.
-        node, fused = self.config.optimizer, is_async(self.strategy.device)
-        others = named_modules(self.task)
-        return build_optimizers(self.model, node, prefer_fused=fused, others=others)
+        # the run after its warm-up.
+        return build_optimizers(
+            self.model,
+            self.config.optimizer,
+            # A fused step skips a non-finite update in its kernel: its state need not be copied.
+            prefer_fused=is_async(self.strategy.device),
+            others=named_modules(self.task),
+        )
 
     @cached_property
     def schedule(self) -> LRSchedule:
         """The schedule of all optimizers' learning rates."""
-        lengths = self.total_steps, self.steps_per_epoch
-        node, modes = self.config.lr_scheduler, self.task.modes()
-        return build_lr_schedule(node, self.optimizers, *lengths, self.guessed, modes)
+        return build_lr_schedule(
+            self.config.lr_scheduler,
+            self.optimizers,
+            self.total_steps,
+            self.steps_per_epoch,
+            self.guessed,
+            self.task.modes(),
+        )
 
     @cached_property
     def callbacks(self) -> dict[str, Callback]:
         """The callbacks, in the order of the configuration with two exceptions.
 
-        Callbacks that average weights come first, and the one that saves checkpoints comes last.
+        Callbacks that change weights come first, and those that save checkpoints come last.
         """
         lengths = {"total_steps": self.total_steps, "steps_per_epoch": self.steps_per_epoch}
         built = build_named(fill(self.config.callbacks, lengths), "callbacks")
-        kept = {name: callback for name, callback in built.items() if callback is not None}
-        turns = {n: isinstance(c, Saver) - c.changes_weights for n, c in kept.items()}
-        return {name: kept[name] for name in sorted(kept, key=turns.__getitem__)}
+        callbacks = [(name, one) for name, one in built.items() if one is not None]
+        return dict(sorted(callbacks, key=lambda named: _position(named[1])))
+
+
+def _position(callback: Callback) -> int:
+    if callback.changes_weights:
+        return 0
+    return 2 if isinstance(callback, Saver) else 1
