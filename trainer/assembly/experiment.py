@@ -1,4 +1,4 @@
-"""From a configuration to a trainer, in reading order; and its loaders."""
+"""From a configuration to a trainer, top to bottom, and to its loaders."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -55,7 +55,8 @@ from regimen.trainer.update.precision import compiled_model
 
 logger = logging.getLogger("regimen")
 
-_OF_LOADER = (*declared(EvalLoaderConfig), "worker_init_fn")
+# Keys of the section `loader` that are arguments of `Loader`.
+_LOADER_KEYS = (*declared(EvalLoaderConfig), "worker_init_fn")
 
 
 class Experiment(NamedTuple):
@@ -64,7 +65,7 @@ class Experiment(NamedTuple):
     config: Config
     data: Data
     trainer: Trainer
-    test_loaders: dict[str, Loader]  # by stage; empty where the data have no test split
+    test_loaders: dict[str, Loader]  # by stage; empty if the data have no test split
     switches: dict[str, bool]
     checkpointed: list[str]  # modules whose activations are recomputed
 
@@ -80,7 +81,7 @@ def build(
 
     `config` may be what `compose([...]).config` holds; `strategy` (default: the configuration's)
     must be set up. `callbacks` come before its own; `config_text` is saved in checkpoints.
-    `classes` are the names of a run that is gone on with.
+    `classes` are the class names of a run that is resumed.
     Raises DataError, ConfigError, ModelError and the other errors of the rooms below.
     """
     if not isinstance(config, Config):
@@ -98,11 +99,17 @@ def build(
     loader = train_loader(config, data, strategy)
     steps = count(options.limit_train_batches, len(loader))
 
-    lengths = horizon(options, steps), steps
-    names = class_names(data.sets)
-    parts = Assembly(config, strategy, data.num_classes, *lengths, names)
+    parts = Assembly(
+        config,
+        strategy,
+        data.num_classes,
+        total_steps=horizon(options, steps),
+        steps_per_epoch=steps,
+        classes=class_names(data.sets),
+    )
+    # Builds the model, the first part that draws random numbers.
     checkpointed = parts.checkpointed
-    # Metrics of classes have their names only now.
+    # The names of metrics of single classes are known only with the data.
     raise_problems([*name_problems(parts.task), *monitor_problems(config, parts.task)])
     trainer = Trainer(
         parts.model,
@@ -135,39 +142,46 @@ def build(
 
 def _val_loaders(config: Config, data: Data, strategy: Strategy) -> dict[str, Loader | None]:
     """Build the loaders of validation by stage: of the training set where a few are overfitted."""
-    few, limit = overfit_samples(config, data.sets["train"]), config.trainer.limit_val_batches
-    own = {stage: data.sets[stage] for stage in config.data.validations}
-    sets = own if few is None else {"val": data.sets["train"]}
-    return {stage: eval_loader(config, one, strategy, limit, few) for stage, one in sets.items()}
+    limit = config.trainer.limit_val_batches
+    samples = overfit_samples(config, data.sets["train"])
+    if samples is not None:
+        return {"val": eval_loader(config, data.sets["train"], strategy, limit, samples)}
+    stages = config.data.validations
+    return {stage: eval_loader(config, data.sets[stage], strategy, limit) for stage in stages}
 
 
 def _test_loaders(config: Config, data: Data, strategy: Strategy) -> dict[str, Loader]:
-    """Build the loaders of the test sets by stage, of those that there are."""
-    limit = config.trainer.limit_test_batches
-    sets = {stage: data.sets.get(stage) for stage in config.data.tests}
-    made = {stage: eval_loader(config, one, strategy, limit) for stage, one in sets.items()}
-    return {stage: loader for stage, loader in made.items() if loader is not None}
+    """Build the loaders of the test sets that exist, by stage."""
+    loaders = {}
+    for stage in config.data.tests:
+        dataset = data.sets.get(stage)
+        loader = eval_loader(config, dataset, strategy, config.trainer.limit_test_batches)
+        if loader is not None:
+            loaders[stage] = loader
+    return loaders
 
 
 def fitting_steps(config: Config, strategy: Strategy) -> int:
     """Return the fewest `gradient_accumulation_steps`, a power of two, that memory has room for.
 
-    An experiment that is built for the trial alone computes the gradients of its first micro-batch,
-    beside what the run holds later: on an accelerator they fit, or it is out of memory; on a CPU
-    the peak of the process is held against `trainer.memory_limit`. Raises ResourceError where a
-    single sample does not fit, where an evaluation batch does not, and where graphs that are
-    recorded allow no second micro-batch.
+    Builds the experiment for a trial, which computes the gradients of its first micro-batch while
+    the memory that the run needs later is reserved. On an accelerator the trial runs out of memory
+    or not; on a CPU the peak of the process is compared with `trainer.memory_limit`.
+    Collective: all processes try, and take the same number.
+    Raises ResourceError where a single sample does not fit, where an evaluation batch does not, and
+    where recorded graphs (CUDA graphs) allow no second micro-batch.
     """
-    steps, group = 1, strategy.group
+    steps = 1
     while True:
         options = replace(config.trainer, gradient_accumulation_steps=steps)
-        lacking, coupled = _tried(replace(config, trainer=options), strategy)
+        failure, dependent = _tried(replace(config, trainer=options), strategy)
         empty_caches()
-        if not any(group.gather(lacking)):
+        # Collective: if it does not fit on one process, all go on with smaller micro-batches.
+        if not any(strategy.group.gather(failure)):
             break
         if steps * strategy.data_parallel_size >= config.loader.batch_size:
             raise ResourceError(
-                f"trainer.gradient_accumulation_steps=auto: one sample does not fit: {lacking}"
+                f"trainer.gradient_accumulation_steps=auto: one sample does not fit: {failure}"
             )
         steps *= 2
         if config.trainer.records_graphs:
@@ -176,59 +190,63 @@ def fitting_steps(config: Config, strategy: Strategy) -> int:
                 "graphs that trainer.compile.mode records overwrite gradients that are added up: "
                 "lower loader.batch_size, or set trainer.compile=true, which records none"
             )
-    if group.is_main:
-        matters = f"; the number matters, for {', '.join(coupled)} follow the split" * bool(coupled)
-        logger.info("trainer.gradient_accumulation_steps=auto: %d%s", steps, matters)
+    if strategy.group.is_main:
+        remark = ""
+        if dependent:
+            remark = f"; the number matters, for {', '.join(dependent)} follow the split"
+        logger.info("trainer.gradient_accumulation_steps=auto: %d%s", steps, remark)
     return steps
 
 
 def _tried(config: Config, strategy: Strategy) -> tuple[str | None, list[str]]:
-    """Return what the first micro-batch lacks, and what depends on the split."""
+    """Try the first micro-batch; return why it does not fit, and what depends on the split."""
     seed_everything(config.seed)
     trainer = build(config, strategy).trainer
     states = [state_bytes(optimizer) or 0 for _, optimizer in trainer.optimizers.items()]
-    limit, shards = config.trainer.memory_limit, strategy.mesh.shards
-    later = sum(states) // shards + _average_bytes(trainer)
+    later = sum(states) // strategy.mesh.shards + _average_bytes(trainer)
     trainer.wrapped.train()
     reset_peak_rss()
-    lacking, what = None, "its transforms"
+    failure = None
+    description = "its transforms"  # what has run out of memory, before there is a batch
     try:
-        held = torch.empty(later, dtype=torch.uint8, device=strategy.device)
-        # For what no trial shows: other shapes, the gaps between freed blocks, collectives.
+        # The memory of optimizer state and averages, which the first update allocates.
+        reserved = torch.empty(later, dtype=torch.uint8, device=strategy.device)
+        # For what the trial does not show: other shapes, gaps between freed blocks, collectives.
         spare = torch.empty(
             spare_memory(strategy.device), dtype=torch.uint8, device=strategy.device
         )
         micro_batch = next(trainer.draw(0))[0]
-        what = describe_value(micro_batch.batch)
+        description = describe_value(micro_batch.batch)
         trainer.updater.dry_run_backward([micro_batch])
         del spare
         if is_async(strategy.device):
             _evaluate_a_batch(trainer, config)
-        del held
+        del reserved
     except RuntimeError as error:
         if not lacks_memory(error):
             raise
-        lacking = f"{what}: {str(error).partition('.')[0]}"
+        failure = f"{description}: {str(error).partition('.')[0]}"
     trainer.train_loader.close()
+    limit = config.trainer.memory_limit
     if limit is not None and not is_async(strategy.device):
         taken = (peak_rss() + later) / 2**30
         if taken > limit:
-            lacking = f"{what} takes {taken:.2f} GiB, trainer.memory_limit is {limit:g}"
-    return lacking, follows_split(trainer)
+            failure = f"{description} takes {taken:.2f} GiB, trainer.memory_limit is {limit:g}"
+    return failure, follows_split(trainer)
 
 
 def _average_bytes(trainer: Trainer) -> int:
     """Return the bytes of the averages of weights that a run holds from its first update on."""
-    shards = trainer.strategy.mesh.shards
-    parameters = sum(p.nbytes for p in trainer.model.parameters()) // shards
-    one = parameters + sum(b.nbytes for b in trainer.model.buffers())
-    return one * sum(1 for callback in trainer.callbacks.values() if isinstance(callback, Average))
+    averages = sum(1 for callback in trainer.callbacks.values() if isinstance(callback, Average))
+    parameters = sum(p.nbytes for p in trainer.model.parameters())
+    buffers = sum(b.nbytes for b in trainer.model.buffers())  # on every process, as a whole
+    return averages * (parameters // trainer.strategy.mesh.shards + buffers)
 
 
 def _evaluate_a_batch(trainer: Trainer, config: Config) -> None:
     """Evaluate one batch of each validation set. Raises ResourceError where it does not fit.
 
-    It is not split into micro-batches, so that more of them would not help.
+    More micro-batches would not help: an evaluation batch is not split into them.
     """
     size = config.loader.eval_batch_size or config.loader.batch_size
     for stage, loader in trainer.val_loaders.items():
@@ -248,13 +266,15 @@ def _evaluate_a_batch(trainer: Trainer, config: Config) -> None:
 def follows_split(trainer: Trainer) -> list[str]:
     """Return what makes an update depend on its split into micro-batches, the exceptions of I3."""
     layers = list(trainer.model.modules())
-    mixing = trainer.train_loader.transforms.steps.values()
-    coupling = {
-        "BatchNorm's statistics": any(hasattr(m, "running_mean") for m in layers),
-        "dropout masks": any("Dropout" in type(m).__name__ and getattr(m, "p", 1) for m in layers),
-        "mixed samples": any(mixes_samples(step.transform) for step in mixing),
-    }
-    return [name for name, found in coupling.items() if found]
+    device_steps = trainer.train_loader.transforms.steps.values()
+    dependent = []
+    if any(hasattr(layer, "running_mean") for layer in layers):
+        dependent.append("BatchNorm's statistics")
+    if any("Dropout" in type(layer).__name__ and getattr(layer, "p", 1) for layer in layers):
+        dependent.append("dropout masks")
+    if any(mixes_samples(step.transform) for step in device_steps):
+        dependent.append("mixed samples")
+    return dependent
 
 
 def build_split(
@@ -262,17 +282,20 @@ def build_split(
 ) -> tuple[Loader, int | None]:
     """Build the loader of one split for an evaluation; return it and the number of classes.
 
-    `classes` are the names of the run, which give the numbers. A limit of 0 batches applied to the
-    training run only: it is ignored here.
+    `classes` are the run's class names by number. A limit of 0 batches is ignored here: it says
+    that the training does not evaluate.
     """
-    data, options = open_data(config, strategy, (split,), classes), config.trainer
-    if data.sets[split] is None:
+    data = open_data(config, strategy, (split,), classes)
+    dataset = data.sets[split]
+    if dataset is None:
         others = [s for s in config.data.nodes() if s not in ("train", split)] or ["test"]
-        hint = f"try split={' or '.join(others)}"
-        raise ConfigError(f"data.{split}", "the data have no such split", hint)
-    is_test = split.partition("/")[0] == "test"
-    limit = options.limit_test_batches if is_test else options.limit_val_batches
-    return eval_loader(config, data.sets[split], strategy, limit or None), data.num_classes
+        raise ConfigError(
+            f"data.{split}", "the data have no such split", f"try split={' or '.join(others)}"
+        )
+    limit = config.trainer.limit_val_batches
+    if split.partition("/")[0] == "test":
+        limit = config.trainer.limit_test_batches
+    return eval_loader(config, dataset, strategy, limit or None), data.num_classes
 
 
 def build_evaluator(
@@ -308,11 +331,11 @@ def build_evaluator(
 
 def train_loader(config: Config, data: Data, strategy: Strategy) -> Loader:
     """Build the training loader: `loader.batch_size` samples an update over all devices."""
-    options, dataset = config.loader, data.sets["train"]
+    dataset = data.sets["train"]
     sampler = UpdateSampler(
-        _chosen(config, dataset),
-        batch_size=options.batch_size,
-        drop_last=options.drop_last,
+        _order(config, dataset),
+        batch_size=config.loader.batch_size,
+        drop_last=config.loader.drop_last,
         gradient_accumulation_steps=config.trainer.micro_batches,
         rank=strategy.group.data_rank,
         world_size=strategy.group.data_size,
@@ -348,8 +371,8 @@ def eval_loader(
 
 def overfit_samples(config: Config, dataset: Any) -> int | None:
     """Return the number of samples that `trainer.overfit_batches` leaves; None without it."""
-    few = config.trainer.overfit_batches
-    return None if few is None else limited(len(dataset), few, config)
+    batches = config.trainer.overfit_batches
+    return None if batches is None else limited(len(dataset), batches, config)
 
 
 def limited(samples: int, limit: int | float | None, config: Config) -> int:
@@ -358,19 +381,28 @@ def limited(samples: int, limit: int | float | None, config: Config) -> int:
     return min(samples, count(limit, -(-samples // size)) * size)
 
 
-def _chosen(config: Config, dataset: Any) -> Order | Updates:
+def _order(config: Config, dataset: Any) -> Order | Updates:
     """Return the object that chooses and orders the training samples."""
-    options, samples = config.loader, overfit_samples(config, dataset)
+    options = config.loader
+    samples = overfit_samples(config, dataset)
     if samples is not None:
         return Sequential(samples)
-    for name, made_of in (("batch_sampler", as_updates), ("sampler", as_order)):
-        if (node := getattr(options, name)) is None:
-            continue
-        known = {"seed": config.seed, "targets": getattr(dataset, "targets", None)}
-        asked = [n for n in parameters_of(node["_target_"]) or {} if n in OFFERED and n not in node]
-        given = {n: known.get(n, dataset) for n in asked}
-        return made_of(build_node(node, f"loader.{name}", **given), config.seed)
+    if options.batch_sampler is not None:
+        return as_updates(_sampler(config, dataset, "batch_sampler"), config.seed)
+    if options.sampler is not None:
+        return as_order(_sampler(config, dataset, "sampler"), config.seed)
     return default_order(dataset, config.seed, options.shuffle)
+
+
+def _sampler(config: Config, dataset: Any, name: str) -> Any:
+    """Build `loader.NAME`, with those of the arguments `OFFERED` that its signature asks for."""
+    node = getattr(config.loader, name)
+    available = dict.fromkeys(OFFERED, dataset)
+    available["seed"] = config.seed
+    available["targets"] = getattr(dataset, "targets", None)
+    asked = parameters_of(node["_target_"]) or {}
+    arguments = {n: value for n, value in available.items() if n in asked and n not in node}
+    return build_node(node, f"loader.{name}", **arguments)
 
 
 def _loader(
@@ -379,33 +411,39 @@ def _loader(
     sampler: UpdateSampler,
     strategy: Strategy,
     on_error: str,  # what stands for a sample that cannot be read, if it is skipped
-    steps: dict[str, Any] | None = None,  # on the device: of training
+    steps: dict[str, Any] | None = None,  # the transforms on the device; None for an evaluation
 ) -> Loader:
-    options, pipeline = config.loader, getattr(dataset, "transform", None)
-    deferred = pipeline.deferred if isinstance(pipeline, Pipeline) else {}
-    keeps = config.data.cache == "device" and not config.dry_run and can_be_kept(type(dataset))
-    values: dict[str, Any] = {name: getattr(options, name) for name in _OF_LOADER}
+    options = config.loader
+    arguments: dict[str, Any] = {name: getattr(options, name) for name in _LOADER_KEYS}
     if steps is None:
-        own = {name: getattr(options.eval, name, None) for name in values}
-        values |= {name: value for name, value in own.items() if value is not None}
+        for name in arguments:
+            value = getattr(options.eval, name, None)
+            if value is not None:
+                arguments[name] = value
     for name in ("collate_fn", "worker_init_fn"):
-        if values[name]:
-            values[name] = build_node(values[name], f"loader.{name}")
+        if arguments[name]:
+            arguments[name] = build_node(arguments[name], f"loader.{name}")
+    pipeline = getattr(dataset, "transform", None)
+    deferred = pipeline.deferred if isinstance(pipeline, Pipeline) else {}
     if deferred:
-        values["collate_fn"] = collate_ragged
+        arguments["collate_fn"] = collate_ragged
     # Pinning would wake the accelerator, which a run on the CPU does not need.
-    values["pin_memory"] = values["pin_memory"] is not False and pins(strategy.device)
-    values["num_workers"] = workers_of(values["num_workers"])
+    arguments["pin_memory"] = arguments["pin_memory"] is not False and pins(strategy.device)
+    arguments["num_workers"] = workers_of(arguments["num_workers"])
+
+    cache = None
+    if config.data.cache == "device" and not config.dry_run and can_be_kept(type(dataset)):
+        cache = DeviceCache(dataset, strategy.device, config.data.cache_bytes)
     return Loader(
         dataset,
         sampler,
         seed=config.seed,
         on_error="raise" if config.data.on_error == "raise" else on_error,  # type: ignore[arg-type]
         max_skipped=config.data.max_skipped,
-        kept=DeviceCache(dataset, strategy.device, config.data.cache_bytes) if keeps else None,
+        kept=cache,
         device=strategy.device,
         transforms=DeviceTransforms(steps or {}, config.seed, deferred),
         non_blocking=options.non_blocking,
         prefetch=options.prefetch_to_device,
-        **values,
+        **arguments,
     )
