@@ -1,12 +1,12 @@
 """Find mistakes in targets and monitors before data are read or a device is used.
 
-Names, arguments and monitors are looked at, and then `Assembly` builds its parts as for a run, on
+First names, arguments and monitors are checked. Then `Assembly` builds its parts as for a run, on
 the meta device.
 """
 
 import functools
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from itertools import chain
@@ -36,6 +36,7 @@ from regimen.trainer.assembly.parts import (
     with_counted_classes,
     wrong_class,
 )
+from regimen.trainer.callback import Callback
 from regimen.trainer.lr_schedulers.build import AUTO
 from regimen.trainer.optimizers.optimizers import UNSHARDED, Optimizers, Section, sections
 from regimen.trainer.optimizers.state import needs_closure
@@ -48,21 +49,23 @@ from regimen.trainer.task import Task, missing_step
 from regimen.trainer.update.gradients import without_effect
 
 # Placeholders for facts that are known only once the data are open.
-_TOTAL_STEPS, _STEPS_PER_EPOCH = 1000, 100
+_TOTAL_STEPS = 1000
+_STEPS_PER_EPOCH = 100
 _CLASSES = 10
-# Mistakes in spite of which a stand-in of the section's object tells what others need of it.
 _SECTIONS = ("model", "task", "optimizer", "lr_scheduler", "strategy")
-_ELSEWHERE = re.compile(r"task\.loss\b|optimizer\.(?!_target_|optimizers\b)\w+$")
-# Nodes that a section itself asks for, not those within another node.
+# Keys with mistakes in spite of which the section is built: a task without its loss, and an
+# optimizer without one of its arguments, still show what others need of them.
+_HARMLESS = re.compile(r"task\.loss\b|optimizer\.(?!_target_|optimizers\b)\w+$")
+# Keys of the nodes that a section itself asks for; others are arguments of a node.
 _PARTS = re.compile(
     r"model|task|optimizer|strategy|data\.\w+|loader\.(eval\.)?\w+|callbacks\.[^.]+|transforms\.\w+\.[^.]+"
     r"|(optimizer\.(.+\.)?)?lr_scheduler|.*\.(optimizers|schedulers)\.[^.]+"
 )
 # In nodes of optimizers and schedules: keys of ours, and arguments that we compute from theirs.
 _CONVERTED = (*chain(*OWN_KEYS.values()), "milestones", "step_size", "max_lr")
-# Losses of torch's, by what they compare an output with: class numbers, or values of its shape.
-_BY_CLASS = ("CrossEntropyLoss", "NLLLoss", "MultiMarginLoss")
-_BY_VALUE = (
+# Losses of torch whose targets are class numbers, and those whose targets have the output's shape.
+_CLASS_LOSSES = ("CrossEntropyLoss", "NLLLoss", "MultiMarginLoss")
+_VALUE_LOSSES = (
     *("MSELoss", "L1Loss", "SmoothL1Loss", "HuberLoss", "SoftMarginLoss"),
     *("BCEWithLogitsLoss", "PoissonNLLLoss"),
 )
@@ -72,26 +75,30 @@ _MONITOR = re.compile(r"((optimizer\.optimizers\.[^.]+\.)?lr_scheduler|callbacks
 def check_targets(config: Config, wrong: Collection[str] = ()) -> None:
     """Raise ConfigError with all mistakes in the targets of a configuration.
 
-    `wrong`: keys that are left out of it, since their mistakes are known. What nodes with mistakes
-    are needed for is not built.
+    `wrong`: keys whose mistakes are reported already; nothing is reported about them. A part that
+    needs a node with a mistake is not built.
     """
-    found = [*_compile_problems(config.trainer.compile), *_node_problems(config)]
-    broken = {problem.key for problem in found}
+    problems = [*_compile_problems(config.trainer.compile), *_node_problems(config)]
+    broken = {problem.key for problem in problems}
     for name in _SECTIONS:
         if getattr(config, name) == {}:
             broken.add(name)
-    for problem in found:
+    for problem in problems:
         name = problem.key.partition(".")[0]
-        if name in _SECTIONS and not _ELSEWHERE.match(problem.key):
+        if name in _SECTIONS and not _HARMLESS.match(problem.key):
             broken.add(name)
+
     config = _without(config, broken)
     parts = stand_ins(config)
     first = [*_task_problems(parts), *_strategy_problems(config)]
-    about = {key for p in first for key in (p.key, p.key.rpartition(".")[0])}
-    others = [*_loss_problems(config), *_part_problems(parts), *data_problems(config)]
-    later = [*first, *(p for p in others if p.key not in about)]
-    found += [problem for problem in later if not is_related(problem.key, broken)]
-    raise_problems(problem for problem in found if not is_related(problem.key, wrong))
+    # Further problems of the same keys would only follow from the first.
+    reported = set()
+    for problem in first:
+        reported |= {problem.key, problem.key.rpartition(".")[0]}
+    later = [*_loss_problems(config), *_part_problems(parts), *data_problems(config)]
+    later = first + [problem for problem in later if problem.key not in reported]
+    problems += [problem for problem in later if not is_related(problem.key, broken)]
+    raise_problems(problem for problem in problems if not is_related(problem.key, wrong))
 
 
 def _without(config: Config, broken: Collection[str]) -> Config:
@@ -101,27 +108,22 @@ def _without(config: Config, broken: Collection[str]) -> Config:
         if name in broken:
             values[name] = {}
     if config.optimizer and "optimizer" not in broken:
-        values["optimizer"] = {
-            n: v for n, v in config.optimizer.items() if f"optimizer.{n}" not in broken
-        }
+        arguments = config.optimizer.items()
+        values["optimizer"] = {n: v for n, v in arguments if f"optimizer.{n}" not in broken}
     if "lr_scheduler" in broken:
         values["lr_scheduler"] = None
     if "strategy" in broken:
         values["strategy"] = {}
     values["callbacks"] = _sound_nodes(config.callbacks, "callbacks", broken)
-    stages = {
-        stage: _sound_nodes(getattr(config.transforms, stage), f"transforms.{stage}", broken)
-        for stage in ("train", "eval", "device")
-    }
+    stages = {}
+    for stage in ("train", "eval", "device"):
+        nodes = getattr(config.transforms, stage)
+        stages[stage] = _sound_nodes(nodes, f"transforms.{stage}", broken)
     return replace(config, **values, transforms=replace(config.transforms, **stages))
 
 
 def _sound_nodes(nodes: Named, key: str, broken: Collection[str]) -> Named:
-    sound = dict(nodes)
-    for name in nodes:
-        if is_related(f"{key}.{name}", broken):
-            sound[name] = None
-    return sound
+    return {n: None if is_related(f"{key}.{n}", broken) else node for n, node in nodes.items()}
 
 
 def stand_ins(config: Config) -> Assembly:
@@ -132,14 +134,20 @@ def stand_ins(config: Config) -> Assembly:
 
 
 def _compile_problems(choice: bool | dict[str, Any]) -> Iterator[Problem]:
-    """Check the compiler's backend; let the default one look at its options."""
+    """Check the compiler's backend; let the default one check its own options."""
     if not isinstance(choice, dict) or not (choice.get("backend") or choice.get("options")):
         return  # a check needs torch's compiler, which is slow to import
-    backend, known = choice.get("backend", "inductor"), torch.compiler.list_backends(())
-    if backend not in known:
-        message = f"no backend {backend!r} is registered"
-        yield Problem("trainer.compile.backend", message, f"there are {', '.join(known)}")
-    for name, value in (choice.get("options") or {}).items() if backend == "inductor" else ():
+    backend = choice.get("backend", "inductor")
+    available = torch.compiler.list_backends(())
+    if backend not in available:
+        yield Problem(
+            "trainer.compile.backend",
+            f"no backend {backend!r} is registered",
+            f"there are {', '.join(available)}",
+        )
+    if backend != "inductor":
+        return
+    for name, value in (choice.get("options") or {}).items():
         try:
             torch.compile(nn.Identity(), options={name: value})
         except RuntimeError as error:
@@ -197,16 +205,20 @@ def _loss_problems(config: Config) -> Iterator[Problem]:
     """Call torch's losses on two tiny samples: torch checks their arguments only when called."""
     for key, node in nodes_in(with_classes(config.task, _CLASSES).get("loss"), "task.loss"):
         module, _, name = node["_target_"].rpartition(".")
-        if module != "torch.nn" or name not in (*_BY_CLASS, *_BY_VALUE):
+        if module != "torch.nn" or name not in (*_CLASS_LOSSES, *_VALUE_LOSSES):
             continue
         with suppress(ConfigError):  # of its constructor: reported with the task's
             loss = instantiate(node, _key_=key)
-            weights = [getattr(loss, n, None) for n in ("weight", "pos_weight")]
-            sizes = [len(w) for w in weights if w is not None and w.ndim]
-            output = torch.zeros(2, *(sizes or [3])[:1])
-            by_class = torch.zeros(2, dtype=torch.int64)
+            classes = 3
+            for weight in (getattr(loss, "pos_weight", None), getattr(loss, "weight", None)):
+                if weight is not None and weight.ndim:
+                    classes = len(weight)
+            output = torch.zeros(2, classes)
+            target = torch.zeros_like(output)
+            if name in _CLASS_LOSSES:
+                target = torch.zeros(2, dtype=torch.int64)
             try:
-                loss(output, by_class if name in _BY_CLASS else torch.zeros_like(output))
+                loss(output, target)
             except (ValueError, RuntimeError) as error:
                 yield Problem(key, f"{node['_target_']}: {error}")
 
@@ -214,12 +226,13 @@ def _loss_problems(config: Config) -> Iterator[Problem]:
 def _task_problems(parts: Assembly) -> Iterator[Problem]:
     """Build the task and check what depends on it; a bare task replaces a broken one."""
     if not parts.config.task:
-        vars(parts)["task"] = Task()
+        vars(parts)["task"] = Task()  # where `cached_property` stores it
         return
     try:
         task = parts.task
     except ConfigError as error:
-        vars(parts)["task"] = task = _stand_in_task(parts)
+        task = _stand_in_task(parts)
+        vars(parts)["task"] = task
         yield from error.problems
     if type(task) is not Task:
         step = "turn_step" if task.turns else "training_step"
@@ -253,41 +266,54 @@ def _sections(config: Config) -> Sequence[Section]:
 def name_problems(task: Task) -> Iterator[Problem]:
     """Yield the names that two metrics of a task have, of which one would hide the other."""
     names = list(task.metric_names())
-    for name in sorted({one for one in names if names.count(one) > 1}):
-        message = f"two metrics of the task would be called {name!r}, as in val/{name}"
-        yield Problem("task.metrics", message, "give that of task.metrics another name")
+    for name in sorted(set(names)):
+        if names.count(name) > 1:
+            yield Problem(
+                "task.metrics",
+                f"two metrics of the task would be called {name!r}, as in val/{name}",
+                "give that of task.metrics another name",
+            )
 
 
 def monitor_problems(config: Config, task: Task) -> Iterator[Problem]:
     """Yield the monitors that are no metric of a task; a class without a name yet may be any."""
-    known = monitored_names(task.metric_names(), config.data.validations or ["val"])
-    overfits = config.trainer.overfit_batches is not None
+    available = monitored_names(task.metric_names(), config.data.validations or ["val"])
     # Without a training set the mistakes are in the data, and what is validated is not known.
-    validates = config.data.val is not None or overfits or config.data.train is None
-    follow = {"lr_scheduler": config.lr_scheduler, "optimizer": config.optimizer}
-    for key, monitor in leaves({**follow, "callbacks": config.callbacks}):
+    validates = (
+        config.data.val is not None
+        or config.trainer.overfit_batches is not None
+        or config.data.train is None
+    )
+    sections = {
+        "lr_scheduler": config.lr_scheduler,
+        "optimizer": config.optimizer,
+        "callbacks": config.callbacks,
+    }
+    for key, value in leaves(sections):
         if not _MONITOR.fullmatch(key):
             continue
-        if not validates and "lr_scheduler" in key and str(monitor).startswith("val/"):
-            message = f"{monitor!r} is never logged: data.val is null"
-            yield Problem(key, message, hint="follow train/loss")
-        if monitor not in (None, "auto", *known) and not _of_class(str(monitor), config, task):
-            message = f"{monitor!r} is none of {', '.join(known)}"
-            yield Problem(key, message, did_you_mean(str(monitor), known))
+        monitor = str(value)
+        if not validates and "lr_scheduler" in key and monitor.startswith("val/"):
+            yield Problem(
+                key, f"{value!r} is never logged: data.val is null", hint="follow train/loss"
+            )
+        if value not in (None, "auto", *available) and not _of_class(monitor, config, task):
+            message = f"{value!r} is none of {', '.join(available)}"
+            yield Problem(key, message, did_you_mean(monitor, available))
 
 
 def _of_class(monitor: str, config: Config, task: Task) -> bool:
-    """Return whether a monitor may be a metric of a class, whose name the data will tell."""
+    """Return whether a monitor may be the metric of one class, whose name only the data show."""
     stage, _, metric = monitor.rpartition("/")
     if stage not in ("train", "val", *config.data.validations):
         return False
     for name, one in task.metrics().items():
-        called = metric.removeprefix(f"{name}_")
-        if called == metric or not getattr(one, "open_keys", False):
+        if not metric.startswith(f"{name}_") or not getattr(one, "open_keys", False):
             continue
+        class_name = metric.removeprefix(f"{name}_")
+        limit = config.data.num_classes
         # Names are often numbers, and these may begin with 1.
-        most = config.data.num_classes
-        return most is None or not called.isdecimal() or int(called) <= most
+        return limit is None or not class_name.isdecimal() or int(class_name) <= limit
     return False
 
 
@@ -313,7 +339,9 @@ def _strategy_problems(config: Config) -> Iterator[Problem]:
             message = f"{kind.__name__} cannot train what strategy={strategy.name} shards"
             hint = "strategy=ddp keeps parameters whole; most other optimizers train shards"
             yield Problem(f"{section.key}._target_", message, hint)
-        for key in without_effect(options.precision, options) if needs_closure(kind) else ():
+        if not needs_closure(kind):
+            continue
+        for key in without_effect(options.precision, options):
             message = f"has no effect on the gradients that {kind.__name__} computes itself"
             yield Problem(f"trainer.{key}", message, "leave it out, or take another optimizer")
 
@@ -321,60 +349,85 @@ def _strategy_problems(config: Config) -> Iterator[Problem]:
 def _part_problems(parts: Assembly) -> list[Problem]:
     """Build the other parts that need no data, in a run's order; return their problems."""
     config = parts.config
-    found: list[Problem] = []
-    with collect_problems(found):
-        _ = parts.callbacks
-    for name, callback in vars(parts).get("callbacks", {}).items():
-        if type(parts.task) is Task:  # it replaces one that could not be built
-            break
-        callback.name = name
-        with collect_problems(found):
-            callback.check_task(parts.task, config.data.validations)
+    problems: list[Problem] = []
+    callbacks: dict[str, Callback] = {}
+    with collect_problems(problems):
+        callbacks = parts.callbacks
+    if type(parts.task) is not Task:  # a bare task only replaces one that could not be built
+        for name, callback in callbacks.items():
+            callback.name = name
+            with collect_problems(problems):
+                callback.check_task(parts.task, config.data.validations)
     for stage in ("train", "eval", "device"):
-        with collect_problems(found):
+        with collect_problems(problems):
             build_transforms(config, stage, _CLASSES)
-    if not config.model:
-        return found
+    if config.model:
+        model = _meta_model(parts, problems)
+        if model is not None:
+            _check_with_model(parts, model, callbacks, problems)
+    return problems
+
+
+def _meta_model(parts: Assembly, problems: list[Problem]) -> nn.Module | None:
+    """Build the model on the meta device, and add its problems; None if that is not possible."""
     try:
         with parts.strategy.device, _Unfilled():
-            model = parts.model
+            return parts.model
     except ConfigError as error:
         cause = error.__cause__
         if not (isinstance(cause, RuntimeError) and "meta" in str(cause).lower()):
-            found += error.problems
-        return found
+            problems += error.problems
     except Exception:  # a network that cannot be on the meta device is not checked here
-        return found
-    with collect_problems(found):
+        return None
+    return None
+
+
+def _check_with_model(
+    parts: Assembly,
+    model: nn.Module,
+    callbacks: Mapping[str, Callback],
+    problems: list[Problem],
+) -> None:
+    """Build the parts that need the model, and add their problems."""
+    config = parts.config
+    with collect_problems(problems):
         _ = parts.checkpointed
-    with collect_problems(found):
+    with collect_problems(problems):
         _ = parts.regions
-    with collect_problems(found):
+    with collect_problems(problems):
         strategy, arguments = strategy_class(config)
         strategy.check_model(model, **arguments)
     if config.optimizer:
-        with collect_problems(found):
-            found += _dense_problems(parts.optimizers, model)
+        with collect_problems(problems):
+            problems += _dense_problems(parts.optimizers, model)
             _ = parts.schedule
-    for name, callback in vars(parts).get("callbacks", {}).items():
-        with collect_problems(found), problems_at(f"callbacks.{name}"):
+    for name, callback in callbacks.items():
+        with collect_problems(problems), problems_at(f"callbacks.{name}"):
             callback.check(model)
-    return found
 
 
 def _dense_problems(optimizers: Optimizers, model: nn.Module) -> Iterator[Problem]:
-    sparse = {getattr(m, "weight", 0) for m in model.modules() if getattr(m, "sparse", 0)}
+    """Yield the parameters of SparseAdam whose gradients are not sparse: the first of each."""
+    sparse = {
+        layer.weight
+        for layer in model.modules()
+        if getattr(layer, "sparse", False) and hasattr(layer, "weight")
+    }
     for name, optimizer in optimizers.optimizers.items():
-        given = [p for group in optimizer.param_groups for p in group["params"]]
-        dense = [optimizers.names[p] for p in given if p not in sparse]
-        if isinstance(optimizer, torch.optim.SparseAdam) and dense:
-            message = f"SparseAdam takes sparse gradients, and that of {dense[0]} is dense"
-            key = f"{optimizers.sections[name].key}._target_"
-            yield Problem(key, message, "Embedding(sparse=True) makes them")
+        if not isinstance(optimizer, torch.optim.SparseAdam):
+            continue
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        dense = [optimizers.names[p] for p in parameters if p not in sparse]
+        if dense:
+            yield Problem(
+                f"{optimizers.sections[name].key}._target_",
+                f"SparseAdam takes sparse gradients, and that of {dense[0]} is dense",
+                "Embedding(sparse=True) makes them",
+            )
 
 
 class _Unfilled(TorchFunctionMode):
-    """Leave `normal_` out on the meta device, where torch would import sympy for it."""
+    """Skip `normal_` on the meta device, where torch would import sympy for it."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

@@ -1,4 +1,4 @@
-"""What a trained model takes and answers: the facts about its data, its outputs, their rows."""
+"""Inference: the metadata of a model, its outputs for batches of samples, and their rows."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -30,7 +30,7 @@ from regimen.trainer.trainer import Trainer
 Row = dict[str, Any]
 Sampling = Literal["greedy", "random"]
 OUTPUT = "output"  # the name of an output that is one tensor
-# The form of `inference.json`, and of its `inputs` by their kind.
+# The types of the values of `inference.json`, and of those of its `inputs` by their kind.
 _FORM: Mapping[str, Any] = {
     "classes": list | None,
     "num_classes": int | None,
@@ -51,7 +51,7 @@ _FEATURE: Mapping[str, Any] = {
 }
 _MOST_CLASSES = 1_000_000  # a network is built with as many outputs
 _LARGEST_SIDE = 1 << 16  # pixels
-_COLUMNS = 16  # numbers of a sample that have columns of a table; more are an array
+_COLUMNS = 16  # an output with more numbers for each sample is shown by its shape
 
 
 class InferenceMetadata(NamedTuple):
@@ -59,7 +59,7 @@ class InferenceMetadata(NamedTuple):
 
     classes: list[str] | None  # names, by class number
     num_classes: int | None
-    inputs: dict[str, Any]  # of the transforms: kind "picture" (channels, size), "table", "array"
+    inputs: dict[str, Any]  # before the transforms: "kind" (picture, table, text, array), its form
     outputs: dict[str, Any]  # `Task.output_kind`, the threshold of labels, the scale of values
     transforms: dict[str, Any]  # those of evaluation, as in the configuration
     model: dict[str, Any]
@@ -72,16 +72,18 @@ class InferenceMetadata(NamedTuple):
 def inference_metadata(config: Config, data: Data, task: Task) -> InferenceMetadata:
     """Return the facts of a run whose data are open."""
     order = [*config.data.validations, *config.data.tests, "train"]
-    known = [data.sets[s] for s in order if data.sets.get(s) is not None]
+    datasets = [data.sets[s] for s in order if data.sets.get(s) is not None]
     outputs: dict[str, Any] = {"kind": task.output_kind}
-    if (threshold := getattr(task, "threshold", None)) is not None:
+    threshold = getattr(task, "threshold", None)
+    if threshold is not None:
         outputs["threshold"] = threshold
-    if (scale := getattr(known[0], "target_scale", None)) is not None:
+    scale = getattr(datasets[0], "target_scale", None)
+    if scale is not None:
         outputs["scale"] = list(scale)  # mean and deviation of the training targets
     return InferenceMetadata(
-        classes=next(filter(None, map(names_of, known)), None),
+        classes=next(filter(None, map(names_of, datasets)), None),
         num_classes=data.num_classes,
-        inputs=_input_form(known[0]),
+        inputs=_input_form(datasets[0]),
         outputs=outputs,
         transforms=dict(config.transforms.eval),
         model=with_classes(config.model, data.num_classes),
@@ -91,27 +93,31 @@ def inference_metadata(config: Config, data: Data, task: Task) -> InferenceMetad
 def read_facts(folder: Path) -> InferenceMetadata:
     """Read a run's `inference.json`. Raises RunDirectoryError."""
     path = folder / INFERENCE
-    found = read_json(path)
-    fault = next(_faults(found), None)
+    values = read_json(path)
+    fault = next(_faults(values), None)
     if fault is not None:
         raise RunDirectoryError(
             f"{path} is missing or damaged ({fault}): training writes it, with resume=auto again"
         )
-    return InferenceMetadata(*(found[name] for name in InferenceMetadata._fields))
+    return InferenceMetadata(*(values[name] for name in InferenceMetadata._fields))
 
 
-def _faults(found: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what of `inference.json` is not as `InferenceFacts` has it; the first one counts."""
-    yield from _fault(found, _FORM)
-    inputs, outputs = found["inputs"], found["outputs"]
-    yield from _fault(inputs, {"kind": str})
-    yield from _fault(inputs, _INPUTS.get(inputs["kind"], {}))
-    given = {name: kind for name, kind in _OUTPUTS.items() if name in outputs}
-    yield from _fault(outputs, {"kind": str, **given})
-    if not _are(found["classes"] or (), str):
+def _faults(values: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what is wrong with the contents of `inference.json`.
+
+    Only the first fault counts: behind it, values may have other types than this function expects.
+    """
+    yield from _type_faults(values, _FORM)
+    inputs = values["inputs"]
+    outputs = values["outputs"]
+    yield from _type_faults(inputs, {"kind": str})
+    yield from _type_faults(inputs, _INPUTS.get(inputs["kind"], {}))
+    optional = {name: kind for name, kind in _OUTPUTS.items() if name in outputs}
+    yield from _type_faults(outputs, {"kind": str, **optional})
+    if not _are(values["classes"] or (), str):
         yield "its 'classes' are no names"
-    if not 0 <= (found["num_classes"] or 0) <= _MOST_CLASSES:
-        yield f"its 'num_classes' are {found['num_classes']}"
+    if not 0 <= (values["num_classes"] or 0) <= _MOST_CLASSES:
+        yield f"its 'num_classes' are {values['num_classes']}"
     scale = outputs.get("scale", [0.0, 1.0])
     if len(scale) != 2 or not _are(scale, _NUMBER):
         yield "its 'scale' is no mean and deviation"
@@ -122,10 +128,10 @@ def _faults(found: Mapping[str, Any]) -> Iterator[str]:
     if not _are(features, dict):
         yield "its 'features' are no list of columns"
     for feature in features:
-        yield from _fault(feature, _FEATURE)
+        yield from _type_faults(feature, _FEATURE)
 
 
-def _fault(values: Mapping[str, Any], form: Mapping[str, Any]) -> Iterator[str]:
+def _type_faults(values: Mapping[str, Any], form: Mapping[str, Any]) -> Iterator[str]:
     fault = form_fault(values, form)
     if fault is not None:
         yield fault
@@ -136,34 +142,43 @@ def _are(values: Iterable[Any], kind: Any) -> bool:
 
 
 def classes_of(folder: Path) -> list[str] | None:
-    """Return the names of a run's classes; None of one without names. Raises RunDirectoryError."""
-    found: list[str] | None = read_json(folder / INFERENCE).get("classes")
-    return found
+    """Return the names of a run's classes; None without names. Raises RunDirectoryError."""
+    names: list[str] | None = read_json(folder / INFERENCE).get("classes")
+    return names
 
 
 def class_count_of(folder: Path, here: int | None) -> int | None:
-    """Return the number of a run's classes; `here`, that of the data at hand, of an older run."""
-    found: int | None = read_json(folder / INFERENCE).get("num_classes", here)
-    return found
+    """Return the number of a run's classes; `here`, that of the opened data, for an older run."""
+    count: int | None = read_json(folder / INFERENCE).get("num_classes", here)
+    return count
 
 
 def _input_form(dataset: Any) -> dict[str, Any]:
     """Return the form of samples before the transforms: as declared, or as the samples show."""
-    if callable(told := getattr(dataset, "input_form", None)):
-        return dict(told())
-    if not isinstance(pipeline := getattr(dataset, "transform", None), Pipeline):
+    declared = getattr(dataset, "input_form", None)
+    if callable(declared):
+        return dict(declared())
+    pipeline = getattr(dataset, "transform", None)
+    if not isinstance(pipeline, Pipeline):
         return {"kind": "array"}
-    kept = pipeline.steps, pipeline.deferred
-    pipeline.steps, pipeline.deferred = {}, {}
+    # The transforms are taken out for a moment, to see two samples as they were.
+    steps, deferred = pipeline.steps, pipeline.deferred
+    pipeline.steps = {}
+    pipeline.deferred = {}
     try:
         with preserved_rng():
-            first, last = (_picture_form(inputs_of(dataset[n])) for n in (0, len(dataset) - 1))
+            channels, size = _picture_form(inputs_of(dataset[0]))
+            last_channels, last_size = _picture_form(inputs_of(dataset[len(dataset) - 1]))
     except Exception:  # the user's own data set, which may do anything with what it transforms
         return {"kind": "array"}
     finally:
-        pipeline.steps, pipeline.deferred = kept
-    size = first[1] if first[1] == last[1] else None
-    return {"kind": "picture", "channels": max(first[0], last[0]), "size": size}
+        pipeline.steps = steps
+        pipeline.deferred = deferred
+    return {
+        "kind": "picture",
+        "channels": max(channels, last_channels),
+        "size": size if size == last_size else None,
+    }
 
 
 def _picture_form(value: Any) -> tuple[int, list[int]]:
@@ -185,7 +200,7 @@ def _picture_form(value: Any) -> tuple[int, list[int]]:
 def named_tensors(value: Any, name: str = OUTPUT) -> dict[str, Tensor]:
     """Return the tensors of an output by name: a dict's keys, or `output1`, ... of a tuple.
 
-    What is no tensor is left out; names within names are joined by `_`.
+    Other values are left out. Names within names are joined by `_`.
     """
     if isinstance(value, Tensor):
         return {name: value}
@@ -193,11 +208,11 @@ def named_tensors(value: Any, name: str = OUTPUT) -> dict[str, Tensor]:
     if isinstance(value, list | tuple):
         names = getattr(value, "_fields", [f"output{n}" for n in range(1, len(value) + 1)])
         parts = dict(zip(names, value, strict=True))
-    above = "" if name == OUTPUT else f"{name}_"
-    found: dict[str, Tensor] = {}
+    prefix = "" if name == OUTPUT else f"{name}_"
+    tensors: dict[str, Tensor] = {}
     for key, part in parts.items():
-        found |= named_tensors(part, f"{above}{key}")
-    return found
+        tensors |= named_tensors(part, f"{prefix}{key}")
+    return tensors
 
 
 class Generation(NamedTuple):
@@ -220,48 +235,55 @@ class Generation(NamedTuple):
         on its own and earlier positions only. batch: what `regimen.data.text.Prompts` returns,
         collated.
         """
+        # window [n, context]: the last tokens of each prompt, from the left; lengths [n]: how many.
         window, lengths, numbers = batch
         draws = torch.zeros(len(window), self.max_new_tokens, dtype=torch.float64)  # on the host
         if self.sampling == "random":
+            # Waits for the device, once for each batch of prompts.
             for row, number in zip(draws, numbers.tolist(), strict=True):
-                generator = torch.Generator().manual_seed(
-                    derived_seed(self.seed, "generate", number)
-                )
-                row.uniform_(generator=generator)
+                seed = derived_seed(self.seed, "generate", number)
+                row.uniform_(generator=torch.Generator().manual_seed(seed))
         rows = torch.arange(len(window), device=window.device)
-        longest, context = int(lengths.max()), window.shape[1]
-        found = []
+        # Waits for the device, once for each batch: from here on the host counts by itself.
+        longest = int(lengths.max())
+        context = window.shape[1]
+        tokens = []
         for step in range(self.max_new_tokens):
             logits = logits_of(window[:, :longest])[rows, :, lengths - 1]
             token = self._choose(logits, draws[:, step])
-            found.append(token)
-            window = torch.where((lengths == context)[:, None], window.roll(-1, 1), window)
+            tokens.append(token)
+            # A full window loses its first token; the new one is the last.
+            is_full = lengths == context
+            window = torch.where(is_full[:, None], window.roll(-1, 1), window)
             place = lengths.clamp(max=context - 1)
             window = window.scatter(1, place[:, None], token[:, None])
-            lengths, longest = place + 1, min(longest + 1, context)
-        return torch.stack(found, 1)
+            lengths = place + 1
+            longest = min(longest + 1, context)
+        return torch.stack(tokens, 1)
 
     def _choose(self, logits: Tensor, draw: Tensor) -> Tensor:
-        """Return a token for each row of logits [n, vocabulary]."""
+        """Return a token [n] for each row of logits [n, vocabulary] and number [n] from 0 to 1."""
         if self.sampling == "greedy":
             return logits.argmax(1)
         scaled = logits.to(accumulate_dtype(logits.device)) / self.temperature
         if self.top_k is not None and self.top_k < scaled.shape[1]:
             least = scaled.topk(self.top_k, dim=1).values[:, -1:]
             scaled = scaled.masked_fill(scaled < least, -torch.inf)
-        shares = scaled.softmax(1).cumsum(1)
-        # The share that the draw falls into; one of probability 0 has no width.
-        wanted = draw.to(shares)[:, None] * shares[:, -1:]
-        return (shares <= wanted).sum(1).clamp(max=shares.shape[1] - 1)
+        # The first token whose cumulative probability exceeds the draw. One of probability 0 does
+        # not add to it, and is never chosen. The sum may differ from 1 by rounding.
+        cumulative = scaled.softmax(1).cumsum(1)
+        wanted = draw.to(cumulative)[:, None] * cumulative[:, -1:]
+        last = cumulative.shape[1] - 1
+        return (cumulative <= wanted).sum(1).clamp(max=last)
 
 
 class Answers(NamedTuple):
-    """The outputs for some samples on the host, of one process."""
+    """The outputs of one process for some samples, on the host."""
 
     indices: Sequence[int]  # of the samples that were read
     values: Mapping[str, Tensor]  # what `Task.interpret` returned, [n, ...] by name
     kept: Mapping[str, Tensor]  # the values to save for each sample, [n, ...] by name
-    broken: dict[int, str]  # samples not read, and why
+    broken: dict[int, str]  # why a sample could not be read, by its index
 
 
 class Predictor:
@@ -275,58 +297,71 @@ class Predictor:
     def __init__(
         self, trainer: Trainer, keep: str | None = None, generation: Generation | None = None
     ) -> None:
-        self.trainer, self._keep, self._generation = trainer, keep, generation
+        self.trainer = trainer
+        self._keep = keep
+        self._generation = generation
+        self._module: nn.Module | None = None
         self._embedding: Any = None
-        modules: dict[str, nn.Module] = dict(trainer.model.named_modules())
         kind, _, name = (keep or "").partition(":")
-        self._module = modules.get(name) if kind == "embeddings" else None
-        if kind == "embeddings" and self._module is None:
-            top = ", ".join(n for n in modules if n and "." not in n)
-            raise ModelError(f"save={keep}: the model has no such module; it has {top}")
+        if kind == "embeddings":
+            modules: dict[str, nn.Module] = dict(trainer.model.named_modules())
+            if name not in modules:
+                top = ", ".join(n for n in modules if n and "." not in n)
+                raise ModelError(f"save={keep}: the model has no such module; it has {top}")
+            self._module = modules[name]
 
     @torch.inference_mode()
     def __call__(self, loader: Loader) -> Iterator[Answers]:
-        """Yield the outputs for each batch, gathered from all processes."""
-        trainer, told = self.trainer, 0
+        """Yield the outputs for each batch, gathered from all processes. Collective."""
+        trainer = self.trainer
+        reported = 0
         with self.ready():
             expected = loader.sampler.walk(0, 0, len(loader))
             for whole, micro in zip(expected, loader.epoch(0, 0), strict=True):
                 indices = micro.batch_slice.indices[: micro.batch_slice.count]
-                own = self.ask(trainer.to_device(micro.batch), indices)
-                reasons = {s.index: s.reason for s in loader.skipped[told:]}
-                told = len(loader.skipped)
-                lost = set(whole.indices[: whole.count]) - set(indices)
-                own.broken.update((index, reasons[index]) for index in lost)
-                yield from trainer.group.gather_data(own)
+                answers = self.ask(trainer.to_device(micro.batch), indices)
+                reasons = {s.index: s.reason for s in loader.skipped[reported:]}
+                reported = len(loader.skipped)
+                for index in set(whole.indices[: whole.count]) - set(indices):
+                    answers.broken[index] = reasons[index]
+                # Collective: each process has its part of the batch.
+                yield from trainer.group.gather_data(answers)
 
     def ask(self, batch: Any, indices: Sequence[int]) -> Answers:
-        """Return the outputs for the samples that a batch begins with; behind them are others."""
-        step = partial(self.trainer.task.prediction_step, self.trainer.model)
+        """Return the outputs for the samples at the front of a batch; it may hold more samples."""
+        task = self.trainer.task
+        step = partial(task.prediction_step, self.trainer.model)
         self._embedding = None
         try:
             with self.trainer.precision.autocast():
                 if self._generation is None:
                     output = step(batch)
-                    values = self.trainer.task.interpret(output)
+                    values = task.interpret(output)
                 else:
-                    output = values = self._generation(step, batch)
+                    output = self._generation(step, batch)
+                    values = output
         except SHAPE_ERRORS as error:
-            if (known := explain_shape_error(error, batch, 0)) is not None:
-                raise known from error
-            raise
-        kept = {"logits": output, "probabilities": values}.get(self._keep or "", self._embedding)
-        if self._keep is not None and kept is None:
-            raise ModelError(f"save={self._keep}: the model does not call it in its forward")
+            explained = explain_shape_error(error, batch, 0)
+            if explained is None:
+                raise
+            raise explained from error
         count = len(indices)
-        saved = {} if self._keep is None else _on_host(kept, count)
+        saved: dict[str, Tensor] = {}
+        if self._keep is not None:
+            outputs = {"logits": output, "probabilities": values}
+            kept = outputs.get(self._keep, self._embedding)
+            if kept is None:
+                raise ModelError(f"save={self._keep}: the model does not call it in its forward")
+            saved = _on_host(kept, count)
         return Answers(indices, _on_host(values, count), saved, {})
 
     @contextmanager
     def ready(self) -> Iterator[None]:
-        """Bring the model into the state of an evaluation, and look at the module asked for."""
-        module = self._module
-        asked = nullcontext() if module is None else module.register_forward_hook(self._embed)
-        with asked, self.trainer.evaluating():
+        """Put the model into evaluation mode, and watch the module whose outputs are saved."""
+        hook: Any = nullcontext()
+        if self._module is not None:
+            hook = self._module.register_forward_hook(self._embed)
+        with hook, self.trainer.evaluating():
             yield
 
     def _embed(self, module: nn.Module, inputs: Any, output: Any) -> None:
@@ -334,62 +369,68 @@ class Predictor:
 
 
 def _on_host(value: Any, count: int) -> dict[str, Tensor]:
-    # A loss that the model computes beside its output is no answer of a sample.
-    found = {name: tensor for name, tensor in named_tensors(value).items() if tensor.ndim}
-    if not found or any(len(tensor) < count for tensor in found.values()):
+    """Return the tensors of an output for its first `count` samples. Waits for the device."""
+    # A scalar is no output for each sample: models may compute a loss beside their outputs.
+    tensors = {name: tensor for name, tensor in named_tensors(value).items() if tensor.ndim}
+    if not tensors or any(len(tensor) < count for tensor in tensors.values()):
         raise ModelError(
             f"the task's prediction_step returned {type(value).__name__}, which holds no tensors "
             "with an answer for each sample: give the task an `interpret` that makes such"
         )
-    return {name: tensor[:count].cpu() for name, tensor in found.items()}
+    return {name: tensor[:count].cpu() for name, tensor in tensors.items()}
 
 
 class Rows(NamedTuple):
     """Turn outputs into rows of a table, by the kind of the task's outputs.
 
-    mask_of: writes a mask and returns its path, by index and mask. prompts: of all samples, by
-    index; None: the outputs are not text.
+    mask_of: writes a mask and returns its path, given the sample's index and the mask. prompts: of
+    all samples, by index; None if the outputs are not text.
     """
 
     facts: InferenceMetadata
     top_k: int = 1
-    mask_of: Callable[[int, Tensor], Any] = lambda index, mask: mask.tolist()
+    mask_of: Callable[[int, Tensor], Any] = lambda index, mask: mask.tolist()  # on the host
     prompts: Sequence[str] | None = None
 
     def __call__(self, answers: Answers) -> list[Row]:
-        """Return a row for each sample that was read."""
-        kind, values = self.facts.outputs["kind"], answers.values
-        count, output = len(answers.indices), values.get(OUTPUT)
+        """Return a row for each sample that was read. Nothing waits: outputs are on the host."""
+        kind = self.facts.outputs["kind"]
+        values = answers.values
+        count = len(answers.indices)
         if not count:
             return []
+        output = values.get(OUTPUT)
         if output is None:
             return _columns(values, count)
-        both = list(zip(answers.indices, output, strict=True))
         if kind == "classes":
             best = output.topk(min(self.top_k, output.shape[1]), dim=1)
             return list(map(self._ranked, best.indices.tolist(), best.values.tolist()))
         if kind == "labels":
-            least = float(self.facts.outputs.get("threshold", 0.5))
-            above = [
-                {self._name(i): p for i, p in enumerate(t.tolist()) if p > least} for _, t in both
-            ]
-            return [{"prediction": [*f], "probability": [*f.values()]} for f in above]
+            return [self._labels(probabilities) for probabilities in output.tolist()]
         if kind == "values":
+            # Training standardised the targets: back to the units of the file.
             mean, std = self.facts.outputs.get("scale", (0.0, 1.0))
-            # In the units of the file, as training standardised them.
             return _columns({OUTPUT: output * std + mean}, count, math.inf)
+        samples = zip(answers.indices, output, strict=True)
         if kind == "mask":
-            return [{"prediction": self.mask_of(index, mask)} for index, mask in both]
+            return [{"prediction": self.mask_of(index, mask)} for index, mask in samples]
         if kind == "text" and self.prompts is not None:
-            texts = ((self.prompts[index], self._text(tokens.tolist())) for index, tokens in both)
-            return [{"prompt": prompt, "prediction": text} for prompt, text in texts]
+            return [
+                {"prompt": self.prompts[index], "prediction": self._text(tokens.tolist())}
+                for index, tokens in samples
+            ]
         return _columns(values, count)
 
-    def _ranked(self, numbers: Sequence[int], shares: Sequence[float]) -> Row:
-        row: Row = {"prediction": self._name(numbers[0]), "probability": shares[0]}
+    def _labels(self, probabilities: Sequence[float]) -> Row:
+        threshold = float(self.facts.outputs.get("threshold", 0.5))
+        above = {self._name(n): p for n, p in enumerate(probabilities) if p > threshold}
+        return {"prediction": list(above), "probability": list(above.values())}
+
+    def _ranked(self, numbers: Sequence[int], probabilities: Sequence[float]) -> Row:
+        row: Row = {"prediction": self._name(numbers[0]), "probability": probabilities[0]}
         for place in range(1, len(numbers)):
             row[f"top{place + 1}"] = self._name(numbers[place])
-            row[f"probability{place + 1}"] = shares[place]
+            row[f"probability{place + 1}"] = probabilities[place]
         return row
 
     def _name(self, number: int) -> str:
@@ -403,15 +444,18 @@ class Rows(NamedTuple):
 
 
 def _columns(values: Mapping[str, Tensor], count: int, most: float = _COLUMNS) -> list[Row]:
-    """Return the numbers of outputs by name; of larger ones the shape."""
+    """Return `count` rows with the numbers of each output, or its shape if it has over `most`."""
     rows: list[Row] = [{} for _ in range(count)]
     for name, tensor in values.items():
-        column, shape = ("prediction", "shape") if name == OUTPUT else (name, f"{name}_shape")
+        column = "prediction" if name == OUTPUT else name
+        shape = "shape" if name == OUTPUT else f"{name}_shape"
+        # The outputs are on the host: nothing waits.
         for row, numbers in zip(rows, tensor.reshape(count, -1).tolist(), strict=True):
             if len(numbers) > most:
                 row[shape] = list(tensor.shape[1:])
             elif tensor.ndim == 1:
                 row[column] = numbers[0]
             else:
-                row |= {f"{column}{place}": number for place, number in enumerate(numbers, start=1)}
+                for place, number in enumerate(numbers, start=1):
+                    row[f"{column}{place}"] = number
     return rows
