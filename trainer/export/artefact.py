@@ -1,4 +1,4 @@
-"""A run's model in another format: written verified, and complete or absent (I7); and tested."""
+"""Export a run's model, verified, complete or absent (I7); and evaluate an exported file."""
 
 import json
 import logging
@@ -53,7 +53,7 @@ from regimen.trainer.tasks.supervised import Supervised
 logger = logging.getLogger("regimen")
 
 FACTS = "export.json"
-# Of `export.json`, what a test of its file uses.
+# The values of `export.json` that an evaluation of the file needs, and their types.
 _FORM: Mapping[str, Any] = {
     **dict.fromkeys(("format", "file", "sha256", "output"), str),
     **dict.fromkeys(("transforms_of_the_caller", "model"), dict),
@@ -61,8 +61,8 @@ _FORM: Mapping[str, Any] = {
 }
 _SAMPLES = 32
 _BATCHES = (1, 2, 3, _SAMPLES)
-_ANY_SIZE = (256, 256)  # of pictures that the transforms bring to one size
-_EVALUATED = ("logits", "classes", "labels", "values", "mask")  # outputs that a task can measure
+_ANY_SIZE = (256, 256)  # of random pictures, if the transforms bring any picture to one size
+_EVALUATED = ("logits", "classes", "labels", "values", "mask")  # outputs that have metrics
 
 
 def export_run(
@@ -76,9 +76,10 @@ def export_run(
 ) -> tuple[Path, Facts]:
     """Write a run's model as `name` into the folder `out` (default: RUN/exports/NAME).
 
-    write: replaces the format's own way, and verifies what it has written. Returns the file, and
-    the facts that stand beside it. Raises ModelError for a model that cannot be exported or whose
-    file has other outputs, CheckpointError, StorageError. Nothing incomplete is left.
+    write: used instead of the format's own function; it must verify what it has written. Returns
+    the file, and the facts that are written beside it. Raises ModelError for a model that cannot
+    be exported or whose file has other outputs, CheckpointError, StorageError. Nothing incomplete
+    is left.
     """
     if name != WEIGHTS:
         check_libraries(name)
@@ -97,7 +98,9 @@ def export_run(
             _write_weights(run.model(checkpoint), path, facts)
             write_text(made / "config.yaml", facts["provenance"]["config"])
         else:
-            (write or _write_graph)(_graph_of(run, facts, preprocessing, checkpoint), path)
+            graph = _graph_of(run, facts, preprocessing, checkpoint)
+            write_graph = write or _write_graph
+            write_graph(graph, path)
         facts["sha256"] = digest(path)
         write_json(made / FACTS, facts)
         write_text(made / "card.md", model_card(run, facts, folder))
@@ -105,16 +108,21 @@ def export_run(
 
 
 def _graph_of(run: Run, facts: Facts, preprocessing: Preprocessing, checkpoint: str) -> Exportable:
-    """Return the graph of a run's model; `facts` grow by those about it. Raises ModelError."""
-    model, task = run.model(checkpoint), run.trainer(checkpoint).task
+    """Return the graph of a run's model, and add what is known of it to `facts`.
+
+    Raises ModelError.
+    """
+    model = run.model(checkpoint)
+    task = run.trainer(checkpoint).task
     network, outside = build_network(model, task, build_pipeline(run.config, "eval"), preprocessing)
-    samples, real = samples_of(run, outside)
+    samples, are_real = samples_of(run, outside)
     dtype = str(samples.dtype).removeprefix("torch.")
-    facts |= {
-        "preprocessing": preprocessing,
-        "transforms_of_the_caller": {n: run.facts.transforms[n] for n in outside},
-        "input": {"shape": ["batch", *samples.shape[1:]], "dtype": dtype},
-        "verified": {"samples": "of the run" if real else "random", "batch_sizes": list(_BATCHES)},
+    facts["preprocessing"] = preprocessing
+    facts["transforms_of_the_caller"] = {name: run.facts.transforms[name] for name in outside}
+    facts["input"] = {"shape": ["batch", *samples.shape[1:]], "dtype": dtype}
+    facts["verified"] = {
+        "samples": "of the run" if are_real else "random",
+        "batch_sizes": list(_BATCHES),
     }
     if preprocessing == "inside":
         facts["output"] = run.facts.outputs["kind"]
@@ -122,7 +130,8 @@ def _graph_of(run: Run, facts: Facts, preprocessing: Preprocessing, checkpoint: 
 
 
 def _write_graph(graph: Exportable, path: Path) -> None:
-    form, facts = GRAPHS[graph.facts["format"]], graph.facts
+    facts = graph.facts
+    form = GRAPHS[facts["format"]]
     form.write(graph, path)
     facts["verified"]["largest_difference"] = largest_difference(graph, form.load(path))
     facts["notes"] = [form.remark] if form.remark else []
@@ -131,41 +140,49 @@ def _write_graph(graph: Exportable, path: Path) -> None:
 def largest_difference(graph: Exportable, answer: Answer, quantized: bool = False) -> float:
     """Return the largest difference of a file's outputs to its network's, over several batch sizes.
 
-    Of class numbers it is 1 or 0. Raises ModelError for one above 1e-4 of the largest output, which
-    counts as at least 1; quantized: for a root mean square above a tenth of it, as rounding leaves.
+    For class numbers it is 1 or 0. Raises ModelError for one above 1e-4 of the largest output,
+    which counts as at least 1; `quantized`: for a root mean square above a tenth of the largest
+    output, since rounding leaves about that much. Waits for the device, for each output.
     """
-    largest = 0.0
-    tolerance, least = (0.1, 1e-6) if quantized else (1e-4, 1.0)
+    tolerance, smallest_scale = (0.1, 1e-6) if quantized else (1e-4, 1.0)
     reason = "does its forward branch on its data, or draw random numbers?"
     if quantized:
         reason = "its values do not fit 8 bits; callbacks=[default,qat] trains for them"
+    largest = 0.0
     for size in _BATCHES:
         batch = graph.samples[:size].clone()
         with torch.inference_mode():
-            wanted, found = named_tensors(graph.network(batch)), named_tensors(answer(batch))
-        for name, value in wanted.items():
-            off, scale = _difference(value, found.get(name))
-            largest = max(largest, float(off.max()))
-            told = float(off.square().mean().sqrt() if quantized else off.max())
-            if not told <= tolerance * max(scale, least):
+            expected = named_tensors(graph.network(batch))
+            outputs = named_tensors(answer(batch))
+        for name, value in expected.items():
+            errors, scale = _errors(value, outputs.get(name))
+            error = float(errors.max())
+            largest = max(largest, error)
+            if quantized:
+                error = float(errors.square().mean().sqrt())
+            # Negated: NaN is not below the tolerance either.
+            if not error <= tolerance * max(scale, smallest_scale):
                 raise ModelError(
                     f"the outputs of the {graph.facts['format']} file differ from the model's "
-                    f"(by {told:.2g} of {scale:.2g}, batch of {size}): {reason}"
+                    f"(by {error:.2g} of {scale:.2g}, batch of {size}): {reason}"
                 )
     return largest
 
 
-def _difference(value: Tensor, found: Tensor | None) -> tuple[Tensor, float]:
-    """Return how far an output is from the network's, and the network's largest value."""
-    if found is None or found.shape != value.shape:
+def _errors(expected: Tensor, output: Tensor | None) -> tuple[Tensor, float]:
+    """Return the absolute errors of an output, and the largest value that was expected."""
+    if output is None or output.shape != expected.shape:
         return torch.tensor([torch.inf]), 0.0
-    if not value.is_floating_point():  # class numbers of pixels
-        return (found != value).float(), 1.0
-    return (found.to(value) - value).abs(), float(value.abs().max())
+    if not expected.is_floating_point():  # class numbers of pixels
+        return (output != expected).float(), 1.0
+    return (output.to(expected) - expected).abs(), float(expected.abs().max())
 
 
 def samples_of(run: Run, names: Iterable[str]) -> tuple[Tensor, bool]:
-    """Return inputs after the named transforms: the run's, or random ones without its data."""
+    """Return inputs after the named transforms, and whether they are the run's or random ones.
+
+    They are random if the run's data cannot be read. Raises ModelError.
+    """
     config = with_transforms(run.config, names)
     config = replace(config, loader=replace(config.loader, num_workers=0, eval_batch_size=_SAMPLES))
     for split in (*config.data.validations, *config.data.tests):
@@ -177,6 +194,7 @@ def samples_of(run: Run, names: Iterable[str]) -> tuple[Tensor, bool]:
         if dataset is not None:
             loader = eval_loader(config, dataset, Strategy("cpu"))
             inputs = one_view(next(iter(loader.epoch(0, 0, 1))).batch)
+            # A small data set is repeated.
             return inputs[torch.arange(_SAMPLES) % len(inputs)], True
     form = run.facts.inputs
     if form["kind"] != "picture":
@@ -187,42 +205,50 @@ def samples_of(run: Run, names: Iterable[str]) -> tuple[Tensor, bool]:
     shape = (_SAMPLES, form["channels"], *(form["size"] or _ANY_SIZE))
     generator = torch.Generator().manual_seed(0)
     pictures = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
-    return torch.stack([*map(build_pipeline(config, "eval"), pictures)]), False
+    pipeline = build_pipeline(config, "eval")
+    return torch.stack([pipeline(picture) for picture in pictures]), False
 
 
 def one_view(batch: Any) -> Tensor:
-    """Return a batch's inputs, of several views the first: the caller averages over them."""
+    """Return a batch's inputs; if a sample has several views, the first: callers average over them.
+
+    Raises ModelError for an input that is not one tensor.
+    """
     inputs = inputs_of(batch)
     if not isinstance(inputs, Tensor):
-        kind = type(inputs).__name__
-        raise ModelError(f"the model's input is a {kind}: only one tensor can be exported")
+        raise ModelError(
+            f"the model's input is a {type(inputs).__name__}: only one tensor can be exported"
+        )
     return inputs[:, 0] if inputs.ndim == 5 else inputs
 
 
 def with_transforms(config: Config, names: Iterable[str]) -> Config:
     """Return a configuration with only the named transforms of evaluation. Raises ModelError."""
-    steps = config.transforms.eval
-    try:
-        kept = {name: steps[name] for name in names}
-    except KeyError as error:
-        message = f"the file needs transforms.eval.{error.args[0]}, which the run does not have"
-        raise ModelError(message) from None
-    return replace(config, transforms=replace(config.transforms, eval=kept))
+    available = config.transforms.eval
+    steps = {}
+    for name in names:
+        if name not in available:
+            raise ModelError(f"the file needs transforms.eval.{name}, which the run does not have")
+        steps[name] = available[name]
+    return replace(config, transforms=replace(config.transforms, eval=steps))
 
 
 def _write_weights(model: nn.Module, path: Path, facts: Facts) -> None:
-    """Write the weights; a newly built model must load them."""
+    """Write the weights; a newly built model must load them, bit for bit."""
     weights = model.state_dict()
     write_safetensors(path, weights, {"regimen": json.dumps(facts)})
-    bare = _load_weights(path, facts).state_dict()
-    if not all(torch.equal(value, weights[name].cpu()) for name, value in bare.items()):
-        raise ModelError(f"{path.name}: a bare model does not hold the weights that were written")
+    for name, value in _load_weights(path, facts).state_dict().items():
+        if not torch.equal(value, weights[name].cpu()):
+            raise ModelError(
+                f"{path.name}: a bare model does not hold the weights that were written"
+            )
     facts["verified"] = {"samples": "weights, bit for bit", "largest_difference": 0.0}
 
 
 def _load_weights(path: Path, facts: Facts) -> nn.Module:
+    """Return the network that `facts` describe, with the weights of a file, for evaluation."""
     weights = read_safetensors(path)
-    # First without memory: what `facts` say of a network may be larger than what the file holds.
+    # First without memory: the network that `facts` describe may be larger than the file.
     with torch.device("meta"), no_initial_weights():
         planned: nn.Module = instantiate(facts["model"], _key_="model")
     compare_names({"model": weights}, planned.state_dict(), path)
@@ -245,34 +271,38 @@ def _new_folder(folder: Path, overwrite: bool) -> Iterator[Path]:
     try:
         with storing(folder):
             folder.parent.mkdir(parents=True, exist_ok=True)
-            shutil.rmtree(made, ignore_errors=True)  # of a command that was killed
+            shutil.rmtree(made, ignore_errors=True)  # left by a command that was killed
             made.mkdir()
             yield made
-            if folder.exists():  # moved away whole before it is removed
+            # Renamed as a whole: at no moment is a folder incomplete.
+            if folder.exists():
                 os.replace(folder, old)
             os.replace(made, folder)
             sync_folder(folder.parent)
     finally:
-        for left in (made, old):
-            shutil.rmtree(left, ignore_errors=True)
+        shutil.rmtree(made, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
 
 
 class _Answering(nn.Module):
-    """A file as a module with the outputs (logits) that a task expects of a model."""
+    """A loaded file as a module with the outputs (logits) that a task expects of a model."""
 
     def __init__(self, answer: Answer, facts: Facts) -> None:
         super().__init__()
-        self._answer = (answer,)  # no submodule: a program has no evaluation mode to enter
-        self._kind, self._classes = facts["output"], facts.get("num_classes")
+        # In a tuple, so that it is no submodule: a program has no evaluation mode to enter.
+        self._answer = (answer,)
+        self._output = facts["output"]
+        self._num_classes = facts.get("num_classes")
 
     def forward(self, x: Tensor) -> Any:
         answer = self._answer[0](x)
-        if self._kind == "classes":  # of probabilities: their softmax is the same
-            return torch.log(answer)
-        if self._kind == "labels":
+        if self._output == "classes":
+            return torch.log(answer)  # the task's softmax returns the probabilities again
+        if self._output == "labels":
             return torch.logit(answer)
-        if self._kind == "mask":  # class numbers [n, H, W] as [n, classes, H, W] that rank them
-            return nn.functional.one_hot(answer, self._classes or -1).movedim(-1, 1).float()
+        if self._output == "mask":
+            # Class numbers [n, H, W]: as logits [n, classes, H, W], the class at hand the largest.
+            return nn.functional.one_hot(answer, self._num_classes or -1).movedim(-1, 1).float()
         return answer
 
 
@@ -294,17 +324,23 @@ def evaluate_artefact(
         raise ModelError(f"artefact={path}: {FACTS} beside it is damaged ({fault}): export again")
     kind = facts.get("format", WEIGHTS)
     form = GRAPHS.get(kind)
-    described = facts.get("file"), facts.get("sha256")
     if form is None and kind != WEIGHTS:
-        fault = f" has the unknown format {kind!r:.80}: export again"
-    elif not path.is_file() or described != (path.name, digest(path)):
-        fault = f" is not the file that {FACTS} beside it describes: export again"
-    elif facts["output"] not in _EVALUATED:
-        fault = f" has the output {facts['output']!r:.80}, not one of {', '.join(_EVALUATED)}"
-    elif form is not None and form.runs_code and not allow_code:
-        fault = " runs code when it is loaded: set allow_code=true if you trust its author"
-    if fault is not None:
-        raise ModelError(f"artefact={path}{fault}")
+        raise ModelError(f"artefact={path} has the unknown format {kind!r:.80}: export again")
+    described = (facts.get("file"), facts.get("sha256"))
+    if not path.is_file() or described != (path.name, digest(path)):
+        raise ModelError(
+            f"artefact={path} is not the file that {FACTS} beside it describes: export again"
+        )
+    if facts["output"] not in _EVALUATED:
+        raise ModelError(
+            f"artefact={path} has the output {facts['output']!r:.80}, not one of "
+            f"{', '.join(_EVALUATED)}"
+        )
+    if form is not None and form.runs_code and not allow_code:
+        raise ModelError(
+            f"artefact={path} runs code when it is loaded: set allow_code=true if you trust its "
+            "author"
+        )
     try:
         answer = _load_weights(path, facts) if form is None else form.load(path)
     except ModelError:
@@ -323,22 +359,23 @@ def metrics_of(
 ) -> tuple[str, dict[str, float]]:
     """Return the split, and the metrics over it of a file that `answer` has loaded.
 
-    It computes on the CPU in single precision. Of a file that answers with masks no loss is known.
-    Raises ModelError for a transform that the run does not have.
+    It computes on the CPU in single precision. A file that returns masks has no logits to compute
+    the loss from: the losses are left out. Raises ModelError for a transform that the run does not
+    have, and for another number of classes.
     """
-    options: Any = {"precision": "fp32", "channels_last": False, "compile": False}
     config = with_transforms(config, facts["transforms_of_the_caller"])
-    config = replace(config, trainer=replace(config.trainer, **options))
+    options = replace(config.trainer, precision="fp32", channels_last=False, compile=False)
+    config = replace(config, trainer=options)
     strategy = Strategy("cpu")
     opened = open_splits(config, strategy, split, classes)
     _, num_classes = next(iter(opened.values()))
-    told = facts.get("num_classes")
-    if told is not None and num_classes is not None and told != num_classes:
-        raise ModelError(f"the file has {told} classes, the data of the run {num_classes}")
+    of_file = facts.get("num_classes")
+    if of_file is not None and num_classes is not None and of_file != num_classes:
+        raise ModelError(f"the file has {of_file} classes, the data of the run {num_classes}")
     answering = _Answering(answer, facts)
-    trainer = build_evaluator(config, told or num_classes, strategy, answering, classes)
+    trainer = build_evaluator(config, of_file or num_classes, strategy, answering, classes)
     split, metrics = measured(trainer, opened)
     if facts["output"] == "mask" and isinstance(trainer.task, Supervised):
-        for one, name in product(opened, trainer.task.losses.names):
-            metrics.pop(f"{one}/{name}", None)
+        for stage, name in product(opened, trainer.task.losses.names):
+            metrics.pop(f"{stage}/{name}", None)
     return split, metrics

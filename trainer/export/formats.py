@@ -24,11 +24,12 @@ from regimen.trainer.task import Task
 
 Preprocessing = Literal["outside", "inside"]
 Answer = Callable[[Tensor], Any]  # from a batch of inputs to a tensor, or several by name
-_LOST: Any = torch.jit.TracerWarning  # type: ignore[attr-defined] # Python that a trace forgets
-Facts = dict[str, Any]  # about a file, as they stand beside it
+Facts = dict[str, Any]  # about a file, written beside it
+# The warning about Python code whose result a trace stores as a constant.
+_TRACER_WARNING: Any = torch.jit.TracerWarning  # type: ignore[attr-defined]
 WEIGHTS = "safetensors"  # the format without a graph
 _LISTED = 20  # validations that the card lists
-_FINE_TUNED = "regimen.models.pretrained.fine_tune"  # returns the network that it is given
+_FINE_TUNED = "regimen.models.pretrained.fine_tune"  # returns the network in its argument `model`
 
 
 class Normalize(nn.Module):
@@ -51,20 +52,25 @@ class Normalize(nn.Module):
 class Network(nn.Module):
     """A model as its task calls it.
 
-    inside: the transforms that are part of the graph, whose outputs the task then interprets; None:
-    neither, so floats in and outputs (logits) out.
+    inside: the transforms that are part of the graph. With them the network returns what the task
+    makes of its outputs (probabilities); without them it takes floats and returns logits.
     """
 
     def __init__(self, model: nn.Module, task: Task, inside: nn.Module | None = None) -> None:
         super().__init__()
-        self.inside, self.model, self.task = inside, model, task
+        self.inside = inside
+        self.model = model
+        self.task = task
         self.eval()
 
     def forward(self, x: Tensor) -> Any:
         """Map a batch of inputs to a tensor, or to tensors by name."""
-        output = self.task.prediction_step(self.model, x if self.inside is None else self.inside(x))
-        named = named_tensors(output if self.inside is None else self.task.interpret(output))
-        return named.get(OUTPUT, named)
+        if self.inside is None:
+            output = self.task.prediction_step(self.model, x)
+        else:
+            output = self.task.interpret(self.task.prediction_step(self.model, self.inside(x)))
+        tensors = named_tensors(output)
+        return tensors.get(OUTPUT, tensors)
 
 
 def build_network(
@@ -72,19 +78,23 @@ def build_network(
 ) -> tuple[Network, list[str]]:
     """Return the network to export, and the names of the transforms that callers must apply.
 
-    With `inside` it has the transforms after the last one that changes sizes. Raises ModelError for
-    one of them that cannot be part of a graph.
+    With preprocessing=inside the network takes bytes and has the transforms from ToFloat on. Raises
+    ModelError for one of them that cannot be part of a graph.
     """
     names = list(pipeline.steps)
     if preprocessing == "outside":
         return Network(model, task), names
-    mean, std = torch.zeros(1), torch.ones(1)
+    # From the last transform back to the one that makes floats of bytes; all between standardize.
+    # (x - a) / b, then (x - mean) / std, is (x - (a + b * mean)) / (b * std).
+    mean = torch.zeros(1)
+    std = torch.ones(1)
     while names and isinstance(step := pipeline.steps[names[-1]], ToFloat | Standardize):
         names.pop()
         if isinstance(step, ToFloat):
             return Network(model, task, Normalize(mean, std)), names
         first_mean, first_std = step.beside(mean)
-        mean, std = first_mean + first_std * mean, first_std * std
+        mean = first_mean + first_std * mean
+        std = first_std * std
     last = f"transforms.eval.{names[-1]}" if names else "transforms.eval"
     raise ModelError(
         f"{last} cannot be part of a graph that takes bytes: only ToFloat and Standardize (of "
@@ -106,7 +116,7 @@ class Exportable(NamedTuple):
 
     @property
     def metadata(self) -> dict[str, str]:
-        """The facts as a file of torch's that is added."""
+        """The facts, as an extra file of torch's archive."""
         return {"regimen.json": json.dumps(self.facts)}
 
 
@@ -116,10 +126,10 @@ class Format(NamedTuple):
     file: str
     write: Callable[[Exportable, Path], None]
     load: Callable[[Path], Answer]
-    line: str  # of Python, that loads the file as `network`
+    line: str  # Python code that loads the file as `network`
     needs: tuple[str, ...] = ()  # libraries of the extra `onnx`
     remark: str = ""
-    runs_code: bool = True  # when it is loaded
+    runs_code: bool = True  # loading the file can run code
 
 
 def check_libraries(name: str) -> None:
@@ -158,16 +168,17 @@ def exported_program(graph: Exportable) -> ExportedProgram:
 
 
 def onnx_model(graph: Exportable) -> Any:
-    """Return a graph as ONNX's protocol buffer; outputs have their names, the batch its own."""
+    """Return a graph as ONNX's protocol buffer, with named outputs and a batch of any size."""
     with torch.no_grad():
         names = list(named_tensors(graph.network(graph.example)))
     with silently():
-        exported = exported_program(graph)
-        options: Any = {"input_names": ["input"], "output_names": names, "verbose": False}
-        program = torch.onnx.export(exported, **options)
+        program = torch.onnx.export(
+            exported_program(graph), input_names=["input"], output_names=names, verbose=False
+        )
     assert program is not None
     proto = program.model_proto
-    del proto.graph.value_info[:]  # with the exporter's name of the batch, and hints at runtime
+    # They call the batch by the exporter's name, and the runtime would warn about them.
+    del proto.graph.value_info[:]
     for value in (*proto.graph.input, *proto.graph.output):
         value.type.tensor_type.shape.dim[0].dim_param = "batch"
     return proto
@@ -180,7 +191,8 @@ def save_onnx(proto: Any, path: Path, metadata: Mapping[str, Any]) -> None:
         part.doc_string = ""
     for key, value in metadata.items():
         entry = proto.metadata_props.add()
-        entry.key, entry.value = key, value if isinstance(value, str) else json.dumps(value)
+        entry.key = key
+        entry.value = value if isinstance(value, str) else json.dumps(value)
     path.write_bytes(proto.SerializeToString())
 
 
@@ -192,21 +204,22 @@ def _load_onnx(path: Path) -> Answer:
     names = [output.name for output in session.get_outputs()]
 
     def answer(x: Tensor) -> Any:
-        found = map(torch.from_numpy, session.run(None, {"input": x.contiguous().numpy()}))
-        named = dict(zip(names, found, strict=True))
-        return named.get(OUTPUT, named)
+        outputs = session.run(None, {"input": x.contiguous().numpy()})
+        tensors = dict(zip(names, map(torch.from_numpy, outputs), strict=True))
+        return tensors.get(OUTPUT, tensors)
 
     return answer
 
 
 def _write_torchscript(graph: Exportable, path: Path) -> None:
-    """Trace a network; its model is compiled from source where a trace may lose a branch."""
-    network, trace = graph.network, partial(torch.jit.trace, strict=False)
+    """Trace a network; compile its model from source if the trace may lose a branch."""
+    network = graph.network
+    trace = partial(torch.jit.trace, strict=False)
     with silently():  # the deprecation is mentioned once, in `remark`
-        with warnings.catch_warnings(record=True, action="always", category=_LOST) as told:
+        with warnings.catch_warnings(record=True, action="always", category=_TRACER_WARNING) as log:
             traced = trace(network, (graph.example,))
-        if any(issubclass(w.category, _LOST) for w in told):
-            # Of Python that TorchScript does not know, the trace may do: it is verified.
+        if any(issubclass(warning.category, _TRACER_WARNING) for warning in log):
+            # If scripting fails, keep the trace: the file is verified against the model anyway.
             with suppress(Exception):
                 model = torch.jit.script(network.model)
                 traced = trace(Network(model, network.task, network.inside), (graph.example,))
@@ -214,14 +227,17 @@ def _write_torchscript(graph: Exportable, path: Path) -> None:
 
 
 def _write_package(graph: Exportable, path: Path) -> None:
-    facts = {"aot_inductor.metadata": {"regimen": json.dumps(graph.facts)}}
-    options: Any = {"package_path": str(path), "inductor_configs": facts}
+    metadata = {"regimen": json.dumps(graph.facts)}
     from torch import _inductor  # takes seconds, and few need it
 
     program = exported_program(graph)
     try:
         with silently(), torch.inference_mode():
-            _inductor.aoti_compile_and_package(program, **options)
+            _inductor.aoti_compile_and_package(
+                program,
+                package_path=str(path),
+                inductor_configs={"aot_inductor.metadata": metadata},
+            )
     except Exception as error:
         raise ModelError(
             f"the model cannot be compiled: {short_message(error)}; format=torch_export may do"
@@ -273,17 +289,15 @@ GRAPHS: Mapping[str, Format] = {
 def provenance(run: Run, checkpoint: str) -> Facts:
     """Return the provenance of a model: run, checkpoint and its results, data, versions."""
     origin = origin_of(run.path, run.trainer(checkpoint), checkpoint)
+    # What was measured at the checkpoint's step was measured with its weights.
+    lines = [line.items() for line in run.metrics if line["step"] == origin["step"]]
+    measured = {key: value for line in lines for key, value in line if value is not None}
+    results = {k: v for k, v in measured.items() if k.startswith(("val/", "test/"))}
     return {
         **origin,
         "name": run.config.name,
         "checkpoint": Path(origin["checkpoint"]).name,
-        "results": {  # what was measured at its step is of this checkpoint
-            key: value
-            for line in run.metrics
-            if line["step"] == origin["step"]
-            for key, value in line.items()
-            if key.startswith(("val/", "test/")) and value is not None
-        },
+        "results": results,
         "data": read_json(run.path / MANIFEST).get("data") or [],
         "config": (run.path / "config.yaml").read_text("utf-8"),
     }
@@ -292,20 +306,21 @@ def provenance(run: Run, checkpoint: str) -> Facts:
 def model_card(run: Run, facts: Facts, folder: Path) -> str:
     """Return the card as Markdown; `folder` is where the file will be."""
     origin = dict(facts["provenance"])
-    config, results = origin.pop("config"), origin.pop("results")
-    validations = [
-        {key: value for key, value in line.items() if key == "step" or key.startswith("val/")}
-        for line in run.metrics
-        if any(key.startswith("val/") for key in line)
-    ]
+    config = origin.pop("config")
+    results = origin.pop("results")
+    validations = []
+    for line in run.metrics:
+        values = {k: v for k, v in line.items() if k == "step" or k.startswith("val/")}
+        if values.keys() - {"step"}:
+            validations.append(values)
     about = {**facts, "provenance": origin, "validations": validations[-_LISTED:]}
-    told = yaml.safe_dump(about, sort_keys=False, allow_unicode=True, default_flow_style=None)
+    text = yaml.safe_dump(about, sort_keys=False, allow_unicode=True, default_flow_style=None)
     sections = {
         "To run it": ["```python", *how_to_load(facts, folder), "```"],
         f"Metrics of the checkpoint (step {origin['step']})": [
             f"- {name}: {value:.4f}" for name, value in results.items()
         ],
-        "What it takes, where it comes from, how it was verified": ["```yaml", told, "```"],
+        "What it takes, where it comes from, how it was verified": ["```yaml", text, "```"],
         "Limits": [
             "- The metrics hold for data like the run's. Nothing was measured on any other data.",
             "- Fairness, calibration and robustness were not measured.",
@@ -314,31 +329,32 @@ def model_card(run: Run, facts: Facts, folder: Path) -> str:
     }
     lines = [f"# {origin['name']}", ""]
     for title, content in sections.items():
-        lines += [f"## {title}", "", *content, ""] if content else []
+        if content:
+            lines += [f"## {title}", "", *content, ""]
     return "\n".join(lines)
 
 
 def how_to_load(facts: Facts, folder: Path) -> list[str]:
     """Return lines of Python that load a file without Regimen's trainer."""
     path = str(folder.absolute() / facts["file"])
-    if facts["format"] != WEIGHTS:
-        call = "network(x)" if facts["format"] != "onnx" else "network.run(None, {'input': x})"
-        shape = f"  # x: {facts['input']['dtype']} {facts['input']['shape']}"
-        return [GRAPHS[facts["format"]].line.format(path=path), f"answers = {call}{shape}"]
-    return [
-        "from hydra.utils import instantiate; from safetensors.torch import load_file",
-        f"model = instantiate({_bare(facts['model'])}, _convert_='all')",
-        f"model.load_state_dict(load_file({path!r}))",
-    ]
+    if facts["format"] == WEIGHTS:
+        return [
+            "from hydra.utils import instantiate; from safetensors.torch import load_file",
+            f"model = instantiate({_bare(facts['model'])}, _convert_='all')",
+            f"model.load_state_dict(load_file({path!r}))",
+        ]
+    call = "network.run(None, {'input': x})" if facts["format"] == "onnx" else "network(x)"
+    shape = f"  # x: {facts['input']['dtype']} {facts['input']['shape']}"
+    return [GRAPHS[facts["format"]].line.format(path=path), f"answers = {call}{shape}"]
 
 
 def _bare(value: Any) -> Any:
-    """Return a node without the weights that it began with: those of the file take their place."""
+    """Return a node without its initial weights: those of the file replace them."""
     if isinstance(value, list):
         return [_bare(part) for part in value]
     if not isinstance(value, Mapping):
         return value
     if value.get("_target_") == _FINE_TUNED:
         return _bare(value["model"])
-    dropped = {"weights": None, "pretrained": False} if "_target_" in value else {}
-    return {key: dropped.get(key, _bare(part)) for key, part in value.items()}
+    replaced = {"weights": None, "pretrained": False} if "_target_" in value else {}
+    return {key: replaced.get(key, _bare(part)) for key, part in value.items()}

@@ -1,6 +1,7 @@
 """Write a run's model with 8-bit integers: smaller, and faster on a CPU."""
 
 import logging
+import math
 import re
 import timeit
 from collections.abc import Iterable, Iterator, Mapping
@@ -44,11 +45,13 @@ logger = logging.getLogger("regimen")
 
 Method = Literal["auto", "static", "dynamic"]
 LEARNT = "learnt in training"
-_RANGES = "fake_quantization"  # in the state of regimen.callbacks.compression.qat
+_QAT_STATE = "fake_quantization"  # key in the state of regimen.callbacks.compression.qat
+# Operators of ONNX:
 _PRODUCTS = ("Conv", "Gemm", "MatMul")
 _STATIC = (*_PRODUCTS, "Relu", "MaxPool", "AveragePool", "GlobalAveragePool", "Add")
-_INTEGERS = {"MatMulInteger", "QuantizeLinear"}
-_WEIGHTED = {"MatMulInteger", "DequantizeLinear"}
+_INTEGERS = {"MatMulInteger", "QuantizeLinear"}  # one of these is in every quantized model
+_WEIGHTED = {"MatMulInteger", "DequantizeLinear"}  # take quantized weights as an input
+_KEEP_RANGE = ("MaxPool", "Reshape", "Flatten")  # return values of their input
 _BATCH = 32
 
 
@@ -78,25 +81,33 @@ def quantize_run(
     def write(graph: Exportable, path: Path) -> None:
         facts = graph.facts
         if not graph.samples.is_floating_point() and preprocessing == "outside":
-            kind = graph.samples.dtype
-            raise ModelError(f"the model takes {kind}, not floats: it cannot be quantized")
-        whole, proto = path.with_name("float.onnx"), onnx_model(graph)
-        learnt = _learnt(run, checkpoint, proto)
+            raise ModelError(
+                f"the model takes {graph.samples.dtype}, not floats: it cannot be quantized"
+            )
+        proto = onnx_model(graph)
+        ranges = _learnt(run, checkpoint, proto)  # reads metadata that `save_onnx` removes
+        whole = path.with_name("float.onnx")
         save_onnx(proto, whole, {})
-        told: Facts = {"method": method, "weights": "uint8", "ranges": "of each batch"}
-        given = None
+
+        batches = None
+        about: Facts = {"method": method, "weights": "uint8", "ranges": "of each batch"}
         if method == "static":
-            told |= {"activations": "uint8", "calibration_samples": samples}
-            told["ranges"] = LEARNT if learnt else "of training samples"
-            given = calibration(run.config, facts["transforms_of_the_caller"], samples)
-        facts["quantization"] = told
-        save_onnx(integer_model(whole, path, given, learnt), path, facts)
+            about["ranges"] = LEARNT if ranges else "of training samples"
+            about["activations"] = "uint8"
+            about["calibration_samples"] = samples
+            batches = calibration(run.config, facts["transforms_of_the_caller"], samples)
+        facts["quantization"] = about
+        save_onnx(integer_model(whole, path, batches, ranges), path, facts)
         difference = largest_difference(graph, GRAPHS["onnx"].load(path), quantized=True)
         facts["verified"]["largest_difference"] = difference
-        before = facts["before"] = _measured(run, whole, graph, split)
-        after = facts["after"] = _measured(run, path, graph, split)
+
+        before = _measured(run, whole, graph, split)
+        after = _measured(run, path, graph, split)
+        facts["before"] = before
+        facts["after"] = after
         whole.unlink()
         for name, value in before.items():
+            # Negated: NaN counts as a loss.
             if name.endswith("/accuracy") and not value - after[name] <= max_drop:
                 raise ModelError(
                     f"{name} falls from {value:.4f} to {after[name]:.4f}, by more than "
@@ -111,10 +122,11 @@ def quantize_run(
 
 
 def method_for(model: nn.Module) -> Method:
-    """Return static for a network of convolutions, dynamic for one of matrix products."""
+    """Return static if most weights are those of convolutions, else dynamic."""
     kinds = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-    inside = sum(m.weight.numel() for m in model.modules() if isinstance(m, kinds))
-    return "static" if 2 * inside > sum(p.numel() for p in model.parameters()) else "dynamic"
+    convolutions = sum(m.weight.numel() for m in model.modules() if isinstance(m, kinds))
+    total = sum(p.numel() for p in model.parameters())
+    return "static" if 2 * convolutions > total else "dynamic"
 
 
 def integer_model(
@@ -123,25 +135,25 @@ def integer_model(
     samples: Iterator[dict[str, Any]] | None,
     ranges: Mapping[str, Any],
 ) -> Any:
-    """Return a model of ONNX with 8-bit weights: of matrix products, or with activations, too.
+    """Return the ONNX model of the file `whole` with 8-bit weights.
 
-    path: where to make it. samples: batches of inputs, for the calibration of activations; ranges:
-    those of tensors that are known, each a pair of numpy's numbers. Raises ModelError where nothing
-    was quantized.
+    path: a file that it is made in.
+    samples: batches of inputs that calibrate activations, which then have 8 bits too; None: only
+    the weights of matrix products. ranges: the (lowest, highest) value, numpy's numbers, of the
+    tensors that need no calibration. Raises ModelError if nothing was quantized.
     """
     import onnx
     from onnxruntime import quantization as library
 
-    signed, unsigned = library.QuantType.QInt8, library.QuantType.QUInt8
+    signed = library.QuantType.QInt8
+    unsigned = library.QuantType.QUInt8
     with silently():
         if samples is None:
-            method, other = "dynamic", "static"
             library.quantize_dynamic(
                 whole, path, op_types_to_quantize=["MatMul", "Gemm"], weight_type=signed
             )
         else:
-            method, other = "static", "dynamic"
-            known = {
+            overrides = {
                 name: [{"rmin": low, "rmax": high, "quant_type": unsigned}]
                 for name, (low, high) in ranges.items()
             }
@@ -154,48 +166,63 @@ def integer_model(
                 per_channel=True,
                 activation_type=unsigned,
                 weight_type=signed,
-                extra_options={"TensorQuantOverrides": known},
+                extra_options={"TensorQuantOverrides": overrides},
             )
     proto = onnx.load(str(path))
     if _INTEGERS.isdisjoint(node.op_type for node in proto.graph.node):
+        method, other = ("dynamic", "static") if samples is None else ("static", "dynamic")
         raise ModelError(
             f"the model has no layer with weights that method={method} quantizes: "
             f"method={other} may do"
         )
     # Signed weights are wrong on a CPU with AVX2 and no VNNI: sums of two products saturate there.
-    given = {i for n in proto.graph.node if n.op_type in _WEIGHTED for i in n.input}
+    # They become unsigned by an offset of 128: 0 becomes 128.
+    inputs = {i for node in proto.graph.node if node.op_type in _WEIGHTED for i in node.input}
     for tensor in proto.graph.initializer:
-        if tensor.name in given and tensor.data_type == onnx.TensorProto.INT8:
-            values = onnx.numpy_helper.to_array(tensor).view("uint8") ^ 128  # 0 becomes 128
-            kind, content = onnx.TensorProto.UINT8, values.tobytes()
-            tensor.CopyFrom(onnx.helper.make_tensor(tensor.name, kind, tensor.dims, content, True))
+        if tensor.name not in inputs or tensor.data_type != onnx.TensorProto.INT8:
+            continue
+        values = onnx.numpy_helper.to_array(tensor).view("uint8") ^ 128
+        replacement = onnx.helper.make_tensor(
+            tensor.name, onnx.TensorProto.UINT8, tensor.dims, values.tobytes(), raw=True
+        )
+        tensor.CopyFrom(replacement)
     return proto
 
 
 def _learnt(run: Run, checkpoint: str, proto: Any) -> dict[str, Any]:
-    """Return the ranges that a run has learnt, by the tensors that its layers are given."""
-    states = read_checkpoint(find_checkpoint(run.path, checkpoint))["callbacks"].values()
-    state = next((s[_RANGES] for s in states if isinstance(s, Mapping) and _RANGES in s), None)
-    if state is None or not state["known"]:
+    """Return the ranges that a run has learnt for the inputs of its layers, by tensor name."""
+    callbacks = read_checkpoint(find_checkpoint(run.path, checkpoint))["callbacks"]
+    states = [s for s in callbacks.values() if isinstance(s, Mapping) and _QAT_STATE in s]
+    if not states or not states[0][_QAT_STATE]["known"]:
         return {}
+    state = states[0][_QAT_STATE]
     ends = torch.stack([state["low"], state["high"]], 1).float().numpy()
-    layers = dict(zip(state["layers"], ends, strict=True))
-    found = {}
+    range_of_layer = dict(zip(state["layers"], ends, strict=True))
+
+    ranges: dict[str, Any] = {}
     made_by = {node.output[0]: node for node in proto.graph.node}
     for node in proto.graph.node:
         if node.op_type not in _PRODUCTS:
             continue
+        # The name of the layer: from the exporter's notes, or from that of its weight.
         scopes = [e.value for e in node.metadata_props if e.key.endswith("name_scopes")]
-        places = re.findall("'(.*?)'", " ".join(scopes))
-        for name in (*places, node.input[1].removesuffix(".weight")):
-            known, tensor = layers.get(name.removeprefix("model.")), node.input[0]
-            while known is not None:
-                found[tensor] = known
-                before = made_by.get(tensor)  # pooling keeps the range of what it is given
-                if before is None or before.op_type not in ("MaxPool", "Reshape", "Flatten"):
-                    break
-                tensor = before.input[0]
-    return found
+        layers = re.findall("'(.*?)'", " ".join(scopes))
+        layers.append(node.input[1].removesuffix(".weight"))
+        for name in layers:
+            learnt = range_of_layer.get(name.removeprefix("model."))
+            if learnt is not None:
+                _set_range(ranges, node.input[0], learnt, made_by)
+    return ranges
+
+
+def _set_range(
+    ranges: dict[str, Any], tensor: str, learnt: Any, made_by: Mapping[str, Any]
+) -> None:
+    """Set a tensor's range, and that of the tensors which it is only pooled or reshaped from."""
+    ranges[tensor] = learnt
+    while tensor in made_by and made_by[tensor].op_type in _KEEP_RANGE:
+        tensor = made_by[tensor].input[0]
+        ranges[tensor] = learnt
 
 
 def calibration(config: Config, names: Iterable[str], samples: int) -> Iterator[dict[str, Any]]:
@@ -205,18 +232,27 @@ def calibration(config: Config, names: Iterable[str], samples: int) -> Iterator[
     without the training data.
     """
     config = with_transforms(config, names)
-    as_it_is: Any = {"sampler": None, "batch_sampler": None, "shuffle": True, "drop_last": False}
+    loader = replace(
+        config.loader,
+        batch_size=_BATCH,
+        num_workers=0,
+        sampler=None,
+        batch_sampler=None,
+        shuffle=True,
+        drop_last=False,
+    )
     config = replace(
         config,
         transforms=replace(config.transforms, train=config.transforms.eval, device={}),
-        loader=replace(config.loader, batch_size=_BATCH, num_workers=0, **as_it_is),
+        loader=loader,
         trainer=replace(config.trainer, gradient_accumulation_steps=1, overfit_batches=None),
     )
     try:
-        found = train_loader(config, build_data(config, ("train",)), Strategy("cpu"))
-        for micro in found.epoch(0, 0, min(len(found), -(-samples // _BATCH))):
+        batches = train_loader(config, build_data(config, ("train",)), Strategy("cpu"))
+        count = min(len(batches), math.ceil(samples / _BATCH))
+        for micro in batches.epoch(0, 0, count):
             yield {"input": one_view(micro.batch).numpy()}
-        found.close()
+        batches.close()
     except DataError as error:
         raise ModelError(
             f"method=static needs training samples, and the run's data are not there ({error}): "
@@ -225,8 +261,9 @@ def calibration(config: Config, names: Iterable[str], samples: int) -> Iterator[
 
 
 def _measured(run: Run, path: Path, graph: Exportable, split: str | None) -> dict[str, float]:
-    """Return size, metrics and latency of a file."""
-    answer, values = GRAPHS["onnx"].load(path), {"megabytes": path.stat().st_size / 1e6}
+    """Return the size of a file (MB), its metrics, and its latency (ms) for two batch sizes."""
+    answer = GRAPHS["onnx"].load(path)
+    values = {"megabytes": path.stat().st_size / 1e6}
     config = run.config
     if split is not None or config.data.test is not None or config.data.val is not None:
         try:
@@ -236,5 +273,5 @@ def _measured(run: Run, path: Path, graph: Exportable, split: str | None) -> dic
     for size in (1, _BATCH):
         with torch.inference_mode():
             times = timeit.repeat(partial(answer, graph.samples[:size]), number=1, repeat=23)
-        values[f"ms_of_{size}"] = 1e3 * median(times[3:])  # the first are for warm-up
+        values[f"ms_of_{size}"] = 1e3 * median(times[3:])  # the first three warm up
     return values

@@ -1,4 +1,4 @@
-"""A checkpoint in a model that the user has built, as `load_run(path, model=net)` asks."""
+"""Load a checkpoint into a model that the user has built, for `load_run(path, model=net)`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def load_instance(
 ) -> Trainer:
     """Return a trainer for evaluation and prediction whose model is `model`, with new weights.
 
-    These are the weights that the run was evaluated with: an average's, if it kept one. Raises
+    The weights are those that the run was evaluated with: an average's, if it computed one. Raises
     CheckpointError for a checkpoint of another model.
     """
     payload = read_checkpoint(path)
@@ -57,9 +57,9 @@ def load_instance(
 
 
 def task_of(outputs: Mapping[str, Any], given: Task | None) -> Task:
-    """Return the task of a run from Python: the one given, or one of ours as the run names it.
+    """Return the task of a run from Python: the given one, or one of ours that the run names.
 
-    Raises ConfigError where neither is there.
+    Raises ConfigError if there is neither.
     """
     if given is not None:
         return given
@@ -82,7 +82,10 @@ def _evaluated(payload: dict[str, Any]) -> dict[str, Any]:
     average = snapshot.name_of("average", payload)
     if average is None:
         return payload
-    weights = payload["ema"].get("model") if payload["ema"].get("averaged", 1) else {}
+    state = payload["ema"]
+    weights = {}  # before the first update is averaged, the model's own weights are evaluated
+    if state.get("averaged", 1):
+        weights = state.get("model")
     if weights is None:
         _log.warning("the average of callbacks.%s is not used: its weights are unknown", average)
         weights = {}

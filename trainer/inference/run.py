@@ -1,4 +1,4 @@
-"""A finished run: its configuration, metrics, model and predictions, and its checkpoints tested."""
+"""A finished run: its configuration, metrics, model and predictions; evaluate its checkpoints."""
 
 from __future__ import annotations
 
@@ -70,11 +70,11 @@ def load_run(
 ) -> Run:
     """Open the run in a directory; nothing but its configuration is read yet.
 
-    device: auto (what the machine has), cpu, or any kind that torch knows here
+    device: auto (what the machine has), cpu, or any other type of device of this machine.
     allow_targets: further packages that the run's `_target_`s may name, as `--allow-target` does.
-    model: a model with the layers of the run's, whose weights are replaced. The run of a `Trainer`
-    needs it, as its files describe no model. task: what interprets the outputs; the run of a
-    Trainer needs it where its task is a class of the user's own.
+    model: a model with the layers of the run's; its weights are replaced. Needed for the run of a
+    `Trainer` from Python, whose files describe no model.
+    task: interprets the outputs. Needed for the run of a `Trainer` with a task class of the user's.
     Raises RunDirectoryError if there is no run, ConfigError if its configuration is invalid.
     """
     folder = Path(path).expanduser()
@@ -92,18 +92,18 @@ def load_run(
     allow(allow_targets)
     close([str(folder)])
     raise_problems(wrong_addresses(leaves(values)))
-    described = "model" in values
-    if not described and model is None:
+    describes_model = "model" in values
+    if not describes_model and model is None:
         raise ConfigError(
             "model",
             f"{folder} is the run of a Trainer from Python, whose files describe no model",
             f"load_run({str(path)!r}, model=net), where net has the layers of the run's model",
         )
-    config = parse(values) if described else parse_sound(values, ())[0]
+    config = parse(values) if describes_model else parse_sound(values, ())[0]
     devices = config.strategy.get("devices", "auto")
     strategy = {"_target_": STRATEGIES["single"], "accelerator": device, "devices": devices}
     config = replace(config, strategy=strategy)
-    if described:
+    if describes_model:
         check_targets(config)
     return Run(folder, config, model, task)
 
@@ -129,12 +129,12 @@ class Run:
 
     @cached_property
     def facts(self) -> InferenceMetadata:
-        """The facts about the run's data: classes, the form of inputs and outputs."""
+        """The metadata of the run's data: classes, the form of inputs and outputs."""
         return read_facts(self.path)
 
     @cached_property
     def metrics(self) -> list[dict[str, float]]:
-        """Everything that was logged, a dict for each line: `step`, `epoch`, `train/loss`..."""
+        """Everything that was logged: a dict for each line with `step`, `epoch`, `train/loss`..."""
         return list(read_metrics(self.path))
 
     def trainer(self, checkpoint: str = "best") -> Trainer:
@@ -177,10 +177,10 @@ class Run:
         """Return a row for each picture, as `predict` writes them: prediction, probability...
 
         images: file names, PIL pictures, uint8 tensors or arrays [C, H, W] (arrays [H, W] and
-        [H, W, C] too). Of a run on a table: rows, as a DataFrame, dicts by column or one such dict,
-        in the words and units of the file. Of any other, and of these too: a tensor or an array
-        [n, ...] of inputs after the transforms. `batch_size`: default `loader.eval_batch_size`, or
-        `loader.batch_size`.
+        [H, W, C] too). For a run on a table: rows, as a DataFrame, dicts by column or one such
+        dict, in the words and units of the file. For a table and any other run: a tensor or an
+        array [n, ...] of inputs after the transforms.
+        batch_size: default `loader.eval_batch_size`, or `loader.batch_size`.
         Raises DataError for anything else.
         """
         samples = self._samples(images)
@@ -226,15 +226,16 @@ class Run:
     ) -> list[Row]:
         """Return the row of each sample, computed batch by batch."""
         size = batch_size or self.config.loader.eval_batch_size or self.config.loader.batch_size
-        found: list[Row] = []
+        table: list[Row] = []
         with torch.inference_mode(), predictor.ready():
-            while some := list(islice(samples, size)):
-                numbers = range(len(found), len(found) + len(some))
-                found += rows(predictor.ask(predictor.trainer.to_device(collate(some)), numbers))
-        return found
+            while batch := list(islice(samples, size)):
+                numbers = range(len(table), len(table) + len(batch))
+                inputs = predictor.trainer.to_device(collate(batch))
+                table += rows(predictor.ask(inputs, numbers))
+        return table
 
     def _samples(self, given: Any) -> Iterator[Any]:
-        """Return what `predict` was given as the samples of the run's data."""
+        """Return what `predict` was given, as samples of the run's data."""
         form = self.facts.inputs
         if form["kind"] == "picture":
             return self._pictures(given)
@@ -258,17 +259,21 @@ class Run:
         """Yield pictures, given in any usual form, as the samples of the run's data."""
         form = pictures_for(self.facts, self.config, [])
         channels = form.channels
-        for image in [images] if isinstance(images, (str, os.PathLike)) else images:
+        if isinstance(images, (str, os.PathLike)):
+            images = [images]
+        for image in images:
             if isinstance(image, (str, os.PathLike)):
                 tensor = read_image(Path(image), channels, form.value_range)
             elif isinstance(image, Image.Image):
                 tensor = planes_of(image, "a picture", channels, form.value_range)
+            elif isinstance(image, Tensor):
+                tensor = image
             else:
-                tensor = image if isinstance(image, Tensor) else torch.from_numpy(np.array(image))
+                tensor = torch.from_numpy(np.array(image))
             if tensor.ndim == 2:
                 tensor = tensor[None]
             elif tensor.ndim == 3 and tensor.shape[0] != channels == tensor.shape[2]:
-                tensor = tensor.permute(2, 0, 1)
+                tensor = tensor.permute(2, 0, 1)  # [H, W, C]
             if tensor.dtype != torch.uint8 or tensor.ndim != 3 or tensor.shape[0] != channels:
                 raise DataError(
                     f"a picture of type {tensor.dtype} and shape {list(tensor.shape)}: the run "
@@ -281,31 +286,36 @@ def pictures_for(facts: InferenceMetadata, config: Config, paths: Sequence[str])
     """Return picture files in the form that a run's transforms expect. Raises ConfigError."""
     inputs = facts.inputs
     if inputs["kind"] != "picture":
-        hint = "source=val or source=test; or describe a data set in data.predict"
         raise ConfigError(
             "source",
             "the run was not trained on pictures, as far as its data set shows: one that takes "
             "`transform` and gives it uint8 pictures (Pillow, tensor or array) can be asked about "
             "files",
-            hint,
+            "source=val or source=test; or describe a data set in data.predict",
         )
-    own = inputs["channels"], inputs["size"], build_pipeline(config, "eval")
-    return Pictures(paths, *own, value_range=inputs.get("range"))
+    return Pictures(
+        paths,
+        inputs["channels"],
+        inputs["size"],
+        build_pipeline(config, "eval"),
+        value_range=inputs.get("range"),
+    )
 
 
 def prompts_for(
     facts: InferenceMetadata, config: Config, names: Sequence[str], texts: Sequence[str]
 ) -> Prompts:
     """Return prompts as the samples of a run that continues text. Raises ConfigError."""
-    form = facts.inputs
-    if form["kind"] != "text" or facts.outputs["kind"] != "text" or not facts.classes:
-        hint = (
+    inputs = facts.inputs
+    if inputs["kind"] != "text" or facts.outputs["kind"] != "text" or not facts.classes:
+        raise ConfigError(
+            "run",
+            "its task and data do not continue text",
             "task=language_model does on data=docstrings and on the .txt files of data=tokens; "
-            "token files of numbers do not hold the tokenizer that made them"
+            "token files of numbers do not hold the tokenizer that made them",
         )
-        raise ConfigError("run", "its task and data do not continue text", hint)
     transform = build_pipeline(config, "eval")
-    return Prompts(names, texts, facts.classes, form["context"], transform, form["encoding"])
+    return Prompts(names, texts, facts.classes, inputs["context"], transform, inputs["encoding"])
 
 
 def load_trainer(
@@ -319,8 +329,9 @@ def load_trainer(
     try:
         payload = read_checkpoint(path)
     except DamagedCheckpointError as error:
-        way_out = f"checkpoint=NAME takes another of {_names(path.parent)}"
-        raise DamagedCheckpointError(f"{error}; {way_out}") from error
+        raise DamagedCheckpointError(
+            f"{error}; checkpoint=NAME takes another of {_names(path.parent)}"
+        ) from error
     check_payload(payload, path)
     with no_initial_weights():  # the checkpoint brings its own
         trainer = build_evaluator(config, num_classes, strategy, classes=classes_of(run_dir))
@@ -352,8 +363,9 @@ def as_trained(config: Config, checkpoint: Path | None) -> Config:
 def find_checkpoint(run_dir: Path, name: str) -> Path:
     """Return a checkpoint's path: `best` (or else the last), `last`, or a path."""
     folder = run_dir / "checkpoints"
-    known = best_or_last(folder) if name == "best" else folder / f"{name}.pt"
-    path = known if known is not None and known.is_file() else Path(name)
+    path = best_or_last(folder) if name == "best" else folder / f"{name}.pt"
+    if path is None or not path.is_file():
+        path = Path(name)
     if not path.is_file():
         raise CheckpointError(
             f"checkpoint={name}: {folder} holds no such checkpoint; there are {_names(folder)}"
@@ -362,21 +374,26 @@ def find_checkpoint(run_dir: Path, name: str) -> Path:
 
 
 def _names(folder: Path) -> str:
-    """Return what `checkpoint=` can be in a folder."""
-    return ", ".join(sorted(path.stem for path in folder.glob("*.pt"))[:20]) or "none"
+    """Return the names that `checkpoint=` can have for the files of a folder."""
+    names = sorted(path.stem for path in folder.glob("*.pt"))
+    return ", ".join(names[:20]) or "none"
 
 
 def best_or_last(folder: Path) -> Path | None:
-    """Return the checkpoint to test: the best, or else the last; None if there is none."""
-    return next((p for n in ("best", "last") if (p := folder / f"{n}.pt").exists()), None)
+    """Return the checkpoint to evaluate: the best, or else the last; None if neither exists."""
+    for name in ("best", "last"):
+        path = folder / f"{name}.pt"
+        if path.exists():
+            return path
+    return None
 
 
 def open_splits(
     config: Config, strategy: Strategy, split: str | None, classes: Sequence[str] | None
 ) -> dict[str, tuple[Loader, int | None]]:
-    """Open `split`, or where none is named all test data, or else the first of validation.
+    """Open `split`; by default all test sets, or without any the first of validation.
 
-    classes: the names of the run, which give the numbers; None where it has none.
+    classes: the run's class names by number; None if it has no names.
     Returns by split what `build_split` does. Raises ConfigError for a split that the data do not
     have.
     """
@@ -385,8 +402,9 @@ def open_splits(
         try:
             return {test: build_split(config, strategy, test, classes) for test in tests}
         except ConfigError as error:
-            lacking = {problem.key for problem in error.problems} <= set(map(key_of, tests))
-            if config.data.val is None or not lacking:
+            # Only the test sets cannot be opened: those of validation take their place.
+            lacks_tests = {problem.key for problem in error.problems} <= set(map(key_of, tests))
+            if config.data.val is None or not lacks_tests:
                 raise
     if split is None:
         split = next(iter(config.data.validations), "test")
