@@ -1,7 +1,7 @@
 """A model before it is trained: its modules, their outputs and FLOPs, and the memory it needs."""
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -34,20 +34,20 @@ class ModuleRow(NamedTuple):
 
 
 class Summary(NamedTuple):
-    """The rows, of which the first is the model's, and what one sample takes."""
+    """One row for each module, and the cost of one sample; None if the forward pass failed."""
 
-    rows: tuple[ModuleRow, ...]
+    rows: tuple[ModuleRow, ...]  # the first is the model's
     flops: int | None  # of the forward pass
-    activation_bytes: int | None  # kept for the backward pass
+    activation_bytes: int | None  # saved for the backward pass
     problem: str | None = None  # why the forward pass failed
 
 
-class _Seen(NamedTuple):
-    """What was seen in a forward pass."""
+class _Pass(NamedTuple):
+    """What was observed in a forward pass."""
 
     shapes: dict[str, list[tuple[int, ...]]]  # of all outputs of a module, by its name
     flops: FlopCounterMode
-    saved: int  # bytes
+    saved: int  # bytes for the backward pass
 
 
 def summarize(
@@ -63,37 +63,59 @@ def summarize(
 
     `call(model, example)` is the pass; with a task's `training_step` the loss is included.
     `samples`: of the batch, by default the length of its first tensor; BatchNorm needs two or more.
-    The pass is on the meta device, or on the model's device if that fails; with `compute` a CPU is
+    The pass is on the meta device, or on the model's device if that fails. With `compute` a CPU is
     tried first: a run computes more than that anyway, while torch imports sympy for the meta
     device, which takes seconds. Parameters, buffers, attributes, random states and the training
     mode are left unchanged.
     """
     samples = samples or next((len(t) for t in tensors_of(example) if t.ndim), 1)
-    seen, problem = _try(model, example, call, autocast, compute)
-    flops = seen.flops.get_flop_counts() if seen else {}
-    rows = []
-    for name, module in model.named_modules():
-        if name.count(".") + bool(name) > depth:
-            continue
-        own, shapes = list(module.parameters()), seen.shapes.get(name) if seen else None
-        outputs = [
-            " x ".join("N" if i == 0 and n == samples else str(n) for i, n in enumerate(shape))
-            for shape in shapes or ()
-        ]
-        row = ModuleRow(
-            name,
-            type(module).__name__,
-            ", ".join(output or "scalar" for output in outputs),
-            sum(p.numel() for p in own),
-            sum(p.numel() for p in own if p.requires_grad),
-            None
-            if shapes is None
-            else sum(flops.get(f"_Step.model.{name}".rstrip("."), {}).values()) // samples,
-        )
-        rows.append(row)
-    if seen is None:
+    observed, problem = _try(model, example, call, autocast, compute)
+    shapes = {} if observed is None else observed.shapes
+    flop_counts = {} if observed is None else observed.flops.get_flop_counts()
+    rows = [
+        _row(name, module, shapes.get(name), flop_counts, samples)
+        for name, module in model.named_modules()
+        if _level(name) <= depth
+    ]
+    if observed is None:
         return Summary(tuple(rows), None, None, problem)
-    return Summary(tuple(rows), seen.flops.get_total_flops() // samples, seen.saved // samples)
+    flops = observed.flops.get_total_flops()
+    return Summary(tuple(rows), flops // samples, observed.saved // samples)
+
+
+def _level(name: str) -> int:
+    """Return how deep a module is: 0 for the model itself, whose name is empty."""
+    return name.count(".") + 1 if name else 0
+
+
+def _row(
+    name: str,
+    module: nn.Module,
+    shapes: list[tuple[int, ...]] | None,
+    flop_counts: Mapping[str, Mapping[Any, int]],
+    samples: int,
+) -> ModuleRow:
+    """`shapes`: of the module's outputs; None if it was not called."""
+    flops = None
+    if shapes is not None:
+        key = f"_Step.model.{name}" if name else "_Step.model"
+        flops = sum(flop_counts.get(key, {}).values()) // samples
+    parameters = list(module.parameters())
+    return ModuleRow(
+        name,
+        type(module).__name__,
+        ", ".join(_shape_text(shape, samples) for shape in shapes or []),
+        sum(p.numel() for p in parameters),
+        sum(p.numel() for p in parameters if p.requires_grad),
+        flops,
+    )
+
+
+def _shape_text(shape: tuple[int, ...], samples: int) -> str:
+    sizes = list(map(str, shape))
+    if shape and shape[0] == samples:
+        sizes[0] = "N"
+    return " x ".join(sizes) or "scalar"
 
 
 class _Step(nn.Module):
@@ -101,7 +123,8 @@ class _Step(nn.Module):
 
     def __init__(self, model: nn.Module, call: Call) -> None:
         super().__init__()
-        self.model, self._call = model, call
+        self.model = model
+        self._call = call
 
     def forward(self, example: Any) -> Any:
         return self._call(self.model, example)
@@ -109,52 +132,63 @@ class _Step(nn.Module):
 
 def _try(
     model: nn.Module, example: Any, call: Call, autocast: Context, compute: bool
-) -> tuple[_Seen | None, str | None]:
-    """Return what is seen in a pass, or why it failed."""
+) -> tuple[_Pass | None, str | None]:
+    """Return what a forward pass shows, or why it failed."""
     if any(hasattr(p, "full_tensor") for p in model.parameters()):
         return None, "its parameters are sharded"  # their modules do not accept replacements
     own = next((p.device for p in model.parameters()), torch.device("cpu"))
-    # torch has kernels on CPUs that it counts no FLOPs of: of recurrent modules, and up to 2.11 of
-    # attention.
-    counted = any("flash_attention_for_cpu" in str(operator) for operator in flop_registry)
-    counted = counted and not any(isinstance(module, nn.RNNBase) for module in model.modules())
-    places, problem = [torch.device("meta"), own], None
-    for device in reversed(places) if compute and own.type == "cpu" and counted else places:
+    # For some kernels on CPUs torch counts no FLOPs: those of recurrent modules, and up to 2.11
+    # those of attention.
+    counts_attention = any("flash_attention_for_cpu" in str(name) for name in flop_registry)
+    is_recurrent = any(isinstance(module, nn.RNNBase) for module in model.modules())
+    devices = [torch.device("meta"), own]
+    if compute and own.type == "cpu" and counts_attention and not is_recurrent:
+        devices.reverse()
+    problem = None
+    for device in devices:
         try:
             return _observe(_Step(model, call), example, device, autocast), None
         except Exception as error:
-            # A tensor created on the CPU, an operator without a meta kernel, ...: the own device's
-            # error is the one to tell.
+            # On the meta device: a tensor created on the CPU, an operator without a meta kernel...
+            # The error on the model's own device is the one to report.
             if device == own:
                 problem = f"{type(error).__name__}: {error}".strip().splitlines()[0]
     return None, problem
 
 
-def _observe(step: _Step, example: Any, device: torch.device, autocast: Context) -> _Seen:
+def _observe(step: _Step, example: Any, device: torch.device, autocast: Context) -> _Pass:
+    """Run the forward pass on copies of the model's tensors on `device`."""
     shapes: dict[str, list[tuple[int, ...]]] = {}
-    saved: dict[int, Tensor] = {}  # by storage; alive, or the address of one would be reused
+    # By storage. The tensors are held: the address of a freed one would be used again.
+    saved: dict[int, Tensor] = {}
 
-    def save(tensor: Tensor) -> Tensor:
+    def pack(tensor: Tensor) -> Tensor:
         saved[_storage(tensor)] = tensor
         return tensor
 
-    def leave(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
-        if found := [tuple(tensor.shape) for tensor in tensors_of(output)]:
-            shapes[name] = found
+    def note_shapes(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        sizes = [tuple(tensor.shape) for tensor in tensors_of(output)]
+        if sizes:
+            shapes[name] = sizes
 
     tensors: dict[str, Tensor] = {}
     for name, tensor in (*step.named_parameters(), *step.named_buffers()):
-        on_meta = device.type == "meta"
-        own = torch.empty_like(tensor, device=device) if on_meta else tensor.detach().clone()
-        tensors[name] = own.requires_grad_(tensor.requires_grad)
+        if device.type == "meta":
+            copied = torch.empty_like(tensor, device=device)
+        else:
+            copied = tensor.detach().clone()
+        tensors[name] = copied.requires_grad_(tensor.requires_grad)
     batch = map_tensors(lambda tensor: tensor.to(device), example)
-    # What the pass assigns to attributes is put back.
+    # The pass may assign to attributes of modules: they are restored behind it.
     before = [(module, dict(vars(module))) for module in step.model.modules()]
-    flops, saving = FlopCounterMode(display=False), torch.autograd.graph.saved_tensors_hooks
-    modules = step.model.named_modules()
-    handles = [module.register_forward_hook(partial(leave, name)) for name, module in modules]
+    flops = FlopCounterMode(display=False)
+    saving = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+    handles = [
+        module.register_forward_hook(partial(note_shapes, name))
+        for name, module in step.model.named_modules()
+    ]
     try:
-        with seeded(device), flops, saving(save, lambda t: t), torch.enable_grad(), autocast():
+        with seeded(device), flops, saving, torch.enable_grad(), autocast():
             functional_call(step, tensors, (batch,))
     finally:
         for handle in handles:
@@ -162,9 +196,10 @@ def _observe(step: _Step, example: Any, device: torch.device, autocast: Context)
         for module, attributes in before:
             vars(module).clear()
             vars(module).update(attributes)
-    given = {_storage(tensor) for tensor in (*tensors.values(), *tensors_of(batch))}
-    sizes = [t.untyped_storage().nbytes() for place, t in saved.items() if place not in given]
-    return _Seen(shapes, flops, sum(sizes))
+    # Parameters, buffers and inputs exist anyway: they take no further memory.
+    existing = {_storage(tensor) for tensor in (*tensors.values(), *tensors_of(batch))}
+    sizes = [t.untyped_storage().nbytes() for key, t in saved.items() if key not in existing]
+    return _Pass(shapes, flops, sum(sizes))
 
 
 def _storage(tensor: Tensor) -> int:
@@ -175,22 +210,27 @@ def render(summary: Summary, width: int = 100) -> str:
     """Return the summary as text: the table of modules and a line of totals."""
     cells = [["module", "type", "output", "parameters", "FLOPs"]]
     for row in summary.rows:
-        level, last = row.name.count(".") + bool(row.name), row.name.rpartition(".")[2]
-        frozen = " frozen" if row.parameters and not row.trainable else ""
-        parameters = f"{row.parameters:,}{frozen}" if row.parameters else "-"
+        name = row.name.rpartition(".")[2] or "(model)"
+        parameters = f"{row.parameters:,}" if row.parameters else "-"
+        if row.parameters and not row.trainable:
+            parameters += " frozen"
         flops = count(row.flops) if row.flops else "-"
-        name = "  " * level + (last or "(model)")
-        cells.append([name, row.kind, row.output or "-", parameters, flops])
-    whole = summary.rows[0]
-    frozen = f", {n:,} of them frozen" if (n := whole.parameters - whole.trainable) else ""
-    taken = (
-        f"a sample takes {count(summary.flops)}FLOPs forward "
-        f"and {size(summary.activation_bytes)} of activations"
-    )
-    if summary.problem:
-        taken = f"the forward pass failed: {summary.problem}"
-    totals = f"{whole.parameters:,} parameters{frozen}; {taken}"
+        indented = "  " * _level(row.name) + name
+        cells.append([indented, row.kind, row.output or "-", parameters, flops])
     table = aligned(cells, width, last=2, right=("parameters", "FLOPs"))
+
+    whole = summary.rows[0]
+    totals = f"{whole.parameters:,} parameters"
+    frozen = whole.parameters - whole.trainable
+    if frozen:
+        totals += f", {frozen:,} of them frozen"
+    if summary.problem:
+        totals += f"; the forward pass failed: {summary.problem}"
+    else:
+        totals += (
+            f"; a sample takes {count(summary.flops)}FLOPs forward "
+            f"and {size(summary.activation_bytes)} of activations"
+        )
     return "\n".join([*table, "", totals])
 
 
@@ -203,16 +243,17 @@ def estimate(
 ) -> dict[str, int | None]:
     """Return the bytes on one device by what takes them; None where they are unknown.
 
-    `shards`: what parameters, gradients and optimizer state are divided into.
+    `shards`: the number of devices that parameters, gradients and optimizer state are divided over.
     """
-    parameters, states = list(model.parameters()), [state_bytes(one) for one in optimizers]
-    one, known = summary.activation_bytes, sum(state or 0 for state in states)
+    parameters = list(model.parameters())
+    states = [state_bytes(optimizer) for optimizer in optimizers]
+    activations = summary.activation_bytes
     return {
         "parameters": sum(p.nbytes for p in parameters) // shards,
         "buffers": sum(b.nbytes for b in model.buffers()),
         "gradients": sum(p.nbytes for p in parameters if p.requires_grad) // shards,
-        "optimizer state": None if None in states else known // shards,
-        "activations": None if one is None else one * micro_batch,
+        "optimizer state": None if None in states else sum(s or 0 for s in states) // shards,
+        "activations": None if activations is None else activations * micro_batch,
     }
 
 
@@ -222,15 +263,23 @@ def state_bytes(optimizer: Optimizer) -> int | None:
     A copy of it over meta parameters takes that step, so that the result is exact for any
     optimizer. None for an optimizer that needs a closure or does not accept meta parameters.
     """
-    there = [tensor for tensor in tensors_of(optimizer.state) if tensor.ndim]  # no count of steps
-    instead: dict[int, Any] = {id(t): torch.empty_like(t, device="meta") for t in there}
-    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-        own = instead[id(parameter)] = torch.empty_like(parameter, device="meta").requires_grad_()
-        own.grad = torch.empty_like(own)
+    # What `deepcopy` puts in the place of a tensor, by the tensor's identity. Scalars are copied:
+    # they count steps.
+    on_meta: dict[int, Any] = {}
+    for tensor in tensors_of(optimizer.state):
+        if tensor.ndim:
+            on_meta[id(tensor)] = torch.empty_like(tensor, device="meta")
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            replacement = torch.empty_like(parameter, device="meta").requires_grad_()
+            replacement.grad = torch.empty_like(replacement)
+            on_meta[id(parameter)] = replacement
     try:
-        twin = copy.deepcopy(optimizer, instead)
+        twin = copy.deepcopy(optimizer, on_meta)
         for group in twin.param_groups:
-            group |= {name: False for name in ("fused", "foreach", "capturable") if name in group}
+            for name in ("fused", "foreach", "capturable"):
+                if name in group:
+                    group[name] = False
         take_step(twin)
     except Exception:  # any optimizer class, on tensors that it may not support
         return None

@@ -1,4 +1,4 @@
-"""Rows of a table from Python: dicts and DataFrames, encoded as the run's file was."""
+"""Rows of a table from Python, dicts and DataFrames, encoded like the file that a run read."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ Record = Mapping[str, Any]
 def records_of(given: Any) -> list[Record] | None:
     """Return the rows of a DataFrame, of dicts or of one dict; None for anything else.
 
-    A dict is one row, or with lists for values the columns of several. A DataFrame is whatever has
-    `columns` and gives a column by its name, as those of pandas and Polars do.
+    A dict is one row, or with lists for values the columns of several rows. A DataFrame is any
+    object that has `columns` and returns a column by its name, as those of pandas and Polars.
     """
     if hasattr(given, "columns") and hasattr(given, "to_numpy"):
         names = [str(name) for name in given.columns]
@@ -39,10 +39,10 @@ def table_of(
     missing: Any,
     transform: Transform,
 ) -> Table:
-    """Return rows as the samples of a run's data; columns that it does not take are left out.
+    """Return rows as the samples of a run's data; columns that the run does not take are left out.
 
-    features, missing: of the run's `inference.json`. None and NaN are missing values. Raises
-    DataError for a row without one of the columns, and for a value that is none of its column.
+    features, missing: from the run's `inference.json`. None and NaN are missing values. Raises
+    DataError for a row without one of the columns, and for a value that does not fit its column.
     """
     rows = list(records)
     cells: dict[str, list[str | None]] = {}
@@ -50,9 +50,9 @@ def table_of(
         name = feature["name"]
         for number, row in enumerate(rows):
             if name not in row:
+                names = ", ".join(str(feature["name"]) for feature in features)
                 raise DataError(
-                    f"row {number} has no column {name!r}: the run takes the columns "
-                    f"{', '.join(str(one['name']) for one in features)}"
+                    f"row {number} has no column {name!r}: the run takes the columns {names}"
                 )
         cells[name] = [_cell(row[name], feature["categories"]) for row in rows]
     columns = Columns(Path("the rows"), cells, range(len(rows)))
@@ -71,8 +71,8 @@ def _is_column(value: Any) -> bool:
 
 
 def _cell(value: Any, categories: Sequence[str] | None) -> str | None:
-    """Return the text of a value as a file has it; None of a missing one."""
-    # NaN, and the missing values of pandas, are not equal to themselves, or to anything.
+    """Return the text that a file has for a value; None for a missing value."""
+    # `pandas.NA` cannot be compared, and NaN is not equal to itself.
     if value is None or type(value).__name__ in ("NAType", "NaTType"):
         return None
     if isinstance(value, Real) and value != value:
@@ -82,7 +82,7 @@ def _cell(value: Any, categories: Sequence[str] | None) -> str | None:
         return None
     if categories is None or text in categories or not isinstance(value, Real):
         return text
-    # pandas makes floats of whole numbers in a column where some are missing.
+    # pandas turns whole numbers into floats in a column with missing values.
     number = float(value)
     if number.is_integer() and str(int(number)) in categories:
         return str(int(number))
