@@ -169,7 +169,7 @@ def fitting_steps(config: Config, strategy: Strategy) -> int:
     or not; on a CPU the peak of the process is compared with `trainer.memory_limit`.
     Collective: all processes try, and take the same number.
     Raises ResourceError where a single sample does not fit, where an evaluation batch does not, and
-    where recorded graphs (CUDA graphs) allow no second micro-batch.
+    where `trainer.compile.mode` records graphs, which allow no second micro-batch.
     """
     steps = 1
     while True:
