@@ -1,4 +1,4 @@
-"""One process of a run, told in order: build, hold the directory, resume, train, test, report."""
+"""One process of a run, in order: build, lock the directory, resume, train, test, report."""
 
 import logging
 import os
@@ -14,6 +14,7 @@ import torch
 from regimen.callbacks.trial import Trial
 from regimen.conf.check import parse
 from regimen.conf.errors import ConfigError, Problem, raise_problems
+from regimen.conf.schema import Config
 from regimen.data.errors import ClassNamesError
 from regimen.models.pretrained import no_initial_weights
 from regimen.scripts.cli.arguments import RUNS, Request
@@ -42,6 +43,7 @@ from regimen.trainer.runs.metrics_log import MetricsLog
 from regimen.trainer.runs.results import best_record, failure, outcome
 from regimen.trainer.runs.status import CHECKPOINTS, ENDED_WELL, LOG, check_run_dir
 from regimen.trainer.strategies.strategy import Strategy
+from regimen.trainer.trainer import Trainer
 
 logger = logging.getLogger("regimen")
 _SWITCHES = ("channels_last", "compile", "detect_anomaly")
@@ -54,31 +56,37 @@ class BuiltRun:
     request: Request  # with the configuration of the resumed run
     experiment: Experiment
     resume: Resume
-    directory: RunDirectory | None = None  # on the main process, while it is held
+    directory: RunDirectory | None = None  # on the main process, while it is locked
 
-    def hold(self) -> RunDirectory:
-        """Make or take the run's directory and lock it, on the main process."""
-        experiment, config = self.experiment, self.experiment.config
-        trainer, earlier = experiment.trainer, self.resume.run_dir
-        folder = earlier or new_folder(self.request.config)
+    def acquire_directory(self) -> RunDirectory:
+        """Create or reopen the run's directory and lock it; main process only."""
+        experiment = self.experiment
+        config = experiment.config
+        trainer = experiment.trainer
+        folder = self.resume.run_dir or new_folder(self.request.config)
+        switches = {name: getattr(config.trainer, name) for name in _SWITCHES}
         facts = {
             "seed": config.seed,
             "tags": config.tags,
             "device": str(trainer.strategy.device),
             "strategy": trainer.strategy.name,
             "world_size": trainer.group.world_size,
-            "switches": experiment.switches | {n: getattr(config.trainer, n) for n in _SWITCHES},
+            "switches": experiment.switches | switches,
             "precision": trainer.precision.name,
             "data": experiment.data.describe(),
             "threads": torch.get_num_threads(),
         }
-        command = self.request.resume_command(folder.absolute())  # should SIGKILL end the run
-        if earlier is not None:
+        # Recorded at once: a run that SIGKILL ends cannot say how to resume it.
+        command = self.request.resume_command(folder.absolute())
+        if self.resume.run_dir is not None:
             self.directory = RunDirectory.resume(folder, facts=facts, command=command)
         else:
-            text, overrides = self.request.config_text(), self.request.overrides
             self.directory = RunDirectory.create(
-                folder, config_yaml=text, overrides=overrides, facts=facts, command=command
+                folder,
+                config_yaml=self.request.config_text(),
+                overrides=self.request.overrides,
+                facts=facts,
+                command=command,
             )
         return self.directory
 
@@ -86,15 +94,18 @@ class BuiltRun:
         """Record how the run ended. Raises StorageError."""
         if self.directory is None:
             return
-        ended = results.state in ENDED_WELL
+        trainer = self.experiment.trainer
+        resume_command = None
+        if results.state not in ENDED_WELL:
+            resume_command = self.request.resume_command(self.directory.path)
         self.directory.finish(
             results.state,
             code=results.code,
             reason=results.reason,
-            resume=None if ended else self.request.resume_command(self.directory.path),
+            resume=resume_command,
             results=None if results.code else results.metrics,
-            best=best_record(self.experiment.trainer),
-            seconds=self.experiment.trainer.timer.seconds,
+            best=best_record(trainer),
+            seconds=trainer.timer.seconds,
         )
 
 
@@ -106,42 +117,65 @@ def run(request: Request, note: Path | None = None) -> int:
     config = parse(request.config)
     check_targets(config)
     strategy = build_strategy(config)
-    if remark := strategy.explain():
+    remark = strategy.explain()
+    if remark:
         logger.info("%s", remark)
     strategy.setup()
     try:
-        with strategy.group.propagate_errors(), kept_log() as log:
-            device, count, threads = strategy.device, strategy.devices, torch.get_num_threads()
-            number = f", the first of {count}" if count > 1 else ""
-            shown = ", ".join(dict.fromkeys((str(device), product_name(device))))
-            logger.info("device: %s%s, threads: %d", shown, number, threads)
-            configs = strategy.group.gather(request.config)  # of processes that torchrun started
-            raise_problems(
-                Problem("", f"config differs on rank {rank}: {', '.join(keys)}")
-                for rank, other in enumerate(configs)
-                if (keys := changes(configs[0], other))
-            )
-            place, start = strategy.group.recall_run(), attempt()
-            if start != "0" and strategy.group.is_main:
-                most = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "?")
-                logger.warning("restart %s of %s", start, most)
-            if place is not None:  # before a launcher has started the processes again
-                again = {**request.config, "run_dir": place, "resume": "auto"}
-                request = replace(request, config=again)
-            it = _prepared(request, strategy)
-            if it is not None:
-                # Signals outermost, around all that writes: a closed terminal sends SIGHUP twice.
-                together = strategy.group.propagate_errors()
-                with stop_signals(it.experiment.trainer), recorded(it, log), together:
-                    _train(it, note)
+        with strategy.group.propagate_errors(), buffered_log() as log:
+            _log_device(strategy)
+            _refuse_different_configs(request, strategy)
+            request = _resume_after_restart(request, strategy)
+            built = _build(request, strategy)
+            if built is not None:
+                # Signals are handled outermost, around all that writes: a terminal that is closed
+                # sends SIGHUP twice.
+                with (
+                    stop_signals(built.experiment.trainer),
+                    recording(built, log),
+                    strategy.group.propagate_errors(),
+                ):
+                    _train(built, note)
     finally:
         strategy.group.leave()
     return 0
 
 
+def _log_device(strategy: Strategy) -> None:
+    device = str(strategy.device)
+    product = product_name(strategy.device)
+    name = device if product == device else f"{device}, {product}"
+    number = f", the first of {strategy.devices}" if strategy.devices > 1 else ""
+    logger.info("device: %s%s, threads: %d", name, number, torch.get_num_threads())
+
+
+def _refuse_different_configs(request: Request, strategy: Strategy) -> None:
+    """Raise ConfigError if processes were started with different configurations (torchrun)."""
+    # A collective: every process sees all differences and fails alike.
+    configs = strategy.group.gather(request.config)
+    problems = []
+    for rank, config in enumerate(configs):
+        keys = changes(configs[0], config)
+        if keys:
+            problems.append(Problem("", f"config differs on rank {rank}: {', '.join(keys)}"))
+    raise_problems(problems)
+
+
+def _resume_after_restart(request: Request, strategy: Strategy) -> Request:
+    """Return the request, which resumes the run if a launcher has restarted the processes."""
+    run_dir = strategy.group.recall_run()
+    number = attempt()
+    if number != "0" and strategy.group.is_main:
+        most = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "?")
+        logger.warning("restart %s of %s", number, most)
+    if run_dir is None:
+        return request
+    return replace(request, config={**request.config, "run_dir": run_dir, "resume": "auto"})
+
+
 @contextmanager
-def kept_log() -> Iterator[MemoryHandler]:
-    """Keep log records until the handler gets a target, `train.log`, and pass them on from then."""
+def buffered_log() -> Iterator[MemoryHandler]:
+    """Buffer log records until the handler gets a target, `train.log`; then pass them on."""
     handler = MemoryHandler(1)
     logging.getLogger().addHandler(handler)
     try:
@@ -152,11 +186,12 @@ def kept_log() -> Iterator[MemoryHandler]:
 
 
 @contextmanager
-def recorded(run: BuiltRun, log: MemoryHandler) -> Iterator[None]:
-    """Hold the run directory and its log, and record there an exception that ends the run."""
+def recording(run: BuiltRun, log: MemoryHandler) -> Iterator[None]:
+    """Lock the run directory, open its log, and record an exception that ends the run."""
     trainer = run.experiment.trainer
     trainer.history = None  # metrics.jsonl holds it
-    directory = run.hold() if trainer.is_main else None
+    directory = run.acquire_directory() if trainer.is_main else None
+    # A collective: the other processes learn the path that the main process has chosen.
     trainer.run_dir = trainer.group.broadcast(directory and directory.path)
     file = logging.NullHandler() if directory is None else LogFileHandler(directory.path / LOG)
     log.setTarget(file)
@@ -165,19 +200,8 @@ def recorded(run: BuiltRun, log: MemoryHandler) -> Iterator[None]:
         yield
     except BaseException as error:
         results = failure(trainer, error)
-        began = trainer.state.updates or run.resume.run_dir is not None
-        if directory is not None and results.code == ConfigError.exit_code and not began:
-            directory.discard()  # a mistake that kept a run from starting leaves nothing behind
-            ours = run.experiment.config.run_dir is None
-            with suppress(OSError):  # other runs are in it
-                for folder in (directory.path.parent, RUNS.absolute()) if ours else ():
-                    folder.rmdir()
-        elif directory is not None:
-            log_file.error("error: %s", results.reason, exc_info=error)
-            try:
-                run.record_end(results)
-            except StorageError:
-                logger.warning("status.json could not be written")
+        if directory is not None:
+            _record_failure(run, directory, error, results)
         trainer.end(results)
         raise
     finally:
@@ -187,92 +211,154 @@ def recorded(run: BuiltRun, log: MemoryHandler) -> Iterator[None]:
         file.close()
 
 
-def _prepared(request: Request, strategy: Strategy) -> BuiltRun | None:
+def _record_failure(
+    run: BuiltRun, directory: RunDirectory, error: BaseException, results: Results
+) -> None:
+    """Record the exception that ends the run; of a run that never started remove the directory."""
+    has_begun = run.experiment.trainer.state.updates or run.resume.run_dir is not None
+    if has_begun or results.code != ConfigError.exit_code:
+        log_file.error("error: %s", results.reason, exc_info=error)
+        try:
+            run.record_end(results)
+        except StorageError:
+            logger.warning("status.json could not be written")
+        return
+    directory.discard()
+    if run.experiment.config.run_dir is None:
+        with suppress(OSError):  # other runs are in the folder
+            for folder in (directory.path.parent, RUNS.absolute()):
+                folder.rmdir()
+
+
+def _build(request: Request, strategy: Strategy) -> BuiltRun | None:
     """Build the run; None after a dry run, or if nothing is left to train."""
-    group, place = strategy.group, request.config["run_dir"]
-    if place is not None:
-        check_run_dir(Path(place))
+    group = strategy.group
+    run_dir = request.config["run_dir"]
+    if run_dir is not None:
+        check_run_dir(Path(run_dir))
+    # A collective: the main process reads the files, and all resume from the same checkpoint.
     resume = group.broadcast(find_resume(request.config) if group.is_main else None)
-    if request.config["dry_run"]:  # what would end the run before it begins
-        if resume.run_dir is not None:
-            refuse_held(resume.run_dir)
-        elif place is not None:
-            refuse_held(Path(place))
-            refuse_existing(Path(place))
+    if request.config["dry_run"]:
+        _refuse_unusable_directory(run_dir, resume)
     if resume.finished:
         logger.info("%s", resume.finished)
         return None
-    request = replace(request, config=resume.config)  # which checkpoints then save
-    config, payload = parse(resume.config), resume.payload
-    if config.trainer.gradient_accumulation_steps == "auto":  # a number, in the run's files too
-        fitting = {"gradient_accumulation_steps": fitting_steps(config, strategy)}
-        values = {**request.config, "trainer": request.config["trainer"] | fitting}
-        request, config = replace(request, config=values), parse(values)
-    own = dict[str, Callback]()  # beside those of the configuration
+
+    # From here on the configuration of the resumed run, which its checkpoints then save.
+    request = replace(request, config=resume.config)
+    config = parse(resume.config)
+    if config.trainer.gradient_accumulation_steps == "auto":
+        # The number is saved in place of the word: a resumed run has the same.
+        steps = {"gradient_accumulation_steps": fitting_steps(config, strategy)}
+        values = {**request.config, "trainer": request.config["trainer"] | steps}
+        request = replace(request, config=values)
+        config = parse(values)
+
+    experiment = _build_experiment(request, config, resume, strategy)
+    if resume.payload:
+        # Names are compared before any file of the run is changed.
+        compare_names(resume.payload, experiment.trainer.model.state_dict(), resume.checkpoint)
     if not config.dry_run:
-        own["metrics_log"] = MetricsLog()
-    if not config.dry_run and config.sweep and (trial := config.sweep.trial):
-        own["trial"] = Trial(trial.storage, trial.study, trial.number)
+        return BuiltRun(request, experiment, resume)
+    if group.is_main:
+        for note in resume.notes:
+            logger.info("it would go on: %s", note)
+        make_plan(request, experiment, resume.run_dir or new_folder(request.config))
+    return None
+
+
+def _refuse_unusable_directory(run_dir: str | None, resume: Resume) -> None:
+    """Raise RunDirectoryError for what would end the run before it begins."""
+    if resume.run_dir is not None:
+        refuse_held(resume.run_dir)
+    elif run_dir is not None:
+        refuse_held(Path(run_dir))
+        refuse_existing(Path(run_dir))
+
+
+def _build_experiment(
+    request: Request, config: Config, resume: Resume, strategy: Strategy
+) -> Experiment:
+    callbacks = dict[str, Callback]()  # in addition to those of the configuration
+    if not config.dry_run:
+        callbacks["metrics_log"] = MetricsLog()
+        trial = config.sweep.trial if config.sweep else None
+        if trial:
+            callbacks["trial"] = Trial(trial.storage, trial.study, trial.number)
+    payload = resume.payload
+    saved_data = {} if payload is None else payload["state"].get("data", {})
+    # Initial weights are not loaded if those of a checkpoint replace them.
     with nullcontext() if payload is None else no_initial_weights():
-        built = with_statistics(config, payload)
-        kept = {} if payload is None else payload["state"].get("data", {})
+        config = with_statistics(config, payload)
         try:
-            experiment = build(built, strategy, own, request.config_text(), kept.get("classes"))
+            return build(
+                config, strategy, callbacks, request.config_text(), saved_data.get("classes")
+            )
         except ClassNamesError as error:
             raise CheckpointError(f"resume: {error}, or begin a new run") from error
-    if payload:  # before any file of the run is changed
-        compare_names(payload, experiment.trainer.model.state_dict(), resume.checkpoint)
-    if config.dry_run:
-        if group.is_main:
-            for text in resume.notes:
-                logger.info("it would go on: %s", text)
-            make_plan(request, experiment, resume.run_dir or new_folder(request.config))
-        return None
-    return BuiltRun(request, experiment, resume)
 
 
-def _train(it: BuiltRun, note: Path | None) -> None:
+def _train(run: BuiltRun, note: Path | None) -> None:
     """Go on from the checkpoint, train, test and report; raise Interrupted after a signal."""
-    request, experiment, trainer = it.request, it.experiment, it.experiment.trainer
-    if it.directory is not None:
-        trainer.group.remember_run(str(it.directory.path))
+    request = run.request
+    experiment = run.experiment
+    trainer = experiment.trainer
+    directory = run.directory
+    if directory is not None:
+        trainer.group.remember_run(str(directory.path))
         if note is not None:
-            note.write_text(str(it.directory.path))
-        logger.info("run directory: %s", it.directory.path)
-    it.resume.apply(trainer)
-    trainer.group.run_on_main(it.resume.leave_behind)  # after all checks have passed
-    if it.directory is not None:  # of a run that is gone on with, too: it may have changed
-        it.directory.configure(request.config_text(), request.overrides)
-        inference_metadata(experiment.config, experiment.data, trainer.task).write(
-            it.directory.path
-        )
-    tested = {}
+            note.write_text(str(directory.path))
+        logger.info("run directory: %s", directory.path)
+    run.resume.apply(trainer)
+    # A collective. Only now that all checks have passed on every process do files change.
+    trainer.group.run_on_main(run.resume.rewind_run)
+    if directory is not None:
+        # Also of a resumed run, whose configuration may have changed.
+        directory.configure(request.config_text(), request.overrides)
+        metadata = inference_metadata(experiment.config, experiment.data, trainer.task)
+        metadata.write(directory.path)
+
+    test_metrics = {}
     with suppress(EvaluationAbandoned):
         trainer.fit()
-        spent = dict(trainer.timer.spent)
-        weighs = not trainer.state.stop_code and not trainer.state.pruned
-        if weighs and keeps_weights(trainer.callbacks):
-            tested = _test(experiment)
+        seconds_by_kind = dict(trainer.timer.spent)
+        has_ended = not trainer.state.stop_code and not trainer.state.pruned
+        if has_ended and keeps_weights(trainer.callbacks):
+            test_metrics = _test(experiment)
     skipped = getattr(trainer.train_loader, "skipped", [])
-    if it.directory is not None and skipped:  # samples that could not be loaded
-        listed = [{"sample": s.index, "file": s.path, "reason": s.reason} for s in skipped]
-        it.directory.update_manifest({"skipped_samples": listed})
-    if (state := trainer.state).stop_code:
-        assert trainer.run_dir is not None
-        last = trainer.run_dir / CHECKPOINTS / "last.pt"
-        saved = f"saved {last} at step {state.global_step}"
-        if not state.updates:
-            saved = "before the first update: there was nothing to save"
-        elif not last.exists():
-            saved = f"step {state.global_step} was not saved: there is no callbacks.checkpoint"
-        go_on = f"go on with: {request.resume_command(trainer.run_dir)}"
-        raise Interrupted(f"stopped by {state.stop_reason}; {saved}; {go_on}", state.stop_code)
-    results = outcome(trainer, tested)
-    it.record_end(results)
+    if directory is not None and skipped:
+        samples = [{"sample": s.index, "file": s.path, "reason": s.reason} for s in skipped]
+        directory.update_manifest({"skipped_samples": samples})
+    if trainer.state.stop_code:
+        raise _interruption(request, trainer)
+
+    results = outcome(trainer, test_metrics)
+    run.record_end(results)
     trainer.end(results)
-    if it.directory is not None:
-        place, columns = it.directory.path, columns_of(sys.stdout)
-        print(final_block(request, experiment, place, results.metrics, spent, columns))
+    if directory is not None:
+        columns = columns_of(sys.stdout)
+        print(
+            final_block(
+                request, experiment, directory.path, results.metrics, seconds_by_kind, columns
+            )
+        )
+
+
+def _interruption(request: Request, trainer: Trainer) -> Interrupted:
+    """Return the exception that tells what a signal left behind, and how to resume."""
+    assert trainer.run_dir is not None
+    state = trainer.state
+    last = trainer.run_dir / CHECKPOINTS / "last.pt"
+    if not state.updates:
+        saved = "before the first update: there was nothing to save"
+    elif not last.exists():
+        saved = f"step {state.global_step} was not saved: there is no callbacks.checkpoint"
+    else:
+        saved = f"saved {last} at step {state.global_step}"
+    command = request.resume_command(trainer.run_dir)
+    return Interrupted(
+        f"stopped by {state.stop_reason}; {saved}; go on with: {command}", state.stop_code
+    )
 
 
 def _test(experiment: Experiment) -> dict[str, float]:
@@ -280,14 +366,17 @@ def _test(experiment: Experiment) -> dict[str, float]:
     trainer = experiment.trainer
     if not experiment.test_loaders or trainer.run_dir is None:
         return {}
-    path = best_or_last(trainer.run_dir / "checkpoints") if trainer.is_main else None
+    path = best_or_last(trainer.run_dir / CHECKPOINTS) if trainer.is_main else None
+    # A collective: the main process reads the file, and all test the same weights.
     payload = trainer.group.broadcast(path and read_checkpoint(path))
-    if payload is not None:
+    if payload is None:
+        log_point = trainer.log_point
+    else:
         snapshot.load_weights(trainer, payload)
-    at = trainer.log_point if payload is None else snapshot.log_point_of(payload)
+        log_point = snapshot.log_point_of(payload)
     metrics = dict[str, float]()
     for stage, loader in experiment.test_loaders.items():
-        metrics |= trainer.evaluate(loader, stage, step=at.step)
+        metrics |= trainer.evaluate(loader, stage, step=log_point.step)
         loader.close()
-    trainer.log(metrics, at)
+    trainer.log(metrics, log_point)
     return metrics
