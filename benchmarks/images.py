@@ -47,7 +47,6 @@ from regimen.conf.check import parse
 from regimen.data.loading.loader import Loader
 from regimen.models.resnet import ResNet
 from regimen.models.small_cnn import SmallCNN
-from regimen.scripts.cli.console import keep_freed_memory
 from regimen.scripts.cli.keys import Prediction
 from regimen.scripts.composition.compose import compose
 from regimen.scripts.runs.answers import Findings
@@ -145,7 +144,6 @@ def train_bare(form: str, rounds: int, asked: Connection) -> None:
 
 def train_ours(form: str, rounds: int, asked: Connection) -> None:
     """Train by a Trainer; after the turns tell the CPU seconds of the save at the end."""
-    keep_freed_memory()  # as every command does
     model, optimizer, images, labels = _parts(form, rounds)
     words = ("transforms=crop_flip", f"loader.batch_size={BATCH}")
     loader, began = ours_in_memory(images, *words, targets=labels), 0.0

@@ -33,7 +33,7 @@ def predict(argv: Sequence[str]) -> int:
         if key == "strategy.name" and value not in ("single", "ddp")
     )
     from regimen.scripts.composition.compose import compose  # it imports Hydra
-    from regimen.scripts.runs.launch import work_of
+    from regimen.scripts.runs.launch import runner_for
 
     # However a run was trained (in shards, on many devices), it is asked on one; who wants more
     # says so. The kind of its device stays.
@@ -48,7 +48,7 @@ def predict(argv: Sequence[str]) -> int:
     composed = compose(replace(arguments, overrides=tuple(overrides)), trains=False)
     files = [line.rstrip("\n") for line in sys.stdin] if keys.source == "-" else []
     request = composed.request(argv, prediction=asdict(keys), files=files)
-    return work_of(request)(request)
+    return runner_for(request)(request)
 
 
 if __name__ == "__main__":

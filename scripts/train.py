@@ -36,11 +36,11 @@ def train(argv: Sequence[str]) -> int:
     composed = compose(arguments)
     if trial := (composed.config.get("sweep") or {}).get("trial"):
         refuse_untyped("sweep", {"trial": trial}, composed.overrides)
-    from regimen.scripts.runs.launch import work_of
+    from regimen.scripts.runs.launch import runner_for
 
     with composed.locating():
         request = composed.request(argv)
-        return work_of(request)(request)
+        return runner_for(request)(request)
 
 
 if __name__ == "__main__":

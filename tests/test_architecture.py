@@ -40,6 +40,7 @@ ORDER = (
     ("trainer.lr_schedulers",),
     ("trainer.update",),
     ("trainer.evaluation", "trainer.snapshot"),
+    ("trainer.runs.rewind",),
     ("trainer.trainer",),
     ("trainer.assembly",),
     ("trainer.inference",),

@@ -51,10 +51,10 @@ from regimen.trainer.inference.run import (
 
 
 def answer(request: Request) -> int:
-    """Answer for every sample of the source; the main process writes."""
+    """Predict every sample of the source; the main process writes the files."""
     keys = Prediction(**(request.prediction or {}))
     config = parse(request.config)
-    # As many samples may be broken as there are.
+    # Any number of samples may be broken: training's limit does not apply.
     config = replace(config, data=replace(config.data, on_error=keys.on_error, max_skipped=1 << 62))
     check_targets(config)
     run_dir = Path(keys.run)
@@ -67,16 +67,17 @@ def answer(request: Request) -> int:
         with strategy.group.propagate_errors():
             trainer = load_trainer(run_dir, config, facts.num_classes, strategy, keys.checkpoint)
             loader = eval_loader(config, dataset, strategy)
-            found = Findings(keys, facts, dataset)
+            writer = Findings(keys, facts, dataset)
             for answers in Predictor(trainer, keys.save, generation)(loader):
                 if trainer.is_main:
-                    found.add(answers)
+                    writer.add(answers)
             if trainer.is_main:
                 origin = asdict(keys) | facts._asdict()
                 origin |= origin_of(run_dir, trainer, keys.checkpoint)
                 origin |= {"samples": len(dataset), "batch_size": loader.sampler.batch_size}
-                found.write(origin | {"generation": generation and generation._asdict()})
-                print(found.told())
+                origin |= {"generation": generation and generation._asdict()}
+                writer.write(origin)
+                print(writer.summary())
             loader.close()
     finally:
         strategy.group.leave()
@@ -84,96 +85,130 @@ def answer(request: Request) -> int:
 
 
 def _dataset(keys: Prediction, config: Config, facts: InferenceMetadata, lines: list[str]) -> Any:
-    source, form, text = keys.source, facts.inputs, facts.outputs["kind"] == "text"
-    splits = *config.data.validations, *config.data.tests
-    if source not in ("val", "test", "predict", *splits):
-        if text or form["kind"] == "text":
+    """Return the samples of `source`: files, or a split of the run's own data.
+
+    `lines`: file names, or prompts, from standard input.
+    """
+    source = keys.source
+    answers_text = facts.outputs["kind"] == "text"
+    own_splits = *config.data.validations, *config.data.tests
+    if source not in ("val", "test", "predict", *own_splits):
+        form = facts.inputs
+        if answers_text or form["kind"] == "text":
             return prompts_for(facts, config, *find_prompts(source, lines))
         if form["kind"] == "table":
             pipeline = build_pipeline(config, "eval")
             columns = read_columns(source, Dialect(**form.get("dialect", {})))
             return Table(columns, form["features"], form["missing"], pipeline)
         return pictures_for(facts, config, find_pictures(source, lines))
-    if text and keys.save is None:
-        hint = "save=logits writes its answers into a file"
-        raise ConfigError("source", "these samples are no prompts", hint)
+    if answers_text and keys.save is None:
+        raise ConfigError(
+            "source",
+            "these samples are no prompts",
+            "save=logits writes its answers into a file",
+        )
     if nodes_of(config, [source])[source] is None:
-        hint = "data.predict names samples without labels; source=DIR reads pictures"
-        raise ConfigError(f"data.{source}", "is null: no samples", hint)
+        raise ConfigError(
+            f"data.{source}",
+            "is null: no samples",
+            "data.predict names samples without labels; source=DIR reads pictures",
+        )
     config = as_trained(config, find_checkpoint(Path(keys.run), keys.checkpoint))
     return build_data(config, (source,), facts.classes).sets[source]
 
 
 def _generation(keys: Prediction, config: Config, dataset: Any) -> Generation | None:
     """Return how prompts are continued; None where the samples are no prompts."""
-    names = ("max_new_tokens", "sampling", "temperature")
-    given = {k: v for k in names if (v := getattr(keys, k)) is not None}
+    options = {}
+    for name in ("max_new_tokens", "sampling", "temperature"):
+        value = getattr(keys, name)
+        if value is not None:
+            options[name] = value
     if not isinstance(dataset, Prompts):
-        raise_problems(Problem(key, "only prompts of a language model take it") for key in given)
+        raise_problems(Problem(key, "only prompts of a language model take it") for key in options)
         return None
     if keys.save is not None:
-        hint = "source=val saves the logits of the run's own data"
-        raise ConfigError("save", "there is nothing to save of new text", hint)
+        raise ConfigError(
+            "save",
+            "there is nothing to save of new text",
+            "source=val saves the logits of the run's own data",
+        )
     if keys.top_k is not None and keys.sampling != "random":
         raise ConfigError("top_k", "has no effect on the likeliest token", "add sampling=random")
-    return Generation(**given, top_k=keys.top_k, seed=config.seed)
+    return Generation(**options, top_k=keys.top_k, seed=config.seed)
 
 
 class Findings:
-    """The rows of all samples, and the values to save, on their way to their files.
+    """Collects the predictions and the values to save of all samples, and writes their files.
 
     Masks are written as they come: PNG files with a palette, in a folder beside the table.
     """
 
     def __init__(self, keys: Prediction, facts: InferenceMetadata, dataset: Any) -> None:
-        self._keys, self._dataset, self._table = keys, dataset, Path(keys.out)
+        self._keys = keys
+        self._dataset = dataset
+        self._table = Path(keys.out)
         prompts = dataset.texts if isinstance(dataset, Prompts) else None
-        self._rows_of = Rows(facts, keys.top_k or 1, self._mask, prompts)
+        self._rows_of = Rows(facts, keys.top_k or 1, self._write_mask, prompts)
         self.rows = list[Row]()
         self._arrays = dict[str, Any]()  # by the name of an output, a row for each sample
 
     def add(self, answers: Answers) -> None:
         """Take the answers for a batch, broken samples among them."""
-        found = {index: {"error": why} for index, why in answers.broken.items()}
-        found |= dict(zip(answers.indices, self._rows_of(answers), strict=True))
-        for index in sorted(found):
-            self.rows.append({"file": path_of(self._dataset, index) or str(index), **found[index]})
-        for name, values in answers.kept.items() if answers.indices else ():
-            rows = (values.float() if values.dtype == torch.bfloat16 else values).numpy()
-            if name not in self._arrays:  # a sample that cannot be read stays NaN, or 0
-                lost = np.nan if np.issubdtype(rows.dtype, np.floating) else 0
-                shape = (len(self._dataset), *rows.shape[1:])
-                self._arrays[name] = np.full(shape, lost, rows.dtype)
-            self._arrays[name][list(answers.indices)] = rows
+        rows: dict[int, Row] = {index: {"error": why} for index, why in answers.broken.items()}
+        rows |= dict(zip(answers.indices, self._rows_of(answers), strict=True))
+        for index in sorted(rows):
+            name = path_of(self._dataset, index) or str(index)
+            self.rows.append({"file": name, **rows[index]})
+        if answers.indices:
+            for name, values in answers.kept.items():
+                self._save(name, answers.indices, values)
+
+    def _save(self, name: str, indices: Sequence[int], values: Tensor) -> None:
+        """Put the values of some samples into the array of all."""
+        if values.dtype == torch.bfloat16:  # NumPy has no such type
+            values = values.float()
+        rows = values.numpy()
+        if name not in self._arrays:
+            # The row of a sample that cannot be read stays NaN, or 0.
+            missing = np.nan if np.issubdtype(rows.dtype, np.floating) else 0
+            shape = (len(self._dataset), *rows.shape[1:])
+            self._arrays[name] = np.full(shape, missing, rows.dtype)
+        self._arrays[name][list(indices)] = rows
 
     def write(self, origin: Mapping[str, Any]) -> None:
         """Write the arrays, then the table, and beside it where both come from (I7)."""
         path = self._keys.array
         if path is not None and path.suffix == ".safetensors":
-            named = {self._keys.saved if n == OUTPUT else n: v for n, v in self._arrays.items()}
-            tensors = {name: torch.from_numpy(values) for name, values in named.items()}
+            tensors = {}
+            for name, values in self._arrays.items():
+                key = self._keys.saved if name == OUTPUT else name
+                tensors[key] = torch.from_numpy(values)
             write_safetensors(path, tensors, {"regimen": json.dumps(origin)})
         elif path is not None:
             for name, values in self._arrays.items():
-                own = path if name == OUTPUT else path.with_suffix(f".{_in_a_file_name(name)}.npy")
-                with replacing(own) as file:
+                suffix = "" if name == OUTPUT else f".{_file_name_part(name)}.npy"
+                with replacing(path.with_suffix(suffix) if suffix else path) as file:
                     np.save(file, values)
-        columns = dict.fromkeys(name for row in self.rows for name in row)
+        columns = list(dict.fromkeys(name for row in self.rows for name in row))
         if "error" in columns:  # comes last
-            columns["error"] = columns.pop("error")
+            columns.remove("error")
+            columns.append("error")
         with replacing(self._table) as file:
-            _write_table(file, self._table.suffix, list(columns), self.rows)
+            _write_table(file, self._table.suffix, columns, self.rows)
         write_json(self._table.with_name(f"{self._table.name}.meta.json"), origin)
 
-    def told(self) -> str:
+    def summary(self) -> str:
         """Return how many rows there are, and where. Raises DataError if all files were broken."""
-        where, broken = one_line(self._table), sum("error" in row for row in self.rows)
-        if broken and broken == len(self.rows):
-            raise DataError(f"none of {broken} samples could be read: {where} has the reasons")
-        of_them = f", {broken} of them broken" if broken else ""
-        return f"{len(self.rows)} samples{of_them}, written to {where}"
+        table = one_line(self._table)
+        broken = [row for row in self.rows if "error" in row]
+        if not broken:
+            return f"{len(self.rows)} samples, written to {table}"
+        if len(broken) == len(self.rows):
+            raise DataError(f"none of {len(broken)} samples could be read: {table} has the reasons")
+        return f"{len(self.rows)} samples, {len(broken)} of them broken, written to {table}"
 
-    def _mask(self, index: int, mask: Tensor) -> str:
+    def _write_mask(self, index: int, mask: Tensor) -> str:
         path = self._table.with_name(f"{self._table.stem}_masks") / f"{index:06d}.png"
         with storing(path):
             path.parent.mkdir(exist_ok=True)
@@ -181,22 +216,26 @@ class Findings:
         return str(path)
 
 
-def _in_a_file_name(name: str) -> str:
-    """Return the name of an output, which may be any text, as a part of a file's name."""
-    return re.sub(r"[%/\\\0]", lambda found: f"%{ord(found[0]):02X}", encodable(name))
+def _file_name_part(name: str) -> str:
+    """Escape the name of an output, which may be any text, for use in a file's name."""
+    return re.sub(r"[%/\\\0]", lambda match: f"%{ord(match[0]):02X}", encodable(name))
 
 
 def mask_picture(mask: Tensor) -> Image.Image:
     """Return a mask [H, W] of class numbers as a picture, with a palette of 256 colours.
 
-    They differ well: the bits of a number, spread over red, green and blue.
+    The colours differ well: the bits of a number, the lowest first, become the highest bits of red,
+    green and blue in turn.
     """
-    colours = []
-    for number, shift in product(range(256), range(3)):
-        bits = ((number >> (3 * place + shift) & 1) << (7 - place) for place in range(3))
-        colours.append(sum(bits))
+    palette = []
+    for number, channel in product(range(256), range(3)):
+        value = 0
+        for place in range(3):
+            bit = number >> (3 * place + channel) & 1
+            value |= bit << (7 - place)
+        palette.append(value)
     picture = Image.fromarray(mask.to(torch.uint8).numpy(), mode="P")
-    picture.putpalette(colours)
+    picture.putpalette(palette)
     return picture
 
 
@@ -207,23 +246,21 @@ def _write_table(file: BinaryIO, suffix: str, columns: Sequence[str], rows: Sequ
         import pyarrow
         from pyarrow import parquet
 
-        table = pyarrow.table(
-            {encodable(name): [_sound(row.get(name)) for row in rows] for name in columns}
-        )
-        parquet.write_table(table, file)
+        cells = {encodable(name): [_encodable(row.get(name)) for row in rows] for name in columns}
+        parquet.write_table(pyarrow.table(cells), file)
     else:
-        cells = ([_cell(row.get(name, "")) for name in columns] for row in rows)
-        file.write(as_bytes(as_csv([columns, *cells])))
+        lines = ([_csv_cell(row.get(name, "")) for name in columns] for row in rows)
+        file.write(as_bytes(as_csv([columns, *lines])))
 
 
-def _sound(value: Any) -> Any:
-    """Return a value of a row whose texts every reader of a table takes."""
+def _encodable(value: Any) -> Any:
+    """Return a value of a row without texts that UTF-8 cannot encode."""
     if isinstance(value, list):
-        return [_sound(part) for part in value]
+        return [_encodable(part) for part in value]
     return encodable(value) if isinstance(value, str) else value
 
 
-def _cell(value: Any) -> Any:
+def _csv_cell(value: Any) -> Any:
     if isinstance(value, list):
-        return ";".join(str(_cell(part)) for part in value)
+        return ";".join(str(_csv_cell(part)) for part in value)
     return f"{value:.9g}" if isinstance(value, float) else value  # all digits of a float32

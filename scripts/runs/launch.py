@@ -1,7 +1,7 @@
-"""Several processes of a run: started by torch's elastic launcher, each `python -m` this module.
+"""Start the processes of a run by torch's elastic launcher; each is `python -m` this module.
 
-They tell each other what happens through a folder (`Notes`), and the launcher reports the failure
-that caused the others.
+The launcher and its processes exchange files in a folder (`RankFiles`), and the launcher reports
+the failure that caused the others.
 """
 
 import json
@@ -45,10 +45,11 @@ from regimen.trainer.runs.status import amend_failure
 from regimen.trainer.targets.allow_list import TargetError, allow, locate
 
 # Exit codes after which a restart may help: an unexpected error, a lost process, out of memory.
-_MENDABLE = (1, 6, 8)
+_RETRYABLE = (1, 6, 8)
 _STOPPED = (130, 143)
-# Seconds after a failure in which torch's launcher kills nothing: after 30 it kills what hangs.
-_PATIENCE = 20
+# torch's launcher kills processes that hang 30 seconds after the first failure. A process that a
+# signal ended within this time was killed by somebody else, and may be the cause of the failure.
+_GRACE_SECONDS = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,35 +66,41 @@ class Failure:
     problems: Sequence[Mapping[str, Any]] = ()  # the fields of each problem of a ConfigError
 
 
-class Notes:
-    """A launcher's folder: the request, a file for each process, and three that tell by existing.
+class RankFiles:
+    """The folder through which a launcher and its processes tell each other what happens.
 
+    It holds the request, a file for each process, and three files that tell something by existing.
     `stopping`: a signal arrived, and starting processes exit. `finished`: the run ended without a
-    failure. `run_dir` holds the path of the run directory. Nobody else may enter the folder: torch
+    failure. `run_dir`: holds the path of the run directory. Nobody else may enter the folder: torch
     unpickles what the stores in it hold.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.run_dir, self.stopping = folder / "run_dir", folder / "stop"
+        self.request = folder / "request"
+        self.run_dir = folder / "run_dir"
+        self.stopping = folder / "stop"
         self.finished = folder / "finished"
         self.launcher_store = folder / "launcher.store"  # torch's, of the launcher alone
         self.store = folder / "processes.store"  # of the processes, through all restarts
 
-    def sign(self, rank: int, failure: Failure | None = None) -> None:
-        """Tell the id of this process, and how it failed; in place of an earlier attempt's."""
-        told = {"pid": os.getpid(), "failure": failure and asdict(failure)}
-        write_json(self.folder / f"rank-{rank}", told)
+    def write_rank(self, rank: int, failure: Failure | None = None) -> None:
+        """Write the id of this process, and how it failed; replaces that of an earlier attempt."""
+        record = {"pid": os.getpid(), "failure": failure and asdict(failure)}
+        write_json(self.folder / f"rank-{rank}", record)
 
-    def signed(self) -> list[dict[str, Any]]:
-        """Return what the processes have told."""
+    def read_ranks(self) -> list[dict[str, Any]]:
+        """Return what the processes have written."""
         return [json.loads(path.read_text()) for path in self.folder.glob("rank-*")]
 
 
-def work_of(request: Request, note: Path | None = None) -> Callable[[Request], int]:
-    """Return what does a request: `launch`, where the strategy asks for processes, or the work."""
-    alone = request.config["dry_run"] or "RANK" in os.environ
-    if not alone and _starts_processes(request.config["strategy"]["_target_"]):
+def runner_for(request: Request, note: Path | None = None) -> Callable[[Request], int]:
+    """Return the function that runs a request: `launch` where the strategy needs processes.
+
+    `note`: the file for the path of the run directory.
+    """
+    is_single_process = request.config["dry_run"] or "RANK" in os.environ
+    if not is_single_process and _starts_processes(request.config["strategy"]["_target_"]):
         return launch
     with importing():
         if request.prediction is not None:
@@ -126,9 +133,9 @@ def launch(request: Request) -> int:
     processes, max_restarts = strategy.launch_options(**arguments)
     # Unlike torchrun, which sets 1: the processes share the cores.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
-    # `_answer` reports a failure, once.
+    # torch would print the failure too; `_report_failure` does so once.
     logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
-    notes = Notes(Path(tempfile.mkdtemp(prefix="regimen-")))  # of mode 0700
+    files = RankFiles(Path(tempfile.mkdtemp(prefix="regimen-")))  # of mode 0700
     # Nothing listens on the network: the launcher's store is a file, and it opens no server for the
     # processes, which meet in a file of theirs.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
@@ -138,89 +145,100 @@ def launch(request: Request) -> int:
         nproc_per_node=processes,
         run_id=uuid.uuid4().hex,
         rdzv_backend="c10d",
-        rdzv_endpoint=str(notes.launcher_store),
-        # Each sign of life lengthens the file by 1 KB; it counts between launchers only.
+        rdzv_endpoint=str(files.launcher_store),
+        # Each heartbeat lengthens the file by 1 KB, and only other launchers would need it.
         rdzv_configs={"store_type": "file", "keep_alive_interval": 600},
         max_restarts=max_restarts,
-        logs_specs=DefaultLogsSpecs(log_dir=str(notes.folder)),
-        # Signals that end a run are forwarded by us, without torch's timeout.
+        logs_specs=DefaultLogsSpecs(log_dir=str(files.folder)),
+        # Regimen forwards the signals that end a run itself, without torch's timeout.
         signals_to_handle="SIGQUIT",
     )
     failures = dict[int, Any]()
     try:
-        asked = {"request": asdict(request), "path": sys.path}
-        (notes.folder / "request").write_text(json.dumps(asked))
+        files.request.write_text(json.dumps({"request": asdict(request), "path": sys.path}))
         # -P: a file `regimen.py` in the working directory would hide the package.
-        command = ("-P", "-m", "regimen.scripts.runs.launch", str(os.getpid()), str(notes.folder))
-        with handling(_passing_on(notes)):
+        command = ("-P", "-m", "regimen.scripts.runs.launch", str(os.getpid()), str(files.folder))
+        with handling(_forward_signals(files)):
             try:
                 elastic_launch(options, sys.executable)(*command)
-            except (ChildFailedError, SignalException) as failed:
-                failures = getattr(failed, "failures", failures)
+            except (ChildFailedError, SignalException) as error:
+                failures = getattr(error, "failures", failures)
             else:
-                if notes.finished.exists():
+                if files.finished.exists():
                     return 0
-        return _answer(first_failure(failures, processes, notes), request, notes)
+        return _report_failure(first_failure(failures, processes, files), request, files)
     finally:
-        shutil.rmtree(notes.folder, ignore_errors=True)
+        shutil.rmtree(files.folder, ignore_errors=True)
 
 
-def _passing_on(notes: Notes) -> Handler:
+def _forward_signals(files: RankFiles) -> Handler:
     """Forward signals to the processes, which have their own sessions; a second Ctrl-C kills."""
 
     def send(kill: Callable[[int, int], None], number: int) -> None:
-        for process in notes.signed():
+        for process in files.read_ranks():
             with suppress(ProcessLookupError):
                 kill(process["pid"], number)
 
     def handle(number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and notes.stopping.exists():
+        if number == signal.SIGINT and files.stopping.exists():
             send(os.killpg, signal.SIGKILL)
-            shutil.rmtree(notes.folder, ignore_errors=True)
+            shutil.rmtree(files.folder, ignore_errors=True)
             leave_after_second_interrupt()
-        notes.stopping.touch()
+        files.stopping.touch()
         send(os.kill, number)
 
     return handle
 
 
-def first_failure(failures: Mapping[int, Any], processes: int, notes: Notes) -> Failure:
+def first_failure(failures: Mapping[int, Any], processes: int, files: RankFiles) -> Failure:
     """Return the failure that caused the others; `failures`: torch's of processes, by rank."""
-    told = [Failure(**signed["failure"]) for signed in notes.signed() if signed["failure"]]
-    stopping, lost = notes.stopping.exists(), None
-    ended = sorted(failures.items(), key=lambda pair: pair[1].timestamp)
-    for rank, it in ended:
-        soon = it.timestamp < ended[0][1].timestamp + _PATIENCE
-        if lost is None and it.exitcode < 0 and soon:
-            name = signal.Signals(-it.exitcode).name
-            why = ", often for lack of memory" if name == "SIGKILL" else ""
-            lost = f"process {rank} (pid {it.pid}) was killed by {name}{why}"
-    if ended and not stopping:  # torch's launcher stopped these, since another process had failed
-        told = [failure for failure in told if failure.code not in _STOPPED]
-    first = min(told, key=lambda failure: (failure.by_peer, failure.time), default=None)
+    is_stopping = files.stopping.exists()
+    written = [record["failure"] for record in files.read_ranks()]
+    reported = [Failure(**fields) for fields in written if fields]
+    if failures and not is_stopping:
+        # torch's launcher stopped these processes, since another one had failed.
+        reported = [failure for failure in reported if failure.code not in _STOPPED]
+
+    first = min(reported, key=lambda failure: (failure.by_peer, failure.time), default=None)
     if first is not None and not first.by_peer:
         return first
-    gone = set(range(processes)) - {failure.rank for failure in told}
-    if lost is None and stopping:
+    killed = _describe_killed(failures)
+    if killed is not None:
+        return Failure(0, PeerError.exit_code, killed)
+    if is_stopping:
         return Failure(0, 143, "stopped before the processes had started")
-    if lost is None and first is not None and (first.unanswered or not gone):
+    silent = set(range(processes)) - {failure.rank for failure in reported}
+    if first is not None and (first.unanswered or not silent):
         return first
-    text = lost or f"process {min(gone, default=0)} left before the run was over"
-    return Failure(0, PeerError.exit_code, text)
+    rank = min(silent, default=0)
+    return Failure(0, PeerError.exit_code, f"process {rank} left before the run was over")
 
 
-def _answer(first: Failure, request: Request, notes: Notes) -> int:
+def _describe_killed(failures: Mapping[int, Any]) -> str | None:
+    """Describe the first process that a signal ended, unless torch's launcher sent the signal."""
+    in_order = sorted(failures.items(), key=lambda pair: pair[1].timestamp)
+    for rank, failure in in_order:
+        is_early = failure.timestamp < in_order[0][1].timestamp + _GRACE_SECONDS
+        if failure.exitcode < 0 and is_early:
+            name = signal.Signals(-failure.exitcode).name
+            why = ", often for lack of memory" if name == "SIGKILL" else ""
+            return f"process {rank} (pid {failure.pid}) was killed by {name}{why}"
+    return None
+
+
+def _report_failure(failure: Failure, request: Request, files: RankFiles) -> int:
     """Report the first failure and return its exit code. Raises ConfigError if it was one."""
-    way_out = ""
-    if notes.run_dir.exists():
-        run_dir = Path(notes.run_dir.read_text())
+    hint = ""
+    if files.run_dir.exists():
+        run_dir = Path(files.run_dir.read_text())
         command = request.resume_command(run_dir)
-        amend_failure(run_dir, first.code, first.text, command)
-        way_out = f"; go on with: {command}" if first.code == PeerError.exit_code else ""
-    if first.problems:
-        raise ConfigError(Problem(**fields) for fields in first.problems)
-    print_error(first.text + way_out, first.traceback if first.code == 1 else "")
-    return first.code
+        amend_failure(run_dir, failure.code, failure.text, command)
+        if failure.code == PeerError.exit_code:
+            hint = f"; go on with: {command}"
+    if failure.problems:
+        raise ConfigError(Problem(**fields) for fields in failure.problems)
+    print_error(failure.text + hint, failure.traceback if failure.code == 1 else "")
+    return failure.code
 
 
 def main() -> None:
@@ -229,25 +247,18 @@ def main() -> None:
     if os.getppid() != int(sys.argv[1]):  # it died before this process could ask for that
         leave_at_once(PeerError.exit_code)
     set_up()
-    notes, rank = Notes(Path(sys.argv[2])), int(os.environ["RANK"])
+    files = RankFiles(Path(sys.argv[2]))
+    rank = int(os.environ["RANK"])
     log_to_stderr(rank == 0)
     code = 0
     try:
-        notes.sign(rank)
-        if not notes.stopping.exists():
-            asked = json.loads((notes.folder / "request").read_text())
-            sys.path[:] = asked["path"]
-            request = Request(**asked["request"])
-            allow(request.allowed)
-            allow_protocols(request.overrides)
-            with importing():
-                from regimen.trainer.distributed import STORE
-            os.environ[STORE] = str(notes.store)
-            code = work_of(request, notes.run_dir)(request)
+        files.write_rank(rank)
+        if not files.stopping.exists():
+            code = _run(files)
             if rank == 0:
-                notes.finished.touch()
+                files.finished.touch()
     except BaseException as error:
-        code = _fail(error, rank, notes)
+        code = _write_failure(error, rank, files)
     sys.stdout.flush()
     sys.stderr.flush()
     if code:  # without waiting for threads that wait for other processes
@@ -255,17 +266,37 @@ def main() -> None:
     sys.exit(0)
 
 
-def _fail(error: BaseException, rank: int, notes: Notes) -> int:
-    """Report an exception; return 0 if the launcher must not restart the processes."""
+def _run(files: RankFiles) -> int:
+    """Run the request of the launcher in this process."""
+    content = json.loads(files.request.read_text())
+    sys.path[:] = content["path"]
+    request = Request(**content["request"])
+    allow(request.allowed)
+    allow_protocols(request.overrides)
+    with importing():
+        from regimen.trainer.distributed import STORE
+    os.environ[STORE] = str(files.store)
+    return runner_for(request, files.run_dir)(request)
+
+
+def _write_failure(error: BaseException, rank: int, files: RankFiles) -> int:
+    """Write how this process failed; return 0 if the launcher must not restart the processes."""
     code = exit_code(error)
-    shown = "".join(traceback.format_exception(error))
-    peers = isinstance(error, PeerError), isinstance(error, SilentPeerError)
-    problems = [asdict(p) for p in error.problems] if isinstance(error, ConfigError) else ()
-    told = describe(error)
-    notes.sign(rank, Failure(rank, code, told, time.time(), shown, *peers, problems))
-    restarts = os.environ["TORCHELASTIC_MAX_RESTARTS"] != "0"
-    hopeless = restarts and code not in _MENDABLE
-    return 0 if code in _STOPPED or notes.stopping.exists() or hopeless else code
+    failure = Failure(
+        rank=rank,
+        code=code,
+        text=describe(error),
+        time=time.time(),
+        traceback="".join(traceback.format_exception(error)),
+        by_peer=isinstance(error, PeerError),
+        unanswered=isinstance(error, SilentPeerError),
+        problems=[asdict(p) for p in error.problems] if isinstance(error, ConfigError) else (),
+    )
+    files.write_rank(rank, failure)
+    may_restart = os.environ["TORCHELASTIC_MAX_RESTARTS"] != "0"
+    if code in _STOPPED or files.stopping.exists() or (may_restart and code not in _RETRYABLE):
+        return 0
+    return code
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """`dry_run=true`: the plan of a run, from an experiment that is built and tried, not trained."""
 
+import math
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from regimen.trainer.task import as_output, batch_dependence_warning
 from regimen.trainer.trainer import Trainer
 from regimen.trainer.update.precision import format_remark
 
-_RATES = 5  # about how many learning rates of a group are shown
+_LEARNING_RATES = 5  # about how many of a group are shown
 _CLASSES = 10  # names that are shown
 
 
@@ -39,9 +39,10 @@ def make_plan(request: Request, experiment: Experiment, folder: Path) -> None:
     Raises DataError, after the plan, where the first samples of a split cannot be read, and what
     training would raise.
     """
-    trainer, config, sets = experiment.trainer, experiment.config, experiment.data.sets
-    unread = list[DataError]()
-    first, notes = _tried(experiment, unread)
+    trainer = experiment.trainer
+    config = experiment.config
+    errors = list[DataError]()
+    first, notes = _try_out(experiment, errors)
     summary = summarize(
         trainer.model,
         first.batch if first else None,
@@ -49,35 +50,22 @@ def make_plan(request: Request, experiment: Experiment, folder: Path) -> None:
         autocast=trainer.precision.autocast,
         samples=first.batch_slice.count if first else None,
     )
-    notes += _asked(trainer, first)
+    notes += _prediction_problems(trainer, first)
     largest, updates = _updates(experiment)
     optimizers = [optimizer for _, optimizer in trainer.optimizers.items()]
     memory = estimate(trainer.model, summary, optimizers, largest, trainer.strategy.mesh.shards)
-    memory["data"] = kept_bytes(config, sets)
+    memory["data"] = kept_bytes(config, experiment.data.sets)
     notes += _notes(experiment, memory)
-    total, strategy = trainer.total_steps, trainer.strategy
-    rates = curve(trainer.lr_schedule, trainer.optimizers, total, _RATES) if total else {}
-    settings = [
-        f"seed={config.seed}",
-        f"device={strategy.device}",
-        f"strategy={strategy.name} ({strategy.devices} device{'s' * (strategy.devices > 1)})",
-        f"precision={trainer.precision.name}",
-        f"task={config.task['_target_']}",
-    ]
-    picked = [f"{group}={name}" for group, name in request.choices.items() if name is not None]
-    mesh = [str(strategy.mesh)] if len(strategy.mesh.sizes()) > 1 else []
-    given = [f"overrides: {' '.join(request.overrides)}"] if request.overrides else []
 
     width = min(shutil.get_terminal_size((WIDTH, 24)).columns, WIDTH)
-    chosen = [*packed(picked, width, "  "), *packed(settings, width, "  ")]
     sections = {
-        f"Plan of {config.name}": [*chosen, *mesh, *given],
-        "Data": _data_table(sets, experiment.data.describe(), width),
+        f"Plan of {config.name}": _choices(request, experiment, width),
+        "Data": _data_table(experiment.data.sets, experiment.data.describe(), width),
         "Model": [render(summary, width)],
         "Optimizer": groups_table(trainer.optimizers.table(), width),
-        "Learning rate": _rate_table(rates, width) if rates else [],
+        "Learning rate": _learning_rate_table(trainer, width),
         "Updates": updates,
-        "Memory on one device": list(_memory(memory, largest)),
+        "Memory on one device": _memory(memory, largest),
         "Callbacks": [f"{n}: {type(c).__name__}" for n, c in trainer.callbacks.items()],
         "Files": [f"a run would write to {folder}"],
         "Notes": notes,
@@ -90,44 +78,51 @@ def make_plan(request: Request, experiment: Experiment, folder: Path) -> None:
     print(text)
     make_folder(folder)
     write_text(folder / "plan.txt", text)
-    if unread:
-        raise unread[0]
+    if errors:
+        raise errors[0]
 
 
-def _tried(experiment: Experiment, unread: list[DataError]) -> tuple[MicroBatch | None, list[str]]:
+def _try_out(
+    experiment: Experiment, errors: list[DataError]
+) -> tuple[MicroBatch | None, list[str]]:
     """Train on a micro-batch without a step, and evaluate a batch of each other split.
 
-    Returns the micro-batch, None if it cannot be read, and what is to be noted.
+    Returns the micro-batch, None if it cannot be read, and notes for the plan. Samples that cannot
+    be read are added to `errors`.
     """
-    trainer, first, notes = experiment.trainer, None, []
-    for split, loader in (
-        ("train", trainer.train_loader),
-        *trainer.val_loaders.items(),
-        *experiment.test_loaders.items(),
-    ):
-        if loader is None or (split != "train" and first is None):
-            continue
+    trainer = experiment.trainer
+    first = None
+    try:
+        first = next(trainer.draw(0))[0]
+        trainer.wrapped.train()
+        trainer.updater.dry_run_backward([first])
+    except DataError as error:
+        errors.append(error)
+    finally:
+        trainer.train_loader.close()
+    notes = list[str]()
+    if first is None:
+        return None, notes
+    for split, loader in (*trainer.val_loaders.items(), *experiment.test_loaders.items()):
         try:
-            if split == "train":
-                first = next(trainer.draw(0))[0]
-                trainer.wrapped.train()
-                trainer.updater.dry_run_backward([first])
-                continue
-            found = evaluate(trainer, loader, split, 1, 0)
+            metrics = evaluate(trainer, loader, split, 1, 0)
         except DataError as error:
-            unread.append(error)
+            errors.append(error)
             continue
         finally:
             loader.close()
         declared = [f"{split}/{name}" for name in trainer.task.metric_names()]
-        if missing := [name for name in declared if name not in found]:
-            named = ", ".join(missing)
-            notes.append(f"the task declares {named}, and its evaluation_step does not return it")
+        missing = [name for name in declared if name not in metrics]
+        if missing:
+            notes.append(
+                f"the task declares {', '.join(missing)}, and its evaluation_step does not "
+                "return it"
+            )
     return first, notes
 
 
-def _asked(trainer: Trainer, first: MicroBatch | None) -> Iterator[str]:
-    """Say why `predict` could not ask the model, which shows only once a run has ended."""
+def _prediction_problems(trainer: Trainer, first: MicroBatch | None) -> Iterator[str]:
+    """Say why `predict` could not use the model, which else shows only once a run has ended."""
     if first is None:
         return
     predictor = Predictor(trainer)
@@ -149,76 +144,125 @@ def _loss(task: Any, model: Any, batch: Any) -> Any:
     return as_output(task.training_step(model, batch), task, "training_step").loss
 
 
+def _choices(request: Request, experiment: Experiment, width: int) -> list[str]:
+    """Return the lines on the groups' choices, the main settings and the overrides."""
+    config = experiment.config
+    strategy = experiment.trainer.strategy
+    choices = [f"{group}={name}" for group, name in request.choices.items() if name is not None]
+    devices = "1 device" if strategy.devices == 1 else f"{strategy.devices} devices"
+    settings = [
+        f"seed={config.seed}",
+        f"device={strategy.device}",
+        f"strategy={strategy.name} ({devices})",
+        f"precision={experiment.trainer.precision.name}",
+        f"task={config.task['_target_']}",
+    ]
+    lines = packed(choices, width, "  ") + packed(settings, width, "  ")
+    if len(strategy.mesh.sizes()) > 1:
+        lines.append(str(strategy.mesh))
+    if request.overrides:
+        lines.append(f"overrides: {' '.join(request.overrides)}")
+    return lines
+
+
 def _data_table(
     sets: Mapping[str, Any], facts: Sequence[Mapping[str, Any]], width: int
 ) -> list[str]:
-    fingerprints = {known["split"]: known["fingerprint"] for known in facts}
+    fingerprints = {entry["split"]: entry["fingerprint"] for entry in facts}
     rows = [["split", "data set", "samples", "fingerprint", "classes"]]
     for split, dataset in sets.items():
-        if dataset is not None:
-            known = getattr(dataset, "classes", None)
-            names = [] if known is None else [*map(str, known)]
-            more = ", ..." if len(names) > _CLASSES else ""
-            classes = f"{len(names)}: {', '.join(names[:_CLASSES])}{more}" if names else "-"
-            count = f"{len(dataset):,}" if hasattr(dataset, "__len__") else "a stream"
-            rows.append([split, type(dataset).__name__, count, fingerprints[split], classes])
-    table, train = aligned(rows, width, right=("samples",)), sets["train"]
-    mixed = [f"an epoch of train: {train.explain()}"] if isinstance(train, Mixture) else []
-    return [*table, *mixed]
+        if dataset is None:
+            continue
+        count = f"{len(dataset):,}" if hasattr(dataset, "__len__") else "a stream"
+        classes = _class_names(dataset)
+        rows.append([split, type(dataset).__name__, count, fingerprints[split], classes])
+    lines = aligned(rows, width, right=("samples",))
+    train = sets["train"]
+    if isinstance(train, Mixture):
+        lines.append(f"an epoch of train: {train.explain()}")
+    return lines
+
+
+def _class_names(dataset: Any) -> str:
+    """Return the number of classes and the first names; `-` if there are none."""
+    classes = getattr(dataset, "classes", None)
+    names = [] if classes is None else list(map(str, classes))
+    if not names:
+        return "-"
+    more = ", ..." if len(names) > _CLASSES else ""
+    return f"{len(names)}: {', '.join(names[:_CLASSES])}{more}"
 
 
 def groups_table(rows: Sequence[GroupRow], width: int) -> list[str]:
     """Return the parameter groups as a table."""
-    cells = [["group", "optimizer", "tensors", "parameters", "lr", "weight decay"]]
+    names = ["group", "optimizer", "tensors", "parameters", "lr", "weight decay"]
+    cells = [names]
     for row in rows:
-        numbers = ("-" if v is None else f"{v:.4g}" for v in (row.lr, row.weight_decay))
-        sizes = f"{row.tensors:,}", f"{row.parameters:,}"
-        cells.append([row.group, row.optimizer, *sizes, *numbers])
-    return aligned(cells, width, last=2, right=cells[0][2:])
+        cells.append(
+            [
+                row.group,
+                row.optimizer,
+                f"{row.tensors:,}",
+                f"{row.parameters:,}",
+                _short_number(row.lr),
+                _short_number(row.weight_decay),
+            ]
+        )
+    return aligned(cells, width, last=2, right=names[2:])
 
 
-def _rate_table(curves: Mapping[str, Sequence[tuple[int, float]]], width: int) -> list[str]:
+def _short_number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
+
+
+def _learning_rate_table(trainer: Trainer, width: int) -> list[str]:
     """Return each group's learning rates, below the number of updates before them."""
+    total = trainer.total_steps
+    if not total:
+        return []
+    curves = curve(trainer.lr_schedule, trainer.optimizers, total, _LEARNING_RATES)
+    if not curves:
+        return []
     rows = [[name, *(f"{lr:.3g}" for _, lr in points)] for name, points in curves.items()]
     steps = [f"{step:,}" for step, _ in next(iter(curves.values()))]
     return aligned([["updates", *steps], *rows], width, right=steps)
 
 
-def _memory(memory: Mapping[str, int | None], samples: int) -> Iterator[str]:
-    total = sum(count or 0 for count in memory.values())
-    rows = {"part": "size"} | {name: size(count) for name, count in memory.items()}
-    rows["estimate"] = "at least " * (None in memory.values()) + size(total)
-    yield from aligned([*rows.items()], 80, right=("size",))
-    yield f"activations of {samples} samples at a time; the framework needs additional memory"
+def _memory(memory: Mapping[str, int | None], samples: int) -> list[str]:
+    """Return the estimate by part; a part of unknown size is None."""
+    rows = [["part", "size"]]
+    rows += [[part, size(count)] for part, count in memory.items()]
+    total = size(sum(count or 0 for count in memory.values()))
+    rows.append(["estimate", f"at least {total}" if None in memory.values() else total])
+    return [
+        *aligned(rows, 80, right=("size",)),
+        f"activations of {samples} samples at a time; the framework needs additional memory",
+    ]
 
 
 def _notes(experiment: Experiment, memory: Mapping[str, int | None]) -> Iterator[str]:
-    trainer, sets = experiment.trainer, experiment.data.sets
-    if explained := trainer.strategy.explain():
-        yield explained
-    options, strategy = experiment.config.trainer, experiment.config.strategy
-    formats: dict[str, str] = {"trainer.precision": options.precision}
-    if options.tf32:
-        formats["trainer.tf32"] = "tf32"
-    if strategy.get("mixed_precision") is not None:
-        formats["strategy.mixed_precision"] = strategy["mixed_precision"]
-    for key, name in formats.items():
-        if remark := format_remark(key, name, trainer.strategy.device):
-            yield remark
+    trainer = experiment.trainer
+    strategy = trainer.strategy
+    explanation = strategy.explain()
+    if explanation:
+        yield explanation
+    yield from _format_notes(experiment)
     if not trainer.val_loaders:
         yield "no validation split: no metric is monitored, use the last checkpoint"
+    sets = experiment.data.sets
     if all(sets.get(stage) is None for stage in experiment.config.data.tests):
         yield "no test split: the run ends with its validation metrics"
     for split, dataset in sets.items():
         if isinstance(dataset, Pictures):
-            yield from (f"data.{split}: {remark}" for remark in dataset.explain_depth())
-    accumulation = experiment.config.trainer.micro_batches
-    if remark := batch_dependence_warning(
-        trainer.task, accumulation, trainer.strategy.data_parallel_size
-    ):
-        yield remark
-    if accumulation > 1 and (coupled := follows_split(trainer)):
-        yield f"{accumulation} micro-batches: {', '.join(coupled)} follow the split of an update"
+            for remark in dataset.explain_depth():
+                yield f"data.{split}: {remark}"
+    steps = experiment.config.trainer.micro_batches
+    warning = batch_dependence_warning(trainer.task, steps, strategy.data_parallel_size)
+    if warning:
+        yield warning
+    sensitive = follows_split(trainer) if steps > 1 else []
+    if sensitive:
+        yield f"{steps} micro-batches: {', '.join(sensitive)} follow the split of an update"
     if experiment.checkpointed:
         yield f"activation checkpointing: {', '.join(experiment.checkpointed)}"
     for name, callback in trainer.callbacks.items():
@@ -231,22 +275,50 @@ def _notes(experiment: Experiment, memory: Mapping[str, int | None]) -> Iterator
             )
 
 
+def _format_notes(experiment: Experiment) -> Iterator[str]:
+    """Say which number formats of the configuration are slow on this device."""
+    options = experiment.config.trainer
+    mixed_precision = experiment.config.strategy.mixed_precision
+    formats: dict[str, str] = {"trainer.precision": options.precision}
+    if options.tf32:
+        formats["trainer.tf32"] = "tf32"
+    if mixed_precision is not None:
+        formats["strategy.mixed_precision"] = mixed_precision
+    for key, name in formats.items():
+        remark = format_remark(key, name, experiment.trainer.strategy.device)
+        if remark:
+            yield remark
+
+
 def _updates(experiment: Experiment) -> tuple[int, list[str]]:
     """Return the samples of the largest micro-batch, and when training ends and how it splits."""
-    trainer, config = experiment.trainer, experiment.config
-    limits = {n: getattr(config.trainer, n) for n in ("max_epochs", "max_steps", "max_time")}
-    ends = [f"trainer.{name}={value}" for name, value in limits.items() if value is not None]
-    if trainer.steps_per_epoch is not None:
-        ends.append(f"{trainer.steps_per_epoch:,} updates an epoch")
-    total = trainer.total_steps
-    ends.append("no limit but its time" if total is None else f"{total:,} in all")
-    grid = trainer.strategy.data_parallel_size, config.trainer.micro_batches
-    samples = trainer.train_loader.sampler.samples  # of the order, which a sampler decides
+    trainer = experiment.trainer
+    options = experiment.config.trainer
+    loader_options = experiment.config.loader
+    limits = []
+    for name in ("max_epochs", "max_steps", "max_time"):
+        value = getattr(options, name)
+        if value is not None:
+            limits.append(f"trainer.{name}={value}")
     steps = trainer.steps_per_epoch
+    if steps is not None:
+        limits.append(f"{steps:,} updates an epoch")
+    total = trainer.total_steps
+    limits.append("no limit but its time" if total is None else f"{total:,} in all")
+
+    samples = (
+        trainer.train_loader.sampler.samples
+    )  # a sampler may draw more or fewer than there are
     if samples is not None and steps is not None and steps < len(trainer.train_loader):
-        samples = min(samples, steps * config.loader.batch_size)
-    largest, lines = batch_split(config.loader.batch_size, *grid, samples, config.loader.drop_last)
-    return largest, [", ".join(ends), *lines]
+        samples = min(samples, steps * loader_options.batch_size)
+    largest, lines = batch_split(
+        loader_options.batch_size,
+        trainer.strategy.data_parallel_size,
+        options.micro_batches,
+        samples,
+        loader_options.drop_last,
+    )
+    return largest, [", ".join(limits), *lines]
 
 
 def batch_split(
@@ -254,28 +326,32 @@ def batch_split(
 ) -> tuple[int, list[str]]:
     """Say how the samples of an update are split, and what happens to the last ones of an epoch.
 
-    samples: of the training set, None for a stream. Returns the size of the largest micro-batch on
-    one device, and the lines.
+    `samples`: of the training set, None for a stream. Returns the size of the largest micro-batch
+    on one device, and the lines.
     """
-    words = partial(split_in_words, devices=devices, micro_batches=micro_batches)
-    largest = -(-min(batch_size, samples or batch_size) // (devices * micro_batches))
+    largest = math.ceil(min(batch_size, samples or batch_size) / (devices * micro_batches))
     if samples is not None and samples < batch_size:
-        return largest, [f"{words(samples)} (loader.batch_size={batch_size} exceeds the samples)"]
-    lines = [words(batch_size)]
-    if rest := (samples or 0) % batch_size:
-        dropped = f"the last {rest} samples of each epoch's order are dropped"
-        lines.append(dropped if drop_last else f"the last update of an epoch: {words(rest)}")
+        split = split_in_words(samples, devices, micro_batches)
+        return largest, [f"{split} (loader.batch_size={batch_size} exceeds the samples)"]
+    lines = [split_in_words(batch_size, devices, micro_batches)]
+    rest = (samples or 0) % batch_size
+    if rest and drop_last:
+        lines.append(f"the last {rest} samples of each epoch's order are dropped")
+    elif rest:
+        split = split_in_words(rest, devices, micro_batches)
+        lines.append(f"the last update of an epoch: {split}")
     return largest, lines
 
 
 def split_in_words(samples: int, devices: int, micro_batches: int) -> str:
     """Return `128 = 2 devices x 4 micro-batches x 16`; of an uneven number the sizes, `15 or 16`.
 
-    Samples are split into devices x micro-batches pieces whose sizes differ by at most one;
+    Samples are split into devices x micro-batches slices whose sizes differ by at most one;
     micro-batches without a sample are skipped.
     """
-    micro_batches = min(micro_batches, -(-samples // devices))
-    each, more = divmod(samples, devices * micro_batches)
-    on, of = "s" * (devices > 1), "es" * (micro_batches > 1)
-    sizes = f"{each} or {each + 1}" if more else each
-    return f"{samples} = {devices} device{on} x {micro_batches} micro-batch{of} x {sizes}"
+    micro_batches = min(micro_batches, math.ceil(samples / devices))
+    smallest, rest = divmod(samples, devices * micro_batches)
+    sizes = f"{smallest} or {smallest + 1}" if rest else f"{smallest}"
+    device_word = "device" if devices == 1 else "devices"
+    batch_word = "micro-batch" if micro_batches == 1 else "micro-batches"
+    return f"{samples} = {devices} {device_word} x {micro_batches} {batch_word} x {sizes}"

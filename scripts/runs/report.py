@@ -1,4 +1,4 @@
-"""The closing words of a run: its place, how it spent its time, its results, what to type next."""
+"""The final block of a run: its directory, its time, its results and the next commands."""
 
 import shlex
 from collections.abc import Mapping
@@ -13,7 +13,8 @@ from regimen.trainer.runs import results as run_results
 from regimen.trainer.runs.status import CHECKPOINTS, TENSORBOARD, command
 from regimen.trainer.state import MAX_TIME, Kind
 
-_SHOWN = 0.005  # of the run's time
+_SMALLEST_FRACTION = 0.005  # of the run's time; less is not shown
+_NAME_WIDTH = 8
 _IN_WORDS = {
     "data": "waiting for data",
     "callbacks": "callbacks and logging",
@@ -21,15 +22,19 @@ _IN_WORDS = {
 }
 
 
-def shares(spent: Mapping[Kind, float]) -> list[str]:
-    """Return the fraction of a run's seconds that went to each kind of work, the largest first.
+def time_fractions(seconds: Mapping[Kind, float]) -> list[str]:
+    """Return the fraction of a run's time that each kind of work took, the largest first.
 
-    By the host's clock: the time of a GPU is counted where the host waits for it, which is mostly
-    at the log lines.
+    `seconds`: by the host's clock. The time of a GPU is counted where the host waits for it, which
+    is mostly at the log lines.
     """
-    parts = {kind: seconds / (sum(spent.values()) or 1.0) for kind, seconds in spent.items()}
-    largest = sorted(parts, key=parts.__getitem__, reverse=True)
-    return [f"{parts[k]:.0%} {_IN_WORDS.get(k, k)}" for k in largest if parts[k] > _SHOWN]
+    total = sum(seconds.values()) or 1.0
+    fractions = {kind: value / total for kind, value in seconds.items()}
+    return [
+        f"{fractions[kind]:.0%} {_IN_WORDS.get(kind, kind)}"
+        for kind in sorted(fractions, key=fractions.__getitem__, reverse=True)
+        if fractions[kind] > _SMALLEST_FRACTION
+    ]
 
 
 def best_of(experiment: Experiment) -> tuple[str, float, int] | None:
@@ -42,79 +47,107 @@ def final_block(
     experiment: Experiment,
     run_dir: Path,
     results: Mapping[str, float],
-    spent: Mapping[Kind, float],
+    seconds: Mapping[Kind, float],
     columns: int | None = None,
 ) -> str:
     """Return the final report of a run: its directory, its results and the next commands.
 
-    `columns`: of the terminal; None for a file, where facts have up to 100 characters a line, and
-    commands are whole.
+    `seconds`: how long each kind of work took. `columns`: width of the terminal; None for a file,
+    where facts have up to 100 characters a line, and commands are whole.
     """
-    trainer, best = experiment.trainer, best_of(experiment)
-    state, average, sets = trainer.state, trainer.average, experiment.data.sets
-    sizes = {split: f" {len(it):,}" for split, it in sets.items() if hasattr(it, "__len__")}
-    kinds = {split: type(it).__name__ for split, it in sets.items() if it is not None}
-    validated, tested = _values(results, "val"), _values(results, "test")
-    if tested:
-        tested.append(f"(checkpoint {'best' if best else 'last'})")
-    elif state.pruned:
-        tested = ["not tested: the run was pruned"]
-    elif keeps_weights(trainer.callbacks):
-        tested = ["no test split: see val"]
-    else:
-        tested = ["not tested: the run measured, and its weights are of no use"]
+    trainer = experiment.trainer
+    state = trainer.state
+    best = best_of(experiment)
+    validation = _values(results, "val")
+    if validation:
+        validation.append(f"(step {state.validated_at})")
     facts = {
-        "data": [f"{split} {kind}{sizes.get(split, '')}" for split, kind in kinds.items()],
-        "trained": _trained(experiment, spent),
-        "time": shares(spent),
+        "data": _data_sets(experiment),
+        "trained": _progress(experiment, seconds),
+        "time": time_fractions(seconds),
         "train": _values(results, "train"),
-        "val": validated and [*validated, f"(step {state.validated_at})"],
+        "val": validation,
         "best": [f"{best[0]} {best[1]:.4f} at step {best[2]}"] if best else [],
-        "test": tested,
+        "test": _test_results(experiment, results, is_best=best is not None),
     }
-    if skipped := state.skipped_updates:
-        facts["skipped"] = [f"{skipped} updates that were not finite"]
+    if state.skipped_updates:
+        facts["skipped"] = [f"{state.skipped_updates} updates that were not finite"]
+    average = trainer.average
     if average and average.begun:
         facts["weights"] = [f"val and test use the average of callbacks.{average.name}"]
-    width = (columns or WIDTH) - len("trained  ")
-    rows = [("run", str(run_dir))]
-    rows += [(name, line) for name, of in facts.items() for line in packed(of, width, ", ")]
-    rows += _commands(request, experiment, run_dir)
-    return "\n" + "\n".join(f"{name:<8} {line}" for name, line in rows)
+
+    width = (columns or WIDTH) - _NAME_WIDTH - 1
+    lines = ["", _row("run", str(run_dir))]
+    for name, texts in facts.items():
+        lines += [_row(name, text) for text in packed(texts, width, ", ")]
+    return "\n".join(lines + _commands(request, experiment, run_dir))
 
 
-def _trained(experiment: Experiment, spent: Mapping[Kind, float]) -> list[str]:
+def _row(name: str, text: str) -> str:
+    return f"{name:<{_NAME_WIDTH}} {text}"
+
+
+def _data_sets(experiment: Experiment) -> list[str]:
+    texts = []
+    for split, dataset in experiment.data.sets.items():
+        if dataset is None:
+            continue
+        size = f" {len(dataset):,}" if hasattr(dataset, "__len__") else ""
+        texts.append(f"{split} {type(dataset).__name__}{size}")
+    return texts
+
+
+def _progress(experiment: Experiment, seconds: Mapping[Kind, float]) -> list[str]:
     """Return how far a run came, and why it ended before its horizon, if it did."""
     state = experiment.trainer.state
-    epochs = f"{state.epoch} epoch{'s' * (state.epoch != 1)}"
-    told = [f"{epochs}, {state.global_step} updates, {sum(spent.values()):.1f} s"]
+    epochs = "1 epoch" if state.epoch == 1 else f"{state.epoch} epochs"
+    texts = [f"{epochs}, {state.global_step} updates, {sum(seconds.values()):.1f} s"]
     if state.pruned:
-        told.append("pruned: its search ended it early")
+        texts.append("pruned: its search ended it early")
     elif state.stop_reason == MAX_TIME:
         limit = experiment.config.trainer.max_time
-        told.append(f"ended by its time limit (trainer.max_time={limit})")
+        texts.append(f"ended by its time limit (trainer.max_time={limit})")
     elif state.stop_reason:
-        told.append(f"ended early: {state.stop_reason}")
-    return told
+        texts.append(f"ended early: {state.stop_reason}")
+    return texts
 
 
-def _commands(request: Request, experiment: Experiment, run_dir: Path) -> list[tuple[str, str]]:
-    """Return what can be typed next, each by what it is for."""
-    found, sets = [], experiment.data.sets
-    if (run_dir / TENSORBOARD).is_dir():
-        found.append(("look", command(run_dir)))
-    of_use = keeps_weights(experiment.trainer.callbacks)
-    splits = [split for split in sets if split != "train" and sets[split] is not None]
-    if of_use and splits and best_or_last(run_dir / CHECKPOINTS) is not None:
-        tested = splits[-1].partition("/")[0] == "test"  # the last of the data sets
-        chosen = [] if tested else [f"split={splits[0]}"]
-        found.append(("again", shlex.join(["evaluate", f"run={run_dir}", *chosen])))
-    if experiment.trainer.state.interrupted and not experiment.trainer.done:
-        found.append(("go on", request.resume_command(run_dir)))
-    return found
+def _test_results(experiment: Experiment, results: Mapping[str, float], is_best: bool) -> list[str]:
+    """Return the test metrics, or why there are none."""
+    values = _values(results, "test")
+    if values:
+        return [*values, "(checkpoint best)" if is_best else "(checkpoint last)"]
+    if experiment.trainer.state.pruned:
+        return ["not tested: the run was pruned"]
+    if keeps_weights(experiment.trainer.callbacks):
+        return ["no test split: see val"]
+    return ["not tested: the run measured, and its weights are of no use"]
 
 
 def _values(results: Mapping[str, float], stage: str) -> list[str]:
     prefix = f"{stage}/"
-    found = {k.removeprefix(prefix): v for k, v in results.items() if k.startswith(prefix)}
-    return [f"{name} {value:.4f}" for name, value in found.items()]
+    return [
+        f"{name.removeprefix(prefix)} {value:.4f}"
+        for name, value in results.items()
+        if name.startswith(prefix)
+    ]
+
+
+def _commands(request: Request, experiment: Experiment, run_dir: Path) -> list[str]:
+    """Return the lines of commands that can be typed next."""
+    trainer = experiment.trainer
+    commands = []
+    if (run_dir / TENSORBOARD).is_dir():
+        commands.append(command(run_dir))
+    sets = experiment.data.sets
+    splits = [split for split in sets if split != "train" and sets[split] is not None]
+    has_checkpoint = best_or_last(run_dir / CHECKPOINTS) is not None
+    if splits and has_checkpoint and keeps_weights(trainer.callbacks):
+        words = ["evaluate", f"run={run_dir}"]
+        # Test splits come last. Without one, `evaluate` has to be told another split.
+        if splits[-1].partition("/")[0] != "test":
+            words.append(f"split={splits[0]}")
+        commands.append(shlex.join(words))
+    if trainer.state.interrupted and not trainer.done:
+        commands.append(_row("go on", request.resume_command(run_dir)))
+    return commands

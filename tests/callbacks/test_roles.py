@@ -11,7 +11,6 @@ from PIL import Image
 from regimen.callbacks.ema import EMA
 from regimen.callbacks.lr_finder import LRFinder
 from regimen.scripts.runs.report import best_of
-from regimen.scripts.runs.resume import Moment
 from regimen.scripts.sweeps.leaderboard import Ranking
 from regimen.trainer import snapshot
 from regimen.trainer.assembly.parts import Assembly
@@ -25,6 +24,7 @@ from regimen.trainer.callback import (
     keeps_weights,
 )
 from regimen.trainer.errors import ModelError
+from regimen.trainer.runs.rewind import RewindPoint
 from regimen.trainer.state import LogPoint
 from regimen.trainer.strategies.strategy import Strategy
 
@@ -92,7 +92,7 @@ def test_averages_and_savers_of_ones_own_have_their_roles(make_trainer):
     trainer.fit()
     experiment = SimpleNamespace(trainer=trainer)
     assert best_of(experiment) == ("val/loss", 0.5, 7)
-    assert Moment.of(snapshot.take(trainer)).best == (7,)
+    assert RewindPoint.of(snapshot.take(trainer)).best == (7,)
 
 
 def test_pruning_comes_first_and_checkpoints_last_under_any_name():

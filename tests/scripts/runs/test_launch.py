@@ -8,7 +8,7 @@ from dataclasses import asdict
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from regimen.scripts.runs.launch import Failure, Notes, first_failure
+from regimen.scripts.runs.launch import Failure, RankFiles, first_failure
 
 SILENT = Failure(0, 6, "another process did not answer", 9.0, by_peer=True, unanswered=True)
 LOST = Failure(0, 6, "another process was lost", 1.0, by_peer=True)
@@ -36,15 +36,15 @@ def ended(codes, seconds):
     ],
 )
 def test_the_cause_of_the_others_is_told(tmp_path, told, codes, seconds, stopping, expected):
-    notes = Notes(tmp_path)
+    files = RankFiles(tmp_path)
     for failure in told:
-        notes.sign(failure.rank, failure)
+        files.write_rank(failure.rank, failure)
     if stopping:
-        notes.stopping.touch()
-    found = first_failure(ended(codes, seconds), 3 if OWN in told else 2, notes)
+        files.stopping.touch()
+    found = first_failure(ended(codes, seconds), 3 if OWN in told else 2, files)
     assert found.code == expected[0]
     assert re.match(expected[1], found.text)
-    assert len(notes.signed()) == len(told)
+    assert len(files.read_ranks()) == len(told)
     assert Failure(**asdict(found)) == found
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from regimen.callbacks.checkpoint import Checkpoint
 from regimen.scripts.cli.arguments import Request
-from regimen.scripts.runs.report import final_block, shares
-from regimen.scripts.runs.run import kept_log
+from regimen.scripts.runs.report import final_block, time_fractions
+from regimen.scripts.runs.run import buffered_log
 from regimen.trainer.files.atomic import LogFileHandler
 from regimen.trainer.state import KINDS, MAX_TIME, PRUNED, Timer, TrainState
 
@@ -43,7 +43,7 @@ def test_the_block_fits_the_terminal_and_its_commands_can_be_pasted(
     monkeypatch.chdir(tmp_path)
     Path("my run/tensorboard").mkdir(parents=True)
     bare = final_block(Request({}, [], {}, []), experiment, Path("my run"), RESULTS, SIX_SECONDS)
-    assert "\nagain" not in bare  # there is no checkpoint to test
+    assert "\nevaluate" not in bare  # there is no checkpoint to test
     Path("my run/checkpoints").mkdir()
     Path("my run/checkpoints/last.pt").touch()
     experiment.trainer.state.stop_reason = MAX_TIME
@@ -53,12 +53,16 @@ def test_the_block_fits_the_terminal_and_its_commands_can_be_pasted(
     said = {}
     for line in text.splitlines():
         said.setdefault(line[:9].strip(), []).append(line[9:])
-    words = {name: shlex.split(said.pop(name)[0]) for name in ("again", "look", "go on")}
+    commands = [line for line in text.splitlines() if line.startswith(("tensorboard", "evaluate"))]
+    for line in commands:
+        said.pop(line[:9].strip())
+    look, evaluate = map(shlex.split, commands)
+    go_on = shlex.split(said.pop("go on")[0])
     facts = [line for lines in said.values() for line in lines]
     assert max(map(len, facts)) + len("trained  ") <= (columns or 100)
-    assert words["again"] == ["evaluate", "run=my run"]
-    assert words["look"] == ["tensorboard", "--logdir", "my run/tensorboard"]
-    assert words["go on"][-2:] == ["run_dir='my run'", "resume=auto"]
+    assert evaluate == ["evaluate", "run=my run"]
+    assert look == ["tensorboard", "--logdir", "my run/tensorboard"]
+    assert go_on[-2:] == ["run_dir='my run'", "resume=auto"]
     assert said["data"] == ["train range 1,200, test list 2"]
     ended = "ended by its time limit (trainer.max_time=0:10:00)"
     assert ", ".join(said["trained"]) == f"1 epoch, 60 updates, 6.0 s, {ended}"
@@ -82,8 +86,8 @@ def test_shares_are_of_the_whole_time_and_the_largest_comes_first():
     nothing = dict.fromkeys(KINDS, 0.0)
     spent = {"data": 4.2, "forward + backward": 5.0, "optimizer": 0.8, "callbacks": 0.001}
     told = "50% forward + backward, 42% waiting for data, 8% optimizer"
-    assert ", ".join(shares(nothing | spent)) == told
-    assert shares(nothing) == []
+    assert ", ".join(time_fractions(nothing | spent)) == told
+    assert time_fractions(nothing) == []
 
 
 def test_each_moment_counts_once(monkeypatch):
@@ -107,7 +111,7 @@ def test_each_moment_counts_once(monkeypatch):
 
 def test_the_log_of_a_run_has_what_was_said_before_its_file(tmp_path):
     logger, path = logging.getLogger("regimen"), tmp_path / "train.log"
-    with kept_log() as log:
+    with buffered_log() as log:
         logger.warning("before")
         log.setTarget(file := LogFileHandler(path))
         log.flush()
