@@ -13,13 +13,13 @@ def convert(argv: Sequence[str]) -> int:
     """Write a checkpoint, whole, to a new file. Raises CheckpointError, StorageError."""
     from regimen.conf.errors import one_line
     from regimen.scripts.cli.arguments import command_parser
-    from regimen.scripts.cli.console import greet
+    from regimen.scripts.cli.console import print_banner
 
     parser = command_parser("regimen convert", __doc__)
     parser.add_argument("checkpoint", type=Path, help="a file such as checkpoints/last.pt")
     parser.add_argument("target", type=Path, help="the file to write")
     arguments = parser.parse_intermixed_args(argv)
-    greet()
+    print_banner()
     from regimen.trainer.checkpoints.archive import write_archive
     from regimen.trainer.checkpoints.reader import read_whole
     from regimen.trainer.errors import CheckpointError

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from regimen.scripts.cli.console import importing
-from regimen.scripts.cli.keys import Export, Quantization, Written, read_keys
+from regimen.scripts.cli.keys import Export, OutputOptions, Quantization, read_keys
 
 
 def export(argv: Sequence[str]) -> int:
@@ -42,7 +42,7 @@ def quantize(argv: Sequence[str]) -> int:
     return 0
 
 
-def _open(command: type[Written], argv: Sequence[str]) -> dict[str, Any]:
+def _open(command: type[OutputOptions], argv: Sequence[str]) -> dict[str, Any]:
     """Return the keys of a command line and the run."""
     keys, arguments = read_keys(command, argv)
     with importing():

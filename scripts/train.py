@@ -13,7 +13,7 @@ def main() -> None:
 def train(argv: Sequence[str]) -> int:
     """Do what a command line asks for; torch is imported once its keys and types are sound."""
     from regimen.scripts.cli.arguments import parse_arguments
-    from regimen.scripts.cli.console import greet
+    from regimen.scripts.cli.console import print_banner
 
     arguments = parse_arguments(argv)
     if arguments.asks_for_text:
@@ -21,7 +21,7 @@ def train(argv: Sequence[str]) -> int:
 
         answer(arguments)
         return 0
-    greet()
+    print_banner()
     from regimen.scripts.composition.compose import compose  # it imports Hydra
     from regimen.scripts.composition.overrides import refuse_untyped
 

@@ -1,11 +1,10 @@
-"""The command line: the options of Hydra and ours, and the request of a run."""
+"""The command line: the options of Hydra and ours, and the request for a run."""
 
 import argparse
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -16,14 +15,14 @@ from regimen.conf.schema import Config, Values
 from regimen.conf.yaml_file import dump
 
 PRIMARY = "train"
-RUNS = Path("runs")  # the folder of runs whose place nobody has given
+RUNS = Path("runs")  # the folder of runs without a `run_dir`
 MAX_OVERRIDE = 8_000  # characters; Hydra's parser takes a second for a list of this length
 MAX_BRACKETS = 20  # open at once
 
 
-def option(*names: str, default: Any = None, **how: Any) -> Any:
-    """Declare a field by the words that are typed for it, and what else argparse is told."""
-    return field(default=default, metadata={"names": names, **how})
+def option(*names: str, default: Any = None, **keywords: Any) -> Any:
+    """Declare a field by the words that are typed for it, and more keywords for argparse."""
+    return field(default=default, metadata={"names": names, **keywords})
 
 
 def flag(*names: str, help: str) -> Any:
@@ -62,19 +61,20 @@ class Arguments:
     resolve: bool = flag("--resolve", help="with --cfg: interpolations replaced")
     package: str | None = option("--package", "-p", help="with --cfg: only this part: optimizer")
     config_dirs: tuple[str, ...] = option(
-        *("--config-dir", "-cd"),
+        "--config-dir",
+        "-cd",
         default=(),
         action="append",
         help="a further folder, found first",
     )
     config_name: str = option(
-        *("--config-name", "-cn"), default=PRIMARY, help=f"the primary config (default: {PRIMARY})"
+        "--config-name", "-cn", default=PRIMARY, help=f"the primary config (default: {PRIMARY})"
     )
     config_path: str | None = option(
         "--config-path", "-cp", help="the folder of configs instead of Regimen's"
     )
     allow_targets: tuple[str, ...] = option(
-        *("--allow-target",),
+        "--allow-target",
         default=(),
         action="append",
         help="a package that _target_ may name",
@@ -83,12 +83,12 @@ class Arguments:
 
     @property
     def asks_for_text(self) -> bool:
-        """Whether help, a configuration or the like is asked for instead of a run."""
+        """Whether help, a configuration or the like is requested instead of a run."""
         return bool(self.help or self.version or self.shell_completion or self.cfg)
 
 
 class AnsweredError(SystemExit):
-    """Help was asked for, and is printed: the command ends well."""
+    """Help was requested, and is printed: the command ends well."""
 
     exit_code = 0
 
@@ -101,9 +101,12 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError("command line", message, self._hint(message))
 
     def _hint(self, message: str) -> str:
-        word = re.match(r"unrecognized arguments: --?([\w.-]+)", message)
-        key = word[1].replace("-", "_") if word and self.prog == PRIMARY else ""
-        if ours := our_key(key):
+        unknown = re.match(r"unrecognized arguments: --?([\w.-]+)", message)
+        if unknown is None or self.prog != PRIMARY:
+            return "see --help"
+        key = unknown[1].replace("-", "_")
+        ours = our_key(key)
+        if ours:
             return f"it is called {ours} here, and keys are typed as key=value, without dashes"
         if "." in key or key in declared(Config):
             return f"write {key}=..., without dashes"
@@ -112,40 +115,58 @@ class _Parser(argparse.ArgumentParser):
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of every command that takes overrides."""
-    absent = argparse.SUPPRESS  # then a field has its default
-    it = _Parser(prog=PRIMARY, add_help=False, allow_abbrev=False, argument_default=absent)
-    for one in fields(Arguments):
-        how = dict(one.metadata)
-        it.add_argument(*how.pop("names"), dest=one.name, **how)
-    return it
+    result = _Parser(
+        prog=PRIMARY,
+        add_help=False,
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,  # then a field has its default
+    )
+    for argument in fields(Arguments):
+        keywords = dict(argument.metadata)
+        result.add_argument(*keywords.pop("names"), dest=argument.name, **keywords)
+    return result
 
 
 def command_parser(prog: str, description: str | None) -> argparse.ArgumentParser:
     """Return the parser of a command that takes words, not overrides; mistakes are ConfigErrors."""
-    form = argparse.RawDescriptionHelpFormatter
-    return _Parser(prog=prog, description=description, formatter_class=form, allow_abbrev=False)
+    return _Parser(
+        prog=prog,
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
 
 
 def parse_arguments(argv: Sequence[str]) -> Arguments:
     """Parse a command line. Raises ConfigError."""
-    raise_problems(p for text in argv if (p := _oversized(text)))
-    got = vars(parser().parse_intermixed_args(list(argv)))
-    plain: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in got.items()}
-    return Arguments(**plain)
+    raise_problems(problem for text in argv for problem in _size_problems(text))
+    values: dict[str, Any] = vars(parser().parse_intermixed_args(list(argv)))
+    for name, value in values.items():
+        if isinstance(value, list):
+            values[name] = tuple(value)
+    return Arguments(**values)
 
 
-def _oversized(text: str) -> Problem | None:
+def _size_problems(text: str) -> Iterator[Problem]:
+    """Yield a problem if Hydra's parser would take very long for an override."""
     if len(text) > MAX_OVERRIDE:
-        return Problem(text[:40] + "...", f"longer than {MAX_OVERRIDE} characters")
-    depths = accumulate((c in "[{(") - (c in "]})") for c in text)
-    if max(0, *depths, text.partition("=")[0].count(".")) > MAX_BRACKETS:
-        return Problem(text[:40] + "...", f"nested deeper than {MAX_BRACKETS} levels")
-    return None
+        yield Problem(text[:40] + "...", f"longer than {MAX_OVERRIDE} characters")
+        return
+    depth = 0
+    deepest = text.partition("=")[0].count(".")
+    for character in text:
+        if character in "[{(":
+            depth += 1
+        elif character in "]})":
+            depth -= 1
+        deepest = max(deepest, depth)
+    if deepest > MAX_BRACKETS:
+        yield Problem(text[:40] + "...", f"nested deeper than {MAX_BRACKETS} levels")
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A checked configuration, and the arguments that it was composed from."""
+    """A checked configuration to run, and the arguments that it was composed from."""
 
     config: Values  # resolved, plain containers
     overrides: list[str]
@@ -153,17 +174,18 @@ class Request:
     arguments: list[str]  # as typed, for `resume_command`
     allowed: list[str] = field(default_factory=list)  # packages of --allow-target
     prediction: Values | None = None  # the keys of `predict`; None: train
-    files: list[str] = field(default_factory=list)  # read by `predict` from standard input
+    files: list[str] = field(default_factory=list)  # lines that `predict` read from standard input
 
     def resume_command(self, run_dir: Path) -> str:
         """Return the command that resumes this run."""
-        kept = [a for a in self.arguments if not a.lstrip("+").startswith(("run_dir=", "resume="))]
+        replaced = ("run_dir=", "resume=")
+        kept = [text for text in self.arguments if not text.lstrip("+").startswith(replaced)]
         return shlex.join(["train", *kept, run_dir_override(run_dir), "resume=auto"])
 
     def config_text(self) -> str:
         """Return the configuration as YAML; keys that belong to a single start are null.
 
-        What a sweep does with the run is not part of it.
+        The settings of a sweep are not part of it either.
         """
         return dump(self.config | dict.fromkeys(("run_dir", "resume", "dry_run", "sweep")))
 
@@ -176,11 +198,11 @@ def key_of(text: str) -> str:
 def run_dir_override(path: Path) -> str:
     """Return the override that names a folder, quoted where it must be."""
     text = str(path)
-    plain = re.fullmatch(r"[\w./+-]+", text)
-    return f"run_dir={text if plain else quoted(text)}"
+    needs_no_quotes = re.fullmatch(r"[\w./+-]+", text)
+    return f"run_dir={text if needs_no_quotes else quoted(text)}"
 
 
 def quoted(text: str) -> str:
     """Quote text for the value of an override: backslashes before a quote are doubled."""
-    inner = re.sub(r"(\\*)('|\Z)", lambda m: m[1] * 2 + ("\\'" if m[2] else ""), text)
+    inner = re.sub(r"(\\*)('|\Z)", lambda match: match[1] * 2 + ("\\'" if match[2] else ""), text)
     return f"'{inner}'"

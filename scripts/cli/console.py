@@ -1,10 +1,9 @@
-"""What a command prints beside its answer, and how it ends: the `error:` line and the exit code.
+"""What a command prints besides its result, and how it ends: the `error:` line and the exit code.
 
-One line comes first, before torch is imported. What libraries say goes to the log. Streams whose
-reader has left take what is written.
+A banner comes first, before torch is imported. Warnings and log messages of libraries go to the
+log. Output after a closed pipe or a full disk is dropped.
 """
 
-import ctypes
 import gc
 import logging
 import os
@@ -28,9 +27,7 @@ from regimen.trainer.files.layout import VisibleFormatter, indented_lines, visib
 logger = logging.getLogger("regimen")
 log_file = logging.getLogger("regimen.log")  # for `train.log`: the terminal does not show it
 _JOB = "REGIMEN_SWEEP_JOB"
-AS_JOB = {_JOB: "1"}  # what the environment of a job of a sweep has
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
-_MOST_KEPT, _LARGEST_KEPT = 2**31 - 1, 2**25  # bytes: the most that mallopt takes
+AS_JOB = {_JOB: "1"}  # added to the environment of a job of a sweep
 
 
 def leave_with(command: Callable[[Sequence[str]], int], argv: Sequence[str]) -> NoReturn:
@@ -46,31 +43,14 @@ def leave_with(command: Callable[[Sequence[str]], int], argv: Sequence[str]) -> 
 
 
 def set_up() -> None:
-    """Prepare memory, imports, streams, warnings and signals of a process, before it does more."""
+    """Prepare imports, streams, warnings and signals of a process, before it does more."""
     # torch, which is not imported yet, then asks for huge pages: a large tensor's first use of
     # new memory takes a third of the time (a batch of 64 x 3 x 224 x 224: 10 ms, not 30).
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-    keep_freed_memory()
     defer_imports()
-    outlive_readers()
-    quiet_others()
+    ignore_broken_pipes()
+    route_warnings()
     end_on_signals()
-
-
-def keep_freed_memory() -> None:
-    """Let glibc keep up to 2 GiB of freed memory, in blocks of at most 32 MiB, for the next update.
-
-    It would give back gradients and activations after each update, and the kernel would clear the
-    pages that the next one asks for: 5,000 of them, 1 to 2% of an update of ResNet-18 on a CPU.
-    What the user has set in the environment is kept; other C libraries have no such settings.
-    """
-    names = {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"} & os.environ.keys()
-    if names or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "") or sys.platform != "linux":
-        return
-    library = ctypes.CDLL(None)
-    if hasattr(library, "mallopt"):
-        library.mallopt(_M_TRIM_THRESHOLD, _MOST_KEPT)
-        library.mallopt(_M_MMAP_THRESHOLD, _LARGEST_KEPT)
 
 
 @contextmanager
@@ -85,28 +65,32 @@ def importing() -> Iterator[None]:
 
 def report(error: BaseException) -> int:
     """Print the error that ended the command, and return its exit code."""
-    if (code := exit_code(error)) == 0:  # help was asked for
+    code = exit_code(error)
+    if code == 0:  # help was requested, and is printed
         return 0
-    # Of several processes of torchrun the first to fail speaks.
+    # Of several processes of torchrun only the first to fail prints its error.
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         from regimen.trainer.distributed import is_first_to_fail
 
         if not is_first_to_fail(error):
             return code
-    text, trace = describe(error), ""
-    if code == 1:
-        shown = traceback.TracebackException.from_exception(error)
-        shown.__notes__ = [note for note in shown.__notes__ or () if note != text]
-        trace = "".join(shown.format())
-    print_error(text, trace)
+    text = describe(error)
+    print_error(text, _format_traceback(error, text) if code == 1 else "")
     if isinstance(error, ConfigError) and error.more is not None:
         sys.stderr.flush()  # the search that follows imports torch
-        further = error.more()
-        if further:
-            print(f"  {len(further)} more in what else is configured:", file=sys.stderr)
-        for problem in further:
+        problems = error.more()
+        if problems:
+            print(f"  {len(problems)} more in what else is configured:", file=sys.stderr)
+        for problem in problems:
             print(f"  {problem}", file=sys.stderr)
     return code
+
+
+def _format_traceback(error: BaseException, text: str) -> str:
+    """Format a traceback without the note that is printed as the `error:` line."""
+    trace = traceback.TracebackException.from_exception(error)
+    trace.__notes__ = [note for note in trace.__notes__ or () if note != text]
+    return "".join(trace.format())
 
 
 def print_error(text: str, trace: str = "") -> None:
@@ -127,27 +111,28 @@ def log_to_stderr(verbose: bool) -> None:
 
 
 def is_job() -> bool:
-    """Return whether this process works for a job of a sweep, which itself tells what is done."""
+    """Return whether this process belongs to a job of a sweep; the sweep reports the progress."""
     return os.environ.get(_JOB) == "1"
 
 
-def greet() -> None:
+def print_banner() -> None:
     """Print versions to stderr, then the log; not in jobs of a sweep, nor on other ranks."""
-    first = os.environ.get("RANK", "0") == "0"
-    log_to_stderr(first)
-    if first and not is_job():
-        line = f"regimen {installed_version()}, torch {metadata.version('torch')}\n"
-        sys.stderr.write(line)  # at once: a signal must not part the line
+    is_first = os.environ.get("RANK", "0") == "0"
+    log_to_stderr(is_first)
+    if is_first and not is_job():
+        # One write: a signal must not split the line.
+        sys.stderr.write(f"regimen {installed_version()}, torch {metadata.version('torch')}\n")
         sys.stderr.flush()
 
 
 def usable_cpus() -> Collection[int]:
     """Return the CPUs that this process may use."""
-    known = hasattr(os, "sched_getaffinity")
-    return os.sched_getaffinity(0) if known else range(os.cpu_count() or 1)
+    if hasattr(os, "sched_getaffinity"):
+        return os.sched_getaffinity(0)
+    return range(os.cpu_count() or 1)
 
 
-class _Outlet:
+class _SafeStream:
     """A text stream that drops its output after a write error (a closed pipe, a full disk)."""
 
     def __init__(self, stream: TextIO) -> None:
@@ -159,11 +144,11 @@ class _Outlet:
             return self._stream.write(text)
         except UnicodeEncodeError:  # lone surrogates, or letters that a terminal's encoding lacks
             encoding = self._stream.encoding
-            known = text.encode(encoding, "backslashreplace").decode(encoding)
-            return self._stream.write(known)
+            escaped = text.encode(encoding, "backslashreplace").decode(encoding)
+            return self._stream.write(escaped)
         except OSError:
             # The buffer of the stream goes there as well: Python would flush it again at exit.
-            _into_nothing(self._stream.fileno())
+            _redirect_to_null(self._stream.fileno())
             return len(text)
 
     def flush(self) -> None:
@@ -171,48 +156,52 @@ class _Outlet:
         try:
             self._stream.flush()
         except OSError:
-            _into_nothing(self._stream.fileno())
+            _redirect_to_null(self._stream.fileno())
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
 
-def outlive_readers() -> None:
+def ignore_broken_pipes() -> None:
     """Make stdout and stderr ignore write errors, and open streams that were closed."""
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
+    for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
         stream = getattr(sys, name)
         if stream is None:
             try:
-                os.fstat(number)
-            except OSError:  # another file would get its descriptor
-                _into_nothing(number)
-            null = open(os.devnull, "w" if number else "r")  # noqa: SIM115 (until the end)
+                os.fstat(descriptor)
+            except OSError:  # closed: the next file that is opened would get the number
+                _redirect_to_null(descriptor)
+            null = open(os.devnull, "w" if descriptor else "r")  # noqa: SIM115 (until the end)
             setattr(sys, name, null)
-        elif number and not isinstance(stream, _Outlet):
-            setattr(sys, name, cast(TextIO, _Outlet(stream)))
+        elif descriptor and not isinstance(stream, _SafeStream):
+            setattr(sys, name, cast(TextIO, _SafeStream(stream)))
 
 
-def _into_nothing(number: int) -> None:
+def _redirect_to_null(descriptor: int) -> None:
     null = os.open(os.devnull, os.O_RDWR)
-    if null != number:
-        os.dup2(null, number)
+    if null != descriptor:
+        os.dup2(null, descriptor)
         os.close(null)
 
 
-def quiet_others() -> None:
-    """Show warnings of the user's own code alone, each in one line; those of libraries are logged.
+def route_warnings() -> None:
+    """Show warnings of the user's own code, each in one line; log those of libraries.
 
-    Whoever reads the terminal can mend nothing in a library; a set TORCH_CPP_LOG_LEVEL stands.
+    The user can change nothing in a library. A TORCH_CPP_LOG_LEVEL that is set stays.
     """
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     process = os.getpid()
 
-    def tell(text: Warning | str, kind: type[Warning], file: str, line: int, *_: object) -> None:
-        theirs, message = not is_user_code(file), " ".join(str(text).split())
-        said = f"warning: {kind.__name__}: {message} ({file}:{line})"
+    def showwarning(
+        text: Warning | str, category: type[Warning], file: str, line: int, *_: object
+    ) -> None:
+        words = " ".join(str(text).split())
+        message = f"warning: {category.__name__}: {words} ({file}:{line})"
+        is_own_code = is_user_code(file)
         if os.getpid() == process and logging.getLogger().handlers:
-            (log_file if theirs else logger).warning("%s", said)
-        elif not theirs:  # in a worker, which must not write to the log of its parent
-            print(said, file=sys.stderr, flush=True)
+            destination = logger if is_own_code else log_file
+            destination.warning("%s", message)
+        elif is_own_code:  # in a worker process, which must not write to the log of its parent
+            print(message, file=sys.stderr, flush=True)
 
-    warnings.showwarning = tell  # type: ignore[assignment]
+    warnings.showwarning = showwarning  # type: ignore[assignment]

@@ -1,14 +1,14 @@
-"""Imports that a command leaves out until something uses them: of a start's time more than a third.
+"""Defer imports of torch and torchvision until something uses them: a third of a start's time.
 
 torch's optimizers and torchvision import `torch._dynamo`, the front end of `torch.compile`, with
-sympy and triton, to mark functions that it must not trace. As long as it is not loaded it traces
-nothing, and the marks have no effect: they are set when it is loaded. torchvision also imports all
-of its networks, operators for boxes and data sets; here each does its imports at its first use.
+sympy and triton, only to mark functions that it must not trace. Until it is loaded, nothing is
+traced, and the marks have no effect: they are set when it is loaded. torchvision also imports all
+of its networks, operators for boxes and data sets; here each package is executed at its first use.
 
 Four names here are private to torch, which has no public ones for them: `torch._compile` and its
 `_disable_dynamo` (the decorator that marks), `__dynamo_disable` (the attribute under which it keeps
-the marked form), and `torch._dynamo`. What torch or torchvision do not have under these names is
-imported as ever; tests/scripts/cli/test_imports.py tells when a version changes them.
+the marked form), and `torch._dynamo`. If a version of torch or torchvision lacks one of them, it
+is imported as usual; tests/scripts/cli/test_imports.py fails if a version changes them.
 """
 
 import functools
@@ -28,13 +28,13 @@ Execute = Callable[[ModuleType, Loader], None]
 
 
 def defer_imports() -> None:
-    """Do so from here on, in this process; modules that are imported already stay as they are."""
+    """Defer the imports of this process from here on; modules already imported stay as they are."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
 
 
 class _Finder(MetaPathFinder):
-    """Find what is deferred as it would be found, and load it in another way."""
+    """Find the deferred modules as usual, but give them another loader."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -46,10 +46,10 @@ class _Finder(MetaPathFinder):
 
 
 class _Loader(Loader):
-    """Stand for a loader until the module exists, which `execute` then fills.
+    """Wraps a loader: `execute(module, loader)` takes the place of executing the module.
 
-    Without one a package's `__init__` waits for the first use of a name; its modules can be
-    imported.
+    `execute=None`: a package's `__init__` is executed at the first use of a name of it. Modules of
+    the package can be imported before that.
     """
 
     def __init__(self, loader: Loader, execute: Execute | None) -> None:
@@ -66,11 +66,11 @@ class _Loader(Loader):
 
 
 class _Deferred(ModuleType):
-    """A package whose `__init__` has not been executed, or not to its end."""
+    """A package whose `__init__` has not been executed, or not to the end."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
-        self.__lock = threading.RLock()  # of two threads that use it first the second waits
+        self.__lock = threading.RLock()  # a second thread waits until the first has executed it
         self.__executing = False
 
     def __getattr__(self, name: str) -> Any:
@@ -82,7 +82,7 @@ class _Deferred(ModuleType):
     def _execute(self) -> None:
         with self.__lock:
             if type(self) is not _Deferred or self.__executing:
-                return  # another thread has done it, or this is what the package itself asks for
+                return  # another thread has executed it, or the package itself uses the name
             assert self.__spec__ is not None
             loader = self.__spec__.loader
             assert loader is not None
@@ -95,13 +95,15 @@ class _Deferred(ModuleType):
 
 
 def _decorator(module: ModuleType, loader: Loader) -> None:
-    """Execute `torch._compile`: what it marks is called as it is, until there is a compiler.
+    """Execute `torch._compile`; functions that it decorates are called plainly until it is needed.
 
-    The decorated function looks its marked form up at each call, as an attribute of the plain one.
+    The decorated function looks up its marked form at each call, as an attribute of the plain one.
+    Until the compiler is imported, the plain function stands there for its own marked form.
     """
     loader.exec_module(module)
-    if (decorator := vars(module).get(_DECORATOR)) is None:
-        return  # another version of torch, which then imports what it imports
+    decorator = vars(module).get(_DECORATOR)
+    if decorator is None:
+        return  # another version of torch: nothing is deferred
 
     def deferring(fn: Any = None, recursive: bool = True) -> Any:
         if fn is None:
@@ -116,18 +118,21 @@ def _decorator(module: ModuleType, loader: Loader) -> None:
 
 
 def _tensors(module: ModuleType, loader: Loader) -> None:
-    """Execute `torchvision.tv_tensors`, which uses the compiler's decorator in place of torch's."""
+    """Execute `torchvision.tv_tensors` with the decorator of `torch._compile`.
+
+    Its own choice, `torch.compiler.disable`, would import the compiler.
+    """
     torch = importlib.import_module("torch")
-    marking = torch.compiler.disable
-    torch.compiler.disable = getattr(torch, _DECORATOR, marking)
+    disable = torch.compiler.disable
+    torch.compiler.disable = getattr(torch, _DECORATOR, disable)
     try:
         loader.exec_module(module)
     finally:
-        torch.compiler.disable = marking
+        torch.compiler.disable = disable
 
 
 def _compiler(module: ModuleType, loader: Loader) -> None:
-    """Execute `torch._dynamo`: from here on every mark counts."""
+    """Execute `torch._dynamo`; remove the stand-ins, so that functions are really marked."""
     for function in _unmarked:
         delattr(function, _FORM)
     _unmarked.clear()

@@ -1,4 +1,4 @@
-"""Files and folders that a command makes for a person: whole or absent, and where it was meant."""
+"""Files and folders that a command writes where the user says: whole or absent."""
 
 import os
 from pathlib import Path
@@ -8,15 +8,15 @@ from regimen.trainer.files.atomic import storing, write_text
 
 
 def make_above(path: Path) -> None:
-    """Make the folders above a path, where they are below the working folder.
+    """Make the folders above a path, if they are below the working folder.
 
-    Raises ConfigError for a folder elsewhere that is missing, most likely by a slip, and for a file
-    in its place; StorageError.
+    Raises ConfigError for a missing folder elsewhere, which is most likely a typing error, and for
+    a file in the place of a folder; StorageError.
     """
     folder = path.parent
-    there = next(place for place in path.absolute().parents if os.path.lexists(place))
-    if not there.is_dir():
-        raise ConfigError(f"{there} exists: choose another name")
+    existing = next(parent for parent in path.absolute().parents if os.path.lexists(parent))
+    if not existing.is_dir():
+        raise ConfigError(f"{existing} exists: choose another name")
     if folder.is_dir():
         return
     if not Path(os.path.realpath(folder)).is_relative_to(os.path.realpath(os.curdir)):

@@ -1,8 +1,8 @@
 # ruff: noqa: RUF009 -- `option` returns a dataclasses.field, which is what belongs there
-"""The keys of the commands over a finished run.
+"""The keys of the commands that use a finished run.
 
-A class is a command: its docstring and the meanings of its keys are the help, their types and
-limits are checked as those of a configuration, and its object is what the command works with.
+Each command is a class. Its docstring and the meanings of its keys are the help; types and limits
+are checked like those of a configuration; the command is given an object of it.
 """
 
 import importlib.util
@@ -11,7 +11,7 @@ import re
 import textwrap
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from inspect import getdoc
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
@@ -22,7 +22,7 @@ from regimen.conf.fields import REQUIRED, Check, count, declared, members, natur
 from regimen.conf.schema import Config
 from regimen.conf.yaml_file import word
 from regimen.scripts.cli.arguments import AnsweredError, Arguments, parse_arguments
-from regimen.scripts.cli.console import greet
+from regimen.scripts.cli.console import print_banner
 from regimen.trainer.runs.directory import refuse_links
 
 Format = Literal["onnx", "torch_export", "torchscript", "aoti", "safetensors"]
@@ -32,29 +32,31 @@ _KINDS = "logits, probabilities or embeddings:MODULE"
 _SPLIT = "test, or val where the data have no test split; of several test/NAME, val/NAME"
 
 
-def _matching(pattern: str, words: str) -> Check:
-    return lambda text: None if re.fullmatch(pattern, text) else words
+def _matching(pattern: str, expected: str) -> Check:
+    """Return a check that describes what is expected of a text that does not match."""
+    return lambda text: None if re.fullmatch(pattern, text) else expected
 
 
-_is_split = _matching(r"(test|val)(/.+)?", "test, val, or one of several: test/NAME, val/NAME")
+_split_check = _matching(r"(test|val)(/.+)?", "test, val, or one of several: test/NAME, val/NAME")
 
 
-def _is_run(folder: str) -> str | None:
-    held = (Path(folder) / "config.yaml").is_file()
-    return None if held else "the directory of a run, which holds a config.yaml"
+def _run_check(folder: str) -> str | None:
+    if (Path(folder) / "config.yaml").is_file():
+        return None
+    return "the directory of a run, which holds a config.yaml"
 
 
 @dataclass(kw_only=True, slots=True)
-class OfRun:
-    """What every such command takes."""
+class RunOptions:
+    """The keys that every such command has."""
 
-    overrides: ClassVar[bool] = False  # whether further ones change the run's configuration
-    run: str = option(REQUIRED, "RUN_DIR, the directory of a finished run", check=_is_run)
+    overrides: ClassVar[bool] = False  # whether further keys change the run's configuration
+    run: str = option(REQUIRED, "RUN_DIR, the directory of a finished run", check=_run_check)
     checkpoint: str = option("best", "best, last, or a path")
 
 
 @dataclass(kw_only=True, slots=True)
-class Evaluation(OfRun):
+class Evaluation(RunOptions):
     """Test a run's checkpoint again, on one device, and write evaluation.json into its directory.
 
       evaluate run=RUN_DIR [checkpoint=best|last|PATH] [split=test|val] [key=value ...]
@@ -65,18 +67,18 @@ class Evaluation(OfRun):
     """
 
     overrides = True
-    split: str | None = option(None, _SPLIT, check=_is_split)
+    split: str | None = option(None, _SPLIT, check=_split_check)
     artefact: str | None = option(None, "a file of regimen export or quantize, tested instead")
     allow_code: bool = option(False, "load formats that run code: torch_export, torchscript, aoti")
 
     def conflicts(self) -> Iterator[Problem]:
-        """Refuse two things to test."""
+        """Yield a problem if two things are to be tested."""
         if self.artefact and self.checkpoint != "best":
             yield Problem("artefact", "a file is tested, or a checkpoint: leave one of both out")
 
 
 @dataclass(kw_only=True, slots=True)
-class Prediction(OfRun):
+class Prediction(RunOptions):
     """Answer for pictures, or for other samples, with a trained run.
 
       predict run=RUN_DIR source=DIR|FILE|GLOB|-|val|test|predict [key=value ...]
@@ -119,39 +121,41 @@ class Prediction(OfRun):
 
     @property
     def array(self) -> Path | None:
-        """The file of what is saved of each sample; None if nothing is."""
-        beside = Path(self.out).with_suffix(f".{self.saved}.npy")
-        return Path(self.save_to or beside) if self.save else None
+        """The file of the values that are saved of each sample; None if none are."""
+        if not self.save:
+            return None
+        return Path(self.save_to or Path(self.out).with_suffix(f".{self.saved}.npy"))
 
     def conflicts(self) -> Iterator[Problem]:
-        """Yield what is wrong with keys that need another, and with files to write."""
+        """Yield problems with keys that need another key, and with the files to write."""
         if self.temperature is not None and self.sampling != "random":
-            hint = "add sampling=random"
-            yield Problem("temperature", "has no effect on the likeliest token", hint)
+            yield Problem(
+                "temperature", "has no effect on the likeliest token", "add sampling=random"
+            )
         if self.save_to is not None and self.save is None:
             yield Problem("save_to", "there is nothing to save", f"add save={_KINDS}")
-        for key, path, suffixes in (
-            ("out", Path(self.out), (".csv", ".jsonl", ".parquet")),
-            ("save_to", self.array, (".npy", ".safetensors")),
-        ):
-            if path is None:
-                continue
-            if path.suffix not in suffixes:
-                yield Problem(key, f"{path} ends with none of {', '.join(suffixes)}")
-            elif not path.parent.is_dir():
-                yield Problem(key, f"{path}: there is no folder {path.parent}")
-            elif path.exists() and not self.overwrite:
-                yield Problem(key, f"{path} exists", "overwrite=true replaces it")
+        yield from self._file_problems("out", Path(self.out), (".csv", ".jsonl", ".parquet"))
+        if self.array is not None:
+            yield from self._file_problems("save_to", self.array, (".npy", ".safetensors"))
         if self.out.endswith(".parquet") and importlib.util.find_spec("pyarrow") is None:
-            hint = (
-                "install the extra: pip install 'torch-regimen[parquet]', or write .csv or .jsonl"
+            yield Problem(
+                "out",
+                "a .parquet table needs pyarrow",
+                "install the extra: pip install 'torch-regimen[parquet]', or write .csv or .jsonl",
             )
-            yield Problem("out", "a .parquet table needs pyarrow", hint)
+
+    def _file_problems(self, key: str, path: Path, suffixes: Sequence[str]) -> Iterator[Problem]:
+        if path.suffix not in suffixes:
+            yield Problem(key, f"{path} ends with none of {', '.join(suffixes)}")
+        elif not path.parent.is_dir():
+            yield Problem(key, f"{path}: there is no folder {path.parent}")
+        elif path.exists() and not self.overwrite:
+            yield Problem(key, f"{path} exists", "overwrite=true replaces it")
 
 
 @dataclass(kw_only=True, slots=True)
-class Written(OfRun):
-    """What the commands take that write a model."""
+class OutputOptions(RunOptions):
+    """The keys of the commands that write a model."""
 
     out: str | None = option(None, "a folder, for card.md and all; null: below RUN_DIR/exports")
     preprocessing: Literal["outside", "inside"] = option(
@@ -161,7 +165,7 @@ class Written(OfRun):
 
 
 @dataclass(kw_only=True, slots=True)
-class Export(Written):
+class Export(OutputOptions):
     """Write a trained model as a file that other programs load, verified before it has its name.
 
     regimen export run=RUN_DIR format=onnx|torch_export|torchscript|aoti|safetensors [key=value ...]
@@ -171,7 +175,7 @@ class Export(Written):
 
 
 @dataclass(kw_only=True, slots=True)
-class Quantization(Written):
+class Quantization(OutputOptions):
     """Write a trained model with 8-bit integers as ONNX: smaller, and faster on a CPU.
 
     It is compared with the model before it has its name; what it gains and loses is printed.
@@ -186,11 +190,11 @@ class Quantization(Written):
     )
     samples: int = count(512, "that ranges are taken from, unless qat has learnt them")
     max_drop: float = natural(0.01, "more accuracy lost is an error, nothing written")
-    split: str | None = option(None, f"where it is measured: {_SPLIT}", check=_is_split)
+    split: str | None = option(None, f"where it is measured: {_SPLIT}", check=_split_check)
 
 
 @dataclass(kw_only=True, slots=True)
-class Demo(OfRun):
+class Demo(RunOptions):
     """Show a trained model on a page (of gradio), which names its own JSON address.
 
     One drops a picture, or types a row of a table, a prompt or numbers, and it answers beside it.
@@ -204,27 +208,29 @@ class Demo(OfRun):
     device: str = option("auto", "where it is computed: cpu, or a kind of accelerator")
 
     def conflicts(self) -> Iterator[Problem]:
-        """Name the extra that is missing."""
+        """Yield a problem if the extra is not installed."""
         if importlib.util.find_spec("gradio") is None:
             yield Problem("", "demo needs gradio", "pip install 'torch-regimen[demo]'")
 
 
-T = TypeVar("T", bound=OfRun)
+T = TypeVar("T", bound=RunOptions)
 
 
 def read_keys(command: type[T], argv: Sequence[str]) -> tuple[T, Arguments]:
-    """Return a command's keys, and what composes the run's configuration with other overrides.
+    """Return a command's keys, and the arguments that compose the run's configuration.
 
-    Greets, once the line can be taken apart. Raises ConfigError with all mistakes, AnsweredError
-    once the help that was asked for is printed.
+    Prints the banner once the line is parsed. Raises ConfigError with all mistakes, AnsweredError
+    after the help was requested and printed.
     """
-    arguments, known = parse_arguments(argv), declared(command)
+    arguments = parse_arguments(argv)
     if arguments.help:
         print(help_of(command))
         raise AnsweredError
-    greet()
+    print_banner()
+    known = declared(command)
+    roots = declared(Config)
     raw = {}
-    others, roots = [], declared(Config)
+    others = []
     for override in arguments.overrides:
         # The configuration of a run has no groups to choose in.
         override = re.sub(r"^\+*strategy=(\w+)$", r"strategy.name=\1", override)
@@ -234,26 +240,34 @@ def read_keys(command: type[T], argv: Sequence[str]) -> tuple[T, Arguments]:
         elif command.overrides and (key in roots or nearest(key, [*known, *roots]) not in known):
             others.append(override)
         else:
-            raw[key] = text  # an unknown one
+            raw[key] = text  # an unknown key, which `parsed` refuses
     keys = parsed(raw, command)
     refuse_links(Path(keys.run), "run")
-    own = Arguments(tuple(others), config_name="config", config_dirs=(keys.run,))
-    return keys, replace(own, allow_targets=arguments.allow_targets)
+    composing = Arguments(
+        tuple(others),
+        config_name="config",
+        config_dirs=(keys.run,),
+        allow_targets=arguments.allow_targets,
+    )
+    return keys, composing
 
 
 def _value(text: str, kinds: Collection[Any]) -> Any:
+    """Parse the value of a key by the types that it may have; a wrong one stays a text."""
     if text == "null" and type(None) in kinds:
         return None
+    if {int, float, bool}.isdisjoint(kinds):
+        return text
     with suppress(ValueError):
-        return json.loads(text) if {int, float, bool} & {*kinds} else text
+        return json.loads(text)
     return text
 
 
-def help_of(command: type[OfRun]) -> str:
-    """Return a command's docstring and its keys: defaults, meanings, what they take."""
+def help_of(command: type[RunOptions]) -> str:
+    """Return a command's docstring and its keys: defaults, meanings, types."""
     lines = [str(getdoc(command)), ""]
-    for name, one in declared(command).items():
-        value = "" if one.default is REQUIRED else word(one.default)
-        text = f"{f'{name}={value}':<24} {one.doc} ({describe_type(one)})"
+    for name, key in declared(command).items():
+        default = "" if key.default is REQUIRED else word(key.default)
+        text = f"{f'{name}={default}':<24} {key.doc} ({describe_type(key)})"
         lines.append(textwrap.fill(text, 98, initial_indent="  ", subsequent_indent=" " * 27))
     return "\n".join(lines)

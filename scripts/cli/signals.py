@@ -1,10 +1,8 @@
-"""Signals: before there is anything to save they end the command, a run they end after its update.
+"""Signals of a command: before there is anything to save they end it.
 
-A second Ctrl-C ends a run at once. Handlers act in the process that has set them alone: one that is
-forked, as a user's `multiprocessing.Pool` does, has those that it would have without us.
+Handlers act only in the process that has set them. A process that it forks, as a user's
+`multiprocessing.Pool` does, gets back the handlers that it would have without Regimen.
 """
-
-from __future__ import annotations
 
 import ctypes
 import os
@@ -13,17 +11,14 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from regimen.trainer.errors import EXIT_CODES, leave_at_once, stopping_signals
 
-if TYPE_CHECKING:
-    from regimen.trainer.trainer import Trainer
-
-_PR_SET_PDEATHSIG = 1
-_early: list[int] = []
+_PR_SET_PDEATHSIG = 1  # of Linux's prctl.h
 Handler = Callable[[int, FrameType | None], object]
-_replaced: dict[Any, dict[int, Any]] = {}  # by handler of ours: those that it stands for, by signal
+_previous: dict[Any, dict[int, Any]] = {}  # by handler of ours: those it replaced, by signal
+early_signals: list[int] = []  # that arrived before there was anything to save
 
 
 class StoppedEarlyError(BaseException):
@@ -41,27 +36,28 @@ def end_on_signals() -> None:
     """End the command on a signal, as long as there is nothing to save."""
 
     def stop_early(number: int, frame: FrameType | None) -> None:
-        _early.append(number)
+        early_signals.append(number)
         raise StoppedEarlyError(number)
 
     _set(stop_early)
 
 
 def _set(handle: Handler) -> dict[int, Any]:
-    if not _replaced:
-        os.register_at_fork(after_in_child=_give_back)
-    _replaced[handle] = {n: signal.signal(n, handle) for n in stopping_signals()}
-    return dict(_replaced[handle])
+    """Set a handler for all signals that stop a command; return those that it replaces."""
+    if not _previous:
+        os.register_at_fork(after_in_child=_restore_in_child)
+    _previous[handle] = {n: signal.signal(n, handle) for n in stopping_signals()}
+    return dict(_previous[handle])
 
 
-def _give_back() -> None:
-    # `Pool.terminate()` waits for children that it has sent SIGTERM: a handler that notes a signal,
-    # or raises what only our commands catch, would keep them alive.
+def _restore_in_child() -> None:
+    # `Pool.terminate()` sends SIGTERM and waits for its children. A handler that only records the
+    # signal, or raises what only our commands catch, would keep them alive.
     for number in EXIT_CODES:
-        ours = handler = signal.getsignal(number)
-        while handler in _replaced:
-            handler = _replaced[handler][number]
-        if handler is not ours:
+        handler = current = signal.getsignal(number)
+        while handler in _previous:
+            handler = _previous[handler][number]
+        if handler is not current:
             signal.signal(number, handler)
 
 
@@ -73,50 +69,22 @@ def end_with_parent(number: int) -> None:
 
 @contextmanager
 def handling(handle: Handler) -> Iterator[dict[int, Any]]:
-    """Have `handle` called for signals within the context; yields the handlers from then on."""
-    previous = _set(handle)
+    """Call `handle` for signals within the context; yield the handlers to restore at its end."""
+    restored = _set(handle)
     try:
-        yield previous
+        yield restored
     finally:
-        for number, handler in previous.items():
+        for number, handler in restored.items():
             signal.signal(number, handler)
 
 
-@contextmanager
-def stop_signals(trainer: Trainer) -> Iterator[None]:
-    """Turn signals into requests to stop within the context; main thread only.
-
-    The handler sets a flag and raises nothing: it may interrupt any code, such as a user's
-    `except:` or a swap of random states. Code that waits polls the flag. A signal that arrived
-    before, and whose exception was swallowed, counts.
-    """
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        code = EXIT_CODES[signal.Signals(number)]
-        if number == signal.SIGINT and trainer.state.signal:
-            if trainer.is_main:
-                leave_after_second_interrupt()
-            leave_at_once(code)
-        trainer.state.signal = trainer.state.signal or (signal.Signals(number).name, code)
-        trainer.group.on_signal()
-
-    with handling(handle) as previous:
-        if _early:
-            handle(_early[-1], None)
-        try:
-            yield
-        except BaseException:
-            if trainer.group.world_size > 1:
-                # A launcher stops the peers of a failed process: this one already ends.
-                previous |= dict.fromkeys(previous, signal.SIG_IGN)
-            raise
-
-
 def leave_after_second_interrupt() -> NoReturn:
-    """Say so and end this process; what is on disk is whole at every moment."""
-    way_out = "resume=auto goes on from the last checkpoint"
-    line = f"error: ended at once by a second Ctrl-C, nothing more was saved; {way_out}\n"
-    bar = "\n" if os.isatty(2) else ""  # a progress bar may stand in the line
-    with suppress(OSError):  # past Python's stream, whose lock the interrupted code may hold
-        os.write(2, f"{bar}{line}".encode())
+    """Print why, and end this process at once; files on disk are whole at every moment."""
+    hint = "resume=auto goes on from the last checkpoint"
+    line = f"error: ended at once by a second Ctrl-C, nothing more was saved; {hint}\n"
+    if os.isatty(2):  # a progress bar may stand in the line
+        line = "\n" + line
+    # Past Python's stream, whose lock the interrupted code may hold.
+    with suppress(OSError):
+        os.write(2, line.encode())
     leave_at_once(EXIT_CODES[signal.SIGINT])

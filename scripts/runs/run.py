@@ -19,10 +19,10 @@ from regimen.data.errors import ClassNamesError
 from regimen.models.pretrained import no_initial_weights
 from regimen.scripts.cli.arguments import RUNS, Request
 from regimen.scripts.cli.console import log_file
-from regimen.scripts.cli.signals import stop_signals
 from regimen.scripts.runs.plan import make_plan
 from regimen.scripts.runs.report import final_block
 from regimen.scripts.runs.resume import Resume, changes, find_resume, new_folder
+from regimen.scripts.runs.signals import stop_signals
 from regimen.trainer import snapshot
 from regimen.trainer.assembly.check import check_targets
 from regimen.trainer.assembly.data import with_statistics

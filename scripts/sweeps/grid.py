@@ -1,4 +1,4 @@
-"""`train -m key=a,b ...`: one job for each combination, each in a process of its own."""
+"""`train -m key=a,b ...`: one job for each combination of values, each in its own process."""
 
 import multiprocessing
 import re
@@ -24,7 +24,7 @@ _LAUNCHERS = ("local", "submitit", "ray", "null", "")  # choices of `sweep` that
 
 
 def searches(arguments: Arguments) -> bool:
-    """Return whether the overrides choose a search: the other sweeps say where jobs run."""
+    """Return whether the overrides choose a search; other choices say where jobs run."""
     choices = [text.partition("=")[2] for text in arguments.overrides if key_of(text) == "sweep"]
     return bool(choices) and choices[-1] not in _LAUNCHERS
 
@@ -32,7 +32,7 @@ def searches(arguments: Arguments) -> bool:
 def sweep(arguments: Arguments) -> int:
     """Run every job and return the first failed one's exit code.
 
-    Nothing starts before all jobs have been checked. What has finished is not run again.
+    Nothing starts before all jobs have been checked. Finished jobs are not run again.
     """
     jobs = split_jobs(arguments)
     varied = [override.key for override in jobs[0] if override.varies]
@@ -42,10 +42,10 @@ def sweep(arguments: Arguments) -> int:
         logger.warning("warning: nothing varies: this is one job; several: optimizer.lr=0.1,0.01")
     it = Sweep(arguments, configs[0], varied, len(jobs))
     pairs = list(zip(jobs, configs, strict=True))
-    unfinished = [job for job, config in pairs if not has_finished(it.knows(job), config)]
+    unfinished = [job for job, config in pairs if not has_finished(it.folder_of(job), config)]
     if len(unfinished) > 1:  # a single job checks itself
         it.metric, it.modes, it.devices = check_built(arguments, unfinished)
-    with it.held():
+    with it.lock():
         planned = [it.plan(job, config) for job, config in pairs]
         it.write()
         to_run = (job for job in planned if job.state == NOT_STARTED)
@@ -55,16 +55,17 @@ def sweep(arguments: Arguments) -> int:
 
 def composed(arguments: Arguments, jobs: Iterable[Sequence[Swept]]) -> list[dict[str, Any]]:
     """Compose every job; raises ConfigError with the mistakes of all, each once."""
-    configs, errors = [], list[ConfigError]()
+    configs = []
+    errors = list[ConfigError]()
     for job in jobs:
         try:
             configs.append(compose(_arguments_of(arguments, job)).config)
         except ConfigError as error:
             errors.append(error)
     if errors:
-        together = ConfigError(problem for error in errors for problem in error.problems)
-        together.more = errors[0].more  # what all jobs have in common is looked at once
-        raise together
+        combined = ConfigError(problem for error in errors for problem in error.problems)
+        combined.more = errors[0].more  # what all jobs have in common is checked once
+        raise combined
     return configs
 
 
@@ -73,22 +74,24 @@ def check_built(
 ) -> tuple[str | None, dict[str, str], tuple[str, list[str]]]:
     """Find the mistakes for which torch and the targets must be imported, in one process.
 
-    One job is checked for each combination of the swept values that are no numbers: groups and
-    words. Returns the metric of the first job's task, such as val/accuracy, if known, what the task
-    says of its metrics, and what `regimen.trainer.device.visible` does. Raises ConfigError.
+    One job is checked for each combination of the swept groups and words: jobs that differ in
+    numbers only are checked once. Returns the metric of the first job's task, such as val/accuracy,
+    if it is known; the modes of the task's metrics; what `regimen.trainer.device.visible` returns.
+    Raises ConfigError.
     """
-    kinds = {
-        tuple(o.text for o in job if o.varies and not _NUMBER.fullmatch(o.value)): job
-        for job in jobs
-    }
-    logger.info("checking %d of %d jobs before the first starts", len(kinds), len(jobs))
-    given = [_arguments_of(arguments, job) for job in kinds.values()]
-    # Spawned, and gone before the first job: it holds no memory, no device and no module of a user.
-    apart = multiprocessing.get_context("spawn")
-    ignored = signal.SIGINT, signal.SIG_IGN  # this process ends it
+    distinct = dict[tuple[str, ...], Sequence[Swept]]()
+    for job in jobs:
+        words = (o.text for o in job if o.varies and not _NUMBER.fullmatch(o.value))
+        distinct[tuple(words)] = job
+    logger.info("checking %d of %d jobs before the first starts", len(distinct), len(jobs))
+    checked = [_arguments_of(arguments, job) for job in distinct.values()]
+    # The process is spawned, and ends before the first job: this one holds no memory, no device and
+    # no module of a user. It ignores Ctrl-C: the pool ends it.
+    context = multiprocessing.get_context("spawn")
+    ignore_interrupt = (signal.SIGINT, signal.SIG_IGN)
     try:
-        with ProcessPoolExecutor(1, apart, signal.signal, ignored) as pool:
-            problems, monitor, modes, devices = pool.submit(built, given).result()
+        with ProcessPoolExecutor(1, context, signal.signal, ignore_interrupt) as pool:
+            problems, monitor, modes, devices = pool.submit(built, checked).result()
     except BrokenProcessPool:  # each job reports its own mistakes
         return None, {}, ("", [])
     raise_problems(problems)
@@ -96,11 +99,12 @@ def check_built(
 
 
 def built(
-    given: Sequence[Arguments],
+    jobs: Sequence[Arguments],
 ) -> tuple[list[Problem], str | None, dict[str, str], tuple[str, list[str]]]:
-    """Build the targets of configurations on stand-ins; a job reports errors of others itself.
+    """Build the targets of configurations on stand-ins, for `check_built`.
 
     Returns their mistakes, the metric and the modes of the first one's task, and the accelerators.
+    Other errors than mistakes are not returned: the job itself reports them.
     """
     from regimen.trainer.assembly.check import check_targets, stand_ins
     from regimen.trainer.device import visible
@@ -108,13 +112,13 @@ def built(
     problems = list[Problem]()
     monitor = None
     modes = dict[str, str]()
-    for arguments in given:
+    for arguments in jobs:
         with suppress(Exception), collect_problems(problems):
             job = compose(arguments)
             with job.locating():
                 config = parse(job.config)
                 check_targets(config)
-            if arguments is given[0]:
+            if arguments is jobs[0]:
                 task = stand_ins(config).task
                 modes |= task.modes()
                 metric = task.monitor()

@@ -1,7 +1,7 @@
 """Where jobs run: on this machine, in a SLURM job array through submitit, or on a Ray cluster.
 
-A launcher starts a job, looks whether it has ended and passes signals on. Jobs on other machines
-share the folder of the sweep only; it must be on a file system that all machines see.
+A launcher starts jobs, polls them and forwards signals. Jobs on other machines share nothing but
+the folder of the sweep, which must be on a file system that all machines see.
 """
 
 import importlib
@@ -34,10 +34,10 @@ from regimen.trainer.runs.status import holds_run
 
 TRAIN = "regimen.scripts.train"
 THREADS = "OMP_NUM_THREADS"
-PATIENCE = 0.05  # seconds between two looks at a job
+POLL_SECONDS = 0.05  # between two polls of a job
 _OPTIONS = "sweep.launcher_options"
-# Options that ask for resources: files may set them, to a number or a word. The others name
-# programs, shell lines, files or machines.
+# Options that request resources: YAML files may set them, to a number or a word. All others name
+# programs, shell lines, files or machines, and must be typed on the command line.
 _RESOURCES = re.compile(
     r"(slurm_)?(account|array_parallelism|constraint|exclude|exclusive|gres|job_name|partition|qos"
     r"|time|nodes|n?tasks_per_node|[cg]pus_per_\w+|mem(_\w+)?|num_[cg]pus)"
@@ -52,26 +52,18 @@ def start_process(
     environment: Mapping[str, str] = AS_JOB,
     folder: str | None = None,
 ) -> "subprocess.Popen[bytes]":
-    """Start `train` in a group of its own; it saves and ends when this process dies.
+    """Start `train` in a process group of its own; it saves and ends when this process dies.
 
-    It prints into the file `output`. `folder`: its working directory.
+    `output`: the file for what it prints. `folder`: its working directory.
     """
 
     def prepare() -> None:
         end_with_parent(signal.SIGTERM)
-        # SLURM sends submitit's signal to every process: the one beside the job forwards another.
+        # SLURM sends submitit's signal to every process. This one ignores it: `NodeJob.checkpoint`
+        # forwards another.
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)
 
-    file: IO[bytes]
-    try:
-        output.parent.mkdir(exist_ok=True)
-        path = path_below(output.parent.parent, f"{output.parent.name}/{output.name}")
-        # What another job has put there, a link or a pipe, is neither followed nor waited for.
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK
-        file = open(os.open(path, flags, 0o666), "ab")  # noqa: SIM115
-    except (OSError, ForeignNameError):  # a full disk: the job reports it for its own files
-        file = open(os.devnull, "ab")  # noqa: SIM115
-    with file:
+    with _open_output(output) as file:
         return subprocess.Popen(
             [sys.executable, "-P", "-m", module, *argv],
             cwd=folder,
@@ -84,16 +76,28 @@ def start_process(
         )
 
 
-class Launcher:
-    """What jobs are started by; what they print goes to their files."""
+def _open_output(output: Path) -> IO[bytes]:
+    """Open the file for the output of a job; the null device if it cannot be written."""
+    # A link or a pipe that another job has put there is neither followed nor waited for.
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK
+    try:
+        output.parent.mkdir(exist_ok=True)
+        path = path_below(output.parent.parent, f"{output.parent.name}/{output.name}")
+        return open(os.open(path, flags, 0o666), "ab")
+    except (OSError, ForeignNameError):  # a full disk: the job reports it for its own files
+        return open(os.devnull, "ab")
 
-    cancelled = False  # whether the jobs were asked to end
+
+class Launcher:
+    """Base of the launchers."""
+
+    cancelled = False  # whether the jobs were told to end
 
     def close(self) -> None:
-        """Release what the launcher holds: nothing, as a rule."""
+        """Release the resources of the launcher: none by default."""
 
-    def code_of(self, result: Callable[[], Any]) -> int:
-        """Return the code that a job of a cluster has ended with, -N: killed by signal N."""
+    def exit_code(self, result: Callable[[], Any]) -> int:
+        """Return the exit code of a job of a cluster; -N: it was killed by signal N."""
         try:
             return int(result())
         except Exception:  # cancelled, lost with its machine, or out of time or memory for good
@@ -103,40 +107,46 @@ class Launcher:
 class LocalLauncher(Launcher):
     """Run up to `jobs` jobs side by side; a single one has the whole machine.
 
-    `devices`: the accelerators, and the environment variable that names those which a job sees: it
-    has some of its own, or shares them with `per_device` others.
+    `devices`: the environment variable that limits the accelerators of a process, and their names.
+    Up to `per_device` jobs share an accelerator.
     """
 
     def __init__(self, jobs: int, per_device: int, devices: tuple[str, Sequence[str]]) -> None:
-        self._jobs, self._per_device = jobs, per_device
+        self._jobs = jobs
+        self._per_device = per_device
         self._variable, names = devices
         self._names = names if jobs > 1 else []
-        threads = share_of_threads(jobs).get(THREADS) or os.environ.get(THREADS, "all")
+        threads = thread_limit(jobs).get(THREADS) or os.environ.get(THREADS, "all")
         self.description = f"jobs at a time: {jobs}; threads of each: {threads}"
         if self._names:
             self.description += f"; devices: {', '.join(self._names)}, jobs on each: {per_device}"
 
     def start(self, job: Job, argv: Sequence[str], running: Collection[Job]) -> bool:
-        """Start a job beside others and return at once; return False if there is no device now."""
-        strategy, environment = job.config.get("strategy") or {}, dict[str, str]()
-        given = strategy.get("devices", 1)  # `auto` is one
-        wanted = len(given) if isinstance(given, list) else given if isinstance(given, int) else 1
+        """Start a job beside others and return at once; return False if no device is free."""
+        strategy = job.config.get("strategy") or {}
+        processes = _device_count(strategy)
+        environment = dict[str, str]()
         job.devices = []
         if self._names and strategy.get("accelerator") != "cpu":
-            used = Counter(name for other in running for name in other.devices)
-            room = [name for name in self._names if used[name] < self._per_device]
-            free = sorted(room, key=used.__getitem__)
-            if len(free) < (count := min(wanted, len(self._names))):
+            free = self._free_devices(running)
+            count = min(processes, len(self._names))
+            if len(free) < count:
                 return False
             job.devices = free[:count]
-            between = ";" if self._variable == "ONEAPI_DEVICE_SELECTOR" else ","
-            environment[self._variable] = between.join(job.devices)
-        environment |= share_of_threads(self._jobs, wanted)  # the processes of a job share them
+            separator = ";" if self._variable == "ONEAPI_DEVICE_SELECTOR" else ","
+            environment[self._variable] = separator.join(job.devices)
+        environment |= thread_limit(self._jobs, processes)
         job.task = start_process(TRAIN, argv, job.output, environment)
         return True
 
+    def _free_devices(self, running: Collection[Job]) -> list[str]:
+        """Return the devices that have room for a job, those with the fewest jobs first."""
+        jobs = Counter(name for job in running for name in job.devices)
+        free = [name for name in self._names if jobs[name] < self._per_device]
+        return sorted(free, key=jobs.__getitem__)
+
     def poll(self, job: Job) -> int | None:
-        """Return the code that a job has ended with, -N: killed by signal N; None: it runs."""
+        """Return the exit code of a job, -N: killed by signal N; None: it still runs."""
         code: int | None = job.task.poll()
         return code
 
@@ -150,10 +160,18 @@ class LocalLauncher(Launcher):
                     job.task.send_signal(number)
 
 
-def share_of_threads(jobs: int, processes: int = 1) -> dict[str, str]:
-    """Return the environment that gives each of several jobs its share of the CPUs.
+def _device_count(strategy: Mapping[str, Any]) -> int:
+    """Return how many devices a job uses, one process each; `auto` counts as one."""
+    devices = strategy.get("devices", 1)
+    if isinstance(devices, list):
+        return len(devices)
+    return devices if isinstance(devices, int) else 1
 
-    A number that the user has set is kept; a job that runs alone has the threads of any run.
+
+def thread_limit(jobs: int, processes: int = 1) -> dict[str, str]:
+    """Return the environment that splits the CPUs between `jobs` jobs of some processes each.
+
+    A number that the user has set stays; a job that runs alone has the threads of any run.
     """
     if os.environ.get(THREADS) is not None or jobs == 1:
         return {}
@@ -162,7 +180,7 @@ def share_of_threads(jobs: int, processes: int = 1) -> dict[str, str]:
 
 @dataclass(slots=True)
 class NodeJob:
-    """A job on the machine that a cluster has chosen; a call returns the exit code of `train`."""
+    """A job for a machine that a cluster chooses; calling it returns the exit code of `train`."""
 
     argv: Sequence[str]
     run_dir: Path
@@ -177,28 +195,31 @@ class NodeJob:
         return cls(list(argv), job.run_dir.absolute(), job.output.absolute(), os.getcwd(), TRAIN)
 
     def __call__(self) -> int:
-        """Run the job; one that has begun is resumed, on whichever machine it ran before."""
-        self.process = start_process(self.module, self.words(), self.output, folder=self.folder)
+        """Run the job; a job that has begun is resumed, whichever machine it ran on before."""
+        self.process = start_process(self.module, self.arguments(), self.output, folder=self.folder)
         try:
-            while self.process.poll() is None:  # signals are handled in between
-                time.sleep(PATIENCE)
-        except KeyboardInterrupt:  # as Ray cancels a task
+            # Polled, not waited for: signals are handled in between.
+            while self.process.poll() is None:
+                time.sleep(POLL_SECONDS)
+        except KeyboardInterrupt:  # how Ray cancels a task
             self.stop(signal.SIGTERM)
         return self.process.wait()
 
-    def words(self) -> list[str]:
+    def arguments(self) -> list[str]:
         """Return the arguments of `train`."""
         if not holds_run(self.run_dir):
             return list(self.argv)
-        return [*(w for w in self.argv if not w.startswith("resume=")), "resume=auto"]
+        words = [word for word in self.argv if not word.startswith("resume=")]
+        return [*words, "resume=auto"]
 
     def stop(self, number: int) -> None:
         """Make the job save and end, and wait for its end."""
         if self.process is None or self.process.returncode is not None:
             return
         self.process.send_signal(number)
-        # Popen.wait() takes a lock that the interrupted code may hold.
-        with suppress(ChildProcessError):  # that code was quicker
+        # Not Popen.wait(): it takes a lock that the interrupted code may hold. If that code has
+        # waited first, there is no child left.
+        with suppress(ChildProcessError):
             os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)
 
     def checkpoint(self) -> Any:
@@ -210,19 +231,22 @@ class NodeJob:
 
 
 def options_of(options: Mapping[str, Any], typed: Sequence[str]) -> dict[str, Any]:
-    """Return the options of a launcher that are not null. `typed`: the overrides as given.
+    """Return the options of a launcher that are not null. `typed`: the overrides as typed.
 
     Raises ConfigError for those that only the command line may set.
     """
-    given = {name: value for name, value in options.items() if value is not None}
-    others = {
-        name: value
-        for name, value in given.items()
-        if not (_RESOURCES.fullmatch(name) and re.fullmatch(r"[\w.,:=*-]*", str(value)))
-        and not (name == "resources" and all(isinstance(n, int | float) for n in value.values()))
-    }
+    options = {name: value for name, value in options.items() if value is not None}
+    others = {name: value for name, value in options.items() if not _is_resource(name, value)}
     refuse_untyped(_OPTIONS, others, typed)
-    return given
+    return options
+
+
+def _is_resource(name: str, value: Any) -> bool:
+    """Return whether an option requests resources, by a number or a word."""
+    if name == "resources":
+        return all(isinstance(amount, int | float) for amount in value.values())
+    is_plain = re.fullmatch(r"[\w.,:=*-]*", str(value))
+    return bool(is_plain and _RESOURCES.fullmatch(name))
 
 
 class SubmititLauncher(Launcher):
@@ -233,21 +257,22 @@ class SubmititLauncher(Launcher):
         self._options = options
         self._new = list[Job]()
         self.description = f"jobs go to {self._cluster} through submitit"
-        with tempfile.TemporaryDirectory() as folder:  # invalid options leave no files behind
+        # Checks the options; invalid ones leave no files behind.
+        with tempfile.TemporaryDirectory() as folder:
             self._open(Path(folder))
         self._executor: Any = None
 
     def start(self, job: Job, argv: Sequence[str], running: Collection[Job]) -> bool:
-        """Keep a job for the next submission."""
+        """Collect a job for the next submission."""
         job.task = NodeJob.of(job, argv)
         self._new.append(job)
         return True
 
     def poll(self, job: Job) -> int | None:
-        """Submit the new jobs; return the code that one has ended with, None before."""
+        """Submit the new jobs; return the exit code of a job, None while it runs."""
         if self._new:
             self._submit()
-        return self.code_of(job.task.result) if job.task.done() else None
+        return self.exit_code(job.task.result) if job.task.done() else None
 
     def send(self, number: int, running: Collection[Job]) -> None:
         """Cancel all jobs: running ones save and end, the others never start."""
@@ -263,22 +288,28 @@ class SubmititLauncher(Launcher):
         for job, task in zip(self._new, tasks, strict=True):
             job.task = task
         self._new = []
-        # A job of an array is called by the array's number and its own.
+        # The id of a job of an array is ARRAY_NUMBER: the array is cancelled as a whole.
         ids = dict.fromkeys(str(task.job_id).partition("_")[0] for task in tasks)
-        cancel = f"{'scancel' if self._cluster == 'slurm' else 'kill'} {' '.join(ids)}"
-        logger.info("they go on even if this process is killed; what cancels them then: %s", cancel)
+        program = "scancel" if self._cluster == "slurm" else "kill"
+        logger.info(
+            "they go on even if this process is killed; what cancels them then: %s %s",
+            program,
+            " ".join(ids),
+        )
 
     def _open(self, folder: Path) -> Any:
-        submitit = _package("submitit")
-        python = f"{quote(sys.executable)} -P"
-        named = {f"{self._cluster}_python": python} if self._cluster in ("slurm", "local") else {}
+        submitit = _import("submitit")
+        python = {}
+        if self._cluster in ("slurm", "local"):
+            python[f"{self._cluster}_python"] = f"{quote(sys.executable)} -P"
         try:
-            executor = submitit.AutoExecutor(folder, cluster=self._cluster, **named)
+            executor = submitit.AutoExecutor(folder, cluster=self._cluster, **python)
             # A job is one task on one node, which starts its processes itself.
             executor.update_parameters(**self._options, nodes=1, tasks_per_node=1)
         except Exception as error:
-            hint = f"{_OPTIONS}.cluster=local tries it on this machine"
-            raise ConfigError(_OPTIONS, first_lines(error), hint) from error
+            raise ConfigError(
+                _OPTIONS, first_lines(error), f"{_OPTIONS}.cluster=local tries it on this machine"
+            ) from error
         return executor
 
 
@@ -287,25 +318,28 @@ class RayLauncher(Launcher):
 
     def __init__(self, options: dict[str, Any]) -> None:
         self._address = options.pop("address", None)
-        self.description = f"jobs go to Ray{f' at {self._address}' if self._address else ''}"
-        self._ray = _package("ray")
+        self.description = (
+            f"jobs go to Ray at {self._address}" if self._address else "jobs go to Ray"
+        )
+        self._ray = _import("ray")
         try:
-            # No retries of Ray's own: sweep.retries counts.
-            self._task = self._ray.remote(**{**options, "max_retries": 0})(lambda job: job())
+            # Ray does not restart jobs: `sweep.retries` counts their starts.
+            remote = self._ray.remote(**{**options, "max_retries": 0})
+            self._task = remote(lambda job: job())
         except (ValueError, TypeError) as error:
             raise ConfigError(_OPTIONS, first_lines(error)) from error
 
     def start(self, job: Job, argv: Sequence[str], running: Collection[Job]) -> bool:
         """Submit a job to Ray, which starts it when there is room."""
         if not self._ray.is_initialized():
-            self._begin()
+            self._start_ray()
         job.task = self._task.remote(NodeJob.of(job, argv))
         return True
 
     def poll(self, job: Job) -> int | None:
-        """Return the code that a job has ended with, None before."""
+        """Return the exit code of a job, None while it runs."""
         done, _ = self._ray.wait([job.task], timeout=0)
-        return self.code_of(partial(self._ray.get, job.task)) if done else None
+        return self.exit_code(partial(self._ray.get, job.task)) if done else None
 
     def send(self, number: int, running: Collection[Job]) -> None:
         """Cancel all tasks: running jobs save and end, the others never start."""
@@ -317,18 +351,25 @@ class RayLauncher(Launcher):
         """Leave Ray, or end the one that was started here."""
         self._ray.shutdown()
 
-    def _begin(self) -> None:
-        quiet = {"log_to_driver": False, "logging_level": logging.WARNING}
+    def _start_ray(self) -> None:
         handlers = {number: signal.getsignal(number) for number in stopping_signals()}
         try:
-            self._ray.init(self._address, include_dashboard=False, **quiet)
+            self._ray.init(
+                self._address,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.WARNING,
+            )
         except Exception as error:  # Ray raises many types when it cannot start
             raise ResourceError(f"no Ray was started or reached: {first_lines(error)}") from error
         for number, handler in handlers.items():  # Ray's own would leave at once on SIGTERM
             signal.signal(number, handler)
         # Tasks belong to the process that submits them: Ray kills those of a process that is lost.
-        kill = f"kill {os.getpid()} (on {socket.gethostname()})"
-        logger.info("they end with this process; what cancels them, and lets them save: %s", kill)
+        logger.info(
+            "they end with this process; what cancels them, and lets them save: kill %s (on %s)",
+            os.getpid(),
+            socket.gethostname(),
+        )
 
 
 AnyLauncher = LocalLauncher | SubmititLauncher | RayLauncher
@@ -338,9 +379,10 @@ CLUSTERS: Mapping[str, type[SubmititLauncher | RayLauncher]] = {
 }
 
 
-def _package(name: str) -> Any:
+def _import(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError:
-        message = f"{name} takes the package {name}: pip install {name}"
-        raise ConfigError("sweep.launcher", message) from None
+        raise ConfigError(
+            "sweep.launcher", f"{name} takes the package {name}: pip install {name}"
+        ) from None

@@ -1,9 +1,9 @@
-"""`report.png` of a sweep: what Optuna draws of a study, for a grid as for a search."""
+"""`report.png` of a sweep, grid or search: Optuna's plots of a study."""
 
 import io
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,21 +17,23 @@ from regimen.trainer.files.atomic import replacing
 from regimen.trainer.runs.status import read_metrics
 
 FILE = "report.png"
-FEWEST = 8  # finished jobs that an estimate of importance needs
+_JOBS_FOR_IMPORTANCE = 8  # finished jobs that an estimate of importance needs
+_LOG_SCALE_RATIO = 30  # of the largest to the smallest value
 
 
 def write_report(folder: Path, ranking: Ranking, varied: Sequence[str]) -> None:
-    """Draw the jobs that have a result, and say where, or why there is no picture."""
-    said = f"no {FILE}: no job has a result"
+    """Draw the jobs that have a result; print where, or why there is no picture."""
+    if not ranking.compared():
+        print(f"no {FILE}: no job has a result")
+        return
     try:
-        if ranking.compared():
-            _draw(folder / FILE, study_of(ranking, varied), ranking.name)
-            said = f"report: {folder / FILE}"
+        _draw(folder / FILE, study_of(ranking, varied), ranking.name)
     except ImportError:
-        said = f"{FILE} takes two packages: pip install matplotlib optuna"
+        print(f"{FILE} takes two packages: pip install matplotlib optuna")
     except Exception as error:  # a picture must not end a sweep
-        said = f"no {FILE}: {type(error).__name__}: {error}"
-    print(one_line(said))
+        print(one_line(f"no {FILE}: {type(error).__name__}: {error}"))
+    else:
+        print(one_line(f"report: {folder / FILE}"))
 
 
 def study_of(ranking: Ranking, varied: Sequence[str]) -> Any:
@@ -39,68 +41,100 @@ def study_of(ranking: Ranking, varied: Sequence[str]) -> Any:
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    jobs, states, make = ranking.compared(), optuna.trial.TrialState, optuna.trial.create_trial
+    jobs = ranking.compared()
     keys = [key for key in varied if len({job.overrides.get(key) for job in jobs}) > 1]
-    places = [(n, *_scale(key, jobs)) for key, n in zip(keys, short_keys(keys), strict=True)]
-    trials = {}
-    for rank, job in enumerate(jobs):
-        own = [(name, kind, of[job.number]) for name, kind, of in places if job.number in of]
-        trials[job.number] = make(
-            state=states.PRUNED if job.state == "pruned" else states.COMPLETE,
-            value=ranking.value(job),
-            params={name: place for name, _, place in own},
-            distributions={name: kind for name, kind, _ in own},
-            intermediate_values=_curve(job, ranking.name) if rank < SHOWN else {},
-        )
+    scales = {name: _scale(key, jobs) for key, name in zip(keys, short_keys(keys), strict=True)}
+    trials = {
+        job.number: _trial(job, ranking, scales, with_curve=rank < SHOWN)
+        for rank, job in enumerate(jobs)
+    }
     study = optuna.create_study(direction="maximize" if ranking.larger_is_better else "minimize")
-    study.add_trials(trials.get(n) or make(state=states.FAIL) for n in range(max(trials) + 1))
+    for number in range(max(trials) + 1):
+        trial = trials.get(number)
+        # A number without a result: Optuna counts its trials from 0 without gaps.
+        study.add_trial(trial or optuna.trial.create_trial(state=optuna.trial.TrialState.FAIL))
     return study
 
 
-def _scale(key: str, jobs: Sequence[Job]) -> tuple[Any, dict[int, Any]]:
-    """Return how a key is distributed, and its value by number of job: numbers, or else words."""
-    from optuna import distributions
+def _trial(
+    job: Job, ranking: Ranking, scales: Mapping[str, tuple[Any, dict[int, Any]]], with_curve: bool
+) -> Any:
+    from optuna.trial import TrialState, create_trial
 
-    texts = {job.number: job.overrides[key] for job in jobs if key in job.overrides}
-    words = {number: text.replace("$", r"\$") for number, text in texts.items()}  # no formula
+    params = {}
+    distributions = {}
+    for name, (distribution, values) in scales.items():
+        if job.number in values:
+            params[name] = values[job.number]
+            distributions[name] = distribution
+    return create_trial(
+        state=TrialState.PRUNED if job.state == "pruned" else TrialState.COMPLETE,
+        value=ranking.value(job),
+        params=params,
+        distributions=distributions,
+        intermediate_values=_curve(job, ranking.name) if with_curve else {},
+    )
+
+
+def _scale(key: str, jobs: Sequence[Job]) -> tuple[Any, dict[int, Any]]:
+    """Return the distribution of a key, and its value by number of job: numbers, or else words."""
+    from optuna.distributions import CategoricalDistribution, FloatDistribution
+
+    words = dict[int, str]()
+    for job in jobs:
+        if key in job.overrides:
+            words[job.number] = job.overrides[key].replace("$", r"\$")  # matplotlib: no formula
     with suppress(ValueError):
         numbers = {number: float(word) for number, word in words.items()}
-        low, high = min(numbers.values()), max(numbers.values())
+        low = min(numbers.values())
+        high = max(numbers.values())
         if math.isfinite(sum(numbers.values())):
-            return distributions.FloatDistribution(low, high, log=0 < low < high / 30), numbers
-    return distributions.CategoricalDistribution(sorted(set(words.values()))), words
+            is_log = 0 < low < high / _LOG_SCALE_RATIO
+            return FloatDistribution(low, high, log=is_log), numbers
+    return CategoricalDistribution(sorted(set(words.values()))), words
 
 
 def _curve(job: Job, metric: str) -> dict[int, float]:
-    pairs = ((line.get("step"), line.get(metric)) for line in read_metrics(job.run_dir))
-    return {n: v for n, v in pairs if isinstance(n, int) and isinstance(v, int | float)}
+    """Return the values of a metric by step."""
+    values = {}
+    for line in read_metrics(job.run_dir):
+        step = line.get("step")
+        value = line.get(metric)
+        if isinstance(step, int) and isinstance(value, int | float):
+            values[step] = value
+    return values
 
 
 def _draw(file: Path, study: Any, metric: str) -> None:
-    """Draw the study, its pictures one below the other. Raises ImportError."""
+    """Draw the plots of a study one below the other. Raises ImportError."""
     import matplotlib
     from matplotlib import pyplot
     from optuna.visualization import matplotlib as plots
 
     matplotlib.use("agg")
-    ended = [trial for trial in study.get_trials(deepcopy=False) if trial.state.name == "COMPLETE"]
-    chosen = [plots.plot_slice, plots.plot_parallel_coordinate]
-    chosen += [plots.plot_param_importances] * (len(ended) >= FEWEST)
-    sheets = []
+    finished = [t for t in study.get_trials(deepcopy=False) if t.state.name == "COMPLETE"]
+    pictures = []
     with pyplot.rc_context(), warnings.catch_warnings():  # Optuna sets a style of its own
         warnings.simplefilter("ignore")
         axes = [plots.plot_intermediate_values(study)]
-        if any(trial.params for trial in ended):
-            axes += [plot(study, target_name=metric) for plot in chosen]
-        for panel in axes:
-            figure, content = np.ravel(panel)[0].figure, io.BytesIO()
+        if any(trial.params for trial in finished):
+            axes.append(plots.plot_slice(study, target_name=metric))
+            axes.append(plots.plot_parallel_coordinate(study, target_name=metric))
+            if len(finished) >= _JOBS_FOR_IMPORTANCE:
+                axes.append(plots.plot_param_importances(study, target_name=metric))
+        for plot in axes:
+            figure = np.ravel(plot)[0].figure
+            content = io.BytesIO()
             figure.savefig(content, format="png", dpi=110, bbox_inches="tight")
             pyplot.close(figure)
-            sheets.append(Image.open(content))
-    width, height = max(sheet.width for sheet in sheets), sum(sheet.height for sheet in sheets)
-    whole, top = Image.new("RGB", (width, height), "white"), 0
-    for sheet in sheets:
-        whole.paste(sheet, (0, top))
-        top += sheet.height
+            pictures.append(Image.open(content))
+
+    width = max(picture.width for picture in pictures)
+    height = sum(picture.height for picture in pictures)
+    report = Image.new("RGB", (width, height), "white")
+    top = 0
+    for picture in pictures:
+        report.paste(picture, (0, top))
+        top += picture.height
     with replacing(file) as target:
-        whole.save(target, "PNG")
+        report.save(target, "PNG")

@@ -42,10 +42,10 @@ from regimen.trainer.errors import CheckpointError
 
 JOURNAL = "study.journal"  # in the sweep's folder
 _SAMPLERS = {"tpe": "TPE", "random": "Random", "cmaes": "CmaEs", "grid": "Grid", "qmc": "QMC"}
-_GOES_ON = ("preempted", "killed")  # states of jobs whose trial stays open
-_OVERRIDES = "overrides"  # a study's attribute: those that every job has
-Space = Mapping[Dimension, Any]  # what is searched: each dimension as Optuna names it
+_OPEN_STATES = ("preempted", "killed")  # states of jobs whose trial stays open
+_OVERRIDES = "overrides"  # a study's attribute: the overrides that every job has
 _CODE = "code"  # a failed trial's attribute: the exit code of its job
+Space = Mapping[Dimension, Any]  # what is searched: each dimension and its Optuna distribution
 
 
 def search(arguments: Arguments) -> int:
@@ -58,10 +58,37 @@ def search(arguments: Arguments) -> int:
     (config,) = composed(arguments, [fixed])
     settings = parse(config).sweep or SweepConfig()
     if config["dry_run"]:
-        hint = "leave -m and sweep=optuna out for the plan of one job"
-        raise ConfigError("dry_run", "a search has no plan of its jobs", hint)
-    if settings.storage is not None:  # what a stranger's study holds is unpickled
+        raise ConfigError(
+            "dry_run",
+            "a search has no plan of its jobs",
+            "leave -m and sweep=optuna out for the plan of one job",
+        )
+    if settings.storage is not None:  # Optuna unpickles what a study holds
         refuse_untyped("sweep", {"storage": settings.storage}, arguments.overrides)
+    fixed, dimensions = _dimensions(arguments, settings)
+    refuse_outside(d.name for d in dimensions)
+    space = {d: distribution(d, config) for d in dimensions}
+    jobs = [[*fixed, *values] for values in samples(space)]
+    composed(arguments, jobs)
+    sampler = sampler_of(settings, config["seed"], space)
+    queued = enqueued(space, settings.enqueue, whole=settings.sampler == "grid")
+    it = Sweep(arguments, config, [d.name for d in space], settings.n_trials)
+    it.metric, it.modes, it.devices = check_built(arguments, jobs)
+    it.decided = it.metric is not None
+    with it.lock():
+        trials = Trials(it, space, fixed, sampler, queued)
+        it.write()
+        # One at a time by default, on a cluster too: the study learns from each.
+        it.settings.jobs = it.settings.jobs or 1
+        it.run(trials.ask, trials.tell)
+        return it.close()
+
+
+def _dimensions(arguments: Arguments, settings: SweepConfig) -> tuple[list[Swept], list[Dimension]]:
+    """Return the overrides that all jobs have, and what is searched: typed keys, then a file's.
+
+    Raises ConfigError.
+    """
     params = tuple(f"{key}={values}" for key, values in settings.params.items())
     single, _ = split_search(replace(arguments, overrides=params))
     raise_problems(
@@ -69,68 +96,60 @@ def search(arguments: Arguments) -> int:
         for one in single
     )
     # A file's `sweep.params` come before what is typed; typed ones stand where they were typed.
-    texts, place = list(arguments.overrides), 0
+    texts = list(arguments.overrides)
+    position = 0
     for number, text in enumerate(texts, 1):
         if text.lstrip("+").startswith(("sweep.params", "sweep={")):
-            place = number
-    texts[place:place] = params
-    fixed, found = split_search(replace(arguments, overrides=tuple(texts)))
-    if not found:
-        message = "nothing to search: give a key as interval(a,b) or choice(a,b)"
-        raise ConfigError("sweep.params", message)
-    typed = {key_of(text) for text in arguments.overrides}
-    dimensions, more = list[Dimension](), list[Dimension]()
-    for dimension in found:
-        kind = dimensions if dimension.name in typed else more
-        kind.append(dimension)
-    dimensions += more
-    refuse_outside(d.name for d in dimensions)
-    space = {d: distribution(d, config) for d in dimensions}
-    jobs = [[*fixed, *values] for values in samples(space)]
-    composed(arguments, jobs)
-    sampler = sampler_of(settings, config["seed"], space)
-    entries = enqueued(space, settings.enqueue, whole=settings.sampler == "grid")
-    it = Sweep(arguments, config, [d.name for d in space], settings.n_trials)
-    it.metric, it.modes, it.devices = check_built(arguments, jobs)
-    it.decided = it.metric is not None
-    with it.held():
-        trials = Trials(it, space, fixed, sampler, entries)
-        it.write()
-        it.settings.jobs = it.settings.jobs or 1  # on a cluster, too: the study learns from each
-        it.run(trials.ask, trials.tell)
-        return it.close()
+            position = number
+    texts[position:position] = params
+    fixed, dimensions = split_search(replace(arguments, overrides=tuple(texts)))
+    if not dimensions:
+        raise ConfigError(
+            "sweep.params", "nothing to search: give a key as interval(a,b) or choice(a,b)"
+        )
+    typed_keys = {key_of(text) for text in arguments.overrides}
+    return list(fixed), sorted(dimensions, key=lambda d: d.name not in typed_keys)
 
 
 def distribution(d: Dimension, config: Values) -> Any:
-    """Return a dimension as Optuna names it.
+    """Return the Optuna distribution of a dimension.
 
     Ends that are written as integers give integers, unless the configuration holds another value.
     """
-    kinds = import_optuna().distributions
+    distributions = import_optuna().distributions
     if d.choices:
-        return kinds.CategoricalDistribution(d.choices)
-    whole = d.integers and type(dict(walk(config)).get(d.name, 0)) is int
-    kind, number = (kinds.IntDistribution, int) if whole else (kinds.FloatDistribution, float)
-    step = {} if d.step is None else {"step": number(d.step)}
-    return kind(number(d.low), number(d.high), log=d.log, **step)
+        return distributions.CategoricalDistribution(d.choices)
+    number: type[int] | type[float] = float
+    make = distributions.FloatDistribution
+    if d.integers and type(dict(walk(config)).get(d.name, 0)) is int:
+        number = int
+        make = distributions.IntDistribution
+    if d.step is None:
+        return make(number(d.low), number(d.high), log=d.log)
+    return make(number(d.low), number(d.high), log=d.log, step=number(d.step))
 
 
-def values_of(name: str, kind: Any) -> list[Any]:
+def values_of(name: str, distribution: Any) -> list[Any]:
     """Return all values of a dimension. Raises ConfigError for an interval without a step."""
-    if hasattr(kind, "choices"):
-        return list(kind.choices)
-    if kind.step is None:
+    if hasattr(distribution, "choices"):
+        return list(distribution.choices)
+    low, high, step = distribution.low, distribution.high, distribution.step
+    if step is None:
         raise ConfigError(name, "sampler=grid takes choices, or numbers with a step", "sampler=tpe")
-    steps = round((kind.high - kind.low) / kind.step)
-    return [kind.low + n * kind.step for n in range(steps + 1)]
+    return [low + n * step for n in range(round((high - low) / step) + 1)]
 
 
 def samples(space: Space) -> list[tuple[Swept, ...]]:
-    """Return values for a check before the search: each choice, and the ends of each range."""
-    lists = [
-        getattr(kind, "choices", None) or [*dict.fromkeys([kind.low, kind.high])]
-        for kind in space.values()
-    ]
+    """Return values to check before the search: each choice, and the ends of each range.
+
+    A job takes one value of each dimension; the shorter lists are repeated.
+    """
+    lists = []
+    for kind in space.values():
+        if hasattr(kind, "choices"):
+            lists.append(list(kind.choices))
+        else:
+            lists.append(list(dict.fromkeys([kind.low, kind.high])))
     longest = max(map(len, lists))
     rows = ([values[n % len(values)] for values in lists] for n in range(longest))
     return [tuple(map(swept, space, row)) for row in rows]
@@ -142,22 +161,28 @@ def swept(dimension: Dimension, value: Any) -> Swept:
 
 
 def enqueued(space: Space, enqueue: Sequence[Values], whole: bool) -> list[Values]:
-    """Return `sweep.enqueue` as values of the dimensions; `whole`: each gives all keys.
+    """Return `sweep.enqueue` as values of the dimensions; `whole`: each must give all keys.
 
     Raises ConfigError.
     """
-    kinds = {d.name: kind for d, kind in space.items()}
-    words, create_trial = {d.name for d in space if d.choices}, import_optuna().trial.create_trial
-    problems, entries = [], []
+    distributions = {d.name: distribution for d, distribution in space.items()}
+    are_texts = {d.name for d in space if d.choices}
+    problems = []
+    entries = []
     for number, entry in enumerate(enqueue):
         place = f"sweep.enqueue.{number}"
-        for key in sorted(entry.keys() - kinds.keys()):
-            hint = did_you_mean(key, list(kinds))
+        for key in sorted(entry.keys() - distributions.keys()):
+            hint = did_you_mean(key, list(distributions))
             problems.append(Problem(f"{place}.{key}", "does not vary in this search", hint))
-        values = {k: str(v) if k in words else v for k, v in entry.items() if k in kinds}
-        asked = kinds if whole else {key: kinds[key] for key in values}
-        try:  # Optuna itself would look at them in the middle of the search
-            create_trial(value=0.0, params=values, distributions=asked)
+        values = {}
+        for key in entry:
+            if key in distributions:
+                values[key] = str(entry[key]) if key in are_texts else entry[key]
+        checked = distributions
+        if not whole:
+            checked = {key: distributions[key] for key in values}
+        try:  # Optuna itself would check them in the middle of the search
+            import_optuna().trial.create_trial(value=0.0, params=values, distributions=checked)
         except ValueError as error:
             problems.append(Problem(place, str(error)))
         entries.append(values)
@@ -168,14 +193,16 @@ def enqueued(space: Space, enqueue: Sequence[Values], whole: bool) -> list[Value
 def sampler_of(settings: SweepConfig, seed: int, space: Space) -> Callable[[int], Any]:
     """Return the sampler of each trial, keyed by the seed and the trial's number.
 
-    The next values then depend on the seed and on the study alone: not on how often the search was
+    So the next values depend on the seed and on the study alone: not on how often the search was
     interrupted, nor on which process asks. Raises ConfigError.
     """
     optuna = import_optuna()
-    name, options = settings.sampler, dict(settings.sampler_options)
+    name = settings.sampler
+    options = dict(settings.sampler_options)
     if name == "cmaes" and importlib.util.find_spec("cmaes") is None:
-        message = "sampler=cmaes takes the package cmaes: pip install cmaes"
-        raise ConfigError("sweep.sampler", message)
+        raise ConfigError(
+            "sweep.sampler", "sampler=cmaes takes the package cmaes: pip install cmaes"
+        )
     fixed = dict[str, Any]()
     if name == "grid":
         fixed["search_space"] = {d.name: values_of(d.name, kind) for d, kind in space.items()}
@@ -183,16 +210,20 @@ def sampler_of(settings: SweepConfig, seed: int, space: Space) -> Callable[[int]
         fixed["warn_independent_sampling"] = False  # words are sampled alone
     if name == "qmc":
         options.setdefault("scramble", True)  # else the seed would change nothing
+    sampler_class = getattr(optuna.samplers, f"{_SAMPLERS[name]}Sampler")
 
     def make(number: int) -> Any:
         # A grid's order and a sequence's scrambling belong to the whole search.
-        key = seed if name in ("grid", "qmc") else zlib.crc32(f"{seed} {number}".encode())
-        kind = getattr(optuna.samplers, f"{_SAMPLERS[name]}Sampler")
+        sampler_seed = seed
+        if name not in ("grid", "qmc"):
+            sampler_seed = zlib.crc32(f"{seed} {number}".encode())
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-            return construct(kind, options, "sweep.sampler_options", seed=key, **fixed)
+            return construct(
+                sampler_class, options, "sweep.sampler_options", seed=sampler_seed, **fixed
+            )
 
-    make(0)
+    make(0)  # raises ConfigError now, not in the middle of the search
     build_pruner(settings.pruner, settings.pruner_options)
     return make
 
@@ -202,7 +233,9 @@ def cut_torn_line(journal: Path) -> None:
 
     The journal is the sweep's own, whose folder this process has locked.
     """
-    content = journal.read_bytes() if journal.is_file() and not journal.is_symlink() else b""
+    if not journal.is_file() or journal.is_symlink():
+        return
+    content = journal.read_bytes()
     end = content.rfind(b"\n") + 1
     if end < len(content) and is_journal(content):
         with journal.open("r+b") as file:
@@ -212,7 +245,7 @@ def cut_torn_line(journal: Path) -> None:
 class Trials:
     """The jobs that a study suggests: `ask` for the next one, `tell` its result.
 
-    Several may be asked for before the first is told. `base`: the overrides of all jobs; `entries`:
+    Several may be asked for before the first is told. `base`: the overrides of all jobs; `queued`:
     values to begin with. The study is opened, or created; raises as `open_storage`, and ConfigError
     or CheckpointError for one that began with another metric or other values.
     """
@@ -223,57 +256,56 @@ class Trials:
         space: Space,
         base: Sequence[Swept],
         sampler: Callable[[int], Any],
-        entries: Sequence[Values],
+        queued: Sequence[Values],
     ) -> None:
-        self.it, self._space, self._base, self._sampler = it, space, base, sampler
+        self.it = it
+        self._space = space
+        self._base = base
+        self._sampler = sampler
         self._optuna = import_optuna()
-        if it.settings.storage is None:
+        storage = it.settings.storage
+        if storage is None:
             cut_torn_line(it.folder / JOURNAL)
-        self._place = as_url(it.settings.storage or str(it.folder / JOURNAL))
-        self._study = self._opened()
+        self._url = as_url(storage or str(it.folder / JOURNAL))
+        self._study = self._open_study()
         self._refuse_changes()
-        print(f"study {self._study.study_name}: optuna-dashboard {self._place}", flush=True)
-        self._open = list[Any]()  # trials whose jobs were interrupted in an earlier start
+        print(f"study {self._study.study_name}: optuna-dashboard {self._url}", flush=True)
+        self._interrupted = list[Any]()  # trials whose jobs an earlier start did not finish
         self._waiting = dict[int, list[Any]]()  # trials, by number of the job that they wait for
         self._total = it.settings.n_trials
-        self._told = False  # why the search ends early
         if it.settings.sampler == "grid":
             size = math.prod(len(values_of(d.name, kind)) for d, kind in space.items())
             self._total = min(self._total, size + len(it.settings.enqueue))
-        with study_errors(self._place):
-            for entry in entries:  # each once
-                self._study.enqueue_trial(entry, skip_if_exists=True)
+        self._gave_up = False
+        with study_errors(self._url):
+            for values in queued:  # each once
+                self._study.enqueue_trial(values, skip_if_exists=True)
             started = self._started()
-        for trial in started:  # of earlier starts; a shared study has jobs of others, too
+        for trial in started:
             overrides = self._overrides(trial.params)
-            if it.settings.storage is not None and not it.knows(overrides):
-                continue
-            if not trial.state.is_finished():
-                self._open.append(trial)
-            else:
+            if storage is not None and not it.folder_of(overrides):
+                continue  # a shared study has jobs of other searches, too
+            if trial.state.is_finished():
                 it.plan(overrides, {}).end(trial.user_attrs.get(_CODE, 0))
+            else:
+                self._interrupted.append(trial)
         self._count()
 
     def ask(self) -> Job | None:
         """Return the next job to run; None if there is none to start.
 
-        A combination that was suggested before has a result already, or shares that of the running
+        A combination that was suggested before already has a result, or shares that of the running
         job.
         """
-        if (reason := self.it.fails_alike()) is not None:
-            if not self._told:
-                print(one_line(f"the search ends: {reason}"), flush=True)
-            self._told = True
+        failure = self.it.common_failure()
+        if failure is not None:
+            if not self._gave_up:
+                print(one_line(f"the search ends: {failure}"), flush=True)
+            self._gave_up = True
             return None
-        with study_errors(self._place):
+        with study_errors(self._url):
             while (trial := self._next()) is not None:
-                overrides, config = self._overrides(trial.params), Values()
-                with suppress(ConfigError):  # not checked before the search: the job reports it
-                    (config,) = composed(self.it.arguments, [overrides])
-                job = self.it.plan(overrides, config)
-                if self.it.settings.pruner is not None:  # the job reports to its trial
-                    about = f"{quoted(self._place)}, study: {quoted(self._study.study_name)}"
-                    job.more = [f"sweep.trial={{storage: {about}, number: {trial.number}}}"]
+                job = self._plan(trial)
                 waiting = self._waiting.setdefault(job.number, [])
                 waiting.append(trial)
                 self._count()
@@ -284,33 +316,49 @@ class Trials:
                 self.tell(job)
         return None
 
+    def _plan(self, trial: Any) -> Job:
+        """Return the job of a trial."""
+        overrides = self._overrides(trial.params)
+        config = Values()
+        with suppress(ConfigError):  # values that were not checked before: the job reports it
+            (config,) = composed(self.it.arguments, [overrides])
+        job = self.it.plan(overrides, config)
+        if self.it.settings.pruner is not None:  # the job reports to its trial
+            study = f"{quoted(self._url)}, study: {quoted(self._study.study_name)}"
+            job.more_texts = [f"sweep.trial={{storage: {study}, number: {trial.number}}}"]
+        return job
+
     def tell(self, job: Job) -> None:
         """Tell the study how a job has ended.
 
         The trial of a job that was interrupted stays open: it goes on with the next start.
         """
-        states, ranking = self._optuna.trial.TrialState, self.it.ranking
+        if job.state in _OPEN_STATES:
+            self._waiting.pop(job.number, None)
+            return
+        states = self._optuna.trial.TrialState
+        ranking = self.it.ranking
         value = None if job.failed else ranking.value(job)
-        with study_errors(self._place):
+        has_value = value is not None and not math.isnan(value)
+        with study_errors(self._url):
             for trial in self._waiting.pop(job.number, []):
-                if job.state in _GOES_ON:
-                    continue
                 if job.state == "pruned":
                     self._study.tell(trial, state=states.PRUNED)
-                elif value is not None and not math.isnan(value):
+                elif has_value:
                     self._study.tell(trial, value)
                 else:
                     if not job.failed:
-                        told = job.number, job.reason or f"it logged no {ranking.name}"
-                        logger.warning("warning: job %d: %s", *told)
+                        reason = job.reason or f"it logged no {ranking.name}"
+                        logger.warning("warning: job %d: %s", job.number, reason)
                     trial.set_user_attr(_CODE, job.code or 1)
                     self._study.tell(trial, state=states.FAIL)
 
-    def _opened(self) -> Any:
-        # The jobs, which ask the pruner, take it from the study.
-        optuna, ranking, settings = self._optuna, self.it.ranking, self.it.settings
-        storage = open_storage(self._place)
-        with study_errors(self._place, opening=True), warnings.catch_warnings():
+    def _open_study(self) -> Any:
+        optuna = self._optuna
+        ranking = self.it.ranking
+        settings = self.it.settings
+        storage = open_storage(self._url)
+        with study_errors(self._url, opening=True), warnings.catch_warnings():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
             study = optuna.create_study(
                 study_name=self.it.config["name"],
@@ -319,30 +367,38 @@ class Trials:
                 pruner=build_pruner(settings.pruner, settings.pruner_options),
                 load_if_exists=True,
             )
-            if not (metrics := study.metric_names):
+            metrics = study.metric_names
+            if not metrics:
                 metrics = [ranking.name]
                 study.set_metric_names(metrics)
+            # The jobs build their pruner from the study.
             options = dict(settings.pruner_options)
             study.set_user_attr(PRUNER, {"name": settings.pruner, "options": options})
         if metrics != [ranking.name]:
             raise CheckpointError(
-                f"the study {study.study_name!r} in {self._place} is about {metrics[0]}, and this "
+                f"the study {study.study_name!r} in {self._url} is about {metrics[0]}, and this "
                 f"search about {ranking.name}: take another run_dir or sweep.storage"
             )
         return study
 
     def _refuse_changes(self) -> None:
-        # One study has one experiment's results.
-        trials = self._study.get_trials(deepcopy=False)
-        began = {name: d for trial in trials for name, d in trial.distributions.items()}
+        """Raise ConfigError or CheckpointError if the study began with another experiment."""
+        former = dict[str, Any]()
+        for trial in self._study.get_trials(deepcopy=False):
+            former |= trial.distributions
         problems = []
         for d, new in self._space.items():
-            old = began.get(d.name)
+            old = former.get(d.name)
             try:
                 self._optuna.distributions.check_distribution_compatibility(old or new, new)
             except ValueError:
-                message = f"the study began with other values: {old}"
-                problems.append(Problem(d.name, message, "search those, or begin another sweep"))
+                problems.append(
+                    Problem(
+                        d.name,
+                        f"the study began with other values: {old}",
+                        "search those, or begin another sweep",
+                    )
+                )
         raise_problems(problems)
         now = list(identity(override.text for override in self._base))
         before = self._study.user_attrs.get(_OVERRIDES)
@@ -359,20 +415,23 @@ class Trials:
             )
 
     def _started(self) -> list[Any]:
-        trials = self._study.get_trials(deepcopy=False)
-        return [t for t in trials if t.state.name != "WAITING"]  # as `sweep.enqueue` suggests them
+        """Return the trials that are not waiting, as those of `sweep.enqueue` are."""
+        return [t for t in self._study.get_trials(deepcopy=False) if t.state.name != "WAITING"]
 
     def _next(self) -> Any:
-        if self._open:
-            return self._optuna.trial.Trial(self._study, self._open.pop(0)._trial_id)
-        trials, started = self._study.get_trials(deepcopy=False), self._started()
+        """Return the next trial: an interrupted one, or a new one; None after the last."""
+        study = self._study
+        if self._interrupted:
+            return self._optuna.trial.Trial(study, self._interrupted.pop(0)._trial_id)
+        started = {trial.number for trial in self._started()}
         if len(started) >= self._total:
             return None
-        numbers = {t.number for t in trials} - {t.number for t in started}
-        self._study.sampler = self._sampler(min(numbers, default=len(trials)))
-        trial = self._study.ask({d.name: kind for d, kind in self._space.items()})
-        # What is told goes to no sampler: that of a grid would stop a loop of Optuna's own.
-        self._study.sampler = self._optuna.samplers.RandomSampler(seed=0)
+        numbers = {trial.number for trial in study.get_trials(deepcopy=False)}
+        study.sampler = self._sampler(min(numbers - started, default=len(numbers)))
+        trial = study.ask({d.name: kind for d, kind in self._space.items()})
+        # Swapped before `tell`: the sampler of a grid calls `study.stop()` there, which fails
+        # outside of Optuna's own loop.
+        study.sampler = self._optuna.samplers.RandomSampler(seed=0)
         return trial
 
     def _overrides(self, values: Mapping[str, Any]) -> list[Swept]:
@@ -380,5 +439,6 @@ class Trials:
         return [*self._base, *varied]
 
     def _count(self) -> None:
-        left = self._total - len(self._started()) + len(self._open)
+        """Set the number of jobs: those that are planned, and the trials that are left."""
+        left = self._total - len(self._started()) + len(self._interrupted)
         self.it.count = len(self.it.jobs) + max(0, left)

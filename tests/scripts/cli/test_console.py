@@ -2,8 +2,6 @@
 
 import io
 import logging
-import os
-import platform
 import subprocess
 import sys
 import sysconfig
@@ -24,12 +22,12 @@ from regimen.scripts.cli.console import (
     AS_JOB,
     describe,
     exit_code,
-    greet,
+    ignore_broken_pipes,
     log_to_stderr,
     logger,
-    outlive_readers,
-    quiet_others,
+    print_banner,
     report,
+    route_warnings,
 )
 from regimen.scripts.cli.keys import Demo, Evaluation, Export, Prediction, Quantization, read_keys
 from regimen.trainer.errors import StorageError, is_shape_error
@@ -57,7 +55,7 @@ def console(*more):
     root.handlers += more
     try:
         with warnings.catch_warnings():
-            quiet_others()
+            route_warnings()
             yield
     finally:
         root.handlers = kept[0]
@@ -165,7 +163,7 @@ def test_any_text_can_be_printed(monkeypatch, encoding):
     written = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding=encoding))
     monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(io.BytesIO(), encoding=encoding))
-    outlive_readers()
+    ignore_broken_pipes()
     print("a \ud800 \udcff ✓")
     sys.stdout.flush()
     assert written.getvalue().startswith(b"a \\ud800 \\udcff ")
@@ -184,31 +182,6 @@ def test_what_the_terminal_shows_of_the_log(capsys, monkeypatch):
         logger.info("run directory: here")
         logger.warning("warning: something")
     assert capsys.readouterr().err == "warning: something\n"
-
-
-UPDATES = """
-import resource
-from regimen.scripts.cli.console import set_up
-
-def update():
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    gradients = [bytearray(2**24) for _ in range(8)]
-    del gradients
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-
-set_up()
-print([update() for _ in range(4)][-1])
-"""
-PAGES = 8 * 2**24 // 4096
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries cannot be told")
-@pytest.mark.parametrize("given", [{}, {"MALLOC_TRIM_THRESHOLD_": "131072"}])
-def test_pages_are_not_taken_from_the_system_for_every_update(given):
-    env = {k: v for k, v in os.environ.items() if "MALLOC" not in k} | given
-    command = [sys.executable, "-c", UPDATES]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
-    assert (int(done.stdout) > PAGES // 2) if given else (int(done.stdout) < PAGES // 20)
 
 
 @pytest.mark.parametrize(
@@ -263,14 +236,14 @@ def test_help_names_every_key(command, capsys):
 
 
 def test_the_first_line_names_versions_once_a_run(capsys, monkeypatch):
-    greet()
+    print_banner()
     told = capsys.readouterr()
     version = torch.__version__.partition("+")[0]
     assert (told.out, told.err.endswith(f", torch {version}\n")) == ("", True)
     for name, value in (("RANK", "1"), *AS_JOB.items()):
         with monkeypatch.context() as other:
             other.setenv(name, value)
-            greet()
+            print_banner()
     assert capsys.readouterr().err == ""
 
 

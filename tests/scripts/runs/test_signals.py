@@ -18,7 +18,8 @@ from torch import nn
 from regimen.data.loading.loader import Loader
 from regimen.data.orders import Sequential
 from regimen.data.samplers import UpdateSampler
-from regimen.scripts.cli.signals import end_on_signals, stop_signals
+from regimen.scripts.cli.signals import end_on_signals
+from regimen.scripts.runs.signals import stop_signals
 from regimen.trainer.distributed import Group
 from regimen.trainer.errors import EXIT_CODES, stopping_signals
 from regimen.trainer.state import TrainState

@@ -50,7 +50,7 @@ def test_a_job_that_is_preempted_or_cancelled_saves(launched, preempted):
     if preempted:
         pytest.importorskip("submitit")
     job, codes = launched("optimizer.lr=0.5", "resume=some.pt"), []
-    assert "resume=some.pt" in job.words()
+    assert "resume=some.pt" in job.arguments()
     thread = threading.Thread(target=lambda: codes.append(job()))
     thread.start()
     until(Path("there/0/started").exists)
@@ -59,7 +59,7 @@ def test_a_job_that_is_preempted_or_cancelled_saves(launched, preempted):
     assert codes == [143]
     if preempted:  # it goes on from the queue
         assert again.process is None
-        assert again.words() == ["optimizer.lr=0.5", "run_dir=there/0", "resume=auto"]
+        assert again.arguments() == ["optimizer.lr=0.5", "run_dir=there/0", "resume=auto"]
 
 
 def test_a_job_leaves_the_signal_of_submitit_alone(launched):

@@ -17,7 +17,7 @@ from regimen.scripts.cli.console import usable_cpus
 from regimen.scripts.composition.compose import split_jobs
 from regimen.scripts.sweeps import grid, launchers, leaderboard
 from regimen.scripts.sweeps import sweep as sweep_module
-from regimen.scripts.sweeps.launchers import LocalLauncher, share_of_threads
+from regimen.scripts.sweeps.launchers import LocalLauncher, thread_limit
 from regimen.scripts.sweeps.leaderboard import Job
 from regimen.trainer import device
 from regimen.trainer.files.atomic import storage_error
@@ -83,7 +83,7 @@ def test_no_job_outlives_its_sweep(command, number, ended):
     assert out.endswith(told) or number == "SIGKILL"
 
 
-def test_each_job_has_its_share_of_threads_and_a_device_of_its_own(job, sweep_of, monkeypatch):
+def test_each_job_has_its_thread_limit_and_a_device_of_its_own(job, sweep_of, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(launchers, "usable_cpus", lambda: range(9))
     devices = "CUDA_VISIBLE_DEVICES", ["2", "5"]
@@ -96,12 +96,12 @@ def test_each_job_has_its_share_of_threads_and_a_device_of_its_own(job, sweep_of
 
 def test_a_given_number_of_threads_is_kept(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert share_of_threads(4) == {}
+    assert thread_limit(4) == {}
     monkeypatch.delenv("OMP_NUM_THREADS")
-    assert share_of_threads(1) == {}
-    assert share_of_threads(2 * len(usable_cpus())) == {"OMP_NUM_THREADS": "1"}
+    assert thread_limit(1) == {}
+    assert thread_limit(2 * len(usable_cpus())) == {"OMP_NUM_THREADS": "1"}
     monkeypatch.setattr(launchers, "usable_cpus", lambda: range(12))
-    assert share_of_threads(2, processes=3) == {"OMP_NUM_THREADS": "2"}
+    assert thread_limit(2, processes=3) == {"OMP_NUM_THREADS": "2"}
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ class Jobs:
     def run(self, job):
         lr = float(job.overrides.get("optimizer.lr", 0))
         self.ran.append((job.number, lr))
-        self.more += job.more
+        self.more += job.more_texts
         job.run_dir.mkdir(exist_ok=True)
         (job.run_dir / "overrides.yaml").write_text(json.dumps(job.texts))
         if job.number == self.dies:
