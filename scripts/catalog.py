@@ -20,16 +20,18 @@ from regimen.scripts.help import Groups, below, description, groups_in
 from regimen.trainer.files.atomic import TEMPORARY, remove_orphans, storing
 
 _TEMPLATE = ROOT / "template"
-_LONGEST = 100  # letters of a name, which becomes a folder's and a package's
+_LONGEST_NAME = 100  # letters; the name becomes a folder's and a package's
 
 
 def ls(argv: Sequence[str]) -> int:
-    """Print the groups that a command line asks for. Raises ConfigError."""
+    """Run `regimen ls`, return its exit code. Raises ConfigError."""
     parser = _parser("ls")
     parser.add_argument("group", nargs="?", help="only this group and those inside it: task, model")
     arguments = parser.parse_intermixed_args(argv)
     groups = _groups(arguments)
-    for group, files in (below(groups, arguments.group) if arguments.group else groups).items():
+    if arguments.group:
+        groups = below(groups, arguments.group)
+    for group, files in groups.items():
         width = max(map(len, files))
         print(group)
         for choice, path in files.items():
@@ -39,18 +41,22 @@ def ls(argv: Sequence[str]) -> int:
 
 
 def cp(argv: Sequence[str]) -> int:
-    """Copy the config that a command line names. Raises ConfigError, StorageError."""
+    """Run `regimen cp`, return its exit code. Raises ConfigError, StorageError."""
     parser = _parser("cp")
     parser.add_argument("source", metavar="GROUP/CHOICE")
     parser.add_argument("target", metavar="FILE", help="a new file, or a folder with a / behind")
     arguments = parser.parse_intermixed_args(argv)
-    groups, target = _groups(arguments), Path(arguments.target)
+    groups = _groups(arguments)
     group, _, choice = arguments.source.removesuffix(".yaml").strip("/").rpartition("/")
     files = groups.get(group, {})
     if choice not in files:
-        known = [f"{group}/{choice}" for group, files in groups.items() for choice in files]
-        message = f"there is no config {arguments.source!r}: name group/choice, as `regimen ls`"
-        raise ConfigError("", message, did_you_mean(arguments.source, known))
+        names = [f"{group}/{choice}" for group, files in groups.items() for choice in files]
+        raise ConfigError(
+            "",
+            f"there is no config {arguments.source!r}: name group/choice, as `regimen ls`",
+            did_you_mean(arguments.source, names),
+        )
+    target = Path(arguments.target)
     if arguments.target.endswith("/") or target.is_dir():
         target /= files[choice].name
     if target.suffix != ".yaml":
@@ -75,34 +81,48 @@ def _groups(arguments: argparse.Namespace) -> Groups:
 
 
 def new(argv: Sequence[str]) -> int:
-    """Write the project. Raises ConfigError where the folder holds something, StorageError."""
+    """Run `regimen new`, return its exit code.
+
+    Raises ConfigError if the folder is not empty, StorageError.
+    """
     parser = command_parser("regimen new", COMMANDS["new"][1])
     parser.add_argument("folder", type=Path, metavar="DIR", help="a new folder, or an empty one")
     arguments = parser.parse_intermixed_args(argv)
     folder: Path = arguments.folder
     title = folder.resolve().name
-    if len(title) > _LONGEST:
-        raise ConfigError(f"{title[:20]}...: a name has at most {_LONGEST} letters")
+    if len(title) > _LONGEST_NAME:
+        raise ConfigError(f"{title[:20]}...: a name has at most {_LONGEST_NAME} letters")
     if os.path.lexists(folder) and not (folder.is_dir() and _is_empty(folder)):
         raise ConfigError(f"{folder} exists and is no empty folder: choose another name")
     texts = project_files(title, _source(folder))
     make_above(folder)
-    made = folder / f"{TEMPORARY}project"
-    with storing(folder):
-        folder.mkdir(exist_ok=True)
-        remove_orphans(folder)  # of a command that was killed
-        try:  # half a project would refuse the next try
-            for name, text in texts.items():
-                (made / name).parent.mkdir(parents=True, exist_ok=True)
-                (made / name).write_text(text, "utf-8")
-            for path in sorted(made.iterdir()):
-                os.replace(path, folder / path.name)
-        finally:
-            remove_orphans(folder)
+    _write_project(folder, texts)
     for name in texts:
         print(one_line(folder / name))
     print(f"train it: cd {shlex.quote(str(folder))} && train --config-dir conf experiment=mine")
     return 0
+
+
+def _write_project(folder: Path, texts: Mapping[str, str]) -> None:
+    """Write the files of a project, or none of them: half a project would refuse the next try."""
+    temporary = folder / f"{TEMPORARY}project"
+    with storing(folder):
+        folder.mkdir(exist_ok=True)
+        remove_orphans(folder)  # of a command that was killed
+        try:
+            for name, text in texts.items():
+                (temporary / name).parent.mkdir(parents=True, exist_ok=True)
+                (temporary / name).write_text(text, "utf-8")
+            for path in sorted(temporary.iterdir()):
+                os.replace(path, folder / path.name)
+        finally:
+            remove_orphans(folder)
+
+
+def _is_empty(folder: Path) -> bool:
+    """Return whether a folder holds nothing but leftovers of a command that was killed."""
+    with storing(folder):
+        return all(path.name.startswith(TEMPORARY) for path in folder.iterdir())
 
 
 def _source(project: Path) -> dict[str, Any]:
@@ -122,28 +142,25 @@ def project_files(title: str, source: Mapping[str, Any]) -> dict[str, str]:
     """Return the text of each file by its path; `source`: where Regimen is taken from, as uv's."""
     from regimen.scripts.schema import schema_text
 
-    name = re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-") or "project"
-    if name == "regimen":  # a project cannot depend on its own name
-        name = "my-regimen"
-    files = {
-        path.relative_to(_TEMPLATE).as_posix(): path.read_text("utf-8")
-        for path in sorted(_TEMPLATE.rglob("*"))
-        if path.is_file() and "__pycache__" not in path.parts
-    }
-    # TOML's basic strings escape as JSON's do, and its truth values are written alike.
-    fields = [f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in source.items()]
-    facts = files["pyproject.toml"].replace('"NAME"', json.dumps(name))
-    if source:
-        facts = facts.replace('{ path = "SOURCE" }', f"{{ {', '.join(fields)} }}")
-    else:
-        facts = facts.replace('[tool.uv.sources]\ntorch-regimen = { path = "SOURCE" }\n\n', "")
-    files["pyproject.toml"] = facts
+    files = {}
+    for path in sorted(_TEMPLATE.rglob("*")):
+        if path.is_file() and "__pycache__" not in path.parts:
+            files[path.relative_to(_TEMPLATE).as_posix()] = path.read_text("utf-8")
+    files["pyproject.toml"] = _project_table(files["pyproject.toml"], title, source)
     files["README.md"] = files["README.md"].replace("TITLE", title)
     files[".gitignore"] = "runs/\n.venv/\n__pycache__/\n"
     files["editor/experiment.json"] = schema_text("experiment")
     return files
 
 
-def _is_empty(folder: Path) -> bool:
-    with storing(folder):
-        return all(path.name.startswith(TEMPORARY) for path in folder.iterdir())
+def _project_table(text: str, title: str, source: Mapping[str, Any]) -> str:
+    """Fill in the template of `pyproject.toml`."""
+    name = re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-") or "project"
+    if name == "regimen":  # a project cannot depend on its own name
+        name = "my-regimen"
+    text = text.replace('"NAME"', json.dumps(name))
+    if not source:
+        return text.replace('[tool.uv.sources]\ntorch-regimen = { path = "SOURCE" }\n\n', "")
+    # TOML's basic strings and truth values are written like those of JSON.
+    fields = [f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in source.items()]
+    return text.replace('{ path = "SOURCE" }', f"{{ {', '.join(fields)} }}")

@@ -7,8 +7,8 @@ import sys
 from collections.abc import Sequence
 from types import FrameType
 
-# Each command, its function (from its arguments to its exit code), and what it is for. No module is
-# imported before its command is called.
+# Each command, its function (from its arguments to its exit code), and its purpose. A module is
+# imported when its command is called.
 _TABLE = """
 train      train:train        train a model, sweep (-m), or show the plan (dry_run=true)
 evaluate   evaluate:evaluate  test a run's checkpoint again
@@ -26,12 +26,13 @@ completion help:completion    what TAB completes, for bash, zsh and fish
 convert    convert:convert    put a sharded checkpoint together into one file
 """
 _ROWS = (line.split(maxsplit=2) for line in _TABLE.strip().splitlines())
-COMMANDS = {name: (place, what) for name, place, what in _ROWS}
+COMMANDS = {name: (function, purpose) for name, function, purpose in _ROWS}
 
 
 def main(*words: str) -> None:
-    """Run the command line, whose first words may be given, and leave with its exit code."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # before all imports, which take a while
+    """Run the command line and exit with its code; `words` come before what was typed."""
+    # Before all imports, which take a while.
+    for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _leave_early)
     from regimen.scripts.cli.console import leave_with
 
@@ -39,19 +40,20 @@ def main(*words: str) -> None:
 
 
 def _leave_early(number: int, frame: FrameType | None) -> None:
-    # Past Python's streams: an exception would end in a traceback from within an import.
+    # Not by an exception, which would end in a traceback from within an import.
     name = signal.Signals(number).name
     os.write(2, f"error: stopped by {name}: there was nothing to save\n".encode())
     os._exit(128 + number)
 
 
 def regimen(argv: Sequence[str]) -> int:
-    """Do what the command does that the first word names; without one show the help."""
+    """Run the command `argv[0]` and return its exit code; without one print the help."""
     word = argv[0] if argv else "--help"
     if word in ("--help", "-h", "help"):
         print("Train PyTorch models from YAML.\n")
-        for name, (_, what) in COMMANDS.items():
-            print(f"  regimen {name:<{max(map(len, COMMANDS))}}  {what}")
+        width = max(map(len, COMMANDS))
+        for name, (_, purpose) in COMMANDS.items():
+            print(f"  regimen {name:<{width}}  {purpose}")
         print("\nEach takes --help. `train`, `evaluate` and `predict` are commands of their own.")
         return 0
     if word not in COMMANDS:

@@ -4,7 +4,7 @@ import logging
 import os
 import secrets
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from regimen.conf.errors import ConfigError
@@ -17,17 +17,17 @@ _LOCAL = ("127.0.0.1", "localhost", "::1")
 
 
 def demo(argv: Sequence[str]) -> int:
-    """Do what a command line asks for; torch is imported once its keys are sound."""
+    """Run `regimen demo`, return its exit code; torch is imported once the keys are checked."""
     keys, arguments = read_keys(Demo, argv)
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # gradio's own, read when it is imported
     with importing():
         from regimen.trainer.inference.run import load_run
 
-    for name in ("httpx", "httpx2"):  # a line for each request of gradio to itself
+    # They log a line for each request that gradio sends to itself.
+    for name in ("httpx", "httpx2"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    page = page_of(
-        load_run(keys.run, keys.device, arguments.allow_targets), keys.checkpoint, keys.top_k
-    )
+    run = load_run(keys.run, keys.device, arguments.allow_targets)
+    page = page_of(run, keys.checkpoint, keys.top_k)
     try:
         serve(page, keys.host, keys.port)
         threading.Event().wait()
@@ -44,22 +44,33 @@ def serve(page: Any, host: str, port: int) -> None:
     from starlette.middleware.trustedhost import TrustedHostMiddleware
 
     login = None if host in _LOCAL else ("demo", secrets.token_urlsafe(16))
-    # A foreign page's requests to 127.0.0.1 carry its name in Host (DNS rebinding).
-    only = Middleware(TrustedHostMiddleware, allowed_hosts=["*"] if login else [*_LOCAL, host])
-    options: dict[str, Any] = {"share": False, "ssr_mode": False, "prevent_thread_lock": True}
-    options |= {"max_file_size": "20mb", "app_kwargs": {"middleware": [only]}, "quiet": True}
+    # A page of another site can send requests to 127.0.0.1 under its own name (DNS rebinding): the
+    # name in Host tells. With a password any name is allowed.
+    hosts = ["*"] if login else [*_LOCAL, host]
+    middleware = [Middleware(TrustedHostMiddleware, allowed_hosts=hosts)]
     try:
         _, address, _ = page.launch(
-            server_name=host, server_port=port or None, auth=login, **options
+            server_name=host,
+            server_port=port or None,
+            auth=login,
+            share=False,
+            ssr_mode=False,
+            prevent_thread_lock=True,
+            max_file_size="20mb",
+            app_kwargs={"middleware": middleware},
+            quiet=True,
         )
     except OSError as error:
         raise ConfigError("port", str(error), "port=0 takes one that is free") from error
-    print(address + (f" (name {login[0]}, password {login[1]})" if login else ""))
+    if login:
+        print(f"{address} (name {login[0]}, password {login[1]})")
+    else:
+        print(address)
     print("Ctrl-C ends it", flush=True)
 
 
 def page_of(run: Any, checkpoint: str, top_k: int) -> Any:
-    """Return gradio's page for a run: what it is asked, its answer, and what it is."""
+    """Build the Gradio page of a run: an input form, the prediction and the model card."""
     import gradio
 
     from regimen.trainer.export.formats import provenance
@@ -67,72 +78,90 @@ def page_of(run: Any, checkpoint: str, top_k: int) -> Any:
     # The page is JSON, which gradio writes in strict UTF-8.
     names = run.facts.classes and [encodable(name) for name in run.facts.classes]
     run.facts = run.facts._replace(classes=names)
-    facts, origin = run.facts, provenance(run, checkpoint)
+    origin = provenance(run, checkpoint)
 
-    def answer(*given: Any) -> Any:
+    def answer(*inputs: Any) -> Any:
         try:
-            return _answer(run, given, checkpoint, top_k)
+            return _answer(run, inputs, checkpoint, top_k)
         except Exception as error:
             raise gradio.Error(str(error), print_exception=False) from error
 
-    average = f", average {origin['average']}" if origin["average"] else ""
-    figures = ", ".join(f"{name} {value:.4f}" for name, value in origin["results"].items())
-    about = [
-        f"{facts.model['_target_']}, {origin['checkpoint']}, step {origin['step']}{average}",
-        figures or "no metrics at this step",
-        f"data: {(run.config.data.train or {}).get('_target_', 'not named')}",
-        f"classes: {', '.join(facts.classes or ()) or 'not named'}",
-    ]
-    kind, form = facts.outputs["kind"], facts.inputs
-    if kind == "text":
-        tokens = gradio.Slider(1, 1000, 200, step=1, label="max_new_tokens")
-        asked = [gradio.Textbox(label="prompt"), tokens]
-    elif form["kind"] == "picture":
-        asked = [gradio.Image(label="picture", type="filepath")]
-        # Handed on as it is: Pillow opens the formats that we list, no other.
-        asked[0].preprocess = lambda payload: payload and payload.path
-    elif form["kind"] == "table":
-        asked = [
-            gradio.Dropdown(list(column["categories"]), label=column["name"])
-            if column["categories"]
-            else gradio.Number(column["mean"], label=column["name"])
-            for column in form["features"]
-        ]
-    else:
-        asked = [gradio.JSON([0.0], label="the numbers of a sample, in lists")]
-    shown = {"classes": "Label", "labels": "Label", "mask": "Image", "text": "Textbox"}
+    kind = run.facts.outputs["kind"]
+    components = {"classes": "Label", "labels": "Label", "mask": "Image", "text": "Textbox"}
+    output = getattr(gradio, components.get(kind, "JSON"))
     return gradio.Interface(
         answer,
-        asked,
-        getattr(gradio, shown.get(kind, "JSON"))(label="answer"),
+        _input_form(run.facts),
+        output(label="answer"),
         title=origin["name"],
-        article="\n\n".join(about),
+        article="\n\n".join(_model_card(run, origin)),
         api_name="predict",
         flagging_mode="never",
     )
 
 
-def _answer(run: Any, given: Sequence[Any], checkpoint: str, top_k: int) -> Any:
-    """Return a run's answer for the values of a page, as gradio shows it."""
+def _model_card(run: Any, origin: Mapping[str, Any]) -> list[str]:
+    """Return the paragraphs below the form: model, checkpoint, metrics, data and classes."""
+    average = f", average {origin['average']}" if origin["average"] else ""
+    model = run.facts.model["_target_"]
+    metrics = ", ".join(f"{name} {value:.4f}" for name, value in origin["results"].items())
+    data = (run.config.data.train or {}).get("_target_", "not named")
+    return [
+        f"{model}, {origin['checkpoint']}, step {origin['step']}{average}",
+        metrics or "no metrics at this step",
+        f"data: {data}",
+        f"classes: {', '.join(run.facts.classes or ()) or 'not named'}",
+    ]
+
+
+def _input_form(facts: Any) -> list[Any]:
+    """Return the input components for a sample."""
+    import gradio
+
+    form = facts.inputs
+    if facts.outputs["kind"] == "text":
+        tokens = gradio.Slider(1, 1000, 200, step=1, label="max_new_tokens")
+        return [gradio.Textbox(label="prompt"), tokens]
+    if form["kind"] == "picture":
+        picture = gradio.Image(label="picture", type="filepath")
+        # The file is passed on unchanged: Pillow opens the formats that we list, no other.
+        picture.preprocess = lambda payload: payload and payload.path
+        return [picture]
+    if form["kind"] != "table":
+        return [gradio.JSON([0.0], label="the numbers of a sample, in lists")]
+    columns = []
+    for column in form["features"]:
+        name = column["name"]
+        if column["categories"]:
+            columns.append(gradio.Dropdown(list(column["categories"]), label=name))
+        else:
+            columns.append(gradio.Number(column["mean"], label=name))
+    return columns
+
+
+def _answer(run: Any, inputs: Sequence[Any], checkpoint: str, top_k: int) -> Any:
+    """Return the prediction for the inputs of a page, in the form that gradio shows."""
     import torch
 
     from regimen.scripts.runs.answers import mask_picture
 
-    form, answered, sample = run.facts.inputs, run.facts.outputs["kind"], given[0]
-    if answered == "text":
-        options = {"max_new_tokens": int(given[1]), "checkpoint": checkpoint}
-        return sample + run.generate(sample, **options)[0]
+    sample = inputs[0]
+    kind = run.facts.outputs["kind"]
+    if kind == "text":
+        texts = run.generate(sample, max_new_tokens=int(inputs[1]), checkpoint=checkpoint)
+        return sample + texts[0]
+    form = run.facts.inputs
     if form["kind"] == "table":
         names = [column["name"] for column in form["features"]]
-        sample = dict(zip(names, given, strict=True))
+        sample = dict(zip(names, inputs, strict=True))
     elif form["kind"] != "picture":
         sample = torch.tensor(sample, dtype=torch.float32)
     (row,) = run.predict([sample], top_k=top_k, checkpoint=checkpoint)
-    if answered == "mask":
+    if kind == "mask":
         return mask_picture(torch.tensor(row["prediction"])).convert("RGB")
-    if answered == "labels":
+    if kind == "labels":
         return dict(zip(row["prediction"], row["probability"], strict=True))
-    if answered == "classes":
-        told = list(row.values())  # a name, its probability, the next name, ...
-        return dict(zip(told[::2], told[1::2], strict=True))
+    if kind == "classes":
+        cells = list(row.values())  # a name, its probability, the next name, ...
+        return dict(zip(cells[::2], cells[1::2], strict=True))
     return row

@@ -23,30 +23,35 @@ Finding = tuple[str, str | None]  # what was found, and what to do where that is
 
 
 def doctor(argv: Sequence[str]) -> int:
-    """Look at everything; return 0, or 8 where something has a cure."""
+    """Check everything; return 0, or 8 where something has a cure."""
     parser = command_parser("regimen doctor", __doc__)
     parser.add_argument("--json", action="store_true", help="for machines: a list of objects")
     arguments = parser.parse_intermixed_args(argv)
-    found = []
+    results = []
     for name, check in _checks():
         try:
             text, cure = check()
         except Exception as error:
             text = f"could not be checked: {type(error).__name__}: {error}"
             cure = "report it with this line, and train without it"
-        found.append({"name": name, "text": text, "cure": cure, "good": cure is None})
+        results.append({"name": name, "text": text, "cure": cure, "good": cure is None})
         if not arguments.json:
-            mark, end = ("good", "") if cure is None else ("WARN", f"; cure: {cure}")
-            print(one_line(f"{mark}  {name:<20} {text}{end}"), flush=True)
-    bad = sum(not one["good"] for one in found)
-    told = "all is well" if not bad else f"to look at: {bad} of {len(found)}"
-    print(json.dumps(found) if arguments.json else told)
+            line = f"good  {name:<20} {text}"
+            if cure is not None:
+                line = f"WARN  {name:<20} {text}; cure: {cure}"
+            print(one_line(line), flush=True)
+    bad = [result for result in results if not result["good"]]
+    if arguments.json:
+        print(json.dumps(results))
+    elif bad:
+        print(f"to look at: {len(bad)} of {len(results)}")
+    else:
+        print("all is well")
     return 8 if bad else 0
 
 
 def _checks() -> Iterator[tuple[str, Callable[[], Finding]]]:
-    found = (f"{name} {version}" for name, version in versions().items())
-    yield "versions", lambda: (", ".join(found), None)
+    yield "versions", _versions
     yield "import name", _import_name
     yield "threads", _threads
     yield "open files", _open_files
@@ -55,12 +60,13 @@ def _checks() -> Iterator[tuple[str, Callable[[], Finding]]]:
         import torch
 
         from regimen.trainer import device
-    cuda = torch.version.cuda
-    there = {"CUDA": cuda, "ROCm": torch.version.hip, "XPU": torch.version.xpu}
-    built = ", ".join(f"{name} {version}" for name, version in there.items() if version)
-    yield "torch", lambda: (f"{torch.__version__}, built for {built or 'CPUs only'}", None)
-    yield "driver", lambda: of_driver(cuda, device.device_count() > 0)
+    yield "torch", _torch
+    yield "driver", lambda: of_driver(torch.version.cuda, device.device_count() > 0)
     yield "devices", _devices
+
+
+def _versions() -> Finding:
+    return ", ".join(f"{name} {version}" for name, version in versions().items()), None
 
 
 def _import_name() -> Finding:
@@ -69,23 +75,27 @@ def _import_name() -> Finding:
         version = metadata.version("regimen")
     except metadata.PackageNotFoundError:
         return f"`import regimen` is {ROOT}", None
-    cure = f"pip uninstall regimen; pip install --force-reinstall {DISTRIBUTION}"
-    return f"the package regimen {version} is another project with the same import name", cure
+    return (
+        f"the package regimen {version} is another project with the same import name",
+        f"pip uninstall regimen; pip install --force-reinstall {DISTRIBUTION}",
+    )
 
 
 def _threads() -> Finding:
     cpus = len(usable_cpus())
-    wanted = os.environ.get("OMP_NUM_THREADS", "not set")
-    text, first = f"{cpus} CPUs for this process, OMP_NUM_THREADS {wanted}", wanted.split(",")[0]
-    good = wanted == "not set" or (first.isdigit() and int(first) <= cpus)
-    return text, None if good else f"unset OMP_NUM_THREADS, or set it to a number up to {cpus}"
+    threads = os.environ.get("OMP_NUM_THREADS", "not set")
+    text = f"{cpus} CPUs for this process, OMP_NUM_THREADS {threads}"
+    outermost = threads.split(",")[0]  # a list has the numbers of nested levels
+    if threads == "not set" or (outermost.isdigit() and int(outermost) <= cpus):
+        return text, None
+    return text, f"unset OMP_NUM_THREADS, or set it to a number up to {cpus}"
 
 
 def _open_files() -> Finding:
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    unlimited = limit == resource.RLIM_INFINITY
-    good = unlimited or limit >= _OPEN_FILES
-    return f"limit {'none' if unlimited else limit}", None if good else "ulimit -n 4096"
+    if limit == resource.RLIM_INFINITY:
+        return "limit none", None
+    return f"limit {limit}", None if limit >= _OPEN_FILES else "ulimit -n 4096"
 
 
 def _disk() -> Finding:
@@ -94,8 +104,16 @@ def _disk() -> Finding:
     return text, None if free >= _SPACE else "free some space, or set run_dir on another disk"
 
 
+def _torch() -> Finding:
+    import torch
+
+    platforms = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip, "XPU": torch.version.xpu}
+    built = [f"{name} {version}" for name, version in platforms.items() if version]
+    return f"{torch.__version__}, built for {', '.join(built) or 'CPUs only'}", None
+
+
 def of_driver(cuda: str | None, works: bool) -> Finding:
-    """Hold the driver against the build of torch and whether that finds a GPU."""
+    """Compare the NVIDIA driver with the build of torch; `works`: torch finds a GPU."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
@@ -103,11 +121,18 @@ def of_driver(cuda: str | None, works: bool) -> Finding:
         if works:
             return "no NVIDIA driver answers; the devices below need none", None
         return "no NVIDIA driver answers: training is on the CPU", None
-    cure = "this torch is built for CPUs only: pip install torch from PyTorch's CUDA index"
-    if cuda is not None:
-        unset = "or unset CUDA_VISIBLE_DEVICES"
-        cure = f"torch finds no GPU: update the driver for CUDA {cuda}, {unset}"
-    return f"NVIDIA driver {done.stdout.partition(chr(10))[0]}", None if works else cure
+    text = f"NVIDIA driver {done.stdout.split(chr(10))[0]}"
+    if works:
+        return text, None
+    if cuda is None:
+        return (
+            text,
+            "this torch is built for CPUs only: pip install torch from PyTorch's CUDA index",
+        )
+    return (
+        text,
+        f"torch finds no GPU: update the driver for CUDA {cuda}, or unset CUDA_VISIBLE_DEVICES",
+    )
 
 
 def _devices() -> Finding:
@@ -117,7 +142,7 @@ def _devices() -> Finding:
     from regimen.trainer.device import describe_all
     from regimen.trainer.update.precision import cpu_formats
 
-    fast = ", ".join(["fp32", *sorted(cpu_formats())])
-    emulated = "" if "bf16" in fast else "; trainer.precision=bf16 works, but slowly"
-    named = [f"cpu ({fast}; {torch.backends.cpu.get_cpu_capability()}{emulated})"]
-    return ", ".join([*named, *describe_all()]), None
+    formats = ["fp32", *sorted(cpu_formats())]
+    hint = "" if "bf16" in formats else "; trainer.precision=bf16 works, but slowly"
+    cpu = f"cpu ({', '.join(formats)}; {torch.backends.cpu.get_cpu_capability()}{hint})"
+    return ", ".join([cpu, *describe_all()]), None

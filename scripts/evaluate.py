@@ -13,7 +13,7 @@ def main() -> None:
 
 
 def evaluate(argv: Sequence[str]) -> int:
-    """Compute the metrics of one split with one checkpoint, print them and keep them."""
+    """Run `evaluate`, return its exit code: print the metrics of one split and write them."""
     from regimen.scripts.cli.keys import Evaluation, read_keys
 
     keys, arguments = read_keys(Evaluation, argv)
@@ -35,16 +35,19 @@ def evaluate(argv: Sequence[str]) -> int:
             from regimen.trainer.inference.run import evaluate_run
 
     with composed.locating():
-        config, run_dir = parse(composed.config), Path(keys.run)
+        config = parse(composed.config)
+        run_dir = Path(keys.run)
         check_targets(config)
         if keys.artefact is not None:
-            tested, file = {"artefact": keys.artefact}, Path(keys.artefact)
-            classes = classes_of(run_dir)
-            split, metrics = evaluate_artefact(config, file, keys.split, keys.allow_code, classes)
+            tested = {"artefact": keys.artefact}
+            split, metrics = evaluate_artefact(
+                config, Path(keys.artefact), keys.split, keys.allow_code, classes_of(run_dir)
+            )
         else:
             tested = {"checkpoint": keys.checkpoint}
             split, metrics = evaluate_run(config, run_dir, keys.checkpoint, keys.split)
-    for name, value in metrics.items():  # first: the directory may be another's, read-only
+    # Printed before they are written: the directory may be somebody else's, and read-only.
+    for name, value in metrics.items():
         print(f"{one_line(name):<20} {value:.4f}")
     result = {**tested, "split": split, **metrics}
     write_json(run_dir / "evaluation.json", result)
@@ -53,25 +56,35 @@ def evaluate(argv: Sequence[str]) -> int:
 
 
 def _refuse_processes(overrides: Sequence[str]) -> None:
-    """Raise ConfigError for overrides that ask for several processes: a test has one."""
+    """Raise ConfigError for overrides that request several processes: `evaluate` has one."""
     from regimen.conf.errors import ConfigError
+
+    uses_dp = "strategy.name=dp" in overrides
+    refused = [text for text in overrides if _requests_processes(text, uses_dp)]
+    if refused:
+        raise ConfigError(
+            "strategy",
+            f"{' '.join(refused)}: evaluate works in one process, however a run was trained",
+            "leave it out; strategy.name=dp uses several GPUs",
+        )
+
+
+def _requests_processes(override: str, uses_dp: bool) -> bool:
     from regimen.conf.fields import declared
     from regimen.conf.schema_trainer import StrategyConfig
     from regimen.scripts.cli.arguments import key_of
 
-    several = {*declared(StrategyConfig)["backend"].strategies}  # that start processes
-    asking = []
-    for text in overrides:
-        key, value = key_of(text), text.partition("=")[2]
-        named = key in ("strategy", "strategy.name") and several & {*re.findall(r"\w+", value)}
-        counted = key == "strategy.devices" and re.fullmatch(r"(?!1$)\d+|\[.*,.*\]", value)
-        # With dp one process has several devices.
-        if named or (counted and "strategy.name=dp" not in overrides):
-            asking.append(text)
-    if asking:
-        message = f"{' '.join(asking)}: evaluate works in one process, however a run was trained"
-        hint = "leave it out; strategy.name=dp uses several GPUs"
-        raise ConfigError("strategy", message, hint)
+    key = key_of(override)
+    value = override.partition("=")[2]
+    if key in ("strategy", "strategy.name"):
+        # Those that have processes have a backend for them.
+        names = declared(StrategyConfig)["backend"].strategies
+        return not {*names}.isdisjoint(re.findall(r"\w+", value))
+    # With dp one process has several devices.
+    if key == "strategy.devices" and not uses_dp:
+        # A number other than 1, or a list of several.
+        return re.fullmatch(r"(?!1$)\d+|\[.*,.*\]", value) is not None
+    return False
 
 
 if __name__ == "__main__":

@@ -11,13 +11,13 @@ from regimen.scripts.cli.keys import Export, OutputOptions, Quantization, read_k
 
 
 def export(argv: Sequence[str]) -> int:
-    """Write a model in another format, as a command line asks for it."""
-    opened = _open(Export, argv)
+    """Run `regimen export`, return its exit code."""
+    options = _parse(Export, argv)
     with importing():
         from regimen.trainer.export.artefact import export_run
         from regimen.trainer.export.formats import how_to_load
 
-    path, facts = export_run(name=opened.pop("format"), **opened)
+    path, facts = export_run(name=options.pop("format"), **options)
     for note in facts.get("notes", ()):
         print(f"note: {note}", file=sys.stderr)
     print(*how_to_load(facts, path.parent), sep="\n")
@@ -27,23 +27,23 @@ def export(argv: Sequence[str]) -> int:
 
 
 def quantize(argv: Sequence[str]) -> int:
-    """Write a model with 8-bit integers, as a command line asks for it."""
-    opened = _open(Quantization, argv)
+    """Run `regimen quantize`, return its exit code."""
+    options = _parse(Quantization, argv)
     with importing():
         from regimen.trainer.export.quantization import quantize_run
 
-    path, facts = quantize_run(**opened)
-    words = {"megabytes": "size, MB", "ms_of_1": "1 sample, ms", "ms_of_32": "32 samples, ms"}
+    path, facts = quantize_run(**options)
+    titles = {"megabytes": "size, MB", "ms_of_1": "1 sample, ms", "ms_of_32": "32 samples, ms"}
     print(f"{'':<16}{'before':>10}{'after':>10}")
-    for name, value in facts["before"].items():
-        print(f"{words.get(name, name):<16}{value:>10.4g}{facts['after'][name]:>10.4g}")
-    how = facts["quantization"]
-    print(f"written to {path} ({how['method']}, ranges {how['ranges']})")
+    for name, before in facts["before"].items():
+        print(f"{titles.get(name, name):<16}{before:>10.4g}{facts['after'][name]:>10.4g}")
+    quantization = facts["quantization"]
+    print(f"written to {path} ({quantization['method']}, ranges {quantization['ranges']})")
     return 0
 
 
-def _open(command: type[OutputOptions], argv: Sequence[str]) -> dict[str, Any]:
-    """Return the keys of a command line and the run."""
+def _parse(command: type[OutputOptions], argv: Sequence[str]) -> dict[str, Any]:
+    """Return the keys of a command line, and the run itself in place of its path."""
     keys, arguments = read_keys(command, argv)
     with importing():
         from regimen.trainer.inference.run import load_run

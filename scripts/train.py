@@ -11,7 +11,7 @@ def main() -> None:
 
 
 def train(argv: Sequence[str]) -> int:
-    """Do what a command line asks for; torch is imported once its keys and types are sound."""
+    """Run `train`, return its exit code; torch is imported once keys and types are checked."""
     from regimen.scripts.cli.arguments import parse_arguments
     from regimen.scripts.cli.console import print_banner
 
@@ -34,7 +34,8 @@ def train(argv: Sequence[str]) -> int:
             return search(arguments)
         return sweep(arguments)
     composed = compose(arguments)
-    if trial := (composed.config.get("sweep") or {}).get("trial"):
+    trial = (composed.config.get("sweep") or {}).get("trial")
+    if trial:
         refuse_untyped("sweep", {"trial": trial}, composed.overrides)
     from regimen.scripts.runs.launch import runner_for
 
