@@ -10,7 +10,7 @@ from regimen.scripts.commands import main
 
 
 def convert(argv: Sequence[str]) -> int:
-    """Write a checkpoint, whole, to a new file. Raises CheckpointError, StorageError."""
+    """Run `regimen convert`, return its exit code. Raises CheckpointError, StorageError."""
     from regimen.conf.errors import one_line
     from regimen.scripts.cli.arguments import command_parser
     from regimen.scripts.cli.console import print_banner
@@ -25,7 +25,7 @@ def convert(argv: Sequence[str]) -> int:
     from regimen.trainer.errors import CheckpointError
 
     target: Path = arguments.target
-    if target.exists():  # in a run's folder it would be a file that the index does not know
+    if target.exists():  # in a run's folder the index of checkpoints would not know the new file
         raise CheckpointError(f"{target} exists: choose another name")
     write_archive(target, read_whole(arguments.checkpoint))
     print(f"written to {one_line(target)}")
