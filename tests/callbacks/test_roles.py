@@ -111,9 +111,9 @@ def test_pruning_comes_first_and_checkpoints_last_under_any_name():
 def test_a_leaderboard_goes_by_the_metric_of_the_best():
     jobs = [SimpleNamespace(results={"best/val/f1": 0.5, "val/f1": 0.25}, best={})]
     config = {"callbacks": {"keeps": {"monitor": "val/f1", "mode": "min"}, "none": None}}
-    ranking = Ranking(config, jobs, expected="val/accuracy")
+    ranking = Ranking(config, jobs, task_metric="val/accuracy")
     assert (ranking.name, ranking.value(jobs[0]), ranking.rank_of(0.5)) == ("val/f1", 0.5, 0.5)
-    assert Ranking({"callbacks": {}}, [], expected="val/accuracy").name == "val/accuracy"
+    assert Ranking({"callbacks": {}}, [], task_metric="val/accuracy").name == "val/accuracy"
     assert Ranking({"callbacks": {}}, []).name == "val/loss"
 
 

@@ -54,7 +54,7 @@ def test_the_pruned_the_failed_and_the_waiting_come_last_and_a_study_has_its_met
 )
 def test_jobs_are_compared_in_the_direction_that_their_checkpoints_are(metric, said, best, first):
     jobs = [ended(n, results={metric: n / 10}, best=best) for n in range(3)]
-    assert Ranking(CONFIG, jobs, metric, said=said).ranked()[0].number == first
+    assert Ranking(CONFIG, jobs, metric, task_modes=said).ranked()[0].number == first
 
 
 def test_a_direction_that_nobody_says_is_asked_for():
