@@ -278,7 +278,7 @@ def _notes(experiment: Experiment, memory: Mapping[str, int | None]) -> Iterator
 def _format_notes(experiment: Experiment) -> Iterator[str]:
     """Say which number formats of the configuration are slow on this device."""
     options = experiment.config.trainer
-    mixed_precision = experiment.config.strategy.mixed_precision
+    mixed_precision = experiment.config.strategy.get("mixed_precision")
     formats: dict[str, str] = {"trainer.precision": options.precision}
     if options.tf32:
         formats["trainer.tf32"] = "tf32"
