@@ -132,7 +132,7 @@ def _value(value: Any, one: Key, key: str) -> Iterator[Problem]:
         yield _missing(key, one)
     elif one.section is not None and not (value is None and _takes(one.type, None)):
         yield from _section(value, one.section, key)
-    elif isinstance(value, dict) and child is not Any and one.words is None:
+    elif isinstance(value, dict) and child is not Any and one.nested_schema is None:
         for here, inner in children(value, key):
             yield from _value(inner, replace(one, type=child), here)
     elif not _takes(one.type, value):
@@ -141,11 +141,11 @@ def _value(value: Any, one: Key, key: str) -> Iterator[Problem]:
         )
     elif limit := one.expects(value):
         yield Problem(key, f"expected {limit}, got {format_value(value)}")
-    elif isinstance(value, dict) and one.words is not None:
-        yield from _section(value, one.words, key)
-    elif isinstance(value, dict) and one.several and value and "_target_" not in value:
+    elif isinstance(value, dict) and one.nested_schema is not None:
+        yield from _section(value, one.nested_schema, key)
+    elif isinstance(value, dict) and one.named_nodes and value and "_target_" not in value:
         for here, inner in children(value, key):
-            yield from _value(inner, replace(one, several=False, type=Values), here)
+            yield from _value(inner, replace(one, named_nodes=False, type=Values), here)
     elif isinstance(value, dict) and one.node and "_target_" not in value:
         yield Problem(join(key, "_target_"), "missing: the path of a class or function")
 

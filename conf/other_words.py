@@ -94,6 +94,6 @@ def _with_section(name: str) -> str | None:
     if name in known:
         return name
     for section, one in known.items():
-        if one.within and section != "sweep" and name in declared(one.within):
+        if one.inner_schema and section != "sweep" and name in declared(one.inner_schema):
             return f"{section}.{name}"
     return None

@@ -43,18 +43,30 @@ class DataConfig:
     """Data sets, and what the rest of the configuration needs to know of them."""
 
     num_classes: int | None = count(None, "classes; null = counted in the training set")
-    root: str | None = path(None, "folder of the data, or where it is downloaded to")
+    root: str | None = path(
+        None, "folder of the data, or where it is downloaded to", affects_result=False
+    )
     train: Node | None = node(None, "training set")
-    val: Node | None = node(None, "validation set, or several by name; null = none", several=True)
-    test: Node | None = node(None, "test set, or several by name; null = none", several=True)
-    predict: Node | None = node(None, "samples without labels; null = none")
+    val: Node | None = node(
+        None, "validation set, or several by name; null = none", named_nodes=True
+    )
+    test: Node | None = node(
+        None, "test set, or several by name; null = none", named_nodes=True, affects_result=False
+    )
+    predict: Node | None = node(None, "samples without labels; null = none", affects_result=False)
     fold: int | None = natural(None, "which part of train and val is validated on, from 0")
     folds: int | None = option(None, "parts for k-fold cross-validation", limits={">=": 2})
     cache: Literal["none", "ram", "disk", "device"] = option(
-        "none", "where decoded images are kept, or, on the training device, all samples"
+        "none",
+        "where decoded images are kept, or, on the training device, all samples",
+        affects_result=False,
     )
-    cache_bytes: int = count(4_000_000_000, "most bytes kept of a data set, and in cache_dir")
-    cache_dir: str | None = path(None, "folder for cache=disk; null = .cache in data.root")
+    cache_bytes: int = count(
+        4_000_000_000, "most bytes kept of a data set, and in cache_dir", affects_result=False
+    )
+    cache_dir: str | None = path(
+        None, "folder for cache=disk; null = .cache in data.root", affects_result=False
+    )
     decode: Literal["full", "scaled"] = option(
         "full", "JPEG files whole, or large ones only as large as the first transform needs"
     )
@@ -149,22 +161,40 @@ class LoaderConfig:
     """How samples become batches; the words are torch.utils.data.DataLoader's."""
 
     batch_size: int = count(128, "samples of one update, over all devices and micro-batches")
-    eval_batch_size: int | None = count(None, "in evaluation, on one device; null = batch_size")
+    eval_batch_size: int | None = count(
+        None, "in evaluation, on one device; null = batch_size", affects_result=False
+    )
     shuffle: bool = option(True, "a new order each epoch, given by the seed")
     drop_last: bool = option(False, "leave out a last, shorter batch")
     sampler: Node | None = node(None, "chooses and orders the samples")
     batch_sampler: Node | None = node(None, "chooses whole batches")
     collate_fn: Node | None = node(None, "turns a list of samples into a batch")
-    num_workers: Workers = _workers(0, "processes that load; auto = the machine's cores, 8 at most")
-    pin_memory: bool | None = option(None, "copy batches to page-locked memory; null = for a GPU")
-    prefetch_factor: int | None = count(None, "batches each worker prepares ahead; null = 2")
-    persistent_workers: bool = option(True, "keep the workers from epoch to epoch")
-    timeout: float = natural(600.0, "seconds to wait for a worker's batch; 0 = for ever")
+    num_workers: Workers = _workers(
+        0, "processes that load; auto = the machine's cores, 8 at most", affects_result=False
+    )
+    pin_memory: bool | None = option(
+        None, "copy batches to page-locked memory; null = for a GPU", affects_result=False
+    )
+    prefetch_factor: int | None = count(
+        None, "batches each worker prepares ahead; null = 2", affects_result=False
+    )
+    persistent_workers: bool = option(
+        True, "keep the workers from epoch to epoch", affects_result=False
+    )
+    timeout: float = natural(
+        600.0, "seconds to wait for a worker's batch; 0 = for ever", affects_result=False
+    )
     worker_init_fn: Node | None = node(None, "called in each worker, with its number")
-    multiprocessing_context: Start | None = option(None, "how workers start; null = the usual way")
-    non_blocking: bool = option(True, "copy to the device while it computes")
-    prefetch_to_device: bool = option(True, "copy the next batch while a GPU computes")
-    eval: EvalLoaderConfig = option(EvalLoaderConfig, "what differs for validation and test")
+    multiprocessing_context: Start | None = option(
+        None, "how workers start; null = the usual way", affects_result=False
+    )
+    non_blocking: bool = option(True, "copy to the device while it computes", affects_result=False)
+    prefetch_to_device: bool = option(
+        True, "copy the next batch while a GPU computes", affects_result=False
+    )
+    eval: EvalLoaderConfig = option(
+        EvalLoaderConfig, "what differs for validation and test", affects_result=False
+    )
 
     def conflicts(self) -> Iterator[Problem]:
         """Name the keys that exclude each other."""
@@ -175,20 +205,20 @@ class LoaderConfig:
 
 
 @dataclass(kw_only=True, slots=True)
-class OptimizerWords:
+class OptimizerKeys:
     """Keys that nearly every optimizer has; checked wherever they occur in `optimizer`."""
 
     lr: float | None = natural(None, "learning rate")
     weight_decay: float | None = natural(None, "weight decay")
     param_groups: Values | None = option(None, "rules: other values for some parameters")
-    optimizers: "dict[str, OptimizerWords | None] | None" = option(
+    optimizers: "dict[str, OptimizerKeys | None] | None" = option(
         None, "several optimizers by name, instead of one"
     )
     extra: Values = field(default_factory=dict)
 
 
 @dataclass(kw_only=True, slots=True)
-class LrSchedulerWords:
+class LrSchedulerKeys:
     """Keys of `lr_scheduler` that are not the target's."""
 
     interval: Literal["step", "epoch"] = option("step", "when it advances")
@@ -234,34 +264,72 @@ class SweepConfig:
     trial: TrialConfig | None = option(None, "set by a search for each of its jobs")
 
 
+# Shipped callbacks, by name, that watch a run and do not change it.
+_OBSERVERS = (
+    "progress",
+    "tensorboard",
+    "checkpoint",
+    "model_summary",
+    "lr_monitor",
+    "throughput",
+    "memory",
+    "profiler",
+    "mlflow",
+    "wandb",
+    "csv",
+    "mirror",
+)
+
+
 @dataclass(kw_only=True, slots=True)
 class Config:
     """The whole configuration."""
 
-    name: str = option(REQUIRED, "of the run, which goes to `runs/NAME/TIME`", check=plain_name)
+    name: str = option(
+        REQUIRED,
+        "of the run, which goes to `runs/NAME/TIME`",
+        check=plain_name,
+        affects_result=False,
+    )
     seed: int = option(0, "of order, augmentation and weights", limits={">=": 0, "<=": 2**32 - 1})
     tags: list[str] = option(
-        [], "free words about the run: in its manifest, trackers, `regimen runs`", check=plain_words
+        [],
+        "free words about the run: in its manifest, trackers, `regimen runs`",
+        check=plain_words,
+        affects_result=False,
     )
-    run_dir: str | None = path(None, "put the run exactly here")
-    resume: str | None = path(None, "auto, or the path of a run or checkpoint")
+    run_dir: str | None = path(None, "put the run exactly here", of_start=True)
+    resume: str | None = path(None, "auto, or the path of a run or checkpoint", of_start=True)
     resume_policy: Literal["error", "keep", "override"] = option(
-        "error", "what a changed config does on resume: refuse, use the old values, use the new"
+        "error",
+        "what a changed config does on resume: refuse, use the old values, use the new",
+        of_start=True,
     )
     dry_run: bool | None = option(
-        False, "check and build all, try a micro-batch of each split, print the plan, train nothing"
+        False,
+        "check and build all, try a micro-batch of each split, print the plan, train nothing",
+        of_start=True,
     )
     model: Node = node(REQUIRED, "the network")
     data: DataConfig = option(REQUIRED, "the data sets")
     transforms: TransformsConfig = option(TransformsConfig, "what is done to samples and batches")
     loader: LoaderConfig = option(LoaderConfig, "how samples become batches")
     task: Node = node(REQUIRED, "what a step computes: loss and metrics")
-    optimizer: Node = option(REQUIRED, "a torch optimizer, or several", words=OptimizerWords)
-    lr_scheduler: Node | None = option(None, "the learning rate's course", words=LrSchedulerWords)
+    optimizer: Node = option(REQUIRED, "a torch optimizer, or several", nested_schema=OptimizerKeys)
+    lr_scheduler: Node | None = option(
+        None, "the learning rate's course", nested_schema=LrSchedulerKeys
+    )
     trainer: TrainerConfig = option(TrainerConfig, "the loop")
-    strategy: Node = option({"_target_": STRATEGIES["single"]}, "the devices", words=StrategyConfig)
-    callbacks: Named = node({}, "named, called in this order; null drops one")
-    sweep: SweepConfig | None = option(None, "many jobs (train -m)")
+    strategy: Node = option(
+        {"_target_": STRATEGIES["single"]},
+        "the devices",
+        nested_schema=StrategyConfig,
+        affects_result=False,
+    )
+    callbacks: Named = node(
+        {}, "named, called in this order; null drops one", harmless_entries=_OBSERVERS
+    )
+    sweep: SweepConfig | None = option(None, "many jobs (train -m)", of_start=True)
 
     def __post_init__(self) -> None:
         """Take the short name of a strategy for its class, as older runs have stored it."""

@@ -12,7 +12,15 @@ from functools import partial
 from typing import Any, Literal
 
 from regimen.conf.errors import Problem
-from regimen.conf.fields import count, declared, duration, natural, option, positive, share
+from regimen.conf.fields import (
+    count,
+    count_or_fraction,
+    declared,
+    duration,
+    natural,
+    option,
+    positive,
+)
 
 # The strategies of Regimen by their short names; each has a file in `conf/strategy/`.
 STRATEGIES = {
@@ -23,9 +31,10 @@ STRATEGIES = {
 }
 # Keys that have an effect with some strategies only.
 _BOTH = ("ddp", "fsdp")
-_of_dp, _of_ddp, _of_fsdp, _of_both = (
-    partial(option, strategies=users) for users in (("dp",), ("ddp",), ("fsdp",), _BOTH)
-)
+_of_dp = partial(option, strategies=("dp",))
+_of_ddp = partial(option, strategies=("ddp",))
+_of_fsdp = partial(option, strategies=("fsdp",))
+_of_both = partial(option, strategies=_BOTH)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -41,7 +50,7 @@ class GradientNoiseConfig:
 
 
 @dataclass(kw_only=True, slots=True)
-class CompileWords:
+class CompileOptions:
     """Arguments of torch.compile: none of them names a program, a file or an address."""
 
     mode: (
@@ -64,7 +73,15 @@ class CompileWords:
 
 
 Limit = int | float | None
-_limit = partial(natural, None, check=share)
+_limit = partial(natural, None, check=count_or_fraction)
+
+
+def _is_set(value: object) -> bool:
+    return value is not None
+
+
+def _scales_loss(value: object) -> bool:
+    return value == "fp16"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -73,45 +90,70 @@ class TrainerConfig:
 
     max_epochs: int | None = count(10, "passes over the training set")
     max_steps: int | None = count(None, "updates; whichever limit comes first ends")
-    max_time: float | str | None = positive(None, "seconds, or 'h:m:s' in quotes", check=duration)
+    max_time: float | str | None = positive(
+        None, "seconds, or 'h:m:s' in quotes", check=duration, affects_result=False
+    )
     precision: Literal["fp32", "tf32", "bf16", "fp16", "bf16_true", "fp64"] = option(
-        "fp32", "bf16 and fp16 are autocast; bf16_true and fp64 hold the weights in that format"
+        "fp32",
+        "bf16 and fp16 are autocast; bf16_true and fp64 hold the weights in that format",
+        idle_with_closure=_scales_loss,
     )
     gradient_accumulation_steps: int | Literal["auto"] = count(
-        1, "parts of an update: less memory, the same result; auto = as many as memory needs"
+        1,
+        "parts of an update: less memory, the same result; auto = as many as memory needs",
+        affects_result=False,
     )
     memory_limit: float | None = positive(
-        None, "GiB that a process may take on a CPU, for gradient_accumulation_steps=auto"
+        None,
+        "GiB that a process may take on a CPU, for gradient_accumulation_steps=auto",
+        affects_result=False,
     )
     on_nonfinite: Literal["stop", "skip"] = option(
         "stop", "an update that is NaN or infinite: end the run (exit 5), or leave it out"
     )
     max_skipped_in_a_row: int = count(20, "updates left out one after the other end it")
-    clip_grad_norm: float | None = positive(None, "bound on the norm of the gradients")
+    clip_grad_norm: float | None = positive(
+        None, "bound on the norm of the gradients", idle_with_closure=_is_set
+    )
     clip_grad_norm_type: float = positive(2.0, "p of that norm; .inf = largest", infinite=True)
     clip_grad_per_group: bool = option(False, "bound each parameter group by itself")
-    clip_grad_value: float | None = positive(None, "bound on each gradient entry")
-    error_if_nonfinite: bool = option(False, "an infinite or NaN norm ends the run, even with skip")
-    gradient_noise: GradientNoiseConfig | None = option(None, "noise added to gradients")
-    activation_checkpointing: list[str] | None = option(
-        None, "globs over module names whose activations are recomputed: less memory, more time"
+    clip_grad_value: float | None = positive(
+        None, "bound on each gradient entry", idle_with_closure=_is_set
     )
-    activation_checkpointing_segments: int | None = count(None, "recomputed parts of a Sequential")
+    error_if_nonfinite: bool = option(False, "an infinite or NaN norm ends the run, even with skip")
+    gradient_noise: GradientNoiseConfig | None = option(
+        None, "noise added to gradients", idle_with_closure=_is_set
+    )
+    activation_checkpointing: list[str] | None = option(
+        None,
+        "globs over module names whose activations are recomputed: less memory, more time",
+        affects_result=False,
+    )
+    activation_checkpointing_segments: int | None = count(
+        None, "recomputed parts of a Sequential", affects_result=False
+    )
     compile: bool | dict[str, Any] = option(
-        False, "torch.compile, or its arguments; `dynamic: false` if not given", words=CompileWords
+        False,
+        "torch.compile, or its arguments; `dynamic: false` if not given",
+        nested_schema=CompileOptions,
+        affects_result=False,
     )
     channels_last: bool = option(False, "memory format of images: faster convolutions")
     tf32: bool = option(False, "TensorFloat32 for float32 products, as in precision=tf32")
     cudnn_benchmark: bool = option(False, "let cuDNN try its algorithms: faster, not repeatable")
     deterministic: bool = option(False, "only algorithms that repeat bit by bit; slower on a GPU")
-    detect_anomaly: bool = option(False, "find the operation that made a NaN; slow")
-    log_every_n_steps: int = count(50, "updates between two lines of metrics")
+    detect_anomaly: bool = option(
+        False, "find the operation that made a NaN; slow", affects_result=False
+    )
+    log_every_n_steps: int = count(50, "updates between two lines of metrics", affects_result=False)
     validate_every_n_epochs: int | None = count(1, "null = never by epochs")
     validate_every_n_steps: int | None = count(None, "null = never by steps")
-    validate_at_start: int = natural(0, "validation batches tried before training, to fail early")
+    validate_at_start: int = natural(
+        0, "validation batches tried before training, to fail early", affects_result=False
+    )
     limit_train_batches: Limit = _limit("updates of an epoch: a number, or a fraction such as 0.1")
     limit_val_batches: Limit = _limit("the same for validation; 0 = none")
-    limit_test_batches: Limit = _limit("the same for the test; 0 = none")
+    limit_test_batches: Limit = _limit("the same for the test; 0 = none", affects_result=False)
     overfit_batches: Limit = _limit("train and validate on these few batches, unshuffled")
 
     seed: int = 0  # no key of its own: the configuration's `seed`, of what evaluations draw

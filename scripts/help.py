@@ -147,14 +147,14 @@ def key_of(group: str) -> Key | None:
     section: type | None = Config
     for name in group.split("/"):
         one = declared(section).get(name) if section else None
-        section = one.within if one else None
+        section = one.inner_schema if one else None
     return one
 
 
 def keys_of(group: str, files: Mapping[str, Path]) -> list[Line]:
     """Return the keys of a group such as `optimizer` or `lr_scheduler/warmup`."""
     prefix, key = group.replace("/", "."), key_of(group)
-    within = key.within if key else None
+    within = key.inner_schema if key else None
     found = {one.name: one for one in schema_keys(within, prefix)} if within else {}
     for choice, path in files.items():
         for one in _written(path, prefix):
@@ -171,7 +171,7 @@ def schema_keys(section: type, prefix: str = "") -> Iterator[Line]:
         if one.section is not None:
             yield from schema_keys(one.section, join(prefix, name))
             continue
-        takes = "" if one.node or one.words else f" ({describe_type(one)})"
+        takes = "" if one.node or one.nested_schema else f" ({describe_type(one)})"
         shown = one.default is not REQUIRED and not isinstance(one.default, list | dict)
         yield Line(join(prefix, name), word(one.default) if shown else "", f"{one.doc}{takes}")
 

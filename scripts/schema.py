@@ -117,7 +117,7 @@ def _type(annotation: Any, one: Key, top: str) -> Schema:
     if origin is list:
         return {"type": "array", "items": _value(Key(type=args[0]), top)}
     if origin is dict and (args[1] is Any or Key(type=args[1]).section):  # one may hold itself
-        words = _section(one.words, top) if one.words else {"type": "object"}
+        words = _section(one.nested_schema, top) if one.nested_schema else {"type": "object"}
         return {**words, "allOf": [_reference(top)]}
     if origin is dict:
         return {"type": "object", "additionalProperties": _value(replace(one, type=args[1]), top)}

@@ -17,7 +17,9 @@ from hydra.core.override_parser.types import ChoiceSweep, Override
 from hydra.errors import HydraException
 
 from regimen.conf.errors import ConfigError, Problem, nearest, raise_problems
+from regimen.conf.fields import affects_result, declared
 from regimen.conf.interpolation import above, join
+from regimen.conf.schema import Config
 from regimen.scripts.cli.arguments import key_of, quoted
 from regimen.scripts.composition.tree import shown_path
 
@@ -35,23 +37,8 @@ _GROUPS = ("experiment", *NEEDED, "lr_scheduler", "callbacks", "transforms", "de
 _LONGEST = 255  # bytes of a key, which Hydra looks for among the names of folders
 NO_HYDRA = "Hydra's own keys cannot be set; run_dir=DIR and --config-dir DIR can"
 
-# Keys and sections that affect the place, the speed or the output of a run, not its result.
-_HARMLESS = """
-name tags run_dir resume resume_policy dry_run strategy sweep
-loader.num_workers loader.pin_memory loader.prefetch_factor loader.persistent_workers loader.timeout
-loader.eval loader.eval_batch_size loader.multiprocessing_context loader.non_blocking
-loader.prefetch_to_device
-data.root data.cache data.cache_bytes data.cache_dir data.test data.predict
-trainer.log_every_n_steps trainer.max_time trainer.gradient_accumulation_steps trainer.memory_limit
-trainer.limit_test_batches trainer.compile trainer.validate_at_start trainer.detect_anomaly
-trainer.activation_checkpointing trainer.activation_checkpointing_segments
-callbacks.progress callbacks.tensorboard callbacks.checkpoint callbacks.model_summary
-callbacks.lr_monitor callbacks.throughput callbacks.memory callbacks.profiler
-callbacks.mlflow callbacks.wandb callbacks.csv callbacks.mirror
-"""
-# Keys that say where and how a job runs, not what it trains.
-_OUTSIDE = ("run_dir", "resume", "resume_policy", "sweep")
-OF_A_START = (*_OUTSIDE, "dry_run")  # differ between any two starts of a run
+# Keys that differ between any two starts of a run.
+OF_A_START = tuple(name for name, key in declared(Config).items() if key.of_start)
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,7 +326,7 @@ def first_lines(error: BaseException) -> str:
 
 def trains_the_same(key: str) -> bool:
     """Return whether a run whose value of a dotted key is changed trains the same."""
-    return above(key, _HARMLESS.split()) != ""
+    return not affects_result(Config, key)
 
 
 def identity(texts: Iterable[str]) -> tuple[str, ...]:
@@ -353,8 +340,12 @@ def identity(texts: Iterable[str]) -> tuple[str, ...]:
 
 
 def belongs_outside(key: str) -> bool:
-    """Return whether a key does not affect what a job trains."""
-    return key.partition(".")[0] in _OUTSIDE
+    """Return whether a key says where and how a job runs, and not what it trains.
+
+    `dry_run` may vary between jobs: a dry run is another job than the training.
+    """
+    section = key.partition(".")[0]
+    return section in OF_A_START and section != "dry_run"
 
 
 def refuse_outside(varied: Iterable[str]) -> None:

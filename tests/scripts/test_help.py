@@ -2,6 +2,7 @@
 
 import json
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -14,16 +15,26 @@ import yaml
 from jsonschema import Draft7Validator
 
 from regimen.conf.errors import ConfigError
+from regimen.conf.fields import declared
+from regimen.conf.interpolation import join
 from regimen.conf.layout import ROOT
 from regimen.conf.schema import Config
 from regimen.scripts.cli.arguments import parse_arguments
 from regimen.scripts.commands import COMMANDS
 from regimen.scripts.composition.compose import compose
 from regimen.scripts.composition.folders import CONF
-from regimen.scripts.help import _SCRIPTS, answer, completion, completions, schema_keys
+from regimen.scripts.help import (
+    _SCRIPTS,
+    _written,
+    answer,
+    completion,
+    completions,
+    schema_keys,
+)
 from regimen.scripts.schema import schema, schema_text
 
 TABLE = yaml.safe_load((ROOT / "tests/mistakes.yaml").read_text())
+FILES = sorted(CONF.rglob("*.yaml"))
 
 
 @pytest.fixture(autouse=True)
@@ -36,6 +47,13 @@ def _here(tmp_path, monkeypatch):
         Path("mine", name).parent.mkdir(parents=True)
         text = "# train experiment=mine\n# @package _global_\n# What I am after.\nname: mine\n"
         Path("mine", f"{name}.yaml").write_text(text)
+
+
+def every_key(schema, section=""):
+    for name, key in declared(schema).items():
+        yield join(section, name), key
+        if key.inner_schema is not None:
+            yield from every_key(key.inner_schema, join(section, name))
 
 
 def printed(capsys, *argv):
@@ -162,18 +180,47 @@ def test_a_shell_takes_its_script(shell, capsys):
     assert done.stderr == ""
 
 
-def test_the_documentation_says_what_the_schema_says():
-    text = (ROOT / "docs/configuration.md").read_text(encoding="utf-8")
-    rows = dict(re.findall(r"^\| `([\w.]+)` \|(.*)\|$", text, re.M))
+def test_the_site_has_a_row_for_every_key_and_no_page_writes_one_by_hand():
+    hooks = runpy.run_path(str(ROOT / "docs/hooks.py"))
+    page = (ROOT / "docs/configuration.md").read_text(encoding="utf-8")
+    assert page.count(hooks["MARK"]) == 1
+    assert not re.search(r"^\| `(trainer|loader)\.", page, re.M)
+    rows = dict(re.findall(r"^\| `([\w.]+)` \|(.*)\|$", hooks["on_page_markdown"](page), re.M))
     assert set(Config.__dataclass_fields__) <= rows.keys()
-    assert {"optimizer.lr", "loader.eval.timeout"} <= rows.keys()
-    for key in schema_keys(Config):
-        words = re.findall(r"[\w.]+", f"{key.value} {key.meaning}")
-        assert set(words) <= set(re.findall(r"[\w.]+", rows[key.name])), key
+    assert {"optimizer.lr", "loader.eval.timeout", "trainer.compile.regions"} <= rows.keys()
+    for line in schema_keys(Config):
+        words = re.findall(r"[\w.]+", f"{line.value} {line.meaning}")
+        assert set(words) <= set(re.findall(r"[\w.]+", rows[line.name])), line
+    assert "(dp only)" in rows["strategy.dim"]
+    assert "(not with LBFGS)" in rows["trainer.clip_grad_norm"]
+    assert "(fp16 not with LBFGS)" in rows["trainer.precision"]
+    assert rows["trainer.max_time"].endswith("may change ")
+    assert rows["trainer.max_steps"].endswith("|  ")
+    assert hooks["on_page_markdown"]("# Another page") == "# Another page"
+
+
+OF_THE_DATA = ("data.root", "data.num_classes", "data.cache_dir")  # what they are for these data
+
+
+def test_the_comment_of_a_default_in_a_file_begins_with_the_meaning_in_the_schema():
+    declarations = dict(every_key(Config))
+    wrong = {}
+    for path in FILES:
+        group = path.parent.relative_to(CONF).as_posix()
+        if group in ("experiment", "debug", "strategy"):
+            continue
+        for line in _written(path, "" if group == "." else group.replace("/", ".")):
+            name = line.name.removeprefix(".")
+            key = declarations.get(name)
+            if key is None or name in OF_THE_DATA or not (line.value and line.meaning):
+                continue
+            is_default = yaml.safe_load(line.value) == key.default
+            if is_default and not line.meaning.startswith(key.doc):
+                wrong[f"{path.name}: {name}"] = (line.meaning, key.doc)
+    assert wrong == {}
 
 
 # `regimen schema`: what an editor accepts in a YAML file is what a run accepts.
-FILES = sorted(CONF.rglob("*.yaml"))
 
 
 @cache
