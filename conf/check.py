@@ -1,4 +1,4 @@
-"""Hold a composed configuration against the schema, and list everything that is wrong with it."""
+"""Check a composed configuration against the schema, and list everything that is wrong with it."""
 
 import copy
 import dataclasses
@@ -10,7 +10,14 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any, Literal, TypeVar
 
-from regimen.conf.errors import MOST_PROBLEMS, Problem, did_you_mean, nearest, raise_problems
+from regimen.conf.errors import (
+    MOST_PROBLEMS,
+    Problem,
+    did_you_mean,
+    nearest,
+    raise_problems,
+    shortened,
+)
 from regimen.conf.fields import REQUIRED, Key, choices, declared, is_open, members
 from regimen.conf.interpolation import children, is_related, join, walk
 from regimen.conf.other_words import VALUES, our_key
@@ -21,41 +28,49 @@ from regimen.conf.yaml_file import word
 
 MISSING = "???"
 T = TypeVar("T")
-_NAMES = {int: "an integer", float: "a number", str: "text", bool: "true or false"}
-# What every run needs, where it is left out of a configuration whose rest is checked.
+_NAMES = {
+    int: "an integer",
+    float: "a number",
+    str: "text",
+    bool: "true or false",
+    type(None): "null",
+}
+_KINDS: dict[type, str] = {dict: " (section)", list: " (list)", str: " (text)"}
+# Keys that every run needs take these values if they are left out to check the rest.
 _EMPTY: Values = {"name": "", "model": {}, "data": {}, "task": {}, "optimizer": {}}
-_FINITE = ("optimizer.", "lr_scheduler.")  # nodes whose numbers are hyper-parameters
+_FINITE = ("optimizer.", "lr_scheduler.")  # nodes in which infinity is no valid number
 
 
 def check(raw: Values, schema: type = Config) -> list[Problem]:
-    """List what is wrong with a resolved configuration; an empty list means nothing.
+    """List what is wrong with a resolved configuration; an empty list means that it is valid.
 
-    Of thousands of mistakes the first ones: to find what was meant takes a while for each.
+    At most MOST_PROBLEMS of each kind: the search for a similar name takes a while for each.
     """
-    found = list(islice(_section(raw, schema, ""), MOST_PROBLEMS))
-    keys = {problem.key for problem in found}
-    others = islice(_everywhere(raw), MOST_PROBLEMS)
-    return found + [problem for problem in others if problem.key not in keys]
+    problems = list(islice(_section(raw, schema, ""), MOST_PROBLEMS))
+    reported = {problem.key for problem in problems}
+    for problem in islice(_invalid_values(raw), MOST_PROBLEMS):
+        if problem.key not in reported:
+            problems.append(problem)
+    return problems
 
 
 def check_options(options: TrainerConfig) -> list[Problem]:
-    """List what is wrong with options that were made in Python: by the same checks, in its words.
+    """List what is wrong with options made in Python, in Python's words, by the same checks.
 
-    A hint on how to write YAML is left out.
+    Hints on how to write YAML are left out.
     """
     values = dataclasses.asdict(options)
     seed = values.pop("seed")
-    found = [
-        *check(values, TrainerConfig),
-        *_value(seed, declared(Config)["seed"], "seed"),
-    ]
-    told = []
-    for problem in found:
+    problems = check(values, TrainerConfig)
+    problems += _value(seed, declared(Config)["seed"], "seed")
+    translated = []
+    for problem in problems:
         hint = problem.hint
         if hint is not None and not hint.startswith(("did you mean", "it is called")):
             hint = None
-        told.append(Problem(f"TrainerOptions.{problem.key}", in_python(problem.message), hint))
-    return told
+        key = f"TrainerOptions.{problem.key}"
+        translated.append(Problem(key, in_python(problem.message), hint))
+    return translated
 
 
 def parse(raw: Values) -> Config:
@@ -66,19 +81,19 @@ def parse(raw: Values) -> Config:
 def parsed(raw: Values, schema: type[T]) -> T:
     """Turn the values of a schema's keys into its object; raises ConfigError with all mistakes."""
     raise_problems(check(raw, schema))
-    return _built(schema, raw)
+    return _build(schema, raw)
 
 
 def parse_sound(raw: Values, wrong: Iterable[str]) -> tuple[Config, list[Problem]]:
-    """Return a configuration without keys that are `wrong`, so that the rest can be checked.
+    """Return the configuration without its `wrong` keys, so that the rest can be checked.
 
-    What is wrong without them is left out as well, and returned: what their mistakes had hidden. A
-    section that every run needs is empty where it is left out.
+    A section that every run needs is empty if it is wrong. Without the wrong keys, further mistakes
+    may appear: these are left out as well, and returned.
     """
     raw = copy.deepcopy(raw)
-    known, hidden = list(wrong), list[Problem]()
-    found = None
-    while found is None or found:
+    left_out = list(wrong)
+    hidden = list[Problem]()
+    while True:
         raw = {**copy.deepcopy(_EMPTY), **raw}
         found = []
         for problem in check(raw):
@@ -86,16 +101,20 @@ def parse_sound(raw: Values, wrong: Iterable[str]) -> tuple[Config, list[Problem
             if raw.get(section) in ("", {}):  # left out before
                 continue
             found.append(problem.key)
-            if not is_related(problem.key, known):
+            if not is_related(problem.key, left_out):
                 hidden.append(problem)
+        if not found:
+            return _build(Config, raw), hidden
         for key in found:
             drop(raw, key, around=True)
-        known += found
-    return _built(Config, raw), hidden
+        left_out += found
 
 
 def drop(raw: Values, key: str, around: bool = False) -> None:
-    """Delete what stands at a key; if nothing does, with `around` the section around it."""
+    """Delete the value of a dotted key.
+
+    `around`: if there is none, delete the section that should hold it.
+    """
     name, _, rest = key.partition(".")
     inner = raw.get(name)
     if rest and isinstance(inner, dict) and (rest.partition(".")[0] in inner or not around):
@@ -105,158 +124,202 @@ def drop(raw: Values, key: str, around: bool = False) -> None:
 
 
 def _section(raw: Any, schema: type, key: str) -> Iterator[Problem]:
+    """Yield the mistakes of a section: those of its keys, else those between its keys."""
     if not isinstance(raw, dict):
         yield Problem(key, f"expected a section of keys, got {format_value(raw)}")
         return
     describes = getattr(schema, "describes", None)
     if describes is not None and not describes(raw):
-        return  # a class of the user's: its signature says what it takes
-    known, inner = declared(schema), list[Problem]()
-    if describes is not None or not is_open(schema):
-        names = [*known] if describes is None else [*known, "_target_"]
-        yield from (unknown(key, str(n), list(known)) for n in raw if n not in names)
-    for name, one in known.items():
-        if name in raw or one.default is REQUIRED:
-            inner += _value(raw.get(name, MISSING), one, join(key, name))
-    yield from inner
-    if not inner and hasattr(schema, "conflicts"):
-        built: Any = _built(schema, raw)
-        for problem in built.conflicts():
+        return  # the signature of a user's class says what it takes
+    keys = declared(schema)
+    if describes is not None:
+        yield from _unknown_keys(raw, key, keys, ["_target_"])
+    elif not is_open(schema):
+        yield from _unknown_keys(raw, key, keys, [])
+    problems = []
+    for name, declaration in keys.items():
+        if name in raw or declaration.default is REQUIRED:
+            problems += _value(raw.get(name, MISSING), declaration, join(key, name))
+    yield from problems
+    if not problems and hasattr(schema, "conflicts"):
+        section: Any = _build(schema, raw)
+        for problem in section.conflicts():
             yield replace(problem, key=join(key, problem.key))
 
 
-def _value(value: Any, one: Key, key: str) -> Iterator[Problem]:
-    dicts = (typing.get_args(m) for m in members(one.type) if typing.get_origin(m) is dict)
-    _, child = next(dicts, (str, Any))
+def _unknown_keys(
+    raw: Values, key: str, keys: Mapping[str, Key], allowed: list[str]
+) -> Iterator[Problem]:
+    for name in raw:
+        if name not in keys and name not in allowed:
+            yield unknown(key, str(name), list(keys))
+
+
+def _value(value: Any, declaration: Key, key: str) -> Iterator[Problem]:
+    """Yield the mistakes of the value of a declared key, and of the values in it."""
     if value == MISSING:
-        yield _missing(key, one)
-    elif one.section is not None and not (value is None and _takes(one.type, None)):
-        yield from _section(value, one.section, key)
-    elif isinstance(value, dict) and child is not Any and one.nested_schema is None:
-        for here, inner in children(value, key):
-            yield from _value(inner, replace(one, type=child), here)
-    elif not _takes(one.type, value):
-        yield Problem(
-            key, f"expected {describe_type(one)}, got {format_value(value)}", _hint(one, value, key)
-        )
-    elif limit := one.expects(value):
-        yield Problem(key, f"expected {limit}, got {format_value(value)}")
-    elif isinstance(value, dict) and one.nested_schema is not None:
-        yield from _section(value, one.nested_schema, key)
-    elif isinstance(value, dict) and one.named_nodes and value and "_target_" not in value:
-        for here, inner in children(value, key):
-            yield from _value(inner, replace(one, named_nodes=False, type=Values), here)
-    elif isinstance(value, dict) and one.node and "_target_" not in value:
+        yield _missing(key, declaration)
+        return
+    if declaration.section is not None:
+        if value is not None or not _is_of(declaration.type, None):
+            yield from _section(value, declaration.section, key)
+        return
+
+    entry_type = _entry_type(declaration.type)
+    nested = declaration.nested_schema
+    if isinstance(value, dict) and entry_type is not Any and nested is None:
+        for name, entry in children(value, key):
+            yield from _value(entry, replace(declaration, type=entry_type), name)
+        return
+
+    if not _is_of(declaration.type, value):
+        message = f"expected {describe_type(declaration)}, got {format_value(value)}"
+        yield Problem(key, message, _hint(declaration, value, key))
+        return
+    expected = declaration.expects(value)
+    if expected:
+        yield Problem(key, f"expected {expected}, got {format_value(value)}")
+    elif not isinstance(value, dict):
+        return
+    elif nested is not None:
+        yield from _section(value, nested, key)
+    elif declaration.named_nodes and value and "_target_" not in value:
+        for name, entry in children(value, key):
+            yield from _value(entry, replace(declaration, named_nodes=False, type=Values), name)
+    elif declaration.node and "_target_" not in value:
         yield Problem(join(key, "_target_"), "missing: the path of a class or function")
 
 
-def _everywhere(raw: Any) -> Iterator[Problem]:
-    """Find values that no key may hold: what was left open, NaN, numbers that no tensor holds."""
-    for key, node in walk(raw):
-        for name in node if isinstance(node, dict) else ():
-            if re.search(r"^\.|[/\\]", str(name)) or not str(name).isprintable():
-                # A callback's name, for one, is part of the names of its files.
-                yield Problem(join(key, name), "a name is a plain word, without / and ..")
-        if node == MISSING:
+def _entry_type(annotation: Any) -> Any:
+    """Return the type of the values of a dict; Any for a type that is no dict."""
+    for member in members(annotation):
+        if typing.get_origin(member) is dict:
+            return typing.get_args(member)[1]
+    return Any
+
+
+def _invalid_values(raw: Any) -> Iterator[Problem]:
+    """Yield the values that no key may hold: ???, NaN, numbers beyond a tensor's, strange names."""
+    for key, value in walk(raw):
+        if isinstance(value, dict):
+            for name in value:
+                if re.search(r"^\.|[/\\]", str(name)) or not str(name).isprintable():
+                    # Such as the name of a callback, which is part of the names of its files.
+                    yield Problem(join(key, name), "a name is a plain word, without / and ..")
+        if value == MISSING:
             yield _missing(key, Key())
-        elif isinstance(node, str) and re.search("[\ud800-\udfff]", node):
+        elif isinstance(value, str) and re.search("[\ud800-\udfff]", value):
             # YAML cannot hold it: `config.yaml` could not be read again.
-            yield Problem(key, f"expected text in UTF-8, got {format_value(node)}")
-        elif type(node) is int and not -(2**63) <= node < 2**63:
-            yield Problem(key, f"expected an integer of at most 64 bits, got {format_value(node)}")
-        elif isinstance(node, float) and math.isnan(node):
+            yield Problem(key, f"expected text in UTF-8, got {format_value(value)}")
+        elif type(value) is int and not -(2**63) <= value < 2**63:
+            yield Problem(key, f"expected an integer of at most 64 bits, got {format_value(value)}")
+        elif isinstance(value, float) and math.isnan(value):
             yield Problem(key, "expected a number, got nan")
-        elif isinstance(node, float) and math.isinf(node) and key.startswith(_FINITE):
-            yield Problem(key, f"expected a finite number, got {format_value(node)}")
+        elif isinstance(value, float) and math.isinf(value) and key.startswith(_FINITE):
+            yield Problem(key, f"expected a finite number, got {format_value(value)}")
 
 
-def _missing(key: str, one: Key) -> Problem:
-    meaning = f" ({one.doc})" if one.doc else ""
+def _missing(key: str, declaration: Key) -> Problem:
+    meaning = f" ({declaration.doc})" if declaration.doc else ""
     return Problem(key, f"missing a value{meaning}", f"give it as {key}=...")
 
 
 def unknown(section: str, name: str, known: list[str]) -> Problem:
-    """Return the mistake that a section, which has the `known` names, does not have another."""
-    first, dot, rest = name.partition(".")
-    if ours := our_key(join(section, name)):
+    """Return the mistake that a section has no such name; `known`: the names that it has."""
+    key = join(section, name)
+    before_dot, dot, behind_dot = name.partition(".")
+    if ours := our_key(key):
         hint = f"it is called {ours} here"
-    elif near := nearest(name, known):
-        hint = f"did you mean {join(section, near)}?"
-    elif dot and first in known:
-        hint = f"a dot does not nest in YAML: write {first}: {{{rest}: ...}}"
+    elif match := nearest(name, known):
+        hint = f"did you mean {join(section, match)}?"
+    elif dot and before_dot in known:
+        hint = f"a dot does not nest in YAML: write {before_dot}: {{{behind_dot}: ...}}"
+    elif section:
+        hint = f"{section} has {', '.join(known)}"
     else:
-        hint = f"{f'{section} has' if section else 'there are'} {', '.join(known)}"
-    return Problem(join(section, name), "unknown key", hint)
+        hint = f"there are {', '.join(known)}"
+    return Problem(key, "unknown key", hint)
 
 
-def _takes(annotation: Any, value: Any) -> bool:
-    """Return whether a value is of a declared type; an integer passes as a float, a bool never."""
-    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+def _is_of(annotation: Any, value: Any) -> bool:
+    """Return whether a value is of a declared type. An integer passes as a float, a bool never."""
     if annotation is Any:
         return True
-    if len(kinds := members(annotation)) > 1:
-        return any(_takes(kind, value) for kind in kinds)
+    kinds = members(annotation)
+    if len(kinds) > 1:
+        return any(_is_of(kind, value) for kind in kinds)
+    origin = typing.get_origin(annotation)
+    arguments = typing.get_args(annotation)
     if origin is Literal:
-        return any(value == choice and type(value) is type(choice) for choice in args)
+        return any(value == choice and type(value) is type(choice) for choice in arguments)
     if origin is list:
-        return isinstance(value, list) and all(_takes(args[0], item) for item in value)
+        return isinstance(value, list) and all(_is_of(arguments[0], item) for item in value)
     if origin is dict:
-        return isinstance(value, dict) and all(
-            _takes(args[0], name) and _takes(args[1], item) for name, item in value.items()
-        )
-    return type(value) is (annotation or type(None)) or (annotation is float and type(value) is int)
+        if not isinstance(value, dict):
+            return False
+        key_type, entry_type = arguments
+        return all(_is_of(key_type, k) and _is_of(entry_type, v) for k, v in value.items())
+    if annotation is float and type(value) is int:
+        return True
+    return type(value) is (annotation or type(None))
 
 
-def describe_type(one: Key) -> str:
-    """Spell what a key takes, for people."""
+def describe_type(declaration: Key) -> str:
+    """Return in words what a key takes."""
     parts = list[str]()
-    for member in members(one.type):
-        origin, args = typing.get_origin(member), typing.get_args(member)
+    for member in members(declaration.type):
+        origin = typing.get_origin(member)
+        arguments = typing.get_args(member)
         if origin is Literal:
-            parts += map(str, args)
+            parts += map(str, arguments)
         elif origin is list:
-            parts.append(f"a list, each item {describe_type(Key(type=args[0]))}")
+            parts.append(f"a list, each item {describe_type(Key(type=arguments[0]))}")
         elif origin is dict:
             parts.append("a section of keys")
         else:
-            parts.append("null" if member is type(None) else _NAMES.get(member, str(member)))
+            parts.append(_NAMES.get(member, str(member)))
     text = " or ".join(parts) if len(parts) < 3 else f"one of {', '.join(parts)}"
-    return f"{text} ({one.limit})" if one.limit else text
+    return f"{text} ({declaration.limit})" if declaration.limit else text
 
 
-def _hint(one: Key, value: Any, key: str) -> str | None:
-    kinds, named = members(one.type), [*map(str, choices(one.type))]
+def _hint(declaration: Key, value: Any, key: str) -> str | None:
+    """Return the way out of a value of another type; None if none is known."""
+    kinds = members(declaration.type)
     if isinstance(value, bool) and not {int, float, bool} & set(kinds):
         return "YAML reads yes, no, on and off as true and false: quote the word"
-    if isinstance(value, list) and value and _takes(one.type, value[0]):
+    if isinstance(value, list) and value and _is_of(declaration.type, value[0]):
         return f"several jobs: -m {key}={','.join(map(str, value))}, without brackets"
-    if str in kinds and isinstance(value, int | float):
+    if isinstance(value, int | float) and str in kinds:
         return "quote it if it is text: \"'...'\" on the command line"
-    if isinstance(value, str):
-        ours = VALUES.get(value)
-        return f"it is called {ours} here" if ours in named else did_you_mean(value, named)
-    return None
+    if not isinstance(value, str):
+        return None
+    names = [str(choice) for choice in choices(declaration.type)]
+    if VALUES.get(value) in names:
+        return f"it is called {VALUES[value]} here"
+    return did_you_mean(value, names)
 
 
-def _built(schema: type[T], raw: Values) -> T:
-    """Return the object of a section whose values fit, with those of the sections in it."""
-    known = declared(schema)
-    values = {name: value for name, value in raw.items() if name in known}
-    for name, value in values.items():
-        if value is not None and (section := known[name].section):
-            values[name] = _built(section, value)
+def _build(schema: type[T], raw: Values) -> T:
+    """Return the object of a section whose values are valid, and in it those of its sections."""
+    keys = declared(schema)
+    values = {}
+    extra = {}
+    for name, value in raw.items():
+        if name not in keys:
+            extra[name] = value
+            continue
+        section = keys[name].section
+        values[name] = value if section is None or value is None else _build(section, value)
     if is_open(schema):
-        values["extra"] = {name: value for name, value in raw.items() if name not in known}
+        values["extra"] = extra
     return schema(**values)
 
 
 def format_value(value: Any) -> str:
-    """Spell a value of a configuration for a message, briefly and with its type."""
+    """Return a value of a configuration for a message, in brief and with its type."""
     if value is None or isinstance(value, bool):
         return word(value)
-    kinds: dict[type, str] = {dict: " (section)", list: " (list)", str: " (text)"}
-    text = repr(value)
-    return (text if len(text) <= 80 else f"{text[:77]}...") + kinds.get(type(value), "")
+    return shortened(repr(value), 80) + _KINDS.get(type(value), "")
 
 
 def with_defaults(raw: Values, schema: type = Config) -> Values:

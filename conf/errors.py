@@ -12,14 +12,16 @@ from difflib import get_close_matches
 from itertools import islice
 from typing import Self
 
-MOST_PROBLEMS = 100  # that are looked for and told: a stranger's file can hold 50,000
-_LONGEST = 4000  # characters of a part of a message, such as a list of what is available
+MOST_PROBLEMS = 100  # so many are searched for and printed: a stranger's file can hold 50,000
+_MAX_PART = 4000  # characters of a part of a message, such as a list of what is available
+_MAX_NAME = 100  # characters that are compared to find a similar name
+_MAX_NAMES = 1000  # names that are compared: a stranger's file may hold thousands
 _LONG_WORD = re.compile(r"\S{400,}")
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One mistake: the key, what is wrong with it, the way out, and where it was written."""
+    """One mistake: the key, what is wrong with it, the way out, and where the key was written."""
 
     key: str
     message: str
@@ -27,32 +29,39 @@ class Problem:
     file: str | None = None
 
     def __str__(self) -> str:
-        # Each part may hold what a stranger's file holds: a text of a megabyte, too.
-        where = f" [{readable(self.file)}]" if self.file else ""
-        hint = f"; {readable(self.hint)}" if self.hint else ""
-        message = readable(self.message.rstrip(".") if self.hint else self.message)
-        text = f"{shortened(self.key)}: {message}" if self.key else message
-        return one_line(f"{text}{hint}{where}")
+        # Each part may quote a stranger's file, even a text of a megabyte: shorten each by itself.
+        text = readable(self.message)
+        if self.hint:
+            text = f"{readable(self.message.rstrip('.'))}; {readable(self.hint)}"
+        if self.key:
+            text = f"{shortened(self.key)}: {text}"
+        if self.file:
+            text = f"{text} [{readable(self.file)}]"
+        return one_line(text)
 
 
 class ConfigError(Exception):
-    """The mistakes that were found in a configuration or a command line: one, or a list of them."""
+    """One mistake, or a list of mistakes, in a configuration or a command line."""
 
     exit_code = 2
     found_in = "the configuration"
-    more: Callable[[], list[Problem]] | None = None  # finds further mistakes, in a longer time
+    more: Callable[[], list[Problem]] | None = None  # a slower search for further mistakes
 
     def __init__(
         self, where: Iterable[Problem] | str, message: str | None = None, hint: str | None = None
     ) -> None:
-        """`where`: the key of one mistake, or without a `message` all of its text; or a list."""
-        if isinstance(where, str):
-            where = [Problem(*("", where) if message is None else (where, message, hint))]
-        self.problems = list(dict.fromkeys(where))
+        """Take a list of mistakes; or key, message and hint of one; or its text alone."""
+        if not isinstance(where, str):
+            problems = where
+        elif message is None:
+            problems = [Problem("", where)]
+        else:
+            problems = [Problem(where, message, hint)]
+        self.problems = list(dict.fromkeys(problems))
         super().__init__(_text(self.problems, self.found_in))
 
     def __reduce__(self) -> tuple[type[Self], tuple[list[Problem]]]:
-        # Exceptions are rebuilt from `args`, which holds the text: it would lose the problems.
+        # pickle rebuilds an exception from `args`, which holds only the text.
         return type(self), (self.problems,)
 
     def change(self, change: Callable[[Problem], Problem]) -> None:
@@ -63,7 +72,7 @@ class ConfigError(Exception):
 
 @contextmanager
 def problems_at(key: str) -> Iterator[None]:
-    """Give a key to the problems of a ConfigError that have none: who raised it knew no key."""
+    """Give a key to the problems of a ConfigError that was raised without one."""
     try:
         yield
     except ConfigError as error:
@@ -80,41 +89,45 @@ def collect_problems(problems: list[Problem]) -> Iterator[None]:
         problems += error.problems
 
 
-def raise_problems(found: Iterable[Problem], kind: type[ConfigError] = ConfigError) -> None:
+def raise_problems(problems: Iterable[Problem], kind: type[ConfigError] = ConfigError) -> None:
     """Raise all problems as one error, if there are any."""
-    if problems := list(found):
-        raise kind(problems)
+    listed = list(problems)
+    if listed:
+        raise kind(listed)
 
 
 def nearest(name: str, names: Iterable[str], cutoff: float = 0.6) -> str | None:
     """Return the name that a misspelt one was most likely meant for."""
-    # Of thousands of names a stranger's file may hold, the first thousand is looked at.
-    known = {known[:100].lower(): known for known in islice(names, 1000)}
-    # The cost grows with the product of the lengths, and nobody mistypes a thousand letters.
-    near = get_close_matches(name[:100].lower(), list(known), n=1, cutoff=cutoff)
-    return known[near[0]] if near else None
+    # The cost of a comparison grows with the product of the lengths: compare the beginnings.
+    by_beginning = {known[:_MAX_NAME].lower(): known for known in islice(names, _MAX_NAMES)}
+    wanted = name[:_MAX_NAME].lower()
+    matches = get_close_matches(wanted, list(by_beginning), n=1, cutoff=cutoff)
+    return by_beginning[matches[0]] if matches else None
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str | None:
     """Return a hint with the nearest of some names; None where none is near."""
-    near = nearest(name, names)
-    return f"did you mean {near}?" if near else None
+    match = nearest(name, names)
+    return f"did you mean {match}?" if match else None
 
 
 def truncated_list(names: Sequence[str], limit: int = 8) -> str:
     """Join the first `limit` names, with the number of the others."""
-    more = f" (+{len(names) - limit} more)" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more
+    text = ", ".join(names[:limit])
+    if len(names) > limit:
+        text += f" (+{len(names) - limit} more)"
+    return text
 
 
 def shortened(text: str, limit: int = 200) -> str:
-    """Return a text of at most `limit` characters: the first ones of a longer one, and dots."""
+    """Return a text of at most `limit` characters; a longer one ends in dots."""
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
 
 def readable(text: str) -> str:
-    """Return a message whose endless words are shortened, so that what is behind them is told."""
-    return shortened(_LONG_WORD.sub(lambda word: shortened(word[0]), text), _LONGEST)
+    """Return a message whose very long words are shortened, so that the rest of it is seen."""
+    with_short_words = _LONG_WORD.sub(lambda word: shortened(word[0]), text)
+    return shortened(with_short_words, _MAX_PART)
 
 
 def one_line(text: object) -> str:
@@ -122,8 +135,8 @@ def one_line(text: object) -> str:
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(text))
 
 
-# What torch's allocators, that of the host among them, and the libraries of vendors say: "out of
-# memory", STATUS_ALLOC_FAILED, ERROR_OUT_OF_DEVICE_MEMORY, "Insufficient memory".
+# The messages of torch's allocators, for the host too, and of vendors' libraries: "out of memory",
+# STATUS_ALLOC_FAILED, ERROR_OUT_OF_DEVICE_MEMORY, "Insufficient memory".
 _NO_MEMORY = re.compile(
     r"allocate memory|out[ _]?of[ _]?(\w+[ _])?(memory|resources)"
     r"|(insufficient|not enough|lack of|exceed\w*|exhausted) ([\w-]+ ){0,2}memory"
@@ -136,7 +149,8 @@ _NO_MEMORY = re.compile(
 
 def lacks_memory(error: BaseException) -> bool:
     """Return whether an exception shows that the memory of the host or of a device gave out."""
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # torch's
+    # torch's own type is known by its name, since this module does not import torch.
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
     if isinstance(error, OSError):
         return "allocate memory" in str(error)
@@ -146,5 +160,5 @@ def lacks_memory(error: BaseException) -> bool:
 def _text(problems: list[Problem], found_in: str) -> str:
     if len(problems) == 1:
         return str(problems[0])
-    lines = "".join(f"\n  {problem}" for problem in problems)
-    return f"{len(problems)} mistakes in {found_in}:{lines}"
+    title = f"{len(problems)} mistakes in {found_in}:"
+    return "\n  ".join([title, *map(str, problems)])

@@ -13,12 +13,13 @@ _QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"?', re.DOTALL)
 
 
 def plain_json(text: str | bytes, finite: bool = False) -> Any:
-    """Return the values of a JSON text; `finite`: without NaN and infinity.
+    """Return the values of a JSON text. With `finite`, NaN and infinity are refused.
 
-    Raises ValueError for what is none, or is nested so deep that Python could not walk over it.
+    Raises ValueError for a text that is no JSON, or is nested deeper than Python can walk over.
     """
     if isinstance(text, bytes):
         text = text.decode("utf-8")
+    # Brackets are counted before their depth is computed: most texts have few.
     if text.count("[") + text.count("{") > MAX_DEPTH and _depth(text) > MAX_DEPTH:
         raise ValueError(f"nested deeper than {MAX_DEPTH} levels")
     if finite:
@@ -27,21 +28,21 @@ def plain_json(text: str | bytes, finite: bool = False) -> Any:
 
 
 def form_fault(values: Mapping[str, Any], form: Mapping[str, Any]) -> str | None:
-    """Return which of an object's values is of another type than its form says; None if none is.
+    """Return what is wrong with the values of an object; None if they have the types of `form`.
 
-    `form`: a type, or several (`int | None`), by name. True and false are no numbers.
+    `form`: a type or a union of types (`int | None`) by name. True and false are no numbers.
     """
-    for name, kind in form.items():
+    for name, expected in form.items():
         if name not in values:
             return f"it has no {name!r}"
         value = values[name]
-        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        if not isinstance(value, expected) or (isinstance(value, bool) and expected is not bool):
             return f"its {name!r} cannot be {shortened(repr(value), 80)}"
     return None
 
 
 def _depth(text: str) -> int:
-    """Return how deep brackets are nested, without those in quotes."""
+    """Return how deep brackets are nested; brackets in quotes do not count."""
     depth = 0
     deepest = 0
     for bracket in re.findall(r"[\[\]{}]", _QUOTED.sub("", text)):

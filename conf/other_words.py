@@ -1,9 +1,9 @@
-"""Keys of other frameworks, and keys without their section: what they are called here."""
+"""The names that keys of other frameworks, and keys without their section, have here."""
 
 from regimen.conf.fields import declared
 from regimen.conf.schema import Config
 
-# The last part of a key, and ours; `A B: C` stands for two words.
+# The last part of a foreign key, and our key for it. `A B: C` translates both A and B.
 _KEYS = """
 learning_rate: optimizer.lr
 momentum: optimizer.momentum
@@ -55,7 +55,7 @@ data_dir: data.root
 dataset: data
 arch: model
 """
-# Values of `precision` as others write them.
+# Values of `precision` in other frameworks, and ours.
 _VALUES = """
 16 16-mixed 16-true float16 half: fp16
 bf16-mixed bfloat16 amp: bf16
@@ -65,7 +65,7 @@ bf16-true: bf16_true
 """
 
 
-# Resolvers that others register, and what is written instead.
+# Resolvers that other projects register, and the answer to each.
 RESOLVERS = {
     "eval": "a configuration computes nothing: write the value, or compute it in Python",
     "hydra": "run_dir=DIR says where a run is written; relative paths begin where it is started",
@@ -73,27 +73,34 @@ RESOLVERS = {
 
 
 def _read(table: str) -> dict[str, str]:
-    rows = [line.partition(": ") for line in table.strip().splitlines()]
-    return {word: ours for words, _, ours in rows for word in words.split()}
+    translations = {}
+    for line in table.strip().splitlines():
+        words, _, ours = line.partition(": ")
+        for word in words.split():
+            translations[word] = ours
+    return translations
 
 
-_OURS, VALUES = _read(_KEYS), _read(_VALUES)
+OUR_KEYS = _read(_KEYS)
+VALUES = _read(_VALUES)
 
 
 def our_key(key: str) -> str | None:
-    """Return what a key is called here that is another framework's or lacks its section."""
+    """Return our name for a key of another framework, or for a key without its section.
+
+    None if there is no other name for it.
+    """
     name = key.rpartition(".")[2]
-    if (ours := _OURS.get(name) or _with_section(name)) and ours != key:
-        return ours
-    return None
+    ours = OUR_KEYS.get(name) or _with_section(name)
+    return None if ours == key else ours
 
 
 def _with_section(name: str) -> str | None:
-    """Return the key of the root, or of its first section, that has a name."""
-    known = declared(Config)
-    if name in known:
+    """Return the first key of this name, at the root or in one of its sections."""
+    if name in declared(Config):
         return name
-    for section, one in known.items():
-        if one.inner_schema and section != "sweep" and name in declared(one.inner_schema):
+    for section, key in declared(Config).items():
+        # Nobody who forgets a section means a sweep's key.
+        if section != "sweep" and key.inner_schema and name in declared(key.inner_schema):
             return f"{section}.{name}"
     return None

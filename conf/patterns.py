@@ -1,7 +1,7 @@
-"""Regular expressions of a configuration: each search ends, or is refused before it begins.
+"""Regular expressions of a configuration. A search that could take for ever is refused.
 
 Python's matcher goes back and tries another way wherever a repeat or an alternative leaves a
-choice: `(a+)+b` takes a time exponential in the length of a text, `.*.*.*b` a power of it.
+choice. In the length of the text, `(a+)+b` takes exponential time and `.*.*.*b` cubic time.
 """
 
 import importlib
@@ -11,22 +11,25 @@ from typing import Any
 
 from regimen.conf.errors import ConfigError, shortened
 
-MOST_WAYS = 10**8  # that a search may try: about a second
-_LONGEST = 1000  # characters of a pattern
+MAX_WAYS = 10**8  # that a search may try: about a second
+_MAX_LENGTH = 1000  # characters of a pattern
 _USUAL_LENGTH = 60  # of a parameter's name
-_MANY, _ROUNDS = 1e4, 60  # more of either is too many in any case, and no float
-_LETTERS = ("LITERAL", "NOT_LITERAL", "IN", "ANY")  # what matches one letter
+# The power `ways ** rounds` is bounded by these two, so that it stays a float. More of either is
+# beyond MAX_WAYS in any case.
+_MAX_WAYS_OF_ROUND = 1e4
+_MAX_ROUNDS = 60
+_ONE_LETTER = ("LITERAL", "NOT_LITERAL", "IN", "ANY")  # operations that match one letter
 _parser: Any = importlib.import_module("re._parser")
 _compiler: Any = importlib.import_module("re._compiler")
 
 
 class Pattern:
-    """A compiled pattern. Raises ConfigError for one that is invalid or could search for ever."""
+    """A compiled pattern. Raises ConfigError if it is invalid or could search for ever."""
 
     def __init__(self, text: str) -> None:
         self._text = text
-        if len(text) > _LONGEST:
-            raise ConfigError("", f"{shortened(text)!r} has more than {_LONGEST} characters")
+        if len(text) > _MAX_LENGTH:
+            raise ConfigError("", f"{shortened(text)!r} has more than {_MAX_LENGTH} characters")
         try:
             self._tree = _parser.parse(text)
             self._compiled = re.compile(text)
@@ -37,70 +40,68 @@ class Pattern:
             raise ConfigError("", message) from None
 
     def search(self, name: str) -> re.Match[str] | None:
-        """Return the first match in a name. Raises ConfigError if looking could take too long."""
+        """Return the first match in a name. Raises ConfigError if that could take too long."""
         self._check(len(name))
         return self._compiled.search(name)
 
     def _check(self, length: int) -> None:
-        if _ways(self._tree, length, starts=True) > MOST_WAYS:
-            message = f"{shortened(self._text)!r} could search a name of {length} letters for ages"
-            hint = "repeat nothing that itself repeats or has alternatives, and less often"
-            raise ConfigError("", message, hint)
+        if _count_ways(self._tree, length, at_any_place=True) > MAX_WAYS:
+            raise ConfigError(
+                "",
+                f"{shortened(self._text)!r} could search a name of {length} letters for ages",
+                "repeat nothing that itself repeats or has alternatives, and less often",
+            )
 
 
-def _ways(items: Any, length: int, starts: bool = False) -> float:
-    """Return in how many ways a sequence can match texts of a length, at most.
+def _count_ways(items: Any, length: int, at_any_place: bool = False) -> float:
+    """Return an upper bound of the ways in which a sequence can match texts of a length.
 
-    `starts`: at any place of the text.
+    `items`: of a parsed pattern. `at_any_place`: a match may begin at any place of the text.
     """
     ways = 1.0
-    lengths = 1.0  # how long each repeat without a choice of its own can be, by itself
+    # Repeats without a choice of their own: how many there are, and the product of the numbers of
+    # lengths that each can have.
     repeats = 0
+    lengths = 1.0
+    if at_any_place:  # what precedes the match is like one more repeat
+        repeats = 1
+        lengths = length + 1.0
     for index, (operation, arguments) in enumerate(items):
         if str(operation).endswith("REPEAT"):
             least, most, body = arguments
-            inside = _ways(body, length)
-            if inside > 1 and most > 1:  # a choice in each round
-                ways *= min(inside, _MANY) ** min(most, length, _ROUNDS)
-            elif not _ends_at_once(body, items[index + 1 : index + 2]):
-                lengths *= min(most, length) - min(least, length) + 1
+            ways_of_round = _count_ways(body, length)
+            if ways_of_round > 1 and most > 1:
+                rounds = min(most, length, _MAX_ROUNDS)
+                ways *= min(ways_of_round, _MAX_WAYS_OF_ROUND) ** rounds
+            elif not _has_one_end(body, items[index + 1 : index + 2]):
                 repeats += 1
-            if body.getwidth()[0] == 0:  # its rounds are not bounded by the length
+                lengths *= min(most, length) - min(least, length) + 1
+            if body.getwidth()[0] == 0:
+                # A round may match nothing: the length of the text does not bound their number.
                 ways *= max(least, 1)
         elif str(operation) == "BRANCH":
-            ways *= sum(_ways(branch, length) for branch in arguments[1])
+            ways *= sum(_count_ways(branch, length) for branch in arguments[1])
         else:
-            for part in _parts(arguments):
-                ways *= _ways(part, length)
-        if ways > MOST_WAYS:
+            for part in arguments if isinstance(arguments, tuple) else [arguments]:
+                if isinstance(part, _parser.SubPattern):  # of a group, an assertion, a condition
+                    ways *= _count_ways(part, length)
+        if ways > MAX_WAYS:
             return ways
-    # All repeats of a sequence share the length of the text: each way is a place for each of them,
-    # none before the one before it.
-    if starts:  # a place more
-        lengths *= length + 1
-        repeats += 1
+    # All repeats of a sequence share the length of the text: a way is a place in the text for the
+    # end of each, and these places are in order.
     return ways * min(lengths, math.comb(length + repeats, repeats))
 
 
-def _ends_at_once(body: Any, following: Any) -> bool:
-    """Return whether a repeat of one letter has one way only: what follows it is no such letter.
+def _has_one_end(body: Any, following: Any) -> bool:
+    """Return whether a repeat of one letter can end at one place only.
 
-    That of `\\w+\\.` ends where the dot is.
+    In `\\w+\\.` it ends before the dot, since a dot is no such letter. `following`: the item behind
+    the repeat, if there is one.
     """
-    if len(following) == 0 or len(body) != 1 or str(body[0][0]) not in _LETTERS:
+    is_one_letter = len(body) == 1 and str(body[0][0]) in _ONE_LETTER
+    if not is_one_letter or not following or str(following[0][0]) != "LITERAL":
         return False
-    operation, code = following[0]
-    if str(operation) != "LITERAL":
-        return False
+    next_letter = chr(following[0][1])
     letter = _compiler.compile(body)
-    spelled = {chr(code), chr(code).lower(), chr(code).upper()}
-    return not any(letter.fullmatch(text) for text in spelled)
-
-
-def _parts(arguments: Any) -> list[Any]:
-    """Return the sequences within a group, an assertion or a condition."""
-    if isinstance(arguments, _parser.SubPattern):
-        return [arguments]
-    if isinstance(arguments, tuple):
-        return [part for part in arguments if isinstance(part, _parser.SubPattern)]
-    return []
+    cases = (next_letter, next_letter.lower(), next_letter.upper())  # with IGNORECASE any of them
+    return not any(letter.fullmatch(case) for case in cases)

@@ -1,4 +1,4 @@
-"""What our messages say of a configuration, in the words of who has none and calls from Python."""
+"""Messages about a configuration, in the words of a user who calls Regimen from Python."""
 
 import re
 from collections.abc import Callable
@@ -8,19 +8,12 @@ from regimen.conf.schema_trainer import TrainerConfig
 
 _LITERALS = {"true": "True", "false": "False", "null": "None"}
 _VALUE = r"(?:=(?P<value>[\w.+-]*\w))?"
-_START = r"(?<![\w.])"  # no part of an import path
-
-
-def _call(name: str) -> Callable[[re.Match[str]], str]:
-    """Return what makes a key and its value an argument of a call."""
-
-    def call(found: re.Match[str]) -> str:
-        return f"{name}({found['key']}={_literal(found['value'])})"
-
-    return call
+_START = r"(?<![\w.])"  # not within an import path
+_OPTIONS = "|".join(declared(TrainerConfig))
 
 
 def _literal(word: str | None) -> str:
+    """Return a value of a message as Python writes it."""
     if word is None:
         return "..."
     if re.fullmatch(r"[\d.+-][\d.e+-]*", word):
@@ -28,13 +21,18 @@ def _literal(word: str | None) -> str:
     return _LITERALS.get(word, f'"{word}"')
 
 
-_OPTIONS = "|".join(declared(TrainerConfig))
-# Of several that fit the first one.
-_WORDS: dict[str, str | Callable[[re.Match[str]], str]] = {
-    rf"{_START}trainer\.(?P<key>{_OPTIONS})\b{_VALUE}": _call("TrainerOptions"),
-    rf"{_START}loader\.(?P<key>batch_size|drop_last|shuffle|num_workers)\b{_VALUE}": (
-        _call("DataLoader")
-    ),
+def _options(match: re.Match[str]) -> str:
+    return f"TrainerOptions({match['key']}={_literal(match['value'])})"
+
+
+def _data_loader(match: re.Match[str]) -> str:
+    return f"DataLoader({match['key']}={_literal(match['value'])})"
+
+
+# Applied in this order: an earlier replacement wins.
+_REPLACEMENTS: dict[str, str | Callable[[re.Match[str]], str]] = {
+    rf"{_START}trainer\.(?P<key>{_OPTIONS})\b{_VALUE}": _options,
+    rf"{_START}loader\.(?P<key>batch_size|drop_last|shuffle|num_workers)\b{_VALUE}": _data_loader,
     rf"{_START}optimizer\.lr\b": "the optimizer's lr",
     r"does transforms\.eval do as transforms\.train\?": (
         "are its samples made as those of the training are?"
@@ -55,7 +53,7 @@ _WORDS: dict[str, str | Callable[[re.Match[str]], str]] = {
 
 
 def in_python(text: str) -> str:
-    """Return a message whose keys of a configuration are arguments of calls."""
-    for pattern, words in _WORDS.items():
-        text = re.sub(pattern, words, text)
+    """Return a message in which arguments of calls take the place of the configuration's keys."""
+    for pattern, replacement in _REPLACEMENTS.items():
+        text = re.sub(pattern, replacement, text)
     return text

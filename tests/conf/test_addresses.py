@@ -26,7 +26,7 @@ def test_a_place_that_holds_files_is_opened(protocol: str) -> None:
 def test_what_leads_to_another_address_or_runs_what_it_reads_is_opened_for_nobody(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(addresses, "_typed", set())
+    monkeypatch.setattr(addresses, "_typed_protocols", set())
     allow_protocols([f"data.root={address}"])
     assert address_problem(address)
     assert address_problem(address, trusted=True)
@@ -36,7 +36,7 @@ def test_what_leads_to_another_address_or_runs_what_it_reads_is_opened_for_nobod
 def test_another_protocol_is_opened_where_the_command_line_has_it(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(addresses, "_typed", set())
+    monkeypatch.setattr(addresses, "_typed_protocols", set())
     assert "the command line says it" in (address_problem(address) or "")
     allow_protocols(["seed=1", f"data.root={address}"])
     assert address_problem(address) is None

@@ -12,7 +12,7 @@ from regimen.conf.check import check, parse, with_defaults
 from regimen.conf.errors import ConfigError, Problem
 from regimen.conf.fields import declared
 from regimen.conf.interpolation import Interpolations, fill
-from regimen.conf.other_words import _OURS, VALUES, our_key
+from regimen.conf.other_words import OUR_KEYS, VALUES, our_key
 from regimen.conf.schema import Config, LoaderConfig
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
@@ -96,7 +96,7 @@ def test_an_error_keeps_its_problems_and_stays_one_line_whatever_it_quotes():
 
 def test_every_answer_for_a_foreign_word_is_a_key_that_exists():
     assert our_key("optimizer.lr") is None
-    for answer in {*_OURS.values()}:
+    for answer in {*OUR_KEYS.values()}:
         for key in re.findall(r"\b(?:trainer|loader|strategy|data)\.\w+", answer):
             section, name = key.split(".")
             assert name in (*declared(declared(Config)[section].within), "image_size")

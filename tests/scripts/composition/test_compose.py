@@ -358,7 +358,7 @@ def test_every_text_that_one_of_our_callbacks_takes_is_no_place_or_is_known_as_o
 )
 @pytest.mark.parametrize("key", ["root", "train.root"])
 def test_an_address_of_a_file_has_one_protocol_of_a_list(mine, place, words, key, monkeypatch):
-    monkeypatch.setattr(addresses, "_typed", set())
+    monkeypatch.setattr(addresses, "_typed_protocols", set())
     own = f"{{root: '{place}'}}" if key == "root" else f"{{train: {{root: '{place}'}}}}"
     text = f"defaults: [override /data: shards]\nname: mine\ndata: {own}\n"
     write(mine, "experiment/mine.yaml", EXPERIMENT + text)
