@@ -5,7 +5,7 @@ import dataclasses
 import math
 import re
 import typing
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import islice
 from typing import Any, Literal, TypeVar
@@ -136,7 +136,7 @@ def _section(raw: Any, schema: type, key: str) -> Iterator[Problem]:
         yield from _unknown_keys(raw, key, keys, ["_target_"])
     elif not is_open(schema):
         yield from _unknown_keys(raw, key, keys, [])
-    problems = []
+    problems = list[Problem]()
     for name, declaration in keys.items():
         if name in raw or declaration.default is REQUIRED:
             problems += _value(raw.get(name, MISSING), declaration, join(key, name))
