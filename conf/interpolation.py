@@ -1,7 +1,8 @@
-"""Walks over plain containers; what `${...}` may do, looked at before anything is resolved.
+"""Walks over plain containers, and checks of what their interpolations (`${...}`) refer to.
 
-Resolving `a: ${b}${b}`, `b: ${c}${c}` and so on takes time exponential in the length of the
-chain, and a loop only ends when Python's stack does. Both are found here in linear time.
+Resolving `a: ${b}${b}`, `b: ${c}${c}` and so on takes time exponential in the length of the chain,
+and a loop ends only when Python's stack does. Both are found here in linear time, before anything
+is resolved.
 """
 
 import re
@@ -12,42 +13,45 @@ from regimen.conf.errors import Problem, nearest
 from regimen.conf.other_words import RESOLVERS as OTHERS
 
 RESERVED = ("total_steps", "steps_per_epoch")  # open until the length of the training is known
-CLASSES = "data.num_classes"  # where it is null, open until it is counted in the data
+CLASSES = "data.num_classes"  # if it is null, open until the classes are counted in the data
 MAX_SIZE = 200_000  # characters and values, once everything is written out
 MAX_CHAIN = 100  # keys, each within or referring to the next
 MAX_INTERPOLATIONS = 1000  # in all texts together: OmegaConf takes half a millisecond for one
 MAX_NESTING = 20  # of interpolations and of brackets in a text with interpolations
-_REFERRING = ("oc.select", "oc.dict.keys", "oc.dict.values")
+_REFERRING = ("oc.select", "oc.dict.keys", "oc.dict.values")  # resolvers whose argument is a key
 RESOLVERS = ("oc.env", "oc.decode", "now", *_REFERRING)
-# A resolver, if there is one, and the first of its arguments; or the key alone.
+# The body of an interpolation: a resolver and the first of its arguments, or a key alone.
 _REFERENCE = re.compile(r"(?s)^(?:\s*([\w.]+)\s*:)?([^,]*)")
 
 
 def join(key: str, name: object) -> str:
-    """Return the key of what a section or list at `key` has under a name or number."""
+    """Return the key of an entry of the section or list at `key`, by its name or number."""
     return f"{key}.{name}" if key else str(name)
 
 
 def children(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the key and the value of each entry of a section or list; nothing of a value."""
-    if isinstance(node, dict | list):
-        for name, child in node.items() if isinstance(node, dict) else enumerate(node):
+    """Yield the key and the value of each entry of a section or list; nothing for other values."""
+    if isinstance(node, dict):
+        for name, child in node.items():
             yield join(key, name), child
+    elif isinstance(node, list):
+        for index, child in enumerate(node):
+            yield join(key, index), child
 
 
 def above(key: str, among: Container[str]) -> str:
-    """Return a key, or the nearest one above it that is among others; empty if there is none."""
+    """Return the key itself or the nearest one above it that is among others; "" if none is."""
     while key and key not in among:
         key = key.rpartition(".")[0]
     return key
 
 
 def is_related(key: str, keys: Iterable[str]) -> bool:
-    """Return whether a key is one of others, or contains one, or lies within one."""
-    key = f"{key}."
+    """Return whether a key is one of others, contains one of them, or lies within one."""
+    prefix = f"{key}."
     for other in keys:
-        other = f"{other}."
-        if key.startswith(other) or other.startswith(key):
+        other_prefix = f"{other}."
+        if prefix.startswith(other_prefix) or other_prefix.startswith(prefix):
             return True
     return False
 
@@ -55,17 +59,19 @@ def is_related(key: str, keys: Iterable[str]) -> bool:
 def walk(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the key and the value of a node and of everything in it, outer ones first."""
     yield key, node
-    for here, child in children(node, key):
-        yield from walk(child, here)
+    for child_key, child in children(node, key):
+        yield from walk(child, child_key)
 
 
 def leaves(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the key and the value of everything that is no section and no list."""
-    yield from (one for one in walk(node, key) if not isinstance(one[1], dict | list))
+    """Yield the key and the value of everything that is neither a section nor a list."""
+    for child_key, child in walk(node, key):
+        if not isinstance(child, dict | list):
+            yield child_key, child
 
 
 def mapped(node: Any, change: Callable[[Any], Any]) -> Any:
-    """Return a copy of plain containers in which each part was changed, inner ones first."""
+    """Return a copy of plain containers in which each part is changed, inner parts first."""
     if isinstance(node, dict):
         node = {name: mapped(child, change) for name, child in node.items()}
     elif isinstance(node, list | tuple):
@@ -74,9 +80,9 @@ def mapped(node: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def excessive(root: Any) -> Iterator[Problem]:
-    """Yield why texts would take OmegaConf too long to read: too many interpolations, or too deep.
+    """Yield why OmegaConf would take too long to read the texts: interpolations too many or deep.
 
-    Found in time linear in the length of the texts, before OmegaConf is given one.
+    The time is linear in the length of the texts.
     """
     count = 0
     for key, text in leaves(root):
@@ -96,15 +102,17 @@ def excessive(root: Any) -> Iterator[Problem]:
 
 
 def fill(node: Any, values: Mapping[str, int | None]) -> Any:
-    """Return a copy of plain containers with `${total_steps}` and its like replaced.
+    """Return a copy of plain containers with the reserved interpolations replaced.
 
-    A text that is nothing but the interpolation becomes the number itself; inside a longer one it
-    is replaced by its digits. A name without a value stays as it is.
+    `values`: by name, such as `total_steps`; an interpolation without a value stays. A text that is
+    nothing but the interpolation becomes the number itself.
     """
-    known = {f"${{{name}}}": value for name, value in values.items() if value is not None}
+    replacements = {f"${{{name}}}": value for name, value in values.items() if value is not None}
 
     def change(text: Any) -> Any:
-        for name, value in known.items() if isinstance(text, str) else ():
+        if not isinstance(text, str):
+            return text
+        for name, value in replacements.items():
             if text == name:
                 return value
             text = text.replace(name, str(value))
@@ -114,37 +122,41 @@ def fill(node: Any, values: Mapping[str, int | None]) -> Any:
 
 
 class Interpolations:
-    """What the interpolations of unresolved containers refer to, and what is wrong with them."""
+    """The references of interpolations in unresolved containers, and what is wrong with them."""
 
     def __init__(self, root: Any) -> None:
         """Follow all of them: loops, dead ends and explosions are problems."""
         self.problems = list(excessive(root))
         self.read = set[str]()  # the keys that are referred to
-        self._nodes = dict(walk(root))  # all there is, by key
-        self._taken = dict[str, str]()  # `${...}` and nothing else: from where
-        self._environment = set[str]()  # keys to which `oc.env` contributes
+        self._nodes = dict(walk(root))  # everything, by key
+        self._origins = dict[str, str]()  # keys that are a single `${...}`: the key it refers to
+        self._from_environment = set[str]()  # keys to which `oc.env` contributes
         self._sizes = dict[str, int]()
-        self._path = list[str]()  # of the keys that are being followed
+        self._path = list[str]()  # the keys from the root to the one that is visited
         if self.problems:
             return
-        if self._size("", root) > MAX_SIZE and not self.problems:
+        size = self._size("", root)
+        if size > MAX_SIZE and not self.problems:
             key = next(key for key, size in self._sizes.items() if size > MAX_SIZE)
             self._note(key, f"its interpolations write out to more than {MAX_SIZE} characters")
 
     def from_environment(self, key: str) -> bool:
         """Return whether an environment variable contributes to the text at a key."""
-        return above(self.source(key), self._nodes) in self._environment
+        return above(self.source(key), self._nodes) in self._from_environment
 
     def source(self, key: str) -> str:
-        """Return the key that holds the value which `key`, or a section above it, takes over."""
-        seen = set()
-        while (taking := above(key, self._taken)) and key not in seen:
-            seen.add(key)
-            key = self._taken[taking] + key.removeprefix(taking)
+        """Return the key whose value `key`, or a section above it, takes over."""
+        visited = set()
+        while (taking := above(key, self._origins)) and key not in visited:
+            visited.add(key)
+            key = self._origins[taking] + key.removeprefix(taking)
         return key
 
     def _size(self, key: str, node: Any) -> int:
-        """Return how large a node is once it is resolved; capped, and each node is visited once."""
+        """Return how large a node is once it is resolved, at most MAX_SIZE + 1.
+
+        Each node is visited once.
+        """
         if key in self._sizes:
             return self._sizes[key]
         if key and key in self._path:
@@ -155,54 +167,63 @@ class Interpolations:
             self._note(key, "the interpolations that lead here are too many")
             return 0
         self._path.append(key)
-        size, inner = 1, children(node, key)
         if isinstance(node, str):
-            size, inner = 1 + len(node), self._targets(key, node)
-        for here, child in inner:
-            size += self._size(here, child)
-            if here in self._environment:
-                self._environment.add(key)
+            size = 1 + len(node)
+            parts = self._references(key, node)
+        else:
+            size = 1
+            parts = children(node, key)
+        for part_key, part in parts:
+            size += self._size(part_key, part)
+            if part_key in self._from_environment:
+                self._from_environment.add(key)
         self._path.pop()
         self._sizes[key] = min(size, MAX_SIZE + 1)
         return self._sizes[key]
 
-    def _targets(self, key: str, text: str) -> Iterator[tuple[str, Any]]:
-        """Yield what the interpolations of a text refer to."""
+    def _references(self, key: str, text: str) -> Iterator[tuple[str, Any]]:
+        """Yield the key and the node that each interpolation of a text refers to."""
         for body in _bodies(text):
-            ((name, reference),) = _REFERENCE.findall(body)
-            if name == "oc.env":
-                self._environment.add(key)
-            if name and name not in RESOLVERS:
-                known = ", ".join(RESOLVERS)
-                self._note(
-                    key, f"${{{name}:...}} is not available: there are {known}", OTHERS.get(name)
-                )
-            elif name == "oc.decode" and "\\" in body:
-                self._note(key, "oc.decode takes no escaped interpolations")
-            if body in RESERVED or (name and name not in _REFERRING):
+            ((resolver, reference),) = _REFERENCE.findall(body)
+            self._check_resolver(key, resolver, body)
+            if body in RESERVED or (resolver and resolver not in _REFERRING):
                 continue
-            if (target := self._absolute(reference.strip(), key)) is None:
+            target = self._absolute(reference.strip(), key)
+            if target is None:
                 continue
-            at = above(target, self._nodes)
-            node = self._nodes[at]
-            # What goes through a node that is an interpolation ends there.
-            if at == target or (isinstance(node, str) and "${" in node):
+            existing = above(target, self._nodes)
+            node = self._nodes[existing]
+            # A target below a node that is itself an interpolation cannot be looked up before that
+            # one is resolved: the reference leads to the node.
+            if existing == target or (isinstance(node, str) and "${" in node):
                 self.read.add(target)
-                if text == f"${{{body}}}" and not name and "${" not in body:
-                    self._taken[key] = target
+                if text == f"${{{body}}}" and not resolver and "${" not in body:
+                    self._origins[key] = target
                 yield target, node
-            elif not name:  # oc.select has a default for what does not exist
-                near = nearest(target, self._nodes)
-                hint = f"did you mean ${{{near}}}?" if near else None
+            elif not resolver:  # oc.select has a default for what does not exist
+                match = nearest(target, self._nodes)
+                hint = f"did you mean ${{{match}}}?" if match else None
                 self._note(key, f"${{{body}}} refers to nothing", hint)
+
+    def _check_resolver(self, key: str, resolver: str, body: str) -> None:
+        if resolver == "oc.env":
+            self._from_environment.add(key)
+        elif resolver == "oc.decode" and "\\" in body:
+            self._note(key, "oc.decode takes no escaped interpolations")
+        elif resolver and resolver not in RESOLVERS:
+            message = f"${{{resolver}:...}} is not available: there are {', '.join(RESOLVERS)}"
+            self._note(key, message, OTHERS.get(resolver))
 
     def _note(self, key: str, message: str, hint: str | None = None) -> None:
         self.problems.append(Problem(key, message, hint))
 
     def _absolute(self, reference: str, key: str) -> str | None:
-        """Resolve a relative reference; one that is itself computed counts as all of its parent."""
+        """Return the full key that a reference stands for; None if it stands for none.
+
+        A reference that is itself computed (`${a.${b}}`) stands for all of its section.
+        """
         static, computed, _ = reference.partition("${")
-        static = re.sub(r"\[['\"]?([^\[\]'\"]*)['\"]?\]", r".\1", static)
+        static = re.sub(r"\[['\"]?([^\[\]'\"]*)['\"]?\]", r".\1", static)  # a[0] is a.0
         if computed:
             static = static.rpartition(".")[0]
             if not static:
@@ -210,18 +231,23 @@ class Interpolations:
                 return None
         if not static.startswith("."):
             return static
+        # Each dot in front leads one section up.
         rest = static.lstrip(".")
-        parents = key.split(".")[: -(len(static) - len(rest))]
-        return ".".join([*parents, rest]).rstrip(".") or None
+        sections = key.split(".")[: -(len(static) - len(rest))]
+        return ".".join([*sections, rest]).rstrip(".") or None
 
 
 def _bodies(text: str) -> list[str]:
-    """Return what stands between the braces of each interpolation, nested ones too."""
-    begun = []  # where each open brace's body begins; None: of no interpolation
-    found = []
+    """Return the text between the braces of each interpolation, of nested ones too, in order."""
+    open_braces = list[int | None]()  # where the body of each begins; None: a brace of the text
+    spans = []
     for match in re.finditer(r"(?<!\\)\$\{|[{}]", text):
-        if match[0] != "}":
-            begun.append(match.end() if match[0] == "${" else None)
-        elif begun and (start := begun.pop()) is not None:
-            found.append((start, match.start()))
-    return [text[start:end] for start, end in sorted(found)]
+        if match[0] == "${":
+            open_braces.append(match.end())
+        elif match[0] == "{":
+            open_braces.append(None)
+        elif open_braces:
+            start = open_braces.pop()
+            if start is not None:
+                spans.append((start, match.start()))
+    return [text[start:end] for start, end in sorted(spans)]

@@ -1,7 +1,7 @@
-"""YAML files: read with the lines of their keys, their mistakes named, and written.
+"""Read YAML files with the lines of their keys and a list of their mistakes; write YAML.
 
-A file may come from anyone: what would make reading it dangerous (aliases that multiply, tags,
-nesting without end) is found before its values are made.
+A file may come from anyone. Aliases that multiply, tags and endless nesting are found before any
+value is made.
 """
 
 import json
@@ -19,16 +19,17 @@ from regimen.conf.interpolation import CLASSES, RESERVED, excessive, join, mappe
 MAX_BYTES = 1_000_000
 MAX_DEPTH = 40
 MAX_NODES = 50_000  # after aliases are written out
-MAX_KEY = 1000  # characters of a key with those above it, which each message repeats
-MAX_DIGITS = 300  # characters of a number: Python takes a time that is quadratic in them
+MAX_KEY = 1000  # characters of a key with those above it: each message repeats them
+MAX_DIGITS = 300  # characters of a number: Python reads it in quadratic time
 _BASE: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _PREFIX = "tag:yaml.org,2002:"
 _TAGS = ("str", "int", "float", "bool", "null", "map", "seq", "merge", "value")
-# Each pattern here takes a time linear in the text: no two repeats in a row match the same letters.
+# Each pattern here takes linear time: no two repeats in a row match the same letters.
 _FLOAT = re.compile(r"[-+]?(\d[\d_]*(\.[\d_]*)?|\.\d[\d_]*)[eE][-+]?\d+$")
-# Among the first comments. Blanks are those of one line, so that each line is read once.
+# `# @package NAME` among the first comments. Its blanks match no line break, so that each line is
+# read once.
 _PACKAGE = re.compile(r"(?:#.*\n|[ \t\r]*\n)*?#[ \t]*@package[ \t]+(\S+)[ \t\r]*$", re.MULTILINE)
-# What YAML 1.1 makes of a bare word, where a person is likely to have meant something else.
+# Bare words that YAML 1.1 reads in a way that a person is not likely to have meant.
 _TRAP = re.compile(
     r"(?P<yes>(?i:yes|on))|(?P<no>(?i:no|off))|(?P<octal>[-+]?0[0-9_]+)"
     r"|(?P<sixty>[-+]?[0-9][0-9_]*(?::[0-5]?[0-9])+(?:\.[0-9_]*)?)"
@@ -41,52 +42,55 @@ _TRAPS = {
     "sixty": "is read in base 60: quote it",
     "parted": "has an underscore: write the number",
 }
-# A word that looks like a key, in a text that goes on over several lines without quotes.
+# A word that looks like a key, in a text of several lines without quotes.
 _KEY = re.compile(r"\s([A-Za-z_][\w.]*:\S+)")
+
+
+def _as_omegaconf() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
+    """Return yaml's resolvers, by first letter, changed to OmegaConf's: 1e-3 is a number."""
+    changed = {}
+    for first, resolvers in _BASE.yaml_implicit_resolvers.items():
+        changed[first] = [pair for pair in resolvers if not pair[0].endswith(":timestamp")]
+        if first in "-+.0123456789":
+            changed[first].append((f"{_PREFIX}float", _FLOAT))
+    return changed
 
 
 class _Loader(_BASE):  # type: ignore[misc]
     """YAML as OmegaConf reads it: 1e-3 is a number, a date is text."""
 
-    yaml_implicit_resolvers: ClassVar = {
-        first: [
-            *(pair for pair in known if not pair[0].endswith(":timestamp")),
-            *([(f"{_PREFIX}float", _FLOAT)] if first in "-+.0123456789" else []),
-        ]
-        for first, known in _BASE.yaml_implicit_resolvers.items()
-    }
+    yaml_implicit_resolvers: ClassVar = _as_omegaconf()
 
 
 @dataclass(slots=True)
 class Document:
-    """What a file holds: its values, the lines of their keys, and what is wrong."""
+    """The content of a file: its values, the lines of their keys, and its mistakes."""
 
-    values: Any = field(default_factory=dict)  # a dict, or a list where that is expected
+    values: Any = field(default_factory=dict)  # a dict; a list if the caller allows one
     lines: dict[str, int] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
-    package: str | None = None  # what `# @package` among its first comments says
+    package: str | None = None  # the name behind `# @package` among its first comments
     readable: bool = True  # False: it has no values
 
 
 def examine(path: Path, name: str) -> Document:
-    """Read one file; `name` is how messages call it."""
+    """Read one file. Messages call it by `name`."""
     try:
-        text = path.read_bytes().decode("utf-8-sig")  # editors on Windows put a mark first
+        text = path.read_bytes().decode("utf-8-sig")  # editors on Windows put a mark in front
     except UnicodeDecodeError as error:
         return _unreadable(f"not a UTF-8 text (byte {error.start})", name)
     except OSError as error:
         return _unreadable(f"cannot be read: {error.strerror}", name)
-    return _examined(text, name)
+    return _examine_text(text, name)
 
 
 def plain_values(text: str, name: str, lists: bool = False) -> Any:
-    """Return the values of a YAML text from a place that is not trusted: a section.
+    """Return the values of a YAML text from a place that is not trusted.
 
-    `lists`: or a list.
-
-    Raises ConfigError where it is hostile or broken: aliases that multiply, tags, endless nesting.
+    It holds a section; with `lists`, it may hold a list instead. Raises ConfigError if the text is
+    broken or hostile: aliases that multiply, tags, endless nesting.
     """
-    document = _examined(text, name, lists)
+    document = _examine_text(text, name, lists)
     if not document.readable:
         raise ConfigError(document.problems)
     return document.values
@@ -97,51 +101,61 @@ def _unreadable(message: str, name: str, line: int | None = None) -> Document:
     return Document(problems=[Problem("", message, file=where)], readable=False)
 
 
-def _examined(text: str, name: str, lists: bool = False) -> Document:
+def _examine_text(text: str, name: str, lists: bool = False) -> Document:
     document = Document()
     try:
-        root = _root(text)
+        root = _compose_nodes(text)
         if root is not None:
             is_list = lists and isinstance(root, yaml.SequenceNode)
-            if not (is_list or isinstance(root, yaml.MappingNode)):
+            if not is_list and not isinstance(root, yaml.MappingNode):
                 line = root.start_mark.line + 1
                 return _unreadable("expected keys and values (`key: value`)", name, line)
-            _note(document, name, root, "")
+            _Examination(document, name).visit(root, "")
         if document.readable:
             document.values = yaml.load(text, Loader=_Loader) or {}
             for problem in excessive(document.values):
-                where = f"{name}:{document.lines.get(problem.key, 1)}"
-                document = Document(problems=[replace(problem, file=where)], readable=False)
-        head = _PACKAGE.match(text)
-        document.package = head[1] if head else None
-        return document
+                line = document.lines.get(problem.key, 1)
+                located = replace(problem, file=f"{name}:{line}")
+                document = Document(problems=[located], readable=False)
     except ConfigError as error:
         return _unreadable(str(error), name)
     except yaml.reader.ReaderError as error:
         return _unreadable(f"YAML syntax: {error.reason}", name)
-    except yaml.MarkedYAMLError as error:  # all others of yaml's
-        what, mark = shortened(str(error.problem)), error.problem_mark
-        if mark and "\t" in "".join(text.splitlines()[mark.line : mark.line + 1]):
-            what = "a tab, which YAML does not take as indentation: use spaces"
-        message = f"YAML syntax: {what}" + (
-            f" ({shortened(error.context)})" if error.context else ""
-        )
-        return _unreadable(message, name, mark.line + 1 if mark else None)
-    except (RecursionError, ValueError, ArithmeticError, LookupError) as error:  # of `!!bool x`
+    except yaml.MarkedYAMLError as error:  # all other errors of yaml
+        return _syntax_error(error, text, name)
+    except (RecursionError, ValueError, ArithmeticError, LookupError) as error:  # as of `!!bool x`
         return _unreadable(f"not YAML that can be read: {type(error).__name__}", name)
+    package = _PACKAGE.match(text)
+    document.package = package[1] if package else None
+    return document
 
 
-def _root(text: str) -> yaml.Node | None:
-    """Return the nodes of a text, of which no values are made yet.
+def _syntax_error(error: yaml.MarkedYAMLError, text: str, name: str) -> Document:
+    message = f"YAML syntax: {shortened(str(error.problem))}"
+    line = None
+    if error.problem_mark:
+        line = error.problem_mark.line + 1
+        if "\t" in "".join(text.splitlines()[line - 1 : line]):
+            message = "YAML syntax: a tab, which YAML does not take as indentation: use spaces"
+    if error.context:
+        message += f" ({shortened(error.context)})"
+    return _unreadable(message, name, line)
 
-    Raises ConfigError for a dangerous one.
+
+def _compose_nodes(text: str) -> yaml.Node | None:
+    """Return the nodes of a text. No values are made of them yet.
+
+    Raises ConfigError if that would be dangerous.
     """
     if len(text.encode()) > MAX_BYTES:
         raise ConfigError(f"longer than {MAX_BYTES} bytes")
-    depth = 0  # counted by events, which need no recursion: composing a deep file would
+    # The depth is counted by events, which need no recursion: composing a deep file would.
+    depth = 0
     for event in yaml.parse(text, Loader=_Loader):
-        depth += isinstance(event, yaml.CollectionStartEvent)
-        depth -= isinstance(event, yaml.CollectionEndEvent)
+        if isinstance(event, yaml.CollectionStartEvent):
+            depth += 1
+        elif isinstance(event, yaml.CollectionEndEvent):
+            depth -= 1
         if depth > MAX_DEPTH:
             raise ConfigError(f"nested deeper than {MAX_DEPTH} levels")
     root = yaml.compose(text, Loader=_Loader)
@@ -150,82 +164,114 @@ def _root(text: str) -> yaml.Node | None:
     return root
 
 
-def _size(node: yaml.Node, known: dict[int, int], open_: set[int]) -> int:
-    """Count the nodes below, an alias as often as it is used."""
-    if id(node) in open_:
+def _size(node: yaml.Node, sizes: dict[int, int], open_nodes: set[int]) -> int:
+    """Return the number of nodes in a node, itself included; an alias counts at each use.
+
+    `sizes`: of the nodes that were counted before. `open_nodes`: those that this one lies in.
+    """
+    if id(node) in open_nodes:
         raise ConfigError("an alias contains itself")
-    if id(node) not in known:
-        open_.add(id(node))
-        inner = node.value if isinstance(node, yaml.CollectionNode) else []
+    if id(node) in sizes:
+        return sizes[id(node)]
+    open_nodes.add(id(node))
+    size = 1
+    if isinstance(node, yaml.SequenceNode):
+        for child in node.value:
+            size += _size(child, sizes, open_nodes)
+    elif isinstance(node, yaml.MappingNode):
+        for name, child in node.value:
+            size += _size(name, sizes, open_nodes) + _size(child, sizes, open_nodes)
+    open_nodes.discard(id(node))
+    sizes[id(node)] = min(size, MAX_NODES + 1)
+    return sizes[id(node)]
+
+
+class _Examination:
+    """Notes the lines of all keys of a document, and what is wrong with them."""
+
+    def __init__(self, document: Document, file: str) -> None:
+        self._document = document
+        self._file = file
+
+    def visit(self, node: yaml.Node, key: str) -> None:
+        """Examine a node and all nodes in it."""
+        if node.tag.removeprefix(_PREFIX) not in _TAGS:
+            self._refuse(node, key, f"tag {shortened(node.tag)!r} is not allowed")
+        elif _is_long_number(node):
+            message = f"a number of more than {MAX_DIGITS} characters: quote it if it is text"
+            self._refuse(node, key, message)
+        elif isinstance(node, yaml.SequenceNode):
+            for index, child in enumerate(node.value):
+                self._visit_entry(child, child, join(key, index))
+        elif isinstance(node, yaml.ScalarNode):
+            trap = _trap(node)
+            if trap:
+                self._note(node, key, trap)
         if isinstance(node, yaml.MappingNode):
-            inner = [part for pair in inner for part in pair]
-        known[id(node)] = min(1 + sum(_size(c, known, open_) for c in inner), MAX_NODES + 1)
-        open_.discard(id(node))
-    return known[id(node)]
+            names = set[str]()
+            for name, child in node.value:
+                self._visit_pair(name, child, key, names)
 
-
-def _note(document: Document, file: str, node: yaml.Node, key: str) -> None:
-    """Note the lines of all keys, and what is wrong with them."""
-
-    def wrong(at: yaml.Node, key: str, message: str, readable: bool = False) -> None:
-        place = f"{file}:{at.start_mark.line + 1}"
-        document.problems.append(Problem(key, message, file=place))
-        document.readable &= readable
-
-    def inside(at: yaml.Node, child: yaml.Node, key: str) -> None:
-        document.lines.setdefault(key, at.start_mark.line + 1)
-        _note(document, file, child, key)
-
-    if node.tag.removeprefix(_PREFIX) not in _TAGS:
-        wrong(node, key, f"tag {shortened(node.tag)!r} is not allowed")
-    elif _is_long_number(node):
-        wrong(node, key, f"a number of more than {MAX_DIGITS} characters: quote it if it is text")
-    elif isinstance(node, yaml.SequenceNode):
-        for index, child in enumerate(node.value):
-            inside(child, child, join(key, index))
-    elif isinstance(node, yaml.ScalarNode) and (trap := _trap(node)):
-        wrong(node, key, trap, readable=True)
-    seen = set()
-    for name, child in node.value if isinstance(node, yaml.MappingNode) else ():
+    def _visit_pair(self, name: yaml.Node, child: yaml.Node, section: str, names: set[str]) -> None:
+        """Examine an entry of a mapping; `names`: of the entries before it."""
         if not isinstance(name, yaml.ScalarNode):
-            wrong(name, key, "a key must be a word")
-            continue
-        here = join(key, name.value)
-        if len(here) > MAX_KEY:
-            wrong(name, key, f"a key of more than {MAX_KEY} characters, with those above it")
-            continue
+            self._refuse(name, section, "a key must be a word")
+            return
+        key = join(section, name.value)
+        if len(key) > MAX_KEY:
+            message = f"a key of more than {MAX_KEY} characters, with those above it"
+            self._refuse(name, section, message)
+            return
         if _is_long_number(name):
-            wrong(name, here, f"a number of more than {MAX_DIGITS} characters: quote it")
-        if trap := _trap(name):
-            wrong(name, here, f"the key {trap}", readable=True)
+            message = f"a number of more than {MAX_DIGITS} characters: quote it"
+            self._refuse(name, key, message)
+        trap = _trap(name)
+        if trap:
+            self._note(name, key, f"the key {trap}")
         if name.tag == f"{_PREFIX}null":
-            wrong(name, here, "a key is null: write a word, or quote it")
-        if name.value in seen:
-            wrong(name, here, "repeated key")
-        empty = isinstance(child, yaml.ScalarNode) and not child.style and not child.value
-        if ":" in name.value and not name.style and empty:
+            self._refuse(name, key, "a key is null: write a word, or quote it")
+        if name.value in names:
+            self._refuse(name, key, "repeated key")
+        is_empty = isinstance(child, yaml.ScalarNode) and not child.style and not child.value
+        if ":" in name.value and not name.style and is_empty:
             message = f"a blank is missing after the colon of {shortened(name.value)!r}"
-            wrong(name, here, message, readable=True)
-        seen.add(name.value)
-        inside(name, child, here)
+            self._note(name, key, message)
+        names.add(name.value)
+        self._visit_entry(name, child, key)
+
+    def _visit_entry(self, written: yaml.Node, child: yaml.Node, key: str) -> None:
+        self._document.lines.setdefault(key, written.start_mark.line + 1)
+        self.visit(child, key)
+
+    def _note(self, node: yaml.Node, key: str, message: str) -> None:
+        """Note a mistake; the file has values all the same."""
+        place = f"{self._file}:{node.start_mark.line + 1}"
+        self._document.problems.append(Problem(key, message, file=place))
+
+    def _refuse(self, node: yaml.Node, key: str, message: str) -> None:
+        """Note a mistake that leaves the file without values."""
+        self._note(node, key, message)
+        self._document.readable = False
 
 
 def _is_long_number(node: yaml.Node) -> bool:
-    number = node.tag.removeprefix(_PREFIX) in ("int", "float")
-    return number and len(node.value) > MAX_DIGITS
+    return len(node.value) > MAX_DIGITS and node.tag.removeprefix(_PREFIX) in ("int", "float")
 
 
 def _trap(node: yaml.ScalarNode) -> str | None:
+    """Return how YAML reads a bare word that a person is likely to have meant otherwise."""
     if node.style:
         return None
-    if node.end_mark.line > node.start_mark.line and (found := _KEY.search(node.value)):
-        word = shortened(found[1])
-        return f"goes on to the next line: is a blank missing after the colon of {word!r}?"
+    if node.end_mark.line > node.start_mark.line:
+        key = _KEY.search(node.value)
+        if key:
+            written = repr(shortened(key[1]))
+            return f"goes on to the next line: is a blank missing after the colon of {written}?"
     trap = _TRAP.fullmatch(node.value)
     return f"{shortened(node.value)} {_TRAPS[trap.lastgroup or '']}" if trap else None
 
 
-# Words that OmegaConf, or our own reading of YAML, take for something else than text.
+# Texts that OmegaConf, or our own reading of YAML, would not read back as text.
 _NOT_TEXT = re.compile(
     r"[-+]?(\d[\d_]*)?(\.[\d_]*|_[\d_]*)?([eE][-+]?\d+)?|(?i:yes|no|on|off|y|n)|[-+]?\d[\d_]*(:[0-5]?\d)+.*"
     r"|\?\?\?"
@@ -235,7 +281,7 @@ _NOT_TEXT = re.compile(
 def _text(dumper: Any, value: str) -> Any:
     style = "'" if _NOT_TEXT.fullmatch(value) else None
     if not value.isprintable():
-        style = '"'  # the only one in which YAML can escape characters
+        style = '"'  # YAML can escape characters in this style only
     return dumper.represent_scalar(f"{_PREFIX}str", value, style=style)
 
 
@@ -250,19 +296,26 @@ class _Dumper(yaml.SafeDumper):
 def dump(config: dict[str, Any]) -> str:
     """Return plain containers as YAML that `--config-name` reads back to the very same values."""
     data = config.get("data")
-    is_counted = isinstance(data, dict) and data.get("num_classes", 0) is None
-    plain = _escaped(config, (*RESERVED, CLASSES) if is_counted else RESERVED)
+    open_names = list(RESERVED)
+    if isinstance(data, dict) and data.get("num_classes", 0) is None:
+        open_names.append(CLASSES)
+    plain = _escaped(config, open_names)
     return str(yaml.dump(plain, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100))
 
 
-def _escaped(node: Any, names: Iterable[str]) -> Any:
-    """Protect `${` in text that is final, so that it is not resolved again.
+def _escaped(node: Any, open_names: Iterable[str]) -> Any:
+    """Escape `${` in all texts, so that they are not resolved again when they are read.
 
-    These names stay open: they are filled in after the configuration was read.
+    Interpolations of `open_names` stay: they are filled in after the configuration was read.
     """
+    names = "|".join(map(re.escape, open_names))
     # Backslashes right before an interpolation are halved when it is read: double them.
-    final = re.compile(rf"(\\*)\$\{{(?!({'|'.join(map(re.escape, names))})\}})")
-    return mapped(node, lambda v: final.sub(r"\1\1\\${", v) if isinstance(v, str) else v)
+    final = re.compile(rf"(\\*)\$\{{(?!({names})\}})")
+
+    def escape(value: Any) -> Any:
+        return final.sub(r"\1\1\\${", value) if isinstance(value, str) else value
+
+    return mapped(node, escape)
 
 
 def word(value: object) -> str:
