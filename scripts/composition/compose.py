@@ -186,7 +186,7 @@ class Composition:
         self._tree.drop_leftovers(chosen)
         tree = with_defaults(self._tree.values)
         self._followed = Interpolations(tree)
-        unread = itertools.islice(self._tree.unread(self._followed), MOST_PROBLEMS)
+        unread = itertools.islice(self._tree.unused_keys(self._followed), MOST_PROBLEMS)
         self.problems += [*self._tree.problems, *unread]
         return tree
 
@@ -366,10 +366,10 @@ class Composition:
             return problem
         source = self._followed.source(problem.key)  # if the user typed that one
         key = source if self._is_typed(source) else problem.key
-        return replace(problem, file=self._tree.of(key))
+        return replace(problem, file=self._tree.source_of(key))
 
     def _is_typed(self, key: str) -> bool:
-        where = self._tree.of(self._followed.source(key)) or self._tree.of(key) or ""
+        where = self._tree.source_of(self._followed.source(key)) or self._tree.source_of(key) or ""
         return where.startswith("command line")
 
 

@@ -1,11 +1,10 @@
-"""The tree that files and overrides are merged into, and where each of its keys was written."""
+"""The tree that files and overrides are merged into, with the place where each key was written."""
 
 import copy
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,26 +15,29 @@ from regimen.conf.interpolation import Interpolations, above, children, join, wa
 from regimen.conf.schema import OWN_KEYS, DataConfig, TransformsConfig, Values
 from regimen.trainer.targets.instantiate import SPECIAL, accepts_argument
 
-# Sections that may contain the user's own keys, read by interpolations.
+# Sections that may contain the user's own keys, for interpolations to read.
 _OPEN = {"data": DataConfig, "transforms": TransformsConfig}
-# Keys of the schema that data sets, too, read by interpolations: alone they do less, or nothing.
-_SHARED = ("root", "cache_dir", "num_classes")
+# Keys of the schema that the data sets of a file read by interpolations. Where no data set reads
+# them, the first has no effect, and the others have less.
+_READ_BY_DATA = ("root", "cache_dir", "num_classes")
 _SPLITS = ("train", "val", "test", "predict")
 _OF_DATA = re.compile(r"data\.").match
-_TAKING = ("model.", "data.", "transforms.")  # sections whose arguments read them
+_READERS = ("model.", "data.", "transforms.")  # sections whose arguments read the user's own keys
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Source:
-    """A file, and the key below which its content is merged; or an override, as typed."""
+    """A file, with the key below which its content is merged; or an override, as typed."""
 
     shown: str
     package: str | None = None  # None: typed
     lines: Mapping[str, int] = field(default_factory=dict)
 
-    def at(self, key: str) -> str:
-        """Return where a key of the tree is written here."""
-        line = self.lines.get(key.removeprefix(f"{self.package}.") if self.package else key)
+    def location(self, key: str) -> str:
+        """Return where a key of the tree is written: `file:line`, or the override."""
+        if self.package:
+            key = key.removeprefix(f"{self.package}.")
+        line = self.lines.get(key)
         return f"{self.shown}:{line}" if line else self.shown
 
 
@@ -45,7 +47,7 @@ class Choice:
 
     key: str  # of the group, with dots
     is_empty: bool
-    place: int  # of the file that makes it among all of them; their number: typed
+    place: int  # of the file that makes the choice, among all files; their number if it is typed
 
 
 class Tree:
@@ -54,10 +56,10 @@ class Tree:
     def __init__(self) -> None:
         self.values = Values()
         self.sources = dict[str, Source]()
-        self.declared = set[str]()  # keys that a group's file has
-        self._primary = Values()  # of the open sections in the primary file, with their values
+        self.declared = set[str]()  # keys in the files of the groups of open sections
         self.problems = list[Problem]()
-        self._replaced = dict[str, set[Source]]()  # by node: of earlier targets
+        self._primary = Values()  # keys and values of the open sections in the primary file
+        self._replaced_targets = dict[str, set[Source]]()  # by node: the sources of earlier targets
 
     def merge(
         self,
@@ -66,54 +68,66 @@ class Tree:
         primary: bool = False,
         later: Sequence[Choice] = (),
     ) -> None:
-        """Merge what a file holds, or an override sets; lists and values replace what is there.
+        """Merge the content of a file or an override; lists and values replace what is there.
 
-        `later`: choices in groups by a later word than the file's.
+        `later`: choices in groups that are made after the file's.
         """
-        for part in reversed(source.package.split(".") if source.package else ()):
-            content = {part: content}
+        if source.package:
+            for part in reversed(source.package.split(".")):
+                content = {part: content}
         for choice in later:
             if not _is_below(source.package, choice.key):  # a file of the group itself
                 content = _without(content, choice, choice.key.split("."))
-        for section in _OPEN if primary else _OPEN.keys() & {source.package}:
-            self.declared |= {key for key, _ in children(content.get(section), section)}
-            if primary:
-                self._primary |= copy.deepcopy(dict(children(content.get(section), section)))
+        for section in _OPEN:
+            if primary or section == source.package:
+                keys = dict(children(content.get(section), section))
+                self.declared |= keys.keys()
+                if primary:
+                    self._primary |= copy.deepcopy(keys)
         self._merge(self.values, content, "", source)
 
-    def _merge(self, old: Values, new: Mapping[str, Any], key: str, source: Source) -> None:
-        if {"_target_"} <= old.keys() & new.keys() and old["_target_"] != new["_target_"]:
-            self._replaced.setdefault(key, set()).add(self.sources[join(key, "_target_")])
+    def _merge(self, old: Values, new: Mapping[str, Any], section: str, source: Source) -> None:
+        if "_target_" in old and "_target_" in new and old["_target_"] != new["_target_"]:
+            earlier = self.sources[join(section, "_target_")]
+            self._replaced_targets.setdefault(section, set()).add(earlier)
         for name, value in new.items():
-            here, before = join(key, name), old.get(name)
             if value == "???" and name in old:
                 continue
+            key = join(section, name)
+            before = old.get(name)
             if isinstance(value, dict) and isinstance(before, list):
-                for number, item in value.items():
-                    if str(number).isdecimal() and int(number) < len(before):
-                        before[int(number)] = item
-                    else:
-                        message = f"{here} is a list of {len(before)}, counted from 0"
-                        self.problems.append(Problem(join(here, number), message))
+                self._merge_into_list(before, value, key)
             elif isinstance(value, list) and isinstance(before, dict):
                 message = f"expected a section of keys, got {format_value(value)}"
-                self.problems.append(Problem(here, message))
+                self.problems.append(Problem(key, message))
             elif isinstance(value, dict):
                 if not isinstance(before, dict):
                     before = old[name] = {}
-                self._merge(before, value, here, source)
+                self._merge(before, value, key, source)
             else:
-                if isinstance(before, dict | list):
-                    self.sources = {k: s for k, s in self.sources.items() if not _is_below(k, here)}
+                if isinstance(before, dict | list):  # everything in it is gone
+                    self.sources = {k: s for k, s in self.sources.items() if not _is_below(k, key)}
                 old[name] = copy.deepcopy(value)
-            self.sources[here] = source
+            self.sources[key] = source
+
+    def _merge_into_list(self, items: list[Any], new: Mapping[Any, Any], key: str) -> None:
+        """Replace items of a list by their numbers (`widths.1=99`)."""
+        for number, item in new.items():
+            if str(number).isdecimal() and int(number) < len(items):
+                items[int(number)] = item
+            else:
+                message = f"{key} is a list of {len(items)}, counted from 0"
+                self.problems.append(Problem(join(key, number), message))
 
     def node(self, key: str) -> Any:
-        """Return what stands at a key; None if it is not there."""
+        """Return the value at a key; None if there is none."""
         return dict(walk(self.values)).get(key)
 
     def delete(self, key: str, value: Any, source: Source) -> str | None:
-        """Delete a key; return why that cannot be, if it cannot. `value`: None, or what it has."""
+        """Delete a key; return why it cannot be deleted, if it cannot.
+
+        `value`: the value that it must have; None for any.
+        """
         section, _, name = key.rpartition(".")
         node = self.node(section)
         if not isinstance(node, dict) or name not in node:
@@ -125,132 +139,150 @@ class Tree:
         return None
 
     def drop_leftovers(self, chosen: Collection[str]) -> None:
-        """Drop what came with a `_target_` that was replaced and that the new one does not take.
+        """Drop the arguments of a replaced `_target_` that the new target does not take.
 
-        What was given elsewhere, or `chosen` in a group, is kept. With the training set the other
-        splits of its data set are dropped, and the number of its classes.
+        Arguments that another source gave, or that were `chosen` in a group, are kept. With the
+        training set, the other splits of its data set and the number of its classes are dropped.
         """
-        for key, earlier in self._replaced.items():
+        for key, earlier in self._replaced_targets.items():
             node = self.node(key)
-            if not isinstance(node, dict) or "_target_" not in node:
-                continue
-            last = self.sources[join(key, "_target_")]
-            own = {*SPECIAL, *(n for part in key.split(".") for n in OWN_KEYS.get(part, ()))}
-            for name in [name for name in node if name not in own]:
-                where = join(key, name)
-                old = all(
-                    s in earlier or (s is not last and _is_below(s.package, key))
-                    for s in self._below(where)
-                )
-                if old and where not in chosen and not accepts_argument(node, str(name)):
-                    del node[name]
-        for split in ("val", "test", "predict") if "data.train" in self._replaced else ():
-            if set(self._below(f"data.{split}")) <= self._replaced["data.train"]:
-                self.values["data"][split] = None
-        of_train = self._replaced.get("data.train", set())
-        if (
-            set(self._below("data.num_classes")) <= of_train
-            and "num_classes" in self.values["data"]
-        ):
-            self.values["data"]["num_classes"] = None
+            if isinstance(node, dict) and "_target_" in node:
+                self._drop_arguments(node, key, earlier, chosen)
+        if "data.train" in self._replaced_targets:
+            replaced = self._replaced_targets["data.train"]
+            for split in ("val", "test", "predict"):
+                if replaced.issuperset(self._sources_below(f"data.{split}")):
+                    self.values["data"][split] = None
+            has_classes = "num_classes" in self.values["data"]
+            if has_classes and replaced.issuperset(self._sources_below("data.num_classes")):
+                self.values["data"]["num_classes"] = None
         for split in ("val", "test"):
-            one = self.node(f"data.{split}")
-            if not isinstance(one, dict) or "_target_" not in one:
+            self._replace_by_named_sets(split)
+
+    def _drop_arguments(
+        self, node: Values, key: str, earlier: set[Source], chosen: Collection[str]
+    ) -> None:
+        """Drop the arguments of a node that came with an earlier target, from `earlier` sources."""
+        last = self.sources[join(key, "_target_")]
+        own_keys = set(SPECIAL)
+        for part in key.split("."):
+            own_keys.update(OWN_KEYS.get(part, ()))
+        for name in list(node):
+            argument = join(key, name)
+            if name in own_keys or argument in chosen:
                 continue
-            # It is of a group; sets by name replace it.
-            named = {n: v for n, v in one.items() if isinstance(v, dict) and "_target_" in v}
-            if named and not any(map(partial(accepts_argument, one), named)):
-                self.values["data"][split] = named
+            came_with_target = all(
+                source in earlier or (source is not last and _is_below(source.package, key))
+                for source in self._sources_below(argument)
+            )
+            if came_with_target and not accepts_argument(node, str(name)):
+                del node[name]
 
-    def _below(self, key: str) -> list[Source]:
-        return [s for k, s in self.sources.items() if _is_below(k, key)]
+    def _replace_by_named_sets(self, split: str) -> None:
+        """Let data sets by name, merged into the data set of a group, take its place."""
+        node = self.node(f"data.{split}")
+        if not isinstance(node, dict) or "_target_" not in node:
+            return
+        named = {name: value for name, value in node.items() if _is_node(value)}
+        if named and not any(accepts_argument(node, name) for name in named):
+            self.values["data"][split] = named
 
-    def unread(self, followed: Interpolations) -> Iterator[Problem]:
+    def _sources_below(self, key: str) -> list[Source]:
+        return [source for place, source in self.sources.items() if _is_below(place, key)]
+
+    def unused_keys(self, interpolations: Interpolations) -> Iterator[Problem]:
         """Yield the keys of open sections that no file of the group has and nothing reads."""
         for section, schema in _OPEN.items():
-            given = self.node(section)
-            names = list(map(str, given)) if isinstance(given, dict) else []
-            known = [*declared(schema), *(n for n in names if join(section, n) in self.declared)]
-            for name in [name for name in names if name not in known]:
-                key = join(section, name)
-                if not _is_read(key, followed):
+            node = self.node(section)
+            if not isinstance(node, dict):
+                continue
+            names = list(map(str, node))
+            known = list(declared(schema))
+            known += [name for name in names if join(section, name) in self.declared]
+            for name in names:
+                if name not in known and not _is_read(join(section, name), interpolations):
                     yield unknown(section, name, known)
-        yield from self._idle(followed)
+        yield from self._ineffective_keys(interpolations)
 
-    def _idle(self, followed: Interpolations) -> Iterator[Problem]:
-        """Yield the typed keys that feed nothing: a run's configuration is stored resolved."""
+    def _ineffective_keys(self, interpolations: Interpolations) -> Iterator[Problem]:
+        """Yield the typed keys that feed nothing.
+
+        The configuration of a run is stored resolved: nothing in it reads the keys of `data`.
+        """
         for key, before in self._primary.items():
+            is_changed = before != self.node(key) and self._is_typed(key)
+            if not is_changed or _is_read(key, interpolations):
+                continue
             section, _, name = key.partition(".")
-            if before == self.node(key) or not self._is_typed(key) or _is_read(key, followed):
+            if name in declared(_OPEN[section]) and name not in _READ_BY_DATA:
                 continue
-            if name in declared(_OPEN[section]) and name not in _SHARED:
-                continue
-            alike, others = self._holders(name, before)
-            if name in _SHARED[1:] and not alike:  # such a key has an effect of its own
-                continue
-            if not any(map(_OF_DATA, alike)):  # data sets ignore it
-                alike += others
-            told = "=..., ".join([*alike, ""]).rstrip(", ") or "no key takes its value from it"
-            yield Problem(key, f"feeds nothing in this run: {told}")
+            holders, others = self._holders(name, before)
+            if name in ("cache_dir", "num_classes") and not holders:
+                continue  # such a key has an effect of its own
+            if not any(map(_OF_DATA, holders)):  # data sets ignore the key
+                holders += others
+            feeds = ", ".join(f"{holder}=..." for holder in holders)
+            reason = feeds or "no key takes its value from it"
+            yield Problem(key, f"feeds nothing in this run: {reason}")
 
     def _holders(self, name: str, value: Any) -> tuple[list[str], list[str]]:
-        """Return the arguments that hold a value: those of its name, and others.
+        """Return the arguments that hold a value and were not typed: those of a name, and others.
 
-        They are those that were not typed; those of data.test come before those of data.train.
+        Arguments of data.test come before those of data.train.
         """
-        alike = list[str]()
+        of_name = list[str]()
         others = list[str]()
+        if value is None:
+            return of_name, others
         for key, held in reversed(list(walk(self.values))):
-            if value is None or held != value or not key.startswith(_TAKING):
+            if held != value or not key.startswith(_READERS):
                 continue
             if key in self._primary or self._is_typed(key):
                 continue
             if key.endswith(f".{name}"):
-                alike.append(key)
+                of_name.append(key)
             else:
                 others.append(key)
-        return alike, others
+        return of_name, others
 
     def _is_typed(self, key: str) -> bool:
-        return any(source.package is None for source in self._below(key))
+        return any(source.package is None for source in self._sources_below(key))
 
-    def of(self, key: str) -> str | None:
-        """Return where a key was last set: the command line, or file:line; None if not at all."""
-        if typed := [source for source in self._below(key) if source.package is None]:
+    def source_of(self, key: str) -> str | None:
+        """Return where a key was set last: the command line, or file:line; None if nowhere."""
+        typed = [source for source in self._sources_below(key) if source.package is None]
+        if typed:
             return typed[-1].shown
         key = above(key, self.sources)
-        return self.sources[key].at(key) if key else None
+        return self.sources[key].location(key) if key else None
 
 
-def _is_read(key: str, followed: Interpolations) -> bool:
-    """Return whether an interpolation refers to a key, or to what is above or below it."""
-    return any(_is_below(key, at) or _is_below(at, key) for at in followed.read)
+def _is_read(key: str, interpolations: Interpolations) -> bool:
+    """Return whether an interpolation refers to a key, or to a key above or below it."""
+    return any(_is_below(key, read) or _is_below(read, key) for read in interpolations.read)
 
 
 def _without(content: Mapping[str, Any], choice: Choice, path: Sequence[str]) -> Values:
-    """Return a file's content without what a choice of a later word replaces at a path.
+    """Return the content of a file without what a later choice replaces at a path.
 
-    That is a null or a whole node in the place of the group; where nothing was chosen, values too;
-    and the data sets of a choice of data.
+    The choice replaces a null or a whole node in the place of the group. A choice of nothing also
+    replaces values; a choice of data replaces data sets.
     """
     name, *rest = path
     child = content.get(name)
     if rest and isinstance(child, dict):
         return {**content, name: _without(child, choice, rest)}
-    is_node = isinstance(child, dict) and "_target_" in child
-    if not rest and (choice.is_empty or child is None or is_node):
-        kept = dict(content)
-        kept.pop(name, None)
-        return kept
+    if not rest and (choice.is_empty or child is None or _is_node(child)):
+        return {other: value for other, value in content.items() if other != name}
     if choice.key == "data" and isinstance(child, dict):
         return {**content, name: _without_sets(child)}
     return dict(content)
 
 
 def _without_sets(data: Mapping[str, Any]) -> Values:
-    """Return a file's data without its whole data sets; what it sets of others stays.
+    """Return a file's `data` without its whole data sets; values within other sets stay.
 
-    With a training set go all splits, also those that are null beside it.
+    A training set takes all splits with it, also those that are null beside it.
     """
     if _is_set(data.get("train")):
         return {name: value for name, value in data.items() if name not in _SPLITS}
@@ -261,17 +293,20 @@ def _is_set(value: Any) -> bool:
     """Return whether a split is described as a whole: by one node, or by several by name."""
     if not isinstance(value, dict) or not value:
         return False
-    if "_target_" in value:
-        return True
-    return all(isinstance(one, dict) and "_target_" in one for one in value.values())
+    return _is_node(value) or all(map(_is_node, value.values()))
+
+
+def _is_node(value: Any) -> bool:
+    return isinstance(value, dict) and "_target_" in value
 
 
 def _is_below(key: str | None, other: str) -> bool:
+    """Return whether a key is another one, or lies within it."""
     return key is not None and f"{key}.".startswith(f"{other}.")
 
 
 def shown_path(path: Path) -> str:
-    """Return a path for a message: relative if that is shorter."""
+    """Return a path for a message: relative if it lies below the current folder."""
     try:
         relative = os.path.relpath(path)
     except (ValueError, OSError):
