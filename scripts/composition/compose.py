@@ -192,7 +192,7 @@ class Composition:
 
     def swept(self) -> list[Override]:
         """Return the overrides of a sweep; of those for the same key the last one counts."""
-        return self.typed.last_words(self.typed.parse(self.overrides), self._known)
+        return self.typed.effective(self.typed.parse(self.overrides), self._known)
 
     def _known(self) -> set[str]:
         """Return the groups that have a choice before the command line makes any."""

@@ -1,4 +1,4 @@
-"""The overrides of a command line: parsed one by one, checked and sorted; which make a job."""
+"""The overrides of a command line: parse them one by one, check and sort them, identify jobs."""
 
 import functools
 import json
@@ -26,17 +26,29 @@ from regimen.scripts.composition.tree import shown_path
 if TYPE_CHECKING:
     from regimen.scripts.composition.folders import Folders
 
-# Groups that every run needs, and those of which two choices make no sense.
+# Groups that every run needs.
 NEEDED = ("model", "data", "loader", "task", "optimizer", "trainer", "strategy")
+# Groups in which a second choice makes no sense.
 SINGLE_CHOICE = (
-    *(*NEEDED, "loader/sampler", "loader/batch_sampler"),
-    *("lr_scheduler", "lr_scheduler/warmup", "sweep"),
+    *NEEDED,
+    "loader/sampler",
+    "loader/batch_sampler",
+    "lr_scheduler",
+    "lr_scheduler/warmup",
+    "sweep",
 )
-# In which a bare word is looked for.
-_GROUPS = ("experiment", *NEEDED, "lr_scheduler", "callbacks", "transforms", "debug", "sweep")
-_LONGEST = 255  # bytes of a key, which Hydra looks for among the names of folders
+# Groups searched when the user types a bare word (`train resnet18`).
+_SEARCHED_GROUPS = (
+    "experiment",
+    *NEEDED,
+    "lr_scheduler",
+    "callbacks",
+    "transforms",
+    "debug",
+    "sweep",
+)
+_MAX_KEY = 255  # bytes of a key, which Hydra looks for among the names of folders
 NO_HYDRA = "Hydra's own keys cannot be set; run_dir=DIR and --config-dir DIR can"
-
 # Keys that differ between any two starts of a run.
 OF_A_START = tuple(name for name, key in declared(Config).items() if key.of_start)
 
@@ -78,78 +90,101 @@ class Overrides:
     guessed: set[str] = field(default_factory=set)  # groups whose choice is misspelt
 
     def parse(self, texts: Sequence[str], sweep: bool = True) -> list[Override]:
-        """Parse each text, collecting all mistakes."""
+        """Parse each text, collecting all mistakes. Without `sweep`, several values are one."""
         parser = OverridesParser.create(self.folders.hydra.config_loader)
-        parsed, rest = [], list(texts)
+        overrides = list[Override]()
+        rest = list(texts)
         while rest:
             try:
                 override = parser.parse_overrides(rest[:1])[0]
             except Exception as error:  # of the grammar, or an internal one of the parser
-                taken, hint = self._meant(rest)
-                reason = first_lines(error).removeprefix("LexerNoViableAltException: ")
-                told = "not an override" if hint else f"not an override: {reason}"
-                self.note(" ".join(rest[:taken]), told, hint)
-                del rest[:taken]
+                words, hint = self._intended(rest)
+                message = "not an override"
+                if not hint:
+                    reason = first_lines(error).removeprefix("LexerNoViableAltException: ")
+                    message = f"not an override: {reason}"
+                self.note(" ".join(rest[:words]), message, hint)
+                del rest[:words]
                 continue
-            text, key = rest.pop(0), override.key_or_group
-            if not key:
-                self.note(text, "not an override: there is no key before the equals sign")
-            elif len(key.encode()) > _LONGEST:
-                self.note(f"{text[:40]}...", f"longer than {_LONGEST} bytes")
-            elif re.match(r"hydra([./@]|$)", key) or (override.package or "").startswith("hydra"):
-                self.note(key, NO_HYDRA)
-            elif override.is_sweep_override() and not sweep:
-                hint = f"-m sweeps over them; {key}=[...] is a list; \"{key}='...'\" is text"
-                number = _decimal(text)
-                hint = f"a number has a decimal point: {number}; {hint}" if number else hint
-                self.note(key, f"several values in {text!r}", hint)
-            else:
-                parsed.append(override)
-        return parsed
+            if self._is_allowed(override, rest.pop(0), sweep):
+                overrides.append(override)
+        return overrides
 
-    def _meant(self, texts: Sequence[str]) -> tuple[int, str | None]:
-        """Return how many words belong together to what is no override, and how to write them."""
-        word, lines = texts[0], list(accumulate(texts, "{} {}".format))
+    def _is_allowed(self, override: Override, text: str, sweep: bool) -> bool:
+        """Return whether a parsed override may be used, noting why not."""
+        key = override.key_or_group
+        if not key:
+            self.note(text, "not an override: there is no key before the equals sign")
+        elif len(key.encode()) > _MAX_KEY:
+            self.note(f"{text[:40]}...", f"longer than {_MAX_KEY} bytes")
+        elif re.match(r"hydra([./@]|$)", key) or (override.package or "").startswith("hydra"):
+            self.note(key, NO_HYDRA)
+        elif override.is_sweep_override() and not sweep:
+            hint = f"-m sweeps over them; {key}=[...] is a list; \"{key}='...'\" is text"
+            number = _with_decimal_point(text)
+            if number:
+                hint = f"a number has a decimal point: {number}; {hint}"
+            self.note(key, f"several values in {text!r}", hint)
+        else:
+            return True
+        return False
+
+    def _intended(self, texts: Sequence[str]) -> tuple[int, str | None]:
+        """Return how many words, from the first on, form one mistake, and how to write it."""
+        word = texts[0]
         if word.endswith((".yaml", ".yml")) and "=" not in word:
             path = Path(word)
-            where = f"--config-dir {path.parent.parent} " if len(path.parts) > 2 else ""
-            return 1, f"write {where}{path.parent.name or 'experiment'}={path.stem}"
-        called = re.fullmatch(r"([\w/]+)=(\w+)\((\w+=.*)\)", word)
-        if called:
-            group, choice, values = called.groups()
+            option = f"--config-dir {path.parent.parent} " if len(path.parts) > 2 else ""
+            return 1, f"write {option}{path.parent.name or 'experiment'}={path.stem}"
+        call = re.fullmatch(r"([\w/]+)=(\w+)\((\w+=.*)\)", word)  # optimizer=adam(lr=0.1)
+        if call:
+            group, choice, values = call.groups()
             line = f"{group}={choice}"
             for value in values.split(","):
                 line += f" {group}.{value.strip()}"
             return 1, f"write {line}"
-        for count, line in enumerate(lines, 1):  # the shell cuts `[a, b]` at its blank
-            if _open_brackets(word) > _open_brackets(line) == 0:
-                return count, f"quote it: '{line}'"
+        lines = list(accumulate(texts, "{} {}".format))
+        if _open_brackets(word) > 0:  # the shell has cut `[a, b]` at its blank
+            for count, line in enumerate(lines, 1):
+                if _open_brackets(line) == 0:
+                    return count, f"quote it: '{line}'"
+        if "=~" in word:
+            return 1, "write $HOME for ~, or quote the text"
         if "=" in word:
-            return 1, "write $HOME for ~, or quote the text" if "=~" in word else _as_text(word)
-        spelled = re.match(r"([^\s=:]+)( ?= ?|: ?| )([^\s=]+)(?!\S)", lines[-1])
+            return 1, _as_text(word)
+        spelled = re.match(r"([^\s=:]+)( ?= ?|: ?| )([^\s=]+)(?!\S)", lines[-1])  # seed: 3
         if spelled and (spelled[2] != " " or self.folders.is_group(word)):
-            taken = sum(len(line) < spelled.end() for line in lines) + 1
-            return taken, f"write {spelled[1]}={spelled[3]}"
-        found = [f"{g}={word}" for g in _GROUPS if self.folders.find(f"{g}/{word}") is not None]
-        return 1, f"did you mean {' or '.join(found)}?" if found else "write key=value"
+            count = 1
+            while len(lines[count - 1]) < spelled.end():
+                count += 1
+            return count, f"write {spelled[1]}={spelled[3]}"
+        choices = []
+        for group in _SEARCHED_GROUPS:
+            if self.folders.find(f"{group}/{word}") is not None:
+                choices.append(f"{group}={word}")
+        return 1, f"did you mean {' or '.join(choices)}?" if choices else "write key=value"
 
     def sort(
-        self, overrides: list[Override], known: Callable[[], set[str]]
+        self, overrides: list[Override], has_choice: Callable[[], set[str]]
     ) -> tuple[list[str], list[Override]]:
         """Separate choices of groups, as text for Hydra, from values.
 
-        `known` returns the groups that have a choice already, which `+` cannot add.
+        `has_choice`: returns the groups that have a choice already, which `+` cannot add.
         """
-        choices, values, known = [], [], functools.cache(known)
-        for override in self.last_words(overrides, known):
+        has_choice = functools.cache(has_choice)
+        choices = []
+        values = []
+        for override in self.effective(overrides, has_choice):
             if not self._chooses(override):
                 values.append(override)
-            elif text := self._choice(override, override.value(), known):
+                continue
+            text = self._choice(override, has_choice)
+            if text:
                 choices.append(text)
         return choices, values
 
-    def last_words(
-        self, overrides: Sequence[Override], known: Callable[[], set[str]]
+    def effective(
+        self, overrides: Sequence[Override], has_choice: Callable[[], set[str]]
     ) -> list[Override]:
         """Leave out each override that a later one makes void, since the last word wins.
 
@@ -162,10 +197,10 @@ class Overrides:
         for override in overrides:
             key = override.get_key_element().lstrip("+~").replace("/", ".")
             keys = set[str]()
-            for value in _given(override):
-                keys |= _keys(value, key)
+            for value in _values_given(override):
+                keys |= _keys_set_by(value, key)
             chooses = self._chooses(override)
-            if chooses and override.is_add() and self._is_list(override, known):
+            if chooses and override.is_add() and self._is_list(override, has_choice):
                 pass  # one more choice, beside the earlier ones
             elif chooses and (override.key_or_group in NEEDED or not _is_empty(override)):
                 kept = [earlier for earlier in kept if earlier[0] != key]
@@ -175,22 +210,24 @@ class Overrides:
         return [override for _, _, override in kept]
 
     def _chooses(self, override: Override) -> bool:
-        for value in _given(override):
-            if isinstance(value, dict):
-                return False
+        """Return whether an override chooses in a group; a dict would be a value of its key."""
+        if any(isinstance(value, dict) for value in _values_given(override)):
+            return False
         return bool(self.folders.is_group(override.key_or_group))
 
-    def _is_list(self, override: Override, known: Callable[[], set[str]]) -> bool:
+    def _is_list(self, override: Override, has_choice: Callable[[], set[str]]) -> bool:
         """Return whether a group has a list of choices, to which `+group=x` adds one."""
         group = override.key_or_group
-        return group not in known() and group in self.folders.chosen
+        return group not in has_choice() and group in self.folders.chosen
 
     def values_of(self, override: Override) -> list[Swept]:
         """Return one override for each value that a sweep gives a key."""
-        key, name, text = override.get_key_element(), override.key_or_group, override.input_line
-        given = str(text).partition("=")[2]
+        key = override.get_key_element()
+        name = override.key_or_group
+        text = str(override.input_line)
+        given = text.partition("=")[2]
         if not override.is_sweep_override():
-            return [Swept(str(text), name, given, False)]
+            return [Swept(text, name, given, False)]
         if not override.is_discrete_sweep():
             self.note(name, "an interval has no end of values", "search it: -m sweep=optuna")
             return []
@@ -208,70 +245,84 @@ class Overrides:
         """Return the values that a search may give a key; None if the override has only one."""
         if not override.is_sweep_override():
             return None
-        key, name = override.get_key_element(), override.key_or_group
+        key = override.get_key_element()
+        name = override.key_or_group
         sweep: Any = override.value()
         text = str(override.input_line).partition("=")[2]
         integers = re.search(r"\d[.eE]|\d*\.\d", text) is None
-        if not override.is_interval_sweep():
-            choices = tuple(swept.value for swept in self.values_of(override))
-            if not override.is_range_sweep() or len(choices) < 2:
-                return Dimension(key, choices=choices)
-            numbers, step = sorted(map(float, choices)), abs(float(sweep.step))
-            return Dimension(key, low=numbers[0], high=numbers[-1], integers=integers, step=step)
-        low, high, log = sweep.start, sweep.end, "log" in sweep.tags
-        if not low < high:
-            self.note(name, f"no numbers from {low} to {high}", "the lower end first")
-        elif log and low <= 0:
-            self.note(name, f"no logarithm of {low}: begin the interval above 0")
-        return Dimension(key, low=low, high=high, integers=integers, log=log)
+        if override.is_interval_sweep():
+            low = sweep.start
+            high = sweep.end
+            log = "log" in sweep.tags
+            if not low < high:
+                self.note(name, f"no numbers from {low} to {high}", "the lower end first")
+            elif log and low <= 0:
+                self.note(name, f"no logarithm of {low}: begin the interval above 0")
+            return Dimension(key, low=low, high=high, integers=integers, log=log)
+        choices = tuple(swept.value for swept in self.values_of(override))
+        if not override.is_range_sweep() or len(choices) < 2:
+            return Dimension(key, choices=choices)
+        numbers = sorted(map(float, choices))
+        step = abs(float(sweep.step))
+        return Dimension(key, low=numbers[0], high=numbers[-1], integers=integers, step=step)
 
     def note(self, key: str, message: str, hint: str | None = None) -> None:
         """Add a mistake of the command line."""
         self.problems.append(Problem(key, message, hint, "command line"))
 
     def _elsewhere(self, group: str, name: str) -> str | None:
-        """Return the line that finds a choice in a folder beside which the program was started."""
+        """Return the option that finds a choice in another folder; None if no file has it."""
         for folder in self.folders.folders:
             path = Path(folder.path)
             if path.name == group.rpartition("/")[2] and os.path.isfile(path / f"{name}.yaml"):
                 return f"name the folder of the groups: --config-dir {shown_path(path.parent)}"
         for place in ("conf", "configs", "config"):
-            if os.path.isfile(os.path.join(place, group, f"{name}.yaml")):  # a name may be too long
+            # Unlike Path.is_file, os.path.isfile takes a name that is too long for a file.
+            if os.path.isfile(os.path.join(place, group, f"{name}.yaml")):
                 return f"{place}/{group}/{name}.yaml is found with --config-dir {place}"
         return None
 
-    def _choice(self, override: Override, value: Any, known: Callable[[], set[str]]) -> str | None:
+    def _choice(self, override: Override, has_choice: Callable[[], set[str]]) -> str | None:
         """Return the override of a group as text for Hydra; None if it was refused."""
-        group, element = override.key_or_group, override.get_key_element().lstrip("+~")
-        listed = f"choose of {', '.join(self.folders.options(group))}"
-        value = None if override.is_delete() else value
-        if problem := choice_problem(group, value):
-            self.note(group, problem, listed)
+        group = override.key_or_group
+        element = override.get_key_element().lstrip("+~")
+        value: Any = None if override.is_delete() else override.value()
+        problem = choice_problem(group, value)
+        if problem:
+            self.note(group, problem, self._options_of(group))
             return None
         if value is None:
-            return f"{element}=[]"  # unlike `~group`, of a group with a list of choices as well
-        sign = "+" if override.is_add() and element not in known() else ""
+            return f"{element}=[]"  # unlike `~group`, also of a group with a list of choices
+        sign = "+" if override.is_add() and element not in has_choice() else ""
         for name in value if isinstance(value, list) else [value]:
             if not isinstance(name, str) or self.folders.find(f"{group}/{name}") is None:
-                near = nearest(str(name), self.folders.options(group))
-                hint = f"did you mean {near}? {listed}" if near else listed
-                hint = self._elsewhere(group, str(name)) or hint
-                self.note(group, f"there is no {group}={name}", hint)
-                # With the nearest one the rest can be checked.
-                self.guessed |= {group} if near else set()
-                return near and f"{sign}{element}={near}"
+                match = self._note_unknown_choice(group, str(name))
+                return f"{sign}{element}={match}" if match else None
         return sign + str(override.input_line).lstrip("+")
 
+    def _note_unknown_choice(self, group: str, name: str) -> str | None:
+        """Note that a group has no such choice; return the nearest, to check the rest with it."""
+        match = nearest(name, self.folders.options(group))
+        hint = self._options_of(group)
+        if match:
+            hint = f"did you mean {match}? {hint}"
+            self.guessed.add(group)
+        self.note(group, f"there is no {group}={name}", self._elsewhere(group, name) or hint)
+        return match
 
-def _decimal(text: str) -> str | None:
-    """Return the number that was written with a comma for its point; None if it was none."""
-    found = re.fullmatch(r"(.+=-?\d+),(\d+)", text)
+    def _options_of(self, group: str) -> str:
+        return f"choose of {', '.join(self.folders.options(group))}"
+
+
+def _with_decimal_point(text: str) -> str | None:
+    """Return the number that was written with a decimal comma; None if it was none."""
+    match = re.fullmatch(r"(.+=-?0),(\d+)", text)
     # Nobody sweeps over 0 and 001, or 0 and 5 of a rate; 16,32 are two values.
-    return f"{found[1]}.{found[2]}" if found and re.search(r"=-?0$", found[1]) else None
+    return f"{match[1]}.{match[2]}" if match else None
 
 
-def _given(override: Override) -> list[Any]:
-    """Return the value of an override, or those that a sweep gives it as a list."""
+def _values_given(override: Override) -> list[Any]:
+    """Return the value of an override, or the values that it sweeps over as a list."""
     value = override.value()
     return list(value.list) if isinstance(value, ChoiceSweep) else [value]
 
@@ -280,22 +331,26 @@ def _is_empty(override: Override) -> bool:
     return override.is_delete() or override.value() in (None, [])
 
 
-def _keys(value: Any, key: str) -> set[str]:
-    """Return the keys that are set by a value for a key: a section is merged into what is there."""
+def _keys_set_by(value: Any, key: str) -> set[str]:
+    """Return the keys that a value sets: a section is merged, entry by entry."""
     if not isinstance(value, dict):
         return {key}
-    found = set[str]()
+    keys = set[str]()
     for name, child in value.items():
-        found |= _keys(child, join(key, name))
-    return found
+        keys |= _keys_set_by(child, join(key, name))
+    return keys
 
 
 def _open_brackets(text: str) -> int:
-    return sum((c in "[{") - (c in "]}") for c in text)
+    opened = text.count("[") + text.count("{")
+    return opened - text.count("]") - text.count("}")
 
 
 def _as_text(text: str) -> str | None:
-    """Return how to write a value that Hydra's grammar takes as text only, such as `run_dir=ü`."""
+    """Return how to quote a value that Hydra's grammar takes as text only, such as `run_dir=ü`.
+
+    None if quotes would not help.
+    """
     key, _, value = text.partition("=")
     if not value or value[0] in "[{'\"":  # the mistake is within a list, a mapping or a text
         return None
@@ -304,8 +359,9 @@ def _as_text(text: str) -> str | None:
         OverridesParser.create().parse_override(text)
     except Exception:
         return None
-    plain = re.search(r'["$`\\!]', text) is None
-    return "quote it: " + (f'"{text}"' if plain else shlex.quote(text))
+    # Within double quotes, the shell replaces these characters.
+    written = shlex.quote(text) if re.search(r'["$`\\!]', text) else f'"{text}"'
+    return f"quote it: {written}"
 
 
 def choice_problem(group: str, value: Any) -> str | None:
@@ -319,8 +375,11 @@ def choice_problem(group: str, value: Any) -> str | None:
 
 def first_lines(error: BaseException) -> str:
     """Return an exception's message in one line, without Hydra's search path and URLs."""
-    lines = [line.strip() for line in str(error).split("Config search path:")[0].splitlines()]
-    kept = [x for x in lines if x and not x.startswith(("full_key:", "object_type=", "See http"))]
+    kept = []
+    for line in str(error).partition("Config search path:")[0].splitlines():
+        text = line.strip()
+        if text and not text.startswith(("full_key:", "object_type=", "See http")):
+            kept.append(text)
     return " ".join(kept)[:600] or type(error).__name__
 
 
@@ -335,7 +394,7 @@ def identity(texts: Iterable[str]) -> tuple[str, ...]:
     Overrides of the same key keep their order, in which they are applied. Raises ConfigError for a
     text that is not an override.
     """
-    terms = sorted(map(_term, texts), key=itemgetter(0))
+    terms = sorted(map(_normalised, texts), key=itemgetter(0))
     return tuple(dict.fromkeys(text for key, text in terms if not belongs_outside(key)))
 
 
@@ -359,24 +418,27 @@ def refuse_untyped(section: str, values: Mapping[str, Any], texts: Iterable[str]
     typed = dict[str, Any]()
     for text in texts:
         key = key_of(text)
-        if f"{key}.".startswith(f"{section}."):
-            value: Any = OverridesParser.create().parse_override(text).value()
-            name = key.removeprefix(section)[1:]
-            whole = value if isinstance(value, dict) else {}  # or the choice of a group
-            typed |= {name: value} if name else whole
+        if key != section and not key.startswith(f"{section}."):
+            continue
+        value: Any = OverridesParser.create().parse_override(text).value()
+        if key != section:
+            typed[key.removeprefix(f"{section}.")] = value
+        elif isinstance(value, dict):  # else the choice of a group
+            typed |= value
     problems = []
     for name, value in values.items():
         if typed.get(name) != value:
+            key = f"{section}.{name}"
             spelled = re.sub(r'"(\w+)": ', r"\1: ", json.dumps(value))
-            hint = f"if you trust it: {shlex.quote(f'{section}.{name}={spelled}')}"
             message = "comes from the command line only: it could run any program"
-            problems.append(Problem(f"{section}.{name}", message, hint))
+            hint = f"if you trust it: {shlex.quote(f'{key}={spelled}')}"
+            problems.append(Problem(key, message, hint))
     raise_problems(problems)
 
 
 @functools.cache
-def _term(text: str) -> tuple[str, str]:
-    """Return an override's key, and the override in a normalised spelling."""
+def _normalised(text: str) -> tuple[str, str]:
+    """Return the key of an override, and the override in one spelling."""
     try:
         override = OverridesParser.create().parse_override(text)
     except HydraException as error:
