@@ -1,8 +1,8 @@
 """Compose a configuration with Hydra, without its jobs, callbacks and working folders.
 
 Overrides are applied without Hydra's struct check, and the result is checked against the schema, so
-that all mistakes of a command line are reported together. Nothing here imports torch, but where a
-`_target_` was replaced: what it takes of the earlier one's arguments, only it can tell.
+that all mistakes of a command line are reported together. Nothing here imports torch, unless a
+`_target_` was replaced: only the new target tells which of the earlier one's arguments it takes.
 """
 
 import itertools
@@ -47,9 +47,10 @@ from regimen.trainer.targets.allow_list import allow, close
 from regimen.trainer.targets.instantiate import refused_targets
 
 MAX_JOBS = 10_000  # of a sweep
-# What OmegaConf raises if a value cannot be resolved.
+# The errors of OmegaConf for a value that cannot be resolved.
 UNRESOLVED = (OmegaConfBaseException, RecursionError, ValueError, TypeError)
-# Arguments of ours that say where a run is written, or sent to. All else goes below its directory.
+# Arguments of our callbacks that say where a run is written or sent to. Everything else goes below
+# the run's directory.
 PLACES = {
     "regimen.callbacks.mirror.Mirror": "to",
     "regimen.callbacks.trackers.mlflow.MLflow": "tracking_uri",
@@ -63,20 +64,25 @@ _OPEN = re.compile(r"\$\{(?!(" + _NAMES + r")\})")
 def compose(argv: Sequence[str] | Arguments, trains: bool = True) -> "Composition":
     """Compose and check the configuration of one job; raises ConfigError with all mistakes.
 
-    Not `trains`: a command over a finished run, which goes to none of the places that it names.
+    `trains`: False for a command over a finished run, which writes to none of the places that the
+    configuration names.
     """
     arguments = argv if isinstance(argv, Arguments) else parse_arguments(argv)
     allow(arguments.allow_targets)
     allow_protocols(arguments.overrides)
-    close([*arguments.config_dirs, *filter(None, [arguments.config_path])])
+    folders_of_user = list(arguments.config_dirs)
+    if arguments.config_path:
+        folders_of_user.append(arguments.config_path)
+    close(folders_of_user)
     with opened(arguments) as folders:
         it = Composition(folders, arguments)
         it.config = it.resolved(it.unresolved())
         it.check(it.config)
-        it.problems += it.not_typed(trains)
+        it.problems += it.command_line_only(trains)
     it.problems[:] = filter(it._is_certain, it.problems)
-    if found := it.found():
-        error = ConfigError(found)
+    problems = it.all_problems()
+    if problems:
+        error = ConfigError(problems)
         error.more = it.further
         raise error
     return it
@@ -85,25 +91,34 @@ def compose(argv: Sequence[str] | Arguments, trains: bool = True) -> "Compositio
 def split_jobs(arguments: Arguments) -> list[list[Swept]]:
     """Return the overrides of each job of a sweep, each combination once. Raises ConfigError."""
     with _composing(arguments) as it:
-        lists = [it.typed.values_of(override) for override in it.swept()]
-    if math.prod(len(values) for values in lists) > MAX_JOBS:
+        values = [it.typed.values_of(override) for override in it.swept()]
+    if math.prod(map(len, values)) > MAX_JOBS:
         raise ConfigError(f"these values make more than {MAX_JOBS} jobs")
     jobs = dict[tuple[str, ...], list[Swept]]()
-    for job in map(list, itertools.product(*lists)):
-        jobs.setdefault(identity(override.text for override in job), job)
+    for job in itertools.product(*values):
+        jobs.setdefault(identity(override.text for override in job), list(job))
     return list(jobs.values())
 
 
 def split_search(arguments: Arguments) -> tuple[list[Swept], list[Dimension]]:
     """Separate the overrides of all jobs of a search from the dimensions it searches."""
+    fixed = list[Swept]()
+    dimensions = list[Dimension]()
+    fixed_overrides = []
     with _composing(arguments) as it:
-        parsed = [(it.typed.dimension(o), o) for o in it.swept()]
-        fixed = [s for varied, o in parsed if varied is None for s in it.typed.values_of(o)]
-    return fixed, [varied for varied, _ in parsed if varied is not None]
+        for override in it.swept():
+            dimension = it.typed.dimension(override)
+            if dimension is None:
+                fixed_overrides.append(override)
+            else:
+                dimensions.append(dimension)
+        for override in fixed_overrides:
+            fixed += it.typed.values_of(override)
+    return fixed, dimensions
 
 
 def config_text(arguments: Arguments) -> tuple[str, list[Problem]]:
-    """Return what `--cfg job` prints, and the problems; values may still be missing."""
+    """Return the text of `--cfg job`, and the problems; values may still be missing."""
     with opened(arguments) as folders:
         it = Composition(folders, arguments)
         raw = it.unresolved()
@@ -115,17 +130,23 @@ def config_text(arguments: Arguments) -> tuple[str, list[Problem]]:
         it.problems.append(Problem("--package", f"there is no {key}", did_you_mean(key, parts)))
         it.stop_if_wrong()
     part = parts[key]
-    return OmegaConf.to_yaml(part) if isinstance(part, dict | list) else f"{part}\n", it.found()
+    text = OmegaConf.to_yaml(part) if isinstance(part, dict | list) else f"{part}\n"
+    return text, it.all_problems()
 
 
 def print_by_hydra(arguments: Arguments) -> None:
     """Let Hydra print its own configuration, or that and the job's: `--cfg hydra`, `--cfg all`."""
-    format_value = arguments.cfg, arguments.package, arguments.resolve
     with _composing(arguments) as it:
         it.typed.parse(it.overrides)
         it.stop_if_wrong()
         try:
-            it.folders.hydra.show_cfg(arguments.config_name, it.overrides, *format_value)
+            it.folders.hydra.show_cfg(
+                arguments.config_name,
+                it.overrides,
+                arguments.cfg,
+                arguments.package,
+                arguments.resolve,
+            )
         except SystemExit:
             it.problems.append(Problem("--package", f"there is no {arguments.package}"))
         except REFUSED as error:
@@ -134,8 +155,10 @@ def print_by_hydra(arguments: Arguments) -> None:
 
 @contextmanager
 def _composing(arguments: Arguments) -> Iterator["Composition"]:
+    """Open the folders of a composition; at the end, raise ConfigError if there are mistakes."""
     with opened(arguments) as folders:
-        yield (it := Composition(folders, arguments))
+        it = Composition(folders, arguments)
+        yield it
     it.stop_if_wrong()
 
 
@@ -151,7 +174,7 @@ class Composition:
         self.typed = Overrides(folders)
         self.problems = self.typed.problems
         self._tree = Tree()
-        self._followed = Interpolations({})
+        self._interpolations = Interpolations({})
 
     @contextmanager
     def locating(self) -> Iterator[None]:
@@ -164,75 +187,76 @@ class Composition:
 
     def unresolved(self) -> Values:
         """Return the composed tree with its interpolations."""
-        parsed = self.typed.parse(self.overrides, sweep=False)
+        overrides = self.typed.parse(self.overrides, sweep=False)
         try:
-            picked, values = self.typed.sort(parsed, self._known)
-            defaults, self.choices, choices = self._listed(picked)
+            chosen, values = self.typed.sort(overrides, self._groups_with_choice)
+            files, self.choices, replacing = self._defaults_list(chosen)
         except REFUSED as error:
             if self.folders.readable:
-                self.problems.append(self.folders.meant(error, self.arguments.config_name))
+                self.problems.append(self.folders.explain(error, self.arguments.config_name))
             self.stop_if_wrong()
             raise
-        for place, default in enumerate(defaults):
-            if folder := self.folders.find(default.config_path):
-                found, path = folder.read(default.config_path), folder.file(default.config_path)
-                source = Source(shown_path(path), default.package or "", found.lines)
-                content = {name: v for name, v in found.values.items() if name != "defaults"}
-                later = [choice for choice in choices if choice.place > place]
-                self._tree.merge(content, source, default.primary, later)
+        for place, file in enumerate(files):
+            later = [choice for choice in replacing if choice.place > place]
+            self._merge_file(file, later)
         for override in values:
             self._apply(override)
-        chosen = [key_of(text).replace("/", ".") for text in picked]
-        self._tree.drop_leftovers(chosen)
+        self._tree.drop_leftovers([key_of(text).replace("/", ".") for text in chosen])
         tree = with_defaults(self._tree.values)
-        self._followed = Interpolations(tree)
-        unread = itertools.islice(self._tree.unused_keys(self._followed), MOST_PROBLEMS)
-        self.problems += [*self._tree.problems, *unread]
+        self._interpolations = Interpolations(tree)
+        self.problems += self._tree.problems
+        unused = self._tree.unused_keys(self._interpolations)
+        self.problems += itertools.islice(unused, MOST_PROBLEMS)
         return tree
 
     def swept(self) -> list[Override]:
         """Return the overrides of a sweep; of those for the same key the last one counts."""
-        return self.typed.effective(self.typed.parse(self.overrides), self._known)
+        return self.typed.effective(self.typed.parse(self.overrides), self._groups_with_choice)
 
-    def _known(self) -> set[str]:
+    def _groups_with_choice(self) -> set[str]:
         """Return the groups that have a choice before the command line makes any."""
-        return set(self._listed([])[1])
+        return set(self._defaults_list([])[1])
 
-    def _listed(self, picked: list[str]) -> tuple[list[Any], Values, list[Choice]]:
-        """Return the files to be merged in this order, the choice for each group, and from where.
+    def _defaults_list(self, chosen: list[str]) -> tuple[list[Any], Values, list[Choice]]:
+        """Return the files to merge in this order, the choice of each group, replacing choices.
 
-        The last are those that replace an earlier choice.
+        `chosen`: the choices of the command line, as text for Hydra.
         """
-        loader, name = self.folders.hydra.config_loader, self.arguments.config_name
-        listed = loader.compute_defaults_list(name, picked, RunMode.RUN)
-        replaced = listed.overrides.override_choices
-        before_all = list(picked)
-        for text in before_all:
-            key = key_of(text)
-            if text[0] != "+" or key not in replaced:
-                continue
-            # Hydra adds a choice to a list of the primary file, to no other.
-            before = replaced[key] or []
-            replaced[key] = [*([before] if isinstance(before, str) else before), *_listed_in(text)]
-            picked = [one for one in picked if key_of(one) != key]
-            picked.append(f"{key}=[{','.join(replaced[key])}]")
-        if picked != before_all:
-            listed = loader.compute_defaults_list(name, picked, RunMode.RUN)
-        files = [d for d in listed.defaults if not (d.config_path or "hydra").startswith("hydra")]
-        known = listed.overrides.known_choices
-        places = {file.config_path: place for place, file in enumerate(files)}
-        choices = []
-        for element, where in listed.overrides.override_metadata.items():
+        loader = self.folders.hydra.config_loader
+        name = self.arguments.config_name
+        listed = loader.compute_defaults_list(name, chosen, RunMode.RUN)
+        extended = _added_to_lists(chosen, listed.overrides.override_choices)
+        if extended != chosen:
+            listed = loader.compute_defaults_list(name, extended, RunMode.RUN)
+        overrides = listed.overrides
+
+        files = []
+        places = {}
+        for file in listed.defaults:
+            if not (file.config_path or "hydra").startswith("hydra"):
+                places[file.config_path] = len(files)
+                files.append(file)
+        known = overrides.known_choices.items()
+        choices = {group: choice for group, choice in known if not group.startswith("hydra/")}
+        replacing = []
+        for element, metadata in overrides.override_metadata.items():
             group, _, package = element.partition("@")
             key = package.removeprefix("_global_.") or group.replace("/", ".")
-            is_empty = listed.overrides.override_choices[element] in (None, [])
-            place = places.get(where.containing_config_path, len(files))
-            choices.append(Choice(key, is_empty, place))
-        return (
-            files,
-            {g: choice for g, choice in known.items() if not g.startswith("hydra/")},
-            choices,
-        )
+            is_empty = overrides.override_choices[element] in (None, [])
+            place = places.get(metadata.containing_config_path, len(files))
+            replacing.append(Choice(key, is_empty, place))
+        return files, choices, replacing
+
+    def _merge_file(self, file: Any, later: Sequence[Choice]) -> None:
+        """Merge a file of the defaults list; `later`: choices that are made after it."""
+        folder = self.folders.find(file.config_path)
+        if folder is None:
+            return
+        document = folder.read(file.config_path)
+        shown = shown_path(folder.file(file.config_path))
+        source = Source(shown, file.package or "", document.lines)
+        content = {name: v for name, v in document.values.items() if name != "defaults"}
+        self._tree.merge(content, source, file.primary, later)
 
     def _apply(self, override: Override) -> None:
         """Set or delete a key; a missing one is added, and checked by the schema later."""
@@ -252,61 +276,56 @@ class Composition:
 
     def resolved(self, raw: Values) -> Values:
         """Return the tree with its interpolations resolved; as it is, if one cannot be."""
-        found = list(self._followed.problems)
+        problems = list(self._interpolations.problems)
         if any(excessive(raw)):
-            self.problems += found
+            self.problems += problems
             return raw
-        texts = {key: text for key, text in leaves(raw) if isinstance(text, str) and "${" in text}
-        for key, text in texts.items():
-            try:
-                OmegaConf.create({"text": text})
-            except UNRESOLVED:
-                message = f"{text!r} is not an interpolation that can be read"
-                hint = r"close its brace, or write \${ for the text itself"
-                found.append(Problem(key, message, hint))
-            for name in re.findall(r"\$\{oc\.env:(\w+)\}", text):
-                if name not in os.environ:
-                    hint = f"set it, or give a default: ${{oc.env:{name},VALUE}}"
-                    found.append(Problem(key, f"the environment variable {name} is not set", hint))
-        if not found:
+        texts = {}
+        for key, text in leaves(raw):
+            if isinstance(text, str) and "${" in text:
+                texts[key] = text
+                problems += _unreadable(key, text)
+        if not problems:
             cfg = OmegaConf.create(_with_open_classes(escape_reserved(raw)))
             try:
                 plain: Values = mapped(OmegaConf.to_container(cfg, resolve=True), _null_where_named)
                 return plain
             except UNRESOLVED:
-                found = [p for key in texts if (p := _unresolved(cfg, key))]
-        self.problems += found
+                problems += filter(None, (_unresolved(cfg, key) for key in texts))
+        self.problems += problems
         return raw
 
     def check(self, raw: Values, incomplete: bool = False) -> None:
-        """Check a tree against the schema; unresolved values are skipped."""
-        open_keys = {problem.key for problem in self.problems}
+        """Check a tree against the schema. Unresolved values are skipped, `???` if `incomplete`."""
+        skipped = {problem.key for problem in self.problems}
         for key, value in leaves(raw):
             if isinstance(value, str) and (_OPEN.search(value) or (incomplete and value == "???")):
-                open_keys.add(key)
-        wrong = [*check(raw), *itertools.islice(refused_targets(raw), MOST_PROBLEMS)]
-        self.problems += [problem for problem in wrong if problem.key not in open_keys]
+                skipped.add(key)
+        refused = itertools.islice(refused_targets(raw), MOST_PROBLEMS)
+        for problem in [*check(raw), *refused]:
+            if problem.key not in skipped:
+                self.problems.append(problem)
 
-    def not_typed(self, trains: bool) -> Iterator[Problem]:
-        """Name what only the person who starts the run may say, and a file says instead."""
-        found = dict(leaves(self.config))
-        yield from wrong_addresses(found.items())
-        places = {"run_dir", "resume"}
-        for key, value in found.items():
-            node = key.removesuffix("_target_")
-            if node != key and value in PLACES:
-                places |= {f"{node}{PLACES[value]}", f"{node}_args_.0"}
-        for key, value in found.items():
-            said = value not in (None, "???")
-            if trains and said and key in places and not self._is_typed(key):
-                message = (
-                    f"is {format_value(value)}: no file says where a run is written or goes on"
+    def command_line_only(self, trains: bool) -> Iterator[Problem]:
+        """Yield the values that a file sets and only the person who starts the run may set."""
+        values = dict(leaves(self.config))
+        yield from wrong_addresses(values.items())
+        places = _keys_of_places(values) if trains else set()
+        for key, value in values.items():
+            if key in places and value not in (None, "???") and not self._is_typed(key):
+                yield Problem(
+                    key,
+                    f"is {format_value(value)}: no file says where a run is written or goes on",
+                    f"type {key}={value} on the command line",
                 )
-                yield Problem(key, message, f"type {key}={value} on the command line")
-            address = isinstance(value, str) and re.search(r"\w://", value)
-            if address and self._followed.from_environment(key) and not self._is_typed(key):
-                message = "is an address that an environment variable is part of, to be sent away"
-                yield Problem(key, message, f"if you trust it, type {key}=... on the command line")
+            if not isinstance(value, str) or not re.search(r"\w://", value):
+                continue
+            if self._interpolations.from_environment(key) and not self._is_typed(key):
+                yield Problem(
+                    key,
+                    "is an address that an environment variable is part of, to be sent away",
+                    f"if you trust it, type {key}=... on the command line",
+                )
 
     def request(self, argv: Sequence[str], **how: Any) -> Request:
         """Return what a run does with the configuration; `argv`: as typed."""
@@ -317,25 +336,30 @@ class Composition:
         """Return the mistakes in the targets of what is sound so far; imports them, and torch."""
         from regimen.trainer.assembly.check import check_targets
 
+        # With the nearest choice in place of a misspelt one, the rest can be checked.
         guessed = self.typed.guessed
-        known = [problem.key for problem in self.problems if problem.key not in guessed]
-        found = list[Problem]()
+        wrong_so_far = [problem.key for problem in self.problems if problem.key not in guessed]
+        problems = list[Problem]()
         # Of a configuration with holes a part may fail in a way that nobody has foreseen.
         with suppress(Exception):
-            values, wrong = self._resolvable(known)
+            values, wrong = self._resolvable(wrong_so_far)
             config, hidden = parse_sound(values, wrong)
-            found += map(self._located, hidden)
-            with collect_problems(found), self.locating():
+            problems += map(self._located, hidden)
+            with collect_problems(problems), self.locating():
                 check_targets(config, [*wrong, *(problem.key for problem in hidden)])
-        return [problem for problem in found if self._is_certain(problem)]
+        return [problem for problem in problems if self._is_certain(problem)]
 
     def _is_certain(self, problem: Problem) -> bool:
         """Return whether a mistake is one whatever the files hold that cannot be read."""
         return self.folders.readable or problem.file is not None or self._is_typed(problem.key)
 
     def _resolvable(self, wrong: Sequence[str]) -> tuple[Values, list[str]]:
-        """Return the resolved values without wrong keys and what refers to them, and all these."""
-        raw, left_out = with_defaults(self._tree.values), list[str]()
+        """Return the resolved values without wrong keys and what refers to them, and all these.
+
+        A key that is left out can leave interpolations without their target, which are wrong then.
+        """
+        raw = with_defaults(self._tree.values)
+        left_out = list[str]()
         while wrong:
             for key in wrong:
                 drop(raw, key)
@@ -345,37 +369,82 @@ class Composition:
         left_out += [key for key, _ in leaves(raw) if _unresolved(cfg, key)]
         for key in left_out:
             drop(raw, key)
-        whole = OmegaConf.create(escape_reserved(raw))
-        return OmegaConf.to_container(whole, resolve=True), left_out  # type: ignore[return-value]
+        sound = OmegaConf.create(escape_reserved(raw))
+        return OmegaConf.to_container(sound, resolve=True), left_out  # type: ignore[return-value]
 
-    def found(self) -> list[Problem]:
+    def all_problems(self) -> list[Problem]:
         """Return the mistakes so far, each with its file; of very many the first ones."""
-        in_files = [p for document in self.folders.documents.values() for p in document.problems]
-        found = [*in_files, *self.problems]
-        first = [self._located(problem) for problem in found[:MOST_PROBLEMS]]
-        if len(found) >= MOST_PROBLEMS:
-            first.append(Problem("", "there may be further mistakes, which are not looked for"))
-        return first
+        problems = list[Problem]()
+        for document in self.folders.documents.values():
+            problems += document.problems
+        problems += self.problems
+        located = [self._located(problem) for problem in problems[:MOST_PROBLEMS]]
+        if len(problems) >= MOST_PROBLEMS:
+            located.append(Problem("", "there may be further mistakes, which are not looked for"))
+        return located
 
     def stop_if_wrong(self) -> None:
         """Raise ConfigError if there are mistakes so far."""
-        raise_problems(self.found())
+        raise_problems(self.all_problems())
 
     def _located(self, problem: Problem) -> Problem:
+        """Return a problem with the file and line of its key, or the override that was typed.
+
+        A value that is taken over from a typed key was written there.
+        """
         if problem.file:
             return problem
-        source = self._followed.source(problem.key)  # if the user typed that one
+        source = self._interpolations.source(problem.key)
         key = source if self._is_typed(source) else problem.key
         return replace(problem, file=self._tree.source_of(key))
 
     def _is_typed(self, key: str) -> bool:
-        where = self._tree.source_of(self._followed.source(key)) or self._tree.source_of(key) or ""
+        """Return whether the value of a key, or one that it takes over, was typed."""
+        source = self._interpolations.source(key)
+        where = self._tree.source_of(source) or self._tree.source_of(key) or ""
         return where.startswith("command line")
 
 
-def _listed_in(text: str) -> list[str]:
-    """Return the choices that an override names: one, or those of a list."""
-    return [choice.strip() for choice in text.partition("=")[2].strip("[]").split(",")]
+def _added_to_lists(chosen: list[str], replaced: dict[str, Any]) -> list[str]:
+    """Return the choices of a command line with `+group=x` as the whole list of the group.
+
+    Hydra adds a choice to a list of the primary file, to no other. `replaced`: the choices that
+    later files or the command line have made, by group.
+    """
+    extended = list(chosen)
+    for text in chosen:
+        group = key_of(text)
+        if text[0] != "+" or group not in replaced:
+            continue
+        before = replaced[group] or []
+        added = [choice.strip() for choice in text.partition("=")[2].strip("[]").split(",")]
+        replaced[group] = [*([before] if isinstance(before, str) else before), *added]
+        extended = [other for other in extended if key_of(other) != group]
+        extended.append(f"{group}=[{','.join(replaced[group])}]")
+    return extended
+
+
+def _keys_of_places(values: Values) -> set[str]:
+    """Return the keys that say where a run is written, sent to, or goes on."""
+    places = {"run_dir", "resume"}
+    for key, value in values.items():
+        node = key.removesuffix("_target_")
+        if node != key and value in PLACES:
+            places |= {f"{node}{PLACES[value]}", f"{node}_args_.0"}
+    return places
+
+
+def _unreadable(key: str, text: str) -> Iterator[Problem]:
+    """Yield why OmegaConf could not read or resolve the interpolations of a text."""
+    try:
+        OmegaConf.create({"text": text})
+    except UNRESOLVED:
+        message = f"{text!r} is not an interpolation that can be read"
+        yield Problem(key, message, r"close its brace, or write \${ for the text itself")
+    for name in re.findall(r"\$\{oc\.env:(\w+)\}", text):
+        if name not in os.environ:
+            message = f"the environment variable {name} is not set"
+            yield Problem(key, message, f"set it, or give a default: ${{oc.env:{name},VALUE}}")
 
 
 def _unresolved(cfg: DictConfig, key: str) -> Problem | None:
@@ -396,18 +465,18 @@ def escape_reserved(node: Any) -> Any:
 
 
 def _with_open_classes(raw: Values) -> Values:
-    """Escape `${data.num_classes}` where it is null: the data sets, once open, tell it."""
+    """Escape `${data.num_classes}` if it is null: the classes are counted in the data, later."""
     data = raw.get("data")
     if not isinstance(data, dict) or data.get("num_classes", 0) is not None:
         return raw
 
-    def escaped(value: Any) -> Any:
+    def escape(value: Any) -> Any:
         return value.replace(_COUNTED, rf"\{_COUNTED}") if isinstance(value, str) else value
 
-    return {name: part if name == "data" else mapped(part, escaped) for name, part in raw.items()}
+    return {name: part if name == "data" else mapped(part, escape) for name, part in raw.items()}
 
 
 def _null_where_named(part: Any) -> Any:
-    """Return a section whose `num_classes` is null where it is open, as it always was stored."""
+    """Return a section with null for its own open `num_classes`: so a run has always stored it."""
     is_open = isinstance(part, dict) and part.get("num_classes") == _COUNTED
     return {**part, "num_classes": None} if is_open else part

@@ -28,12 +28,18 @@ from regimen.scripts.composition.overrides import NO_HYDRA, choice_problem, firs
 from regimen.scripts.composition.tree import shown_path
 
 CONF = ROOT / "conf"
-# The rules by which Hydra 1.3 composes; Hydra 1.4 follows them by itself and takes no parameter.
+# The rules by which Hydra 1.3 composes. Hydra 1.4 always follows them and takes no such parameter.
 _RULES = {"version_base": "1.3"} if hydra.__version__.startswith("1.3.") else {}
-# What Hydra and OmegaConf raise for invalid input, their asserts among it.
+# The errors of Hydra and OmegaConf for invalid input, those of their asserts among them.
 REFUSED = (
-    *(OmegaConfBaseException, HydraException, RecursionError, ValueError, TypeError),
-    *(AssertionError, KeyError, IndexError),
+    OmegaConfBaseException,
+    HydraException,
+    RecursionError,
+    ValueError,
+    TypeError,
+    AssertionError,
+    KeyError,
+    IndexError,
 )
 
 
@@ -45,15 +51,16 @@ def _examined(path: Path, version: tuple[int, int]) -> Document:
 class Folder(ConfigSource):
     """A folder of YAML files, each checked before Hydra reads it; paths outside are refused.
 
-    Hydra is given their defaults lists only: `Tree` merges what they hold.
+    Hydra is given the files' defaults lists only: `Tree` merges the rest of their content.
     """
 
-    def __init__(self, folder: Path, provider: str, together: "Folders") -> None:
-        self.path, self.provider = str(folder), provider
-        self.together = together  # all folders, this one among them
+    def __init__(self, folder: Path, provider: str, all_folders: "Folders") -> None:
+        self.path = str(folder)
+        self.provider = provider
+        self.all_folders = all_folders
 
     def __deepcopy__(self, memo: object) -> "Folder":
-        """Return this one: Hydra copies its sources before it reads them."""
+        """Return this object: Hydra copies its sources before it reads them."""
         return self
 
     @staticmethod
@@ -75,11 +82,18 @@ class Folder(ConfigSource):
 
     def list(self, config_path: str, results_filter: ObjectType | None) -> builtins.list[str]:
         """Return the names of the configs of a group, of the groups in it, or of both."""
-        entries = sorted(Path(self.path, config_path).iterdir())
-        groups = [p.name for p in entries if p.is_dir() and p.name != "__pycache__"]
-        configs = [p.stem for p in entries if p.suffix == ".yaml" and p.is_file()]
-        only = {ObjectType.GROUP: groups, ObjectType.CONFIG: configs}
-        return only[results_filter] if results_filter else [*groups, *configs]
+        groups = []
+        configs = []
+        for entry in sorted(Path(self.path, config_path).iterdir()):
+            if entry.is_dir() and entry.name != "__pycache__":
+                groups.append(entry.name)
+            elif entry.suffix == ".yaml" and entry.is_file():
+                configs.append(entry.stem)
+        if results_filter is ObjectType.GROUP:
+            return groups
+        if results_filter is ObjectType.CONFIG:
+            return configs
+        return groups + configs
 
     def file(self, config_path: str) -> Path:
         """Return the path of a config's file."""
@@ -88,84 +102,110 @@ class Folder(ConfigSource):
     def load_config(self, config_path: str) -> ConfigResult:
         """Read a file; one that cannot be read is a problem, and empty."""
         document = self.read(config_path)
-        taken = {k: v for k, v in document.values.items() if self.together.whole or k == "defaults"}
-        entries = taken.get("defaults")
-        if isinstance(entries, list):
-            taken["defaults"] = _last_words(entries)
-        config = OmegaConf.create(taken)
+        content = document.values
+        if not self.all_folders.whole:
+            content = {key: value for key, value in content.items() if key == "defaults"}
+        entries = content.get("defaults")
+        if isinstance(entries, builtins.list):
+            content = {**content, "defaults": _without_replaced_choices(entries)}
+        config = OmegaConf.create(content)
         # Hydra requires `# @package` on the first line; ours may have the command there.
         return ConfigResult(self.provider, self.path, config, {"package": document.package})
 
     def read(self, config_path: str) -> Document:
-        """Return what a file holds, and what is wrong with it; read it once."""
-        path, documents = self.file(config_path), self.together.documents
+        """Return the content of a file, and its mistakes; read it once."""
+        path = self.file(config_path)
+        documents = self.all_folders.documents
         if path not in documents:
             stat = path.stat()
-            found = _examined(path, (stat.st_mtime_ns, stat.st_size))
-            if found.readable and (wrong := list(self._wrong(found, config_path))):
-                problems = [*found.problems, *wrong]
-                found = Document({}, found.lines, problems, found.package, False)
-            documents[path] = found
+            document = _examined(path, (stat.st_mtime_ns, stat.st_size))
+            if document.readable:
+                wrong = builtins.list(self._content_problems(document, config_path))
+                if wrong:
+                    problems = [*document.problems, *wrong]
+                    document = Document({}, document.lines, problems, document.package, False)
+            documents[path] = document
         return documents[path]
 
-    def _wrong(self, document: Document, config_path: str) -> Iterator[Problem]:
+    def _content_problems(self, document: Document, config_path: str) -> Iterator[Problem]:
         """Yield what a file of a configuration may not hold."""
-        package, shown = document.package or "", shown_path(self.file(config_path))
+        package = document.package or ""
+        shown = shown_path(self.file(config_path))
         if package.split(".")[0] == "hydra" or "hydra" in document.values:
             yield Problem("hydra", NO_HYDRA, file=shown)
         elif package != "_global_" and re.match("(experiment|debug)/", config_path):
             message = "must open with `# @package _global_`, or its keys go astray"
             yield Problem("", message, file=shown)
         entries = document.values.get("defaults")
-        for number, entry in enumerate(entries if isinstance(entries, list) else []):
-            for text, value in entry.items() if isinstance(entry, dict) else [("", entry)]:
-                for wrong in self._wrong_choices(str(text), value, config_path.rpartition("/")[0]):
-                    line = document.lines.get(f"defaults.{number}" + (f".{text}" if text else ""))
-                    yield Problem("defaults", *wrong, file=f"{shown}:{line}" if line else shown)
+        if not isinstance(entries, builtins.list):
+            return
+        group = config_path.rpartition("/")[0]
+        for number, entry in enumerate(entries):
+            pairs = entry.items() if isinstance(entry, dict) else [("", entry)]
+            for text, value in pairs:
+                key = f"defaults.{number}.{text}" if text else f"defaults.{number}"
+                line = document.lines.get(key)
+                place = f"{shown}:{line}" if line else shown
+                for message, hint in self._entry_problems(str(text), value, group):
+                    yield Problem("defaults", message, hint, place)
 
-    def _wrong_choices(self, text: str, value: Any, here: str) -> Iterator[tuple[str, str | None]]:
-        """Say what is wrong with an entry of a defaults list in the group `here`, and the way out.
+    def _entry_problems(
+        self, text: str, value: Any, own_group: str
+    ) -> Iterator[tuple[str, str | None]]:
+        """Yield what is wrong with an entry of a defaults list, and the way out.
 
-        Without `text`, before a colon, the value names a file.
+        `text`: what stands before the colon; without a colon it is empty, and the value names a
+        file. `own_group`: the group of the file that has the list.
         """
         *words, name = (text or str(value)).partition("@")[0].split() or [""]
-        inside = os.path.join(here, name).lstrip("/")
-        known, group, groups = self.together, name.lstrip("/"), self.together.chosen
+        group = name.lstrip("/")
+        relative_group = os.path.join(own_group, name).lstrip("/")
+        folders = self.all_folders
         override = f"write `override /{group}: {value}`"
+        problem = choice_problem(group, value) if text else None
         if re.search(r"(^|[\s/@])hydra([\s/.@]|$)", text or str(value)):
             yield f"{text or value}: {NO_HYDRA}", None
         elif ".." in Path(f"{name}/{value}").parts:
             yield f"{name}: is outside the folder of configs", None
-        elif problem := choice_problem(group, value) if text else None:
+        elif problem:
             yield f"{group}: {problem}", None
-        elif "override" in words and not known.is_group(inside):
-            hint = override if known.is_group(group) else did_you_mean(inside, groups)
-            yield f"`{text}`: there is no group {inside}", hint
-        elif text.startswith("/") and "@" not in text and group in groups:
+        elif "override" in words and not folders.is_group(relative_group):
+            hint: str | None = override
+            if not folders.is_group(group):
+                hint = did_you_mean(relative_group, folders.chosen)
+            yield f"`{text}`: there is no group {relative_group}", hint
+        elif text.startswith("/") and "@" not in text and group in folders.chosen:
             yield f"{group} has a choice already", override
-        else:
-            for choice in value if isinstance(value, list) else [value]:
-                file, somewhere = f"{inside}/{choice}" if text else inside, known.is_group(inside)
-                if not isinstance(choice, str) or "${" in file or name == "_self_":
+        elif name != "_self_":
+            choices = value if isinstance(value, builtins.list) else [value]
+            for choice in choices:
+                file = f"{relative_group}/{choice}" if text else relative_group
+                if not isinstance(choice, str) or "${" in file:
                     continue
-                if known.find(file) is None and (somewhere or "optional" not in words):
-                    meant = text and known.is_group(group) and not somewhere
-                    hint = override if meant else did_you_mean(choice, known.options(inside))
-                    yield f"there is no {file}.yaml", hint
+                if folders.find(file) is not None:
+                    continue
+                is_group = folders.is_group(relative_group)
+                if "optional" in words and not is_group:
+                    continue
+                hint = did_you_mean(choice, folders.options(relative_group))
+                if text and not is_group and folders.is_group(group):
+                    hint = override
+                yield f"there is no {file}.yaml", hint
 
 
-def _last_words(entries: list[Any]) -> list[Any]:
-    """Return a defaults list without choices that a later one replaces: Hydra takes the first."""
+def _without_replaced_choices(entries: list[Any]) -> list[Any]:
+    """Return a defaults list without overrides that a later one replaces: Hydra takes the first."""
     kept = list[Any]()
-    replaced = set[str]()
+    overridden = set[str]()
     for entry in reversed(entries):
         words = str(next(iter(entry), "")).split() if isinstance(entry, dict) else []
         if "override" in words:
-            if words[-1] in replaced:
+            if words[-1] in overridden:
                 continue
-            replaced.add(words[-1])
+            overridden.add(words[-1])
         kept.append(entry)
-    return kept[::-1]
+    kept.reverse()
+    return kept
 
 
 def _is_inside(config_path: str) -> bool:
@@ -177,7 +217,7 @@ class Folders:
     """The folders of a composition, the first one wins; Hydra is set up over them."""
 
     hydra: Any
-    whole: bool  # Hydra is given all that the files hold: it prints that itself
+    whole: bool  # whether Hydra is given all content of the files, since it prints it itself
     folders: list[Folder] = field(default_factory=list)
     documents: dict[Path, Document] = field(default_factory=dict)  # that were read so far
 
@@ -191,52 +231,66 @@ class Folders:
 
     def options(self, group: str) -> list[str]:
         """Return the choices of a group."""
-        having = [folder for folder in self.folders if folder.is_group(group)]
-        return sorted({name for f in having for name in f.list(group, ObjectType.CONFIG)})
+        names = set[str]()
+        for folder in self.folders:
+            if folder.is_group(group):
+                names.update(folder.list(group, ObjectType.CONFIG))
+        return sorted(names)
 
     @property
     def chosen(self) -> list[str]:
         """The groups that the primary config, which is read first, chooses in."""
-        first = next(iter(self.documents.values()), Document())
-        return [m[1] for key in first.lines if (m := re.match(r"defaults\.\d+\./?([^@\s]+)", key))]
+        primary = next(iter(self.documents.values()), Document())
+        groups = []
+        for key in primary.lines:
+            match = re.match(r"defaults\.\d+\./?([^@\s]+)", key)
+            if match:
+                groups.append(match[1])
+        return groups
 
     @property
     def readable(self) -> bool:
         """Whether all files that were read so far have values."""
         return all(document.readable for document in self.documents.values())
 
-    def meant(self, error: Exception, config_name: str) -> Problem:
+    def explain(self, error: Exception, config_name: str) -> Problem:
         """Return the mistake that an error of Hydra's composition stands for."""
         if isinstance(error, RecursionError):
             lists = [shown_path(p) for p, one in self.documents.items() if "defaults" in one.lines]
             message = "a list leads back to its own file"
             return Problem("defaults", message, file=", ".join(lists[1:]))
-        found = re.match(r"Could not override '([^'@]+)'\. No match", str(error))
-        if found:
-            group, (*_, value) = found[1], str(error).rpartition("=")
+        refused = re.match(r"Could not override '([^'@]+)'\. No match", str(error))
+        if refused:
+            group = refused[1]
+            value = str(error).rpartition("=")[2]
+            hint = None
             if not self.chosen:
                 message = f"{config_name}.yaml holds values, and chooses in no group"
                 hint = f"set keys of it: {group.replace('/', '.')}.KEY=VALUE"
             elif value == "[]":
-                message, hint = "has no choice that could be left out", None
+                message = "has no choice that could be left out"
             else:
-                message, hint = "has no choice that could be replaced", f"add one: +{group}={value}"
+                message = "has no choice that could be replaced"
+                hint = f"add one: +{group}={value}"
             return Problem(group, message, hint, "command line")
-        missing = getattr(error, "missing_cfg_file", None) == config_name
-        hint = did_you_mean(config_name, self.options("")) if missing else None
+        is_primary_missing = getattr(error, "missing_cfg_file", None) == config_name
+        hint = did_you_mean(config_name, self.options("")) if is_primary_missing else None
         return Problem("", first_lines(error), hint)
 
 
 @contextmanager
 def opened(arguments: Arguments) -> Iterator[Folders]:
     """Set up Hydra over the user's folders and ours, in this order; tear it down at the end."""
-    named = [("--config-dir", "command-line", folder) for folder in arguments.config_dirs]
-    named.append(("--config-path", "main", arguments.config_path or str(CONF)))
-    places = [(check_folder(folder, option), provider) for option, provider, folder in named]
-    # Hydra keeps its instance and the version whose rules it follows in the process, where the
-    # caller may have set others.
-    rules, before = VersionBase.instance(), GlobalHydra.instance().hydra
-    version = rules.version_base
+    places = [
+        (check_folder(path, "--config-dir"), "command-line") for path in arguments.config_dirs
+    ]
+    main = check_folder(arguments.config_path or CONF, "--config-path")
+    places.append((main, "main"))
+    # Hydra keeps its instance and the version whose rules it follows in the process: restore those
+    # of a caller that uses Hydra itself.
+    rules = VersionBase.instance()
+    version_before = rules.version_base
+    hydra_before = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(CONF), "train", **_RULES):
@@ -245,10 +299,11 @@ def opened(arguments: Arguments) -> Iterator[Folders]:
             it = Folders(composer, whole=arguments.cfg in ("hydra", "all"))
             it.folders += [Folder(path, provider, it) for path, provider in places]
             sources = composer.config_loader.get_sources()
-            sources[:] = [sources[0], *it.folders, sources[-1]]  # Hydra's own, and its schema
+            sources[:] = [sources[0], *it.folders, sources[-1]]  # between Hydra's own two
             yield it
     finally:
-        GlobalHydra.instance().hydra, rules.version_base = before, version
+        GlobalHydra.instance().hydra = hydra_before
+        rules.version_base = version_before
 
 
 def check_folder(folder: str | Path, option: str) -> Path:
