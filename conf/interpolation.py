@@ -211,8 +211,11 @@ class Interpolations:
         elif resolver == "oc.decode" and "\\" in body:
             self._note(key, "oc.decode takes no escaped interpolations")
         elif resolver and resolver not in RESOLVERS:
-            message = f"${{{resolver}:...}} is not available: there are {', '.join(RESOLVERS)}"
-            self._note(key, message, OTHERS.get(resolver))
+            self._note(
+                key,
+                f"${{{resolver}:...}} is not available: there are {', '.join(RESOLVERS)}",
+                OTHERS.get(resolver),
+            )
 
     def _note(self, key: str, message: str, hint: str | None = None) -> None:
         self.problems.append(Problem(key, message, hint))

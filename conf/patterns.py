@@ -36,8 +36,9 @@ class Pattern:
             self.groups = self._compiled.groups
             self._check(_USUAL_LENGTH)
         except (re.error, RecursionError, OverflowError) as error:
-            message = f"{shortened(text)!r} is not a valid regular expression: {error}"
-            raise ConfigError("", message) from None
+            raise ConfigError(
+                "", f"{shortened(text)!r} is not a valid regular expression: {error}"
+            ) from None
 
     def search(self, name: str) -> re.Match[str] | None:
         """Return the first match in a name. Raises ConfigError if that could take too long."""

@@ -86,51 +86,67 @@ class DataConfig:
 
     def nodes(self) -> dict[str, Node]:
         """Return the sets that a run reads, by stage: train, those of validation, test."""
-        every = {"train": self.train, **self.validations, **self.tests}
-        return {stage: one for stage, one in every.items() if one}
+        sets = {"train": self.train, **self.validations, **self.tests}
+        return {stage: node for stage, node in sets.items() if node}
 
     def conflicts(self) -> Iterator[Problem]:
-        """Say where a fold and the number of folds, or keys of decoding, do not go together."""
+        """Yield the keys of folds and of decoding that do not go together, and wrong values."""
         if self.decode != "full" and self.cache != "none":
             message = f"is {self.decode}, but data.cache={self.cache} keeps whole images"
             yield Problem("decode", message, "set data.decode=full or data.cache=none")
         if self.folds is None:
             if self.fold is not None:
                 yield Problem("folds", "missing: how many folds there are", "such as data.folds=5")
-        elif self.fold is None or self.fold >= self.folds:
-            found = "missing" if self.fold is None else f"is {self.fold}"
-            message = f"{found}, but data.folds={self.folds} has folds 0 to {self.folds - 1}"
+        elif self.fold is None:
+            message = f"missing, but data.folds={self.folds} has folds 0 to {self.folds - 1}"
             yield Problem("fold", message)
-        if not str((self.train or {}).get("_target_")).startswith("regimen.data."):
-            return  # to a user's data sets these keys may mean something else
-        given = {key: value for key, value in self.extra.items() if value is not None}
-        for name in ("image_size", "channels"):
-            value = given.get(name, 1)
-            if type(value) not in (int, list, dict) or (isinstance(value, int) and value < 1):
-                yield Problem(name, f"expected an integer >= 1, got {value!r}")
-        for name in ("val_fraction", "test_fraction"):
-            value = given.get(name, 0)
-            if type(value) not in (int, float) or not 0 <= value < 1:
-                yield Problem(name, f"expected a share, >= 0 and < 1, got {value!r}")
-        limits = given.get("range", [0, 1])
-        numbers = isinstance(limits, list) and {*map(type, limits)} <= {int, float}
-        if not isinstance(limits, dict) and not (
-            numbers and len(limits) == 2 and limits[0] < limits[1]
-        ):
-            yield Problem("range", f"expected [black, white], two rising numbers, got {limits!r}")
-        channels = given.get("channels")
-        for name in ("mean", "std") if type(channels) is int else ():
-            value = given.get(name)
-            if isinstance(value, list) and len(value) not in (1, channels):
-                message = f"has {len(value)} values for data.channels={channels}"
-                yield Problem(name, message, "give one for each channel, or one for all")
+        elif self.fold >= self.folds:
+            message = f"is {self.fold}, but data.folds={self.folds} has folds 0 to {self.folds - 1}"
+            yield Problem("fold", message)
+        # To a user's data sets the keys below may mean something else.
+        if str((self.train or {}).get("_target_")).startswith("regimen.data."):
+            given = {key: value for key, value in self.extra.items() if value is not None}
+            yield from _wrong_numbers(given)
+            yield from _wrong_normalization(given)
+
+
+def _wrong_numbers(given: Values) -> Iterator[Problem]:
+    """Yield sizes and fractions of our data sets that are out of range."""
+    for name in ("image_size", "channels"):
+        value = given.get(name, 1)
+        if type(value) not in (int, list, dict) or (isinstance(value, int) and value < 1):
+            yield Problem(name, f"expected an integer >= 1, got {value!r}")
+    for name in ("val_fraction", "test_fraction"):
+        value = given.get(name, 0)
+        if type(value) not in (int, float) or not 0 <= value < 1:
+            yield Problem(name, f"expected a share, >= 0 and < 1, got {value!r}")
+
+
+def _wrong_normalization(given: Values) -> Iterator[Problem]:
+    """Yield a range, a mean or a std of our data sets that cannot be used."""
+    limits = given.get("range", [0, 1])
+    if not isinstance(limits, dict):
+        is_numbers = isinstance(limits, list) and {*map(type, limits)} <= {int, float}
+        if not is_numbers or len(limits) != 2 or not limits[0] < limits[1]:
+            message = f"expected [black, white], two rising numbers, got {limits!r}"
+            yield Problem("range", message)
+    channels = given.get("channels")
+    if type(channels) is not int:
+        return
+    for name in ("mean", "std"):
+        value = given.get(name)
+        if isinstance(value, list) and len(value) not in (1, channels):
+            message = f"has {len(value)} values for data.channels={channels}"
+            yield Problem(name, message, "give one for each channel, or one for all")
 
 
 def _by_stage(split: str, node: Node | None) -> dict[str, Node]:
-    """Return one data set, or several by name, by the stage that each is of."""
-    given = node or {}
-    named = {f"{split}/{name}": one for name, one in given.items()}
-    return {split: given} if "_target_" in given else named
+    """Return one data set, or several by name, by the stage of each."""
+    if node is None:
+        return {}
+    if "_target_" in node:
+        return {split: node}
+    return {f"{split}/{name}": named for name, named in node.items()}
 
 
 @dataclass(kw_only=True, slots=True)

@@ -198,8 +198,9 @@ class _Examination:
         if node.tag.removeprefix(_PREFIX) not in _TAGS:
             self._refuse(node, key, f"tag {shortened(node.tag)!r} is not allowed")
         elif _is_long_number(node):
-            message = f"a number of more than {MAX_DIGITS} characters: quote it if it is text"
-            self._refuse(node, key, message)
+            self._refuse(
+                node, key, f"a number of more than {MAX_DIGITS} characters: quote it if it is text"
+            )
         elif isinstance(node, yaml.SequenceNode):
             for index, child in enumerate(node.value):
                 self._visit_entry(child, child, join(key, index))
@@ -219,12 +220,12 @@ class _Examination:
             return
         key = join(section, name.value)
         if len(key) > MAX_KEY:
-            message = f"a key of more than {MAX_KEY} characters, with those above it"
-            self._refuse(name, section, message)
+            self._refuse(
+                name, section, f"a key of more than {MAX_KEY} characters, with those above it"
+            )
             return
         if _is_long_number(name):
-            message = f"a number of more than {MAX_DIGITS} characters: quote it"
-            self._refuse(name, key, message)
+            self._refuse(name, key, f"a number of more than {MAX_DIGITS} characters: quote it")
         trap = _trap(name)
         if trap:
             self._note(name, key, f"the key {trap}")
@@ -234,8 +235,9 @@ class _Examination:
             self._refuse(name, key, "repeated key")
         is_empty = isinstance(child, yaml.ScalarNode) and not child.style and not child.value
         if ":" in name.value and not name.style and is_empty:
-            message = f"a blank is missing after the colon of {shortened(name.value)!r}"
-            self._note(name, key, message)
+            self._note(
+                name, key, f"a blank is missing after the colon of {shortened(name.value)!r}"
+            )
         names.add(name.value)
         self._visit_entry(name, child, key)
 

@@ -38,22 +38,26 @@ Groups = dict[str, dict[str, Path]]  # the file of each choice of each group
 
 @dataclass(slots=True)
 class Line:
-    """One key: its value by default, what it means, and the choices whose files have it."""
+    """One key: its default, its meaning, and the choices of its group whose files have it."""
 
     name: str
     value: str
     meaning: str
     choices: list[str] = field(default_factory=list)
 
-    def told(self, count: int) -> str:
-        """Return it as text; `count`: of the group's choices."""
-        value, meaning = f"={self.value}" if self.value else "", f"  {self.meaning}".rstrip()
-        of = f" [{', '.join(self.choices)}]" if 0 < len(self.choices) < count else ""
-        return _filled(f"{self.name}{value}{meaning}{of}")
+    def text(self, choices_of_group: int) -> str:
+        """Return the line as text. Choices are named unless all of the group have the key."""
+        text = self.name
+        if self.value:
+            text += f"={self.value}"
+        text += f"  {self.meaning}".rstrip()
+        if 0 < len(self.choices) < choices_of_group:
+            text += f" [{', '.join(self.choices)}]"
+        return _filled(text)
 
 
 def answer(arguments: Arguments) -> None:
-    """Print what was asked for instead of a run. Raises ConfigError."""
+    """Print a text instead of running: help, the version, a configuration. Raises ConfigError."""
     if arguments.help:
         groups = groups_in([*arguments.config_dirs, arguments.config_path or CONF])
         topics = [text for text in arguments.overrides if "=" not in text]
@@ -62,7 +66,7 @@ def answer(arguments: Arguments) -> None:
         print(f"Regimen {installed_version()} (Hydra {metadata.version('hydra-core')})")
     elif arguments.cfg == "job":
         text, problems = config_text(arguments)
-        print(text, end="", flush=True)  # before its mistakes, wherever both go
+        print(text, end="", flush=True)  # before its mistakes, which go to another stream
         if problems:
             raise ConfigError(problems)
     elif arguments.cfg:
@@ -74,11 +78,15 @@ def answer(arguments: Arguments) -> None:
 def help_text(groups: Groups) -> str:
     """Return the help: usage, experiments, groups with their choices, options."""
     usage, _, grammar = str(getdoc(Arguments)).partition("\nOverrides:\n")
-    parts = [usage, "Experiments (experiment=...):", *_described(groups.get("experiment", {}))]
-    parts += ["", "Groups (group=choice):"]
-    parts += [_filled(f"{g}: {', '.join(groups[g])}") for g in groups if g != "experiment"]
+    lines = [usage, "Experiments (experiment=...):"]
+    lines += _described(groups.get("experiment", {}))
+    lines += ["", "Groups (group=choice):"]
+    for group, files in groups.items():
+        if group != "experiment":
+            lines.append(_filled(f"{group}: {', '.join(files)}"))
     options = parser().format_help().partition("\noptions:\n")[2]
-    return "\n".join([*parts, "", "Overrides:", f"{grammar}\n\nOptions:\n{options.rstrip()}"])
+    lines += ["", "Overrides:", grammar, "", "Options:", options.rstrip()]
+    return "\n".join(lines)
 
 
 def topic_text(groups: Groups, topic: str) -> str:
@@ -87,18 +95,18 @@ def topic_text(groups: Groups, topic: str) -> str:
     Raises ConfigError for a group or a key that does not exist.
     """
     group, _, rest = topic.partition(".")
-    parts = []
+    text = []
     lines = dict[str, str]()
     for name, files in below(groups, group).items():
-        told = {one.name: one.told(len(files)) for one in keys_of(name, files)}
-        parts += [f"{name}=CHOICE:", *_described(files), *told.values(), ""]
-        lines |= told
+        of_group = {line.name: line.text(len(files)) for line in keys_of(name, files)}
+        text += [f"{name}=CHOICE:", *_described(files), *of_group.values(), ""]
+        lines |= of_group
     if rest:
         key = topic.strip("/").replace("/", ".")
-        parts = [line for name, line in lines.items() if f"{name}.".startswith(f"{key}.")]
-    if not parts:
+        text = [line for name, line in lines.items() if f"{name}.".startswith(f"{key}.")]
+    if not text:
         raise ConfigError(topic, "there is no such key", did_you_mean(topic, lines))
-    return "\n".join(parts)
+    return "\n".join(text)
 
 
 def _described(files: Mapping[str, Path]) -> list[str]:
@@ -124,20 +132,22 @@ def groups_in(folders: Iterable[str | Path]) -> Groups:
 def below(groups: Groups, name: str) -> Groups:
     """Return the group `name` and those inside it. Raises ConfigError if there is none."""
     name = name.strip("/")
-    found = {g: files for g, files in groups.items() if g == name or g.startswith(f"{name}/")}
-    if not found:
+    inside = {g: files for g, files in groups.items() if f"{g}/".startswith(f"{name}/")}
+    if not inside:
         hint = did_you_mean(name, list(groups)) or f"groups: {', '.join(groups)}"
         raise ConfigError("", f"there is no group {name!r}", hint)
-    return found
+    return inside
 
 
 def description(path: Path) -> str:
     """Return the first comment of a file that describes it."""
     for line in path.read_text("utf-8", "replace").splitlines():
         text = line.lstrip("# ").strip()
-        if text and not line.startswith("#"):
+        if not text:
+            continue
+        if not line.startswith("#"):
             break
-        if text and not text.startswith(_FOR_PROGRAMS):
+        if not text.startswith(_FOR_PROGRAMS):
             return text
     return ""
 
@@ -145,35 +155,45 @@ def description(path: Path) -> str:
 def key_of(group: str) -> Key | None:
     """Return the key that a group such as `optimizer` is named after, if the schema has it."""
     section: type | None = Config
+    key = None
     for name in group.split("/"):
-        one = declared(section).get(name) if section else None
-        section = one.inner_schema if one else None
-    return one
+        key = declared(section).get(name) if section else None
+        section = key.inner_schema if key else None
+    return key
 
 
 def keys_of(group: str, files: Mapping[str, Path]) -> list[Line]:
-    """Return the keys of a group such as `optimizer` or `lr_scheduler/warmup`."""
-    prefix, key = group.replace("/", "."), key_of(group)
-    within = key.inner_schema if key else None
-    found = {one.name: one for one in schema_keys(within, prefix)} if within else {}
+    """Return the keys of a group such as `optimizer` or `lr_scheduler/warmup`.
+
+    Their order and their meanings are the schema's, then those of the group's files.
+    """
+    prefix = group.replace("/", ".")
+    key = key_of(group)
+    lines = dict[str, Line]()
+    if key and key.inner_schema:
+        lines = {line.name: line for line in schema_keys(key.inner_schema, prefix)}
     for choice, path in files.items():
-        for one in _written(path, prefix):
-            known = found.setdefault(one.name, one)
-            known.meaning = known.meaning or one.meaning
-            known.value = one.value if known.value in ("", "null") else known.value
-            known.choices.append(choice)
-    return list(found.values())
+        for written in _written(path, prefix):
+            line = lines.setdefault(written.name, written)
+            line.meaning = line.meaning or written.meaning
+            if line.value in ("", "null"):
+                line.value = written.value
+            line.choices.append(choice)
+    return list(lines.values())
 
 
 def schema_keys(section: type, prefix: str = "") -> Iterator[Line]:
     """Yield the keys of a section and of those inside it, as the schema declares them."""
-    for name, one in declared(section).items():
-        if one.section is not None:
-            yield from schema_keys(one.section, join(prefix, name))
+    for name, key in declared(section).items():
+        full_name = join(prefix, name)
+        if key.section is not None:
+            yield from schema_keys(key.section, full_name)
             continue
-        takes = "" if one.node or one.nested_schema else f" ({describe_type(one)})"
-        shown = one.default is not REQUIRED and not isinstance(one.default, list | dict)
-        yield Line(join(prefix, name), word(one.default) if shown else "", f"{one.doc}{takes}")
+        meaning = key.doc
+        if not key.node and not key.nested_schema:
+            meaning += f" ({describe_type(key)})"
+        has_value = key.default is not REQUIRED and not isinstance(key.default, list | dict)
+        yield Line(full_name, word(key.default) if has_value else "", meaning)
 
 
 def _written(path: Path, prefix: str) -> Iterator[Line]:
@@ -181,18 +201,22 @@ def _written(path: Path, prefix: str) -> Iterator[Line]:
     lines = path.read_text("utf-8", "replace").splitlines()
     if any(line.startswith("# @package _global_") for line in lines):
         return
-    parents = list[tuple[int, str]]()
+    parents = list[tuple[int, str]]()  # indent and name of the keys around the line
     for line in lines:
-        if (match := _LINE.match(line)) is None:
+        match = _LINE.match(line)
+        if match is None:
             continue
-        indent, name, value, meaning = len(match[1]), match[2], match[3] or "", match[4] or ""
-        parents = [*((i, n) for i, n in parents if i < indent), (indent, name)]
-        path_in_file = [n for _, n in parents]
-        if not _SKIPPED.intersection(path_in_file) and (value or meaning):
-            yield Line(".".join([prefix, *path_in_file]), value, meaning)
+        indent = len(match[1])
+        value = match[3] or ""
+        meaning = match[4] or ""
+        parents = [parent for parent in parents if parent[0] < indent]
+        parents.append((indent, match[2]))
+        names = [name for _, name in parents]
+        if not _SKIPPED.intersection(names) and (value or meaning):
+            yield Line(".".join([prefix, *names]), value, meaning)
 
 
-# bash splits a word at "=", so only what follows the last one is replaced.
+# bash splits a word at "=" and replaces only the part behind the last one.
 _BASH = """\
 _regimen_complete() {
   local IFS=$'\\n'
@@ -201,7 +225,7 @@ _regimen_complete() {
 }
 complete -o default -F _regimen_complete regimen train evaluate predict
 """
-# -S '' and -U: the word is replaced as it is, without a blank after "=".
+# -S '' and -U: zsh inserts the word as it is, without a blank after "=".
 _ZSH = """\
 _regimen_complete() {
   local -a found whole partial
@@ -225,8 +249,8 @@ for name in regimen train evaluate predict
 end
 """
 _SCRIPTS = {"bash": _BASH, "zsh": _ZSH, "fish": _FISH}
-_OF_RUNS = ("run", "resume")
-_MOST_RUNS = 200
+_KEYS_OF_RUNS = ("run", "resume")  # keys whose values are directories of runs
+_MAX_RUNS = 200
 
 
 def completion(argv: Sequence[str]) -> int:
@@ -243,11 +267,13 @@ def completion(argv: Sequence[str]) -> int:
     if arguments.line is None:
         print(_SCRIPTS[arguments.shell], end="")
         return 0
-    # bash has taken the word apart at its last "="; the others replace the whole word
+    # bash replaces the part of the word behind its last "="; the others replace the whole word.
     key, equals, _ = arguments.line.split(" ")[-1].partition("=")
-    before = key + equals if equals and arguments.shell != "bash" else ""
-    for found in completions(arguments.line):
-        print(before + found)
+    before = ""
+    if equals and arguments.shell != "bash":
+        before = f"{key}="
+    for completed in completions(arguments.line):
+        print(before + completed)
     return 0
 
 
@@ -256,14 +282,17 @@ def completions(line: str) -> list[str]:
     *before, last = line.split(" ")
     words = [text for text in before if text]
     key, equals, value = last.partition("=")
-    own = [folder for option, folder in pairwise(words) if option in ("--config-dir", "-cd")]
-    groups = groups_in([*own, CONF])
     if words == ["regimen"]:
         return [name for name in COMMANDS if name.startswith(last)]
+    folders_of_user = []
+    for option, folder in pairwise(words):
+        if option in ("--config-dir", "-cd"):
+            folders_of_user.append(folder)
+    groups = groups_in([*folders_of_user, CONF])
     if not equals:
-        names = [*groups, *(known.name for known in schema_keys(Config)), *_OF_RUNS]
+        names = [*groups, *(key.name for key in schema_keys(Config)), *_KEYS_OF_RUNS]
         return [f"{name}=" for name in dict.fromkeys(names) if name.startswith(last)]
-    if key in _OF_RUNS:
-        runs = (place for place, _, files in os.walk("runs") if MANIFEST in files)
-        return [w for w in map(shlex.quote, islice(runs, _MOST_RUNS)) if w.startswith(value)]
+    if key in _KEYS_OF_RUNS:
+        runs = (shlex.quote(place) for place, _, files in os.walk("runs") if MANIFEST in files)
+        return [run for run in islice(runs, _MAX_RUNS) if run.startswith(value)]
     return [choice for choice in groups.get(key.lstrip("+"), ()) if choice.startswith(value)]

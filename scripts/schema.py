@@ -42,11 +42,13 @@ def schema(argv: Sequence[str]) -> int:
     parser.add_argument("group", nargs="?", help="optimizer, task/loss, experiment, ...")
     parser.add_argument("--write", type=Path, metavar="DIR", help="write all schemas into a folder")
     arguments = parser.parse_intermixed_args(argv)
-    if (folder := arguments.write) is None:
+    folder = arguments.write
+    if folder is None:
         print(schema_text(arguments.group), end="")
         return 0
-    groups = (None, *groups_in([CONF]))
-    texts = {(group or "configuration").replace("/", "."): schema_text(group) for group in groups}
+    texts = {"configuration": schema_text(None)}
+    for group in groups_in([CONF]):
+        texts[group.replace("/", ".")] = schema_text(group)
     make_above(folder)
     with storing(folder):
         folder.mkdir(exist_ok=True)
@@ -66,15 +68,20 @@ def schema_text(group: str | None) -> str:
     top = title.partition("/")[0]
     if group is not None:
         below(groups_in([CONF]), group)
-    # The files of a group that no section is named after hold keys of the root.
-    body: Schema = {"allOf": [_reference(top)]} if top in declared(Config) else _section(Config, "")
-    if one := key_of(title):
-        body = _value(one, top)
+    key = key_of(title)
+    if key:
+        body = _value(key, top)
+    elif top in declared(Config):
+        body = {"allOf": [_reference(top)]}
+    else:  # a group that no section is named after: its files hold keys of the root
+        body = _section(Config, "")
     if group is not None:
         body["properties"] = {"defaults": _defaults(), **body.get("properties", {})}
-    found = {"$schema": "http://json-schema.org/draft-07/schema#", "title": title, **body}
-    used = [n for n in declared(Config) if f'"#/definitions/{n}"' in json.dumps(found)]
-    return json.dumps({**found, "definitions": {n: _any_node(n) for n in used}}, indent=1) + "\n"
+    document = {"$schema": "http://json-schema.org/draft-07/schema#", "title": title, **body}
+    text = json.dumps(document)
+    used = [name for name in declared(Config) if f'"#/definitions/{name}"' in text]
+    document["definitions"] = {name: _any_node(name) for name in used}
+    return json.dumps(document, indent=1) + "\n"
 
 
 def _defaults() -> Schema:
@@ -88,41 +95,53 @@ def _defaults() -> Schema:
 
 
 def _section(section: type, top: str) -> Schema:
-    """Return the keys of a section; `top` is the key at the root that it belongs to."""
-    properties = {
-        name: {"description": one.doc, **_value(one, top or name)}
-        for name, one in declared(section).items()
-    }
-    rest = _reference(top) if is_open(section) else False
-    return {"type": "object", "properties": properties, "additionalProperties": rest}
+    """Return the schema of a section's keys; `top` is the key at the root that it belongs to."""
+    properties = {}
+    for name, key in declared(section).items():
+        properties[name] = {"description": key.doc, **_value(key, top or name)}
+    further = _reference(top) if is_open(section) else False
+    return {"type": "object", "properties": properties, "additionalProperties": further}
 
 
-def _value(one: Key, top: str) -> Schema:
-    """Return what a key takes: one schema for all of its types, beside its named choices."""
-    if one.type is Any:
+def _value(key: Key, top: str) -> Schema:
+    """Return the schema of a key's values: one of all its types, beside its named choices."""
+    if key.type is Any:
         return _reference(top)
-    named, types = choices(one.type), members(one.type)
-    kinds = [_type(m, one, top) for m in types if typing.get_origin(m) is not Literal]
-    if all(kind["type"] != "string" for kind in kinds):
-        kinds.append(_OPEN)
-    merged = {name: value for kind in kinds for name, value in kind.items()}
-    merged["type"] = [kind["type"] for kind in kinds]
+    merged = Schema()
+    types = []
+    for member in members(key.type):
+        if typing.get_origin(member) is not Literal:
+            of_member = _type(member, key, top)
+            merged |= of_member
+            types.append(of_member["type"])
+    if "string" not in types:
+        merged |= _OPEN
+        types.append("string")
+    merged["type"] = types
+    named = choices(key.type)
     return {"anyOf": [{"enum": named}, merged]} if named else merged
 
 
-def _type(annotation: Any, one: Key, top: str) -> Schema:
-    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+def _type(annotation: Any, key: Key, top: str) -> Schema:
+    """Return the schema of one of the types that a key takes."""
     if dataclasses.is_dataclass(annotation):
-        return _section(cast(type, annotation), top)
+        return _section(cast("type", annotation), top)
+    origin = typing.get_origin(annotation)
+    arguments = typing.get_args(annotation)
     if origin is list:
-        return {"type": "array", "items": _value(Key(type=args[0]), top)}
-    if origin is dict and (args[1] is Any or Key(type=args[1]).section):  # one may hold itself
-        words = _section(one.nested_schema, top) if one.nested_schema else {"type": "object"}
-        return {**words, "allOf": [_reference(top)]}
+        return {"type": "array", "items": _value(Key(type=arguments[0]), top)}
     if origin is dict:
-        return {"type": "object", "additionalProperties": _value(replace(one, type=args[1]), top)}
-    numbers = one.limits if annotation in (int, float) else {}
-    return {"type": _TYPES[annotation], **{_LIMITS[sign]: n for sign, n in numbers.items()}}
+        # A section among its own entries (`optimizer.optimizers`) would have no end.
+        if arguments[1] is Any or Key(type=arguments[1]).section:
+            inner = _section(key.nested_schema, top) if key.nested_schema else {"type": "object"}
+            return {**inner, "allOf": [_reference(top)]}
+        entries = _value(replace(key, type=arguments[1]), top)
+        return {"type": "object", "additionalProperties": entries}
+    schema: Schema = {"type": _TYPES[annotation]}
+    if annotation in (int, float):
+        for sign, limit in key.limits.items():
+            schema[_LIMITS[sign]] = limit
+    return schema
 
 
 def _reference(top: str) -> Schema:
@@ -131,37 +150,44 @@ def _reference(top: str) -> Schema:
 
 def _any_node(top: str) -> Schema:
     """Return the schema of anything inside a section that the user extends, at any depth."""
-    rules, inner = _targets().get(top, {}), _reference(top)
-    target = {"description": "an import path", "type": "string", "examples": list(rules)}
-    node = {"properties": {"_target_": target}, "additionalProperties": inner}
-    own = [*OWN_KEYS[top], *OWN_KEYS["lr_scheduler"]] if top in OWN_KEYS else []
-    beside = dict.fromkeys((*SPECIAL, "defaults", *own), True)
-    conditions = [
-        {
-            "if": {"properties": {"_target_": {"const": path}}, "required": ["_target_"]},
-            "then": {"properties": {**arguments, **beside}, "additionalProperties": False},
-        }
-        for path, arguments in rules.items()
-    ]
-    return {**node, "items": inner, **({"allOf": conditions} if conditions else {})}
+    arguments_of = _targets().get(top, {})
+    inner = _reference(top)
+    target = {"description": "an import path", "type": "string", "examples": list(arguments_of)}
+    node: Schema = {
+        "properties": {"_target_": target},
+        "additionalProperties": inner,
+        "items": inner,
+    }
+    beside = dict.fromkeys((*SPECIAL, "defaults"), True)
+    if top in OWN_KEYS:
+        beside |= dict.fromkeys((*OWN_KEYS[top], *OWN_KEYS["lr_scheduler"]), True)
+    conditions = []
+    for path, arguments in arguments_of.items():
+        is_target = {"properties": {"_target_": {"const": path}}, "required": ["_target_"]}
+        takes = {"properties": {**arguments, **beside}, "additionalProperties": False}
+        conditions.append({"if": is_target, "then": takes})
+    if conditions:
+        node["allOf"] = conditions
+    return node
 
 
 @cache
 def _targets() -> dict[str, dict[str, Schema]]:
     """Return, by section, our targets in the shipped files, and their arguments."""
-    found = dict[str, dict[str, Schema]]()
+    targets = dict[str, dict[str, Schema]]()
     for path in sorted(CONF.rglob("*.yaml")):
         content = yaml.safe_load(path.read_text("utf-8"))
-        for top, target in _named(content, path.relative_to(CONF).parts[0]):
-            parameters = inspect.signature(locate(target)).parameters.values()
-            if all(p.kind is not p.VAR_KEYWORD for p in parameters):
-                found.setdefault(top, {})[target] = {p.name: True for p in parameters}
-    return found
+        for section, target in _targets_in(content, path.relative_to(CONF).parts[0]):
+            parameters = inspect.signature(locate(target)).parameters
+            if all(p.kind is not p.VAR_KEYWORD for p in parameters.values()):
+                arguments = Schema(dict.fromkeys(parameters, True))
+                targets.setdefault(section, {})[target] = arguments
+    return targets
 
 
-def _named(node: Any, top: str) -> Iterator[tuple[str, str]]:
+def _targets_in(node: Any, section: str) -> Iterator[tuple[str, str]]:
     """Yield the section and the path of each target; an experiment's first keys are sections."""
     for key, child in children(node):
         if key == "_target_" and str(child).startswith(_OURS):
-            yield top, child
-        yield from _named(child, key if top in ("experiment", "debug") else top)
+            yield section, child
+        yield from _targets_in(child, key if section in ("experiment", "debug") else section)

@@ -230,7 +230,7 @@ class Composition:
             listed = loader.compute_defaults_list(name, extended, RunMode.RUN)
         overrides = listed.overrides
 
-        files = []
+        files = list[Any]()
         places = {}
         for file in listed.defaults:
             if not (file.config_path or "hydra").startswith("hydra"):
@@ -264,8 +264,9 @@ class Composition:
         content: Any = override.value()
         source = Source(f"command line: {override.input_line}")
         if override.package is not None:
-            message = f"{override.input_line} chooses in a group, but there is no group {key!r}"
-            self.typed.note(key, message)
+            self.typed.note(
+                key, f"{override.input_line} chooses in a group, but there is no group {key!r}"
+            )
         elif override.is_delete():
             if problem := self._tree.delete(key, content, source):
                 self.typed.note(key, problem)

@@ -409,8 +409,11 @@ def belongs_outside(key: str) -> bool:
 
 def refuse_outside(varied: Iterable[str]) -> None:
     """Raise ConfigError for varied keys that do not affect what a job trains."""
-    message = "cannot vary between the jobs of a sweep: it is the same for all of them"
-    raise_problems(Problem(key, message) for key in varied if belongs_outside(key))
+    raise_problems(
+        Problem(key, "cannot vary between the jobs of a sweep: it is the same for all of them")
+        for key in varied
+        if belongs_outside(key)
+    )
 
 
 def refuse_untyped(section: str, values: Mapping[str, Any], texts: Iterable[str]) -> None:

@@ -98,8 +98,9 @@ class Tree:
             if isinstance(value, dict) and isinstance(before, list):
                 self._merge_into_list(before, value, key)
             elif isinstance(value, list) and isinstance(before, dict):
-                message = f"expected a section of keys, got {format_value(value)}"
-                self.problems.append(Problem(key, message))
+                self.problems.append(
+                    Problem(key, f"expected a section of keys, got {format_value(value)}")
+                )
             elif isinstance(value, dict):
                 if not isinstance(before, dict):
                     before = old[name] = {}
@@ -116,8 +117,9 @@ class Tree:
             if str(number).isdecimal() and int(number) < len(items):
                 items[int(number)] = item
             else:
-                message = f"{key} is a list of {len(items)}, counted from 0"
-                self.problems.append(Problem(join(key, number), message))
+                self.problems.append(
+                    Problem(join(key, number), f"{key} is a list of {len(items)}, counted from 0")
+                )
 
     def node(self, key: str) -> Any:
         """Return the value at a key; None if there is none."""
