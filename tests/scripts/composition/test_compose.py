@@ -468,3 +468,19 @@ def test_values_of_a_file_stay_where_another_choice_is_typed(mine):
     config = composed(*line, "lr_scheduler=cosine", "optimizer=adam")
     assert (config["optimizer"]["lr"], config["lr_scheduler"]["interval"]) == (0.5, "epoch")
     assert composed(*line, "lr_scheduler=null")["lr_scheduler"] is None
+
+
+@pytest.mark.parametrize(
+    ("file", "words"),
+    [
+        pytest.param(
+            "experiment/mine.yaml", "data: expected a section of keys, got 3", id="a number"
+        ),
+        pytest.param("own.yaml", "data: missing a value", id="nothing"),
+    ],
+)
+def test_data_that_are_no_section_are_a_mistake_of_the_configuration(mine, file, words):
+    text = f"{EXPERIMENT}data: 3\n" if file.startswith("experiment") else "name: own\n"
+    write(mine, file, text)
+    chosen = ["experiment=mine"] if file.startswith("experiment") else ["--config-name", "own"]
+    assert words in refused("--config-dir", str(mine), *chosen)
