@@ -185,6 +185,18 @@ class TrainerConfig:
         """Whether there are validations before the very end."""
         return bool(self.validate_every_n_epochs or self.validate_every_n_steps)
 
+    def idle_with_closure(self, precision: str) -> list[str]:
+        """Return the keys without effect on an optimizer that computes its gradients itself.
+
+        Such as LBFGS, which does so in a closure. `precision`: of the trainer.
+        """
+        idle = []
+        for name, key in declared(TrainerConfig).items():
+            value = precision if name == "precision" else getattr(self, name)
+            if key.idle_with_closure is not None and key.idle_with_closure(value):
+                idle.append(name)
+        return idle
+
     def conflicts(self) -> Iterator[Problem]:
         """Name what cannot be meant."""
         if not (self.max_epochs or self.max_steps or self.max_time):

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
-from regimen.conf.fields import declared
 from regimen.conf.schema_trainer import TrainerConfig
 from regimen.data.batch import MicroBatch
 from regimen.trainer.device import is_async
@@ -121,12 +120,7 @@ def add_noise(
 
 def without_effect(precision: str, options: TrainerConfig) -> list[str]:
     """Return the keys of `trainer` without effect on LBFGS, which computes gradients itself."""
-    keys = []
-    for name, key in declared(TrainerConfig).items():
-        value = precision if name == "precision" else getattr(options, name)
-        if key.idle_with_closure is not None and key.idle_with_closure(value):
-            keys.append(name)
-    return keys
+    return options.idle_with_closure(precision)
 
 
 class Guard:
