@@ -330,7 +330,7 @@ def with_defaults(raw: Values, schema: type = Config) -> Values:
         given = raw.get(name, default)
         if one.section is not None and isinstance(given, dict):
             filled[name] = with_defaults(given, one.section)
-        elif one.words is StrategyConfig and isinstance(given, dict):
+        elif one.nested_schema is StrategyConfig and isinstance(given, dict):
             filled[name] = strategy_node(given)
         elif name in raw or given is not REQUIRED:
             filled[name] = given
