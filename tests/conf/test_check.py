@@ -84,7 +84,7 @@ def test_a_shipped_group_shows_every_key_with_its_default(file):
     if section == "loader":
         assert set(shipped.pop("eval")) <= set(expected.pop("eval"))
     assert shipped == expected
-    assert all(one.doc for one in declared(declared(Config)[section].within).values())
+    assert all(one.doc for one in declared(declared(Config)[section].inner_schema).values())
 
 
 def test_an_error_keeps_its_problems_and_stays_one_line_whatever_it_quotes():
@@ -99,7 +99,7 @@ def test_every_answer_for_a_foreign_word_is_a_key_that_exists():
     for answer in {*OUR_KEYS.values()}:
         for key in re.findall(r"\b(?:trainer|loader|strategy|data)\.\w+", answer):
             section, name = key.split(".")
-            assert name in (*declared(declared(Config)[section].within), "image_size")
+            assert name in (*declared(declared(Config)[section].inner_schema), "image_size")
     assert set(VALUES.values()) <= {"fp16", "bf16", "bf16_true", "fp32", "fp64"}
 
 
