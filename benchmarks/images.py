@@ -53,6 +53,7 @@ from regimen.scripts.runs.answers import Findings
 from regimen.trainer.assembly.data import build_data
 from regimen.trainer.assembly.experiment import build_evaluator, eval_loader
 from regimen.trainer.assembly.parts import build_strategy
+from regimen.trainer.components.components import Components
 from regimen.trainer.inference.predictor import InferenceMetadata, Predictor, inference_metadata
 from regimen.trainer.inference.run import pictures_for
 from regimen.trainer.tasks.classification import Classification
@@ -214,17 +215,17 @@ def evaluate(rounds: int) -> Report:
 
 
 @torch.inference_mode()
-def _predict_by_hand(trainer: Trainer, loader: Loader) -> None:
-    model = trainer.model.eval()
-    outputs = [model(trainer.to_device(micro.batch)) for micro in loader.epoch(0)]
+def _predict_by_hand(components: Components, loader: Loader) -> None:
+    model = components.model.eval()
+    outputs = [model(components.to_device(micro.batch)) for micro in loader.epoch(0)]
     assert sum(map(len, outputs)) == SAMPLES
 
 
-def _predict(trainer: Trainer, loader: Loader, facts: InferenceMetadata, folder: str) -> None:
+def _predict(components: Components, loader: Loader, facts: InferenceMetadata, folder: str) -> None:
     """Answer as the command `predict` does."""
     options = Prediction(run="", source="", out=f"{folder}/predictions.csv")
     found = Findings(options, facts, loader.dataset)
-    for answers in Predictor(trainer)(loader):
+    for answers in Predictor(components)(loader):
         found.add(answers)
     found.write({})
     assert len(found.rows) == SAMPLES
@@ -240,12 +241,12 @@ def predict(rounds: int) -> Report:
         config = parse(compose(OVERRIDES).config)
         strategy = build_strategy(config)
         data = build_data(config, ("val",))
-        trainer = build_evaluator(config, data.num_classes, strategy)
-        facts = inference_metadata(config, data, trainer.task)
+        components = build_evaluator(config, data.num_classes, strategy)
+        facts = inference_metadata(config, data, components.task)
         loader = eval_loader(config, pictures_for(facts, config, paths), strategy)
         rate = partial(report.rate, SAMPLES)
-        bare = partial(rate, _predict_by_hand, trainer, loader)
-        own = partial(rate, _predict, trainer, loader, facts, folder)
+        bare = partial(rate, _predict_by_hand, components, loader)
+        own = partial(rate, _predict, components, loader, facts, folder)
         rates = report.in_turn({BARE: bare, OURS: own}, rounds)
     return Report(
         "Answers for picture files as a table, one thread",

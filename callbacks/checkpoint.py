@@ -8,14 +8,13 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from regimen.callbacks.support import AUTO, Monitor, check_least, require
 from regimen.conf.errors import problems_at
-from regimen.trainer import snapshot
 from regimen.trainer.callback import Saver, keeps_weights
 from regimen.trainer.checkpoints import shards
 from regimen.trainer.checkpoints.archive import on_host, write_safetensors
@@ -23,10 +22,8 @@ from regimen.trainer.checkpoints.store import CheckpointStore
 from regimen.trainer.device import current_stream, pins
 from regimen.trainer.errors import StorageError
 from regimen.trainer.state import TrainState
-
-if TYPE_CHECKING:
-    from regimen.trainer.task import Task
-    from regimen.trainer.trainer import Trainer
+from regimen.trainer.task import Task
+from regimen.trainer.trainer import Trainer
 
 _log = logging.getLogger(__name__)
 
@@ -272,7 +269,7 @@ class Checkpoint(Saver):
         decide which checkpoint is the best. Between two updates only; a collective of all
         processes. Raises StorageError on all.
         """
-        trainer.updater.confirm()  # or what a GPU left out would be saved as done
+        trainer.updater.check_deferred_nonfinite()  # or what a GPU left out would be saved as done
         with trainer.timer.spending("checkpoints"):
             self._settle(trainer, wait=True)
             counters = trainer.state.state_dict()
@@ -357,7 +354,7 @@ class Checkpoint(Saver):
         strategy.group.run_on_main(store.prepare)
         if not written:
             copy = self._staging.copy if self.background else on_host
-            payload = snapshot.take(trainer, copy)
+            payload = trainer.state_dict(copy)
             if strategy.sharded_checkpoint:
                 payload = shards.write(payload, store.path_of(step), strategy.group)
         metrics, kept = self._values(trainer.state), [at for at, _ in self.ranking]

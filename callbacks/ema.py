@@ -85,10 +85,10 @@ class RunningAverage(Average):
         """Start from the model's weights, or continue a loaded average."""
         self.begin(trainer.model)
 
-    def swap(self, trainer: Trainer) -> AbstractContextManager[None]:
+    def swap(self, model: nn.Module) -> AbstractContextManager[None]:
         """Return the context in which the model has the average's weights, once there is one."""
         used = self.used_for_evaluation and self.begun
-        return self.exchanged(trainer.model) if used else nullcontext()
+        return self.exchanged(model) if used else nullcontext()
 
     def tensors(self) -> Mapping[str, Tensor]:
         """Return the average's tensors themselves, sharded as the model is."""

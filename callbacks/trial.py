@@ -7,16 +7,13 @@ import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from regimen.callbacks.support import Monitor, logger
 from regimen.conf.errors import ConfigError, Problem
-from regimen.trainer.callback import Callback
+from regimen.trainer.callback import Callback, Trainer
 from regimen.trainer.errors import CheckpointError, RunError, StorageError
 from regimen.trainer.state import PRUNED
-
-if TYPE_CHECKING:
-    from regimen.trainer.trainer import Trainer
 
 _PRUNERS = {
     None: "NopPruner",

@@ -139,8 +139,8 @@ def _devices() -> Finding:
     """Name the devices; of a CPU the number formats in which it is fast."""
     import torch
 
+    from regimen.trainer.components.precision import cpu_formats
     from regimen.trainer.device import describe_all
-    from regimen.trainer.update.precision import cpu_formats
 
     formats = ["fp32", *sorted(cpu_formats())]
     hint = "" if "bf16" in formats else "; trainer.precision=bf16 works, but slowly"

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -20,13 +20,13 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from regimen.conf.errors import did_you_mean
+from regimen.data.batch import MicroBatch
 from regimen.trainer.errors import ModelError
+from regimen.trainer.task import Task
 
-if TYPE_CHECKING:
-    from regimen.data.batch import MicroBatch
-    from regimen.trainer.task import Task
-    from regimen.trainer.trainer import Trainer
-
+# A `regimen.trainer.trainer.Trainer`, which is made with callbacks: its module imports this one.
+# Callbacks outside of `trainer` name the class itself.
+Trainer: TypeAlias = Any
 
 _log = logging.getLogger(__name__)
 _WORDS = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")  # in a class's name
@@ -162,7 +162,8 @@ class Average(Callback):
     """Base class of callbacks that keep an average of the weights, whatever their name.
 
     At most one callback of a run may set `used_for_evaluation`: its average is evaluated instead of
-    the weights.
+    the weights. A later evaluation or prediction, which has no trainer, calls none of its hooks,
+    only `load_state_dict` and `swap`.
     """
 
     used_for_evaluation: bool = True
@@ -172,8 +173,8 @@ class Average(Callback):
         """Whether there is an average yet, which evaluations use."""
         return True
 
-    def swap(self, trainer: Trainer) -> AbstractContextManager[Any]:
-        """Return the context in which the model has the average's weights."""
+    def swap(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """Return the context in which `model` has the average's weights."""
         raise NotImplementedError
 
     def tensors(self) -> Mapping[str, Tensor]:
@@ -205,22 +206,27 @@ class Saver(Callback):
 
 
 class Hooks:
-    """Call each hook on the callbacks that override it, in the order of the config."""
+    """Call each hook on the callbacks that override it, in the order of the config.
 
-    def __init__(self, callbacks: Iterable[Callback]) -> None:
+    `trainer`: the first argument of every hook.
+    """
+
+    def __init__(self, callbacks: Iterable[Callback], trainer: Trainer) -> None:
+        self._trainer = trainer
         self._listeners: dict[str, list[Any]] = {name: [] for name in _HOOKS}
-        self.asks_for_batches = False
+        self.asks_for_batches = False  # whether a callback is given an update's batch or outputs
         for callback in callbacks:
             parts = check_hooks(callback)
             self.asks_for_batches |= bool(parts)
             for name, hook in _overridden(callback).items():
-                asks = name == "on_update_end" and parts
-                self._listeners[name].append(partial(_with_batch, hook, parts) if asks else hook)
+                if name == "on_update_end" and parts:
+                    hook = partial(_with_batch, hook, parts)
+                self._listeners[name].append(hook)
 
     def emit(self, hook: str, *args: Any) -> None:
-        """Call `hook` of every callback that overrides it."""
+        """Call `hook` of every callback that overrides it, with the trainer and `args`."""
         for listener in self._listeners[hook]:
-            listener(*args)
+            listener(self._trainer, *args)
 
     def listeners(self, hook: str) -> list[Any]:
         """Return the bound methods that `emit` would call."""

@@ -8,6 +8,7 @@ from regimen.conf.check import check_options
 from regimen.conf.errors import ConfigError, Problem, raise_problems
 from regimen.conf.schema_trainer import GradientNoiseConfig as GradientNoise
 from regimen.conf.schema_trainer import TrainerConfig
+from regimen.trainer.state import TrainState
 
 __all__ = ["GradientNoise", "TrainerOptions", "count", "horizon"]
 
@@ -34,22 +35,22 @@ class TrainerOptions(TrainerConfig):
     """
 
     def __post_init__(self) -> None:
-        raise_problems([*check_options(self), *self._idle()], OptionsError)
+        raise_problems([*check_options(self), *self._ignored()], OptionsError)
         if isinstance(self.gradient_noise, dict):
             self.gradient_noise = GradientNoise(**self.gradient_noise)
         if self.error_if_nonfinite:
             self.on_nonfinite = "stop"
 
-    def _idle(self) -> list[Problem]:
-        """List the options that a Trainer would pass over in silence."""
-        asked = {
+    def _ignored(self) -> list[Problem]:
+        """List the options that a Trainer would ignore."""
+        hints = {
             name: hint for name, hint in _OF_COMMANDS.items() if getattr(self, name) is not None
         }
         if self.gradient_accumulation_steps == "auto":
-            asked["gradient_accumulation_steps"] = "give a number; only `train` finds the fewest"
+            hints["gradient_accumulation_steps"] = "give a number; only `train` finds the fewest"
         return [
             Problem(f"TrainerOptions.{name}", "has no effect on a Trainer made in Python", hint)
-            for name, hint in asked.items()
+            for name, hint in hints.items()
         ]
 
 
@@ -59,8 +60,10 @@ def count(limit: int | float | None, whole: int) -> int:
     A fraction is read as a decimal and rounded half up: 0.29 of 100 is 29, though the nearest
     binary float times 100 is less.
     """
-    if limit is None or isinstance(limit, int):
-        return whole if limit is None else min(limit, whole)
+    if limit is None:
+        return whole
+    if isinstance(limit, int):
+        return min(limit, whole)
     return max(1, int((Decimal(str(limit)) * whole).to_integral_value(ROUND_HALF_UP)))
 
 
@@ -73,8 +76,11 @@ def batches_of(loader: Any, limit: int | float | None, key: str) -> int | None:
         whole = len(loader)
     except TypeError:
         if isinstance(limit, float):
-            message = f"{limit} is a fraction, and the loader has no length"
-            raise OptionsError(key, message, "give a number of batches") from None
+            raise OptionsError(
+                key,
+                f"{limit} is a fraction, and the loader has no length",
+                "give a number of batches",
+            ) from None
         return limit
     return count(limit, whole)
 
@@ -85,3 +91,46 @@ def horizon(options: TrainerConfig, steps_per_epoch: int | None) -> int | None:
     if options.max_epochs is not None and steps_per_epoch is not None:
         ends.append(options.max_epochs * steps_per_epoch)
     return min(ends, default=None)
+
+
+def updates_left(
+    options: TrainerConfig, state: TrainState, steps_per_epoch: int | None
+) -> int | None:
+    """Return the number of updates from here to the horizon; None if that is a time."""
+    ends = []
+    if options.max_steps is not None:
+        ends.append(options.max_steps - state.global_step)
+    if options.max_epochs is not None and steps_per_epoch is not None:
+        ends.append((options.max_epochs - state.epoch) * steps_per_epoch - state.position)
+    return max(0, min(ends)) if ends else None
+
+
+def is_reached(options: TrainerConfig, state: TrainState) -> bool:
+    """Return whether the horizon, a number of epochs or of updates, is reached."""
+    if options.max_epochs is not None and state.epoch >= options.max_epochs:
+        return True
+    return options.max_steps is not None and state.global_step >= options.max_steps
+
+
+def log_is_due(options: TrainerConfig, state: TrainState, has_epoch_means: bool) -> bool:
+    """Return whether a boundary logs; `has_epoch_means`: whether this epoch has applied updates."""
+    is_epoch_end = not state.position
+    if is_epoch_end and has_epoch_means:
+        return True  # an epoch whose last update was skipped is logged as well
+    if state.global_step <= state.logged_at:
+        return False
+    is_regular = state.global_step % options.log_every_n_steps == 0
+    return is_regular or is_epoch_end or is_reached(options, state)
+
+
+def validation_is_due(options: TrainerConfig, state: TrainState) -> bool:
+    """Return whether a boundary validates, in a training that has validation sets."""
+    if state.global_step <= state.validated_at:
+        return False
+    epochs = options.validate_every_n_epochs
+    if epochs and not state.position and not state.epoch % epochs:
+        return True
+    steps = options.validate_every_n_steps
+    if steps and not state.global_step % steps:
+        return True
+    return is_reached(options, state)

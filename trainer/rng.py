@@ -1,7 +1,6 @@
 """The random number generators of this process: seeding, and a state that can be saved."""
 
 import hashlib
-import os
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -10,7 +9,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from regimen.conf.schema_trainer import TrainerConfig
 from regimen.trainer.device import rng_state, seed_device, set_rng_state
 
 _Devices = Sequence[torch.device]
@@ -24,65 +22,78 @@ _NUMPY = ("name", "keys", "position", "has_gauss", "cached_gaussian")
 class RandomStates:
     """The random states that a run trains with, whatever is imported or drawn beside the training.
 
-    `devices`: those that this process computes on. `seed` returns that of what is drawn beside it:
-    so a callback draws the same numbers after a resume, and others at another time.
+    `devices`: those that this process computes on. `isolated_seed` returns the seed of what is
+    drawn beside the training: so a callback draws the same numbers after a resume, and others at
+    another time.
     """
 
-    def __init__(self, devices: _Devices, seed: Callable[[], int]) -> None:
-        self._devices, self._seed = _accelerators(devices), seed
-        self._kind = self._devices[0].type if self._devices else "cpu"
-        self._kept: _States | None = None  # of the training, while something else may draw
-        self._aside = False
+    def __init__(self, devices: _Devices, isolated_seed: Callable[[], int]) -> None:
+        self._devices = _accelerators(devices)
+        self._isolated_seed = isolated_seed
+        self._device_type = self._devices[0].type if self._devices else "cpu"
+        self._saved: _States | None = None  # of the training, while something else may draw
+        self._is_isolated = False
 
     def keep(self) -> None:
-        """Take the present states for those of the training, until the next `aside` ends."""
-        self._kept = _states(self._devices)
+        """Take the present states for those of the training, until the next `isolated` ends."""
+        self._saved = _states(self._devices)
 
     @contextmanager
     def isolated(self) -> Iterator[None]:
         """Let something else than the training import, draw and save; nested ones do nothing."""
-        if self._aside:
+        if self._is_isolated:
             yield
             return
-        self._kept = self._kept or _states(self._devices)
-        self._aside = True
-        _seed_all(self._devices, self._seed())
+        if self._saved is None:
+            self._saved = _states(self._devices)
+        self._is_isolated = True
+        _seed_all(self._devices, self._isolated_seed())
         try:
             yield
         finally:
-            _put_back(self._kept, self._devices)
-            self._kept, self._aside = None, False
+            _put_back(self._saved, self._devices)
+            self._saved = None
+            self._is_isolated = False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states if only the training went on; loads with `weights_only` accept them."""
-        ours, python, numpy, devices = self._kept or _states(self._devices)
+        """Return the states that the training goes on with; loads with `weights_only` accept them.
+
+        States of Python and numpy become plain values and tensors.
+        """
+        cpu, python, numpy, devices = self._saved or _states(self._devices)
         python = dict(zip(_PYTHON, python, strict=True))
         python["internal"] = torch.tensor(python["internal"], dtype=torch.int64)
         numpy = dict(zip(_NUMPY, numpy, strict=True))
         numpy["keys"] = torch.from_numpy(numpy["keys"].astype(np.int64))
-        own = {"kind": self._kind, "states": devices}
-        return {"torch": ours, "device": own, "python": python, "numpy": numpy}
+        device = {"kind": self._device_type, "states": devices}
+        return {"torch": cpu, "device": device, "python": python, "numpy": numpy}
 
     def load_state_dict(self, state: dict[str, Any]) -> list[str]:
         """Let the training go on from a state; return what could not be restored, in words.
 
         The devices may be others than those that it was saved on.
         """
-        python, numpy, own = dict(state["python"]), dict(state["numpy"]), state["device"]
-        python["internal"] = tuple(python["internal"].tolist())
+        python = dict(state["python"])
+        python["internal"] = tuple(python["internal"].tolist())  # on the host: nobody waits
+        numpy = dict(state["numpy"])
         numpy["keys"] = numpy["keys"].numpy()
-        parts = tuple(python.values()), tuple(numpy.values())
-        known = own["kind"] == self._kind
-        saved = [one.cpu() for one in own["states"]] if known else []
-        _put_back((state["torch"].cpu(), *parts, saved), self._devices)
-        if self._kept is not None:
+        saved_type = state["device"]["kind"]
+        is_same_type = saved_type == self._device_type
+        devices = [s.cpu() for s in state["device"]["states"]] if is_same_type else []
+        states = state["torch"].cpu(), tuple(python.values()), tuple(numpy.values()), devices
+        _put_back(states, self._devices)
+        if self._saved is not None:
             self.keep()
-        if not known:
-            moved = f"{own['kind']} on {self._kind}"
-            return [f"the random state of {moved}: dropout differs from here on"]
-        here = len(self._devices)
-        lost = len(saved) - here
-        return [f"the random state of {lost} devices (this process has {here})"] * (lost > 0)
+        if not is_same_type:
+            return [
+                f"the random state of {saved_type} on {self._device_type}: dropout differs from "
+                "here on"
+            ]
+        present = len(self._devices)
+        lost = len(devices) - present
+        if lost > 0:
+            return [f"the random state of {lost} devices (this process has {present})"]
+        return []
 
 
 @contextmanager
@@ -101,16 +112,16 @@ def _accelerators(devices: _Devices) -> list[torch.device]:
 
 
 def _states(devices: _Devices) -> _States:
-    own = [rng_state(device) for device in _accelerators(devices)]
-    return torch.get_rng_state(), random.getstate(), np.random.get_state(), own
+    accelerators = [rng_state(device) for device in _accelerators(devices)]
+    return torch.get_rng_state(), random.getstate(), np.random.get_state(), accelerators
 
 
 def _put_back(states: _States, devices: _Devices) -> None:
-    ours, python, numpy, own = states
-    torch.set_rng_state(ours)
+    cpu, python, numpy, accelerators = states
+    torch.set_rng_state(cpu)
     random.setstate(python)
     np.random.set_state(numpy)
-    for device, state in zip(_accelerators(devices), own, strict=False):
+    for device, state in zip(_accelerators(devices), accelerators, strict=False):
         set_rng_state(state, device)
 
 
@@ -131,28 +142,6 @@ def seed_everything(seed: int, rank: int = 0) -> None:
     value = seed if rank == 0 else derived_seed(seed, rank)
     _seed_all([], value)
     torch.manual_seed(value)
-
-
-def set_switches(options: TrainerConfig) -> dict[str, bool]:
-    """Set torch's global flags for this process; return their values, for the manifest.
-
-    `deterministic` raises for nondeterministic operations and disables cuDNN's benchmark, whose
-    choice depends on timing. Call this before CUDA is used: cuBLAS reads its environment variable
-    once.
-    """
-    if deterministic := options.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    benchmark = options.cudnn_benchmark and not deterministic
-    tf32 = options.tf32 or options.precision == "tf32"
-    if deterministic or torch.are_deterministic_algorithms_enabled():
-        torch.use_deterministic_algorithms(deterministic)  # imports torch's compiler: seconds
-    torch.backends.cudnn.deterministic = deterministic
-    torch.backends.cudnn.benchmark = benchmark
-    # The older flags set the newer ones (`fp32_precision`) as well. After setting the newer ones
-    # torch raises where the older are read, as `torch.backends.cudnn.flags()` does. Only CUDA's
-    # flags are set: the global one would change matrix products on some CPUs as well.
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
-    return {"deterministic": deterministic, "cudnn_benchmark": benchmark, "tf32": tf32}
 
 
 def derived_seed(seed: int, *parts: object) -> int:

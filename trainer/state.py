@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from time import perf_counter
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -13,7 +13,8 @@ PRUNED = "pruning"  # the reason of a run that its search ended early
 _SMALLER = {"loss", "error", "perplexity", "mae", "mse", "rmse", "nll", "wer", "cer"}
 _LARGER = {"accuracy", "acc", "precision", "recall", "f1", "auc", "auroc", "map", "r2"}
 _LARGER |= {"iou", "miou", "dice"}
-_STOP = ("stop_reason", "stop_code", "requested", "signal")
+# Of this process alone: a checkpoint lacks them, so that a stop ends no resumed run.
+_NOT_SAVED = ("stop_reason", "stop_code", "requested", "signal", "resumed", "branched")
 
 
 class LogPoint(NamedTuple):
@@ -29,16 +30,17 @@ def epoch_metric(name: str) -> str:
     `train/loss` itself is the mean since the last log line, which says little of an epoch.
     """
     stage, slash, metric = name.partition("/")
-    whole = stage != "train" or not slash or metric.startswith("epoch_")
-    return name if whole else f"train/epoch_{metric}"
+    if stage == "train" and slash and not metric.startswith("epoch_"):
+        return f"train/epoch_{metric}"
+    return name
 
 
 def monitored_names(metrics: Sequence[str], stages: Iterable[str]) -> list[str]:
     """Return what a callback or a schedule may monitor, of a task's metrics on each stage."""
-    known = [f"{stage}/{name}" for stage in (*stages, "train") for name in metrics]
-    known.append("train/grad_norm")
-    known += [epoch_metric(name) for name in known if name.startswith("train/")]
-    return known
+    names = [f"{stage}/{name}" for stage in (*stages, "train") for name in metrics]
+    names.append("train/grad_norm")
+    names += [epoch_metric(name) for name in names if name.startswith("train/")]
+    return names
 
 
 def direction_of(name: str, modes: Mapping[str, str]) -> str | None:
@@ -54,13 +56,12 @@ def direction_of(name: str, modes: Mapping[str, str]) -> str | None:
     metric = name.rpartition("/")[2].lower().removeprefix("epoch_")
     if metric.startswith("loss_"):  # what a term is made of may rise: loss_dice
         return "min"
-    words = re.findall(r"f1|r2|[a-z]+", metric)
-    known = [word for word in words if word in _SMALLER or word in _LARGER]
-    if not known:
-        return None
-    if known[-1] in _LARGER:
-        return "max"
-    return "min"
+    for word in reversed(re.findall(r"f1|r2|[a-z]+", metric)):
+        if word in _LARGER:
+            return "max"
+        if word in _SMALLER:
+            return "min"
+    return None
 
 
 @dataclass(slots=True)
@@ -90,6 +91,9 @@ class TrainState:
     # so its handler writes to a field of its own.
     requested: tuple[str, int] | None = None
     signal: tuple[str, int] | None = None
+    # Whether a checkpoint was loaded, and with other hyper-parameters than it was saved with.
+    resumed: bool = field(default=False, compare=False)
+    branched: bool = field(default=False, compare=False)
 
     def count(self, micro_batches: int, samples: int, applied: bool) -> None:
         """Count an update; `Updater.count_skipped` counts those that were not applied."""
@@ -121,8 +125,11 @@ class TrainState:
     def stop_request(self) -> tuple[str, int] | None:
         """The stop that this process asks for and that is not agreed on yet: reason and code."""
         request = self.signal or self.requested
-        settled = self.stop_code or (self.stop_reason is not None and not (request and request[1]))
-        return None if settled else request
+        if self.stop_code:
+            return None
+        if self.stop_reason is not None and (request is None or not request[1]):
+            return None  # only a signal takes the place of another reason
+        return request
 
     def apply_stop(self) -> None:
         """Stop the run at this process's own request, where there is no other process."""
@@ -135,7 +142,7 @@ class TrainState:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counters as plain values; a stop is not carried into the next run."""
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _STOP}
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _NOT_SAVED}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over the counters of `state`."""

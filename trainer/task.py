@@ -84,8 +84,7 @@ def as_output(result: Any, task: Task, step: str) -> StepOutput:
         change = "its last line must return the loss"
     raise UserCodeError(
         f"{qualified_name(task)}.{step} returned {describe_value(result)}, and not a loss (a "
-        "tensor) or a "
-        f"StepOutput: {change}"
+        f"tensor) or a StepOutput: {change}"
     )
 
 
@@ -98,7 +97,7 @@ def diagnose_step_output(
     """
     where = f"{qualified_name(task)}.{step} returned a StepOutput whose"
     terms = output.loss if isinstance(output.loss, Mapping) else {"": output.loss}
-    trains = any(isinstance(term, Tensor) and term.requires_grad for term in terms.values())
+    has_gradient = any(isinstance(term, Tensor) and term.requires_grad for term in terms.values())
     for name, term in terms.items():
         which = f"loss {name!r}" if name else "loss"
         if not isinstance(term, Tensor):
@@ -106,7 +105,7 @@ def diagnose_step_output(
                 f"{where} {which} is {describe_value(term)}: give the tensor, without .item() or "
                 "float()"
             )
-        if model is not None and not trains:
+        if model is not None and not has_gradient:
             return UserCodeError(
                 f"{where} {which} ({describe_value(term)}) has no gradient: compute it from what "
                 f"{qualified_name(model)}.forward returns, and neither there nor in the task with "
@@ -116,8 +115,7 @@ def diagnose_step_output(
         if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], Tensor)):
             return UserCodeError(
                 f"{where} sums[{name!r}] is {describe_value(pair)}: give the sum over the samples "
-                "as a "
-                "tensor and their number, such as (hits.sum(), len(labels))"
+                "as a tensor and their number, such as (hits.sum(), len(labels))"
             )
     return None
 
@@ -158,18 +156,18 @@ class Task:
     def modes(self) -> Mapping[str, str]:
         """Return which values of its metrics are better, "min" or "max", by the metric's name.
 
-        The name tells it of those that are left out (`regimen.trainer.state.direction_of`). The
-        default is what the metrics say themselves by `higher_is_better`, as those of torchmetrics
-        do.
+        Of a metric that is left out the words of its name decide
+        (`regimen.trainer.state.direction_of`). The default is the metrics' own `higher_is_better`,
+        which those of torchmetrics have.
         """
-        found: dict[str, str] = {}
+        modes: dict[str, str] = {}
         for name, metric in self.metrics().items():
-            rises = getattr(metric, "higher_is_better", None)
-            if rises is True:
-                found[name] = "max"
-            elif rises is False:
-                found[name] = "min"
-        return found
+            higher_is_better = getattr(metric, "higher_is_better", None)
+            if higher_is_better is True:
+                modes[name] = "max"
+            elif higher_is_better is False:
+                modes[name] = "min"
+        return modes
 
     def training_step(self, model: nn.Module, batch: Any) -> StepOutput | Tensor:
         """Compute the loss of a micro-batch; a tensor stands for `StepOutput(loss)`."""
@@ -214,18 +212,20 @@ class Task:
     def prediction_step(self, model: nn.Module, batch: Any) -> Any:
         """Return the model's output for a batch.
 
-        Of a batch that is a dict, a model whose `forward` names some of its keys is given those by
-        keyword.
+        If the batch is a dict and the model's `forward` has parameters of the names of its keys,
+        these are passed by keyword.
         """
         inputs = inputs_of(batch)
         if not isinstance(inputs, Mapping):
             return model(inputs)
-        known = inspect.signature(model.forward).parameters.values()
-        takes_all = any(one.kind is one.VAR_KEYWORD for one in known)
-        names = {one.name for one in known if one.kind is not one.VAR_POSITIONAL}
+        parameters = inspect.signature(model.forward).parameters.values()
+        accepts_any_key = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        names = {p.name for p in parameters if p.kind is not p.VAR_POSITIONAL}
         if not names & inputs.keys():
             return model(inputs)
-        return model(**{name: v for name, v in inputs.items() if takes_all or name in names})
+        if not accepts_any_key:
+            inputs = {name: value for name, value in inputs.items() if name in names}
+        return model(**inputs)
 
     def interpret(self, output: Any) -> Any:
         """Convert the result of `prediction_step` to the values that `output_kind` describes."""
@@ -241,13 +241,17 @@ def tensors_of(batch: Any) -> Iterator[Tensor]:
     """Yield the tensors of a nested batch."""
     if isinstance(batch, Tensor):
         yield batch
-    elif isinstance(batch, (list, tuple, Mapping)):
-        for child in batch if isinstance(batch, list | tuple) else batch.values():
-            yield from tensors_of(child)
+        return
+    if isinstance(batch, Mapping):
+        batch = batch.values()
+    elif not isinstance(batch, list | tuple):
+        return
+    for child in batch:
+        yield from tensors_of(child)
 
 
 def in_format(module: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Store a module's floating-point tensors in `dtype`, complex ones in its `matching`."""
+    """Store a module's floating-point tensors in `dtype`, complex ones in its counterpart."""
     # `Module.to(torch.float64)` would discard imaginary parts.
     converted: nn.Module = module._apply(lambda t: t.to(dtype_for(t, dtype)))  # type: ignore[no-untyped-call]
     return converted
@@ -268,9 +272,9 @@ def batch_dependence_warning(task: Task, micro_batches: int, devices: int) -> st
         return None
     return (
         f"{qualified_name(task)} couples the samples of a micro-batch (couples_samples): an "
-        "update that is "
-        f"split over {devices} devices and {micro_batches} micro-batches is not that of the whole "
-        "batch; the same training needs trainer.gradient_accumulation_steps=1 and one device"
+        f"update that is split over {devices} devices and {micro_batches} micro-batches is not "
+        "that of the whole batch; the same training needs trainer.gradient_accumulation_steps=1 "
+        "and one device"
     )
 
 

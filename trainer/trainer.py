@@ -1,5 +1,6 @@
 """The loop: fit, one update, validation; everything else is a collaborator's."""
 
+import functools
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -7,14 +8,12 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from regimen.conf.python_words import in_python
 from regimen.conf.schema_trainer import TrainerConfig
-from regimen.data.batch import MicroBatch, to_device
-from regimen.trainer import snapshot
+from regimen.data.batch import MicroBatch
+from regimen.trainer import evaluation, snapshot
 from regimen.trainer.callback import (
     Callback,
     Hooks,
@@ -22,39 +21,35 @@ from regimen.trainer.callback import (
     PRCurve,
     Results,
     as_image,
-    evaluated_average,
     histogram_of,
 )
-from regimen.trainer.checkpoints.reader import read_checkpoint
-from regimen.trainer.device import module_to_device
-from regimen.trainer.errors import ModelError, SampleError, describe_user_error
-from regimen.trainer.evaluation import (
-    EvaluationAbandoned,
-    check_metrics,
-    evaluate,
-    predict,
-    prepared,
+from regimen.trainer.checkpoints import reader
+from regimen.trainer.checkpoints.archive import on_host
+from regimen.trainer.components.components import build_components, start_remarks
+from regimen.trainer.components.precision import Precision
+from regimen.trainer.components.setup import (
+    explain_error,
+    is_from_python,
+    refuse_misplaced,
+    refuse_monitors,
 )
-from regimen.trainer.lr_schedulers.schedule import Interval, as_schedule
+from regimen.trainer.components.sources import as_val_sources, order_remark
+from regimen.trainer.errors import ModelError, SampleError
+from regimen.trainer.lr_schedulers.schedule import Interval
 from regimen.trainer.optimizers.optimizers import Optimizers
-from regimen.trainer.options import TrainerOptions, batches_of, horizon
-from regimen.trainer.rng import RandomStates, derived_seed
+from regimen.trainer.options import (
+    batches_of,
+    is_reached,
+    log_is_due,
+    validation_is_due,
+)
 from regimen.trainer.runs import from_python
 from regimen.trainer.runs.directory import make_folder
 from regimen.trainer.runs.from_python import PythonRun
 from regimen.trainer.runs.interrupt import stopping_on_interrupt
-from regimen.trainer.state import MAX_TIME, LogPoint, Timer, TrainState
+from regimen.trainer.state import MAX_TIME, LogPoint
 from regimen.trainer.strategies.strategy import NULL_CONTEXT, Strategy
-from regimen.trainer.task import Task, batch_dependence_warning, named_modules
-from regimen.trainer.update.batch import Waiting, as_source, as_val_sources, order_remark
-from regimen.trainer.update.precision import Precision
-from regimen.trainer.update.setup import (
-    is_from_python,
-    refuse_misplaced,
-    refuse_monitors,
-    set_up,
-    tell_in_python,
-)
+from regimen.trainer.task import Task
 from regimen.trainer.update.updater import Updater
 
 _log = logging.getLogger(__name__)
@@ -74,6 +69,8 @@ class Trainer:
     lets a new one take its place. Without `run_dir` nothing is written.
     """
 
+    _is_built = False  # while the constructor assigns the parts
+
     def __init__(
         self,
         model: nn.Module,
@@ -92,100 +89,114 @@ class Trainer:
         lr_interval: Interval | None = None,
         overwrite: bool = False,
         verbose: bool = True,
+        data_facts: Mapping[str, Any] | None = None,
     ) -> None:
         refuse_misplaced(model, task, optimizer)
-        self.options = options or TrainerOptions(max_epochs=1)
-        self.strategy = strategy or Strategy()
-        self.group, device = self.strategy.group, self.strategy.device
-        self.is_main = self.group.is_main  # whether this process writes and prints
-        asked = precision or self.options.precision
-        self.precision = Precision(asked, device.type) if isinstance(asked, str) else asked
-        self.model = model if strategy else module_to_device(self.precision.convert(model), device)
-        self.task = task
-        task.to(device, self.precision.dtype)
-        self.strategy.check(named_modules(task))
-        self.optimizers = Optimizers.wrap(optimizer, model, named_modules(task))
-        self.lr_schedule = as_schedule(lr_scheduler, lr_interval)
         self.run = None if run_dir is None else PythonRun(Path(run_dir), overwrite)
-        self.callbacks = from_python.callbacks_of(callbacks, self.run is not None, verbose)
-        self.average = evaluated_average(self.callbacks)
-        self.hooks = Hooks(self.callbacks.values())
-        self.compiled = set_up(self.model, compiled, self.options, self.precision.name)
-        freezes = any(callback.freezes for callback in self.callbacks.values())
-        self.strategy.some_unused = bool(task.turns) or freezes
-        self.strategy.autocast = self.precision.autocast
-        self.wrapped = self.strategy.wrap(self.compiled)
-        self.train_loader = as_source(
-            train_loader, "train_loader", self.options.micro_batches, self.options.seed
+        self._run_dir = None if run_dir is None else Path(run_dir)
+        components = build_components(
+            model,
+            task,
+            optimizer,
+            train_loader,
+            lr_scheduler,
+            strategy=strategy,
+            precision=precision,
+            callbacks=from_python.callbacks_of(callbacks, self.run is not None, verbose),
+            options=options,
+            compiled=compiled,
+            config_text=config_text,
+            lr_interval=lr_interval,
+            data_facts=data_facts,
         )
-        self.val_loaders = as_val_sources(
-            val_loader, self.options.limit_val_batches, self.options.seed
-        )
-        self.lr_schedule.refuse_to_wait(bool(self.val_loaders), self.options.validates)
-        self.run_dir = None if run_dir is None else Path(run_dir)
-        if self.run_dir is not None and self.is_main:
-            make_folder(self.run_dir)  # one that cannot be is found before anything is computed
-        self.config_text = config_text  # kept in every checkpoint
-        self.data_facts: dict[str, Any] = {}  # of the data sets, as plain values; kept likewise
-        self.state = TrainState()
-        self.random = RandomStates(self.strategy.computing, self._seed_aside)
-        self.metrics: dict[str, float] = {}  # the last value of everything logged
-        # Rows for `pandas.DataFrame`: what was logged at a step. None: nobody reads them.
-        self.history: list[dict[str, float]] | None = []
-        self.timer = Timer()
-        self.resumed = self.branched = False  # branched: with other hyper-parameters than before
-        self._is_set_up = self._has_ended = False
+        self.components = components
+        # What callbacks read; `__setattr__` refuses to replace it.
+        self.model = components.model
+        self.training_model = components.training_model
+        self.task = components.task
+        self.optimizers = components.optimizers
+        self.lr_schedule = components.lr_schedule
+        self.strategy = components.strategy
+        self.group = components.group
+        self.is_main = components.is_main  # whether this process writes and prints
+        self.precision = components.precision
+        self.options = components.options
+        self.callbacks = components.callbacks
+        self.average = components.average
+        self.config_text = components.config_text  # in every checkpoint, as the next
+        self.data_facts = components.data_facts
+        self.state = components.state
+        self.random = components.random
+        self.timer = components.timer
+        self.metrics = components.metrics  # the last value of everything logged
+
+        self.hooks = Hooks(self.callbacks.values(), self)
+        self.train_loader = components.train_loader
+        options = components.options
+        sources = as_val_sources(val_loader, options.limit_val_batches, options.seed)
+        self.val_loaders = {
+            stage: components.bind_loader(source) for stage, source in sources.items()
+        }
+        self.lr_schedule.refuse_to_wait(bool(self.val_loaders), options.validates)
+        if self._run_dir is not None and self.is_main:
+            make_folder(self._run_dir)  # one that cannot be is found before anything is computed
+        self.updater = Updater(components, self.hooks)
+        evaluation.check_metrics(task.metrics(), self.strategy)
+        self._history: list[dict[str, float]] | None = []
+        self._is_set_up = False
+        self._has_ended = False
         self._has_fitted = False
         self._log_point: LogPoint | None = None
         self._deadline: float | None = None
-        self.waiting = Waiting(self.state, alone=self.group.world_size == 1)
-        self._attend_loaders()
-        self.updater = Updater(self)
-        self.unsaved = snapshot.Unsaved(model, task)
-        check_metrics(task.metrics(), self.strategy)
+        self._is_built = True
 
-    def _seed_aside(self) -> int:
-        return derived_seed(self.options.seed, "isolated", self.state.updates, self.group.data_rank)
-
-    def _attend_loaders(self) -> None:
-        steps = self.options.micro_batches
-        self.train_loader = self.waiting.attend(self.for_this_run(self.train_loader, steps))
-        for stage, loader in self.val_loaders.items():
-            self.val_loaders[stage] = self.for_this_run(loader)
-
-    def for_this_run(self, loader: Any, gradient_accumulation_steps: int = 1) -> Any:
-        """Return a loader that knows how this run splits its updates, and its device.
-
-        Only one of `regimen.loader` is another than before: it was made before any run was known.
-        """
-        if not hasattr(loader, "for_run"):
-            return loader
-        return loader.for_run(
-            gradient_accumulation_steps,
-            rank=self.group.data_rank,
-            world_size=self.group.data_size,
-            device=self.strategy.device,
-            dtype=self.parameter_dtype,
-        )
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Refuse to replace a part once everything is built: the others would keep the former."""
+        is_public = not name.startswith("_")
+        if is_public and self._is_built and getattr(self, name, value) is not value:
+            raise AttributeError(
+                f"trainer.{name} cannot be replaced: the parts of a Trainer are those that it was "
+                "made with"
+            )
+        super().__setattr__(name, value)
 
     @property
-    def parameter_dtype(self) -> torch.dtype | None:
-        """The type of the model's floating-point parameters; None if it has none."""
-        for parameter in self.model.parameters():
-            if parameter.is_floating_point():
-                return parameter.dtype
-        return None
+    def run_dir(self) -> Path | None:
+        """The directory that callbacks write to; None: nothing is written."""
+        return self._run_dir
+
+    def use_run_dir(self, run_dir: Path | None) -> None:
+        """Let callbacks write into a run directory that the caller has made.
+
+        Its metrics.jsonl takes the place of `history`.
+        """
+        self._run_dir = run_dir
+        self._history = None
+
+    @property
+    def history(self) -> list[dict[str, float]] | None:
+        """Rows for `pandas.DataFrame`: what was logged at a step. None: nobody reads them."""
+        return self._history
+
+    @property
+    def resumed(self) -> bool:
+        """Whether the training goes on from a checkpoint."""
+        return self.state.resumed
+
+    @property
+    def branched(self) -> bool:
+        """Whether it goes on with other hyper-parameters than before."""
+        return self.state.branched
 
     @property
     def steps_per_epoch(self) -> int | None:
         """Updates of an epoch; None for a stream of unknown length."""
-        limit = self.options.limit_train_batches
-        return batches_of(self.train_loader, limit, "trainer.limit_train_batches")
+        return self.components.steps_per_epoch
 
     @property
     def total_steps(self) -> int | None:
         """Updates of the whole run, if its horizon is not a time."""
-        return horizon(self.options, self.steps_per_epoch)
+        return self.components.total_steps
 
     @property
     def _epochs(self) -> float | None:
@@ -195,22 +206,9 @@ class Trainer:
         return self.total_steps / self.steps_per_epoch
 
     @property
-    def updates_left(self) -> int | None:
-        """Updates from here to the horizon; None if that is a time."""
-        options, length, left = self.options, self.steps_per_epoch, []
-        if options.max_steps is not None:
-            left.append(options.max_steps - self.state.global_step)
-        if options.max_epochs is not None and length is not None:
-            left.append((options.max_epochs - self.state.epoch) * length - self.state.position)
-        return max(0, min(left)) if left else None
-
-    @property
     def done(self) -> bool:
         """Whether the horizon is reached."""
-        epochs, steps = self.options.max_epochs, self.options.max_steps
-        return (epochs is not None and self.state.epoch >= epochs) or (
-            steps is not None and self.state.global_step >= steps
-        )
+        return is_reached(self.options, self.state)
 
     @property
     def _ended(self) -> bool:
@@ -225,7 +223,7 @@ class Trainer:
         update; then KeyboardInterrupt leaves `fit`. Raises RunDirectoryError where `run_dir` holds
         a run that is neither gone on with nor overwritten.
 
-        setup, resume (`regimen.trainer.snapshot.restore`), on_fit_start
+        setup, resume (`load_state_dict`), on_fit_start
         each epoch:             on_epoch_start
             each update:        on_update_start, (forward, backward) x micro-batches -> unscale
                                 -> clip -> on_gradients -> step -> zero -> scheduler, on_update_end
@@ -235,70 +233,68 @@ class Trainer:
         `end`, after the test: on_run_end
         """
         if max_epochs is not None:
-            self.options = from_python.longer(self.options, max_epochs)
+            from_python.check_max_epochs(max_epochs)
+            self.options.max_epochs = max_epochs
         from_python.clear_stop(self.state, longer=max_epochs is not None)
-        if self._has_fitted and resume is None and (remark := from_python.end_remark(self)):
-            _log.warning("%s", remark)
-            return
+        if self._has_fitted and resume is None:
+            remark = from_python.end_remark(self.components)
+            if remark is not None:
+                _log.warning("%s", remark)
+                return
         with self._fitting():
             with self.random.isolated():
                 self._begin(resume)
             while not self._ended:
                 length = self.steps_per_epoch
                 with self.random.isolated():
-                    self.hooks.emit("on_epoch_start", self)
+                    self.hooks.emit("on_epoch_start")
                 for micro_batches in self._epoch(length):
-                    self.hooks.emit("on_update_start", self, micro_batches)
+                    self.hooks.emit("on_update_start", micro_batches)
                     self.update(micro_batches)
-                    self.hooks.emit("on_update_end", self)
+                    self.hooks.emit("on_update_end")
                     if self.state.position != length and self._boundary():
                         break
                 else:
                     if not self.state.stop_code:  # else a signal ended the wait for a batch
                         self._end_epoch()
-            self.updater.confirm()
+            self.updater.check_deferred_nonfinite()
             with self.timer.spending("start and end"), self.random.isolated():
-                self.hooks.emit("on_fit_end", self)
+                self.hooks.emit("on_fit_end")
 
     @contextmanager
     def _fitting(self) -> Iterator[None]:
         """Do what the end of a training asks for, however it ends."""
-        recorded = from_python.recorded(self)
-        with recorded, stopping_on_interrupt(self), suppress(EvaluationAbandoned):
+        recorded = from_python.recorded(self.run, self.components)
+        interruptible = stopping_on_interrupt(self.components, self.run_dir)
+        with recorded, interruptible, suppress(evaluation.EvaluationAbandoned):
             try:
                 yield
             except BaseException as error:
-                said = describe_user_error(error)
-                if is_from_python(self.options):
-                    tell_in_python(error)
-                    said = None if said is None else in_python(said)
-                if said is not None:
-                    error.add_note(said)  # below the traceback, in a notebook too
-                self.hooks.emit("on_exception", self, error)
+                explain_error(error, self.options)
+                self.hooks.emit("on_exception", error)
                 raise
             finally:
                 for loader in (self.train_loader, *self.val_loaders.values()):
                     loader.close()
                 with self.timer.spending("start and end"):
-                    self.hooks.emit("teardown", self)
+                    self.hooks.emit("teardown")
 
     def setup(self) -> None:
         """Let the callbacks prepare; `fit` does it, a resume needs it before."""
         if not self._is_set_up:
             self._is_set_up = True
-            self.hooks.emit("setup", self)
+            self.hooks.emit("setup")
 
     def _begin(self, resume: Path | str | None) -> None:
-        found = None if resume is None else snapshot.find(self, resume)
+        selected = None
+        if resume is not None:
+            selected = snapshot.find(self.group, self.run_dir, resume)
         if self.run is not None and self.is_main:
-            self.run.hold(self, self.run.goes_on(resume, found and found[0]))
-        if self.is_main and (remark := from_python.unsaved_remark(self)):
-            _log.warning("%s", remark)
-        if found is not None:
-            snapshot.go_on(self, *found)
-            from_python.restore_history(self)
-            if self.is_main and (remark := from_python.end_remark(self)):
-                _log.warning("%s", remark)
+            goes_on = self.run.goes_on(resume, None if selected is None else selected[0])
+            self.run.hold(self.components, repr(self), goes_on)
+        self._warn(from_python.unsaved_remark(self.run, self.callbacks, self.run_dir))
+        if selected is not None:
+            self._resume(*selected)
         if self._has_fitted:  # an interrupt may have left a part of a gradient
             self.optimizers.zero_grad()
         self._has_fitted = True
@@ -308,23 +304,37 @@ class Trainer:
         self.timer.start()
         with self.timer.spending("start and end"):
             self.setup()
-            split = options.micro_batches, self.strategy.data_parallel_size
-            remarks = [batch_dependence_warning(self.task, *split), order_remark(self.train_loader)]
-            for remark in (*remarks, *self.lr_schedule.remarks(self.total_steps, self._epochs)):
-                if self.is_main and remark is not None:
-                    _log.warning("%s", in_python(remark) if is_from_python(options) else remark)
-            self.wrapped.train()
+            if self.is_main:
+                order = order_remark(self.train_loader)
+                rates = self.lr_schedule.remarks(self.total_steps, self._epochs)
+                for remark in start_remarks(self.components, order, rates):
+                    _log.warning("%s", remark)
+            self.training_model.train()
             if options.seconds is not None:
                 self._deadline = time.monotonic() + options.seconds
             if options.validate_at_start and not self.resumed:
                 for stage, loader in self.val_loaders.items():
                     self.evaluate(loader, stage, limit=options.validate_at_start)
-            self.hooks.emit("on_fit_start", self)
-            if self._validation_is_due():
+            self.hooks.emit("on_fit_start")
+            if self.val_loaders and validation_is_due(options, self.state):
                 self._boundary()  # a signal came while the run before this one validated
             else:
                 self._agree()
         self.timer.reset()
+
+    def _resume(self, path: Path, payload: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint that `snapshot.find` returned."""
+        remarks = self.load_state_dict(payload, same_run=snapshot.is_inside(path, self.run_dir))
+        if self.is_main:
+            for remark in remarks:
+                _log.warning("%s", remark)
+            _log.info("resumed from %s at step %d", path, self.state.global_step)
+        from_python.restore_history(self.run, self.history, self.state.global_step)
+        self._warn(from_python.end_remark(self.components))
+
+    def _warn(self, remark: str | None) -> None:
+        if self.is_main and remark is not None:
+            _log.warning("%s", remark)
 
     def _epoch(self, length: int | None) -> Iterator[list[MicroBatch]]:
         """Draw what is left of an epoch's updates, until a signal ends the wait for one."""
@@ -332,7 +342,7 @@ class Trainer:
         stream = self.draw(state.epoch, state.position, length)
         while length is None or state.position < length:
             self.timer.lap("callbacks")
-            micro_batches = self.waiting.next(stream)
+            micro_batches = self.components.reader.next(stream)
             self.timer.lap("data")
             if micro_batches is not None:
                 yield micro_batches
@@ -358,8 +368,7 @@ class Trainer:
 
     def to_device(self, batch: Any) -> Any:
         """Move a batch to this process's device, in the run's number format."""
-        form = self.precision.dtype, self.options.channels_last
-        return to_device(batch, self.strategy.device, *form)
+        return self.components.to_device(batch)
 
     def update(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Apply one optimizer update, or skip it, and count; `Updater.apply` draws it."""
@@ -372,13 +381,14 @@ class Trainer:
             self.updater.count_skipped()
 
     def _end_epoch(self) -> None:
-        self.updater.confirm()  # before anything counts or averages what the epoch ended with
+        # Before anything counts or averages what the epoch ended with; waits for the device.
+        self.updater.check_deferred_nonfinite()
         self.state.epoch += 1
         self.state.position = 0
         self.state.epoch_samples = 0
         self.lr_schedule.after_epoch()
         with self.random.isolated():
-            self.hooks.emit("on_epoch_end", self)
+            self.hooks.emit("on_epoch_end")
             self._boundary()
 
     def _boundary(self) -> bool:
@@ -386,68 +396,65 @@ class Trainer:
 
         Returns whether the run ends here.
         """
-        logs, validates = self._log_is_due(), self._validation_is_due()
+        has_epoch_means = bool(self.updater.epoch_accumulator)
+        logs = log_is_due(self.options, self.state, has_epoch_means)
+        validates = bool(self.val_loaders) and validation_is_due(self.options, self.state)
         # A log without callbacks draws nothing.
-        with self.random.isolated() if validates or (logs and self.callbacks) else NULL_CONTEXT:
+        draws = validates or (logs and self.callbacks)
+        with self.random.isolated() if draws else NULL_CONTEXT:
             if logs:
                 self._log()
             if validates:
                 self._validate()
-            self.hooks.emit("on_boundary", self)
+            self.hooks.emit("on_boundary")
         self._agree()
         return self._ended
 
-    def _log_is_due(self) -> bool:
-        state = self.state
-        if not state.position and self.updater.epoch_sums:
-            return True  # an epoch whose last update was skipped is logged as well
-        regular = state.global_step % self.options.log_every_n_steps == 0
-        return state.global_step > state.logged_at and (regular or not state.position or self.done)
-
-    def _validation_is_due(self) -> bool:
-        state, options = self.state, self.options
-        if not self.val_loaders or state.global_step <= state.validated_at:
-            return False
-        epochs, steps = options.validate_every_n_epochs, options.validate_every_n_steps
-        by_epoch = epochs and not state.position and not state.epoch % epochs
-        return bool(by_epoch or (steps and not state.global_step % steps) or self.done)
-
     def _agree(self) -> None:
-        """Agree with the other processes on whether this update was the last."""
+        """Agree with the other processes on whether this update was the last; a collective."""
         state = self.state
         if self._deadline is not None and time.monotonic() >= self._deadline:
             state.request_stop(MAX_TIME)
-        # Where all wait for each other anyway, all learn at once of one process's request.
+        # Where processes wait for each other anyway, a stop request acts now; elsewhere one update
+        # later.
         meeting = self.done or not state.position or state.validated_at == state.global_step
         self.group.agree_on_stop(state, at_once=meeting)
 
     def _log(self) -> None:
-        self.updater.confirm()
+        self.updater.check_deferred_nonfinite()
         ended = not self.state.position
         scalars = self.updater.pop_means()
-        epoch = self.updater.epoch_means(ended) if ended or self.done else {}
-        scalars |= epoch
+        of_epoch = {}
+        if ended or self.done:
+            of_epoch = self.updater.epoch_means(ended)
+        scalars |= of_epoch
         for contribute in self.hooks.listeners("scalars"):
             scalars |= contribute(self)
         self.state.logged_at = self.state.global_step
         self.timer.reset()
         if ended:
-            self.lr_schedule.after_validation(epoch)
+            self.lr_schedule.after_validation(of_epoch)
         self.log(scalars)
 
     def _validate(self) -> None:
-        with self.timer.spending("evaluation"), suppress(EvaluationAbandoned):
-            self.updater.confirm()
-            self.hooks.emit("on_validation_start", self)
+        with self.timer.spending("evaluation"), suppress(evaluation.EvaluationAbandoned):
+            self.updater.check_deferred_nonfinite()
+            self.hooks.emit("on_validation_start")
             metrics: dict[str, float] = {}
             for stage, loader in self.val_loaders.items():
-                limit = self._validation_limit(loader)
-                step = self.state.global_step
-                metrics |= evaluate(self, loader, stage, limit, step, shown=not metrics)
+                metrics |= evaluation.evaluate(
+                    self.components,
+                    loader,
+                    stage,
+                    self._validation_limit(loader),
+                    self.state.global_step,
+                    self.hooks,
+                    shows_batches=not metrics,  # those of the first set
+                )
             self.state.validated_at = self.state.global_step
             self.lr_schedule.after_validation(metrics)
             self.log(metrics)
-            self.hooks.emit("on_validation_end", self, metrics)
+            self.hooks.emit("on_validation_end", metrics)
 
     def _validation_limit(self, loader: Any) -> int | None:
         return batches_of(loader, self.options.limit_val_batches, "trainer.limit_val_batches")
@@ -465,15 +472,20 @@ class Trainer:
         drawn at random is keyed by the seed and the `step` of the weights (default: the run's), and
         leaves the training's random state untouched. Raises ModelError where there is no loader.
         """
-        step = self.state.global_step if step is None else step
+        if step is None:
+            step = self.state.global_step
         sets = self.val_loaders if loader is None else {stage: loader}
         if not sets:
             raise ModelError("the Trainer was given no val_loader: evaluate(loader) takes one")
         metrics: dict[str, float] = {}
         with self.timer.spending("evaluation"):
-            for name, one in sets.items():
-                most = self._validation_limit(one) if loader is None and limit is None else limit
-                metrics |= evaluate(self, one, name, most, step)
+            for name, source in sets.items():
+                batches = limit
+                if loader is None and limit is None:
+                    batches = self._validation_limit(source)
+                metrics |= evaluation.evaluate(
+                    self.components, source, name, batches, step, self.hooks
+                )
         return metrics
 
     def predict(self, data: Any, batch_size: int = 256) -> Any:
@@ -484,7 +496,7 @@ class Trainer:
         that are dicts or tuples are joined part by part. With the weights that are evaluated: those
         of an average, if there is one.
         """
-        return predict(self, data, batch_size)
+        return evaluation.predict(self.components, data, batch_size)
 
     def load_best(self) -> LogPoint:
         """Give the model the weights of the best checkpoint; return their step and epoch.
@@ -493,20 +505,50 @@ class Trainer:
         with the optimizer as it is. Raises CheckpointError where none was saved.
         """
         path = from_python.best_checkpoint(self.run_dir)
-        payload = self.group.broadcast(read_checkpoint(path) if self.is_main else None)
-        snapshot.load_weights(self, payload, path)
+        # A collective: the main process reads the file, which others may not see.
+        payload = self.group.broadcast(reader.read_checkpoint(path) if self.is_main else None)
+        snapshot.load_weights(self.components, payload, path)
         return snapshot.log_point_of(payload)
 
+    def state_dict(self, on_main: Callable[[Any], Any] = on_host) -> dict[str, Any]:
+        """Return what a checkpoint holds; a collective of all processes.
+
+        `on_main`: what the main process, which writes it, does with the whole dict.
+        """
+        return snapshot.capture(self.components, self.updater, on_main)
+
+    def load_state_dict(
+        self, state: Mapping[str, Any], hyper_parameters: bool = True, same_run: bool = True
+    ) -> list[str]:
+        """Go on where `state` was captured; return what cannot be exact, in words.
+
+        With `hyper_parameters` false those that the trainer was built with hold from here on.
+        Unless it is the `same_run`, nothing is loaded that tells of a run directory's files. Raises
+        CheckpointError for a checkpoint of something else.
+        """
+        reader.check_payload(state, None)
+        self.setup()
+        # DDP fixes the order of its buckets in the first backward pass, which is run here, before
+        # the state is loaded.
+        first_update = functools.cache(lambda: next(self.draw(self.state.epoch)))
+        self.training_model.train()
+        self.strategy.warm_up(
+            self.training_model, lambda: self.updater.dry_run_backward(first_update())
+        )
+        reader.compare_names(state, self.model.state_dict())
+        with reader.taking_over("the state"):
+            return snapshot.load(self.components, self.updater, state, hyper_parameters, same_run)
+
     def __repr__(self) -> str:
-        return from_python.plan_of(self)
+        return from_python.plan_of(self.components, list(self.val_loaders), self.run_dir)
 
     def evaluating(self) -> AbstractContextManager[None]:
         """Return the context in which the model answers as in a validation, for callbacks."""
-        return prepared(self, self.state.global_step)
+        return evaluation.evaluation_mode(self.components)
 
     def evaluation_weights(self) -> AbstractContextManager[Any]:
         """Return the context in which the model has the weights to evaluate, or an average's."""
-        return NULL_CONTEXT if self.average is None else self.average.swap(self)
+        return evaluation.evaluation_weights(self.components)
 
     def learning_rates(self) -> dict[str, float]:
         """Return each parameter group's learning rate: that of the next update."""
@@ -523,7 +565,7 @@ class Trainer:
         self._log_point = at
         from_python.add_row(self.history, self.log_point, scalars)
         try:
-            self.hooks.emit("on_log", self, scalars)
+            self.hooks.emit("on_log", scalars)
         finally:
             self._log_point = None
 
@@ -553,7 +595,7 @@ class Trainer:
 
     def _show(self, name: str, convert: Callable[..., Media], *values: Any) -> None:
         if self.is_main and self.hooks.listeners("on_media"):
-            self.hooks.emit("on_media", self, name, convert(*values))
+            self.hooks.emit("on_media", name, convert(*values))
 
     def end(self, results: Results) -> None:
         """Tell the callbacks how the run ended; once, after the test.

@@ -1,5 +1,6 @@
 """What the host and CUDA graphs do: losses with and without them, and waits for the device."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from benchmarks.gpu_check.ours import SMALL, Losses, built
 from regimen.conf.errors import ConfigError
 from regimen.trainer.callback import Callback
 from regimen.trainer.trainer import Trainer
+from regimen.trainer.update.updater import Updater
 
 MODE = "reduce-overhead"
 # The simulated device has no kernels that torch could compile.
@@ -72,9 +74,9 @@ def _losses(checks: Checks, words: list[str], by_hand: bool = False) -> list[flo
     trainer = built(words, DEVICE, {"losses": losses}, checks.folder / "graphs").trainer
     if by_hand and not SIMULATED:
         # A test of what a configuration may not ask for.
-        trainer.wrapped = torch.compile(  # type: ignore[assignment]
-            trainer.model, dynamic=False, mode=MODE
-        )
+        recorded: Any = torch.compile(trainer.model, dynamic=False, mode=MODE)
+        components = replace(trainer.components, training_model=recorded)
+        vars(trainer)["updater"] = Updater(components, trainer.hooks)
     trainer.fit()
     return losses.values
 

@@ -43,7 +43,7 @@ def built(
     strategy = Strategy(device)
     strategy.setup()
     experiment = build(parse(compose(list(words)).config), strategy, callbacks)
-    experiment.trainer.run_dir = run_dir
+    experiment.trainer.use_run_dir(run_dir)
     if run_dir is not None:
         run_dir.mkdir(parents=True, exist_ok=True)
     return experiment

@@ -206,7 +206,7 @@ class Pruning(Settings, Callback):
         if trainer.state.skipped_in_a_row:
             return
         if trainer.state.global_step in self._plan:
-            trainer.updater.confirm()
+            trainer.updater.check_deferred_nonfinite()
             self._prune(trainer)
         else:
             self._apply(self._weights)

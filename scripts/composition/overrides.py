@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep, Override
@@ -24,7 +24,7 @@ from regimen.scripts.cli.arguments import key_of, quoted
 from regimen.scripts.composition.tree import shown_path
 
 if TYPE_CHECKING:
-    from regimen.scripts.composition.folders import Folders
+    pass
 
 # Groups that every run needs.
 NEEDED = ("model", "data", "loader", "task", "optimizer", "trainer", "strategy")
@@ -85,7 +85,7 @@ class Dimension:
 class Overrides:
     """The overrides of a composition, and their problems."""
 
-    folders: "Folders"
+    folders: Any  # `Folders` of folders.py, which imports this module
     problems: list[Problem] = field(default_factory=list)
     guessed: set[str] = field(default_factory=set)  # groups whose choice is misspelt
 

@@ -43,7 +43,7 @@ from regimen.trainer.inference.predictor import (
 from regimen.trainer.inference.run import (
     as_trained,
     find_checkpoint,
-    load_trainer,
+    load_components,
     origin_of,
     pictures_for,
     prompts_for,
@@ -65,15 +65,16 @@ def answer(request: Request) -> int:
     strategy.setup()
     try:
         with strategy.group.propagate_errors():
-            trainer = load_trainer(run_dir, config, facts.num_classes, strategy, keys.checkpoint)
+            classes = facts.num_classes
+            components = load_components(run_dir, config, classes, strategy, keys.checkpoint)
             loader = eval_loader(config, dataset, strategy)
             writer = Findings(keys, facts, dataset)
-            for answers in Predictor(trainer, keys.save, generation)(loader):
-                if trainer.is_main:
+            for answers in Predictor(components, keys.save, generation)(loader):
+                if components.is_main:
                     writer.add(answers)
-            if trainer.is_main:
+            if components.is_main:
                 origin = asdict(keys) | facts._asdict()
-                origin |= origin_of(run_dir, trainer, keys.checkpoint)
+                origin |= origin_of(run_dir, components, keys.checkpoint)
                 origin |= {"samples": len(dataset), "batch_size": loader.sampler.batch_size}
                 origin |= {"generation": generation and generation._asdict()}
                 writer.write(origin)

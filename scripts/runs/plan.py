@@ -17,6 +17,7 @@ from regimen.scripts.cli.arguments import Request
 from regimen.trainer.assembly.data import kept_bytes
 from regimen.trainer.assembly.experiment import Experiment, follows_split
 from regimen.trainer.assembly.summary import estimate, render, summarize
+from regimen.trainer.components.precision import format_remark
 from regimen.trainer.errors import short_message
 from regimen.trainer.evaluation import evaluate
 from regimen.trainer.files.atomic import write_text
@@ -27,7 +28,6 @@ from regimen.trainer.optimizers.optimizers import GroupRow
 from regimen.trainer.runs.directory import make_folder
 from regimen.trainer.task import as_output, batch_dependence_warning
 from regimen.trainer.trainer import Trainer
-from regimen.trainer.update.precision import format_remark
 
 _LEARNING_RATES = 5  # about how many of a group are shown
 _CLASSES = 10  # names that are shown
@@ -94,7 +94,7 @@ def _try_out(
     first = None
     try:
         first = next(trainer.draw(0))[0]
-        trainer.wrapped.train()
+        trainer.training_model.train()
         trainer.updater.dry_run_backward([first])
     except DataError as error:
         errors.append(error)
@@ -105,7 +105,7 @@ def _try_out(
         return None, notes
     for split, loader in (*trainer.val_loaders.items(), *experiment.test_loaders.items()):
         try:
-            metrics = evaluate(trainer, loader, split, 1, 0)
+            metrics = evaluate(trainer.components, loader, split, 1, 0, trainer.hooks)
         except DataError as error:
             errors.append(error)
             continue
@@ -125,7 +125,7 @@ def _prediction_problems(trainer: Trainer, first: MicroBatch | None) -> Iterator
     """Say why `predict` could not use the model, which else shows only once a run has ended."""
     if first is None:
         return
-    predictor = Predictor(trainer)
+    predictor = Predictor(trainer.components)
     try:
         with torch.inference_mode(), predictor.ready():
             predictor.ask(first.batch, range(first.batch_slice.count))

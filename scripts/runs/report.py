@@ -39,7 +39,7 @@ def time_fractions(seconds: Mapping[Kind, float]) -> list[str]:
 
 def best_of(experiment: Experiment) -> tuple[str, float, int] | None:
     """Return (metric, value, step) of the best checkpoint; None if there is none, or of no use."""
-    return run_results.best_of(experiment.trainer)
+    return run_results.best_of(experiment.trainer.callbacks)
 
 
 def final_block(

@@ -69,7 +69,7 @@ class Resume:
             return
         self.notes += changed_data(self.payload["state"].get("data", {}), trainer.data_facts)
         same_run = self.run_dir is not None
-        self.notes += snapshot.restore(trainer, self.payload, not self.new_values, same_run)
+        self.notes += trainer.load_state_dict(self.payload, not self.new_values, same_run)
         state = trainer.state
         logger.info(
             "resumed at step %d, epoch %d, update %d of it",

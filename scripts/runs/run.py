@@ -104,7 +104,7 @@ class BuiltRun:
             reason=results.reason,
             resume=resume_command,
             results=None if results.code else results.metrics,
-            best=best_record(trainer),
+            best=best_record(trainer.callbacks),
             seconds=trainer.timer.seconds,
         )
 
@@ -189,17 +189,16 @@ def buffered_log() -> Iterator[MemoryHandler]:
 def recording(run: BuiltRun, log: MemoryHandler) -> Iterator[None]:
     """Lock the run directory, open its log, and record an exception that ends the run."""
     trainer = run.experiment.trainer
-    trainer.history = None  # metrics.jsonl holds it
     directory = run.acquire_directory() if trainer.is_main else None
     # A collective: the other processes learn the path that the main process has chosen.
-    trainer.run_dir = trainer.group.broadcast(directory and directory.path)
+    trainer.use_run_dir(trainer.group.broadcast(directory and directory.path))
     file = logging.NullHandler() if directory is None else LogFileHandler(directory.path / LOG)
     log.setTarget(file)
     log.flush()
     try:
         yield
     except BaseException as error:
-        results = failure(trainer, error)
+        results = failure(trainer.components, error)
         if directory is not None:
             _record_failure(run, directory, error, results)
         trainer.end(results)
@@ -332,7 +331,7 @@ def _train(run: BuiltRun, note: Path | None) -> None:
     if trainer.state.stop_code:
         raise _interruption(request, trainer)
 
-    results = outcome(trainer, test_metrics)
+    results = outcome(trainer.components, test_metrics)
     run.record_end(results)
     trainer.end(results)
     if directory is not None:
@@ -372,7 +371,7 @@ def _test(experiment: Experiment) -> dict[str, float]:
     if payload is None:
         log_point = trainer.log_point
     else:
-        snapshot.load_weights(trainer, payload)
+        snapshot.load_weights(trainer.components, payload)
         log_point = snapshot.log_point_of(payload)
     metrics = dict[str, float]()
     for stage, loader in experiment.test_loaders.items():

@@ -7,7 +7,6 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 from tensorboard.backend.event_processing.io_wrapper import IsTensorFlowEventsFile
 from torch import nn
 
-from regimen.trainer import snapshot
 from regimen.trainer.callback import Results
 from regimen.trainer.task import StepOutput, Task
 from toys import StopAt, through_a_file, trainer_of
@@ -49,7 +48,7 @@ def make_trainer():
         trainer = trainer_of(Regression(), batches, **options)
         if run_dir is not None:
             run_dir.mkdir(exist_ok=True)
-        trainer.run_dir = run_dir
+        trainer.use_run_dir(run_dir)
         return trainer
 
     return make
@@ -60,7 +59,7 @@ def carry_over():
     """Return a function that makes the second trainer go on where the first one is."""
 
     def carry(source, target):
-        snapshot.restore(target, through_a_file(snapshot.take(source)))
+        target.load_state_dict(through_a_file(source.state_dict()))
 
     return carry
 

@@ -2,6 +2,7 @@
 
 import copy
 from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from regimen.callbacks.swa import SWA
 from regimen.trainer import snapshot
 from regimen.trainer.callback import Callback
 from regimen.trainer.checkpoints.reader import read_checkpoint
+from regimen.trainer.evaluation import evaluate
 
 
 def make_model():
@@ -134,7 +136,7 @@ def test_which_weights_are_evaluated_is_explicit(make_trainer, tmp_path, used):
     payload = read_checkpoint(tmp_path / "checkpoints" / "last.pt")
     assert torch.equal(payload["model"]["0.weight"], trained["0.weight"])
     fresh = make_trainer({"ema": EMA(0.9, use_for_evaluation=used)})
-    snapshot.load_weights(fresh, payload)
+    snapshot.load_weights(fresh.components, payload)
     assert fresh.evaluate(fresh.val_loaders["val"], "val") == evaluated
 
 
@@ -201,9 +203,9 @@ def test_before_it_begins_the_model_itself_is_evaluated(make_trainer):
     class Compare(Callback):
         def on_validation_end(self, trainer, metrics):
             with_swap = trainer.evaluate(trainer.val_loaders["val"], "val")
-            average, trainer.average = trainer.average, None
-            same.append(with_swap == trainer.evaluate(trainer.val_loaders["val"], "val"))
-            trainer.average = average
+            plain = replace(trainer.components, average=None)
+            step = trainer.state.global_step
+            same.append(with_swap == evaluate(plain, trainer.val_loaders["val"], "val", step=step))
 
     make_trainer({"swa": SWA(1), "compare": Compare()}, max_epochs=3).fit()
     assert same == [True, False, False]

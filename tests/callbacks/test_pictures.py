@@ -66,7 +66,7 @@ def trainer_of(callbacks, run_dir=None, task=None, train=None, **options):
     given = {"model": network(), "val": train or images(2, 1), "max_epochs": 4, **options}
     given = {"callbacks": callbacks, "log_every_n_steps": 2, **given}
     trainer = toys.trainer_of(task or Classification(CLASSES), train or images(3, 0), **given)
-    trainer.run_dir = run_dir
+    trainer.use_run_dir(run_dir)
     return trainer
 
 
@@ -289,7 +289,7 @@ def test_generated_images_come_from_the_same_noise_each_time():
     callbacks = {"g": gallery, "made": made}
     run = trainer_of(callbacks, task=GAN(), model=gan.GAN(1, 4, latent_dim=5), train=[batch])
     made.on_validation_start(run)
-    evaluate(run, run.val_loaders["val"], "val", None, 0, [made.on_validation_batch])
+    evaluate(run.components, run.val_loaders["val"], "val", hooks=run.hooks, shows_batches=True)
     made.on_validation_end(run, {})
     expected = sheet(pixels(run.model(noise, part="generator")), columns=8)
     assert np.array_equal(gallery.shown["generated/val"][0][1], expected)

@@ -161,7 +161,7 @@ def test_more_metrics_than_fit_take_further_lines(make_trainer, monkeypatch):
     terminal = Terminal(60)
     metrics = {f"val/metric_{number}": 0.0125 for number in range(8)}
     with console(terminal.stream):
-        monkeypatch.setattr("regimen.trainer.trainer.evaluate", lambda *args, **more: metrics)
+        monkeypatch.setattr("regimen.trainer.evaluation.evaluate", lambda *args, **more: metrics)
         make_trainer({"progress": Progress()}, max_epochs=1, log_every_n_steps=1).fit()
     lines = [row for row in terminal.rows() if row]
     assert max(map(len, [*lines, *terminal.frames()])) <= 60

@@ -108,7 +108,7 @@ def test_a_resumed_run_leaves_the_records_of_one_never_interrupted(
     carry_over(first, lost)
     carry_over(first, second)
     lost.setup()
-    lost.hooks.emit("on_fit_start", lost)
+    lost.hooks.emit("on_fit_start")
     lost.state.global_step = 9
     lost.log({"train/loss": 9.0, "new": 1.0})  # it goes on from the first one's checkpoint again
     lost.log_text("words", "lost")
@@ -131,7 +131,7 @@ def test_a_resumed_run_leaves_the_records_of_one_never_interrupted(
 def test_no_folder_no_log(make_trainer, tmp_path):
     make_trainer(recorders()).fit()
     trainer = make_trainer(recorders())
-    trainer.run_dir = tmp_path / "missing"
+    trainer.use_run_dir(tmp_path / "missing")
     with pytest.raises(StorageError, match=r"cannot write .*metrics\.jsonl"):
         trainer.fit()
 

@@ -39,8 +39,8 @@ class Half(Average):
         self.weights = {n: p.detach().clone() / 2 for n, p in trainer.model.named_parameters()}
 
     @contextmanager
-    def swap(self, trainer):
-        parameters = dict(trainer.model.named_parameters())
+    def swap(self, model):
+        parameters = dict(model.named_parameters())
         kept = {n: p.detach().clone() for n, p in parameters.items()}
         with torch.no_grad():
             for name, value in self.weights.items():
@@ -70,16 +70,19 @@ class Keeper(Saver):
 def test_an_average_is_evaluated_saved_and_loaded_under_any_name(make_trainer, kind):
     trainer = make_trainer({"mine": kind()})
     trainer.fit()
-    payload = snapshot.take(trainer)
+    payload = trainer.state_dict()
     names = dict(trainer.model.named_parameters()).keys()
     assert payload["ema"]["weights" if kind is Half else "model"].keys() >= names
     expected = trainer.evaluate(trainer.val_loaders["val"], "val")
-    for load in (snapshot.load_weights, snapshot.restore):
+    for load in (
+        lambda trainer: snapshot.load_weights(trainer.components, payload),
+        lambda trainer: trainer.load_state_dict(payload),
+    ):
         fresh = make_trainer({"mine": kind()})
-        load(fresh, payload)
+        load(fresh)
         assert fresh.evaluate(fresh.val_loaders["val"], "val") == expected
     without = make_trainer({})
-    snapshot.load_weights(without, payload)
+    snapshot.load_weights(without.components, payload)
     assert without.evaluate(without.val_loaders["val"], "val") != expected
 
 
@@ -92,7 +95,7 @@ def test_averages_and_savers_of_ones_own_have_their_roles(make_trainer):
     trainer.fit()
     experiment = SimpleNamespace(trainer=trainer)
     assert best_of(experiment) == ("val/loss", 0.5, 7)
-    assert RewindPoint.of(snapshot.take(trainer)).best == (7,)
+    assert RewindPoint.of(trainer.state_dict()).best == (7,)
 
 
 def test_pruning_comes_first_and_checkpoints_last_under_any_name():
@@ -123,7 +126,7 @@ def test_a_hook_with_wrong_parameters_is_found_and_a_name_nearly_as_a_hook_is_to
             pass
 
     with pytest.raises(ModelError, match=r"Short\.on_epoch_end must take \(self, trainer\)"):
-        Hooks([Short()])
+        Hooks([Short()], None)
 
     class Lightnings(Callback):
         def on_train_epoch_end(self, trainer):
@@ -132,7 +135,7 @@ def test_a_hook_with_wrong_parameters_is_found_and_a_name_nearly_as_a_hook_is_to
         def on_my_own_account(self):
             pass
 
-    Hooks([Lightnings()])
+    Hooks([Lightnings()], None)
     (told,) = [record.getMessage() for record in caplog.records]
     assert "Lightnings.on_train_epoch_end is no hook" in told
     assert "did you mean on_" in told

@@ -10,7 +10,6 @@ from regimen.callbacks.trackers.mlflow import MLflow
 from regimen.callbacks.trackers.recorder import MetricsLog, Tracker, names_of
 from regimen.callbacks.trackers.wandb import WandB
 from regimen.conf.errors import ConfigError
-from regimen.trainer import snapshot
 from regimen.trainer.callback import Callback, Results
 from toys import StopAt
 
@@ -67,10 +66,10 @@ def test_other_hyper_parameters_begin_another_tracked_run(make_trainer, tmp_path
     kept = points(store).copy()
     lines = [{"step": step, "epoch": 0, key: value} for step, key, value in kept]
     (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    payload = snapshot.take(first)
+    payload = first.state_dict()
     carry_over(first, second)
     second.fit()
-    snapshot.restore(third, payload, hyper_parameters=False)
+    third.load_state_dict(payload, hyper_parameters=False)
     third.fit()
     old, new = store.values()
     assert new[: len(kept)] == kept

@@ -67,9 +67,9 @@ def run_command(command, arguments, folder, output, environment, tmpfs):
 def train_as_on_a_gpu():
     """Take the CPU for a device that the host waits for, with the optimizers that go with it."""
     from regimen.trainer.assembly import parts
-    from regimen.trainer.update import gradients, sums
+    from regimen.trainer.update import guard, means
 
-    sums.is_async = gradients.is_async = lambda device: True
+    means.is_async = guard.is_async = lambda device: True
     plain = parts.build_optimizers
 
     def build_optimizers(model, *args, **more):

@@ -187,7 +187,7 @@ model = torch.nn.Linear(4, 3)
 optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, fused=True)
 trainer = Trainer(model, Classification(3), optimizer, [(torch.ones(8, 4), torch.zeros(8).long())])
 trainer.fit()
-assert trainer.updater.guard.by_device and model.weight.device.type == "sim"
+assert trainer.updater.guard.is_deferred and model.weight.device.type == "sim"
 assert "torch._dynamo" not in sys.modules  # three seconds of the first update
 """
 

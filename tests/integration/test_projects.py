@@ -106,7 +106,7 @@ def whitened(epochs=1, resumed=False, **options):
     data = DataLoader(TensorDataset(images, torch.arange(256) % 3), batch_size=32)
     more = {"callbacks": {"whitening": Watched("0", **options)}, "max_epochs": epochs}
     trainer = toys.trainer_of(Classification(3), data, model=model, **more)
-    trainer.resumed = resumed
+    trainer.state.resumed = resumed
     trainer.fit()
     return layer, images, trainer.callbacks["whitening"].seen, before
 

@@ -16,12 +16,12 @@ from regimen.conf.check import parse
 from regimen.scripts.composition.compose import compose
 from regimen.trainer.assembly.experiment import eval_loader, limited, overfit_samples
 from regimen.trainer.callback import Callback
+from regimen.trainer.components.precision import compiled_model
 from regimen.trainer.errors import CheckpointError, ModelError, SampleError, StorageError
 from regimen.trainer.options import TrainerOptions, count
 from regimen.trainer.task import StepOutput
 from regimen.trainer.tasks.classification import Classification
 from regimen.trainer.tasks.regression import Regression
-from regimen.trainer.update.precision import compiled_model
 from toys import Samples, assert_equal, by_hand, of_output
 
 

@@ -16,9 +16,9 @@ from regimen.callbacks.early_stopping import EarlyStopping
 from regimen.conf.check import check
 from regimen.conf.errors import ConfigError
 from regimen.conf.schema_trainer import TrainerConfig
+from regimen.trainer.components.setup import set_switches
 from regimen.trainer.errors import DivergedError, ModelError, SampleError
 from regimen.trainer.options import GradientNoise, TrainerOptions
-from regimen.trainer.rng import set_switches
 from regimen.trainer.tasks.classification import Classification
 from regimen.trainer.tasks.regression import Regression
 from regimen.trainer.trainer import Trainer
@@ -92,7 +92,7 @@ def test_the_model_is_compiled_and_recomputed_as_the_options_say() -> None:
             channels_last=True,
         )
     )
-    assert type(again.compiled).__name__ == "OptimizedModule"
+    assert type(again.components.compiled_model).__name__ == "OptimizedModule"
     assert [name for name, part in again.model.named_children() if "forward" in vars(part)] == ["0"]
     again.fit()
     for one, other in zip(plain.model.parameters(), again.model.parameters(), strict=True):

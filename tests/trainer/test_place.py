@@ -10,7 +10,6 @@ import torch
 from regimen.data.loading.loader import Loader
 from regimen.data.orders import Shuffled
 from regimen.data.samplers import UpdateSampler
-from regimen.trainer import snapshot
 from regimen.trainer.callback import Callback
 from regimen.trainer.lr_schedulers.build import build_lr_schedule
 from regimen.trainer.optimizers.optimizers import build_optimizers
@@ -68,7 +67,7 @@ def trainer_of(
 
 def resumed(begun: Trainer, *given: Any, exact: bool = True, **options: Any) -> Any:
     trainer, seen = trainer_of(*given, **options)
-    notes = snapshot.restore(trainer, through_a_file(snapshot.take(begun)), exact)
+    notes = trainer.load_state_dict(through_a_file(begun.state_dict()), exact)
     return trainer, seen, notes
 
 
@@ -145,10 +144,10 @@ def test_a_run_of_a_number_of_updates_keeps_its_place_in_the_curve():
 def test_a_checkpoint_of_an_earlier_version_goes_on_at_its_update():
     begun, _ = trainer_of(40, 8, 8)
     begun.fit()
-    payload = through_a_file(snapshot.take(begun))
+    payload = through_a_file(begun.state_dict())
     del payload["state"]["lengths"], payload["state"]["counters"]["epoch_samples"]
     trainer, seen = trainer_of(40, 8)
-    assert snapshot.restore(trainer, payload) == []
+    assert trainer.load_state_dict(payload) == []
     trainer.fit()
     assert list(chain(*seen.samples))[:16] == Shuffled(40, 1)(1)[24:].tolist()
     assert torch.tensor(seen.rates).isfinite().all()

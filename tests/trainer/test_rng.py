@@ -11,9 +11,10 @@ from torch import nn
 import toys
 from regimen.trainer import rng
 from regimen.trainer.callback import Callback
+from regimen.trainer.components.setup import set_switches
 from regimen.trainer.evaluation import EvaluationAbandoned
 from regimen.trainer.options import TrainerOptions
-from regimen.trainer.rng import RandomStates, seed_everything, set_switches
+from regimen.trainer.rng import RandomStates, seed_everything
 from regimen.trainer.tasks.regression import Regression
 from toys import Samples, loader
 

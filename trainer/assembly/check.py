@@ -46,7 +46,7 @@ from regimen.trainer.strategies.strategy import Strategy
 from regimen.trainer.targets.allow_list import locate
 from regimen.trainer.targets.instantiate import CheckedNode, instantiate, nodes_in
 from regimen.trainer.task import Task, missing_step
-from regimen.trainer.update.gradients import without_effect
+from regimen.trainer.update.gradients import ignored_keys
 
 # Placeholders for facts that are known only once the data are open.
 _TOTAL_STEPS = 1000
@@ -341,7 +341,7 @@ def _strategy_problems(config: Config) -> Iterator[Problem]:
             yield Problem(f"{section.key}._target_", message, hint)
         if not needs_closure(kind):
             continue
-        for key in without_effect(options.precision, options):
+        for key in ignored_keys(options.precision, options):
             message = f"has no effect on the gradients that {kind.__name__} computes itself"
             yield Problem(f"trainer.{key}", message, "leave it out, or take another optimizer")
 

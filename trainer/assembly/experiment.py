@@ -35,7 +35,10 @@ from regimen.trainer.assembly.parts import (
     with_counted_classes,
 )
 from regimen.trainer.assembly.summary import state_bytes
-from regimen.trainer.callback import Average, Callback
+from regimen.trainer.callback import Average, Callback, named_callbacks
+from regimen.trainer.components.components import Components, build_components
+from regimen.trainer.components.precision import compiled_model
+from regimen.trainer.components.setup import set_switches
 from regimen.trainer.device import (
     empty_caches,
     is_async,
@@ -45,13 +48,12 @@ from regimen.trainer.device import (
     spare_memory,
 )
 from regimen.trainer.errors import ResourceError, describe_value
-from regimen.trainer.evaluation import evaluate
+from regimen.trainer.evaluation import check_metrics, evaluate
 from regimen.trainer.options import count, horizon
-from regimen.trainer.rng import seed_everything, set_switches
+from regimen.trainer.rng import seed_everything
 from regimen.trainer.strategies.strategy import Strategy
 from regimen.trainer.targets.instantiate import parameters_of
 from regimen.trainer.trainer import Trainer
-from regimen.trainer.update.precision import compiled_model
 
 logger = logging.getLogger("regimen")
 
@@ -131,8 +133,8 @@ def build(
         compiled=compiled_model(parts.model, not config.dry_run and options.compile, parts.regions),
         config_text=config_text,
         verbose=False,  # the configuration names what shows the progress
+        data_facts=data_facts(data.sets),
     )
-    trainer.data_facts = data_facts(data.sets)
     # Dropout masks differ between processes; the weights, drawn above, do not.
     seed_everything(config.seed, strategy.group.data_rank)
     trainer.random.keep()
@@ -204,7 +206,7 @@ def _tried(config: Config, strategy: Strategy) -> tuple[str | None, list[str]]:
     trainer = build(config, strategy).trainer
     states = [state_bytes(optimizer) or 0 for _, optimizer in trainer.optimizers.items()]
     later = sum(states) // strategy.mesh.shards + _average_bytes(trainer)
-    trainer.wrapped.train()
+    trainer.training_model.train()
     reset_peak_rss()
     failure = None
     description = "its transforms"  # what has run out of memory, before there is a batch
@@ -251,7 +253,7 @@ def _evaluate_a_batch(trainer: Trainer, config: Config) -> None:
     size = config.loader.eval_batch_size or config.loader.batch_size
     for stage, loader in trainer.val_loaders.items():
         try:
-            evaluate(trainer, loader, stage, 1, 0)
+            evaluate(trainer.components, loader, stage, 1, 0, trainer.hooks)
         except RuntimeError as error:
             if not lacks_memory(error):
                 raise
@@ -304,29 +306,27 @@ def build_evaluator(
     strategy: Strategy,
     answering: nn.Module | None = None,
     classes: Sequence[str] | None = None,
-) -> Trainer:
-    """Build a trainer for evaluation and prediction, without data.
+) -> Components:
+    """Build what evaluates and predicts: a model and its task, without data and optimizers.
 
     `answering` takes the place of the model: an exported file, which has no average either.
     `classes` are the names of the run.
     """
     config = with_counted_classes(config, num_classes)
     parts = Assembly(config, strategy, num_classes, classes=classes)
-    every = [parts.model, *parts.task.own_modules().values()]
-    callbacks = {} if answering else parts.callbacks
-    trainer = Trainer(
+    averages: dict[str, Callback] = {}
+    if answering is None:
+        averages = {n: c for n, c in parts.callbacks.items() if isinstance(c, Average)}
+    check_metrics(parts.task.metrics(), strategy)
+    return build_components(
         parts.model,
         parts.task,
-        torch.optim.SGD([p for m in every for p in m.parameters()], lr=0.0),  # never stepped
-        [],
         strategy=strategy,
         precision=parts.precision,
-        callbacks={n: c for n, c in callbacks.items() if isinstance(c, Average)},
+        callbacks=named_callbacks(averages),
         options=TrainerConfig(seed=config.seed, channels_last=config.trainer.channels_last),
         compiled=answering,
     )
-    trainer.setup()
-    return trainer
 
 
 def train_loader(config: Config, data: Data, strategy: Strategy) -> Loader:

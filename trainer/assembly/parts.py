@@ -16,6 +16,8 @@ from regimen.conf.interpolation import CLASSES, fill, mapped
 from regimen.conf.schema import Config, Node
 from regimen.data.errors import DataError
 from regimen.trainer.callback import Callback, Saver, check_hooks
+from regimen.trainer.components.precision import Precision
+from regimen.trainer.components.recompute import checkpoint_modules, checkpoint_segments
 from regimen.trainer.device import is_async
 from regimen.trainer.distributed import is_rank
 from regimen.trainer.errors import ModelError, is_shape_error, short_message
@@ -29,7 +31,6 @@ from regimen.trainer.strategies.strategy import Strategy, instances
 from regimen.trainer.targets.allow_list import TargetError, locate
 from regimen.trainer.targets.instantiate import instantiate
 from regimen.trainer.task import Task, named_modules
-from regimen.trainer.update.precision import Precision, checkpoint_modules, checkpoint_segments
 
 # Arguments that a sampler is given if its signature asks for them.
 OFFERED = ("dataset", "data_source", "targets", "seed")

@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from regimen.data.batch import map_tensors
+from regimen.trainer.fast import step_optimizer
 from regimen.trainer.files.layout import aligned, count, size
-from regimen.trainer.optimizers.state import take_step
 from regimen.trainer.rng import seeded
 from regimen.trainer.task import tensors_of
 
@@ -280,7 +280,7 @@ def state_bytes(optimizer: Optimizer) -> int | None:
             for name in ("fused", "foreach", "capturable"):
                 if name in group:
                     group[name] = False
-        take_step(twin)
+        step_optimizer(twin)
     except Exception:  # any optimizer class, on tensors that it may not support
         return None
     values = [v for state in twin.state.values() for v in state.values() if isinstance(v, Tensor)]

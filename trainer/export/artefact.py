@@ -113,7 +113,7 @@ def _graph_of(run: Run, facts: Facts, preprocessing: Preprocessing, checkpoint: 
     Raises ModelError.
     """
     model = run.model(checkpoint)
-    task = run.trainer(checkpoint).task
+    task = run.components(checkpoint).task
     network, outside = build_network(model, task, build_pipeline(run.config, "eval"), preprocessing)
     samples, are_real = samples_of(run, outside)
     dtype = str(samples.dtype).removeprefix("torch.")
@@ -373,9 +373,9 @@ def metrics_of(
     if of_file is not None and num_classes is not None and of_file != num_classes:
         raise ModelError(f"the file has {of_file} classes, the data of the run {num_classes}")
     answering = _Answering(answer, facts)
-    trainer = build_evaluator(config, of_file or num_classes, strategy, answering, classes)
-    split, metrics = measured(trainer, opened)
-    if facts["output"] == "mask" and isinstance(trainer.task, Supervised):
-        for stage, name in product(opened, trainer.task.losses.names):
+    components = build_evaluator(config, of_file or num_classes, strategy, answering, classes)
+    split, metrics = measured(components, opened)
+    if facts["output"] == "mask" and isinstance(components.task, Supervised):
+        for stage, name in product(opened, components.task.losses.names):
             metrics.pop(f"{stage}/{name}", None)
     return split, metrics

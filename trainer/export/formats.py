@@ -288,7 +288,7 @@ GRAPHS: Mapping[str, Format] = {
 
 def provenance(run: Run, checkpoint: str) -> Facts:
     """Return the provenance of a model: run, checkpoint and its results, data, versions."""
-    origin = origin_of(run.path, run.trainer(checkpoint), checkpoint)
+    origin = origin_of(run.path, run.components(checkpoint), checkpoint)
     # What was measured at the checkpoint's step was measured with its weights.
     lines = [line.items() for line in run.metrics if line["step"] == origin["step"]]
     measured = {key: value for line in lines for key, value in line if value is not None}

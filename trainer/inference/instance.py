@@ -7,53 +7,47 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from regimen.conf.errors import ConfigError
 from regimen.conf.schema import Config
 from regimen.trainer import snapshot
 from regimen.trainer.checkpoints.reader import check_payload, read_checkpoint
+from regimen.trainer.components.components import Components, build_components
+from regimen.trainer.components.precision import Precision
 from regimen.trainer.device import module_to_device
 from regimen.trainer.options import TrainerOptions
 from regimen.trainer.runs.from_python import OWN_TASKS
 from regimen.trainer.strategies.strategy import Strategy
 from regimen.trainer.targets.allow_list import TargetError, locate
 from regimen.trainer.task import Task
-from regimen.trainer.trainer import Trainer
-from regimen.trainer.update.precision import Precision
 
 _log = logging.getLogger(__name__)
 
 
 def load_instance(
     path: Path, config: Config, strategy: Strategy, model: nn.Module, task: Task
-) -> Trainer:
-    """Return a trainer for evaluation and prediction whose model is `model`, with new weights.
+) -> Components:
+    """Return what evaluates and predicts, whose model is `model` with new weights.
 
     The weights are those that the run was evaluated with: an average's, if it computed one. Raises
     CheckpointError for a checkpoint of another model.
     """
     payload = read_checkpoint(path)
     check_payload(payload, path)
-    every = [model, *task.own_modules().values()]
-    parameters = [p for module in every for p in module.parameters()]
     precision = Precision(config.trainer.precision, strategy.device.type)
-    trainer = Trainer(
+    components = build_components(
         module_to_device(precision.convert(model), strategy.device),
         task,
-        torch.optim.SGD(parameters, lr=0.0),  # never stepped
-        [],
         strategy=strategy,
         precision=precision,
-        callbacks={},
         options=TrainerOptions(
             max_epochs=1, seed=config.seed, channels_last=config.trainer.channels_last
         ),
     )
-    snapshot.load_weights(trainer, _evaluated(payload), path)
-    trainer.state.global_step = snapshot.log_point_of(payload).step
-    return trainer
+    snapshot.load_weights(components, _evaluated(payload), path)
+    components.state.global_step = snapshot.log_point_of(payload).step
+    return components
 
 
 def task_of(outputs: Mapping[str, Any], given: Task | None) -> Task:

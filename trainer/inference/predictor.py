@@ -19,13 +19,14 @@ from regimen.data.loading.loader import Loader
 from regimen.data.transforms import Pipeline
 from regimen.trainer.assembly.data import Data, names_of
 from regimen.trainer.assembly.parts import with_classes
+from regimen.trainer.components.components import Components
 from regimen.trainer.device import accumulate_dtype
 from regimen.trainer.errors import SHAPE_ERRORS, ModelError, explain_shape_error
+from regimen.trainer.evaluation import evaluation_mode
 from regimen.trainer.files.atomic import write_json
 from regimen.trainer.rng import derived_seed
 from regimen.trainer.runs.status import INFERENCE, RunDirectoryError, read_json
 from regimen.trainer.task import Task
-from regimen.trainer.trainer import Trainer
 
 Row = dict[str, Any]
 Sampling = Literal["greedy", "random"]
@@ -287,7 +288,7 @@ class Answers(NamedTuple):
 
 
 class Predictor:
-    """Run a trainer's model with the weights that its run was evaluated with.
+    """Run a model with the weights that its run was evaluated with.
 
     keep: "logits", "probabilities", "embeddings:MODULE" (the output of a module of the model), or
     None: nothing but the outputs. generation: the outputs are new tokens after prompts.
@@ -295,16 +296,19 @@ class Predictor:
     """
 
     def __init__(
-        self, trainer: Trainer, keep: str | None = None, generation: Generation | None = None
+        self,
+        components: Components,
+        keep: str | None = None,
+        generation: Generation | None = None,
     ) -> None:
-        self.trainer = trainer
+        self.components = components
         self._keep = keep
         self._generation = generation
         self._module: nn.Module | None = None
         self._embedding: Any = None
         kind, _, name = (keep or "").partition(":")
         if kind == "embeddings":
-            modules: dict[str, nn.Module] = dict(trainer.model.named_modules())
+            modules: dict[str, nn.Module] = dict(components.model.named_modules())
             if name not in modules:
                 top = ", ".join(n for n in modules if n and "." not in n)
                 raise ModelError(f"save={keep}: the model has no such module; it has {top}")
@@ -313,27 +317,27 @@ class Predictor:
     @torch.inference_mode()
     def __call__(self, loader: Loader) -> Iterator[Answers]:
         """Yield the outputs for each batch, gathered from all processes. Collective."""
-        trainer = self.trainer
+        components = self.components
         reported = 0
         with self.ready():
             expected = loader.sampler.walk(0, 0, len(loader))
             for whole, micro in zip(expected, loader.epoch(0, 0), strict=True):
                 indices = micro.batch_slice.indices[: micro.batch_slice.count]
-                answers = self.ask(trainer.to_device(micro.batch), indices)
+                answers = self.ask(components.to_device(micro.batch), indices)
                 reasons = {s.index: s.reason for s in loader.skipped[reported:]}
                 reported = len(loader.skipped)
                 for index in set(whole.indices[: whole.count]) - set(indices):
                     answers.broken[index] = reasons[index]
                 # Collective: each process has its part of the batch.
-                yield from trainer.group.gather_data(answers)
+                yield from components.group.gather_data(answers)
 
     def ask(self, batch: Any, indices: Sequence[int]) -> Answers:
         """Return the outputs for the samples at the front of a batch; it may hold more samples."""
-        task = self.trainer.task
-        step = partial(task.prediction_step, self.trainer.model)
+        task = self.components.task
+        step = partial(task.prediction_step, self.components.model)
         self._embedding = None
         try:
-            with self.trainer.precision.autocast():
+            with self.components.precision.autocast():
                 if self._generation is None:
                     output = step(batch)
                     values = task.interpret(output)
@@ -361,7 +365,7 @@ class Predictor:
         hook: Any = nullcontext()
         if self._module is not None:
             hook = self._module.register_forward_hook(self._embed)
-        with hook, self.trainer.evaluating():
+        with hook, evaluation_mode(self.components):
             yield
 
     def _embed(self, module: nn.Module, inputs: Any, output: Any) -> None:

@@ -37,7 +37,9 @@ from regimen.trainer.assembly.experiment import build_evaluator, build_split
 from regimen.trainer.assembly.parts import build_strategy
 from regimen.trainer.checkpoints.archive import DamagedCheckpointError, digest
 from regimen.trainer.checkpoints.reader import check_payload, read_checkpoint
+from regimen.trainer.components.components import Components
 from regimen.trainer.errors import CheckpointError
+from regimen.trainer.evaluation import evaluate, evaluation_weights
 from regimen.trainer.inference.instance import load_instance, task_of
 from regimen.trainer.inference.predictor import (
     Generation,
@@ -56,7 +58,6 @@ from regimen.trainer.runs.status import RunDirectoryError, read_metrics
 from regimen.trainer.strategies.strategy import Strategy
 from regimen.trainer.targets.allow_list import allow, close
 from regimen.trainer.task import Task
-from regimen.trainer.trainer import Trainer
 
 logger = logging.getLogger("regimen")
 
@@ -122,7 +123,7 @@ class Run:
         self.config = config
         self._instance = model
         self._task = task
-        self._trainers: dict[str, Trainer] = {}
+        self._components: dict[str, Components] = {}
 
     def __repr__(self) -> str:
         return f"Run({str(self.path)!r})"
@@ -137,34 +138,34 @@ class Run:
         """Everything that was logged: a dict for each line with `step`, `epoch`, `train/loss`..."""
         return list(read_metrics(self.path))
 
-    def trainer(self, checkpoint: str = "best") -> Trainer:
-        """Return a trainer for evaluation and prediction, with the model on its device."""
-        if checkpoint not in self._trainers:
+    def components(self, checkpoint: str = "best") -> Components:
+        """Return what evaluates and predicts, with the model on its device."""
+        if checkpoint not in self._components:
             strategy = build_strategy(self.config)
             strategy.setup()
             if self._instance is not None:
                 # One model holds the weights of one checkpoint: those before are forgotten.
-                self._trainers.clear()
+                self._components.clear()
                 place = find_checkpoint(self.path, checkpoint)
                 task = task_of(self.facts.outputs, self._task)
                 made = load_instance(place, self.config, strategy, self._instance, task)
             else:
-                made = load_trainer(
+                made = load_components(
                     self.path, self.config, self.facts.num_classes, strategy, checkpoint
                 )
-            self._trainers[checkpoint] = made
-        return self._trainers[checkpoint]
+            self._components[checkpoint] = made
+        return self._components[checkpoint]
 
     def model(self, checkpoint: str = "best") -> nn.Module:
         """Return the network in evaluation mode, with the weights that the run was evaluated with.
 
         checkpoint: best, last or a path. Raises CheckpointError.
         """
-        trainer = self.trainer(checkpoint)
-        with trainer.evaluation_weights():  # an average's, if the run used one
-            state = {name: v.clone() for name, v in trainer.model.state_dict().items()}
-        trainer.model.load_state_dict(state)
-        return trainer.model.eval()
+        components = self.components(checkpoint)
+        with evaluation_weights(components):  # an average's, if the run used one
+            state = {name: v.clone() for name, v in components.model.state_dict().items()}
+        components.model.load_state_dict(state)
+        return components.model.eval()
 
     def predict(
         self,
@@ -184,7 +185,7 @@ class Run:
         Raises DataError for anything else.
         """
         samples = self._samples(images)
-        predictor = Predictor(self.trainer(checkpoint))
+        predictor = Predictor(self.components(checkpoint))
         return self._rows(predictor, samples, Rows(self.facts, top_k), batch_size)
 
     def generate(
@@ -210,7 +211,7 @@ class Run:
         dataset = prompts_for(self.facts, self.config, names, texts)
         seed = self.config.seed if seed is None else seed
         generation = Generation(max_new_tokens, sampling, temperature, top_k, seed)
-        predictor = Predictor(self.trainer(checkpoint), generation=generation)
+        predictor = Predictor(self.components(checkpoint), generation=generation)
         samples = map(dataset.__getitem__, range(len(texts)))
         rows = self._rows(predictor, samples, Rows(self.facts, prompts=texts), batch_size)
         return [row["prediction"] for row in rows]
@@ -230,7 +231,7 @@ class Run:
         with torch.inference_mode(), predictor.ready():
             while batch := list(islice(samples, size)):
                 numbers = range(len(table), len(table) + len(batch))
-                inputs = predictor.trainer.to_device(collate(batch))
+                inputs = predictor.components.to_device(collate(batch))
                 table += rows(predictor.ask(inputs, numbers))
         return table
 
@@ -318,9 +319,9 @@ def prompts_for(
     return Prompts(names, texts, facts.classes, inputs["context"], transform, inputs["encoding"])
 
 
-def load_trainer(
+def load_components(
     run_dir: Path, config: Config, num_classes: int | None, strategy: Strategy, checkpoint: str
-) -> Trainer:
+) -> Components:
     """Build a run's model with the weights of a checkpoint (best, last or a path).
 
     Raises CheckpointError, and what building a model raises.
@@ -334,21 +335,21 @@ def load_trainer(
         ) from error
     check_payload(payload, path)
     with no_initial_weights():  # the checkpoint brings its own
-        trainer = build_evaluator(config, num_classes, strategy, classes=classes_of(run_dir))
-    snapshot.load_weights(trainer, payload, path)
-    trainer.state.global_step = snapshot.log_point_of(payload).step
-    return trainer
+        components = build_evaluator(config, num_classes, strategy, classes=classes_of(run_dir))
+    snapshot.load_weights(components, payload, path)
+    components.state.global_step = snapshot.log_point_of(payload).step
+    return components
 
 
-def origin_of(run_dir: Path, trainer: Trainer, checkpoint: str) -> dict[str, Any]:
-    """Return where the weights of a trainer come from, as plain values."""
+def origin_of(run_dir: Path, components: Components, checkpoint: str) -> dict[str, Any]:
+    """Return where the weights of a model come from, as plain values."""
     path = find_checkpoint(run_dir, checkpoint)
     return {
         "run": str(run_dir.absolute()),
         "checkpoint": str(path),
         "sha256": digest(path),
-        "step": trainer.state.global_step,
-        "average": None if trainer.average is None else trainer.average.name,
+        "step": components.state.global_step,
+        "average": None if components.average is None else components.average.name,
         "versions": versions(),
     }
 
@@ -428,20 +429,20 @@ def evaluate_run(
     opened = open_splits(config, strategy, split, classes_of(run_dir))
     _, num_classes = next(iter(opened.values()))
     trained = class_count_of(run_dir, num_classes)
-    trainer = load_trainer(run_dir, config, trained, strategy, str(path))
-    if trainer.average is not None:
-        logger.info("evaluating the average of callbacks.%s", trainer.average.name)
-    return measured(trainer, opened)
+    components = load_components(run_dir, config, trained, strategy, str(path))
+    if components.average is not None:
+        logger.info("evaluating the average of callbacks.%s", components.average.name)
+    return measured(components, opened)
 
 
 def measured(
-    trainer: Trainer, opened: Mapping[str, tuple[Loader, int | None]]
+    components: Components, opened: Mapping[str, tuple[Loader, int | None]]
 ) -> tuple[str, dict[str, float]]:
     """Return the split, `test` of several, and the metrics over what `open_splits` opened."""
     metrics = dict[str, float]()
     for split, (loader, _) in opened.items():
         try:
-            metrics |= trainer.evaluate(loader, split)
+            metrics |= evaluate(components, loader, split, step=components.state.global_step)
         finally:
             loader.close()
     return next(iter(opened)) if len(opened) == 1 else "test", metrics

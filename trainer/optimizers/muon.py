@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from regimen.trainer.optimizers.state import foreach_div_, foreach_mul_, foreach_norm
+from regimen.trainer.fast import foreach_div_, foreach_mul_, foreach_norm
 
 
 class Muon(torch.optim.Muon):

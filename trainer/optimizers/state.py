@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.optim.optimizer as optimizer_module
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
@@ -19,15 +18,9 @@ from regimen.conf.errors import lacks_memory, truncated_list
 from regimen.data.batch import map_tensors
 from regimen.trainer.checkpoints.archive import NotPlainError, plain, plain_part
 from regimen.trainer.errors import CheckpointError, device_failed, qualified_name
+from regimen.trainer.fast import step_optimizer
 
 State = Mapping[str, Any]  # of an optimizer or a schedule, as a checkpoint holds it
-# The wrapper that torch puts around `step` of every class of optimizers, and the one of its own.
-_LABELLED = Optimizer.profile_hook_step(lambda: None).__code__
-_SWITCHED = optimizer_module._use_grad_for_differentiable(lambda self: None).__code__
-# Kernels over lists of tensors: one launch where a loop in Python has one for each tensor.
-foreach_norm = torch._foreach_norm
-foreach_div_ = torch._foreach_div_
-foreach_mul_ = torch._foreach_mul_
 # Counters that torch keeps on the host unless the optimizer runs captured or fused.
 _ON_HOST = ("step", "mu_product")
 # Options that select an implementation, which depends on the machine, and not the update.
@@ -54,43 +47,6 @@ class _ParamSpec(NamedTuple):
 _NOT_HYPER_PARAMETERS = ("params", "param_names", "name")
 _NO_SECTION: State = {"groups": {}, "state": {}, "shared": {}}
 _NO_GROUP: State = {"hyper_parameters": {}, "parameters": {}}
-
-
-def take_step(optimizer: Optimizer) -> None:
-    """Call `optimizer.step()`, without what torch puts around it where nothing needs that.
-
-    The label for profilers takes 30 us. It is needed by a profiler and by hooks; a `step` that is
-    not torch's own wrapper (compiled, decorated) is called as it is. Gradients are switched off
-    here: where torch does it, it imports its compiler, which takes seconds.
-    """
-    labelled: Any = type(optimizer).step
-    # A scheduler of torch replaces `step` of an object to note that it was called.
-    noted = vars(optimizer).get("step")
-    hooks = list(optimizer._optimizer_step_pre_hooks.values())
-    if (
-        getattr(labelled, "__code__", None) is not _LABELLED
-        or not (noted is None or hasattr(noted, "_wrapped_by_lr_sched"))
-        or torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
-        or hooks not in ([], [begin_with_zeros])
-        or optimizer._optimizer_step_post_hooks
-        or optimizer_module._global_optimizer_pre_hooks
-        or optimizer_module._global_optimizer_post_hooks
-    ):
-        optimizer.step()
-        return
-    for hook in hooks:
-        hook(optimizer, (), {})
-    optimizer._opt_called = True  # type: ignore[attr-defined]
-    step = labelled.__wrapped__
-    if step.__code__ is not _SWITCHED or optimizer.defaults["differentiable"]:
-        step(optimizer)
-        return
-    enabled = torch.is_grad_enabled()
-    torch._C._set_grad_enabled(False)
-    try:
-        step.__wrapped__(optimizer)
-    finally:
-        torch._C._set_grad_enabled(enabled)
 
 
 def needs_closure(optimizer_class: type[Any]) -> bool:
@@ -149,7 +105,7 @@ def _step_with_found_inf(
     # torch's GradScaler hands both to fused kernels as attributes of the optimizer.
     trial.grad_scale = None  # type: ignore[attr-defined]
     trial.found_inf = torch.full((), found_inf, device=parameter.device)  # type: ignore[attr-defined]
-    take_step(trial)
+    step_optimizer(trial)
 
 
 def uses_dampening(group: Mapping[str, Any]) -> bool:

@@ -1,17 +1,15 @@
 """The run of a `Trainer` that was given a `run_dir`: its folder, its log and how it ended."""
 
-from __future__ import annotations
-
 import inspect
 import logging
 import math
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 import yaml
@@ -19,8 +17,10 @@ import yaml
 from regimen.conf.errors import ConfigError
 from regimen.conf.schema_trainer import TrainerConfig
 from regimen.trainer.callback import Callback, EpochLines, Results, named_callbacks, saver_of
+from regimen.trainer.components.components import Components
 from regimen.trainer.errors import CheckpointError, StorageError, qualified_name
 from regimen.trainer.files.atomic import LogFileHandler, write_json
+from regimen.trainer.options import is_reached
 from regimen.trainer.runs.directory import (
     OF_A_RUN,
     RunDirectory,
@@ -42,11 +42,8 @@ from regimen.trainer.runs.status import (
 from regimen.trainer.state import MAX_TIME, LogPoint, TrainState
 from regimen.trainer.task import Task
 
-if TYPE_CHECKING:
-    from regimen.trainer.trainer import Trainer
-
 _log = logging.getLogger(__name__)
-OWN_TASKS = "regimen.trainer.tasks."  # the room of the tasks that a name and numbers rebuild
+OWN_TASKS = "regimen.trainer.tasks."  # the package of the tasks that a name and numbers rebuild
 
 
 class PythonRun:
@@ -82,15 +79,18 @@ class PythonRun:
             )
         return inside
 
-    def hold(self, trainer: Trainer, goes_on: bool) -> None:
+    def hold(self, components: Components, plan: str, goes_on: bool) -> None:
         """Make or take the run's directory, lock it, and write what is known before training.
 
+        `plan`: the first text of its log.
         Raises RunDirectoryError for a directory that holds a run which is not gone on with, or that
         another process has locked; StorageError.
         """
-        facts = _facts(trainer)
+        facts = _facts(components)
         command = f"Trainer(..., run_dir={str(self.path)!r}).fit(resume='auto')"
-        config = trainer.config_text or yaml.safe_dump(_settings(trainer), sort_keys=False)
+        config = components.config_text
+        if not config:
+            config = yaml.safe_dump(_settings(components.options), sort_keys=False)
         if goes_on:
             directory = RunDirectory.resume(self.path, facts=facts, command=command)
         else:
@@ -101,13 +101,13 @@ class PythonRun:
         self._directory = directory
         try:
             directory.configure(config, [])
-            write_json(self.path / INFERENCE, _inference_facts(trainer))
+            write_json(self.path / INFERENCE, _inference_facts(components))
             self._log = LogFileHandler(self.path / LOG)
         except BaseException:
             self._release()
             raise
         logging.getLogger("regimen").addHandler(self._log)
-        self.note(repr(trainer))
+        self.note(plan)
 
     def note(self, text: str, error: BaseException | None = None) -> None:
         """Write a text to `train.log`, and the traceback of an error, whatever logging shows."""
@@ -119,23 +119,26 @@ class PythonRun:
             record["exc_info"] = type(error), error, error.__traceback__
         self._log.handle(logging.makeLogRecord(record))
 
-    def end(self, trainer: Trainer, error: BaseException | None) -> None:
+    def end(self, components: Components, error: BaseException | None) -> None:
         """Record how `fit` ended, and release the directory."""
         if self._directory is None:
             return
-        results = outcome(trainer, {}) if error is None else failure(trainer, error)
-        began = trainer.state.updates > 0 or self._began or trainer.resumed
+        if error is None:
+            results = outcome(components, {})
+        else:
+            results = failure(components, error)
+        began = components.state.updates > 0 or self._began or components.state.resumed
         try:
             if results.code == ConfigError.exit_code and not began:
                 self._directory.discard()  # a mistake that kept it from starting leaves nothing
             else:
                 self._began = True
-                self.note(f"{results.state}: {results.reason or _where(trainer)}", error)
-                self._record(trainer, results)
+                self.note(f"{results.state}: {results.reason or _where(components.state)}", error)
+                self._record(components, results)
         finally:
             self._release()
 
-    def _record(self, trainer: Trainer, results: Results) -> None:
+    def _record(self, components: Components, results: Results) -> None:
         assert self._directory is not None
         resume = f"Trainer(..., run_dir={str(self.path)!r}).fit(resume='auto')"
         try:
@@ -145,8 +148,8 @@ class PythonRun:
                 reason=results.reason,
                 resume=None if results.state in ENDED_WELL else resume,
                 results=None if results.code else results.metrics,
-                best=best_record(trainer),
-                seconds=trainer.timer.seconds,
+                best=best_record(components.callbacks),
+                seconds=components.timer.seconds,
             )
         except StorageError:
             if not results.code:
@@ -167,11 +170,11 @@ class PythonRun:
         refuse_held(self.path)
         refuse_links(self.path)
         for name in OF_A_RUN:  # the manifest first: without it there is no run
-            place = self.path / name
-            if place.is_dir() and not place.is_symlink():
-                shutil.rmtree(place)
-            elif os.path.lexists(place):
-                place.unlink()
+            path = self.path / name
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            elif os.path.lexists(path):
+                path.unlink()
         refuse_existing(self.path)
 
     def _release(self) -> None:
@@ -185,7 +188,7 @@ class PythonRun:
 
 
 @contextmanager
-def recorded(trainer: Trainer) -> Iterator[None]:
+def recorded(run: PythonRun | None, components: Components) -> Iterator[None]:
     """Record how a `fit` ended, where it writes a run of its own."""
     error: BaseException | None = None
     try:
@@ -194,8 +197,8 @@ def recorded(trainer: Trainer) -> Iterator[None]:
         error = raised
         raise
     finally:
-        if trainer.run is not None:
-            trainer.run.end(trainer, error)
+        if run is not None:
+            run.end(components, error)
 
 
 def callbacks_of(
@@ -210,18 +213,17 @@ def callbacks_of(
     added: dict[str, Callback] = {}
     if of_run and not any(isinstance(callback, MetricsLog) for callback in named.values()):
         added["metrics_log"] = MetricsLog()
-    told_to_be_silent = not verbose or (given is not None and not named)
-    shows = any(callback.shows_progress for callback in named.values())
-    if not shows and not told_to_be_silent:
+    is_silent = not verbose or (given is not None and not named)
+    shows_progress = any(callback.shows_progress for callback in named.values())
+    if not shows_progress and not is_silent:
         added["epoch_lines"] = EpochLines()
     return {**named_callbacks(added), **named}
 
 
-def longer(options: TrainerConfig, max_epochs: int) -> TrainerConfig:
-    """Return options with another `max_epochs`. Raises ConfigError for what is no number."""
+def check_max_epochs(max_epochs: Any) -> None:
+    """Raise ConfigError for what is no number of epochs."""
     if isinstance(max_epochs, bool) or not isinstance(max_epochs, int) or max_epochs < 1:
         raise ConfigError("max_epochs", f"expected an integer >= 1, got {max_epochs!r}")
-    return replace(options, max_epochs=max_epochs)
 
 
 def add_row(
@@ -235,44 +237,49 @@ def add_row(
     history[-1].update(scalars)
 
 
-def restore_history(trainer: Trainer) -> None:
-    """Take over what the run has logged up to the checkpoint that it goes on from."""
-    if trainer.history is None or trainer.run is None:
+def restore_history(
+    run: PythonRun | None, history: list[dict[str, float]] | None, last_step: int
+) -> None:
+    """Load what the run has logged up to the checkpoint that it goes on from, at `last_step`."""
+    if history is None or run is None:
         return
-    trainer.history.clear()
-    for line in read_metrics(trainer.run.path):
+    history.clear()
+    for line in read_metrics(run.path):
         at = LogPoint(int(line.pop("step")), int(line.pop("epoch")))
-        if at.step <= trainer.state.global_step:
+        if at.step <= last_step:
             # JSON has no NaN: it stands as null.
             values = {k: math.nan if v is None else float(v) for k, v in line.items()}
-            add_row(trainer.history, at, values)
+            add_row(history, at, values)
 
 
-def plan_of(trainer: Trainer) -> str:
+def plan_of(components: Components, val_stages: Sequence[str], run_dir: Path | None) -> str:
     """Return what a Trainer is about to do, in ten lines or fewer."""
-    options = trainer.options
-    parameters = list(trainer.model.parameters())
+    options = components.options
+    optimizers = components.optimizers
+    parameters = list(components.model.parameters())
     trained = sum(p.numel() for p in parameters if p.requires_grad)
-    kinds = ", ".join(type(one).__name__ for one in trainer.optimizers.optimizers.values())
-    rates = ", ".join(f"{name} {rate:g}" for name, rate in trainer.learning_rates().items())
-    length = trainer.steps_per_epoch
-    updates = "a stream of unknown length" if length is None else f"{length} updates an epoch"
+    classes = ", ".join(type(o).__name__ for o in optimizers.optimizers.values())
+    rates = ", ".join(f"{name} {rate:g}" for name, rate in optimizers.learning_rates().items())
+    updates = "a stream of unknown length"
+    length = components.steps_per_epoch
+    if length is not None:
+        updates = f"{length} updates an epoch"
     ends = []
     for name in ("max_epochs", "max_steps", "max_time"):
         value = getattr(options, name)
         if value is not None:
             ends.append(f"{name}={value}")
     rows = {
-        "model": f"{type(trainer.model).__name__}, {trained:,} trained parameters of "
+        "model": f"{type(components.model).__name__}, {trained:,} trained parameters of "
         f"{sum(p.numel() for p in parameters):,}",
-        "task": type(trainer.task).__name__,
-        "optimizer": f"{kinds} ({rates})",
+        "task": type(components.task).__name__,
+        "optimizer": f"{classes} ({rates})",
         "training": f"{updates}, {options.micro_batches} micro-batches an update",
-        "validation": ", ".join(trainer.val_loaders) or "none",
-        "length": f"{', '.join(ends)}; {_where(trainer)} so far",
-        "device": f"{trainer.strategy.device}, {trainer.precision.name}",
-        "callbacks": ", ".join(trainer.callbacks) or "none",
-        "run_dir": str(trainer.run_dir) if trainer.run_dir else "none: nothing is written",
+        "validation": ", ".join(val_stages) or "none",
+        "length": f"{', '.join(ends)}; {_where(components.state)} so far",
+        "device": f"{components.strategy.device}, {components.precision.name}",
+        "callbacks": ", ".join(components.callbacks) or "none",
+        "run_dir": str(run_dir) if run_dir else "none: nothing is written",
     }
     return "\n".join(["Trainer", *(f"  {name:<11}{text}" for name, text in rows.items())])
 
@@ -298,29 +305,32 @@ def best_checkpoint(run_dir: Path | None) -> Path:
     )
 
 
-def unsaved_remark(trainer: Trainer) -> str | None:
+def unsaved_remark(
+    run: PythonRun | None, callbacks: Mapping[str, Callback], run_dir: Path | None
+) -> str | None:
     """Say that a Trainer saves no checkpoints for lack of a directory or a callback."""
-    saver = saver_of(trainer.callbacks)
-    if trainer.run_dir is None and saver is not None:
+    saver = saver_of(callbacks)
+    if run_dir is None and saver is not None:
         return f"callbacks.{saver.name} saves nothing: the Trainer was given no run_dir"
-    if trainer.run is not None and saver is None:
+    if run is not None and saver is None:
         return (
-            f"run_dir={trainer.run.path}: metrics and log are written, and no checkpoints: "
+            f"run_dir={run.path}: metrics and log are written, and no checkpoints: "
             "callbacks=[Checkpoint()] of regimen.callbacks.checkpoint saves them"
         )
     return None
 
 
-def end_remark(trainer: Trainer) -> str | None:
+def end_remark(components: Components) -> str | None:
     """Say why `fit` has nothing left to train; None where it has."""
-    state, options = trainer.state, trainer.options
-    where = _where(trainer)
+    state = components.state
+    options = components.options
+    where = _where(state)
     if state.stop_reason is not None:
         return (
             f"fit ends at once: the training was stopped at {where} ({state.stop_reason}); "
             "fit(max_epochs=...) goes on"
         )
-    if not trainer.done:
+    if not is_reached(options, state):
         return None
     if options.max_steps is not None and state.global_step >= options.max_steps:
         return f"fit ends at once: max_steps={options.max_steps} is reached, at {where}"
@@ -343,35 +353,35 @@ def clear_stop(state: TrainState, longer: bool) -> None:
         state.signal = None
 
 
-def _where(trainer: Trainer) -> str:
-    return f"epoch {trainer.state.epoch}, step {trainer.state.global_step}"
+def _where(state: TrainState) -> str:
+    return f"epoch {state.epoch}, step {state.global_step}"
 
 
-def _facts(trainer: Trainer) -> Record:
+def _facts(components: Components) -> Record:
     return {
-        "seed": trainer.options.seed,
+        "seed": components.options.seed,
         "tags": [],
-        "device": str(trainer.strategy.device),
-        "strategy": trainer.strategy.name,
-        "world_size": trainer.group.world_size,
-        "precision": trainer.precision.name,
+        "device": str(components.strategy.device),
+        "strategy": components.strategy.name,
+        "world_size": components.group.world_size,
+        "precision": components.precision.name,
         "threads": torch.get_num_threads(),
     }
 
 
-def _settings(trainer: Trainer) -> Record:
+def _settings(options: TrainerConfig) -> Record:
     """Return the options of a Trainer as a part of a configuration: that from Python has no more.
 
     What describes no object is in it alone, so that `regimen runs` can compare runs.
     """
-    options = asdict(trainer.options)
-    seed = options.pop("seed", 0)
-    return {"seed": seed, "trainer": options}
+    values = asdict(options)
+    seed = values.pop("seed", 0)
+    return {"seed": seed, "trainer": values}
 
 
-def _inference_facts(trainer: Trainer) -> Record:
+def _inference_facts(components: Components) -> Record:
     """Return what `load_run` needs beside the model, in the form of `inference.json`."""
-    task = trainer.task
+    task = components.task
     outputs: Record = {"kind": task.output_kind}
     threshold = getattr(task, "threshold", None)
     if threshold is not None:
@@ -386,15 +396,15 @@ def _inference_facts(trainer: Trainer) -> Record:
         "inputs": {"kind": "array"},
         "outputs": outputs,
         "transforms": {},
-        "model": {"_target_": qualified_name(trainer.model)},
+        "model": {"_target_": qualified_name(components.model)},
     }
 
 
 def _required_arguments(task: Task) -> Record:
     """Return the plain arguments without a default that a task of ours is made with."""
-    found: Record = {}
+    arguments: Record = {}
     for name, parameter in inspect.signature(type(task)).parameters.items():
         value = getattr(task, name, None)
         if parameter.default is parameter.empty and isinstance(value, int | float | str):
-            found[name] = value
-    return found
+            arguments[name] = value
+    return arguments

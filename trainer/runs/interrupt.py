@@ -1,24 +1,20 @@
 """Ctrl-C while a script or a notebook trains: the training stops after its update."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
 
 from regimen.trainer.callback import saver_of
+from regimen.trainer.components.components import Components
 from regimen.trainer.errors import EXIT_CODES
-
-if TYPE_CHECKING:
-    from regimen.trainer.trainer import Trainer
 
 
 @contextmanager
-def stopping_on_interrupt(trainer: Trainer) -> Iterator[None]:
+def stopping_on_interrupt(components: Components, run_dir: Path | None) -> Iterator[None]:
     """Turn a first Ctrl-C into a stop after the update; tell in one line how to continue.
 
     The handler raises nothing the first time: it may interrupt a save, or an optimizer between
@@ -40,8 +36,8 @@ def stopping_on_interrupt(trainer: Trainer) -> Iterator[None]:
         if pressed:
             raise KeyboardInterrupt
         pressed = True
-        trainer.state.signal = "SIGINT", EXIT_CODES[signal.SIGINT]
-        trainer.group.on_signal()
+        components.state.signal = "SIGINT", EXIT_CODES[signal.SIGINT]
+        components.group.on_signal()
 
     if in_main_thread:  # Python lets no other thread set a handler
         signal.signal(signal.SIGINT, handle)
@@ -50,28 +46,28 @@ def stopping_on_interrupt(trainer: Trainer) -> Iterator[None]:
         if pressed:
             raise KeyboardInterrupt
     except KeyboardInterrupt as error:
-        _explain(error, trainer)
+        _explain(error, components, run_dir)
         raise
     finally:
         if in_main_thread:
             signal.signal(signal.SIGINT, handler)
 
 
-def _explain(error: KeyboardInterrupt, trainer: Trainer) -> None:
+def _explain(error: KeyboardInterrupt, components: Components, run_dir: Path | None) -> None:
     """Give a KeyboardInterrupt a message: where the training stopped and how to continue.
 
     Its type stays: Python exits with 130 for a KeyboardInterrupt, and for no subclass of it.
     """
-    state = trainer.state
+    state = components.state
     place = f"epoch {state.epoch}, step {state.global_step}"
     if state.position:
         place = f"update {state.position} of epoch {state.epoch}, step {state.global_step}"
     text = f"stopped after {place}; trainer.fit() goes on"
     if state.stop_code == 0:  # raised in the middle of an update
         text = f"stopped at once, after {place}; trainer.fit() goes on"
-    saves = saver_of(trainer.callbacks) is not None and trainer.run_dir is not None
+    saves = saver_of(components.callbacks) is not None and run_dir is not None
     if saves and state.updates:
-        text += f", and Trainer(..., run_dir={str(trainer.run_dir)!r}).fit(resume='auto') later"
+        text += f", and Trainer(..., run_dir={str(run_dir)!r}).fit(resume='auto') later"
     error.args = (text,)
     # IPython and Jupyter show this in place of a traceback.
     vars(error)["_render_traceback_"] = lambda *_: [f"KeyboardInterrupt: {text}"]

@@ -1,16 +1,11 @@
 """`metrics.jsonl`: what a run logs, a line for each log point."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from regimen.trainer.callback import Callback
+from regimen.trainer.callback import Callback, Trainer
 from regimen.trainer.files.atomic import AppendLog, as_json
 from regimen.trainer.runs.status import METRICS
-
-if TYPE_CHECKING:
-    from regimen.trainer.trainer import Trainer
 
 
 class MetricsLog(Callback):

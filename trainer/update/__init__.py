@@ -1,1 +1,1 @@
-"""One optimizer update: batches, number formats, gradients, non-finite values."""
+"""One optimizer update: its loss, gradients, guard against non-finite values, and means."""

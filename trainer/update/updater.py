@@ -1,17 +1,17 @@
 """One optimizer update: the exact mean over the samples of all its micro-batches (I3)."""
 
-from __future__ import annotations
-
 import functools
 import logging
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from regimen.data.batch import concat_batches
+from regimen.trainer.callback import Hooks
+from regimen.trainer.components.components import Components
 from regimen.trainer.errors import (
     SHAPE_ERRORS,
     DivergedError,
@@ -24,176 +24,222 @@ from regimen.trainer.errors import (
 from regimen.trainer.optimizers.state import needs_closure
 from regimen.trainer.task import StepOutput, as_output, diagnose_step_output
 from regimen.trainer.update import gradients
-from regimen.trainer.update.gradients import LOWER, Guard
-from regimen.trainer.update.sums import MicroBatches, Sums, add_up, metric, share_of, totals_of
-
-if TYPE_CHECKING:
-    from regimen.trainer.trainer import Trainer
+from regimen.trainer.update.gradients import ADVICE
+from regimen.trainer.update.guard import Guard, make_guard
+from regimen.trainer.update.loss import MicroBatches, add_up, scaled_loss, update_counts
+from regimen.trainer.update.means import MeanAccumulator, metric_key
 
 _log = logging.getLogger(__name__)
-_OWN_NAMES = ("loss_scale", "skipped_updates")  # logged in training, beside the norms of gradients
-_LABELS = (
+# Names that training logs by itself, beside the norms of gradients.
+_RESERVED_NAMES = ("loss_scale", "skipped_updates")
+_WHY_NO_LABEL_COUNTS = (
     "the loss leaves each of them out (its ignore_index, by default -100, or a class weight of "
     "0); does the data set return the right labels?"
 )
 
 
 class Phase:
-    """Optimizers that step together on one loss; without a name if it has all of them."""
+    """Optimizers that step together on one loss: all of them, or one of a GAN's, by its name."""
 
     def __init__(self, name: str, optimizers: Sequence[Optimizer]) -> None:
-        self.name = name
-        self.step = "turn_step" if name else "training_step"  # the task's method
-        self.loss = f"loss_{name}" if name else "loss"
-        self.norm = f"grad_norm_{name}" if name else "grad_norm"
-        self.every = optimizers
-        # Those that only step, and those that evaluate the loss again within one, as LBFGS does.
-        self.optimizers = [o for o in optimizers if not needs_closure(type(o))]
-        self.searching = [o for o in optimizers if needs_closure(type(o))]
-        self._sizes: list[int] = []
-        self._parameters: list[Tensor] = []
-        self.alike = False  # whether they are plain tensors of one device and dtype
+        self.name = name  # empty if it has all optimizers
+        self.step_name = "turn_step" if name else "training_step"  # the task's method
+        self.loss_name = f"loss_{name}" if name else "loss"
+        self.norm_name = f"grad_norm_{name}" if name else "grad_norm"
+        self.optimizers = optimizers
+        # Those whose step needs the loss again, as that of LBFGS does, and all others.
+        self.closure_optimizers = [o for o in optimizers if needs_closure(type(o))]
+        self.plain_optimizers = [o for o in optimizers if not needs_closure(type(o))]
 
-    @property
     def parameters(self) -> list[Tensor]:
-        """The parameters of all groups: a callback may add groups during the run."""
-        groups = [group["params"] for o in self.every for group in o.param_groups]
-        if (sizes := list(map(len, groups))) != self._sizes:
-            self._sizes, self._parameters = sizes, [p for group in groups for p in group]
-            kinds = {(type(p), p.device, p.dtype) for p in self._parameters}
-            self.alike = len(kinds) == 1 and kinds.pop()[0] in (Tensor, nn.Parameter)
-        return self._parameters
+        """Return the parameters of all groups; a callback may add groups during the run."""
+        return [p for o in self.optimizers for group in o.param_groups for p in group["params"]]
+
+
+class PhaseResult(NamedTuple):
+    """What a phase of an update has computed, to be logged once the whole update is applied."""
+
+    phase: Phase
+    outputs: list[StepOutput]  # of each micro-batch
+    norm: Tensor  # of the gradients, before clipping
 
 
 class Updater:
-    """Apply updates to a trainer's model, and skip those that are not finite."""
+    """Apply updates to the model of `components`, and skip those that are not finite."""
 
-    def __init__(self, trainer: Trainer) -> None:
-        device, task = trainer.strategy.device, trainer.task
-        self._trainer = trainer
-        self.epoch_sums = Sums(device)
-        self.sums = Sums(device, over=self.epoch_sums)  # since the last log
-        self._told: set[str] = set()  # the stages without labels
+    def __init__(self, components: Components, hooks: Hooks) -> None:
+        device = components.strategy.device
+        self._components = components
+        self._hooks = hooks
+        self.epoch_accumulator = MeanAccumulator(device)
+        self.log_accumulator = MeanAccumulator(
+            device, parent=self.epoch_accumulator
+        )  # since the last log
         # For callbacks that ask for an update's batch and outputs.
-        self._keeps = trainer.hooks.asks_for_batches
+        self._keeps_batches = hooks.asks_for_batches
         self._last_batches: MicroBatches = ()
         self._last_outputs: dict[str, list[StepOutput]] = {}
-        known = trainer.optimizers.optimizers
-        # Turns without an optimizer are left out: an evaluation has none, and needs none.
-        named = [Phase(name, [known[name]]) for name in task.turns if name in known]
-        self._phases = named if task.turns else [Phase("", list(known.values()))]
-        self._apart = [p for module in task.own_modules().values() for p in module.parameters()]
-        searching = [o for phase in self._phases for o in phase.searching]
-        keys = gradients.without_effect(trainer.precision.name, trainer.options)
-        if keys and searching:
+        self._phases = _phases_of(components)
+        self._refuse_ignored_keys()
+
+    def _refuse_ignored_keys(self) -> None:
+        components = self._components
+        keys = gradients.ignored_keys(components.precision.name, components.options)
+        optimizers = [o for phase in self._phases for o in phase.closure_optimizers]
+        if keys and optimizers:
             raise ModelError(
-                f"{type(searching[0]).__name__} computes its gradients by itself, where trainer."
+                f"{type(optimizers[0]).__name__} computes its gradients by itself, where trainer."
                 f"{', trainer.'.join(keys)} cannot reach them: leave that out"
             )
 
     @functools.cached_property
     def guard(self) -> Guard:
-        """What keeps non-finite updates from being applied; made by the first update."""
-        task, known = self._trainer.task, self._trainer.optimizers.optimizers
-        if task.turns and [phase.name for phase in self._phases] != list(task.turns):
+        """What keeps non-finite updates from being applied; made by the first update.
+
+        Raises ModelError where the optimizers are not those of the task's turns.
+        """
+        turns = self._components.task.turns
+        if turns and [phase.name for phase in self._phases] != list(turns):
             raise ModelError(
-                f"the optimizers are {', '.join(known)}, but those of task.turns "
-                f"{', '.join(task.turns)}"
+                f"the optimizers are {', '.join(self._components.optimizers.optimizers)}, but "
+                f"those of task.turns {', '.join(turns)}"
             )
-        # A non-finite turn undoes those before it; a search may end at any evaluation.
-        early = [t for t in self._phases if t is not self._phases[-1] or t.searching]
-        return Guard(self._trainer, list({o: None for phase in early for o in phase.every}))
+        # A non-finite phase undoes those before it, and LBFGS steps before its last evaluation.
+        early: list[Optimizer] = []
+        for phase in self._phases:
+            if phase is not self._phases[-1] or phase.closure_optimizers:
+                early += [o for o in phase.optimizers if o not in early]
+        return make_guard(self._components, early)
 
     def apply(self, micro_batches: MicroBatches) -> bool:
-        """Run micro-batches (forward, scaled backward) -> unscale -> clip -> step -> zero.
+        """Apply one update; return False if it was skipped.
 
-        Once for each phase. Returns False if the update was skipped.
+        for each phase (one, except for a GAN):
+            forward, backward  x micro-batches
+            unscale -> norm -> clip -> noise -> on_gradients -> step -> zero_grad
+
+        An update that is not finite is undone as a whole. Raises DivergedError for it with
+        `on_nonfinite=stop`, unless the decision is left to the device (see `DeviceGuard`).
         """
-        trainer, options, guard, taken = self._trainer, self._trainer.options, self.guard, []
-        scaler = trainer.precision.scaler
-        guard.remember()
-        if self._keeps:
-            self._last_batches, self._last_outputs = micro_batches, {}
+        components = self._components
+        options = components.options
+        scaler = components.precision.scaler
+        guard = self.guard
+        guard.begin_update()
+        if self._keeps_batches:
+            self._last_batches = micro_batches
+            self._last_outputs = {}
+        results = []
         for phase in self._phases:
-            outputs, shares = self._accumulate(phase, micro_batches)
-            trainer.timer.lap("forward + backward")
-            for optimizer in phase.optimizers:  # and check for infinities, of a format that scales
+            outputs, losses = self._accumulate(phase, micro_batches)
+            components.timer.lap("forward + backward")
+
+            for optimizer in phase.plain_optimizers:
+                # Divides by the loss scale of fp16 and looks for infinities; else does nothing.
                 scaler.unscale_(optimizer)
-            parameters = phase.parameters
-            norm = gradients.total_norm(parameters, options.clip_grad_norm_type, phase.alike)
-            if guard.refuses(norm):
-                return self._refuse(micro_batches, shares)
-            gradients.clip(options, trainer.optimizers, parameters, norm)
+            parameters = phase.parameters()
+            # The norm over the shards of all processes: equal on each, so all decide alike.
+            norm = gradients.total_norm(parameters, options.clip_grad_norm_type)
+            # The host waits for the device here, once per phase, unless the device decides.
+            if guard.is_nonfinite(norm):
+                return self._skip(micro_batches, losses)
+            gradients.clip(options, components.optimizers, parameters, norm)
             if options.gradient_noise is not None:
-                gradients.add_noise(options, parameters, trainer.state.updates, phase.name)
-            trainer.hooks.emit("on_gradients", trainer)
-            for optimizer in phase.optimizers:
+                gradients.add_noise(options, parameters, components.state.updates, phase.name)
+            self._hooks.emit("on_gradients")
+
+            for optimizer in phase.plain_optimizers:
                 guard.step(optimizer)
-            if phase.searching:
-                self._search(phase, micro_batches, shares)
-                if guard.refuses(gradients.largest(parameters)):
-                    return self._refuse(micro_batches, shares)
+            if phase.closure_optimizers:
+                self._step_with_closure(phase, micro_batches, losses)
+                # The gradients of its own evaluations were not looked at: their result is.
+                if guard.is_nonfinite(gradients.largest_entry(parameters)):
+                    return self._skip(micro_batches, losses)
             scaler.update()
-            trainer.optimizers.zero_grad()
-            taken.append((phase, outputs, norm))
-        guard.rebind_buffers()
-        once = int(trainer.group.data_rank == 0)  # the norm is the same on every process
-        for phase, outputs, norm in taken:
-            self._add_outputs(self.sums, phase, micro_batches, outputs)
-            self.sums.add(metric(phase.norm), norm if once else 0.0, once)
-        self.sums.pack()
-        trainer.timer.lap("optimizer")
+            components.optimizers.zero_grad()
+            results.append(PhaseResult(phase, outputs, norm))
+        guard.end_update()
+        self._record(results, micro_batches)
+        components.timer.lap("optimizer")
         return True
 
     def dry_run_backward(self, micro_batches: MicroBatches) -> None:
         """Compute an update's gradients and drop them: for `Strategy.warm_up` and a dry run."""
-        self.guard.remember()
+        means = MeanAccumulator(self._components.strategy.device)  # only to find mistakes
+        self.guard.begin_update()
         for phase in self._phases:
             outputs, _ = self._accumulate(phase, micro_batches)
-            self._trainer.optimizers.zero_grad()
-            self._add_outputs(Sums(self._trainer.strategy.device), phase, micro_batches, outputs)
+            self._components.optimizers.zero_grad()
+            self._add_outputs(means, phase, micro_batches, outputs)
         self.guard.restore()
 
     def _accumulate(
         self, phase: Phase, micro_batches: MicroBatches
     ) -> tuple[list[StepOutput], list[Tensor]]:
-        trainer, task, model = self._trainer, self._trainer.task, self._trainer.wrapped
-        strategy, precision = trainer.strategy, trainer.precision
-        outputs = []
-        shares = []
-        batch, output = micro_batches[0].batch, None
+        """Run forward and backward of all micro-batches; return their outputs and losses."""
+        components = self._components
+        strategy = components.strategy
+        outputs: list[StepOutput] = []
+        losses: list[Tensor] = []
+        batch = micro_batches[0].batch
+        output = None  # of the micro-batch in which an error arises
         try:
-            totals = totals_of(task, strategy, micro_batches)
+            totals = update_counts(components.task, strategy, micro_batches)
             for micro_batch in micro_batches:
-                batch, output, counts = micro_batch.batch, None, micro_batch.batch_slice.count > 0
-                with strategy.accumulate(model, micro_batch is micro_batches[-1], counts):
-                    with precision.autocast():
-                        result = (
-                            task.turn_step(model, batch, phase.name)
-                            if phase.name
-                            else task.training_step(model, batch)
-                        )
-                        output = as_output(result, task, phase.step)
-                    share = share_of(strategy, output, micro_batch.batch_slice, totals)
-                    # The process that owns a borrowed sample checks its loss.
-                    precision.backward(share if counts else share.nan_to_num())
+                batch = micro_batch.batch
+                output = None
+                has_samples = micro_batch.batch_slice.count > 0
+                is_last = micro_batch is micro_batches[-1]
+                # Processes exchange gradients in the backward pass of the last micro-batch.
+                with strategy.accumulate(components.training_model, is_last, has_samples):
+                    output = self._training_step(phase, batch)
+                    scale = strategy.gradient_scale
+                    loss = scaled_loss(output, micro_batch.batch_slice, totals, scale)
+                    # A borrowed sample has weight 0: a NaN in it is reported by its owner.
+                    components.precision.backward(loss if has_samples else loss.nan_to_num())
                 outputs.append(output)
-                shares.append(share)
+                losses.append(loss)
         except SHAPE_ERRORS as error:
             if output is not None:
-                raise (
-                    diagnose_step_output(output, task, phase.step, trainer.model) or error
-                ) from None
-            if known := explain_shape_error(error, batch, trainer.state.updates):
-                raise known from error
+                raise self._diagnose(output, phase) or error from None
+            explained = explain_shape_error(error, batch, components.state.updates)
+            if explained is not None:
+                raise explained from error
             raise
-        if trainer.group.world_size > 1:  # the wrapper knows the model's parameters, not the task's
-            for parameter in self._apart:
-                if parameter.grad is not None:
-                    parameter.grad = trainer.group.reduce(parameter.grad) / strategy.gradient_scale
-        if self._keeps:
+        self._exchange_task_gradients()
+        if self._keeps_batches:
             self._last_outputs[phase.name] = outputs
-        return outputs, shares
+        return outputs, losses
+
+    def _training_step(self, phase: Phase, batch: Any) -> StepOutput:
+        components = self._components
+        task = components.task
+        with components.precision.autocast():
+            model = components.training_model
+            if phase.name:
+                result = task.turn_step(model, batch, phase.name)
+            else:
+                result = task.training_step(model, batch)
+            return as_output(result, task, phase.step_name)
+
+    def _diagnose(self, output: StepOutput, phase: Phase) -> UserCodeError | None:
+        components = self._components
+        return diagnose_step_output(output, components.task, phase.step_name, components.model)
+
+    def _exchange_task_gradients(self) -> None:
+        """Average the gradients of the task's own parameters over the processes; a collective.
+
+        The strategy's wrapper exchanges those of the model's parameters, and knows no others.
+        """
+        strategy = self._components.strategy
+        if strategy.group.world_size == 1:
+            return
+        for module in self._components.task.own_modules().values():
+            for parameter in module.parameters():
+                if parameter.grad is not None:
+                    # A collective, which all processes reach in the order of the parameters.
+                    whole = strategy.group.reduce(parameter.grad)
+                    parameter.grad = whole / strategy.gradient_scale
 
     def last_update(self) -> dict[str, Any]:
         """Return `batch` and `outputs` of the last update, for `Callback.on_update_end`."""
@@ -201,83 +247,104 @@ class Updater:
         outputs = [output for phase in self._last_outputs.values() for output in phase]
         return {"batch": concat_batches(batches) if batches else None, "outputs": outputs}
 
-    def _search(self, phase: Phase, micro_batches: MicroBatches, shares: Sequence[Tensor]) -> None:
+    def _step_with_closure(
+        self, phase: Phase, micro_batches: MicroBatches, losses: Sequence[Tensor]
+    ) -> None:
         """Let optimizers step that evaluate loss and gradients by themselves."""
-        strategy = self._trainer.strategy
-
-        def whole(shares: Sequence[Tensor]) -> Tensor:
-            return strategy.group.reduce(add_up(shares).detach()) / strategy.gradient_scale
-
         # The gradients are those of their first evaluation, unless other optimizers have stepped.
-        known = [] if phase.optimizers else [whole(shares)]
+        first_losses = [] if phase.plain_optimizers else [losses]
 
         def evaluate() -> Tensor:
-            if known:
-                return known.pop()
-            self._trainer.optimizers.zero_grad()
-            return whole(self._accumulate(phase, micro_batches)[1])
+            if first_losses:
+                return self._whole_loss(first_losses.pop())
+            self._components.optimizers.zero_grad()
+            return self._whole_loss(self._accumulate(phase, micro_batches)[1])
 
-        for optimizer in phase.searching:
-            optimizer.step(evaluate)  # type: ignore[arg-type]
+        closure: Callable[[], Any] = evaluate
+        for optimizer in phase.closure_optimizers:
+            optimizer.step(closure)
 
-    def _refuse(self, micro_batches: MicroBatches, shares: Sequence[Tensor]) -> bool:
-        trainer = self._trainer
+    def _whole_loss(self, losses: Sequence[Tensor]) -> Tensor:
+        """Return the loss over all micro-batches and processes; a collective."""
+        strategy = self._components.strategy
+        # All processes have to search alike, so each needs the loss of all.
+        total = strategy.group.reduce(add_up(losses).detach())
+        return total / strategy.gradient_scale
+
+    def _skip(self, micro_batches: MicroBatches, losses: Sequence[Tensor]) -> bool:
+        """Undo an update that is not finite; return False. Raises DivergedError."""
+        components = self._components
         self.guard.restore()
-        if trainer.precision.scales:
-            trainer.precision.scaler.update()
-        elif trainer.options.on_nonfinite == "stop":
-            here = gradients.explain(trainer.model, trainer.state, micro_batches, shares)
-            raise DivergedError(min(trainer.group.gather(here))[1])
-        trainer.optimizers.zero_grad()
+        if components.precision.scales:
+            components.precision.scaler.update()
+        elif components.options.on_nonfinite == "stop":
+            origin = gradients.explain_nonfinite(
+                components.model, components.state, micro_batches, losses
+            )
+            # A collective: all processes end with the message of the one that is closest to the
+            # origin, the others see its effects only.
+            _, message = min(components.group.gather(origin))
+            raise DivergedError(message)
+        components.optimizers.zero_grad()
         return False
+
+    def _record(self, results: Sequence[PhaseResult], micro_batches: MicroBatches) -> None:
+        """Add what an applied update has computed to the means that are logged."""
+        is_first = self._components.group.data_rank == 0
+        for phase, outputs, norm in results:
+            self._add_outputs(self.log_accumulator, phase, micro_batches, outputs)
+            # The norm is the same on every process: it counts once.
+            if is_first:
+                self.log_accumulator.add(metric_key(phase.norm_name), norm, 1)
+            else:
+                self.log_accumulator.add(metric_key(phase.norm_name), 0.0, 0)
+        self.log_accumulator.stack_pending()
 
     def _add_outputs(
         self,
-        sums: Sums,
+        means: MeanAccumulator,
         phase: Phase,
         micro_batches: MicroBatches,
         outputs: Sequence[StepOutput],
     ) -> None:
         for micro_batch, output in zip(micro_batches, outputs, strict=True):
-            if phase.norm in output.sums:
-                raise self._taken(phase.norm)
+            if phase.norm_name in output.sums:
+                raise self._name_is_reserved(phase.norm_name)
             try:
-                sums.add_output(output, micro_batch.batch_slice.count, phase.loss)
+                means.add_output(output, micro_batch.batch_slice.count, phase.loss_name)
             except SHAPE_ERRORS as error:
-                wrong = diagnose_step_output(
-                    output, self._trainer.task, phase.step, self._trainer.model
-                )
-                raise wrong or error from None
+                raise self._diagnose(output, phase) or error from None
 
-    def _taken(self, name: str) -> UserCodeError:
-        """Return that a metric or loss has a name of ours, under which both would mix."""
+    def _name_is_reserved(self, name: str) -> UserCodeError:
+        """Return the error for a metric or loss that would be mixed with what training logs."""
         return UserCodeError(
-            f"{qualified_name(self._trainer.task)}: a StepOutput has a metric or loss that is "
-            "logged as "
-            f"train/{name}, which the trainer logs itself: give it a name that does not begin with "
-            f"epoch_ and is none of grad_norm, {', '.join(_OWN_NAMES)}"
+            f"{qualified_name(self._components.task)}: a StepOutput has a metric or loss that is "
+            f"logged as train/{name}, which the trainer logs itself: give it a name that does not "
+            f"begin with epoch_ and is none of grad_norm, {', '.join(_RESERVED_NAMES)}"
         )
 
     def pop_means(self) -> dict[str, float]:
         """Return `train/<name>`: the means since the last call, what was skipped, the loss scale.
 
-        Raises DivergedError.
+        Waits for the device; a collective. Raises DivergedError.
         """
-        trainer, state = self._trainer, self._trainer.state
-        means = self.sums.means(trainer.group.reduce)
-        self.sums.reset()
+        components = self._components
+        state = components.state
+        means = self.log_accumulator.means(components.group.reduce)
+        self.log_accumulator.reset()
         for name in means:
-            if name in _OWN_NAMES or name.startswith("epoch_"):
-                raise self._taken(name)
-        self.warn_of_labels("train", self.sums)
-        bad = [name for name, value in means.items() if not math.isfinite(value)]
-        if bad and trainer.options.on_nonfinite == "stop":
-            raise DivergedError(
-                f"train/{bad[0]} is {means[bad[0]]} (step {state.global_step}, epoch "
-                f"{state.epoch}): {LOWER}"
-            )
-        if trainer.precision.scales:
-            means["loss_scale"] = trainer.precision.scale
+            if name in _RESERVED_NAMES or name.startswith("epoch_"):
+                raise self._name_is_reserved(name)
+        warn_without_labels(components, "train", self.log_accumulator)
+        if components.options.on_nonfinite == "stop":
+            for name, value in means.items():
+                if not math.isfinite(value):
+                    raise DivergedError(
+                        f"train/{name} is {value} (step {state.global_step}, epoch "
+                        f"{state.epoch}): {ADVICE}"
+                    )
+        if components.precision.scales:
+            means["loss_scale"] = components.precision.scale
         if state.skipped_updates:
             means["skipped_updates"] = state.skipped_updates
         return {f"train/{name}": value for name, value in means.items()}
@@ -285,52 +352,68 @@ class Updater:
     def epoch_means(self, ended: bool) -> dict[str, float]:
         """Return `train/epoch_<name>`: the means over the epoch so far; reset them if `ended`.
 
-        Raises SampleError where no label of a whole epoch counted: it has trained nothing.
+        Waits for the device; a collective. Raises SampleError where no label of a whole epoch
+        counted: nothing was trained.
         """
-        self.sums.flush()
-        means = self.epoch_sums.means(self._trainer.group.reduce)
+        self.log_accumulator.flush()
+        means = self.epoch_accumulator.means(self._components.group.reduce)
         if ended:
-            self.epoch_sums.reset()
-            if self.epoch_sums.without_labels:
-                epoch = self._trainer.state.epoch - 1
+            self.epoch_accumulator.reset()
+            if self.epoch_accumulator.has_no_labels:
+                epoch = self._components.state.epoch - 1
                 raise SampleError(
-                    f"no label of epoch {epoch} counts: nothing is trained; {_LABELS}"
+                    f"no label of epoch {epoch} counts: nothing is trained; {_WHY_NO_LABEL_COUNTS}"
                 )
         return {f"train/epoch_{name}": value for name, value in means.items()}
 
-    def warn_of_labels(self, stage: str, sums: Sums) -> None:
-        """Warn once for each stage of labels of which none counts, after their means were taken."""
-        if sums.without_labels and self._trainer.is_main and stage not in self._told:
-            self._told.add(stage)
-            _log.warning("no label counts in %s/loss, which is 0: %s", stage, _LABELS)
-
     def count_skipped(self) -> None:
-        """Count an update that was not applied; too many in a row end the run."""
-        trainer, state = self._trainer, self._trainer.state
+        """Count an update that was not applied. Raises DivergedError for too many in a row."""
+        components = self._components
+        state = components.state
         state.skipped_updates += 1
         state.skipped_in_a_row += 1
-        if state.skipped_in_a_row >= trainer.options.max_skipped_in_a_row:
-            scale = f", loss scale {trainer.precision.scale:g}" if trainer.precision.scales else ""
+        if state.skipped_in_a_row >= components.options.max_skipped_in_a_row:
+            scale = ""
+            if components.precision.scales:
+                scale = f", loss scale {components.precision.scale:g}"
             raise DivergedError(
                 f"the last {state.skipped_in_a_row} updates were not finite (after step "
                 f"{state.global_step}, epoch {state.epoch}{scale}): lower optimizer.lr, or allow "
                 "more with trainer.max_skipped_in_a_row"
             )
 
-    def confirm(self) -> None:
+    def check_deferred_nonfinite(self) -> None:
         """Ask the device whether all updates were applied; the host waits for it.
 
         With a guard on the device a skipped update ends the run: parameters, buffers, optimizer
         state and `global_step` are then those from before it. Raises DivergedError.
         """
-        count, state = self.guard.confirm(), self._trainer.state
+        count = self.guard.undo_skipped()
         if not count:
             return
+        state = self._components.state
         state.global_step -= count
         state.skipped_updates += count
         later = f", nor were the {count - 1} after it" if count > 1 else ""
         raise DivergedError(
             f"the loss or a gradient is not finite at update {state.updates - count + 1} (step "
             f"{state.global_step + 1}, epoch {state.epoch}): the update was not applied{later}; "
-            f"{LOWER}"
+            f"{ADVICE}"
         )
+
+
+def _phases_of(components: Components) -> list[Phase]:
+    optimizers = components.optimizers.optimizers
+    turns = components.task.turns
+    if not turns:
+        return [Phase("", list(optimizers.values()))]
+    # A turn without an optimizer is refused by the first update: an evaluation needs none.
+    return [Phase(name, [optimizers[name]]) for name in turns if name in optimizers]
+
+
+def warn_without_labels(components: Components, stage: str, means: MeanAccumulator) -> None:
+    """Warn once for each stage of which no label counts, after its means were computed."""
+    stages = components.unlabelled_stages
+    if means.has_no_labels and components.is_main and stage not in stages:
+        stages.add(stage)
+        _log.warning("no label counts in %s/loss, which is 0: %s", stage, _WHY_NO_LABEL_COUNTS)

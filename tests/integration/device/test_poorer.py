@@ -107,7 +107,7 @@ def test_an_update_that_is_not_finite_is_not_applied(name, own):
         trainer.fit()
     assert trainer.state.global_step == 1
     assert all(p.isfinite().all() for p in model.parameters())
-    assert trainer.updater.guard.by_device == heeds
+    assert trainer.updater.guard.is_deferred == heeds
 
 
 def test_a_whole_run_and_what_it_is_used_for(train, job, tmp_path):
@@ -156,11 +156,11 @@ def test_numbers_of_the_user_in_double_precision_arrive():
 
 def test_sums_of_counts_are_exact():
     """In single precision 2^24 + 1 is 2^24."""
-    from regimen.trainer.update.sums import Name, Sums, metric
+    from regimen.trainer.update.means import MeanAccumulator, MeanKey, metric_key
 
-    sums = Sums(DEVICE)
-    sums.add(Name("loss", ""), torch.ones((), device=DEVICE), 2**24 + 1, mean=True)
-    sums.add(Name("loss", ""), torch.zeros((), device=DEVICE), 2**24 + 1, mean=True)
+    sums = MeanAccumulator(DEVICE)
+    sums.add(MeanKey("loss", ""), torch.ones((), device=DEVICE), 2**24 + 1, mean=True)
+    sums.add(MeanKey("loss", ""), torch.zeros((), device=DEVICE), 2**24 + 1, mean=True)
     assert sums.means(lambda tensor: tensor)["loss"] == 0.5
-    sums.add(metric("hits"), 2**24 + 1, 1)
+    sums.add(metric_key("hits"), 2**24 + 1, 1)
     assert sums.means(lambda tensor: tensor)["hits"] == 2**24 + 1

@@ -162,7 +162,7 @@ def test_an_update_waits_once_or_not_at_all(name, choice):
     if name == "adafactor":  # torch's own step asks for two norms of each parameter
         each += 2 * len(list(trainer.model.parameters()))
     assert sum(watch.found.values()) == 5 * each, watch.found
-    assert trainer.updater.guard.by_device == by_device
+    assert trainer.updater.guard.is_deferred == by_device
 
 
 class Calls(TorchDispatchMode):
@@ -186,8 +186,8 @@ def test_the_guard_and_the_sums_do_not_grow_with_the_model(choice, most):
         trainer.fit()
         norm = torch.ones((), device=DEVICE)
         with Calls() as calls:
-            trainer.updater.guard.remember()
-            trainer.updater.guard.refuses(norm)
+            trainer.updater.guard.begin_update()
+            trainer.updater.guard.is_nonfinite(norm)
         counts.append(calls.count)
     assert counts[0] == counts[1] <= most
 
@@ -298,7 +298,7 @@ def test_a_checkpoint_is_written_when_its_copy_has_arrived(waited, tmp_path, mon
     if not waited:
         monkeypatch.setattr(Staging, "wait", lambda self: None)
     trainer = trainer_of("sgd", {"checkpoint": Checkpoint()})
-    trainer.run_dir = tmp_path
+    trainer.use_run_dir(tmp_path)
     trainer.fit()
     saved = read_checkpoint(tmp_path / "checkpoints" / "last.pt")["model"]
     same = [torch.equal(saved[n], t.cpu()) for n, t in trainer.model.state_dict().items()]

@@ -13,8 +13,8 @@ from regimen.data.orders import Sequential
 from regimen.data.samplers import UpdateSampler
 from regimen.scripts.composition.compose import compose
 from regimen.scripts.runs.plan import batch_split, make_plan
+from regimen.trainer.components import precision
 from regimen.trainer.files.layout import count, size
-from regimen.trainer.update import precision
 
 
 def test_every_decision_is_shown(tmp_path, monkeypatch, capsys):

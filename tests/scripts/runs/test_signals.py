@@ -20,13 +20,13 @@ from regimen.data.orders import Sequential
 from regimen.data.samplers import UpdateSampler
 from regimen.scripts.cli.signals import end_on_signals
 from regimen.scripts.runs.signals import stop_signals
+from regimen.trainer.components.sources import StopAwareReader
 from regimen.trainer.distributed import Group
 from regimen.trainer.errors import EXIT_CODES, stopping_signals
 from regimen.trainer.state import TrainState
 from regimen.trainer.strategies.strategy import Strategy
 from regimen.trainer.tasks.regression import Regression
 from regimen.trainer.trainer import Trainer
-from regimen.trainer.update.batch import Waiting
 from toy_runs import FORK
 
 
@@ -52,7 +52,7 @@ def loader_of(dataset, batch_size=4, **options):
 def listener():
     """What the handler and a wait need of a trainer."""
     state = TrainState()
-    return SimpleNamespace(state=state, group=Group(), waiting=Waiting(state, alone=True))
+    return SimpleNamespace(state=state, group=Group(), reader=StopAwareReader(state, alone=True))
 
 
 def generators():
@@ -63,10 +63,10 @@ def generators():
 def load_disturbed(trials):
     """Load an epoch again and again, with a signal at a random moment; return how many it met."""
     trainer, loader = listener(), loader_of(Drawing())
-    trainer.waiting.attend(loader)
+    trainer.reader.connect(loader)
     plain = [micro.batch[0] for micro in loader.epoch(0)]
     before, moments, met, lasted = generators(), random.Random(7), 0, []
-    with stop_signals(trainer):
+    with stop_signals(trainer.state, trainer.group):
         handler = signal.getsignal(signal.SIGUSR1)
         signal.signal(signal.SIGALRM, lambda _, frame: handler(signal.SIGUSR1, frame))
         for trial in range(trials):
@@ -76,7 +76,7 @@ def load_disturbed(trials):
                 moment = moments.uniform(1e-6, median(lasted))
                 signal.setitimer(signal.ITIMER_REAL, moment)
             stream, got = loader.epoch(0), []
-            while (micro := trainer.waiting.next(stream)) is not None:
+            while (micro := trainer.reader.next(stream)) is not None:
                 got.append(micro.batch[0])
             signal.setitimer(signal.ITIMER_REAL, 0)
             if trial < 10:  # undisturbed, to learn how long it takes
@@ -126,7 +126,7 @@ def test_a_data_set_that_catches_everything_swallows_no_signal():
     trainer = Trainer(model, *parts, strategy=Strategy("cpu"))
     seen = []
     model.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].max().item()))
-    with stop_signals(trainer):
+    with stop_signals(trainer.state, trainer.group):
         trainer.fit()
     state = trainer.state
     assert (state.stop_reason, state.stop_code, state.global_step) == ("SIGTERM", 143, 1)
@@ -149,13 +149,13 @@ def test_a_wait_for_a_slow_worker_ends_with_a_signal(monkeypatch, persistent):
     monkeypatch.setattr("regimen.data.loading.fetch._LOOK", 0.05)
     trainer = listener()
     loader = loader_of(Slow(16), num_workers=2, persistent_workers=persistent)
-    stream = trainer.waiting.attend(loader).epoch(0)
-    with stop_signals(trainer):
-        assert trainer.waiting.next(stream) is not None
+    stream = trainer.reader.connect(loader).epoch(0)
+    with stop_signals(trainer.state, trainer.group):
+        assert trainer.reader.next(stream) is not None
         workers = list(loader._workers.processes)
         signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
         signal.setitimer(signal.ITIMER_REAL, 0.1)
-        assert trainer.waiting.next(stream) is None
+        assert trainer.reader.next(stream) is None
     assert trainer.state.stop_code == 143
     assert len(workers) == 2
     assert not any(worker.is_alive() for worker in workers)
@@ -164,10 +164,10 @@ def test_a_wait_for_a_slow_worker_ends_with_a_signal(monkeypatch, persistent):
 
 def test_only_a_process_that_is_alone_and_waits_is_cut_short():
     trainer, loader = listener(), loader_of(Drawing())
-    trainer.waiting.attend(loader)
+    trainer.reader.connect(loader)
     trainer.state.signal = ("SIGTERM", 143)
     assert len(list(loader.epoch(0))) == 2
-    assert Waiting(trainer.state, alone=False).next(iter([1])) == 1
+    assert StopAwareReader(trainer.state, alone=False).next(iter([1])) == 1
     assert not trainer.state.stop_code
 
 
@@ -176,7 +176,7 @@ def test_under_nohup_a_closed_terminal_is_nothing(ignored):
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
     try:
         trainer = listener()
-        with stop_signals(trainer):
+        with stop_signals(trainer.state, trainer.group):
             assert (signal.SIGHUP in stopping_signals()) is not ignored
             os.kill(os.getpid(), signal.SIGHUP)
         assert trainer.state.signal == (None if ignored else ("SIGHUP", 143))
@@ -203,7 +203,7 @@ def test_a_handler_of_ours_acts_in_no_process_of_the_users(running):
     trainer, ended = listener(), {}
     try:
         end_on_signals()
-        with stop_signals(trainer) if running else contextlib.nullcontext():
+        with stop_signals(trainer.state, trainer.group) if running else contextlib.nullcontext():
             for number in EXIT_CODES:
                 started = FORK.Event()
                 process = FORK.Process(target=_pause, args=(started,))
@@ -228,8 +228,8 @@ def test_a_second_interrupt_leaves_with_one_line(main, lines):
     if not process:
         os.dup2(writer, 2)
         trainer = listener()
-        trainer.is_main = main
-        with stop_signals(trainer):
+        trainer.group = SimpleNamespace(is_main=main, world_size=1, on_signal=lambda: None)
+        with stop_signals(trainer.state, trainer.group):
             signal.raise_signal(signal.SIGINT)
             signal.raise_signal(signal.SIGINT)
         os._exit(9)

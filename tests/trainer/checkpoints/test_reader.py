@@ -21,7 +21,6 @@ from hypothesis import strategies as st
 
 import toy_runs
 from regimen.scripts.runs.resume import saved_config
-from regimen.trainer import snapshot
 from regimen.trainer.checkpoints import reader
 from regimen.trainer.checkpoints.archive import (
     DamagedCheckpointError,
@@ -292,7 +291,7 @@ def make_trainer():
 def whole():
     trainer = make_trainer()
     trainer.fit()
-    return snapshot.take(trainer)
+    return trainer.state_dict()
 
 
 @pytest.fixture
@@ -379,15 +378,15 @@ def test_a_hostile_configuration_is_refused():
 def test_a_state_that_does_not_fit_is_one_line(payload, path, value):
     put(payload, path, value)
     with pytest.raises(CheckpointError, match=r"^[^\n]+$"):
-        snapshot.restore(make_trainer(), payload)
+        make_trainer().load_state_dict(payload)
 
 
 def test_what_a_run_writes_fits_and_another_number_of_threads_is_said(payload):
     check_payload(payload, PATH)
-    assert snapshot.restore(make_trainer(), payload) == []
+    assert make_trainer().load_state_dict(payload) == []
     before = payload["state"]["made_with"]["threads"]
     payload["state"]["made_with"]["threads"] = before + 1
-    (note,) = snapshot.restore(make_trainer(), payload)
+    (note,) = make_trainer().load_state_dict(payload)
     assert note.startswith(f"threads: saved with {before + 1}, goes on with {before}")
 
 

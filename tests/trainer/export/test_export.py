@@ -70,7 +70,7 @@ def onnx_outputs(path, inputs):
 
 
 def test_figures_are_those_of_the_checkpoint(run, tmp_path):
-    best = run.trainer().state.global_step
+    best = run.components().state.global_step
     for step in (20, 40, 60):
         checkpoint = str(run.path / "checkpoints" / f"step-{step:08}.pt")
         path, facts = export_run(run, "safetensors", tmp_path / f"{step}", checkpoint=checkpoint)
@@ -98,7 +98,7 @@ def says_where_it_comes_from(run, path, facts):
     assert json.loads(metadata["classes"]) == [str(digit) for digit in range(10)]
     origin = json.loads(metadata["provenance"])
     assert origin == facts["provenance"]
-    assert origin["step"] == run.trainer().state.global_step
+    assert origin["step"] == run.components().state.global_step
     assert origin["config"] == (run.path / "config.yaml").read_text()
     assert [split["samples"] for split in origin["data"]] == [1257, 270, 270]
     card = path.with_name("card.md").read_text()
@@ -368,7 +368,7 @@ def test_calibration_sees_the_first_samples_of_the_seed(run):
 
 def test_a_network_trained_for_8_bits_answers_as_it_did_in_training(run, tmp_path):
     qat = trained(tmp_path / "qat", "callbacks=[default,qat]")
-    names = [list(r.trainer().model.state_dict()) for r in (run, qat)]
+    names = [list(r.components().model.state_dict()) for r in (run, qat)]
     assert names[0] == names[1]  # plain weights
     path, facts = quantize_run(qat, out=tmp_path / "q")
     assert facts["quantization"]["ranges"] == "learnt in training"

@@ -23,7 +23,7 @@ from regimen.trainer.checkpoints.archive import DamagedCheckpointError
 from regimen.trainer.checkpoints.reader import model_only
 from regimen.trainer.errors import CheckpointError
 from regimen.trainer.inference.predictor import Generation, inference_metadata, read_facts
-from regimen.trainer.inference.run import load_run, load_trainer, pictures_for
+from regimen.trainer.inference.run import load_components, load_run, pictures_for
 from regimen.trainer.runs.status import RunDirectoryError
 from regimen.trainer.tasks.language_model import LanguageModel
 
@@ -185,7 +185,7 @@ def test_for_a_damaged_checkpoint_the_others_are_named(tmp_path):
     for name in ("best", "last", "step-00000005"):
         (tmp_path / "checkpoints" / f"{name}.pt").write_bytes(b"x")
     with pytest.raises(DamagedCheckpointError, match="=NAME takes another of best, last, step-0"):
-        load_trainer(tmp_path, None, None, None, "best")
+        load_components(tmp_path, None, None, None, "best")
 
 
 def test_a_run_with_a_link_that_leads_out_is_not_opened(tmp_path):

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from regimen.trainer.fast import step_optimizer
 from regimen.trainer.optimizers.muon import Muon
 from regimen.trainer.optimizers.optimizers import Optimizers, build_optimizers
-from regimen.trainer.optimizers.state import can_leave_out, take_step
+from regimen.trainer.optimizers.state import can_leave_out
 
 ONES = torch.ones(3)
 
@@ -80,7 +81,7 @@ def one_step(prepare: Callable[[Optimizer], object] = id) -> Optimizer:
     optimizer = torch.optim.AdamW([parameter], lr=0.1)
     prepare(optimizer)
     parameter.grad = torch.arange(3.0)
-    take_step(optimizer)
+    step_optimizer(optimizer)
     return optimizer
 
 
@@ -108,7 +109,9 @@ def test_what_stands_around_a_step_is_called() -> None:
         called.append(1)
         return torch.optim.AdamW.step(*args)
 
-    take_step(type("Decorated", (torch.optim.AdamW,), {"step": decorated})([nn.Parameter(ONES)]))
+    step_optimizer(
+        type("Decorated", (torch.optim.AdamW,), {"step": decorated})([nn.Parameter(ONES)])
+    )
     assert len(called) == 4
 
 
@@ -137,7 +140,7 @@ def test_a_step_that_is_differentiated_through_keeps_its_graph() -> None:
     optimizer = torch.optim.SGD([start], lr=0.1)
     optimizer.param_groups[0]["params"], optimizer.param_groups[0]["differentiable"] = [moved], True
     optimizer.defaults["differentiable"] = True
-    take_step(optimizer)
+    step_optimizer(optimizer)
     assert moved.grad_fn is not None
 
 

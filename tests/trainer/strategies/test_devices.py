@@ -16,10 +16,10 @@ from regimen.scripts.composition.compose import compose
 from regimen.scripts.runs.launch import launch
 from regimen.trainer import device
 from regimen.trainer.assembly.parts import build_strategy
+from regimen.trainer.components.precision import Precision
 from regimen.trainer.errors import ModelError, ResourceError
 from regimen.trainer.strategies import data_parallel as dp
 from regimen.trainer.tasks.classification import Classification
-from regimen.trainer.update.precision import Precision
 from toys import CLASSES, assert_equal, by_hand, of_output, points, trainer_of
 
 

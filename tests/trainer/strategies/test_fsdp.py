@@ -15,7 +15,6 @@ from regimen.conf.check import parse
 from regimen.conf.errors import ConfigError
 from regimen.scripts.composition.compose import compose
 from regimen.scripts.convert import convert
-from regimen.trainer import snapshot
 from regimen.trainer.assembly.experiment import build, eval_loader
 from regimen.trainer.checkpoints import shards as checkpoint_shards
 from regimen.trainer.checkpoints.reader import read_checkpoint
@@ -85,7 +84,7 @@ def save(strategy, folder):
     """Train a part, and save it as a run does."""
     folder.mkdir(exist_ok=True)
     trainer = make_trainer(strategy, STOP)
-    trainer.run_dir = folder
+    trainer.use_run_dir(folder)
     trainer.fit()
     checkpoint = Checkpoint(monitor=None)
     checkpoint.setup(trainer)
@@ -97,9 +96,9 @@ def train(strategy, saved=None, stop=None):
     """Train on from what was saved, and return the metrics and a whole checkpoint."""
     trainer = make_trainer(strategy, stop)
     if saved is not None:
-        snapshot.restore(trainer, saved if isinstance(saved, dict) else read_checkpoint(saved))
+        trainer.load_state_dict(saved if isinstance(saved, dict) else read_checkpoint(saved))
     trainer.fit()
-    content = strategy.gather_tensors(snapshot.take(trainer))
+    content = strategy.gather_tensors(trainer.state_dict())
     # What is whole is so on the main process.
     return trainer.metrics, through_a_file(strategy.group.broadcast(content))
 
@@ -115,7 +114,7 @@ def taken(strategy):
     """Return how many bytes of tensors this process holds of what a save takes."""
     trainer = make_trainer(strategy, STOP)
     trainer.fit()
-    content = snapshot.take(trainer)
+    content = trainer.state_dict()
     return sum(t.nbytes for t in tensors(content["model"]).values() if t.device.type != "meta")
 
 

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 import toys
-from regimen.trainer import snapshot
 from regimen.trainer.strategies.strategy import Strategy
 from regimen.trainer.tasks.classification import Classification
 from toys import Log, StopAt, differences, through_a_file
@@ -63,11 +62,11 @@ def interrupted(strategy, warm_up=True):
     expected = outcome(whole)
     first = make_trainer(strategy, STOP)
     first.fit()
-    payload = through_a_file(snapshot.take(first))
+    payload = through_a_file(first.state_dict())
     second = make_trainer(strategy)
     if not warm_up:
         second.strategy.warm_up = lambda wrapped, compute: None
-    snapshot.restore(second, payload)
+    second.load_state_dict(payload)
     second.callbacks["log"].lines = list(first.callbacks["log"].lines)
     second.fit()
     return differences(expected, outcome(second))
@@ -90,11 +89,11 @@ def test_without_a_warm_up_processes_differ(ranks):
 def part(strategy, content=None, stop=None):
     """Train a part of a run in float64; return samples by update, weights and a checkpoint."""
     trainer = make_trainer(strategy, stop, "fp64", dropout=0)
-    notes = snapshot.restore(trainer, content) if content else []
+    notes = trainer.load_state_dict(content) if content else []
     trainer.train_loader.dataset.seen.clear()  # of the warm-up
     trainer.fit()
     weights = [p.detach().clone() for p in trainer.model.parameters()]
-    return trainer.train_loader.dataset.seen, weights, through_a_file(snapshot.take(trainer)), notes
+    return trainer.train_loader.dataset.seen, weights, through_a_file(trainer.state_dict()), notes
 
 
 @pytest.fixture(scope="module")

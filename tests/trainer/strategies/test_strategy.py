@@ -9,7 +9,7 @@ from torch import nn
 
 import toys
 from regimen.callbacks.unfreeze import Unfreeze
-from regimen.trainer.callback import Callback, Hooks
+from regimen.trainer.callback import Callback
 from regimen.trainer.strategies.strategy import Strategy
 from regimen.trainer.tasks.classification import Classification
 from regimen.trainer.tasks.losses import vector
@@ -157,8 +157,7 @@ class StopSome(Callback):
 
 
 def stopped_by(callback, strategy):
-    trainer = make_trainer(strategy)
-    trainer.hooks = Hooks([callback])
+    trainer = make_trainer(strategy, callbacks={"stop": callback})
     trainer.fit()
     return trainer.state.updates, trainer.state.stop_reason, trainer.state.stop_code
 

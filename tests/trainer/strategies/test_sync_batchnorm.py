@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from regimen.trainer.components.recompute import checkpoint_modules
 from regimen.trainer.strategies.batchnorm import synchronize
-from regimen.trainer.update.precision import checkpoint_modules
 from toys import in_group
 
 KINDS = [

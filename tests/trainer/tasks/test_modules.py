@@ -14,7 +14,6 @@ from regimen.conf.errors import ConfigError
 from regimen.trainer import snapshot
 from regimen.trainer.errors import ModelError
 from regimen.trainer.optimizers.optimizers import build_optimizers
-from regimen.trainer.options import TrainerOptions
 from regimen.trainer.strategies.fsdp import FSDP
 from regimen.trainer.strategies.strategy import Strategy
 from regimen.trainer.task import named_modules
@@ -137,13 +136,13 @@ def test_a_resume_is_exact_and_weights_alone_bring_the_task_along(network):
     whole, begun = trainer_of(network, True), trainer_of(network, True, max_steps=4)
     whole.fit()
     begun.fit()
-    payload = copy.deepcopy(snapshot.take(begun))
+    payload = copy.deepcopy(begun.state_dict())
     assert "mask" not in str(payload["state"]["unsaved"])  # a constant
     resumed, fresh = trainer_of(network, True), trainer_of(network, True)
-    assert snapshot.restore(resumed, payload) == []
+    assert resumed.load_state_dict(payload) == []
     resumed.fit()
     assert_same(weights(resumed), weights(whole))
-    snapshot.load_weights(fresh, copy.deepcopy(snapshot.take(whole)))
+    snapshot.load_weights(fresh.components, copy.deepcopy(whole.state_dict()))
     assert_same(weights(fresh), weights(whole))
 
 
@@ -170,7 +169,7 @@ def test_assigned_buffers_are_put_back_and_averaged():
 
 def test_a_refused_update_moves_no_assigned_buffer():
     trainer = trainer_of(Restless, True)
-    trainer.options = TrainerOptions(max_steps=1, on_nonfinite="skip")
+    trainer.options.on_nonfinite = "skip"
     before = weights(trainer)
     bad, *_ = trainer.train_loader.epoch(0)
     bad.batch[0][0] = float("nan")
@@ -184,9 +183,9 @@ def test_what_cannot_be_saved_is_named_once(caplog):
     trainer.model.calls = 0
     trainer.fit()
     with caplog.at_level(logging.WARNING):
-        snapshot.take(trainer)
+        trainer.state_dict()
         trainer.model.calls += 1
-        snapshot.take(trainer)
+        trainer.state_dict()
     told = [r.message for r in caplog.records if "checkpoints lack it" in r.message]
     assert len(told) == 1
     assert told[0].startswith("calls changes in training")

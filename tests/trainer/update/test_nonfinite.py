@@ -14,7 +14,6 @@ from accelerator import CPU, DEVICE, needs_simulation
 from regimen.callbacks.checkpoint import Checkpoint
 from regimen.callbacks.ema import EMA
 from regimen.callbacks.swa import SWA
-from regimen.trainer import snapshot
 from regimen.trainer.callback import Callback
 from regimen.trainer.checkpoints.reader import read_checkpoint
 from regimen.trainer.checkpoints.store import CheckpointStore
@@ -83,7 +82,7 @@ def trainer_of(
 
 def changed_by_updates(trainer: Trainer) -> dict[str, Any]:
     """Return what an update that is left out must not change."""
-    state = snapshot.take(trainer)
+    state = trainer.state_dict()
     return {"model": state["model"], "optimizer": state["optimizer"]}
 
 
@@ -120,7 +119,7 @@ def test_a_bad_update_ends_both_in_the_same_place(name: str, bad: int, tmp_path:
         with pytest.raises(DivergedError, match=rf"update {bad + 1} \(step {bad + 1}, epoch 0\)"):
             trainer.fit()
         assert trainer.state.global_step == bad
-        assert trainer.updater.guard.by_device == (device != CPU)
+        assert trainer.updater.guard.is_deferred == (device != CPU)
         log = trainer.callbacks["log"].lines  # type: ignore[attr-defined]
         runs[device] = {**changed_by_updates(trainer), "log": log, "saved": saved(folder)}
     # The host had let the schedule go on: the only thing that is not undone.
@@ -141,7 +140,7 @@ def test_after_a_first_update_left_out_the_rest_is_undisturbed(name: str, tmp_pa
     state = disturbed.state
     assert (state.global_step, state.skipped_updates) == (UPDATES, 1)
     assert disturbed.metrics["train/skipped_updates"] == 1
-    before, after = snapshot.take(whole), snapshot.take(disturbed)
+    before, after = whole.state_dict(), disturbed.state_dict()
     for key in ("model", "optimizer", "ema", "lr_scheduler"):
         assert differences(before[key], after[key]) == []
 

@@ -21,11 +21,11 @@ from torch.utils.data import (
 
 from regimen.callbacks.checkpoint import Checkpoint
 from regimen.trainer.callback import Callback
+from regimen.trainer.components.sources import PlainBatches
 from regimen.trainer.options import TrainerOptions
 from regimen.trainer.rng import derived_seed
 from regimen.trainer.tasks.regression import Regression
 from regimen.trainer.trainer import Trainer
-from regimen.trainer.update.batch import PlainBatches
 
 SAMPLES = 22
 

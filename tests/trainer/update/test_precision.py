@@ -7,16 +7,12 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+from regimen.trainer.components import precision
+from regimen.trainer.components.precision import Precision, format_remark
+from regimen.trainer.components.recompute import checkpoint_modules, checkpoint_segments
 from regimen.trainer.errors import DivergedError, ModelError
 from regimen.trainer.tasks.classification import Classification
 from regimen.trainer.trainer import Trainer
-from regimen.trainer.update import precision
-from regimen.trainer.update.precision import (
-    Precision,
-    checkpoint_modules,
-    checkpoint_segments,
-    format_remark,
-)
 from toys import batches, differences, trainer_of
 
 

@@ -94,7 +94,7 @@ def test_a_non_finite_turn_undoes_those_before_it(turn: str) -> None:
     assert moved == [False, True, False, True, True]
     counters = trainer.state
     assert (counters.global_step, counters.updates, counters.skipped_updates) == (3, 5, 2)
-    assert not trainer.updater.guard.by_device
+    assert not trainer.updater.guard.is_deferred
 
 
 @TURNS
@@ -122,7 +122,7 @@ def test_a_run_that_a_turn_ends_is_as_before_the_update(turn: str, bad: int) -> 
         all(not v.any() for o in optimizers.values() for s in o.values() for v in s.values()) or bad
     )
     assert trainer.state.global_step == bad
-    assert trainer.updater.guard.by_device == (DEVICE != CPU)
+    assert trainer.updater.guard.is_deferred == (DEVICE != CPU)
 
 
 @needs_simulation
@@ -131,7 +131,7 @@ def test_the_device_decides_alike() -> None:
     for device in (CPU, DEVICE):
         trainer = trainer_of(GAN(), device, max_epochs=2)
         trainer.fit()
-        assert trainer.updater.guard.by_device == (device != CPU)
+        assert trainer.updater.guard.is_deferred == (device != CPU)
         ends.append([*state_of(trainer), trainer.metrics])
     assert differences(ends[0], ends[1]) == []
 

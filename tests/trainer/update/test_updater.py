@@ -23,7 +23,8 @@ from regimen.trainer.tasks.losses import Term
 from regimen.trainer.tasks.metrics import R2
 from regimen.trainer.tasks.supervised import Scores
 from regimen.trainer.trainer import Trainer
-from regimen.trainer.update.sums import Sums, share_of
+from regimen.trainer.update.loss import scaled_loss
+from regimen.trainer.update.means import MeanAccumulator
 from toys import (
     BATCH,
     CLASSES,
@@ -204,8 +205,6 @@ def test_labels_that_never_count_are_told_at_once_and_end_the_run(
 @pytest.mark.parametrize("own", [0, 3, 0.0, 2.5, torch.tensor(0), torch.tensor(3.0)], ids=str)
 def test_an_only_micro_batch_needs_no_total(own: Tensor | float, scale: float) -> None:
     """Bit for bit its mean times its count by the total; nothing where no label counts."""
-    strategy = Strategy("cpu")
-    strategy.gradient_scale = scale
     batch_slice = BatchSlice((0,), 4, 0, 4, 0, 1, 0, 0)
     found = []
     for total in (None, torch.tensor(float(own) or 1.0, dtype=torch.float64)):
@@ -213,9 +212,9 @@ def test_an_only_micro_batch_needs_no_total(own: Tensor | float, scale: float) -
         # torch's mean over no label is NaN.
         mean = values.square().sum() / 3 if own > 0 else values.sum() * math.nan
         output = StepOutput({"": mean, "sum": values}, {"": own, "sum": SUM})
-        share = share_of(strategy, output, batch_slice, {"": total})
-        share.backward()
-        found.append((share.detach(), values.grad))
+        loss = scaled_loss(output, batch_slice, {"": total}, scale)
+        loss.backward()
+        found.append((loss.detach(), values.grad))
     torch.testing.assert_close(found[0], found[1], rtol=0, atol=0, equal_nan=True)
     assert found[0][0].isfinite()
 
@@ -223,7 +222,7 @@ def test_an_only_micro_batch_needs_no_total(own: Tensor | float, scale: float) -
 def test_a_count_that_is_no_number_is_not_taken_for_none() -> None:
     output = StepOutput({"": torch.tensor(math.nan)}, {"": torch.tensor(math.nan)})
     batch_slice = BatchSlice((0,), 4, 0, 4, 0, 1, 0, 0)
-    assert share_of(Strategy("cpu"), output, batch_slice, {"": None}).isnan()
+    assert scaled_loss(output, batch_slice, {"": None}, 1.0).isnan()
 
 
 METRICS = ["loss_free", "losses", "loss:ce", "a:b", ":", "zero:loss"]
@@ -245,7 +244,7 @@ def test_a_metric_may_have_any_name_and_is_never_taken_for_a_loss(name: str) -> 
 
 
 def test_a_metric_with_the_name_of_the_loss_is_refused() -> None:
-    sums = Sums(torch.device("cpu"))
+    sums = MeanAccumulator(torch.device("cpu"))
     loss = {"ce": torch.tensor(1.0), "": torch.tensor(2.0)}
     sums.add_output(StepOutput(loss, sums={"loss_ce": (torch.tensor(1.0), 1)}), 1)
     with pytest.raises(UserCodeError, match=r"sums\['loss_ce'\] of a StepOutput has the name of"):
@@ -308,17 +307,17 @@ def test_two_metrics_of_one_name_are_refused(task: Classification, taken: str) -
 
 
 def test_partial_sums_go_on_from_their_state_and_from_that_of_earlier_checkpoints() -> None:
-    saved = Sums(torch.device("cpu"))
+    saved = MeanAccumulator(torch.device("cpu"))
     loss = {"ce": torch.tensor(1.0), "": torch.tensor(2.0)}
     metrics = {name: (torch.tensor(3.0), 4) for name in METRICS}
     saved.add_output(StepOutput(loss, sums=metrics), 5)
     wanted = saved.means(lambda tensor: tensor)
     assert wanted == {**dict.fromkeys(METRICS, 0.75), "loss": 3.0, "loss_ce": 1.0}
-    again = Sums(torch.device("cpu"))
-    again.load_state_dict(through_a_file(saved.state_dict()))
+    again = MeanAccumulator(torch.device("cpu"))
+    again.load_state_dict([through_a_file(saved.state_dict())])
     assert again.means(lambda tensor: tensor) == wanted
     old = {"loss:ce": 5.0, "loss:": 10.0, "acc": 1.0}
-    again.load_state_dict({"sums": old, "counts": dict.fromkeys(old, 5)})
+    again.load_state_dict([{"sums": old, "counts": dict.fromkeys(old, 5)}])
     assert again.means(lambda tensor: tensor) == {"acc": 0.2, "loss": 3.0, "loss_ce": 1.0}
 
 

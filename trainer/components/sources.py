@@ -1,4 +1,4 @@
-"""Where updates come from: our loaders or any iterable of batches, read until a signal comes."""
+"""Sources of updates: our loaders or any iterable of batches, read until a signal comes."""
 
 import copy
 import itertools
@@ -19,6 +19,7 @@ from torch.utils.data import (
 )
 
 from regimen.data.batch import BatchSlice, MicroBatch, map_tensors
+from regimen.trainer import fast
 from regimen.trainer.errors import qualified_name
 from regimen.trainer.rng import derived_seed
 from regimen.trainer.state import TrainState
@@ -32,10 +33,10 @@ _SHUFFLING = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 class PlainBatches:
     """Read any iterable of batches, one for each update, split along the first dimension.
 
-    For a plain DataLoader on one device. Where the DataLoader's samplers are torch's, the order of
-    an epoch is a function of (`seed`, epoch), and what is left of an epoch is loaded alone. Of
-    anything else the batches before are read and dropped, which is exact if it repeats its order:
-    `repeats` is whether it is known to.
+    For a plain DataLoader on one device. Where its samplers are torch's, the order of an epoch is a
+    function of (`seed`, epoch), and a resume loads the rest of an epoch only. Any other iterable is
+    read from its begin, and the batches before the position are dropped. That is exact if it
+    repeats its order; `repeats` says whether it is known to.
     """
 
     def __init__(self, loader: Any, gradient_accumulation_steps: int = 1, seed: int = 0) -> None:
@@ -59,28 +60,28 @@ class PlainBatches:
 
     def epoch(self, epoch: int, start: int = 0, stop: int | None = None) -> Iterator[MicroBatch]:
         """Yield the micro-batches of the updates `start` to `stop` of an epoch."""
-        drawn = self._batches(epoch, start, stop)
-        for update, (numbers, batch) in enumerate(drawn, start):
+        batches = self._batches(epoch, start, stop)
+        for update, (numbers, batch) in enumerate(batches, start):
             tensor = first_tensor(batch)
             total = 1 if tensor is None or not tensor.ndim else tensor.shape[0]
             # A collate function may leave samples out, or make several of one.
-            known = tuple(numbers) if len(numbers) == total else ()
+            indices = tuple(numbers) if len(numbers) == total else ()
             steps = max(1, min(self._steps, total))
             if steps == 1:
-                yield MicroBatch(batch, BatchSlice(known, total, 0, total, 0, 1, epoch, update))
+                yield MicroBatch(batch, BatchSlice(indices, total, 0, total, 0, 1, epoch, update))
                 continue
             bounds = [total * m // steps for m in range(steps + 1)]
             for m, (low, high) in enumerate(itertools.pairwise(bounds)):
                 part = map_tensors(lambda t, low=low, high=high: t[low:high], batch)  # type: ignore[misc]
                 batch_slice = BatchSlice(
-                    known[low:high], high - low, low, total, m, steps, epoch, update
+                    indices[low:high], high - low, low, total, m, steps, epoch, update
                 )
                 yield MicroBatch(part, batch_slice)
 
     def _batches(
         self, epoch: int, start: int, stop: int | None
     ) -> Iterator[tuple[Sequence[int], Any]]:
-        """Yield each batch with the numbers of its samples in the data set, () if not known."""
+        """Yield each batch with the indices of its samples in the data set, () if not known."""
         loader = self._loader
         if not self._by_index:
             _tell_epoch(loader, epoch)
@@ -88,31 +89,32 @@ class PlainBatches:
                 yield (), batch
             return
         if loader.generator is None and not start:
-            # A DataLoader's own iterator draws a seed here: what the training draws stays that of a
-            # loop by hand. The rest of an epoch, which a loop by hand does not know, draws none.
+            # A DataLoader's own iterator draws a seed here. With this draw the training has the
+            # same random numbers as a loop by hand; such a loop does not know the rest of an epoch.
             torch.empty((), dtype=torch.int64).random_()
         rest = itertools.islice(_keyed(_indices_of(loader), self._seed, epoch), start, stop)
         if loader.num_workers or loader.pin_memory:
             yield from self._from_torch(rest, epoch)
         else:
-            yield from _fetched(loader, rest)
+            yield from fast.load_batches(loader, rest)
 
     def _from_torch(self, rest: Iterator[Any], epoch: int) -> Iterator[tuple[Sequence[int], Any]]:
         """Let a copy of the DataLoader, with its workers, load what is left of an epoch."""
         loader = self._loader
-        batched = loader.batch_sampler is not None
+        has_batches = loader.batch_sampler is not None
         if self._copy is None:
             self._copy = copy.copy(loader)
-            place = "batch_sampler" if batched else "sampler"
-            # Past `__setattr__`, which refuses it. The caller's persistent workers stay the
-            # caller's, and so does the generator, from which the workers' seeds are drawn.
-            vars(self._copy).update({place: self._rest, "_iterator": None})
+            attribute = "batch_sampler" if has_batches else "sampler"
+            # `vars`, because the DataLoader's `__setattr__` refuses it. The caller's persistent
+            # workers stay the caller's, and so does the generator, from which the workers' seeds
+            # are drawn.
+            vars(self._copy).update({attribute: self._rest, "_iterator": None})
             self._copy.generator = torch.Generator()
         self._copy.generator.manual_seed(derived_seed(self._seed, "workers", epoch))
-        self._rest.indices, indices = itertools.tee(rest)
-        known = batched and getattr(loader, "in_order", True)
-        for numbers, batch in zip(indices, self._copy, strict=True):
-            yield (numbers if known else ()), batch
+        self._rest.indices, order = itertools.tee(rest)
+        knows_indices = has_batches and getattr(loader, "in_order", True)
+        for indices, batch in zip(order, self._copy, strict=True):
+            yield (indices if knows_indices else ()), batch
 
     def close(self) -> None:
         """End the workers of the copy; the iterable itself belongs to the caller."""
@@ -120,7 +122,7 @@ class PlainBatches:
 
 
 class _Rest:
-    """Stands in a DataLoader for its sampler: the indices of what is left of an epoch."""
+    """The sampler of a copied DataLoader: the indices of the rest of an epoch."""
 
     def __init__(self) -> None:
         self.indices: Iterable[Any] = ()
@@ -130,7 +132,7 @@ class _Rest:
 
 
 def _indices_of(loader: Any) -> Any:
-    """Return what gives a DataLoader the indices of its batches, or of its items without any."""
+    """Return a DataLoader's batch sampler; its sampler if it does not batch."""
     return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
 
 
@@ -140,12 +142,12 @@ def _repeats(source: Any) -> bool:
         return _repeats(source.sampler)
     if type(source) in (SequentialSampler, *_SHUFFLING):
         return True
-    # What is addressed by position does not draw; `set_epoch` is the convention of those that do.
+    # A sequence draws nothing; samplers that draw have `set_epoch` by convention.
     return hasattr(source, "__getitem__") or hasattr(source, "set_epoch")
 
 
 def _keyed(sampler: Any, seed: int, epoch: int) -> Any:
-    """Return a sampler whose order follows (seed, epoch); the caller's draws nothing.
+    """Return a copy of a sampler whose order is a function of (seed, epoch).
 
     One that is not torch's is returned itself.
     """
@@ -154,9 +156,9 @@ def _keyed(sampler: Any, seed: int, epoch: int) -> Any:
         batches.sampler = _keyed(sampler.sampler, seed, epoch)
         return batches
     if type(sampler) in _SHUFFLING:
-        own = copy.copy(sampler)
-        own.generator = torch.Generator().manual_seed(derived_seed(seed, "order", epoch))
-        return own
+        keyed = copy.copy(sampler)
+        keyed.generator = torch.Generator().manual_seed(derived_seed(seed, "order", epoch))
+        return keyed
     _tell_epoch(sampler, epoch)
     return sampler
 
@@ -166,39 +168,21 @@ def _tell_epoch(source: Any, epoch: int) -> None:
         source.set_epoch(epoch)
 
 
-def _fetched(loader: Any, order: Iterator[Any]) -> Iterator[tuple[Sequence[int], Any]]:
-    """Load in this process, as a DataLoader without workers does.
-
-    But without the profiler's label around each batch, which takes a tenth of a small update.
-    """
-    dataset = loader.dataset
-    collate = loader.collate_fn
-    if loader.batch_sampler is None:
-        for index in order:
-            yield (), collate(dataset[index])
-        return
-    several = getattr(dataset, "__getitems__", None) or (lambda rows: [dataset[i] for i in rows])
-    for indices in order:
-        yield indices, collate(several(indices))
-
-
 def order_remark(source: Any) -> str | None:
     """Say that the rest of an epoch is not known after a resume; None where it is."""
     if not isinstance(source, PlainBatches) or source.repeats:
         return None
-    given = source._loader
-    if not isinstance(given, DataLoader):
-        what = qualified_name(given)
-    elif isinstance(given.dataset, IterableDataset):
-        what = f"the IterableDataset {qualified_name(given.dataset)}"
-    elif source._by_index:
-        sampler = _indices_of(given)
-        inner = sampler.sampler if type(sampler) is BatchSampler else sampler
-        what = f"the sampler {qualified_name(inner)}"
-    else:
-        what = qualified_name(given)
+    loader = source._loader
+    name = qualified_name(loader)
+    if source._by_index:
+        sampler = _indices_of(loader)
+        if type(sampler) is BatchSampler:
+            sampler = sampler.sampler
+        name = f"the sampler {qualified_name(sampler)}"
+    elif isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset):
+        name = f"the IterableDataset {qualified_name(loader.dataset)}"
     return (
-        f"train_loader: whether {what} repeats its order is not known: a training that is "
+        f"train_loader: whether {name} repeats its order is not known: a training that is "
         "interrupted within an epoch, and goes on, may see some samples of it twice and others not "
         "at all. A DataLoader with shuffle=True, or a sampler with set_epoch(epoch), is exact"
     )
@@ -230,7 +214,7 @@ def as_source(loader: Any, name: str, gradient_accumulation_steps: int = 1, seed
 
 
 def _is_of_samples(given: Any) -> bool:
-    """Return whether what stands for a loader is a data set, or inputs and targets as they are."""
+    """Return whether a data set was given for a loader, or a pair of inputs and targets."""
     if isinstance(given, Dataset) and not isinstance(given, IterableDataset):
         return True
     if not hasattr(given, "__getitem__") or not hasattr(given, "__len__") or not len(given):
@@ -249,9 +233,9 @@ def _is_of_samples(given: Any) -> bool:
 
 
 def as_val_sources(given: Any, limit: int | float | None, seed: int) -> dict[str, Any]:
-    """Return the loaders of validation by stage: of one "val", of several those that there are.
+    """Return the loaders of validation by stage: `val`, or `val/<set>` for each of several.
 
-    None are left by a `limit` of 0 batches.
+    Entries that are None are left out, and all of them with a `limit` of 0 batches.
     """
     if limit == 0:
         return {}
@@ -262,37 +246,41 @@ def as_val_sources(given: Any, limit: int | float | None, seed: int) -> dict[str
     }
 
 
-class Waiting:
+class StopAwareReader:
     """Read streams until a signal asks for a stop.
 
     The signal's handler raises nothing, as it may interrupt code that loads data. Sources call
-    `is_over` between two samples and while they wait for a worker. Only a process that is `alone`
-    stops at once: several processes agree at a boundary.
+    `should_stop` between two samples and while they wait for a worker. Only a process that is
+    `alone` stops at once: several processes agree at a boundary.
     """
 
     def __init__(self, state: TrainState, alone: bool) -> None:
-        self._state, self._alone = state, alone
-        self._active = False
+        self._state = state
+        self._alone = alone
+        self._is_reading = False
 
-    def is_over(self) -> bool:
+    def should_stop(self) -> bool:
         """Return whether a signal ends the current wait; False outside of one."""
-        return self._active and self._alone and self._state.signal is not None
+        return self._is_reading and self._alone and self._state.signal is not None
 
-    def attend(self, source: Any) -> Any:
-        """Connect a source to `is_over`, if it supports that; return it."""
+    def connect(self, source: Any) -> Any:
+        """Let a source call `should_stop`, if it supports that; return it."""
         if hasattr(source, "heed"):
-            source.heed(self.is_over)
+            source.heed(self.should_stop)
         return source
 
     def next(self, stream: Iterator[T]) -> T | None:
         """Return the stream's next item; None at its end, or when a signal ends the wait."""
-        self._active = True
+        self._is_reading = True
         try:
-            item = None if self.is_over() else next(stream, None)
-            if not self.is_over():
+            if self.should_stop():
+                item = None
+            else:
+                item = next(stream, None)
+            if not self.should_stop():
                 return item
             # A batch that arrived meanwhile is loaded again after the resume.
             self._state.apply_stop()
             return None
         finally:
-            self._active = False
+            self._is_reading = False
