@@ -23,9 +23,6 @@ from regimen.conf.schema import Config
 from regimen.scripts.cli.arguments import key_of, quoted
 from regimen.scripts.composition.tree import shown_path
 
-if TYPE_CHECKING:
-    pass
-
 # Groups that every run needs.
 NEEDED = ("model", "data", "loader", "task", "optimizer", "trainer", "strategy")
 # Groups in which a second choice makes no sense.
