@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from regimen.callbacks.support import AUTO, Monitor, check_least, require
+from regimen.callbacks.support import AUTO, CallbackError, Monitor, check_least, require
 from regimen.conf.errors import problems_at
 from regimen.trainer.callback import Callback
 from regimen.trainer.task import Task
@@ -36,9 +36,11 @@ class EarlyStopping(Callback):
         self._judge = Monitor(self.monitor, self.mode, compared=self.patience is not None)
         self.best: float | None = None
         self.waited = 0  # validations, or epochs, since the best one
-        self.looked_at = 0  # step; a boundary that a signal interrupted is repeated
-        self.epoch = 0  # the epoch then
-        self.last = 0.0  # and the value
+        # The step, the epoch and the value of the last comparison. A boundary that a signal
+        # interrupted is repeated by the resumed run, and must not be compared twice.
+        self.looked_at = 0
+        self.epoch = 0
+        self.last = 0.0
 
     def check_task(self, task: Task, stages: Iterable[str]) -> None:
         """Raise ConfigError if it is not known which values of the metric are better."""
@@ -49,13 +51,19 @@ class EarlyStopping(Callback):
         """Resolve the metric. Raises CallbackError if the run does not compute it."""
         key = f"callbacks.{self.name}"
         self.check_task(trainer.task, trainer.val_loaders)
-        self.monitor = name = self._judge.name
-        if self.patience:
-            none = f"this task has no metric to monitor; set {key}.monitor"
-            require(name is not None, f"{key}.patience={self.patience}: {none}")
-            hint = f"monitor train/loss, or remove the callback with '~{key}'"
-            there = trainer.val_loaders or not self._judge.on_validation
-            require(there, f"{key}.monitor={name}: there is no validation set; {hint}")
+        self.monitor = self._judge.name
+        if self.patience is None:
+            return
+        if self.monitor is None:
+            raise CallbackError(
+                f"{key}.patience={self.patience}: this task has no metric to monitor; set "
+                f"{key}.monitor"
+            )
+        if self._judge.on_validation and not trainer.val_loaders:
+            raise CallbackError(
+                f"{key}.monitor={self.monitor}: there is no validation set; monitor train/loss, or "
+                f"remove the callback with '~{key}'"
+            )
 
     def on_fit_start(self, trainer: Trainer) -> None:
         """Repeat a stop that was due when the checkpoint was saved."""
@@ -65,15 +73,20 @@ class EarlyStopping(Callback):
 
     def on_boundary(self, trainer: Trainer) -> None:
         """Compare the metric of a validation, or the training metric of an epoch."""
-        if self.monitor is None or not self._judge.is_new(trainer.state, self.looked_at):
+        state = trainer.state
+        metrics = trainer.metrics
+        if self.monitor is None or not self._judge.is_new(state, self.looked_at):
             return
-        self.looked_at, self.epoch = trainer.state.global_step, trainer.state.epoch
-        known = ", ".join(sorted(trainer.metrics))
-        there = f"monitor={self.monitor}: no such metric; there are: {known}"
-        require(self.monitor in trainer.metrics, there)
-        self.last = value = trainer.metrics[self.monitor]
-        if self._judge.better(value, self.best, self.min_delta):
-            self.best, self.waited = value, 0
+        self.looked_at = state.global_step
+        self.epoch = state.epoch
+        if self.monitor not in metrics:
+            raise CallbackError(
+                f"monitor={self.monitor}: no such metric; there are: {', '.join(sorted(metrics))}"
+            )
+        self.last = metrics[self.monitor]
+        if self._judge.better(self.last, self.best, self.min_delta):
+            self.best = self.last
+            self.waited = 0
         else:
             self.waited += 1
         self._stop_if_due(trainer)
@@ -81,10 +94,16 @@ class EarlyStopping(Callback):
     def _stop_if_due(self, trainer: Trainer) -> None:
         if self.check_finite and not math.isfinite(self.last):
             trainer.state.request_stop(f"{self.monitor} is {self.last}")
-        patient = self.patience is None or self.waited < self.patience
-        # The epoch of the look: a resume between two looks must not stop a run.
-        if not patient and self.epoch >= self.min_epochs:
-            best = "it was never a number" if self.best is None else f"best {self.best:.4g}"
-            unit = "validation" if self._judge.on_validation else "epoch"
-            looks = f"{self.waited} {unit}{'s' * (self.waited != 1)}"
-            trainer.state.request_stop(f"{self.monitor} has not improved in {looks} ({best})")
+        if self.patience is None or self.waited < self.patience:
+            return
+        # The epoch of the last comparison, not of now: a resume between two comparisons must not
+        # stop a run that went on without it.
+        if self.epoch < self.min_epochs:
+            return
+        unit = "validation" if self._judge.on_validation else "epoch"
+        if self.waited != 1:
+            unit += "s"
+        best = "it was never a number" if self.best is None else f"best {self.best:.4g}"
+        trainer.state.request_stop(
+            f"{self.monitor} has not improved in {self.waited} {unit} ({best})"
+        )

@@ -1,4 +1,4 @@
-"""Averages of the weights: what they share, and the exponential moving average."""
+"""The base class of averages of the weights, and the exponential moving average."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -29,7 +29,7 @@ class RunningAverage(Average):
         self._use_buffers = use_buffers
         self._loaded: Mapping[str, Tensor] = {}
         self._tensors = dict[str, Tensor]()  # the average, by name; empty before `begin`
-        self._averaged = list[tuple[Tensor, Tensor]]()  # pairs of average and model
+        self._averaged = list[tuple[Tensor, Tensor]]()  # pairs of average and the model's tensor
         self._copied = list[tuple[Tensor, Tensor]]()
 
     @torch.no_grad()
@@ -37,32 +37,35 @@ class RunningAverage(Average):
         """Start from a loaded average or from the model's weights; later calls do nothing."""
         if self._tensors:
             return
-        averages = {}  # tied weights have several names and one average
+        averages = dict[int, Tensor]()  # by id: tied weights have several names and one average
         for name, tensor in model.state_dict(keep_vars=True).items():
             if not isinstance(tensor, Tensor):
                 continue
-            if id(tensor) not in averages:
-                # What was loaded is sharded as the parameters are, by the strategy.
-                average = self._loaded.get(name, tensor.detach()).to(tensor, copy=True)
+            average = averages.get(id(tensor))
+            if average is None:
+                # The strategy has sharded a loaded average as it shards the parameters.
+                start = self._loaded.get(name, tensor.detach())
+                average = start.to(tensor, copy=True)
                 averages[id(tensor)] = average
                 follows = isinstance(tensor, nn.Parameter) or self._use_buffers
-                moves = follows and (tensor.is_floating_point() or tensor.is_complex())
-                (self._averaged if moves else self._copied).append((average, tensor))
-            self._tensors[name] = averages[id(tensor)]
+                if follows and (tensor.is_floating_point() or tensor.is_complex()):
+                    self._averaged.append((average, tensor))
+                else:
+                    self._copied.append((average, tensor))
+            self._tensors[name] = average
         self._loaded = {}
 
     @torch.no_grad()
     def update(self, rule: Rule, count: int = 0) -> None:
         """Move the average towards the model's weights by one of torch's rules."""
-        averages, weights = (
-            [_own_part(t) for t in side] for side in zip(*self._averaged, strict=True)
-        )
+        averages = [_local_part(average) for average, _ in self._averaged]
+        weights = [_local_part(weight) for _, weight in self._averaged]
         rule(averages, weights, count)
         self.take_buffers()
 
     def take_buffers(self) -> None:
         """Copy the model's buffers that are not averaged."""
-        _copy((model, average) for average, model in self._copied)
+        _copy((buffer, average) for average, buffer in self._copied)
 
     @contextmanager
     def exchanged(self, model: nn.Module) -> Iterator[None]:
@@ -74,12 +77,12 @@ class RunningAverage(Average):
         if self._loaded:
             self.begin(model)
         pairs = self._averaged + self._copied
-        kept = [(model.detach().clone(), model) for _, model in pairs]
+        backups = [(tensor.detach().clone(), tensor) for _, tensor in pairs]
         _copy(pairs)
         try:
             yield
         finally:
-            _copy(kept)
+            _copy(backups)
 
     def on_fit_start(self, trainer: Trainer) -> None:
         """Start from the model's weights, or continue a loaded average."""
@@ -87,8 +90,9 @@ class RunningAverage(Average):
 
     def swap(self, model: nn.Module) -> AbstractContextManager[None]:
         """Return the context in which the model has the average's weights, once there is one."""
-        used = self.used_for_evaluation and self.begun
-        return self.exchanged(model) if used else nullcontext()
+        if self.used_for_evaluation and self.begun:
+            return self.exchanged(model)
+        return nullcontext()
 
     def tensors(self) -> Mapping[str, Tensor]:
         """Return the average's tensors themselves, sharded as the model is."""
@@ -102,7 +106,9 @@ class RunningAverage(Average):
         """Load an average, to be used by `begin`."""
         super().load_state_dict(state)
         self._loaded = dict(state["model"])
-        self._tensors, self._averaged, self._copied = {}, [], []
+        self._tensors = {}
+        self._averaged = []
+        self._copied = []
 
 
 @dataclass(eq=False)
@@ -133,20 +139,23 @@ class EMA(RunningAverage):
         used.
         """
         step = trainer.state.global_step
-        if not trainer.state.skipped_in_a_row and step % self.update_every == 0:
-            most = (1 + step) / (10 + step) if self.warmup else 1.0
-            rule = get_ema_multi_avg_fn(min(self.decay, most))  # type: ignore[no-untyped-call]
-            self.update(rule)
-        else:
-            self.take_buffers()  # they change between two updates of the average
+        if trainer.state.skipped_in_a_row or step % self.update_every != 0:
+            self.take_buffers()  # these change in every update
+            return
+        decay = self.decay
+        if self.warmup:
+            decay = min(decay, (1 + step) / (10 + step))
+        self.update(get_ema_multi_avg_fn(decay))  # type: ignore[no-untyped-call]
 
 
-def _own_part(tensor: Any) -> Tensor:
-    part: Tensor = tensor.detach()
-    return part.to_local() if hasattr(part, "to_local") else part
+def _local_part(tensor: Any) -> Tensor:
+    """Return the shard of this process, or the whole tensor if it is not sharded."""
+    detached: Tensor = tensor.detach()
+    return detached.to_local() if hasattr(detached, "to_local") else detached
 
 
 @torch.no_grad()
 def _copy(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Copy the first tensor of each pair into the second."""
     for source, target in pairs:
         target.copy_(source)

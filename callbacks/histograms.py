@@ -28,15 +28,17 @@ class Histograms(Callback):
 
     def on_gradients(self, trainer: Trainer) -> None:
         """Copy the gradients of an epoch's last update."""
+        if not self.gradients or not trainer.is_main:
+            return
         state = trainer.state
-        last = state.position + 1 == trainer.steps_per_epoch
-        due = (state.epoch + 1) % self.every_n_epochs == 0
-        if self.gradients and last and due and trainer.is_main:
+        is_last = state.position + 1 == trainer.steps_per_epoch
+        if is_last and (state.epoch + 1) % self.every_n_epochs == 0:
             self._gradients |= gradients_of(trainer.model)
 
     def on_epoch_end(self, trainer: Trainer) -> None:
         """Log the histograms."""
-        gradients, self._gradients = self._gradients, {}
+        gradients = self._gradients
+        self._gradients = {}
         if trainer.state.epoch % self.every_n_epochs:
             return
         for name, parameter in trainer.model.named_parameters():

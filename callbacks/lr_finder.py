@@ -30,24 +30,34 @@ class LRFinder(Callback):
     persistent = ("rates", "losses", "ratios")
 
     def __post_init__(self) -> None:
-        given = f"min_lr={self.min_lr}, max_lr={self.max_lr}"
-        require(0 < self.min_lr < self.max_lr, f"{given}: choose 0 < min_lr < max_lr")
-        sound = self.updates >= 2 and 0 <= self.smoothing < 1 and self.stop_factor > 1
-        require(sound, "choose updates >= 2, 0 <= smoothing < 1 and stop_factor > 1")
+        require(
+            0 < self.min_lr < self.max_lr,
+            f"min_lr={self.min_lr}, max_lr={self.max_lr}: choose 0 < min_lr < max_lr",
+        )
+        require(
+            self.updates >= 2 and 0 <= self.smoothing < 1 and self.stop_factor > 1,
+            "choose updates >= 2, 0 <= smoothing < 1 and stop_factor > 1",
+        )
         self.rates = list[float]()
         self.losses = list[float]()
         self.ratios = list[float]()  # of the groups' rates to the largest
 
     def setup(self, trainer: Trainer) -> None:
         """Raise CallbackError unless the loss of every update is logged."""
-        every = trainer.options.log_every_n_steps == 1
-        require(every, f"callbacks.{self.name} needs trainer.log_every_n_steps=1")
+        require(
+            trainer.options.log_every_n_steps == 1,
+            f"callbacks.{self.name} needs trainer.log_every_n_steps=1",
+        )
 
     def on_fit_start(self, trainer: Trainer) -> None:
         """Set the smallest rate; a resumed test goes on."""
         if not self.ratios:
             rates = list(trainer.learning_rates().values())
-            self.ratios = [rate / max(rates) if max(rates) > 0 else 1.0 for rate in rates]
+            largest = max(rates)
+            if largest > 0:
+                self.ratios = [rate / largest for rate in rates]
+            else:
+                self.ratios = [1.0] * len(rates)
         self.on_update_end(trainer)
         self._stop_if_done(trainer)
 
@@ -68,10 +78,11 @@ class LRFinder(Callback):
         """Write the report."""
         if trainer.run_dir is None or not trainer.is_main or not self.rates:
             return
-        found, path = self.suggestion(), trainer.run_dir / "lr_finder.json"
-        write_json(path, {"suggestion": found, "lr": self.rates, "loss": self.losses})
-        told = "nothing: the loss never fell" if found is None else f"{found:.4g}"
-        logger.info("learning rate range test: suggests %s (%s)", told, path)
+        suggestion = self.suggestion()
+        path = trainer.run_dir / "lr_finder.json"
+        write_json(path, {"suggestion": suggestion, "lr": self.rates, "loss": self.losses})
+        text = "nothing: the loss never fell" if suggestion is None else f"{suggestion:.4g}"
+        logger.info("learning rate range test: suggests %s (%s)", text, path)
 
     def on_exception(self, trainer: Trainer, error: BaseException) -> None:
         """Write the report: the run may have diverged at the largest rates."""
@@ -79,26 +90,33 @@ class LRFinder(Callback):
 
     def suggestion(self) -> float | None:
         """Return the rate at which the smoothed loss falls fastest; None if it never falls."""
-        smooth = self._smoothed()
-        steps = zip(smooth, smooth[1:], self.rates, strict=False)
-        slope, rate = min(((b - a, rate) for a, b, rate in steps), default=(0.0, None))
-        return rate if slope < 0 else None
+        smoothed = self._smoothed()
+        changes = []  # of the loss by an update, and the rate of that update
+        for before, after, rate in zip(smoothed, smoothed[1:], self.rates, strict=False):
+            changes.append((after - before, rate))
+        largest_fall, best_rate = min(changes, default=(0.0, 0.0))
+        return best_rate if largest_fall < 0 else None
 
     def _rate(self, update: int) -> float:
         share = min(1.0, update / (self.updates - 1))
         return float(self.min_lr * (self.max_lr / self.min_lr) ** share)
 
     def _stop_if_done(self, trainer: Trainer) -> None:
-        smooth = self._smoothed()
-        exploded = bool(smooth) and not smooth[-1] <= self.stop_factor * min(smooth)
-        if exploded or (smooth and trainer.state.updates >= self.updates):
+        smoothed = self._smoothed()
+        if not smoothed:
+            return
+        has_exploded = not smoothed[-1] <= self.stop_factor * min(smoothed)  # or is NaN
+        if has_exploded or trainer.state.updates >= self.updates:
             trainer.state.request_stop("the learning rate range test is done")
 
     def _smoothed(self) -> list[float]:
         """Return the exponential moving averages of the losses, with bias correction."""
-        average, weight, result = 0.0, 0.0, []
+        decay = self.smoothing
+        average = 0.0
+        weight = 0.0
+        result = []
         for loss in self.losses:
-            average = self.smoothing * average + (1 - self.smoothing) * loss
-            weight = self.smoothing * weight + 1 - self.smoothing
+            average = decay * average + (1 - decay) * loss
+            weight = decay * weight + 1 - decay
             result.append(average / weight)
         return result

@@ -15,6 +15,8 @@ class Memory(Callback):
     resident memory of this process since its start.
     """
 
+    affects_result = False
+
     def on_epoch_start(self, trainer: Trainer) -> None:
         """Reset the peaks."""
         if counts_memory(trainer.strategy.device):
@@ -25,5 +27,8 @@ class Memory(Callback):
         if trainer.state.position and not trainer.done:
             return {}
         device = trainer.strategy.device
-        found = peaks(device) if counts_memory(device) else {"rss": peak_rss()}
-        return {f"memory/peak_{name}_mib": value / _MIB for name, value in found.items()}
+        if counts_memory(device):
+            sizes = peaks(device)
+        else:
+            sizes = {"rss": peak_rss()}
+        return {f"memory/peak_{name}_mib": size / _MIB for name, size in sizes.items()}

@@ -19,6 +19,8 @@ class ModelSummary(Callback):
     The shapes are those of a batch of two training samples.
     """
 
+    affects_result = False
+
     def __init__(self, depth: int = 1) -> None:
         self._depth = depth
 
@@ -30,23 +32,34 @@ class ModelSummary(Callback):
         with trainer.random.isolated():
             micro_batch = next(trainer.draw(trainer.state.epoch))[0]
             trainer.train_loader.close()
-        task, count = trainer.task, micro_batch.batch_slice.count
-        batch, autocast = _two_of(micro_batch.batch, count), trainer.precision.autocast
-        for step in (task.prediction_step, task.training_step):  # which may prepare the inputs
-            given = trainer.model, batch, self._depth, step, autocast
-            summary = summarize(*given, compute=True, samples=min(count, 2))
+        count = micro_batch.batch_slice.count
+        batch = _first_two(micro_batch.batch, count)
+        # Where the prediction step fails the training step is tried, which may prepare the inputs.
+        for step in (trainer.task.prediction_step, trainer.task.training_step):
+            summary = summarize(
+                trainer.model,
+                batch,
+                self._depth,
+                step,
+                trainer.precision.autocast,
+                compute=True,
+                samples=min(count, 2),
+            )
             if summary.problem is None:
                 break
         if trainer.is_main:
-            width = min(WIDTH, columns_of(sys.stderr) or WIDTH)
+            width = min(columns_of(sys.stderr) or WIDTH, WIDTH)
             logger.info("%s", render(summary, width))
 
 
-def _two_of(part: Any, count: int) -> Any:
-    """Return two samples of a batch, whose tensors and lists may have an item for each."""
+def _first_two(part: Any, count: int) -> Any:
+    """Return two samples of a batch of `count`, whose tensors and lists may have an item each."""
     if isinstance(part, Tensor):
         return part[:2] if part.ndim else part
-    if isinstance(part, list | tuple):
-        whole = len(part) != count
-        return rebuild(part, [_two_of(item, count) for item in part]) if whole else part[:2]
-    return {k: _two_of(v, count) for k, v in part.items()} if isinstance(part, dict) else part
+    if isinstance(part, dict):
+        return {name: _first_two(value, count) for name, value in part.items()}
+    if not isinstance(part, list | tuple):
+        return part
+    if len(part) == count:  # an item for each sample
+        return part[:2]
+    return rebuild(part, [_first_two(item, count) for item in part])

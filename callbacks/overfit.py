@@ -22,8 +22,9 @@ class Overfit(Callback):
         self.on_log(trainer, trainer.metrics)
 
     def on_log(self, trainer: Trainer, scalars: Mapping[str, float]) -> None:
-        """Look at the loss."""
+        """Stop if the loss is small enough."""
         loss = scalars.get("train/loss")
         if loss is not None and loss <= self._threshold:
-            text = f"train/loss is {loss:.4g}, near zero (callbacks.{self.name}.threshold)"
-            trainer.state.request_stop(text)
+            trainer.state.request_stop(
+                f"train/loss is {loss:.4g}, near zero (callbacks.{self.name}.threshold)"
+            )

@@ -13,7 +13,8 @@ from regimen.trainer.files.atomic import write_text
 from regimen.trainer.runs.status import TENSORBOARD
 from regimen.trainer.trainer import Trainer
 
-TRACES, TABLE = "profile", "profile.txt"
+TRACES = "profile"
+TABLE = "profile.txt"
 _log = logging.getLogger(__name__)
 
 
@@ -32,6 +33,7 @@ class Profiler(Callback):
     record_shapes: bool = False
     profile_memory: bool = False
     with_stack: bool = False
+    affects_result = False
 
     def __post_init__(self) -> None:
         self._profile: profiler.profile | None = None
@@ -42,9 +44,11 @@ class Profiler(Callback):
             return
         # torch's tracer prints each start and end to stderr, and errors where there is no GPU.
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-        phases = {"wait": self.wait, "warmup": self.warmup, "active": self.active}
+        schedule = profiler.schedule(
+            wait=self.wait, warmup=self.warmup, active=self.active, repeat=self.repeat
+        )
         self._profile = profiler.profile(
-            schedule=profiler.schedule(**phases, repeat=self.repeat),
+            schedule=schedule,
             record_shapes=self.record_shapes,
             profile_memory=self.profile_memory,
             with_stack=self.with_stack,
@@ -59,19 +63,21 @@ class Profiler(Callback):
 
     def teardown(self, trainer: Trainer) -> None:
         """Stop the profiler without writing an incomplete recording."""
-        if self._profile is not None:
-            self._profile.on_trace_ready = None
-            self._profile.stop()
+        profile = self._profile
+        if profile is not None:
+            profile.on_trace_ready = None
+            profile.stop()
             self._profile = None
 
     def _write(self, trainer: Trainer, profile: profiler.profile) -> None:
-        assert trainer.run_dir is not None
-        place = f"{TENSORBOARD}/{TRACES}/step-{trainer.state.global_step:08}.pt.trace.json"
-        trace = trainer.run_dir / place
-        trace.parent.mkdir(parents=True, exist_ok=True)
+        run_dir = trainer.run_dir
+        assert run_dir is not None
+        folder = run_dir / TENSORBOARD / TRACES
+        folder.mkdir(parents=True, exist_ok=True)
+        trace = folder / f"step-{trainer.state.global_step:08}.pt.trace.json"
         profile.export_chrome_trace(str(trace))
-        key = "self_device_time_total" if device_count() else "self_cpu_time_total"
-        table = profile.key_averages().table(sort_by=key, row_limit=40)
-        write_text(trainer.run_dir / TABLE, table + "\n")
-        _log.info("profile: %s", trainer.run_dir / TABLE)
+        order = "self_device_time_total" if device_count() else "self_cpu_time_total"
+        table = profile.key_averages().table(sort_by=order, row_limit=40)
+        write_text(run_dir / TABLE, table + "\n")
+        _log.info("profile: %s", run_dir / TABLE)
         _log.info("trace: open %s in https://ui.perfetto.dev", trace)

@@ -4,8 +4,7 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
 
 from tqdm import tqdm
 
@@ -14,13 +13,14 @@ from regimen.trainer.callback import Callback, losses_of, saver_of
 from regimen.trainer.files.layout import is_dumb, packed, size_of
 from regimen.trainer.trainer import Trainer
 
-_LOSS, _EPOCH_LOSS = "train/loss", "train/epoch_loss"
+_LOSS = "train/loss"
+_EPOCH_LOSS = "train/epoch_loss"
 _log = logging.getLogger(__name__)
 
 
 class _Bar(tqdm):  # type: ignore[type-arg]
-    monitor_interval = 0  # no thread beside the training
-    _lock = threading.RLock()  # tqdm's own settles how processes are started
+    monitor_interval = 0  # tqdm's monitor would be a thread beside the training
+    _lock = threading.RLock()  # tqdm's own lock would set the start method of multiprocessing
 
 
 class Progress(Callback):
@@ -36,71 +36,94 @@ class Progress(Callback):
     """
 
     shows_progress = True
+    affects_result = False
 
     def __init__(self, bar: bool | None = None, every_seconds: float = 10.0) -> None:
         require(every_seconds > 0, f"every_seconds={every_seconds}: choose more than 0")
         self._wants_bar = bar
         self._every_seconds = every_seconds
         self._bars = list[_Bar]()  # of the run and of its epoch
-        self._best: float | None = None  # of the monitored metric, so far
-        self._columns = dict[str, str]()  # of the table, empty
-        self._fresh = dict[str, float]()  # of an epoch and a validation, not shown yet
-        self._due = self._begun = self._started = 0.0  # times: next line, epoch, run
+        self._best: float | None = None  # the best value of the monitored metric so far
+        self._columns = dict[str, str]()  # an empty row of the table
+        self._pending = dict[str, float]()  # values of an epoch and a validation, not shown yet
+        # Times of `time.monotonic`.
+        self._next_line = 0.0
+        self._epoch_start = 0.0
+        self._run_start = 0.0
         self._first_step = 0  # of this process
 
     def on_fit_start(self, trainer: Trainer) -> None:
         """Choose between bars and lines."""
-        self._started, self._first_step = time.monotonic(), trainer.state.global_step
-        # In a notebook each drawing would be a line of its own.
-        moves = not is_dumb() and "ipykernel" not in sys.modules
-        wanted = sys.stderr.isatty() if self._wants_bar is None else self._wants_bar
-        if not (trainer.is_main and wanted and moves):
+        self._run_start = time.monotonic()
+        self._first_step = trainer.state.global_step
+        if not trainer.is_main or not self._shows_bars():
             return
         saver = saver_of(trainer.callbacks)
-        found = saver.best_result() if saver is not None else None
-        self._best = found[1] if found else None
+        best = saver.best_result() if saver is not None else None
+        self._best = None if best is None else best[1]
         self._add_bar("run", self._first_step, trainer.total_steps)
         for handler in logging.getLogger().handlers:
             stream = getattr(handler, "stream", None)
             if stream is not None and stream in (sys.stderr, sys.stdout):
                 handler.addFilter(self._make_room)
 
+    def _shows_bars(self) -> bool:
+        # In a notebook each time a bar is drawn would add a line.
+        if is_dumb() or "ipykernel" in sys.modules:
+            return False
+        if self._wants_bar is None:
+            return sys.stderr.isatty()
+        return self._wants_bar
+
     def on_epoch_start(self, trainer: Trainer) -> None:
         """Start the bar of an epoch."""
-        self._begun = time.monotonic()
-        self._due = self._begun + self._every_seconds
+        self._epoch_start = time.monotonic()
+        self._next_line = self._epoch_start + self._every_seconds
+        state = trainer.state
         if self._bars:
             self._close_bars(1)
-            name = f"epoch {_numbered(trainer, trainer.state.epoch + 1)}"
-            self._add_bar(name, trainer.state.position, trainer.steps_per_epoch)
+            self._add_bar(
+                f"epoch {_epoch_text(trainer, state.epoch + 1)}",
+                state.position,
+                trainer.steps_per_epoch,
+            )
 
     def on_update_end(self, trainer: Trainer) -> None:
         """Advance the bars, which are drawn now and then."""
         if self._bars:
-            run, epoch = self._bars
-            run.update(trainer.state.global_step - run.n)
-            epoch.update()
+            run_bar, epoch_bar = self._bars
+            run_bar.update(trainer.state.global_step - run_bar.n)
+            epoch_bar.update()
 
     def on_log(self, trainer: Trainer, scalars: Mapping[str, float]) -> None:
         """Show the logged values."""
-        epoch_losses = losses_of(trainer, _EPOCH_LOSS)
-        self._fresh |= {k: v for k, v in scalars.items() if k in epoch_losses}
+        for key in losses_of(trainer, _EPOCH_LOSS):
+            if key in scalars:
+                self._pending[key] = scalars[key]
         losses = {key: scalars[key] for key in losses_of(trainer, _LOSS) if key in scalars}
         if not losses or not trainer.is_main:
             return
-        state, loss = trainer.state, _text(losses)
         if self._bars:
-            self._bars[1].set_postfix_str(loss, refresh=False)
-        elif state.position and self._is_due():
-            pace: dict[str, Any] = {"initial": self._first_step, "total": trainer.total_steps}
-            pace["elapsed"] = time.monotonic() - self._started
-            form = "step {n_fmt}/{total_fmt}: " + loss + " ({rate_fmt}, {remaining} left)"
-            text = tqdm.format_meter(state.global_step, **pace, unit="step", bar_format=form)
-            _say(f"epoch {_numbered(trainer, state.epoch + 1)}, {text}")
+            self._bars[1].set_postfix_str(_values_text(losses), refresh=False)
+        elif trainer.state.position and self._is_line_due():
+            self._log_pace(trainer, _values_text(losses))
+
+    def _log_pace(self, trainer: Trainer, losses: str) -> None:
+        """Log the place within an epoch, with the speed and the time that is left."""
+        state = trainer.state
+        pace = tqdm.format_meter(
+            state.global_step,
+            total=trainer.total_steps,  # type: ignore[arg-type]  # None is a run without end
+            elapsed=time.monotonic() - self._run_start,
+            initial=self._first_step,
+            unit="step",
+            bar_format="step {n_fmt}/{total_fmt}: " + losses + " ({rate_fmt}, {remaining} left)",
+        )
+        _log_line(f"epoch {_epoch_text(trainer, state.epoch + 1)}, {pace}")
 
     def on_validation_start(self, trainer: Trainer) -> None:
         """Show that the run validates."""
-        self._due = time.monotonic() + self._every_seconds
+        self._next_line = time.monotonic() + self._every_seconds
         if self._bars:
             self._bars[1].set_postfix_str("validating")
 
@@ -108,28 +131,29 @@ class Progress(Callback):
         self, trainer: Trainer, stage: str, done: int, batches: int | None
     ) -> None:
         """Show how far a validation or test is."""
-        if done == batches or not trainer.is_main or not self._is_due():
+        if done == batches or not trainer.is_main or not self._is_line_due():
             return
         text = f"{stage} {done}/{batches or '?'} batches"
         if self._bars:
             self._bars[1].set_postfix_str(text)
         else:
-            _say(f"epoch {_numbered(trainer, trainer.state.epoch)}: {text}")
+            _log_line(f"epoch {_epoch_text(trainer, trainer.state.epoch)}: {text}")
 
     def on_validation_end(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:
         """Keep the metrics for the line of the epoch that ends here, or for one of their own."""
-        self._fresh |= metrics
+        self._pending |= metrics
 
     def on_boundary(self, trainer: Trainer) -> None:
         """Show an epoch with its validation, or a validation within it."""
-        if self._fresh or not trainer.state.position:
+        if self._pending or not trainer.state.position:
             self._show(trainer)
 
     def on_fit_end(self, trainer: Trainer) -> None:
         """Show an epoch that a stop has ended early."""
         if trainer.state.position and not trainer.done:
-            # Of such an epoch no mean was logged; on all processes, as it adds up.
-            self._fresh = trainer.updater.epoch_means(ended=False)
+            # The mean of an incomplete epoch was not logged. A collective: it adds up over all
+            # processes.
+            self._pending = trainer.updater.epoch_means(ended=False)
             self._show(trainer)
 
     def teardown(self, trainer: Trainer) -> None:
@@ -138,11 +162,12 @@ class Progress(Callback):
         for handler in logging.getLogger().handlers:
             handler.removeFilter(self._make_room)
 
-    def _is_due(self) -> bool:
+    def _is_line_due(self) -> bool:
         now = time.monotonic()
-        due = now >= self._due
-        self._due = now + self._every_seconds if due else self._due
-        return due
+        if now < self._next_line:
+            return False
+        self._next_line = now + self._every_seconds
+        return True
 
     def _add_bar(self, name: str, done: int, total: int | None) -> None:
         bar = _Bar(
@@ -154,8 +179,8 @@ class Progress(Callback):
             leave=False,
             dynamic_ncols=True,
             mininterval=0.2,
-            miniters=1,  # each update looks at the clock: a pace may change
-            smoothing=0,  # what is left includes validations
+            miniters=1,  # look at the clock at each update: the speed may change
+            smoothing=0,  # the mean over the run: the time left includes validations
         )
         self._bars.append(bar)
 
@@ -165,51 +190,73 @@ class Progress(Callback):
         del self._bars[first:]
 
     def _show(self, trainer: Trainer) -> None:
-        """Log what is fresh as a line; below bars the terminal has it as a row instead."""
-        values, self._fresh = self._fresh, {}
+        """Log what is pending as a line; below bars the terminal has it as a row instead."""
+        pending = self._pending
+        self._pending = {}
         if not trainer.is_main:
             return
         losses = losses_of(trainer, _EPOCH_LOSS)
-        shown = {k: values[k] for k in sorted(values) if k in losses or k.startswith("val/")}
-        step, within = trainer.state.global_step, trainer.state.position > 0
-        number = _numbered(trainer, trainer.state.epoch + within)
-        took = f"{time.monotonic() - self._begun:.1f} s"
-        _say(f"epoch {number}, step {step}: {_text(shown)} ({took})")
-        if not self._bars:
-            return
-        saver, mark = saver_of(trainer.callbacks), ""
-        value = shown.get(saver.monitor or "") if saver is not None else None
-        if saver is not None and value is not None and saver.improves(value, self._best):
-            self._best, mark = value, "*"
-        cells = {"epoch": number, "step": str(step), "time": took, "best": mark}
-        row = self._columns | cells | {name: f"{value:.4g}" for name, value in shown.items()}
-        width = size_of(sys.stderr).columns  # what does not fit goes on in further lines
-        names, texts = (
-            packed([f"{text:>{max(9, len(name))}}" for name, text in given], width, "  ")
-            for given in (zip(row, row, strict=True), row.items())
-        )
-        header = [] if row.keys() == self._columns.keys() else names
-        _Bar.write("\n".join([*header, *texts]), sys.stderr)  # above the bars
+        values = {}
+        for key in sorted(pending):
+            if key in losses or key.startswith("val/"):
+                values[key] = pending[key]
+        state = trainer.state
+        seconds = f"{time.monotonic() - self._epoch_start:.1f} s"
+        epoch = _epoch_text(trainer, state.epoch + 1 if state.position else state.epoch)
+        step = str(state.global_step)
+        _log_line(f"epoch {epoch}, step {step}: {_values_text(values)} ({seconds})")
+        if self._bars:
+            mark = "*" if self._is_new_best(trainer, values) else ""
+            row = {"epoch": epoch, "step": step, "time": seconds, "best": mark}
+            self._write_row(row | {name: f"{value:.4g}" for name, value in values.items()})
+
+    def _is_new_best(self, trainer: Trainer, values: Mapping[str, float]) -> bool:
+        saver = saver_of(trainer.callbacks)
+        if saver is None or saver.monitor is None:
+            return False
+        value = values.get(saver.monitor)
+        if value is None or not saver.improves(value, self._best):
+            return False
+        self._best = value
+        return True
+
+    def _write_row(self, cells: dict[str, str]) -> None:
+        """Write a row of the table above the bars, below a header where columns are new."""
+        row = self._columns | cells
+        lines = []
+        if row.keys() != self._columns.keys():
+            lines += _table_lines(row, row.keys())
+        lines += _table_lines(row, row.values())
+        _Bar.write("\n".join(lines), sys.stderr)
         self._columns = dict.fromkeys(row, "")
 
     def _make_room(self, record: logging.LogRecord) -> bool:
-        """Clear the bars before a line is written; rows of the table stand for our own lines."""
+        """Clear the bars before a line is written; drop our own lines, which the table repeats."""
         for bar in self._bars:
             bar.clear()
         return record.name != _log.name
 
 
-def _say(line: str) -> None:
-    """Log a line, or print it if logging has no handlers; the bars' filter keeps it from them."""
+def _table_lines(columns: Iterable[str], texts: Iterable[str]) -> list[str]:
+    """Return texts aligned to their columns; what does not fit goes on in further lines."""
+    width = size_of(sys.stderr).columns
+    cells = []
+    for name, text in zip(columns, texts, strict=True):
+        cells.append(f"{text:>{max(9, len(name))}}")
+    return packed(cells, width, "  ")
+
+
+def _log_line(line: str) -> None:
+    """Log a line, or print it if logging has no handlers. Beside bars, it goes to files only."""
     _log.info("%s", line)
     if not logging.getLogger().handlers:
         print(line, file=sys.stderr, flush=True)
 
 
-def _numbered(trainer: Trainer, epoch: int) -> str:
-    last = trainer.options.max_epochs
-    return f"{epoch}/{last}" if last is not None else str(epoch)
+def _epoch_text(trainer: Trainer, epoch: int) -> str:
+    max_epochs = trainer.options.max_epochs
+    return str(epoch) if max_epochs is None else f"{epoch}/{max_epochs}"
 
 
-def _text(values: Mapping[str, float]) -> str:
+def _values_text(values: Mapping[str, float]) -> str:
     return ", ".join(f"{key} {value:.4g}" for key, value in values.items())

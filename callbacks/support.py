@@ -1,4 +1,4 @@
-"""What callbacks share: the error of an invalid option, and the metric that they monitor."""
+"""Helpers that several callbacks use: checks of options, and the metric that they monitor."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from regimen.conf.errors import ConfigError
 from regimen.trainer.state import TrainState, direction_of, epoch_metric
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # the parent of a sweep compares metrics, and has not imported torch
     from torch import Tensor, nn
 
     from regimen.trainer.task import Task
@@ -23,9 +23,9 @@ class CallbackError(ConfigError, ValueError):
     """An option of a callback is invalid, or does not fit the run."""
 
 
-def require(valid: object, message: str) -> None:
-    """Raise CallbackError unless an option is valid."""
-    if not valid:
+def require(condition: object, message: str) -> None:
+    """Raise CallbackError with `message` unless the condition holds."""
+    if not condition:
         raise CallbackError(message)
 
 
@@ -35,25 +35,31 @@ def check_least(**options: float | None) -> None:
         require(value is None or value >= 1, f"{name}={value}: choose at least 1")
 
 
-def steps_of(key: str, value: float, whole: int | None) -> int:
-    """Return a number of updates or epochs; for a float up to 1.0 that share of `whole`.
+def steps_of(key: str, value: float, total: int | None) -> int:
+    """Return a number of updates or epochs; for a float up to 1.0 that share of `total`.
 
-    Raises CallbackError for what is neither, and for a share of an unknown whole.
+    Raises CallbackError for a value that is neither, and for a share of an unknown total.
     """
-    sound = value >= 0 and (value <= 1 or value % 1 == 0)
-    require(sound, f"{key}={value}: choose a whole number, or a share of the run up to 1.0")
+    if value < 0 or (value > 1 and value % 1 != 0):
+        raise CallbackError(
+            f"{key}={value}: choose a whole number, or a share of the run up to 1.0"
+        )
     if not isinstance(value, float) or value > 1:
         return int(value)
-    if whole is None:
-        unknown = "is a share of a run whose length is not known: give a number"
-        raise CallbackError(f"{key}={value} {unknown}")
-    return int(value * whole)
+    if total is None:
+        raise CallbackError(
+            f"{key}={value} is a share of a run whose length is not known: give a number"
+        )
+    return int(value * total)
 
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor]:
     """Return copies of the gradients of a model's parameters, by name."""
-    grads = ((name, parameter.grad) for name, parameter in model.named_parameters())
-    return {name: grad.detach().clone() for name, grad in grads if grad is not None}
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            gradients[name] = parameter.grad.detach().clone()
+    return gradients
 
 
 def is_due(count: int, every: int | None) -> bool:
@@ -97,11 +103,11 @@ class Monitor:
         mode: str | None = self._mode
         if mode == AUTO:
             mode = direction_of(self.name, modes)
-        require(
-            mode is not None,
-            f"mode={AUTO}: is a larger {self.name} better? say mode=max or mode=min, or let the "
-            "task's modes() say it",
-        )
+        if mode is None:
+            raise CallbackError(
+                f"mode={AUTO}: is a larger {self.name} better? say mode=max or mode=min, or let "
+                "the task's modes() say it"
+            )
         require(mode in ("min", "max"), f"the task's modes() say {mode!r}: choose min or max")
         self._sign = -1
         if mode == "max":
@@ -112,10 +118,13 @@ class Monitor:
         """Whether the metric is computed by a validation."""
         return self.name is not None and self.name.startswith("val/")
 
-    def is_new(self, state: TrainState, seen: int) -> bool:
-        """Whether a boundary has a new value: of a validation or an epoch, after step `seen`."""
-        here = state.validated_at == state.global_step if self.on_validation else not state.position
-        return here and state.global_step > seen
+    def is_new(self, state: TrainState, last_step: int) -> bool:
+        """Whether a boundary has a value of a validation or an epoch after step `last_step`."""
+        if state.global_step <= last_step:
+            return False
+        if self.on_validation:
+            return state.validated_at == state.global_step
+        return state.position == 0  # an epoch has ended
 
     def better(self, value: float, than: float | None, min_delta: float = 0.0) -> bool:
         """Whether `value` improves on `than` by more than `min_delta`; NaN never does."""
@@ -129,4 +138,5 @@ class Monitor:
 
     def best_first(self, values: Mapping[int, float]) -> list[tuple[int, float]]:
         """Return steps and their values, the best first; of equal values the earlier."""
+        # Sorting is stable: the order of steps stays where values are equal.
         return sorted(sorted(values.items()), key=lambda pair: self.rank(pair[1]))

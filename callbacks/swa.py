@@ -2,7 +2,6 @@
 
 from collections import Counter
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import torch
@@ -44,17 +43,17 @@ class SWA(RunningAverage):
     def setup(self, trainer: Trainer) -> None:
         """Resolve `start_epoch`. Raises CallbackError for a share without max_epochs."""
         key = f"callbacks.{self.name}.start_epoch"
-        self._first = steps_of(key, self.start_epoch, trainer.options.max_epochs)
+        self._epochs_before = steps_of(key, self.start_epoch, trainer.options.max_epochs)
 
     def on_epoch_end(self, trainer: Trainer) -> None:
         """Add the weights at the end of this epoch to the average."""
-        if trainer.state.epoch <= self._first:
+        if trainer.state.epoch <= self._epochs_before:
             return
         self.update(get_swa_multi_avg_fn(), self.averaged)  # type: ignore[no-untyped-call]
         self.averaged += 1
         if self.update_bn:
             with self.exchanged(trainer.model), trainer.timer.spending("evaluation"):
-                _measure(trainer, self.bn_batches)
+                _recompute_norms(trainer, self.bn_batches)
                 self.take_buffers()
 
     def on_fit_end(self, trainer: Trainer) -> None:
@@ -64,40 +63,48 @@ class SWA(RunningAverage):
 
 
 @torch.no_grad()
-def _measure(trainer: Trainer, batches: int | None) -> None:
+def _recompute_norms(trainer: Trainer, batches: int | None) -> None:
     """Set BatchNorm's statistics to their mean over the training data.
 
-    As torch's `update_bn`, but without dropout, and over all processes.
+    As torch's `update_bn`, but without dropout, and over all processes: a collective.
     """
-    model, group = trainer.model, trainer.group
+    model = trainer.model
     modes = [(module, module.training) for module in model.modules()]
-    norms: list[Any] = [m for m, on in modes if on and getattr(m, "track_running_stats", False)]
+    norms: list[Any] = []
+    for module, is_training in modes:
+        if is_training and getattr(module, "track_running_stats", False):
+            norms.append(module)
     if not norms:
         return
-    momenta, calls = [norm.momentum for norm in norms], Counter[Any]()
+    momenta = [norm.momentum for norm in norms]
+    calls = Counter[Any]()
 
-    def weigh(norm: Any, _: Any) -> None:
-        # A mean over the batches; with a momentum of None torch reads its count from the device.
+    def average_over_batches(norm: Any, _: Any) -> None:
+        # BatchNorm with a momentum of None does the same, but waits for the device to read its
+        # counter.
         calls[norm] += 1
         norm.momentum = 1 / calls[norm]
 
     model.eval()
     for norm in norms:
         norm.train().reset_running_stats()
-    hooks = [norm.register_forward_pre_hook(weigh) for norm in norms]
+    hooks = [norm.register_forward_pre_hook(average_over_batches) for norm in norms]
     limits = [n for n in (batches, trainer.steps_per_epoch) if n is not None]
     updates = trainer.draw(trainer.state.epoch, stop=min(limits, default=None))
     try:
-        trainer.train_loader.close()  # ends the workers of the last epoch
-        for micro_batch in chain.from_iterable(updates):
-            with trainer.precision.autocast():
-                trainer.task.prediction_step(model, micro_batch.batch)
+        trainer.train_loader.close()  # end the workers of the last epoch
+        for micro_batches in updates:
+            for micro_batch in micro_batches:
+                with trainer.precision.autocast():
+                    trainer.task.prediction_step(model, micro_batch.batch)
         trainer.train_loader.close()
-        for statistic in (s for norm in norms for s in (norm.running_mean, norm.running_var)):
-            statistic.copy_(group.reduce(statistic) / group.data_size)
+        for norm in norms:
+            # A collective: the mean over the processes, each of which saw its own batches.
+            for statistic in (norm.running_mean, norm.running_var):
+                statistic.copy_(trainer.group.reduce(statistic) / trainer.group.data_size)
     finally:
         for norm, momentum, hook in zip(norms, momenta, hooks, strict=True):
             norm.momentum = momentum
             hook.remove()
-        for module, mode in modes:
-            module.training = mode
+        for module, is_training in modes:
+            module.training = is_training

@@ -23,7 +23,8 @@ from torch.utils.tensorboard import summary as made
 
 from regimen.callbacks.support import logger, require
 from regimen.callbacks.trackers.recorder import UNFINISHED, Recorder, leaves, names_of
-from regimen.trainer.callback import Histogram, Media, PRCurve, Results, saver_of
+from regimen.trainer.callback import Results, saver_of
+from regimen.trainer.media import Histogram, Media, PRCurve
 from regimen.trainer.runs.status import TENSORBOARD, command
 from regimen.trainer.state import LogPoint
 from regimen.trainer.trainer import Trainer
@@ -41,61 +42,79 @@ class TensorBoard(Recorder):
     """
 
     persistent = ("sizes",)
+    affects_result = False
 
     def __init__(self, hparams: Sequence[str] = ()) -> None:
         super().__init__()
-        named = not isinstance(hparams, str)  # a string is a Sequence as well
-        require(named, f"hparams={hparams!r}: give a list of globs, such as [{hparams}]")
+        require(
+            not isinstance(hparams, str),  # a string is a Sequence as well
+            f"hparams={hparams!r}: give a list of globs, such as [{hparams}]",
+        )
         self._hparams = hparams
         self._path: Path | None = None
-        self.sizes = dict[str, int]()  # of this file and those of earlier processes
+        self.sizes = dict[str, int]()  # of this file and those of earlier processes, in bytes
 
     def begin(self, trainer: Trainer) -> None:
         """Start a file, and truncate those of a resumed run to their sizes in the checkpoint."""
-        folder, number = self.run / TENSORBOARD, len(self.sizes)
+        folder = self.run / TENSORBOARD
+        earlier_files = len(self.sizes)
         logger.info("follow the run: %s", command(self.run))
-        for path in folder.glob(f"events.out.tfevents.*{_SUFFIX}"):
-            if path.name not in self.sizes:
-                path.unlink()
-            elif path.stat().st_size > self.sizes[path.name]:
-                os.truncate(path, self.sizes[path.name])
+        self._truncate(folder)
         folder.mkdir(parents=True, exist_ok=True)
         # TensorBoard reads the files of a folder in the order of their names.
-        stamp = f"{int(time.time()):010d}.{socket.gethostname()}.{number}"
+        stamp = f"{int(time.time()):010d}.{socket.gethostname()}.{earlier_files}"
         self._path = folder / f"events.out.tfevents.{stamp}{_SUFFIX}"
-        if trainer.resumed:  # a running TensorBoard drops what it has read from this step on
+        if trainer.resumed:  # makes a running TensorBoard drop the values from this step on
             start = SessionLog(status=SessionLog.START)
             self._write(step=trainer.state.global_step + 1, session_log=start)
-        if number:  # TensorBoard keeps what the first file says of charts and settings
-            return
-        # A chart for each metric, the loss first: training and validation, as patterns.
-        names = trainer.task.metric_names()
-        ordered = sorted(dict.fromkeys(names), key=lambda name: not name.startswith("loss"))
-        validated = [f"{stage}/" for stage in trainer.val_loaders] or ["val/"]
-        stages = "train/", "train/epoch_", *validated, "test/"
-        charts = {n: ["Multiline", [f"^{stage}{n}$" for stage in stages]] for n in ordered}
+        if earlier_files == 0:  # TensorBoard takes charts and settings from the first file
+            self._write_charts(trainer)
+            self._write_settings(trainer)
+
+    def _truncate(self, folder: Path) -> None:
+        """Remove what was written after the checkpoint that the run goes on from."""
+        for path in folder.glob(f"events.out.tfevents.*{_SUFFIX}"):
+            size = self.sizes.get(path.name)
+            if size is None:
+                path.unlink()
+            elif path.stat().st_size > size:
+                os.truncate(path, size)
+
+    def _write_charts(self, trainer: Trainer) -> None:
+        """Write a chart for each metric, the loss first: training, validation and test in one."""
+        names = dict.fromkeys(trainer.task.metric_names())
+        losses_first = sorted(names, key=lambda name: not name.startswith("loss"))
+        prefixes = ["train/", "train/epoch_", *_validation_prefixes(trainer), "test/"]
+        charts = {}
+        for name in losses_first:
+            charts[name] = ["Multiline", [f"^{prefix}{name}$" for prefix in prefixes]]
         self._write(summary=made.custom_scalars({"training and validation": charts}))  # type: ignore[no-untyped-call]
+
+    def _write_settings(self, trainer: Trainer) -> None:
+        """Write the run's tags, and its row of the HParams tab if it has one."""
         run = names_of(self.run, trainer.config_text)
         if run.tags:
             self._write(step=0, summary=_summary("tags", ", ".join(run.tags)))
         settings = dict(leaves(run.config))
-        chosen = {k for k in settings if any(fnmatchcase(k, p) for p in self._hparams)}
-        # A group that is swept (`model`) has its override's value.
-        shown = {k: settings.get(k, run.varied.get(k)) for k in run.varied or chosen}
-        if any(value is not None for value in shown.values()):
-            saver = saver_of(trainer.callbacks)
-            monitor = None if saver is None else saver.monitor
-            compared = (
-                [f"best/{monitor}"] if monitor else [f"{validated[0]}{name}" for name in names]
-            )
-            metrics = dict.fromkeys([*compared, *(f"test/{name}" for name in names)], 0)
-            for summary in made.hparams(shown, metrics)[:2]:  # type: ignore[no-untyped-call]
-                self._write(summary=summary)  # the columns, and the run's row
+        if run.varied:
+            # Where a group (`model`) is swept, its setting is a mapping: its override is shown.
+            shown = {key: settings.get(key, text) for key, text in run.varied.items()}
+        else:
+            shown = {}
+            for key, value in settings.items():
+                if any(fnmatchcase(key, glob) for glob in self._hparams):
+                    shown[key] = value
+        if all(value is None for value in shown.values()):
+            return
+        metrics = dict.fromkeys(_compared_metrics(trainer), 0)
+        columns, row, _ = made.hparams(shown, metrics)  # type: ignore[no-untyped-call]
+        self._write(summary=columns)
+        self._write(summary=row)
 
     def record(self, at: LogPoint, values: Mapping[str, float]) -> None:
         """Write scalars."""
-        pairs = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
-        self._write(step=at.step, summary=Summary(value=pairs))
+        scalars = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
+        self._write(step=at.step, summary=Summary(value=scalars))
 
     def show(self, step: int, name: str, value: Media) -> None:
         """Write an image, a histogram, a text or a curve."""
@@ -108,46 +127,87 @@ class TensorBoard(Recorder):
     def end(self, step: int, results: Results) -> None:
         """Mark a success in the HParams tab."""
         if results.state not in (*UNFINISHED, "failed"):
-            # A run that is resumed after all makes a running TensorBoard forget what is beyond.
-            self._write(step=step + 1, summary=made.hparams({}, {})[2])  # type: ignore[no-untyped-call]
+            _, _, success = made.hparams({}, {})  # type: ignore[no-untyped-call]
+            # At a step beyond the last: if the run is resumed after all, a running TensorBoard
+            # drops it.
+            self._write(step=step + 1, summary=success)
 
     def _write(self, **event: Any) -> None:
         """Append an event completely, or raise OSError and leave the file unchanged.
 
         The file is opened for each record. There are few records, and no file is left open.
         """
-        if self._path is None:
+        path = self._path
+        if path is None:
             return
-        record, size = io.BytesIO(), self.sizes.get(self._path.name, 0)
-        first = [] if size else [Event(file_version="brain.Event:2")]
-        for part in (*first, Event(**event)):
-            part.wall_time = time.time()
-            RecordWriter(record).write(part.SerializeToString())
-        content = record.getvalue()
-        # Only the first record makes the file: under its name there may be another run's folder.
-        make = 0 if size else os.O_CREAT
-        descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | make, 0o666)
+        size = self.sizes.get(path.name, 0)
+        content = io.BytesIO()
+        if size == 0:
+            _append_record(content, Event(file_version="brain.Event:2"))
+        _append_record(content, Event(**event))
+        record = content.getvalue()
+        # Only the first record creates the file: if the run directory was replaced meanwhile, no
+        # file must appear in another run's folder.
+        flags = os.O_WRONLY | os.O_APPEND
+        if size == 0:
+            flags |= os.O_CREAT
+        descriptor = os.open(path, flags, 0o666)
         try:
-            if os.write(descriptor, content) < len(content):
+            if os.write(descriptor, record) < len(record):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             os.ftruncate(descriptor, size)
-            raise OSError(error.errno, error.strerror, str(self._path)) from error
+            raise OSError(error.errno, error.strerror, str(path)) from error
         finally:
             os.close(descriptor)
-        self.sizes[self._path.name] = size + len(content)
+        self.sizes[path.name] = size + len(record)
+
+
+def _append_record(content: io.BytesIO, event: Event) -> None:
+    event.wall_time = time.time()
+    RecordWriter(content).write(event.SerializeToString())
+
+
+def _validation_prefixes(trainer: Trainer) -> list[str]:
+    return [f"{stage}/" for stage in trainer.val_loaders] or ["val/"]
+
+
+def _compared_metrics(trainer: Trainer) -> list[str]:
+    """Return the columns of the HParams tab: the best value that is monitored, and the test's."""
+    names = trainer.task.metric_names()
+    test_metrics = [f"test/{name}" for name in names]
+    saver = saver_of(trainer.callbacks)
+    if saver is not None and saver.monitor:
+        return [f"best/{saver.monitor}", *test_metrics]
+    prefix = _validation_prefixes(trainer)[0]
+    return [f"{prefix}{name}" for name in names] + test_metrics
 
 
 def _summary(name: str, value: Media) -> Summary:
     if isinstance(value, str):
         return made.text(name, value)  # type: ignore[no-untyped-call]
     if isinstance(value, Histogram):
-        edges, counts = value.edges.tolist(), value.counts.tolist()
-        sums = sum(counts), value.total, value.squares
-        return made.histogram_raw(name, edges[0], edges[-1], *sums, edges[1:], counts)  # type: ignore[no-untyped-call]
+        edges = value.edges.tolist()
+        counts = value.counts.tolist()
+        return made.histogram_raw(  # type: ignore[no-untyped-call]
+            name,
+            min=edges[0],
+            max=edges[-1],
+            num=sum(counts),
+            sum=value.total,
+            sum_squares=value.squares,
+            bucket_limits=edges[1:],
+            bucket_counts=counts,
+        )
     if isinstance(value, PRCurve):
-        right = value.true_positives, value.false_positives
-        wrong = value.true_negatives, value.false_negatives
-        shares = value.precision, value.recall
-        return made.pr_curve_raw(name, *right, *wrong, *shares, len(value.thresholds))  # type: ignore[no-untyped-call]
+        return made.pr_curve_raw(  # type: ignore[no-untyped-call]
+            name,
+            value.true_positives,
+            value.false_positives,
+            value.true_negatives,
+            value.false_negatives,
+            value.precision,
+            value.recall,
+            num_thresholds=len(value.thresholds),
+        )
     return made.image(name, value, dataformats="HWC")  # type: ignore[no-untyped-call]

@@ -6,8 +6,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from regimen.callbacks.support import logger, require
+from regimen.callbacks.support import CallbackError, logger
 from regimen.trainer.callback import Callback
+from regimen.trainer.state import TrainState
 from regimen.trainer.trainer import Trainer
 
 
@@ -29,53 +30,75 @@ class Unfreeze(Callback):
     def __init__(self, stages: Mapping[str, Mapping[str, Any] | None]) -> None:
         self._stages = {name: stage for name, stage in stages.items() if stage is not None}
         for name, stage in self._stages.items():
-            sound = {"pattern"} in (stage.keys() - {"epoch"}, stage.keys() - {"step"})
-            hint = "give pattern, and at most one of epoch and step"
-            require(sound, f"stages.{name}={dict(stage)}: {hint}")
+            # The pattern, and one of the others or none.
+            others = stage.keys() - {"pattern"}
+            if "pattern" not in stage or others not in (set(), {"epoch"}, {"step"}):
+                raise CallbackError(
+                    f"stages.{name}={dict(stage)}: give pattern, and at most one of epoch and step"
+                )
         self._members = dict[str, list[nn.Parameter]]()
         self._frozen = set[str]()  # names of stages
 
     def setup(self, trainer: Trainer) -> None:
         """Find the parameters of each stage, and freeze them."""
-        left = dict(trainer.model.named_parameters())
+        remaining = dict(trainer.model.named_parameters())
         for name, stage in self._stages.items():
-            matched = [found for found in left if fnmatchcase(found, stage["pattern"])]
-            self._members[name] = members = [left.pop(found) for found in matched]
             key = f"callbacks.{self.name}.stages.{name}"
-            unmatched = "matches no parameter, or only those of earlier stages"
-            require(members, f"{key}.pattern={stage['pattern']}: {unmatched}")
-            frozen = "the model was built with some of these frozen, so that no optimizer has them"
-            require(all(member.requires_grad for member in members), f"{key}: {frozen}")
+            matching = [n for n in remaining if fnmatchcase(n, stage["pattern"])]
+            members = [remaining.pop(parameter_name) for parameter_name in matching]
+            if not members:
+                raise CallbackError(
+                    f"{key}.pattern={stage['pattern']}: matches no parameter, or only those of "
+                    "earlier stages"
+                )
+            if not all(member.requires_grad for member in members):
+                raise CallbackError(
+                    f"{key}: the model was built with some of these frozen, so that no optimizer "
+                    "has them"
+                )
+            self._members[name] = members
             set_trainable(trainer.model, members, trains=False)
         self._frozen = set(self._stages)
 
     def on_fit_start(self, trainer: Trainer) -> None:
         """Unfreeze the stages that have begun in a resumed run."""
-        self._settle_norms(trainer.model)
+        self._set_norm_modes(trainer.model)
         self.on_update_end(trainer)
 
     def on_update_end(self, trainer: Trainer) -> None:
         """Unfreeze the stages that begin at this step or epoch."""
         state = trainer.state
         for name in sorted(self._frozen):
-            stage = self._stages[name]
-            now = state.global_step if "step" in stage else state.epoch
-            begins = stage.get("step", stage.get("epoch"))
-            if begins is not None and now >= begins:
+            if _has_begun(self._stages[name], state):
                 self._frozen.remove(name)
                 set_trainable(trainer.model, self._members[name], trains=True)
-                self._settle_norms(trainer.model)
-                message = "epoch %d, step %d: %s trains from here on"
-                logger.info(message, state.epoch, state.global_step, name)
+                self._set_norm_modes(trainer.model)
+                logger.info(
+                    "epoch %d, step %d: %s trains from here on",
+                    state.epoch,
+                    state.global_step,
+                    name,
+                )
 
     on_epoch_start = on_update_end
 
-    def _settle_norms(self, model: nn.Module) -> None:
+    def _set_norm_modes(self, model: nn.Module) -> None:
+        """Put BatchNorm into evaluation mode where a stage has frozen it, else into training."""
         members = {id(p) for parameters in self._members.values() for p in parameters}
         for module in model.modules():
-            own = list(module.parameters(recurse=False))
-            if hasattr(module, "track_running_stats") and any(id(p) in members for p in own):
-                module.train(any(p.requires_grad for p in own))
+            if not hasattr(module, "track_running_stats"):
+                continue
+            parameters = list(module.parameters(recurse=False))
+            if any(id(p) in members for p in parameters):
+                module.train(any(p.requires_grad for p in parameters))
+
+
+def _has_begun(stage: Mapping[str, Any], state: TrainState) -> bool:
+    step: float | None = stage.get("step")
+    epoch: float | None = stage.get("epoch")
+    if step is not None:
+        return state.global_step >= step
+    return epoch is not None and state.epoch >= epoch
 
 
 def set_trainable(model: nn.Module, parameters: Iterable[Tensor], trains: bool) -> None:
@@ -86,8 +109,10 @@ def set_trainable(model: nn.Module, parameters: Iterable[Tensor], trains: bool) 
     """
     chosen = {id(parameter) for parameter in parameters}
     for module in model.modules():
-        own = module.named_parameters("", recurse=False, remove_duplicate=False)
-        for name, parameter in [pair for pair in own if id(pair[1]) in chosen]:
+        named = list(module.named_parameters("", recurse=False, remove_duplicate=False))
+        for name, parameter in named:
+            if id(parameter) not in chosen:
+                continue
             parameter.requires_grad_(trains)
             parameter.grad = None
             setattr(module, name, None)

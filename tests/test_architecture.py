@@ -31,6 +31,7 @@ ORDER = (
     ("trainer.state", "trainer.rng"),
     ("trainer.errors",),
     ("trainer.files", "trainer.targets", "trainer.options", "trainer.distributed", "trainer.fast"),
+    ("trainer.media",),
     ("trainer.task",),
     ("trainer.callback",),
     ("trainer.tasks",),

@@ -1,27 +1,23 @@
-"""The interface of callbacks: hooks that the loop calls at fixed points, and what it shows."""
+"""The interface of callbacks: hooks that the loop calls at fixed points."""
 
 from __future__ import annotations
 
 import copy
 import inspect
-import io
 import logging
 import re
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
-import numpy as np
-import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from regimen.conf.errors import did_you_mean
 from regimen.data.batch import MicroBatch
 from regimen.trainer.errors import ModelError
+from regimen.trainer.media import Media
 from regimen.trainer.task import Task
 
 # A `regimen.trainer.trainer.Trainer`, which is made with callbacks: its module imports this one.
@@ -59,7 +55,7 @@ class Callback:
     changes_weights: bool = False  # after an update: called before those that read them
     freezes: bool = False  # parameters get no gradient in some updates: DDP has to look for them
     supports_sharding: bool = True  # does its work where each process has a part of every parameter
-    affects_result: bool = True  # False: a run may be gone on with without it, or with it anew
+    affects_result: bool = True  # False: a resumed run may add it, change it or leave it out
     keeps_weights: bool = True  # False: it measures, and the weights of its run are of no use
     shows_progress: bool = False  # prints the progress of a run: a Trainer adds no lines of its own
     persistent: tuple[str, ...] = ()  # attributes that are its state, if they are all of it
@@ -107,7 +103,7 @@ class Callback:
     def on_media(self, trainer: Trainer, name: str, media: Media) -> None:
         """Called, on the main process only, with an image, a histogram, a text or a PR curve.
 
-        An image or a figure comes as uint8 [H, W, 3], a text as Markdown; see below.
+        An image or a figure comes as uint8 [H, W, 3], a text as Markdown: `regimen.trainer.media`.
         """
 
     def on_validation_start(self, trainer: Trainer) -> None:
@@ -233,7 +229,11 @@ class Hooks:
         return self._listeners[hook]
 
 
-_HOOKS = {n: hook for n, hook in vars(Callback).items() if n[0] != "_" and inspect.isfunction(hook)}
+_HOOKS = {
+    name: hook
+    for name, hook in vars(Callback).items()
+    if inspect.isfunction(hook) and not name.startswith("_")
+}
 
 
 def _overridden(callback: Callback) -> dict[str, Any]:
@@ -246,23 +246,33 @@ def check_hooks(callback: Callback) -> list[str]:
 
     Raises ModelError for a hook with wrong parameters; warns of names that are nearly a hook's.
     """
-    asked: list[str] = []
+    requested: list[str] = []
     for name, hook in _overridden(callback).items():
-        given, own = list(inspect.signature(_HOOKS[name]).parameters)[1:], inspect.signature(hook)
-        further = UPDATE_PARTS if name == "on_update_end" else ()
-        parts = [part for part in further if part in own.parameters]
+        _, *required = inspect.signature(_HOOKS[name]).parameters
+        signature = inspect.signature(hook)
+        optional = UPDATE_PARTS if name == "on_update_end" else ()
+        parts = [part for part in optional if part in signature.parameters]
         try:
-            own.bind(*given, **dict.fromkeys(parts))
+            signature.bind(*required, **dict.fromkeys(parts))
         except TypeError as error:
-            taken = ", ".join(["self", *given])
-            more = f", and may have {' and '.join(further)}" if further else ""
-            raise ModelError(f"{hook.__qualname__} must take ({taken}){more}: {error}") from None
-        asked += parts
+            further = f", and may have {' and '.join(optional)}" if optional else ""
+            raise ModelError(
+                f"{hook.__qualname__} must take ({', '.join(['self', *required])}){further}: "
+                f"{error}"
+            ) from None
+        requested += parts
     for name in dir(type(callback)):
-        if name.startswith("on_") and name not in _HOOKS and (hint := did_you_mean(name, _HOOKS)):
-            message = "warning: %s.%s is no hook and is never called; %s"
-            _log.warning(message, type(callback).__qualname__, name, hint)
-    return asked
+        if not name.startswith("on_") or name in _HOOKS:
+            continue
+        hint = did_you_mean(name, _HOOKS)
+        if hint:
+            _log.warning(
+                "warning: %s.%s is no hook and is never called; %s",
+                type(callback).__qualname__,
+                name,
+                hint,
+            )
+    return requested
 
 
 def _with_batch(hook: Any, names: list[str], trainer: Trainer) -> None:
@@ -289,8 +299,10 @@ def named_callbacks(callbacks: Mapping[str, Callback] | Iterable[Callback]) -> d
             named[name] = callback
     for name, callback in named.items():
         if not isinstance(callback, Callback):
-            given = callback.__name__ if isinstance(callback, type) else type(callback).__name__
-            kind = f"the class {given}" if isinstance(callback, type) else f"of type {given}"
+            if isinstance(callback, type):
+                kind = f"the class {callback.__name__}"
+            else:
+                kind = f"of type {type(callback).__name__}"
             raise ModelError(
                 f"callbacks: {name!r} is {kind}: give objects of regimen.Callback, in a list or as "
                 "a dict by name, such as [EMA()] or {'ema': EMA()}"
@@ -324,99 +336,3 @@ def losses_of(trainer: Trainer, name: str) -> list[str]:
 def keeps_weights(callbacks: Mapping[str, Callback]) -> bool:
     """Return whether the weights of a run with these callbacks are of use."""
     return all(callback.keeps_weights for callback in callbacks.values())
-
-
-class EpochLines(Callback):
-    """Print the loss of each epoch and the metrics of each validation to stderr.
-
-    What a run from Python tells, unless one of its callbacks shows the progress itself, as
-    `regimen.callbacks.progress.Progress` does. `Trainer(..., verbose=False)` shows nothing.
-    """
-
-    shows_progress = True
-
-    def on_log(self, trainer: Trainer, scalars: Mapping[str, float]) -> None:
-        """Print the mean loss of an epoch that ends, or the metrics of a validation."""
-        losses = losses_of(trainer, "train/epoch_loss")
-        metrics = {k: v for k, v in scalars.items() if k in losses or k.startswith("val/")}
-        if metrics and trainer.is_main:
-            state, last = trainer.state, trainer.options.max_epochs
-            where = f"epoch {state.epoch}" + (f"/{last}" if last is not None else "")
-            values = ", ".join(f"{key} {value:.4g}" for key, value in metrics.items())
-            line = f"{where}, step {state.global_step}: {values}"
-            print(line, file=sys.stderr, flush=True)
-            if trainer.run is not None:
-                trainer.run.note(line)
-
-
-# What a run shows besides scalars: images, histograms and curves, as plain numpy arrays.
-Image = NDArray[np.uint8]  # [height, width, 3], RGB
-Floats = NDArray[np.float64]
-
-
-class Histogram(NamedTuple):
-    """How many of the finite values lie between two edges each."""
-
-    edges: Floats  # [bins + 1]
-    counts: NDArray[np.int64]  # [bins]
-    total: float  # sum of the values
-    squares: float  # sum of their squares
-
-
-class PRCurve(NamedTuple):
-    """Counts of a binary decision at rising thresholds; all arrays are [thresholds]."""
-
-    thresholds: Floats
-    true_positives: Floats
-    false_positives: Floats
-    true_negatives: Floats
-    false_negatives: Floats
-
-    @property
-    def precision(self) -> Floats:
-        """The share of positive decisions that are right; 1 where there are none."""
-        found = self.true_positives + self.false_positives
-        return np.where(found > 0, self.true_positives / np.maximum(found, 1), 1.0)
-
-    @property
-    def recall(self) -> Floats:
-        """The share of positive samples that are found; 0 where there are none."""
-        return self.true_positives / np.maximum(self.true_positives + self.false_negatives, 1)
-
-
-Media = Image | Histogram | PRCurve | str  # a text is Markdown
-
-
-def as_image(image: Any) -> Image:
-    """Return an image, or a figure of matplotlib's, as uint8 [height, width, 3].
-
-    A tensor has the shape [C, H, W] or [H, W], anything else (numpy, PIL) [H, W, C] or [H, W], with
-    C = 1, 3 or 4. Floating-point values are from 0 to 1, others from 0 to 255. Raises ValueError.
-    """
-    if hasattr(image, "savefig"):
-        from PIL import Image as Pillow  # which a run without figures does not need
-
-        file = io.BytesIO()
-        image.savefig(file, format="png")
-        image = Pillow.open(file, formats=["PNG"]).convert("RGB")
-    if isinstance(image, Tensor):
-        image = (image.movedim(0, -1) if image.ndim == 3 else image).detach().cpu()
-        image = (image.float() if image.is_floating_point() else image).numpy()
-    array = np.asarray(image)
-    if array.ndim == 2:
-        array = array[..., None]
-    if array.ndim != 3 or array.shape[-1] not in (1, 3, 4):
-        raise ValueError(f"an image of shape {list(np.shape(image))}: give [C, H, W], C = 1 or 3")
-    if not np.issubdtype(array.dtype, np.integer):
-        array = np.nan_to_num(array.astype(np.float64)).clip(0, 1) * 255 + 0.5
-    array = array.clip(0, 255).astype(np.uint8)[..., :3]
-    return np.ascontiguousarray(np.broadcast_to(array, (*array.shape[:2], 3)))
-
-
-def histogram_of(values: Any, bins: int = 64) -> Histogram:
-    """Return the histogram of the finite values of a tensor or an array."""
-    # Converted on the host: not every device has float64.
-    tensor = torch.as_tensor(values).detach().flatten().cpu().double()
-    array = tensor[tensor.isfinite()].numpy()
-    counts, edges = np.histogram(array, bins=bins)
-    return Histogram(edges, counts, float(array.sum()), float(array @ array))

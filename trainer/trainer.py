@@ -17,11 +17,7 @@ from regimen.trainer import evaluation, snapshot
 from regimen.trainer.callback import (
     Callback,
     Hooks,
-    Media,
-    PRCurve,
     Results,
-    as_image,
-    histogram_of,
 )
 from regimen.trainer.checkpoints import reader
 from regimen.trainer.checkpoints.archive import on_host
@@ -36,6 +32,7 @@ from regimen.trainer.components.setup import (
 from regimen.trainer.components.sources import as_val_sources, order_remark
 from regimen.trainer.errors import ModelError, SampleError
 from regimen.trainer.lr_schedulers.schedule import Interval
+from regimen.trainer.media import Media, PRCurve, as_image, histogram_of
 from regimen.trainer.optimizers.optimizers import Optimizers
 from regimen.trainer.options import (
     batches_of,
@@ -570,7 +567,7 @@ class Trainer:
             self._log_point = None
 
     def log_image(self, name: str, image: Any) -> None:
-        """Hand an image to the callbacks; `regimen.trainer.callback.as_image` says what may be one.
+        """Hand an image to the callbacks; `regimen.trainer.media.as_image` says what may be one.
 
         This and the next four do nothing, and read nothing from the device, where no callback of
         the run receives such things, and on other processes than the main one.

@@ -15,7 +15,8 @@ from regimen.trainer.optimizers.param_groups import GroupRule
 from regimen.trainer.rng import derived_seed
 from regimen.trainer.trainer import Trainer
 
-_METHODS, _SCOPES = ("l1", "random", "ln_structured"), ("global", "layer")
+_METHODS = ("l1", "random", "ln_structured")
+_SCOPES = ("global", "layer")
 
 
 @dataclass(eq=False)
@@ -30,10 +31,12 @@ class Settings:
     dim: int = 0
 
     def __post_init__(self) -> None:
-        start = f"initial_sparsity={self.initial_sparsity}"
         require(0 <= self.sparsity < 1, f"sparsity={self.sparsity}: choose 0 or more, less than 1")
-        rises = 0 <= self.initial_sparsity <= self.sparsity
-        require(rises, f"{start}: choose 0 to sparsity: a pruned weight stays pruned")
+        require(
+            0 <= self.initial_sparsity <= self.sparsity,
+            f"initial_sparsity={self.initial_sparsity}: choose 0 to sparsity: a pruned weight "
+            "stays pruned",
+        )
         require(self.method in _METHODS, f"method={self.method}: choose {', '.join(_METHODS)}")
         require(self.scope in _SCOPES, f"scope={self.scope}: choose {', '.join(_SCOPES)}")
         require(self.norm > 0, f"norm={self.norm}: choose more than 0")
@@ -41,8 +44,10 @@ class Settings:
     def level(self, plan: range, step: int) -> float:
         """Return the share to prune after a step of the plan (Zhu and Gupta 2017)."""
         last = len(plan) - 1
-        done = min((step - plan.start) // plan.step, last) / last if last else 1
-        return self.sparsity + (self.initial_sparsity - self.sparsity) * (1 - done) ** 3
+        if last == 0:
+            return self.sparsity
+        progress = min((step - plan.start) // plan.step, last) / last
+        return self.sparsity + (self.initial_sparsity - self.sparsity) * (1 - progress) ** 3
 
 
 class Pool(NamedTuple):
@@ -53,21 +58,25 @@ class Pool(NamedTuple):
     members: Mapping[str, nn.Parameter]
 
 
-def _parsed(node: Any, settings: Mapping[str, Any]) -> list[tuple[GroupRule, Settings]]:
-    """Parse rules in the form of parameter groups; each may replace some of `settings`.
+def _parsed(node: Any, defaults: Mapping[str, Any]) -> list[tuple[GroupRule, Settings]]:
+    """Parse rules in the form of parameter groups; each may replace some of the default settings.
 
     Raises ConfigError.
     """
-    rules, problems, known = [], list[Problem](), (*param_groups.SELECTORS, *settings)
+    rules = []
+    problems = list[Problem]()
+    valid_keys = (*param_groups.SELECTORS, *defaults)
     with collect_problems(problems):
         for rule in param_groups.parse_rules(node, "rules"):
-            of_groups = {key for key in ("frozen", "layers") if getattr(rule, key)}
-            for key in of_groups | rule.overrides.keys() - settings:
-                hint = did_you_mean(key, known)
+            unknown = rule.overrides.keys() - defaults
+            # Options of parameter groups that mean nothing here.
+            unknown |= {key for key in ("frozen", "layers") if getattr(rule, key)}
+            for key in unknown:
+                hint = did_you_mean(key, valid_keys)
                 problems.append(Problem(f"{rule.key}.{key}", "unknown key", hint))
             with collect_problems(problems), problems_at(rule.key):
-                own = {key: rule.overrides.get(key, value) for key, value in settings.items()}
-                rules.append((rule, Settings(**own)))
+                settings = {k: rule.overrides.get(k, default) for k, default in defaults.items()}
+                rules.append((rule, Settings(**settings)))
     if not rules and not problems:
         problems.append(Problem("rules", "there is none", "such as {convs: {module: conv}}"))
     _refuse(problems)
@@ -79,22 +88,37 @@ def _pools(rules: Sequence[tuple[GroupRule, Settings]], model: nn.Module) -> lis
 
     Raises ConfigError where a rule takes none, or one that its method cannot prune.
     """
-    every, found = [rule for rule, _ in rules], param_groups.candidates(model)
-    owners = {c.name: param_groups.first_rule(every, c) for c in found}
+    all_rules = [rule for rule, _ in rules]
+    candidates = param_groups.candidates(model)
+    owners = {c.name: param_groups.first_rule(all_rules, c) for c in candidates}
     used = {rule.key for rule in owners.values() if rule}
-    problems = list(param_groups.unused(every, used, found))
+    problems = list(param_groups.unused(all_rules, used, candidates))
     pools = []
     for rule, settings in rules:
-        taken = {c.name: c.tensor for c in found if owners[c.name] is rule}
-        for name, weight in taken.items() if settings.method == "ln_structured" else ():
-            if weight.ndim < 2 or not -weight.ndim <= settings.dim < weight.ndim:
-                hint = "ln_structured takes matrices and kernels: add kind: [matrix, kernel]"
-                message = f"{name} {list(weight.shape)} has no slices along {settings.dim}"
-                problems.append(Problem(rule.key, message, hint))
-        parts = [taken] if settings.scope == "global" else [{n: p} for n, p in taken.items()]
-        pools += [Pool(rule.key, settings, part) for part in parts if settings.sparsity]
+        members = {c.name: c.tensor for c in candidates if owners[c.name] is rule}
+        if settings.method == "ln_structured":
+            problems += _without_slices(rule, settings, members)
+        if not settings.sparsity:
+            continue
+        if settings.scope == "global":
+            pools.append(Pool(rule.key, settings, members))
+        else:
+            pools += [Pool(rule.key, settings, {name: w}) for name, w in members.items()]
     _refuse(problems)
     return pools
+
+
+def _without_slices(
+    rule: GroupRule, settings: Settings, members: Mapping[str, Tensor]
+) -> Iterator[Problem]:
+    """Yield a problem for each parameter that has no slices along the chosen dimension."""
+    for name, weight in members.items():
+        if weight.ndim < 2 or not -weight.ndim <= settings.dim < weight.ndim:
+            yield Problem(
+                rule.key,
+                f"{name} {list(weight.shape)} has no slices along {settings.dim}",
+                "ln_structured takes matrices and kernels: add kind: [matrix, kernel]",
+            )
 
 
 def _refuse(problems: Iterable[Problem]) -> None:
@@ -105,30 +129,38 @@ def _refuse(problems: Iterable[Problem]) -> None:
 def extend(pool: Pool, pruned: Mapping[str, Tensor], level: float, seed: int) -> None:
     """Add to the masks `pruned` (True: zero) until a share `level` of the pool's units is pruned.
 
-    A unit is a weight, or a slice where the method is structured. What is pruned stays; then come
-    the lowest scores, of equal ones the first: the same on every process. torch.nn.utils.prune
-    would rename the parameters, draw from the global generator and break ties by device.
+    A unit is a weight, or a slice where the method is structured. Pruned units stay pruned. The
+    units with the lowest scores follow; of equal scores the first, so that every process prunes
+    the same. torch.nn.utils.prune would rename the parameters, draw from the global generator and
+    break ties by device.
     """
-    settings, scores = pool.settings, []
+    scores = []
     for name, weight in pool.members.items():
-        score, gone = weight.abs(), pruned[name]
-        if settings.method == "random":
-            # The same at every step: a higher sparsity prunes all that a lower one does.
-            generator = torch.Generator().manual_seed(derived_seed(seed, "pruning", name))
-            drawn = torch.rand(weight.shape, generator=generator, dtype=torch.float64)
-            score = drawn.to(weight.device)
-        elif settings.method == "ln_structured":
-            others = [d for d in range(weight.ndim) if d != settings.dim % weight.ndim]
-            # The mean over a slice, so that slices of different sizes compare.
-            score = score.pow(settings.norm).mean(others, keepdim=True)
-            gone = gone.all(others, keepdim=True)
-        scores.append(score.masked_fill(gone, -1))
-    units = torch.cat([score.flatten() for score in scores])
-    lowest = units.argsort(stable=True)[: round(level * len(units))]
-    chosen = torch.zeros_like(units, dtype=torch.bool).index_fill_(0, lowest, True)
-    parts = torch.split(chosen, [score.numel() for score in scores])
+        scores.append(_scores(name, weight, pruned[name], pool.settings, seed))
+    all_scores = torch.cat([score.flatten() for score in scores])
+    lowest = all_scores.argsort(stable=True)[: round(level * len(all_scores))]
+    is_chosen = torch.zeros_like(all_scores, dtype=torch.bool).index_fill_(0, lowest, True)
+    parts = torch.split(is_chosen, [score.numel() for score in scores])
     for name, score, part in zip(pool.members, scores, parts, strict=True):
         pruned[name].logical_or_(part.view(score.shape))
+
+
+def _scores(name: str, weight: Tensor, pruned: Tensor, settings: Settings, seed: int) -> Tensor:
+    """Return the score of each unit of a parameter, -1 where it is pruned.
+
+    The shape has 1 in the dimensions that a unit spans.
+    """
+    if settings.method == "random":
+        # The same numbers at every step: a higher sparsity prunes all that a lower one does.
+        generator = torch.Generator().manual_seed(derived_seed(seed, "pruning", name))
+        drawn = torch.rand(weight.shape, generator=generator, dtype=torch.float64)
+        return drawn.to(weight.device).masked_fill(pruned, -1)
+    if settings.method == "ln_structured":
+        other_dims = [d for d in range(weight.ndim) if d != settings.dim % weight.ndim]
+        # The mean over a slice, so that slices of different sizes compare.
+        means = weight.abs().pow(settings.norm).mean(other_dims, keepdim=True)
+        return means.masked_fill(pruned.all(other_dims, keepdim=True), -1)
+    return weight.abs().masked_fill(pruned, -1)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -157,21 +189,28 @@ class Pruning(Settings, Callback):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._rules = _parsed(self.rules, {f.name: getattr(self, f.name) for f in fields(Settings)})
+        defaults = {field.name: getattr(self, field.name) for field in fields(Settings)}
+        self._rules = _parsed(self.rules, defaults)
         check_least(every_n_steps=self.every_n_steps)
-        plan = self.schedule(1)
-        alike = isinstance(self.start_step, float) == isinstance(self.end_step, float)
-        falls = alike and self.end_step is not None and self.end_step < self.start_step
-        require(not falls, f"end_step={self.end_step}: choose at least start_step={plan.start}")
+        earliest = self.schedule(1).start  # checks both steps
+        end = self.end_step
+        if end is not None and isinstance(end, float) == isinstance(self.start_step, float):
+            require(
+                end >= self.start_step,
+                f"end_step={end}: choose at least start_step={earliest}",
+            )
         self.pools = list[Pool]()
+        self._weights = dict[str, nn.Parameter]()
         self._pruned = dict[str, Tensor]()  # by name of the parameter, True where it is zero
-        self._handles = list[Any]()
+        self._hooks = list[Any]()
 
     def schedule(self, total: int | None) -> range:
         """Return the steps at which a run of `total` updates prunes. Raises CallbackError."""
-        first = steps_of("start_step", self.start_step, total)
-        end = first if self.end_step is None else steps_of("end_step", self.end_step, total)
-        return range(first, max(first, end) + 1, self.every_n_steps)
+        start = steps_of("start_step", self.start_step, total)
+        end = start
+        if self.end_step is not None:
+            end = max(start, steps_of("end_step", self.end_step, total))
+        return range(start, end + 1, self.every_n_steps)
 
     def check(self, model: nn.Module) -> None:
         """Divide the parameters of the model by the rules."""
@@ -179,22 +218,31 @@ class Pruning(Settings, Callback):
 
     def setup(self, trainer: Trainer) -> None:
         """Find the weights, their averages, and the steps."""
-        callbacks = list(trainer.callbacks.values())
-        self._averages = [c for c in callbacks if isinstance(c, Average)]
         with problems_at(f"callbacks.{self.name}"):
             self.check(trainer.model)
             self._plan = self.schedule(trainer.total_steps)
-            for average in self._averages:
-                own, name = type(average).tensors is not Average.tensors, average.name
-                require(own, f"callbacks.{name} would keep what is pruned: give it `tensors`")
-                first = callbacks.index(average) > callbacks.index(self)
-                require(first, f"must come before callbacks.{name}, which reads the weights")
-        self._weights = {n: p for pool in self.pools for n, p in pool.members.items()}
+            self._averages = self._find_averages(list(trainer.callbacks.values()))
+        for pool in self.pools:
+            self._weights |= pool.members
         for name, weight in self._weights.items():
-            self._pruned[name] = torch.zeros_like(weight, dtype=torch.bool, requires_grad=False)
+            mask = torch.zeros_like(weight, dtype=torch.bool, requires_grad=False)
+            self._pruned[name] = mask
             if weight.requires_grad:
-                hook = _masked_by(self._pruned[name])
-                self._handles.append(weight.register_hook(hook))  # type: ignore[no-untyped-call]
+                hook = weight.register_hook(_masked_by(mask))  # type: ignore[no-untyped-call]
+                self._hooks.append(hook)
+
+    def _find_averages(self, callbacks: list[Callback]) -> list[Average]:
+        averages = [callback for callback in callbacks if isinstance(callback, Average)]
+        for average in averages:
+            require(
+                type(average).tensors is not Average.tensors,
+                f"callbacks.{average.name} would keep what is pruned: give it `tensors`",
+            )
+            require(
+                callbacks.index(self) < callbacks.index(average),
+                f"must come before callbacks.{average.name}, which reads the weights",
+            )
+        return averages
 
     def on_fit_start(self, trainer: Trainer) -> None:
         """Prune what is due: at the first step, or after a resume from a run without masks."""
@@ -215,9 +263,10 @@ class Pruning(Settings, Callback):
         for pool in self.pools:
             level = pool.settings.level(self._plan, trainer.state.global_step)
             extend(pool, self._pruned, level, trainer.options.seed)
-        # An average of zero weights stays zero: only new masks apply to it.
-        for tensors in (self._weights, *(average.tensors() for average in self._averages)):
-            self._apply(tensors)
+        self._apply(self._weights)
+        # Only after the masks have changed: an average of zero weights stays zero by itself.
+        for average in self._averages:
+            self._apply(average.tensors())
 
     @torch.no_grad()
     def _apply(self, tensors: Mapping[str, Tensor]) -> None:
@@ -226,36 +275,45 @@ class Pruning(Settings, Callback):
                 tensors[name].masked_fill_(pruned, 0)
 
     def scalars(self, trainer: Trainer) -> Mapping[str, float]:
-        """Log the share of pruned weights among those that the rules take."""
-        masks = self._pruned.values()
-        count = sum(mask.numel() for mask in masks)
-        return {"pruning/sparsity": sum(int(mask.sum()) for mask in masks) / count}
+        """Log the share of pruned weights among those that the rules take.
+
+        Waits for the device, at a log line, where that is allowed.
+        """
+        total = sum(mask.numel() for mask in self._pruned.values())
+        pruned = sum(int(mask.sum()) for mask in self._pruned.values())
+        return {"pruning/sparsity": pruned / total}
 
     def teardown(self, trainer: Trainer) -> None:
         """Remove the hooks of the gradients."""
-        for handle in self._handles:
-            handle.remove()
+        for hook in self._hooks:
+            hook.remove()
 
     def explain(self, trainer: Trainer) -> Iterator[str]:
         """Describe what will be pruned, when, and to which sparsity."""
         plan = self.schedule(trainer.total_steps)
-        when = f"from step {plan[0]} to {plan[-1]}, every {plan.step}"
-        yield f"callbacks.{self.name} prunes {when if len(plan) > 1 else f'at step {plan[0]}'}:"
-        for pool in _pools(self._rules, trainer.model):
-            how = f"{pool.settings.sparsity:.1%} ({pool.rule}, {pool.settings.method}"
-            for name, weight in pool.members.items():
-                yield f"  {name}: {weight.numel():,} weights, {how}, {pool.settings.scope})"
+        when = f"at step {plan[0]}"
+        if len(plan) > 1:
+            when = f"from step {plan[0]} to {plan[-1]}, every {plan.step}"
+        yield f"callbacks.{self.name} prunes {when}:"
+        for rule, settings, members in _pools(self._rules, trainer.model):
+            how = f"{settings.sparsity:.1%} ({rule}, {settings.method}, {settings.scope})"
+            for name, weight in members.items():
+                yield f"  {name}: {weight.numel():,} weights, {how}"
 
     def state_dict(self) -> dict[str, Any]:
         """Return the masks, True where a weight is pruned."""
         return {"pruned": dict(self._pruned)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over the masks of the parameters that the rules take."""
+        """Load the masks of the parameters that the rules take."""
         for name in self._pruned.keys() & state["pruned"].keys():
             self._pruned[name].copy_(state["pruned"][name])
 
 
 def _masked_by(pruned: Tensor) -> Any:
     """Return the hook that zeroes gradients of pruned weights: norms are those of the others."""
-    return lambda grad: grad if grad.is_sparse else grad.masked_fill(pruned, 0)
+
+    def mask(grad: Tensor) -> Tensor:
+        return grad if grad.is_sparse else grad.masked_fill(pruned, 0)
+
+    return mask

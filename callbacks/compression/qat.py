@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from regimen.callbacks.support import require, steps_of
 from regimen.conf.errors import ConfigError, problems_at
 from regimen.trainer.callback import Callback
+from regimen.trainer.distributed import Group
 from regimen.trainer.trainer import Trainer
 
-_LEVELS = 255  # of activations, as unsigned integers of 8 bits
-_LARGEST = 127  # of weights, as signed ones
-_SMALLEST = 1e-12  # a scale: a channel may be all zeros
+_ACTIVATION_MAX = 255  # unsigned integers of 8 bits
+_WEIGHT_MAX = 127  # signed integers of 8 bits
+_MIN_SCALE = 1e-12  # a channel may be all zeros
 
 
 class _Rounding(torch.autograd.Function):
@@ -30,8 +31,8 @@ class _Rounding(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor) -> Tensor:
-        scale = (weight.flatten(1).abs().amax(1) / _LARGEST).float().clamp_min(_SMALLEST)
-        scale = scale.view(-1, *[1] * (weight.ndim - 1))
+        scale = (weight.flatten(1).abs().amax(1) / _WEIGHT_MAX).float().clamp_min(_MIN_SCALE)
+        scale = scale.view(-1, *[1] * (weight.ndim - 1))  # one for each output channel
         return (weight.float() / scale).round_().mul_(scale).to(weight.dtype)
 
     @staticmethod
@@ -63,10 +64,10 @@ _ROUNDED: Mapping[type[nn.Module], type[nn.Module]] = {
 class QuantizationAwareTraining(Callback):
     """Round the weights and inputs of layers to 8 bits in every forward pass; gradients pass.
 
-    The weights themselves stay plain, and so do checkpoints. The ranges of the inputs follow
-    the smallest and the largest value of each update's whole batch, on all processes, as running
-    averages with `momentum`, and always include zero; `regimen quantize` writes an integer network
-    with these ranges.
+    The parameters are not rounded, nor are checkpoints. The ranges of the inputs are running
+    averages, with `momentum`, of the smallest and the largest value of each update's whole batch
+    on all processes. They always include zero. `regimen quantize` writes an integer network with
+    these ranges.
 
     Rounding begins at `start_step`, a number of updates or a share of the run (floats up to 1).
     Validations during training are of the rounded network.
@@ -79,11 +80,12 @@ class QuantizationAwareTraining(Callback):
     def __init__(self, start_step: float = 0, momentum: float = 0.9) -> None:
         steps_of("start_step", start_step, 1)
         require(0 <= momentum < 1, f"momentum={momentum}: choose at least 0 and less than 1")
-        self._start_step, self._momentum = start_step, momentum
+        self._start_step = start_step
+        self._momentum = momentum
         self._layers = list[str]()
-        self._changed = list[tuple[nn.Module, Any]]()  # a layer, and the hook on its inputs
-        self._known = False  # whether there are ranges
-        self.rounds = True  # where they are known
+        self._attached = list[tuple[nn.Module, Any]]()  # a layer, and the hook on its inputs
+        self._has_ranges = False
+        self.rounds = True  # whether inputs are rounded, once there are ranges
 
     def check(self, model: nn.Module) -> None:
         """Find the layers that are rounded. Raises ConfigError for a model without any."""
@@ -91,22 +93,24 @@ class QuantizationAwareTraining(Callback):
         if not self._layers:
             kinds = ", ".join(kind.__name__ for kind in _ROUNDED)
             raise ConfigError(f"the model has no layer to quantize: {kinds}")
-        # The smallest value of each layer's inputs, negated, and the largest: running, and of
-        # this update.
-        self._range, self._seen = torch.zeros(2, 2, len(self._layers))
+        # Row 0: the smallest value of each layer's inputs, negated, so that `maximum` updates both
+        # rows; row 1: the largest.
+        self._range = torch.zeros(2, len(self._layers))  # running averages
+        self._seen = torch.zeros(2, len(self._layers))  # of this update
 
     def setup(self, trainer: Trainer) -> None:
         """Find the layers, and the first step."""
         with problems_at(f"callbacks.{self.name}"):
             self.check(trainer.model)
             self._start = steps_of("start_step", self._start_step, trainer.total_steps)
-        strategy, device = trainer.strategy, trainer.strategy.device
+        strategy = trainer.strategy
         require(
-            not (strategy.shards_parameters or strategy.copies_model),
+            not strategy.shards_parameters and not strategy.copies_model,
             f"callbacks.{self.name} needs one whole model on each process, unlike "
             f"strategy={strategy.name}: use strategy=ddp",
         )
-        self._range, self._seen = self._range.to(device), self._seen.to(device)
+        self._range = self._range.to(strategy.device)
+        self._seen = self._seen.to(strategy.device)
 
     def on_fit_start(self, trainer: Trainer) -> None:
         """Begin to round."""
@@ -118,55 +122,72 @@ class QuantizationAwareTraining(Callback):
 
         Names and values of its parameters stay: only the classes of the layers change.
         """
-        for number, name in enumerate(self._layers):
+        for index, name in enumerate(self._layers):
             layer = model.get_submodule(name)
-            rounding = partial(self._rounded, number)
-            self._changed.append((layer, layer.register_forward_pre_hook(rounding)))
+            hook = layer.register_forward_pre_hook(partial(self._round_inputs, index))
+            self._attached.append((layer, hook))
             layer.__class__ = _ROUNDED[type(layer)]
 
-    def _rounded(self, number: int, layer: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
-        x, *others = given
+    def _round_inputs(
+        self, index: int, layer: nn.Module, inputs: tuple[Any, ...]
+    ) -> tuple[Any, ...]:
+        x, *others = inputs
         if torch.is_grad_enabled():
             with torch.no_grad():
                 low, high = x.detach().aminmax()
-                seen = self._seen[:, number]
+                seen = self._seen[:, index]
                 seen.copy_(seen.maximum(torch.stack([-low, high])))
-        if not (self._known and self.rounds):
-            return given
-        low, high = -self._range[0, number], self._range[1, number]
-        scale = ((high - low) / _LEVELS).clamp_min(_SMALLEST)
-        zero = (-low / scale).round().clamp(0, _LEVELS).to(torch.int32)
-        rounded = torch.fake_quantize_per_tensor_affine(x.float(), scale, zero, 0, _LEVELS)
+        if not self._has_ranges or not self.rounds:
+            return inputs
+        low = -self._range[0, index]
+        high = self._range[1, index]
+        scale = ((high - low) / _ACTIVATION_MAX).clamp_min(_MIN_SCALE)
+        zero_point = (-low / scale).round().clamp(0, _ACTIVATION_MAX).to(torch.int32)
+        rounded = torch.fake_quantize_per_tensor_affine(
+            x.float(), scale, zero_point, quant_min=0, quant_max=_ACTIVATION_MAX
+        )
         return rounded.to(x.dtype), *others
 
     def on_update_end(self, trainer: Trainer) -> None:
         """Let the ranges follow the batch of the update, over all processes."""
-        group, seen = trainer.group, self._seen
         if not trainer.state.skipped_in_a_row:
-            if group.world_size > 1:  # the group only sums: each process has its own row
-                own = torch.zeros(group.world_size, *seen.shape, device=seen.device)
-                own[group.rank] = seen
-                seen = group.reduce(own).amax(0)
-            self._range.lerp_(seen, 1 - self._momentum if self._known else 1.0)  # the first sets it
-            self._known = True
+            weight = 1.0  # the first update sets the ranges
+            if self._has_ranges:
+                weight = 1 - self._momentum
+            self._range.lerp_(self._largest_of_all(trainer.group), weight)
+            self._has_ranges = True
             self.rounds = trainer.state.global_step >= self._start
         self._seen.zero_()
 
+    def _largest_of_all(self, group: Group) -> Tensor:
+        """Return the largest values that any process saw in this update; a collective."""
+        seen = self._seen
+        if group.world_size == 1:
+            return seen
+        # The group only sums: each process fills a row of its own.
+        rows = torch.zeros(group.world_size, *seen.shape, device=seen.device)
+        rows[group.rank] = seen
+        return group.reduce(rows).amax(0)
+
     def teardown(self, trainer: Trainer) -> None:
         """Remove the rounding from the model."""
-        for layer, hook in self._changed:
+        for layer, hook in self._attached:
             layer.__class__ = type(layer).__bases__[-1]  # torch's own
             hook.remove()
-        self._changed = []
+        self._attached = []
 
     def state_dict(self) -> dict[str, Any]:
         """Return the ranges by the names of layers; `regimen quantize` reads them by this key."""
-        low, high = -self._range[0], self._range[1]
-        ranges = {"layers": self._layers, "low": low, "high": high, "known": self._known}
+        ranges = {
+            "layers": self._layers,
+            "low": -self._range[0],
+            "high": self._range[1],
+            "known": self._has_ranges,
+        }
         return {"fake_quantization": ranges}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over the ranges."""
+        """Load the ranges."""
         ranges = state["fake_quantization"]
         self._range.copy_(torch.stack([-ranges["low"], ranges["high"]]))
-        self._known = bool(ranges["known"])
+        self._has_ranges = bool(ranges["known"])

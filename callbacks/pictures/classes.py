@@ -8,7 +8,7 @@ from torch import Tensor
 
 from regimen.callbacks.pictures.picture import ValidationPicture, class_names, labels_of, matrix
 from regimen.callbacks.support import check_least, require
-from regimen.trainer.callback import PRCurve
+from regimen.trainer.media import Floats, PRCurve
 from regimen.trainer.trainer import Trainer
 
 
@@ -29,7 +29,9 @@ class ConfusionMatrix(ValidationPicture):
     def fits(self, trainer: Trainer) -> bool:
         """Return whether the task predicts one of a number of classes that can be drawn."""
         count = getattr(trainer.task, "num_classes", None)
-        return super().fits(trainer) and bool(count and count <= self._max_classes)
+        if not count or count > self._max_classes:
+            return False
+        return super().fits(trainer)
 
     def collect(self, trainer: Trainer, batch: Any, output: Any) -> None:
         """Keep the labels and the predictions of a batch."""
@@ -37,12 +39,18 @@ class ConfusionMatrix(ValidationPicture):
 
     def show(self, trainer: Trainer, *parts: Tensor) -> None:
         """Log the counts over all processes."""
-        (labels, predicted), count = parts, int(trainer.task.num_classes)  # type: ignore[attr-defined]
-        pairs = (labels * count + predicted)[labels >= 0]
-        table = pairs.bincount(minlength=count * count).view(count, count).double().numpy()
-        names, sums = class_names(trainer, count), table.sum(1, keepdims=True)
-        trainer.log_image("confusion/counts", matrix(table, names))
-        trainer.log_image("confusion/shares", matrix(table / np.maximum(sums, 1), names, "{:.2f}"))
+        labels, predicted = parts
+        count = int(trainer.task.num_classes)  # type: ignore[attr-defined]
+        # A number for each pair of label and prediction: its place in the flattened matrix.
+        pairs = labels * count + predicted
+        has_label = labels >= 0
+        counts = (
+            pairs[has_label].bincount(minlength=count * count).view(count, count).double().numpy()
+        )
+        shares = counts / np.maximum(counts.sum(1, keepdims=True), 1)
+        names = class_names(trainer, count)
+        trainer.log_image("confusion/counts", matrix(counts, names))
+        trainer.log_image("confusion/shares", matrix(shares, names, "{:.2f}"))
 
 
 class PRCurves(ValidationPicture):
@@ -65,26 +73,40 @@ class PRCurves(ValidationPicture):
         self._classes = 0
 
     def collect(self, trainer: Trainer, batch: Any, output: Any) -> None:
-        """Keep the probabilities of a batch, and what is right."""
-        target, self._classes = batch[1], output.shape[1]
-        of_labels = trainer.task.output_kind == "labels"
-        right = target[:, : self._max_classes] > 0.5 if of_labels else labels_of(trainer, target)
-        self.kept.append((trainer.task.interpret(output)[:, : self._max_classes], right))
+        """Keep the probabilities of a batch, and its labels."""
+        self._classes = output.shape[1]
+        probabilities = trainer.task.interpret(output)[:, : self._max_classes]
+        if trainer.task.output_kind == "labels":
+            labels = batch[1][:, : self._max_classes] > 0.5
+        else:
+            labels = labels_of(trainer, batch[1])
+        self.kept.append((probabilities, labels))
 
     def show(self, trainer: Trainer, *parts: Tensor) -> None:
         """Log the curves over the samples of all processes."""
-        scores, right = parts
-        if right.ndim == 1:  # the class of each sample, or none
-            known = right >= 0
-            scores = scores[known]
-            right = right[known][:, None] == torch.arange(scores.shape[1])
+        probabilities, labels = parts
+        if labels.ndim == 1:  # the class of each sample, below 0 where there is none
+            has_class = labels >= 0
+            probabilities = probabilities[has_class]
+            labels = labels[has_class, None] == torch.arange(probabilities.shape[1])
         thresholds = torch.linspace(0, 1, self._thresholds, dtype=torch.float64)
-        names = class_names(trainer, self._classes or scores.shape[1])
-        for name, given, positive in zip(names, scores.double().T, right.T, strict=False):
-            counts = []
-            for chosen in (positive, ~positive):
-                ascending = given[chosen].sort().values
-                counts.append(len(ascending) - torch.searchsorted(ascending, thresholds))
-            true, false = (part.double().numpy() for part in counts)
-            curve = PRCurve(thresholds.numpy(), true, false, false[0] - false, true[0] - true)
+        names = class_names(trainer, self._classes or probabilities.shape[1])
+        classes = zip(names, probabilities.double().T, labels.T, strict=False)
+        for name, scores, is_positive in classes:
+            true = _count_above(scores[is_positive], thresholds)
+            false = _count_above(scores[~is_positive], thresholds)
+            curve = PRCurve(
+                thresholds.numpy(),
+                true_positives=true,
+                false_positives=false,
+                true_negatives=false[0] - false,
+                false_negatives=true[0] - true,
+            )
             trainer.log_pr_curve(f"pr_curve/{name}", curve)
+
+
+def _count_above(scores: Tensor, thresholds: Tensor) -> Floats:
+    """Return how many scores are at least as large as each threshold."""
+    ascending = scores.sort().values
+    counts: Floats = (len(scores) - torch.searchsorted(ascending, thresholds)).double().numpy()
+    return counts

@@ -40,12 +40,13 @@ class GeneratedImages(ValidationPicture):
 def _are_logits(batch: Any, output: Tensor) -> bool:
     """Return whether a batch has a class for each pixel of the output, which then are no colors."""
     height_width = output.shape[2:]
-    return any(
-        not (target.is_floating_point() or target.is_complex())
-        and target.shape[-2:] == height_width
-        and target.numel() == len(output) * height_width.numel()
-        for target in list(tensors_of(batch))[1:]
-    )
+    targets = list(tensors_of(batch))[1:]
+    for target in targets:
+        is_integer = not target.is_floating_point() and not target.is_complex()
+        has_a_class_each = target.numel() == len(output) * height_width.numel()
+        if is_integer and target.shape[-2:] == height_width and has_a_class_each:
+            return True
+    return False
 
 
 class GeneratedText(ValidationPicture):
@@ -70,31 +71,39 @@ class GeneratedText(ValidationPicture):
         super().__init__(count, every_n_validations)
         check_least(prompt=prompt, length=length)
         require(temperature > 0, f"temperature={temperature}: choose more than 0")
-        self._prompt, self._length = prompt, length
+        self._prompt = prompt
+        self._length = length
         self._temperature = temperature
         self._context = 0  # tokens that the model sees
 
     def collect(self, trainer: Trainer, batch: Any, output: Any) -> None:
         """Keep the first prompts, and the length of the context."""
         tokens = inputs_of(batch)
-        whole = isinstance(tokens, Tensor) and tokens.ndim == 2 and not tokens.is_floating_point()
-        if not self.kept and whole and isinstance(output, Tensor) and output.ndim == 3:
+        if self.kept or not isinstance(tokens, Tensor) or not isinstance(output, Tensor):
+            return
+        if tokens.ndim == 2 and not tokens.is_floating_point() and output.ndim == 3:
             self.kept = [(tokens[: self.wanted, : self._prompt].clone(),)]
             self._context = tokens.shape[1]
 
     def finish(self, trainer: Trainer) -> None:
         """Generate the text on all processes, which a sharded model needs."""
-        asked = [tokens.cpu() for (tokens,) in self.kept]
-        asked, context = trainer.group.broadcast((asked, self._context))
-        if not asked:
+        # Waits for the device, after a validation.
+        prompts = [tokens.cpu() for (tokens,) in self.kept]
+        # A collective: all processes continue the prompts of the main one.
+        prompts, context = trainer.group.broadcast((prompts, self._context))
+        if not prompts:
             return
-        tokens = asked[0].to(trainer.strategy.device)
+        tokens = prompts[0].to(trainer.strategy.device)
         with trainer.evaluating(), trainer.precision.autocast():
             for _ in range(self._length):
                 logits = trainer.task.prediction_step(trainer.model, tokens[:, -context:])
-                likely = (logits[:, :, -1].float() / self._temperature).softmax(1)
-                tokens = torch.cat([tokens, torch.multinomial(likely, 1)], 1)
+                probabilities = (logits[:, :, -1].float() / self._temperature).softmax(1)
+                tokens = torch.cat([tokens, torch.multinomial(probabilities, 1)], 1)
+
         names = class_names(trainer, trainer.task.num_classes)  # type: ignore[attr-defined]
-        between = "" if all(len(name) == 1 for name in names) else " "
-        texts = [between.join(names[i] for i in row) for row in tokens.tolist()]
-        trainer.log_text("generated/text", "\n\n---\n\n".join(map(code_block, texts)))
+        separator = "" if all(len(name) == 1 for name in names) else " "
+        texts = []
+        # Waits for the device, after a validation.
+        for row in tokens.tolist():
+            texts.append(code_block(separator.join(names[token] for token in row)))
+        trainer.log_text("generated/text", "\n\n---\n\n".join(texts))

@@ -7,7 +7,7 @@ from regimen.callbacks.support import check_least, gradients_of
 from regimen.trainer.callback import Callback
 from regimen.trainer.trainer import Trainer
 
-Named = dict[str, Tensor]
+Tensors = dict[str, Tensor]  # by name
 
 
 class LayerStatistics(Callback):
@@ -24,42 +24,55 @@ class LayerStatistics(Callback):
     def __init__(self, every_n_steps: int = 100) -> None:
         check_least(every_n_steps=every_n_steps)
         self._every = every_n_steps
-        self._before: Named = {}
-        self._gradients: Named = {}
-        self.measured: Named = {}  # and not logged yet
+        self._weights: Tensors = {}  # before the update
+        self._gradients: Tensors = {}
+        self.measured: Tensors = {}  # norms and ratios that are not logged yet
 
     def on_gradients(self, trainer: Trainer) -> None:
         """Copy gradients and weights before the step; of each turn, where a task has turns."""
         if (trainer.state.global_step + 1) % self._every or not trainer.is_main:
             return
         self._gradients |= gradients_of(trainer.model)
-        weights = {n: p for n, p in trainer.model.named_parameters() if p.requires_grad}
-        self._before = {n: p.detach().clone() for n, p in weights.items()} | self._before
+        weights = {}
+        for name, parameter in trainer.model.named_parameters():
+            if parameter.requires_grad:
+                weights[name] = parameter.detach().clone()
+        self._weights = weights | self._weights  # what an earlier turn has copied stays
 
     def on_update_end(self, trainer: Trainer) -> None:
         """Compute the norms of the gradients and of the changes."""
-        before, gradients, self._before, self._gradients = self._before, self._gradients, {}, {}
-        if trainer.state.skipped_in_a_row or not before:
+        weights = self._weights
+        gradients = self._gradients
+        self._weights = {}
+        self._gradients = {}
+        if trainer.state.skipped_in_a_row or not weights:
             return
-        after = dict(trainer.model.named_parameters())
-        change = _norms({name: after[name].detach() - old for name, old in before.items()})
-        size = _norms(before)
-        self.measured |= {f"grad_norm/{layer}": n for layer, n in _norms(gradients).items()}
-        self.measured |= {
-            f"update_ratio/{layer}": change[layer] / size[layer].clamp(min=1e-12) for layer in size
-        }
+        for layer, norm in _norms(gradients).items():
+            self.measured[f"grad_norm/{layer}"] = norm
+        parameters = dict(trainer.model.named_parameters())
+        changes = {name: parameters[name].detach() - old for name, old in weights.items()}
+        change_norms = _norms(changes)
+        for layer, norm in _norms(weights).items():
+            self.measured[f"update_ratio/{layer}"] = change_norms[layer] / norm.clamp(min=1e-12)
 
     def scalars(self, trainer: Trainer) -> dict[str, float]:
-        """Return the values since the last log line, in one transfer to the host."""
-        measured, self.measured = self.measured, {}
-        values = torch.stack(list(measured.values())).tolist() if measured else []
+        """Return the values since the last log line."""
+        measured = self.measured
+        self.measured = {}
+        if not measured:
+            return {}
+        # The host waits here, at a log line, for one transfer of all values.
+        values = torch.stack(list(measured.values())).tolist()
         return dict(zip(measured, values, strict=True))
 
 
-def _norms(tensors: Named) -> Named:
+def _norms(tensors: Tensors) -> Tensors:
     """Return the norm over the parameters of each layer: names without their last part."""
-    squares: Named = {}
+    squares: Tensors = {}
     for name, tensor in tensors.items():
-        layer, square = name.rpartition(".")[0] or name, tensor.float().square().sum()
-        squares[layer] = squares[layer] + square if layer in squares else square
+        layer = name.rpartition(".")[0] or name
+        square = tensor.float().square().sum()
+        if layer in squares:
+            square = squares[layer] + square
+        squares[layer] = square
     return {layer: square.sqrt() for layer, square in squares.items()}

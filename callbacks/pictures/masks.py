@@ -21,21 +21,29 @@ class Masks(ValidationSamples):
 
     def show(self, trainer: Trainer, *parts: Tensor) -> None:
         """Log the images."""
-        images, labels, answers = parts
-        count = getattr(trainer.task, "num_classes", None) or int(labels.max()) + 1
+        images, labels, predictions = parts
+        count = getattr(trainer.task, "num_classes", None)
+        if not count:
+            count = int(labels.max()) + 1
         tiles = []
-        for image, label, answer in zip(pixels(images), labels, answers, strict=True):
-            tiles += [image, overlay(image, label, count), overlay(image, answer, count)]
+        for image, label, predicted in zip(pixels(images), labels, predictions, strict=True):
+            tiles += [image, overlay(image, label, count), overlay(image, predicted, count)]
         captions = ["image", "label", "prediction"] * len(images)
         trainer.log_image("masks/val", sheet(torch.stack(tiles), captions, columns=3))
 
 
 def overlay(image: Tensor, mask: Tensor, classes: int) -> Tensor:
-    """Return an image with each class but the first in a color over it; unknown ones are grey."""
-    hues = [colorsys.hsv_to_rgb(index / classes, 1, 1) for index in range(1, classes)]
-    colors = [(int(255 * r), int(255 * g), int(255 * b)) for r, g, b in hues]
-    layers = [mask == index for index in range(1, classes)] + [(mask < 0) | (mask >= classes)]
-    painted: Tensor = draw_segmentation_masks(
-        image, torch.stack(layers), 0.6, [*colors, (128, 128, 128)]
-    )
+    """Return an image with each class but the first in a color over it; unknown ones are grey.
+
+    `image`: uint8 [3, H, W]. `mask`: the class of each pixel, [H, W].
+    """
+    layers = []
+    colors = []
+    for index in range(1, classes):
+        red, green, blue = colorsys.hsv_to_rgb(index / classes, 1, 1)
+        colors.append((int(255 * red), int(255 * green), int(255 * blue)))
+        layers.append(mask == index)
+    colors.append((128, 128, 128))
+    layers.append((mask < 0) | (mask >= classes))
+    painted: Tensor = draw_segmentation_masks(image, torch.stack(layers), 0.6, colors)
     return painted

@@ -1,4 +1,4 @@
-"""What pictures share: when one is due, what a validation answered, and how it is drawn."""
+"""The base class of pictures of a validation, and functions that draw images and matrices."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -15,22 +15,27 @@ from torchvision.utils import make_grid
 
 from regimen.callbacks.support import check_least, is_due
 from regimen.conf.errors import one_line
-from regimen.trainer.callback import Callback, Image
+from regimen.trainer.callback import Callback
+from regimen.trainer.media import Image
 from regimen.trainer.runs.status import INFERENCE, RunDirectoryError, read_json
 from regimen.trainer.tasks.supervised import Supervised
 from regimen.trainer.trainer import Trainer
 
-_TILE = 96  # pixels that a small picture is enlarged to, at least
-_TEXT, _GAP = 14, 4  # pixels: size of letters, between pictures
-_LETTERS = 14  # of the name of a class
+# Pixels.
+_MIN_TILE = 96  # small pictures are enlarged to it
+_FONT_SIZE = 14
+_GAP = 4  # between pictures
+_MAX_LETTERS = 14  # of the name of a class
+_MAX_NAMED = 20  # classes of a matrix whose names and values are written
 
 
 class ValidationPicture(Callback):
     """Base class: collect from the batches of a validation, and show at its end.
 
     `every_n_validations`: null for the 1st, 4th, 16th... and the last, which costs a long run
-    hardly any time. `collect` gets each batch on the device and must not wait for it; `show` is
-    called on the main process after the last batch with what was kept, joined, on the host.
+    hardly any time. `collect` gets each batch on the device, and must not wait for it; it appends
+    tuples of tensors to `kept`. `show` is called on the main process after the last batch, with
+    the tensors of all tuples concatenated, on the host.
     """
 
     persistent = ("count",)
@@ -57,8 +62,8 @@ class ValidationPicture(Callback):
 
     def on_validation_start(self, trainer: Trainer) -> None:
         """Decide whether this validation is shown."""
-        regular = is_due(self.count + 1, self._every)
-        self._due = self.fits(trainer) and (regular or (self._every is None and trainer.done))
+        is_last = self._every is None and trainer.done
+        self._due = self.fits(trainer) and (is_last or is_due(self.count + 1, self._every))
 
     def on_validation_batch(self, trainer: Trainer, batch: Any, output: Any) -> None:
         """Collect from a batch that is shown."""
@@ -74,11 +79,22 @@ class ValidationPicture(Callback):
 
     def finish(self, trainer: Trainer) -> None:
         """Join what the processes kept, and show it."""
-        own = [torch.cat(parts).cpu() for parts in zip(*self.kept, strict=True)]
-        found = [own] if self.on_main_only else trainer.group.gather_data(own)
-        joined = [torch.cat(parts) for parts in zip(*filter(None, found), strict=True)]
-        if trainer.is_main and joined:
-            self.show(trainer, *joined)
+        own = _joined(self.kept)
+        if self.on_main_only:
+            parts = own
+        else:
+            # A collective. A process that had no sample has no parts.
+            parts = _joined([p for p in trainer.group.gather_data(own) if p])
+        if trainer.is_main and parts:
+            self.show(trainer, *parts)
+
+
+def _joined(entries: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """Concatenate the first tensors of all entries, the second ones and so on, on the host.
+
+    Waits for the device.
+    """
+    return [torch.cat(tensors).cpu() for tensors in zip(*entries, strict=True)]
 
 
 def class_names(trainer: Trainer, count: int) -> list[str]:
@@ -87,17 +103,18 @@ def class_names(trainer: Trainer, count: int) -> list[str]:
     if trainer.run_dir is not None:
         with suppress(RunDirectoryError):
             names = read_json(trainer.run_dir / INFERENCE).get("classes")
-    known = isinstance(names, list) and len(names) == count
-    return [one_line(name)[:_LETTERS] for name in (names if known else range(count))]
+    if not isinstance(names, list) or len(names) != count:
+        names = range(count)
+    return [one_line(name)[:_MAX_LETTERS] for name in names]
 
 
 def labels_of(trainer: Trainer, target: Tensor) -> Tensor:
-    """Return the class of each sample, below 0 where none counts; of soft targets the largest."""
+    """Return the class of each sample, the largest one of a soft target; below 0: none counts."""
     if isinstance(trainer.task, Supervised):
         return trainer.task.labels_of(target)
     if target.is_floating_point():
         return target.argmax(1)
-    return target.argmax(1) if target.is_floating_point() else target
+    return target
 
 
 def code_block(text: str) -> str:
@@ -113,7 +130,7 @@ def is_picture(inputs: object) -> bool:
 def pixels(images: Tensor) -> Tensor:
     """Return images [n, C, H, W] of any range as uint8 [n, 3, H, W] on the host.
 
-    The darkest value of all is black, the brightest white.
+    The darkest value of all is black, the brightest white. Waits for the device.
     """
     values = images.detach().float().cpu()
     low, high = values.aminmax()
@@ -126,23 +143,38 @@ def sheet(
 ) -> Image:
     """Return images [n, C, H, W] side by side, small ones enlarged, above captions.
 
-    Those that are not uint8 have any range, as `pixels` says.
+    Images that are not uint8 may have any range: see `pixels`. `colors`: one for each caption.
     """
-    factor = max(1, math.ceil(_TILE / max(images.shape[2:])))
-    images = images if images.dtype == torch.uint8 else pixels(images)
+    if images.dtype != torch.uint8:
+        images = pixels(images)
+    factor = max(1, math.ceil(_MIN_TILE / max(images.shape[2:])))
     large = images.repeat_interleave(factor, 2).repeat_interleave(factor, 3)
-    font, ruler = ImageFont.load_default(_TEXT), ImageDraw.Draw(Pillow.new("L", (1, 1)))
-    sizes = [ruler.multiline_textbbox((0, 0), caption, font)[2:] for caption in captions]
-    wide, below = (math.ceil(max(part)) for part in zip(*sizes, (0, 0), strict=True))
-    tiles = nn.functional.pad(large, (0, max(0, wide - large.shape[3]), 0, below), value=255)
+    font = ImageFont.load_default(_FONT_SIZE)
+    text_width, text_height = _largest_text(captions, font)
+    missing_width = max(0, text_width - large.shape[3])
+    tiles = nn.functional.pad(large, (0, missing_width, 0, text_height), value=255)
     grid = make_grid(tiles, nrow=columns, padding=_GAP, pad_value=255)
     canvas = Pillow.fromarray(grid.permute(1, 2, 0).contiguous().numpy())
-    draw, (height, width) = ImageDraw.Draw(canvas), tiles.shape[2:]
+    draw = ImageDraw.Draw(canvas)
+    height, width = tiles.shape[2:]
     for index, caption in enumerate(captions):
         row, column = divmod(index, columns)
-        place = _GAP + column * (width + _GAP), (row + 1) * (height + _GAP) - below
-        draw.text(place, caption, colors[index] if colors else "black", font)
+        x = _GAP + column * (width + _GAP)
+        y = (row + 1) * (height + _GAP) - text_height
+        draw.text((x, y), caption, colors[index] if colors else "black", font)
     return np.asarray(canvas)
+
+
+def _largest_text(captions: Sequence[str], font: Any) -> tuple[int, int]:
+    """Return the largest width and the largest height of captions in pixels."""
+    draw = ImageDraw.Draw(Pillow.new("L", (1, 1)))
+    width = 0
+    height = 0
+    for caption in captions:
+        _, _, right, bottom = draw.multiline_textbbox((0, 0), caption, font)
+        width = max(width, math.ceil(right))
+        height = max(height, math.ceil(bottom))
+    return width, height
 
 
 def matrix(values: NDArray[np.float64], names: Sequence[str], text: str = "{:.0f}") -> Image:
@@ -150,21 +182,31 @@ def matrix(values: NDArray[np.float64], names: Sequence[str], text: str = "{:.0f
 
     Names and values are written where there are at most 20 classes.
     """
-    count, font = len(values), ImageFont.load_default(_TEXT)
-    names = names if count <= 20 else []
-    edge = _GAP + math.ceil(max(map(font.getlength, names), default=_TEXT))
-    cell = max(48, edge) if names else max(6, 720 // count)
-    shares = (values / max(float(values.max(initial=0.0)), 1e-12))[..., None]
-    shades = Pillow.fromarray((255 - shares * (215, 150, 0)).astype(np.uint8))
-    canvas = Pillow.new("RGB", (edge + cell * count,) * 2, "white")
-    canvas.paste(shades.resize((cell * count,) * 2, Pillow.Resampling.NEAREST), (edge, edge))
+    count = len(values)
+    font = ImageFont.load_default(_FONT_SIZE)
+    # Names are written along the top and the left edge, as wide as the longest of them.
+    if count <= _MAX_NAMED:
+        edge = _GAP + math.ceil(max(font.getlength(name) for name in names))
+        cell = max(48, edge)
+    else:
+        edge = _GAP + _FONT_SIZE
+        cell = max(6, 720 // count)
+    shares = values / max(float(values.max()), 1e-12)
+    shades = 255 - shares[..., None] * (215, 150, 0)  # from white to blue
+    size = cell * count
+    cells = Pillow.fromarray(shades.astype(np.uint8))
+    canvas = Pillow.new("RGB", (edge + size, edge + size), "white")
+    canvas.paste(cells.resize((size, size), Pillow.Resampling.NEAREST), (edge, edge))
+    if count > _MAX_NAMED:
+        return np.asarray(canvas)
+
     draw = ImageDraw.Draw(canvas)
-    for row, name in enumerate(names):
-        along = edge + cell * row + cell // 2
-        draw.text((edge - _GAP, along), name, "black", font, anchor="rm")
-        draw.text((along, edge - _GAP), name, "black", font, anchor="md")
-        for column in np.nonzero(values[row])[0].tolist():
-            color = "white" if shares[row, column] > 0.6 else "black"
-            place = edge + cell * column + cell // 2, along
-            draw.text(place, text.format(values[row, column]), color, font, anchor="mm")
+    centers = [edge + cell * index + cell // 2 for index in range(count)]
+    for name, center in zip(names, centers, strict=True):
+        draw.text((edge - _GAP, center), name, "black", font, anchor="rm")
+        draw.text((center, edge - _GAP), name, "black", font, anchor="md")
+    for row, column in np.argwhere(values):
+        color = "white" if shares[row, column] > 0.6 else "black"
+        number = text.format(values[row, column])
+        draw.text((centers[column], centers[row]), number, color, font, anchor="mm")
     return np.asarray(canvas)

@@ -18,7 +18,10 @@ from regimen.data.batch import MicroBatch
 from regimen.trainer.callback import Callback
 from regimen.trainer.trainer import Trainer
 
-_RIGHT, _WRONG, _UNKNOWN = (0, 120, 0), (190, 0, 0), (0, 0, 0)  # colors of captions
+# Colors of captions.
+_RIGHT = (0, 120, 0)
+_WRONG = (190, 0, 0)
+_UNKNOWN = (0, 0, 0)  # without a label
 
 
 class TrainingSamples(Callback):
@@ -38,22 +41,31 @@ class TrainingSamples(Callback):
 
     def on_update_start(self, trainer: Trainer, micro_batches: Sequence[MicroBatch]) -> None:
         """Keep a copy of the first images, on their device."""
-        state, batch = trainer.state, micro_batches[0].batch
+        state = trainer.state
         if state.position or not trainer.is_main or not is_due(state.epoch + 1, self._every):
             return
-        inputs, *others = batch if isinstance(batch, (tuple, list)) else (batch,)
-        if is_picture(inputs):
-            labels = [t for t in others[:1] if isinstance(t, Tensor) and t.ndim == 1]
-            self.kept = [part[: self._count].clone() for part in (inputs, *labels)]
+        batch = micro_batches[0].batch
+        if not isinstance(batch, tuple | list):
+            batch = [batch]
+        if not is_picture(batch[0]):
+            return
+        parts = batch[:1]
+        if len(batch) > 1 and isinstance(batch[1], Tensor) and batch[1].ndim == 1:
+            parts = batch[:2]
+        self.kept = [part[: self._count].clone() for part in parts]
 
     def on_log(self, trainer: Trainer, scalars: Mapping[str, float]) -> None:
         """Show them at the next log line, where waiting for the device is allowed."""
         if not self.kept:
             return
-        (images, *labels), self.kept = self.kept, []
+        images, *labels = self.kept
+        self.kept = []
         count = getattr(trainer.task, "num_classes", None) or 0
         names = dict(enumerate(class_names(trainer, count)))
-        captions = [names.get(x, str(x)) for part in labels for x in part.tolist()]
+        captions = []
+        if labels:
+            # The host waits here, at a log line.
+            captions = [names.get(label, str(label)) for label in labels[0].tolist()]
         trainer.log_image("samples/train", sheet(images, captions))
 
 
@@ -64,14 +76,16 @@ class ValidationSamples(ValidationPicture):
 
     def collect(self, trainer: Trainer, batch: Any, output: Any) -> None:
         """Keep the first images."""
-        if not self.kept and is_picture(batch[0]):
-            images, target, answers = (part[: self.wanted] for part in (*batch[:2], output))
-            labels = labels_of(trainer, target).clone()
-            self.kept = [(images.clone(), labels, trainer.task.interpret(answers))]
+        if self.kept or not is_picture(batch[0]):
+            return
+        count = self.wanted
+        images = batch[0][:count].clone()
+        labels = labels_of(trainer, batch[1][:count]).clone()
+        self.kept = [(images, labels, trainer.task.interpret(output[:count]))]
 
     def show(self, trainer: Trainer, *parts: Tensor) -> None:
         """Log the images."""
-        trainer.log_image("samples/val", _judged(trainer, *parts))
+        trainer.log_image("samples/val", _captioned(trainer, *parts))
 
 
 class Misclassified(ValidationPicture):
@@ -83,35 +97,48 @@ class Misclassified(ValidationPicture):
     def collect(self, trainer: Trainer, batch: Any, output: Any) -> None:
         """Keep the worst images so far, without waiting for the device."""
         if is_picture(batch[0]):
-            samples = batch[0], labels_of(trainer, batch[1]), trainer.task.interpret(output)
-            found = [torch.cat(parts) for parts in zip(*self.kept, samples, strict=True)]
-            self.kept = [self._worst(*found)]
+            samples = (batch[0], labels_of(trainer, batch[1]), trainer.task.interpret(output))
+            candidates = [torch.cat(parts) for parts in zip(*self.kept, samples, strict=True)]
+            self.kept = [self._worst(*candidates)]
 
     def show(self, trainer: Trainer, *parts: Tensor) -> None:
         """Log the worst images of all processes."""
-        images, labels, answers = self._worst(*parts)
-        if count := int((_wrongness(labels, answers) > 0).sum()):
-            picture = _judged(trainer, images[:count], labels[:count], answers[:count])
+        images, labels, probabilities = self._worst(*parts)
+        count = int((_wrongness(labels, probabilities) > 0).sum())
+        if count:
+            picture = _captioned(trainer, images[:count], labels[:count], probabilities[:count])
             trainer.log_image("samples/misclassified", picture)
 
-    def _worst(self, images: Tensor, labels: Tensor, answers: Tensor) -> Sequence[Tensor]:
-        worst = _wrongness(labels, answers).topk(min(self.wanted, len(labels))).indices
-        return images[worst], labels[worst], answers[worst]
+    def _worst(self, images: Tensor, labels: Tensor, probabilities: Tensor) -> Sequence[Tensor]:
+        count = min(self.wanted, len(labels))
+        worst = _wrongness(labels, probabilities).topk(count).indices
+        return images[worst], labels[worst], probabilities[worst]
 
 
-def _wrongness(labels: Tensor, answers: Tensor) -> Tensor:
+def _wrongness(labels: Tensor, probabilities: Tensor) -> Tensor:
     """Return the probability of each wrong prediction; 0 for correct ones and without a label."""
-    sure, predicted = answers.max(1)
-    return sure * ((predicted != labels) & (labels >= 0))
+    probability, predicted = probabilities.max(1)
+    return probability * ((predicted != labels) & (labels >= 0))
 
 
-def _judged(trainer: Trainer, images: Tensor, labels: Tensor, answers: Tensor) -> Any:
-    names = class_names(trainer, answers.shape[1])
-    sure, predicted = (part.tolist() for part in answers.max(1))
-    captions, colors = [], []
-    for label, answer, share in zip(labels.tolist(), predicted, sure, strict=True):
-        known = 0 <= label < len(names)
-        wrong = known and label != answer
-        captions.append(f"{names[answer]} {share:.0%}" + f"\nis {names[label]}" * wrong)
-        colors.append(_WRONG if wrong else _RIGHT if known else _UNKNOWN)
+def _captioned(trainer: Trainer, images: Tensor, labels: Tensor, probabilities: Tensor) -> Any:
+    """Return images above their predictions, and their labels where these differ.
+
+    All tensors are on the host: nothing waits for a device.
+    """
+    names = class_names(trainer, probabilities.shape[1])
+    largest, predictions = probabilities.max(1)
+    captions = []
+    colors = []
+    samples = zip(labels.tolist(), predictions.tolist(), largest.tolist(), strict=True)
+    for label, predicted, probability in samples:
+        caption = f"{names[predicted]} {probability:.0%}"
+        color = _RIGHT
+        if not 0 <= label < len(names):
+            color = _UNKNOWN
+        elif label != predicted:
+            caption += f"\nis {names[label]}"
+            color = _WRONG
+        captions.append(caption)
+        colors.append(color)
     return sheet(images, captions, colors)

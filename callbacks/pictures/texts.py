@@ -19,5 +19,6 @@ class Texts(Callback):
         if trainer.state.updates or not trainer.is_main or trainer.run_dir is None:
             return
         for name in (CONFIG, OVERRIDES, PLAN):
-            if (path := trainer.run_dir / name).is_file():
+            path = trainer.run_dir / name
+            if path.is_file():
                 trainer.log_text(f"run/{path.stem}", code_block(path.read_text("utf-8")))

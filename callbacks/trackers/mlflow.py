@@ -15,18 +15,20 @@ import numpy as np
 
 from regimen.callbacks.support import require
 from regimen.callbacks.trackers.recorder import Names, Tracker, as_text, leaves
-from regimen.trainer.callback import Media, Results
+from regimen.trainer.callback import Results
+from regimen.trainer.media import Media
 
 _STATUS = {"finished": "FINISHED", "pruned": "FINISHED", "failed": "FAILED"}  # others: KILLED
 _SCHEMES = ("", "file", "sqlite", "postgresql", "mysql", "mssql", "http", "https", "databricks")
-_SETTINGS = {  # no telemetry, no remarks, and no minutes of waiting for a dead server
+_SETTINGS = {  # no telemetry, no hints, and no minutes of waiting for a dead server
     "MLFLOW_DISABLE_TELEMETRY": "true",
-    "MLFLOW_ALLOW_FILE_STORE": "true",  # a folder that a person has named
+    "MLFLOW_ALLOW_FILE_STORE": "true",  # the user chose the folder
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
     "MLFLOW_LOGGING_LEVEL": "WARNING",
 }
-_PARAMS, _LONGEST = 100, 500  # in a request, characters of a value
+_PARAMS_A_REQUEST = 100
+_LONGEST_VALUE = 500  # characters
 
 
 @dataclass(eq=False, kw_only=True)
@@ -46,8 +48,9 @@ class MLflow(Tracker):
     def __post_init__(self) -> None:
         super().__post_init__()
         scheme, separator, _ = (self.tracking_uri or "").partition("://")
+        dialect = scheme.partition("+")[0]  # postgresql+psycopg
         require(
-            not separator or scheme.partition("+")[0] in _SCHEMES,
+            not separator or dialect in _SCHEMES,
             f"tracking_uri={self.tracking_uri!r}: choose sqlite:///FILE, a folder, or the URL of a "
             "server (http, https)",
         )
@@ -60,8 +63,10 @@ class MLflow(Tracker):
             os.environ.setdefault(key, value)
         for library in ("mlflow", "alembic"):
             logging.getLogger(library).setLevel(logging.WARNING)
-        self._client = client = importlib.import_module("mlflow").MlflowClient(self.tracking_uri)
-        self._id, store = tracked.get("run_id", ""), str(client.tracking_uri)
+        client = importlib.import_module("mlflow").MlflowClient(self.tracking_uri)
+        self._client = client
+        self._id = tracked.get("run_id", "")
+        store = str(client.tracking_uri)
         if self._id:
             try:
                 client.update_run(self._id, status="RUNNING")
@@ -69,50 +74,63 @@ class MLflow(Tracker):
             except Exception as error:
                 if getattr(error, "error_code", "") != "RESOURCE_DOES_NOT_EXIST":
                     raise
+
         experiment = self.experiment or names.project
-        with suppress(Exception):  # it is there already, or another job of a sweep is faster
+        with suppress(Exception):  # it exists already, or another job of a sweep is faster
             client.create_experiment(experiment)
-        number = client.get_experiment_by_name(experiment).experiment_id
-        tags = {"run_dir": self.run.as_uri()} | ({"sweep": names.sweep} if names.sweep else {})
+        experiment_id = client.get_experiment_by_name(experiment).experiment_id
+        tags = {"run_dir": self.run.as_uri()}
+        if names.sweep:
+            tags["sweep"] = names.sweep
         if names.tags:
-            tags |= {"tags": ", ".join(names.tags)}
-        self._id = client.create_run(number, tags=tags, run_name=names.run).info.run_id
-        param = importlib.import_module("mlflow.entities").Param
-        params = [param(_key(k), str(v)[:_LONGEST]) for k, v in leaves(names.config)]
-        for at in range(0, len(params), _PARAMS):
-            client.log_batch(self._id, params=params[at : at + _PARAMS])
-        client.log_dict(self._id, names.config, "config.yaml")
+            tags["tags"] = ", ".join(names.tags)
+        self._id = client.create_run(experiment_id, tags=tags, run_name=names.run).info.run_id
+        self._send_config(names.config)
         return {"run_id": self._id}, f"run {self._id} in {store}"
+
+    def _send_config(self, config: dict[str, Any]) -> None:
+        make = importlib.import_module("mlflow.entities").Param
+        params = [make(_key(key), str(value)[:_LONGEST_VALUE]) for key, value in leaves(config)]
+        for start in range(0, len(params), _PARAMS_A_REQUEST):
+            self._client.log_batch(self._id, params=params[start : start + _PARAMS_A_REQUEST])
+        self._client.log_dict(self._id, config, "config.yaml")
 
     def send(self, step: int, values: Mapping[str, float | Media]) -> None:
         """Send values at a step, or store a file `<name>/step-<step>`."""
-        metric, now, metrics = importlib.import_module("mlflow.entities").Metric, time.time(), []
+        make = importlib.import_module("mlflow.entities").Metric
+        milliseconds = int(time.time() * 1000)
+        client = self._client
+        metrics = []
         for name, value in values.items():
+            key = _key(name)
             if isinstance(value, float | int):
-                metrics.append(metric(_key(name), float(value), int(now * 1000), step))
+                metrics.append(make(key, float(value), milliseconds, step))
             elif isinstance(value, np.ndarray):
-                self._client.log_image(self._id, value, f"{_key(name)}/step-{step:08d}.png")
+                client.log_image(self._id, value, f"{key}/step-{step:08d}.png")
             else:
                 ending, text = as_text(value)
-                self._client.log_text(self._id, text, f"{_key(name)}/step-{step:08d}.{ending}")
+                client.log_text(self._id, text, f"{key}/step-{step:08d}.{ending}")
         if metrics:
-            self._client.log_batch(self._id, metrics=metrics)
+            client.log_batch(self._id, metrics=metrics)
 
     def send_end(self, results: Results, files: Mapping[str, Path]) -> None:
         """Send the files of the run, and how it ended."""
-        self._client.set_tag(self._id, "state", results.state)
+        client = self._client
+        run_id = self._id
+        client.set_tag(run_id, "state", results.state)
         if results.reason:
-            self._client.set_tag(self._id, "reason", results.reason)
+            client.set_tag(run_id, "reason", results.reason)
         if self.artifacts == "files":
             for place, path in files.items():
                 folder = (Path("run") / place).parent.as_posix()
-                self._client.log_artifact(self._id, str(path), folder)
-        elif links := [
-            {"path": place, "uri": path.as_uri(), "bytes": path.stat().st_size}
-            for place, path in files.items()
-        ]:
-            self._client.log_dict(self._id, links, "run_directory.json")
-        self._client.set_terminated(self._id, _STATUS.get(results.state, "KILLED"))
+                client.log_artifact(run_id, str(path), folder)
+        elif files:
+            links = []
+            for place, path in files.items():
+                size = path.stat().st_size
+                links.append({"path": place, "uri": path.as_uri(), "bytes": size})
+            client.log_dict(run_id, links, "run_directory.json")
+        client.set_terminated(run_id, _STATUS.get(results.state, "KILLED"))
 
 
 def _key(name: str) -> str:

@@ -1,4 +1,4 @@
-"""What records a run: values, what is shown beside them, and its end; and trackers of others."""
+"""Base classes of callbacks that record a run in files, or send it to a tracker."""
 
 import importlib.util
 import time
@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from regimen.callbacks.support import logger, require
+from regimen.conf.interpolation import children
 from regimen.conf.yaml_file import plain_values
-from regimen.trainer.callback import Callback, Histogram, Media, PRCurve, Results
+from regimen.trainer.callback import Callback, Results
 from regimen.trainer.files.atomic import TEMPORARY, storage_error, write_json
 from regimen.trainer.files.layout import as_csv, encodable
+from regimen.trainer.media import Histogram, Media, PRCurve
 from regimen.trainer.runs.directory import CONFIG, OVERRIDES
 from regimen.trainer.runs.lock import LOCK_FILE
 from regimen.trainer.runs.metrics_log import MetricsLog as MetricsLog
@@ -26,16 +28,16 @@ _PAUSE = 60.0  # seconds until a tracker that was down is tried again
 
 
 class Recorder(Callback):
-    """Base class of callbacks that record a run; on the main process, where it has a directory.
+    """Base class of callbacks that record a run, on the main process, if it has a directory.
 
-    Whatever fails is one warning, and the run goes on.
+    The first failure is a warning, later ones are silent, and the training goes on.
     """
 
     of_run = True
 
     def __init__(self) -> None:
         self.run = Path()  # the run directory
-        self._records = False  # whether the run is recorded, and here
+        self._is_active = False  # whether the run has a directory, and this process records it
         self._warned = False
 
     def begin(self, trainer: Trainer) -> None:
@@ -53,7 +55,8 @@ class Recorder(Callback):
     def on_fit_start(self, trainer: Trainer) -> None:
         """Begin."""
         if trainer.is_main and trainer.run_dir is not None:
-            self.run, self._records = trainer.run_dir.absolute(), True
+            self.run = trainer.run_dir.absolute()
+            self._is_active = True
             self.attempt(self.begin, trainer)
 
     def on_log(self, trainer: Trainer, scalars: Mapping[str, float]) -> None:
@@ -63,8 +66,9 @@ class Recorder(Callback):
 
     def on_media(self, trainer: Trainer, name: str, media: Media) -> None:
         """Record an image, a histogram, a text or a curve."""
-        shown = encodable(media) if isinstance(media, str) else media
-        self.attempt(self.show, trainer.log_point.step, encodable(name), shown)
+        if isinstance(media, str):
+            media = encodable(media)
+        self.attempt(self.show, trainer.log_point.step, encodable(name), media)
 
     def on_run_end(self, trainer: Trainer, results: Results) -> None:
         """Record the end, unless the run was discarded."""
@@ -73,9 +77,10 @@ class Recorder(Callback):
 
     def attempt(self, work: Callable[..., None], *args: Any) -> None:
         """Do something that may fail, if the run is recorded."""
+        if not self._is_active:
+            return
         try:
-            if self._records:
-                work(*args)
+            work(*args)
         except Exception as error:  # a tracker may raise anything
             self.failed(error)
 
@@ -83,42 +88,55 @@ class Recorder(Callback):
         """Warn of the first failure."""
         if self._warned:
             return
-        self._warned, told = True, error
+        self._warned = True
         if isinstance(error, OSError) and error.filename:
-            told = storage_error(Path(error.filename), error)
-        reason = str(told).strip().partition("\n")[0] or type(error).__name__
-        logger.warning("callbacks.%s: %s; training continues without it", self.name, reason)
+            error = storage_error(Path(error.filename), error)
+        first_line = str(error).strip().partition("\n")[0]
+        logger.warning(
+            "callbacks.%s: %s; training continues without it",
+            self.name,
+            first_line or type(error).__name__,
+        )
 
 
 @dataclass(eq=False, kw_only=True)
 class Tracker(Recorder):
     """Base class of callbacks that send a run to a tracker.
 
-    Which tracked run it is, and the last step of each key that it has, stand in
-    `trackers/<name>.json` of the run directory. A resumed run goes on with it: of each key only
-    later steps are sent, since a run repeats its values exactly. What the tracker has missed is
-    read from `metrics.jsonl`. A run that goes back to an earlier step with other hyper-parameters
-    begins another tracked run, since trackers take nothing back. One that fails is left alone for
-    a minute, then reached anew.
+    `trackers/<name>.json` in the run directory holds the id of the tracked run, and the last step
+    that was sent of each key. A resumed run continues the tracked run, and sends only later steps
+    of each key, since it repeats the values of earlier ones exactly. Values that were not sent
+    while the tracker was down are read from `metrics.jsonl`. A run that goes back to an earlier
+    step with other hyper-parameters begins another tracked run, since trackers delete nothing.
+    After a failure the tracker is left alone for a minute, then connected again.
     """
 
     artifacts: str | None = "links"
     max_megabytes: float = 100.0
     package = ""
+    affects_result = False
 
     def __post_init__(self) -> None:
         super().__init__()
-        known = self.artifacts in ("links", "files", None)
-        require(known, f"artifacts={self.artifacts!r}: choose links, files or null")
-        bound = f"max_megabytes={self.max_megabytes}: choose a positive number"
-        require(self.max_megabytes > 0, bound)
+        require(
+            self.artifacts in ("links", "files", None),
+            f"artifacts={self.artifacts!r}: choose links, files or null",
+        )
+        require(
+            self.max_megabytes > 0,
+            f"max_megabytes={self.max_megabytes}: choose a positive number",
+        )
         spec = importlib.util.find_spec(self.package)
-        there = spec is not None and spec.origin is not None  # a folder of that name is no package
-        missing = f"the package {self.package} is not installed: pip install {self.package}"
-        require(there, missing)
+        require(
+            spec is not None and spec.origin is not None,  # a mere folder of that name has none
+            f"the package {self.package} is not installed: pip install {self.package}",
+        )
         self._names: Names
-        self.known = dict[str, Any]()  # what is written down: tracked, sent, rows (sendings)
-        self._reached, self._retry_at = False, 0.0
+        # The content of `trackers/<name>.json`: `tracked` (what names the tracked run), `sent` (the
+        # last step by key) and `rows` (the number of sendings).
+        self.tracking = dict[str, Any]()
+        self._connected = False
+        self._retry_at = 0.0
 
     def connect(self, names: "Names", tracked: Mapping[str, str]) -> tuple[dict[str, str], str]:
         """Go on with the tracked run that `tracked` names, or begin one.
@@ -134,85 +152,107 @@ class Tracker(Recorder):
         """Send the run's last values and files, by their places, and close the tracked run."""
 
     def begin(self, trainer: Trainer) -> None:
-        """Reach the tracker, and send what it has missed."""
+        """Connect to the tracker, and send what it has missed."""
         self._names = names_of(self.run, trainer.config_text)
-        self.known = read_json(self.run / FOLDER / f"{self.name}.json")
-        if not isinstance(self.known.get("sent", {}), dict):
-            self.known = {}
-        last = max(self.known.get("sent", {}).values(), default=0)
-        if trainer.branched and last > trainer.state.global_step:
-            self.known = {}
-        self._reach()
+        tracking = read_json(self._file())
+        sent = tracking.get("sent", {})
+        if not isinstance(sent, dict):  # the file is damaged
+            tracking = {}
+            sent = {}
+        last_step = max(sent.values(), default=0)
+        if trainer.branched and last_step > trainer.state.global_step:
+            tracking = {}
+        self.tracking = tracking
+        self._connect()
+
+    def _file(self) -> Path:
+        return self.run / FOLDER / f"{self.name}.json"
 
     def record(self, at: LogPoint, values: Mapping[str, float]) -> None:
         """Send values."""
-        if self._reach():
+        if self._connect():
             self._send(at.step, {"epoch": float(at.epoch), **values})
 
     def show(self, step: int, name: str, value: Media) -> None:
-        """Send an image, a histogram, a text or a curve; of these none is sent later."""
-        if self._reach():
+        """Send an image, a histogram, a text or a curve; what is missed is not sent later."""
+        if self._connect():
             self._send(step, {name: value})
 
     def end(self, step: int, results: Results) -> None:
         """Send how the run ended, and what is missing until then."""
         self._retry_at = 0.0
-        self._reach()
-        whole = self.artifacts and results.state not in UNFINISHED
-        self.send_end(results, self.files() if whole else {})
+        self._connect()
+        files = {}
+        if self.artifacts and results.state not in UNFINISHED:
+            files = self.files()
+        self.send_end(results, files)
 
     def failed(self, error: Exception) -> None:
         """Warn of the first failure, and pause."""
         super().failed(error)
-        self._reached, self._retry_at = False, time.monotonic() + _PAUSE
+        self._connected = False
+        self._retry_at = time.monotonic() + _PAUSE
 
     def files(self) -> dict[str, Path]:
         """Return the files of the run directory for the tracker, by their places in it.
 
-        The small ones come first; of several names of one file the first. Left out are what
-        trackers keep there, locks and files that are being written.
+        The small ones come first. A file with several names (hard links) has the first of them.
+        The folders of trackers, locks and files that are being written are left out.
         """
-        inodes = dict[int, tuple[int, str]]()
+        inodes = dict[int, tuple[int, str]]()  # size and place of a file
         for path in sorted(self.run.rglob("*")):
             place = path.relative_to(self.run).as_posix()
-            own = place.startswith((f"{FOLDER}/", "wandb/"))
-            own = own or path.name.startswith((LOCK_FILE, TEMPORARY))
-            if path.is_file() and not path.is_symlink() and not own:
-                inodes.setdefault(path.stat().st_ino, (path.stat().st_size, place))
-        taken, left = {}, self.max_megabytes * 1e6
-        for size, place in sorted(inodes.values()):
-            if self.artifacts == "links" or size <= left:
-                taken[place] = self.run / place
-                left -= size
-        if missing := len(inodes) - len(taken):
-            text = "callbacks.%s: max_megabytes=%g leaves out %d files"
-            logger.info(text, self.name, self.max_megabytes, missing)
-        return taken
+            if place.startswith((f"{FOLDER}/", "wandb/")):
+                continue
+            if path.name.startswith((LOCK_FILE, TEMPORARY)):
+                continue
+            if path.is_file() and not path.is_symlink():
+                status = path.stat()
+                inodes.setdefault(status.st_ino, (status.st_size, place))
 
-    def _reach(self) -> bool:
+        chosen = {}
+        bytes_left = self.max_megabytes * 1e6
+        for size, place in sorted(inodes.values()):
+            if self.artifacts == "links" or size <= bytes_left:
+                chosen[place] = self.run / place
+                bytes_left -= size
+        if len(chosen) < len(inodes):
+            logger.info(
+                "callbacks.%s: max_megabytes=%g leaves out %d files",
+                self.name,
+                self.max_megabytes,
+                len(inodes) - len(chosen),
+            )
+        return chosen
+
+    def _connect(self) -> bool:
         """Connect unless it is connected or was down a moment ago; return whether it is."""
-        if not self._reached and time.monotonic() >= self._retry_at:
-            before = self.known.get("tracked", {})
-            tracked, address = self.connect(self._names, before)
-            if tracked != before:
-                self.known = {"tracked": tracked, "rows": 0, "sent": {}}
-                logger.info("callbacks.%s: %s", self.name, address)
-            self._reached = True
-            for line in read_metrics(self.run):
-                values = {k: float(v) for k, v in line.items() if k != "step" and v is not None}
-                self._send(int(line["step"]), values)
-        return self._reached
+        if self._connected or time.monotonic() < self._retry_at:
+            return self._connected
+        before = self.tracking.get("tracked", {})
+        tracked, address = self.connect(self._names, before)
+        if tracked != before:
+            self.tracking = {"tracked": tracked, "rows": 0, "sent": {}}
+            logger.info("callbacks.%s: %s", self.name, address)
+        self._connected = True
+        for line in read_metrics(self.run):
+            values = {k: float(v) for k, v in line.items() if k != "step" and v is not None}
+            self._send(int(line["step"]), values)
+        return True
 
     def _send(self, step: int, values: Mapping[str, float | Media]) -> None:
         """Send what is new, and write it down."""
-        sent = self.known["sent"]
-        fresh = {k: v for k, v in values.items() if step > sent.get(k, -1)}
-        if fresh.keys() - {"epoch"}:
-            self.send(step, fresh)
-            sent |= dict.fromkeys(fresh, step)
-            self.known["rows"] += 1
-            (self.run / FOLDER).mkdir(exist_ok=True)
-            write_json(self.run / FOLDER / f"{self.name}.json", self.known)
+        tracking = self.tracking
+        sent = tracking["sent"]
+        new = {key: value for key, value in values.items() if step > sent.get(key, -1)}
+        if not new.keys() - {"epoch"}:
+            return
+        self.send(step, new)
+        sent |= dict.fromkeys(new, step)
+        tracking["rows"] += 1
+        file = self._file()
+        file.parent.mkdir(exist_ok=True)
+        write_json(file, tracking)
 
 
 class Names(NamedTuple):
@@ -228,27 +268,49 @@ class Names(NamedTuple):
 
 def names_of(run: Path, config_text: str) -> Names:
     """Return the names of the run in a directory; without a `config.yaml` by `config_text`."""
-    file, keys = run / CONFIG, read_json(run.parent / SWEEP).get("swept")
-    if not isinstance(keys, list):
-        keys = []
-    config = read_own(file) if file.exists() else plain_values(config_text, "its configuration")
-    texts = read_own(run / OVERRIDES) if keys else []
-    given = dict(str(text).lstrip("+~").partition("=")[::2] for text in texts)
-    varied = {key: given.get(key) for key in keys}
-    project = str(config.get("name") or run.parent.name)
-    pairs = [f"{k.rpartition('.')[2]}={value}" for k, value in varied.items() if value is not None]
-    sweep = f"{project}/{run.parent.name}" if varied else None
-    tags = list(map(str, config.get("tags") or []))
-    return Names(tags, project, ",".join(pairs) or run.name, sweep, config, varied)
-
-
-def leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Value | None]]:
-    """Yield the values of a nested mapping by their dotted keys; a list is one text."""
-    if isinstance(node, dict):
-        for key, child in node.items():
-            yield from leaves(child, f"{prefix}.{key}" if prefix else str(key))
+    config_file = run / CONFIG
+    if config_file.exists():
+        config = read_own(config_file)
     else:
-        yield prefix, str(node) if isinstance(node, list) else node
+        config = plain_values(config_text, "its configuration")
+    project = str(config.get("name") or run.parent.name)
+    tags = [str(tag) for tag in config.get("tags") or []]
+
+    varied = _varied(run)
+    if not varied:
+        return Names(tags, project, run.name, None, config, {})
+    terms = []
+    for key, value in varied.items():
+        if value is not None:
+            terms.append(f"{key.rpartition('.')[2]}={value}")
+    sweep = f"{project}/{run.parent.name}"
+    return Names(tags, project, ",".join(terms) or run.name, sweep, config, varied)
+
+
+def _varied(run: Path) -> dict[str, str | None]:
+    """Return the keys that the sweep of a job varies, with the job's overrides of them."""
+    keys = read_json(run.parent / SWEEP).get("swept")
+    if not isinstance(keys, list) or not keys:
+        return {}
+    overrides = dict[str, str]()
+    for text in read_own(run / OVERRIDES):
+        key, _, value = str(text).lstrip("+~").partition("=")
+        overrides[key] = value
+    return {key: overrides.get(key) for key in keys}
+
+
+def leaves(node: Any, key: str = "") -> Iterator[tuple[str, Value | None]]:
+    """Yield the values of a nested mapping by their dotted keys; a list is one text.
+
+    Unlike `regimen.conf.interpolation.leaves`, which yields the entries of lists.
+    """
+    if isinstance(node, dict):
+        for inner_key, child in children(node, key):
+            yield from leaves(child, inner_key)
+    elif isinstance(node, list):
+        yield key, str(node)
+    else:
+        yield key, node
 
 
 def as_text(value: Histogram | PRCurve | str) -> tuple[str, str]:
@@ -256,7 +318,7 @@ def as_text(value: Histogram | PRCurve | str) -> tuple[str, str]:
     if isinstance(value, str):
         return "md", value
     if isinstance(value, PRCurve):
-        rows = zip(value.thresholds, value.precision, value.recall, strict=True)
-        return "csv", as_csv([("threshold", "precision", "recall"), *rows])
-    rows = zip(value.edges[:-1], value.edges[1:], value.counts, strict=True)
-    return "csv", as_csv([("left", "right", "count"), *rows])
+        points = zip(value.thresholds, value.precision, value.recall, strict=True)
+        return "csv", as_csv([("threshold", "precision", "recall"), *points])
+    bins = zip(value.edges[:-1], value.edges[1:], value.counts, strict=True)
+    return "csv", as_csv([("left", "right", "count"), *bins])

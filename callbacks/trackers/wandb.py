@@ -11,7 +11,8 @@ from typing import Any
 
 from regimen.callbacks.support import require
 from regimen.callbacks.trackers.recorder import Names, Tracker
-from regimen.trainer.callback import Histogram, Media, PRCurve, Results
+from regimen.trainer.callback import Results
+from regimen.trainer.media import Histogram, Media, PRCurve
 
 _STEP = "global_step"  # the axis of all charts
 _WAIT = 60.0  # seconds for what is not uploaded at the end
@@ -35,8 +36,10 @@ class WandB(Tracker):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        known = self.mode in ("offline", "online")
-        require(known, f"mode={self.mode!r}: choose offline or online")
+        require(
+            self.mode in ("offline", "online"),
+            f"mode={self.mode!r}: choose offline or online",
+        )
         self._library: Any = None
         self._run: Any = None  # wandb's
 
@@ -53,7 +56,7 @@ class WandB(Tracker):
             login_timeout=1.0,  # nobody is asked for a key
             x_disable_meta=True,
         )
-        self._run = self._library.init(
+        run = self._library.init(
             id=tracked.get("run_id") or secrets.token_hex(4),
             resume="allow",
             mode=self.mode,
@@ -67,18 +70,23 @@ class WandB(Tracker):
             settings=settings,
             reinit="create_new",
         )
-        self._run.define_metric(_STEP, hidden=True)
-        self._run.define_metric("*", step_metric=_STEP)
-        folder, number = shlex.quote(f"{self.run}/wandb"), str(self._run.id)
-        offline = f"wandb sync {folder}/offline-run-*-{number}*"
-        return {"run_id": number}, str(self._run.url) if self.mode == "online" else offline
+        self._run = run
+        run.define_metric(_STEP, hidden=True)
+        run.define_metric("*", step_metric=_STEP)
+        run_id = str(run.id)
+        if self.mode == "online":
+            address = str(run.url)
+        else:
+            folder = shlex.quote(f"{self.run}/wandb")
+            address = f"wandb sync {folder}/offline-run-*-{run_id}*"
+        return {"run_id": run_id}, address
 
     def send(self, step: int, values: Mapping[str, float | Media]) -> None:
         """Send values at a step, or what is shown there."""
-        shown = {name: self._shown(name, value) for name, value in values.items()}
-        self._run.log({_STEP: step, **shown}, step=self.known["rows"], commit=True)
+        converted = {name: self._converted(name, value) for name, value in values.items()}
+        self._run.log({_STEP: step, **converted}, step=self.tracking["rows"], commit=True)
 
-    def _shown(self, name: str, value: float | Media) -> Any:
+    def _converted(self, name: str, value: float | Media) -> Any:
         library = self._library
         if isinstance(value, float | int):
             return value
@@ -87,6 +95,7 @@ class WandB(Tracker):
         if isinstance(value, Histogram):
             return library.Histogram(np_histogram=(value.counts, value.edges))
         if isinstance(value, PRCurve):
+            # Arrays of numpy, on the host.
             points = list(zip(value.recall.tolist(), value.precision.tolist(), strict=True))
             table = library.Table(data=points, columns=["recall", "precision"])
             return library.plot.line(table, "recall", "precision", title=name)
@@ -94,16 +103,19 @@ class WandB(Tracker):
 
     def send_end(self, results: Results, files: Mapping[str, Path]) -> None:
         """Send the last values, the files of the run, and how it ended."""
-        self._run.summary.update({**results.metrics, "state": results.state})
+        run = self._run
+        run.summary.update({**results.metrics, "state": results.state})
         if files:
-            artifact = self._library.Artifact(f"run-{self._run.id}", type="run")
+            artifact = self._library.Artifact(f"run-{run.id}", type="run")
             for place, path in files.items():
                 if self.artifacts == "links":
                     artifact.add_reference(path.as_uri(), name=place, checksum=False)
                 else:
                     artifact.add_file(str(path), name=place, policy="immutable")
-            self._run.log_artifact(artifact)
+            run.log_artifact(artifact)
         if results.state == "preempted":
-            self._run.mark_preempting()
-        failed = results.state in ("preempted", "failed")
-        self._run.finish(exit_code=(results.code or 1) if failed else 0)
+            run.mark_preempting()
+        exit_code = 0
+        if results.state in ("preempted", "failed"):
+            exit_code = results.code or 1
+        run.finish(exit_code=exit_code)

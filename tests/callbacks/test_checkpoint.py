@@ -8,13 +8,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from regimen.callbacks.checkpoint import Checkpoint, Staging
+from regimen.callbacks.checkpoint import Checkpoint
 from regimen.callbacks.ema import EMA
 from regimen.callbacks.trackers.recorder import MetricsLog
 from regimen.trainer.callback import Callback
 from regimen.trainer.checkpoints import store as mechanism
 from regimen.trainer.checkpoints.archive import read_safetensors
 from regimen.trainer.checkpoints.reader import read_checkpoint
+from regimen.trainer.checkpoints.staging import Staging
 from regimen.trainer.checkpoints.store import CheckpointStore
 from regimen.trainer.errors import ResourceError, StorageError
 from regimen.trainer.files import atomic

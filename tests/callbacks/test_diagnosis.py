@@ -21,10 +21,10 @@ from regimen.callbacks.support import CallbackError
 from regimen.callbacks.tensorboard import TensorBoard
 from regimen.callbacks.throughput import Throughput
 from regimen.data.batch import BatchSlice, MicroBatch
-from regimen.trainer.callback import histogram_of
 from regimen.trainer.device import peak_rss
 from regimen.trainer.errors import DivergedError
 from regimen.trainer.lr_schedulers.schedule import LRSchedule
+from regimen.trainer.media import histogram_of
 from regimen.trainer.state import TrainState
 from regimen.trainer.task import StepOutput
 from toys import Log, StopAt

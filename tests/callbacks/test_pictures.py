@@ -355,3 +355,12 @@ def test_a_graph_needs_tensorboard_and_a_model_that_can_be_traced(make_trainer, 
     make_trainer({"tensorboard": TensorBoard(), "graph": Graph()}, tmp_path / "b").fit()
     board = EventAccumulator(str(tmp_path / "b" / "tensorboard"))
     assert any("Linear" in node.name for node in board.Reload().Graph().node)
+
+
+def test_a_sample_without_a_label_is_shown_with_its_prediction_only():
+    val = [
+        (x, torch.full_like(y, -100).index_fill(0, torch.tensor([0]), 1)) for x, y in images(2, 1)
+    ]
+    gallery = Gallery()
+    trainer_of({"gallery": gallery, "val": ValidationSamples()}, val=val, max_epochs=1).fit()
+    assert gallery.steps("samples/val") == [3]

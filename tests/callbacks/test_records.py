@@ -17,8 +17,9 @@ from tensorboard.util import tensor_util
 from regimen.callbacks.tensorboard import TensorBoard
 from regimen.callbacks.trackers.csv import CSV
 from regimen.callbacks.trackers.recorder import MetricsLog
-from regimen.trainer.callback import PRCurve, Results
+from regimen.trainer.callback import Results
 from regimen.trainer.errors import StorageError
+from regimen.trainer.media import PRCurve
 from same_run import logged
 from toys import StopAt
 

@@ -20,10 +20,10 @@ from regimen.trainer.callback import (
     Hooks,
     Results,
     Saver,
-    as_image,
     keeps_weights,
 )
 from regimen.trainer.errors import ModelError
+from regimen.trainer.media import as_image
 from regimen.trainer.runs.rewind import RewindPoint
 from regimen.trainer.state import LogPoint
 from regimen.trainer.strategies.strategy import Strategy

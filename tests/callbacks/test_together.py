@@ -1,14 +1,14 @@
 """Tests of the callbacks as a set: what they read, what a resume leaves, their YAML."""
 
+from pathlib import Path
+
 import pytest
+import yaml
 
 from regimen.callbacks.checkpoint import Checkpoint
 from regimen.callbacks.early_stopping import EarlyStopping
 from regimen.callbacks.ema import EMA
 from regimen.callbacks.lr_finder import LRFinder
-from regimen.callbacks.lr_monitor import LRMonitor
-from regimen.callbacks.memory import Memory
-from regimen.callbacks.model_summary import ModelSummary
 from regimen.callbacks.pictures.classes import PRCurves
 from regimen.callbacks.pictures.generated import GeneratedText
 from regimen.callbacks.pictures.layers import LayerStatistics
@@ -16,32 +16,59 @@ from regimen.callbacks.pictures.masks import Masks
 from regimen.callbacks.pictures.samples import Misclassified, TrainingSamples
 from regimen.callbacks.progress import Progress
 from regimen.callbacks.support import CallbackError
-from regimen.callbacks.swa import SWA
-from regimen.callbacks.tensorboard import TensorBoard
 from regimen.callbacks.throughput import Throughput
 from regimen.callbacks.trackers.recorder import MetricsLog
-from regimen.callbacks.unfreeze import Unfreeze
+from regimen.scripts.composition.overrides import trains_the_same
 from regimen.trainer.callback import Callback
+from regimen.trainer.targets.allow_list import locate
 from same_run import differences
 from toys import StopAt
 
+FOLDER = Path(__file__).resolve().parents[2] / "conf" / "callbacks"
+
+
+# Where the defaults would do nothing in a short run, or are no complete configuration.
+OPTIONS = {
+    "early_stopping": {"patience": 2, "mode": "min"},
+    "unfreeze": {"stages": {"first": {"pattern": "0.*", "step": 7}}},
+    "pruning": {"rules": {"weights": {"kind": "matrix"}}, "start_step": 4, "every_n_steps": 3},
+    "qat": {"start_step": 3},
+    "ema": {"decay": 0.9},
+    "swa": {"start_epoch": 1, "use_for_evaluation": False},
+    "layer_statistics": {"every_n_steps": 3},  # logged at step 4, 6, 10, ...
+    "checkpoint": {"every_n_steps": 3, "save_top_k": 2, "mode": "min"},
+}
+LEFT_OUT = {
+    "lr_finder": "ends the run by itself",
+    "mirror": "has an address",
+    "mlflow": "has a package of its own",
+    "profiler": "records times",
+    "wandb": "has a package of its own",
+}
+
+
+def shipped():
+    """Return the classes of the callbacks that a YAML names, by its name."""
+    classes = {}
+    for path in sorted(FOLDER.glob("*.yaml")):
+        node = (yaml.safe_load(path.read_text()) or {}).get(path.stem)
+        if node is not None:  # a set of callbacks, such as `default`, has no node of its name
+            classes[path.stem] = locate(node["_target_"])
+    return classes
+
 
 def everything():
-    return {
-        "metrics_log": MetricsLog(),
-        "progress": Progress(),
-        "tensorboard": TensorBoard(),
-        "lr_monitor": LRMonitor(),
-        "throughput": Throughput(),
-        "memory": Memory(),
-        "model_summary": ModelSummary(),
-        "early_stopping": EarlyStopping(patience=2, mode="min"),
-        "unfreeze": Unfreeze({"first": {"pattern": "0.*", "step": 7}}),
-        "ema": EMA(0.9),
-        "swa": SWA(1, use_for_evaluation=False),
-        "layers": LayerStatistics(3),  # logged at step 4, 6, 10, ...
-        "checkpoint": Checkpoint(every_n_steps=3, save_top_k=2, mode="min"),
-    }
+    classes = shipped()
+    last = ("ema", "swa", "checkpoint")  # they read the weights that others change
+    names = [name for name in classes if name not in {*LEFT_OUT, *last}]
+    callbacks = {name: classes[name](**OPTIONS.get(name, {})) for name in (*names, *last)}
+    return {"metrics_log": MetricsLog(), **callbacks}
+
+
+def test_what_does_not_affect_the_result_is_said_by_its_class():
+    # A search compares overrides by their names alone: its list must agree with the classes.
+    for name, kind in shipped().items():
+        assert trains_the_same(f"callbacks.{name}") is not kind.affects_result, name
 
 
 class StopInValidation(Callback):

@@ -81,7 +81,7 @@ def test_the_pruner_ends_a_run_that_is_not_done(study, trial, make_trainer):
     assert (trainer.state.stop_reason, trainer.state.epoch) == (PRUNED, 2)
     assert (trainer.state.pruned, trainer.state.interrupted) == (True, False)
     assert it.trials[0].user_attrs[PRUNED_AT] == 10
-    done = make_trainer({"trial": Trial(trial()._place, "s", it.ask().number)}, max_epochs=2)
+    done = make_trainer({"trial": Trial(trial()._storage, "s", it.ask().number)}, max_epochs=2)
     done.fit()
     assert done.state.stop_reason is None
 

@@ -16,7 +16,7 @@ import yaml
 
 from regimen.conf.errors import ConfigError
 from regimen.conf.schema_trainer import TrainerConfig
-from regimen.trainer.callback import Callback, EpochLines, Results, named_callbacks, saver_of
+from regimen.trainer.callback import Callback, Results, named_callbacks, saver_of
 from regimen.trainer.components.components import Components
 from regimen.trainer.errors import CheckpointError, StorageError, qualified_name
 from regimen.trainer.files.atomic import LogFileHandler, write_json
@@ -28,6 +28,7 @@ from regimen.trainer.runs.directory import (
     refuse_held,
     refuse_links,
 )
+from regimen.trainer.runs.epoch_lines import EpochLines
 from regimen.trainer.runs.metrics_log import MetricsLog
 from regimen.trainer.runs.results import best_record, failure, outcome
 from regimen.trainer.runs.status import (

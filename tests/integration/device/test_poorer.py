@@ -17,8 +17,8 @@ from regimen.scripts.composition.compose import compose
 from regimen.scripts.doctor import of_driver
 from regimen.trainer import device as asked
 from regimen.trainer.assembly.experiment import build
-from regimen.trainer.callback import histogram_of
 from regimen.trainer.errors import DivergedError, ModelError
+from regimen.trainer.media import histogram_of
 from regimen.trainer.optimizers.optimizers import build_optimizers
 from regimen.trainer.options import TrainerOptions
 from regimen.trainer.strategies.strategy import Strategy, check_processes

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import toys
 from accelerator import DEVICE, needs_accelerator, needs_simulation, waits
 from benchmarks.gpu import Rig, bare, ours
-from regimen.callbacks.checkpoint import Checkpoint, PinnedMemory, Staging
+from regimen.callbacks.checkpoint import Checkpoint
 from regimen.callbacks.ema import EMA
 from regimen.conf.check import parse
 from regimen.data.loading import loader
@@ -19,6 +19,7 @@ from regimen.scripts.composition.compose import compose
 from regimen.trainer.assembly.experiment import build
 from regimen.trainer.callback import Callback
 from regimen.trainer.checkpoints.reader import read_checkpoint
+from regimen.trainer.checkpoints.staging import PinnedMemory, Staging
 from regimen.trainer.device import current_stream
 from regimen.trainer.optimizers.optimizers import build_optimizers
 from regimen.trainer.options import TrainerOptions
