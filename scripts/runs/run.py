@@ -128,10 +128,11 @@ def run(request: Request, note: Path | None = None) -> int:
             request = _resume_after_restart(request, strategy)
             built = _build(request, strategy)
             if built is not None:
+                trainer = built.experiment.trainer
                 # Signals are handled outermost, around all that writes: a terminal that is closed
                 # sends SIGHUP twice.
                 with (
-                    stop_signals(built.experiment.trainer),
+                    stop_signals(trainer.state, trainer.group),
                     recording(built, log),
                     strategy.group.propagate_errors(),
                 ):
