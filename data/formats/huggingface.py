@@ -35,20 +35,20 @@ class ArrowRows:
         transform: Transform = None,
         value_range: Range = None,
     ) -> None:
-        features = table.features
-        self._numbered = type(features.get(columns.get("target"))).__name__ == "ClassLabel"
-        self._picture = type(features[columns["input"]]).__name__ == "Image"
-        if self._picture:  # as the bytes of their files, which are decoded here
+        input_feature = table.features[columns["input"]]
+        target_feature = table.features.get(columns.get("target"))
+        self._is_picture = type(input_feature).__name__ == "Image"
+        self._has_class_numbers = type(target_feature).__name__ == "ClassLabel"
+        if self._is_picture:
+            # The bytes of its files, which `decode_image` decodes as those of any data set.
             undecoded = import_package("datasets", "huggingface").Image(decode=False)
             table = table.cast_column(columns["input"], undecoded)
-        self.table, self._columns = table, columns
-        self._numbers = {name: number for number, name in enumerate(classes or ())}
-        self._order: list[int] | None = None
-        self._tokenizer, self._length = None, length
-        if tokenizer is not None:
-            auto = import_package("transformers", "transformers").AutoTokenizer
-            with explained(f"data.tokenizer={tokenizer}", OSError, ValueError):
-                self._tokenizer = auto.from_pretrained(tokenizer, trust_remote_code=False)
+        self.table = table
+        self._columns = columns
+        self._class_numbers = {name: number for number, name in enumerate(classes or ())}
+        self._renumbered: list[int] | None = None
+        self._tokenizer = None if tokenizer is None else _load_tokenizer(tokenizer)
+        self._length = length
         if classes is not None:
             self.classes = classes
             self.targets = torch.tensor([self._class(value) for value in table[columns["target"]]])
@@ -65,50 +65,63 @@ class ArrowRows:
 
     def input_form(self) -> dict[str, Any]:
         """Return the form of pictures before the transforms; that of other inputs is unknown."""
-        picture: dict[str, Any] = {"kind": "picture", "channels": self.channels, "size": None}
+        if not self._is_picture:
+            return {"kind": "array"}
+        form: dict[str, Any] = {"kind": "picture", "channels": self.channels, "size": None}
         if self.value_range is not None:
-            picture["range"] = list(self.value_range)
-        return picture if self._picture else {"kind": "array"}
+            form["range"] = list(self.value_range)
+        return form
 
     def __getitem__(self, index: int) -> Any:
         return self.sample(self.table[index])
 
     def sample(self, row: Mapping[str, Any]) -> Any:
-        """Return the sample of a row."""
-        value = row[self._columns["input"]]
-        if value is None:
-            raise DataError(f"column {self._columns['input']!r}: no value")
-        if self._picture:
-            content = value["bytes"] or read_content(value["path"])
-            name = value["path"] or "its picture"
-            value = decode_image(content, name, self.channels, self.value_range)
-        elif not isinstance(value, str):
-            value = _tensor(value)
-        elif self._tokenizer is not None:
-            padded = {"padding": "max_length", "max_length": self._length}
-            found = self._tokenizer(value, truncation=True, **padded)
-            value = {name: torch.tensor(values) for name, values in found.items()}
+        """Return the sample of a row. Raises DataError."""
+        inputs = self._inputs(row[self._columns["input"]])
         if "target" not in self._columns:
-            return on_inputs(self.transform, value)
+            return on_inputs(self.transform, inputs)
         target = row[self._columns["target"]]
-        target = self._class(target) if self._numbers else _tensor(target)
-        return on_inputs(self.transform, (value, target))
+        target = self._class(target) if self._class_numbers else _tensor(target)
+        return on_inputs(self.transform, (inputs, target))
 
     def renumber(self, numbers: list[int]) -> None:
-        """Give each class, by its number so far, another number."""
-        self._order = numbers
+        """Give each class a new number, by its number so far."""
+        self._renumbered = numbers
+
+    def _inputs(self, value: Any) -> Any:
+        if value is None:
+            raise DataError(f"column {self._columns['input']!r}: no value")
+        if self._is_picture:
+            content = value["bytes"] or read_content(value["path"])
+            name = value["path"] or "its picture"
+            return decode_image(content, name, self.channels, self.value_range)
+        if not isinstance(value, str):
+            return _tensor(value)
+        if self._tokenizer is None:
+            return value
+        tokens = self._tokenizer(
+            value, truncation=True, padding="max_length", max_length=self._length
+        )
+        return {name: torch.tensor(values) for name, values in tokens.items()}
 
     def _class(self, value: Any) -> int:
-        number = self._own_class(value)
-        return number if self._order is None or number < 0 else self._order[number]
-
-    def _own_class(self, value: Any) -> int:
-        if self._numbered:
-            return int(value)
-        if str(value) not in self._numbers:
+        """Return the class number of a target; a negative one, of a row without a label, stays."""
+        if self._has_class_numbers:
+            number = int(value)
+        elif str(value) in self._class_numbers:
+            number = self._class_numbers[str(value)]
+        else:
             column = self._columns["target"]
             raise DataError(f"column {column!r}: class {value!r} is not among those of train")
-        return self._numbers[str(value)]
+        if self._renumbered is None or number < 0:
+            return number
+        return self._renumbered[number]
+
+
+def _load_tokenizer(name: str) -> Any:
+    auto = import_package("transformers", "transformers").AutoTokenizer
+    with explained(f"data.tokenizer={name}", OSError, ValueError):
+        return auto.from_pretrained(name, trust_remote_code=False)
 
 
 def _tensor(value: Any) -> torch.Tensor:
@@ -137,7 +150,7 @@ def huggingface(
 
     columns: `input` and, for training, `target`. name: a configuration of the data set. A missing
     val split is cut from train, stratified by class. With `folds` val is fold number `fold` of
-    train. None if there is no such split; raises DataError.
+    train. Returns None if there is no such split. Raises DataError.
     """
     tables = open_tables(path, name)
     train = tables.get("train")
@@ -148,47 +161,51 @@ def huggingface(
     if classification and "target" in columns:
         classes = getattr(train.features[columns["target"]], "names", None)
         if classes is None:
-            found = {str(value) for value in train[columns["target"]]}
-            classes = class_names(found, num_classes, len(train), f"data.path={path}")
+            names = {str(value) for value in train[columns["target"]]}
+            classes = class_names(names, num_classes, len(train), f"data.path={path}")
     table = split_of(tables, split)
-    if is_cut(split, split_of(tables, "val") is not None, val_fraction, folds):
+    has_val = split_of(tables, "val") is not None
+    if is_cut(split, has_val, val_fraction, folds):
         labels = np.zeros(len(train)) if classes is None else train[columns["target"]]
         table = train.select(rows_of_train(split, labels, val_fraction, split_seed, fold, folds))
     if table is None:
         return None
-    own = (tokenizer, length, transform, value_range)
-    return ArrowRows(table, columns, classes, channels, *own)
+    return ArrowRows(table, columns, classes, channels, tokenizer, length, transform, value_range)
 
 
 def open_tables(path: str, name: str | None, streaming: bool = False) -> dict[str, Any]:
     """Return the splits of a data set by their own names. Raises DataError."""
     datasets = import_package("datasets", "huggingface")
     folder = Path(path).expanduser()
-    given = str(folder) if folder.exists() else path
+    local_path = str(folder) if folder.exists() else path
     if is_address(path):
         with problems_at("data.path"):
             check_protocol(path, trusted=True)
     for place in (folder, folder / "data"):
-        for file in place.iterdir() if place.is_dir() else []:
-            check_regular(file)
-    with explained(f"data.path={path}", Exception):  # of the hub, of file systems, of each format
+        if place.is_dir():
+            for file in place.iterdir():
+                check_regular(file)
+    # The hub, file systems and the readers of each format raise errors of their own.
+    with explained(f"data.path={path}", Exception):
         if any((folder / file).is_file() for file in ("dataset_dict.json", "state.json")):
-            found = datasets.load_from_disk(given)
+            tables = datasets.load_from_disk(local_path)
         else:
-            found = datasets.load_dataset(given, name, streaming=streaming)
-    return dict(found) if hasattr(found, "keys") else {"train": found}
+            tables = datasets.load_dataset(local_path, name, streaming=streaming)
+    return dict(tables) if hasattr(tables, "keys") else {"train": tables}
 
 
 def split_of(tables: Mapping[str, Any], split: str) -> Any:
-    """Return the table of a split, whatever its name; None if there is none."""
+    """Return the table of a split under any of its usual names, or None."""
     return next((tables[name] for name in _NAMES[split] if name in tables), None)
 
 
 def check_columns(path: str, table: Any, columns: Mapping[str, str]) -> None:
-    """Raise DataError if a table has not all of these columns."""
+    """Raise DataError for keys other than `input` and `target`, and for missing columns."""
     for key, column in columns.items():
         if key not in ("input", "target"):
             raise DataError(f"data.columns.{key}: unknown; there are input and target")
         if column not in table.column_names:
-            known = ", ".join(map(repr, table.column_names))
-            raise DataError(f"data.columns.{key}: {path} has no column {column!r}; it has {known}")
+            available = ", ".join(map(repr, table.column_names))
+            raise DataError(
+                f"data.columns.{key}: {path} has no column {column!r}; it has {available}"
+            )

@@ -10,26 +10,27 @@ from regimen.data.splits import Split
 
 
 class StreamedRows:
-    """ArrowRows as they come, or shuffled within a buffer: the `source` of a `Stream`.
+    """Rows in the order of the files, or shuffled in a buffer: the `source` of a `Stream`.
 
     An epoch's order is a function of (seed, epoch). `iter_from` skips rows without decoding them;
-    the files before a position are not opened where `datasets` can tell their length.
+    files before the position are not opened if `datasets` knows their lengths.
     """
 
     def __init__(self, rows: ArrowRows, seed: int, buffer: int | None) -> None:
-        table = rows.table
-        self._table = table if buffer is None else table.shuffle(seed=seed, buffer_size=buffer)
-        self.load = rows.sample  # of a row that is needed
+        self._table = rows.table
+        if buffer is not None:
+            self._table = self._table.shuffle(seed=seed, buffer_size=buffer)
+        self.load = rows.sample  # called by `Stream` for the rows that become samples
         self._epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch, whose number the order of a shuffled stream depends on."""
+        """Set the epoch, which determines the order of a shuffled stream."""
         self._epoch = epoch
 
     def iter_from(self, position: int) -> Iterator[Mapping[str, Any]]:
         """Yield rows from a position on."""
         table = self._table.skip(position) if position else self._table
-        table.set_epoch(self._epoch)  # a table made by `skip` begins at epoch 0
+        table.set_epoch(self._epoch)  # after `skip`, whose table begins at epoch 0
         return iter(table)
 
 
@@ -53,13 +54,17 @@ def streamed(
     tables = open_tables(path, name, streaming=True)
     table = split_of(tables, split)
     if table is None:
-        have = f"data.path={path} has no split {split}, only {', '.join(tables)}"
-        raise DataError(f"{have}: set data.{split}=null")
-    if hasattr(table, "to_iterable_dataset"):  # saved on disk
-        table = table.to_iterable_dataset(num_shards=1)  # its order does not depend on workers
+        raise DataError(
+            f"data.path={path} has no split {split}, only {', '.join(tables)}: set "
+            f"data.{split}=null"
+        )
+    if hasattr(table, "to_iterable_dataset"):  # a data set that was saved on disk
+        # One shard: with several the order would depend on the number of workers.
+        table = table.to_iterable_dataset(num_shards=1)
     if table.features is None:
-        with explained(f"data.path={path}", Exception):  # of file systems and of each format
-            table = table._resolve_features()  # from the first rows; CSV and JSON tell no types
+        # CSV and JSON files do not state their types: they are read from the first rows.
+        with explained(f"data.path={path}", Exception):
+            table = table._resolve_features()
     check_columns(path, table, columns)
     rows = ArrowRows(table, columns, None, channels, tokenizer, length)
     return StreamedRows(rows, seed, buffer)

@@ -27,19 +27,19 @@ from regimen.data.splits import NAMES, Split, class_names, is_cut, rows_of_train
 from regimen.data.transforms import Transform
 
 logger = logging.getLogger(__name__)
-_PACKED = (".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz", ".tar.zst", ".tzst")
-_LAYOUT = 2  # version of the index files
-# An index is an array with an entry for each sample: the number of its shard, where its image lies
-# there and how many bytes it has, the image's name, and the label as text.
-_LONGEST = 1000  # letters of a label, and of a member's name
-_LARGEST = 1_000_000  # bytes of a member with a label
+_COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz", ".tar.zst", ".tzst")
+_INDEX_VERSION = 2
+_MAX_NAME = 1000  # letters of a label, and of a member's name
+_MAX_LABEL_BYTES = 1_000_000  # of a member with a label
+# An index is an array with an entry for each sample: the number of its shard, the position of its
+# image there and its size in bytes, the image's name, and the label as text.
 _ENTRY = ("shard", "offset", "size", "name", "label")
 
 
 class TarShards(Pictures):
-    """Images and classes in tar files, read by position: only the samples that are asked for.
+    """Images and classes in tar files, read by position: only the samples that are needed.
 
-    root: a folder, or any URL that fsspec opens. paths: the shards, as the index counts them.
+    root: a folder, or any URL that fsspec opens. paths: the shards, in the order of the index.
     """
 
     def __init__(
@@ -53,12 +53,16 @@ class TarShards(Pictures):
         value_range: Range = None,
     ) -> None:
         super().__init__(index["name"], channels, None, transform, value_range=value_range)
-        self._root, self._paths, self._index, self.classes = root, paths, index, classes
+        self._root = root
+        self._paths = paths
+        self._index = index
+        self.classes = classes
         numbers = {name.encode(): number for number, name in enumerate(classes)}
         for row, label in enumerate(index["label"]):
             if label not in numbers:
-                found = f"{self.path(row)}: class {label.decode()!r}"
-                raise DataError(f"{found} is not among those of train")
+                raise DataError(
+                    f"{self.path(row)}: class {label.decode()!r} is not among those of train"
+                )
         self.targets = torch.tensor([numbers[label] for label in index["label"]])
 
     def path(self, index: int) -> str:
@@ -73,21 +77,23 @@ class TarShards(Pictures):
     def content(self, index: int) -> bytes:
         """Return the bytes of a picture. Raises DataError."""
         shard, start, size, *_ = self._index[index].tolist()
+        path = self._paths[shard]
         content: bytes
         # fsspec's file systems raise what their libraries do.
         with explained(f"cannot read {self.path(index)}", Exception):
             if is_address(self._root):
-                files = _opened(self._root)[0]
-                content = files.cat_file(self._paths[shard], start=start, end=start + size)
+                files, _ = _file_system(self._root)
+                content = files.cat_file(path, start=start, end=start + size)
             else:
-                content = os.pread(_descriptor(self._paths[shard]), size, start)
+                content = os.pread(_open_shard(path), size, start)
         if len(content) != size:
             raise DataError(f"{self.path(index)}: the shard is shorter than when it was indexed")
         return content
 
 
-@cache  # of this process; reading by position, others may share it
-def _descriptor(path: str) -> int:
+@cache
+def _open_shard(path: str) -> int:
+    # Forked workers share the descriptor. `pread` has no position that they could disturb.
     return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
 
@@ -119,106 +125,125 @@ def tar_shards(
             check_protocol(root, trusted=True)
     else:
         root = str(Path(root).expanduser())
-    train = _shards(root, "train")
-    if not train:
+    paths = _shards(root, "train")
+    if not paths:
         raise DataError(f"data.root={root} holds no shards: expected train*.tar or train/*.tar")
-    place = Path(cache_dir).expanduser() if cache_dir else None
-    if place is None and not is_address(root):
-        place = Path(root) / ".index"
-    index = _indexed(root, train, label, place, keep_index)
+    index_dir = Path(cache_dir).expanduser() if cache_dir else None
+    if index_dir is None and not is_address(root):
+        index_dir = Path(root) / ".index"
+    index = _load_index(root, paths, label, index_dir, keep_index)
     labels, numbers = np.unique(index["label"], return_inverse=True)
     names = {name.decode() for name in labels}
     classes = class_names(names, num_classes, len(numbers), f"data.root={root}")
-    paths = train
+
     if is_cut(split, bool(_shards(root, "val")), val_fraction, folds):
         rows = rows_of_train(split, numbers, val_fraction, split_seed, fold, folds)
         index = index[rows]
     elif split != "train":
-        if not (paths := _shards(root, split)):
-            lacking = "data.root=%s has no shards for %s: the run goes without it"
-            logger.warning(lacking, root, split)
+        paths = _shards(root, split)
+        if not paths:
+            logger.warning(
+                "data.root=%s has no shards for %s: the run goes without it", root, split
+            )
             return None
-        index = _indexed(root, paths, label, place, keep_index)
+        index = _load_index(root, paths, label, index_dir, keep_index)
     return TarShards(root, paths, index, classes, channels, transform, value_range)
 
 
-def _opened(root: str) -> tuple[Any, str]:
-    """Return the file system of a root, and the root's place in it."""
-    # By itself: fsspec takes a folder `a::b` for a chain of addresses.
-    return url_to_fs(root) if is_address(root) else (LocalFileSystem(), make_path_posix(root))
+def _file_system(root: str) -> tuple[Any, str]:
+    """Return the file system of a root, and the root's path in it."""
+    if is_address(root):
+        files, path = url_to_fs(root)
+        return files, path
+    # Not by `url_to_fs`, which takes a folder `a::b` for a chain of addresses.
+    return LocalFileSystem(), make_path_posix(root)
 
 
 def _shards(root: str, split: str) -> list[str]:
-    """Return the paths of a split's shards, sorted."""
-    with explained(f"data.root={root} cannot be listed", Exception):  # as above
-        files, place = _opened(root)
+    """Return the paths of a split's shards, sorted. Raises DataError for compressed ones."""
+    shards = list[str]()
+    compressed = list[str]()
+    # fsspec's file systems raise what their libraries do.
+    with explained(f"data.root={root} cannot be listed", Exception):
+        files, folder = _file_system(root)
         for name in NAMES[split]:
-            found = [*files.glob(f"{place}/{name}*.tar"), *files.glob(f"{place}/{name}/*.tar")]
-            others = [*files.glob(f"{place}/{name}*.t*"), *files.glob(f"{place}/{name}/*.t*")]
-            if found or others:
+            shards = [*files.glob(f"{folder}/{name}*.tar"), *files.glob(f"{folder}/{name}/*.tar")]
+            others = [*files.glob(f"{folder}/{name}*.t*"), *files.glob(f"{folder}/{name}/*.t*")]
+            compressed = [path for path in others if path.lower().endswith(_COMPRESSED)]
+            if shards or others:
                 break
-    packed = sorted(str(path) for path in others if str(path).lower().endswith(_PACKED))
-    if packed:
+    if compressed:
         raise DataError(
-            f"data.root={root}: {packed[0]} is a compressed tar file, whose samples have no "
+            f"data.root={root}: {min(compressed)} is a compressed tar file, whose samples have no "
             "positions: unpack it to .tar, as gunzip does"
         )
-    return sorted(map(str, found))
+    return sorted(shards)
 
 
-def _indexed(root: str, paths: list[str], label: str, place: Path | None, keep: bool) -> Any:
-    """Return the index of shards, each from its file in `place` if it is there."""
-    parts = [_shard_index(root, path, label, place, keep) for path in paths]
+def _load_index(root: str, paths: list[str], label: str, index_dir: Path | None, keep: bool) -> Any:
+    """Return the index of shards; each is read from its file in `index_dir`, or made."""
+    parts = [_shard_index(root, path, label, index_dir, keep) for path in paths]
     for number, part in enumerate(parts):
         part["shard"] = number
     return np.concatenate(parts)
 
 
-def _shard_index(root: str, path: str, label: str, place: Path | None, keep: bool) -> Any:
-    files = _opened(root)[0]
-    facts = files.info(path)
-    if facts["type"] != "file":  # to open a pipe would wait for ever
+def _shard_index(root: str, path: str, label: str, index_dir: Path | None, keep: bool) -> Any:
+    files, _ = _file_system(root)
+    info = files.info(path)
+    if info["type"] != "file":  # to open a pipe would wait for ever
         raise DataError(f"{path}: is a folder, pipe or device, not a shard")
-    known = f"{_LAYOUT} {path} {facts['size']} {facts.get('mtime') or files.ukey(path)} {label}"
-    kept = None if place is None else place / f"{sha256(known.encode()).hexdigest()[:24]}.npy"
-    if kept is not None and kept.is_file():
+    file = None
+    if index_dir is not None:
+        modified = info.get("mtime") or files.ukey(path)
+        identity = f"{_INDEX_VERSION} {path} {info['size']} {modified} {label}"
+        file = index_dir / f"{sha256(identity.encode()).hexdigest()[:24]}.npy"
+    if file is not None and file.is_file():
         try:
-            return _checked(np.load(kept, allow_pickle=False))
+            return _checked(np.load(file, allow_pickle=False))
         except (OSError, ValueError, EOFError, TypeError, OverflowError, MemoryError) as error:
-            logger.warning("%s is damaged and made again: %s", kept, reason(error))
+            logger.warning("%s is damaged and made again: %s", file, reason(error))
+    index = _make_index(files, path, label)
+    if file is not None and keep:
+        _save_index(file, index)
+    return index
+
+
+def _make_index(files: Any, path: str, label: str) -> Any:
+    """Read the headers and labels of a shard once, from the beginning to the end."""
     logger.info("indexing %s", path)
-    with (  # the headers and labels are read once, from the beginning to the end
+    with (
         explained(f"{path}: not an uncompressed tar file, or cut off", tarfile.TarError),
         files.open(path, "rb") as file,
         tarfile.open(fileobj=file, mode="r:") as archive,
     ):
         members = (member for member in archive if member.isfile())
         samples = groupby(members, key=lambda member: _split_name(member)[0])
-        rows = [_sample(path, archive, name, inside, label) for name, inside in samples]
+        rows = [_sample_entry(path, archive, name, group, label) for name, group in samples]
     if not rows:
         raise DataError(f"{path}: the shard holds no samples")
-    index = np.rec.fromrecords(rows, names=_ENTRY)  # type: ignore[call-overload]
-    if kept is None or not keep:
-        return index
-    try:  # what cannot be written is made again by the next run
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        with NamedTemporaryFile(dir=kept.parent, suffix=".part", delete=False) as part:
+    return np.rec.fromrecords(rows, names=_ENTRY)  # type: ignore[call-overload]
+
+
+def _save_index(file: Path, index: Any) -> None:
+    """Write an index; if that fails, warn: the next run makes it again."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with NamedTemporaryFile(dir=file.parent, suffix=".part", delete=False) as part:
             np.save(part, index)
-        os.replace(part.name, kept)
+        os.replace(part.name, file)
     except OSError as error:
-        logger.warning("cannot keep the index %s (%s): set data.cache_dir", kept, error.strerror)
-    return index
+        logger.warning("cannot keep the index %s (%s): set data.cache_dir", file, error.strerror)
 
 
 def _checked(index: Any) -> Any:
-    """Return a kept index. Raises ValueError for one of another form."""
-    names = getattr(getattr(index, "dtype", None), "names", None)
-    if names != _ENTRY or index.ndim != 1 or not len(index):
+    """Return an index that was read from a file. Raises ValueError for one of another form."""
+    dtype: Any = getattr(index, "dtype", np.dtype(object))
+    if dtype.names != _ENTRY or index.ndim != 1 or len(index) == 0:
         raise ValueError("it is no index of a shard")
-    kinds = [index.dtype[name].kind for name in _ENTRY]
-    if kinds[:3] != ["i"] * 3 or kinds[3:] != ["S"] * 2:
+    if "".join(dtype[name].kind for name in _ENTRY) != "iiiSS":
         raise ValueError("it is no index of a shard")
-    if min(index["offset"].min(), index["size"].min()) < 0:
+    if index["offset"].min() < 0 or index["size"].min() < 0:
         raise ValueError("it has negative places")
     return index
 
@@ -230,7 +255,7 @@ def _split_name(member: tarfile.TarInfo) -> tuple[str, str]:
     return os.path.join(folder, stem), (dot + ending).lower()
 
 
-def _label(content: bytes, field: str) -> str:
+def _parse_label(content: bytes, field: str) -> str:
     """Return the label in a member; with `field` it is JSON. Raises what reading it raises."""
     if not field:
         return content.decode().strip()
@@ -238,39 +263,45 @@ def _label(content: bytes, field: str) -> str:
     if isinstance(value, bool) or not isinstance(value, str | int):
         raise ValueError(f"{field} is neither a name nor a number but {type(value).__name__}")
     label = str(value)
-    label.encode()  # of a lone surrogate there is no name
+    label.encode()  # raises ValueError for a lone surrogate, which no name can hold
     return label
 
 
-def _sample(
+def _sample_entry(
     path: str, archive: tarfile.TarFile, name: str, members: Iterable[tarfile.TarInfo], label: str
 ) -> tuple[Any, ...]:
-    """Return a sample's entry in the index, the number of the shard being 0."""
+    """Return a sample's entry in the index, with 0 as the number of the shard."""
     suffix, _, field = label.partition(".")
-    image: tuple[Any, ...] = ()
-    value = None
+    image: tuple[Any, ...] | None = None
+    text: str | None = None
     endings = list[str]()
     for member in members:
-        ending = _split_name(member)[1]
+        _, ending = _split_name(member)
         endings.append(ending)
-        if len(member.name) > _LONGEST:  # an index has room for the longest name in every row
-            raise DataError(f"{path}: {member.name[:80]!r}... is longer than {_LONGEST} letters")
+        if len(member.name) > _MAX_NAME:  # an index has room for the longest name in every row
+            raise DataError(f"{path}: {member.name[:80]!r}... is longer than {_MAX_NAME} letters")
         if ending in EXTENSIONS:
-            image = 0, member.offset_data, member.size, os.fsencode(member.name)
+            image = (0, member.offset_data, member.size, os.fsencode(member.name))
         elif ending == f".{suffix}":
-            if member.size > _LARGEST:
-                raise DataError(f"{path}:{member.name}: {member.size} bytes are no label")
-            content = archive.extractfile(member).read()  # type: ignore[union-attr]
-            place = f"{path}:{member.name}: no label in it"
-            with explained(place, ValueError, KeyError, TypeError):
-                value = _label(content, field)
-            if not value:
-                raise DataError(f"{path}:{member.name}: the label is empty")
-            if len(value) > _LONGEST:
-                raise DataError(f"{path}:{member.name}: the label has more than {_LONGEST} letters")
-    if not image or value is None:
-        lacks = f".{suffix}" if image else "image"
-        dots = " (a sample's name ends at its first dot: rename files with further ones)"
-        told = dots if any(ending.count(".") > 1 for ending in endings) else ""
-        raise DataError(f"{path}: sample {name!r} has no {lacks}, only {', '.join(endings)}{told}")
-    return (*image, value.encode())
+            text = _read_label(path, archive, member, field)
+    if image is not None and text is not None:
+        return (*image, text.encode())
+    missing = "image" if image is None else f".{suffix}"
+    hint = ""
+    if any(ending.count(".") > 1 for ending in endings):
+        hint = " (a sample's name ends at its first dot: rename files with further ones)"
+    raise DataError(f"{path}: sample {name!r} has no {missing}, only {', '.join(endings)}{hint}")
+
+
+def _read_label(path: str, archive: tarfile.TarFile, member: tarfile.TarInfo, field: str) -> str:
+    place = f"{path}:{member.name}"
+    if member.size > _MAX_LABEL_BYTES:
+        raise DataError(f"{place}: {member.size} bytes are no label")
+    content = archive.extractfile(member).read()  # type: ignore[union-attr]
+    with explained(f"{place}: no label in it", ValueError, KeyError, TypeError):
+        label = _parse_label(content, field)
+    if not label:
+        raise DataError(f"{place}: the label is empty")
+    if len(label) > _MAX_NAME:
+        raise DataError(f"{place}: the label has more than {_MAX_NAME} letters")
+    return label

@@ -17,20 +17,21 @@ from regimen.data.splits import Split, file_of, is_cut
 from regimen.data.transforms import Transform, acts_on_batches, on_inputs
 
 _SUFFIXES = (".bin", ".npy", ".txt")
-Part = tuple[int, int]  # tokens of a file: the first, and the one after the last
+Part = tuple[int, int]  # positions in a file: of the first token, and after the last
 _HASHED = 1 << 19  # tokens at either end of the file that the fingerprint reads
 
 
 @dataclass(eq=False)
 class TokenBlocks:
-    """Blocks of `context` tokens of a file, and the token that follows at each place.
+    """Blocks of `context` tokens of a file, and the token that follows each of them.
 
     Samples are `(tokens, following)`, both int64 [context]. Blocks do not overlap within an epoch.
     With `shift` the blocks of each epoch begin at another offset, a function of (seed, epoch). The
     file is memory-mapped: memory does not grow with its size.
 
     path: `.bin` (numbers of `dtype`), `.npy` or `.txt` (its bytes, 256 classes).
-    parts: those of the file that are used; None: all of it. No block reaches from one into another.
+    parts: the parts of the file that are used; None: all of it. No block reaches from one part into
+    another.
     """
 
     path: Path
@@ -43,22 +44,27 @@ class TokenBlocks:
     transform: Transform = None
 
     def __post_init__(self) -> None:
-        self._file, self._offset = _mapped(self.path, self.dtype), 0
-        self._parts = [(0, len(self._file))] if self.parts is None else list(self.parts)
-        text = self.path.suffix == ".txt"
-        if self.num_classes is None and not text:
-            how = f"set it to the vocabulary's size of {self.path}"
-            raise DataError(f"data.num_classes is null: {how}")
-        self.num_classes = self._most = 256 if self.num_classes is None else self.num_classes
-        if text:
-            self.classes = [repr(bytes([n]))[2:-1] for n in range(min(256, self._most))]
+        self._tokens = _map_tokens(self.path, self.dtype)
+        self._offset = 0
+        self._parts = [(0, len(self._tokens))] if self.parts is None else list(self.parts)
+        is_text = self.path.suffix == ".txt"
+        if self.num_classes is None:
+            if not is_text:
+                raise DataError(
+                    f"data.num_classes is null: set it to the vocabulary's size of {self.path}"
+                )
+            self.num_classes = 256
+        self._max_classes = self.num_classes
+        if is_text:
+            self.classes = [repr(bytes([n]))[2:-1] for n in range(min(256, self.num_classes))]
         if len(self) < 1:
-            held = sum(stop - start for start, stop in self._parts)
-            few = f"{held} tokens are too few for data.context={self.context}"
-            raise DataError(f"{self.path}: {few}")
+            tokens = sum(stop - start for start, stop in self._parts)
+            raise DataError(
+                f"{self.path}: {tokens} tokens are too few for data.context={self.context}"
+            )
 
     def __len__(self) -> int:
-        return sum(map(self._blocks, self._parts))
+        return sum(map(self._num_blocks, self._parts))
 
     def input_form(self) -> dict[str, Any]:
         """Return what prompts must be brought to; a file of numbers has no text."""
@@ -66,20 +72,23 @@ class TokenBlocks:
             return {"kind": "array"}
         return {"kind": "text", "encoding": "bytes", "context": self.context}
 
-    def _blocks(self, part: Part) -> int:
-        spare = self.context if self.shift else 1  # for the largest offset, and what follows last
-        return max(0, part[1] - part[0] - spare) // self.context
+    def _num_blocks(self, part: Part) -> int:
+        start, stop = part
+        # Beyond the blocks: the token that follows the last one, and room for the largest offset.
+        spare = self.context if self.shift else 1
+        return max(0, stop - start - spare) // self.context
 
     def _first(self, index: int) -> int:
-        """Return where a block begins in the file."""
+        """Return the position in the file at which a block begins."""
         for part in self._parts:
-            if index < (blocks := self._blocks(part)):
+            blocks = self._num_blocks(part)
+            if index < blocks:
                 return part[0] + self._offset + index * self.context
             index -= blocks
         raise IndexError(index)
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose where the blocks of an epoch begin."""
+        """Choose the offset of an epoch's blocks."""
         if self.shift:
             self._offset = key(self.seed, SPLIT, 4, epoch) % self.context
 
@@ -96,27 +105,30 @@ class TokenBlocks:
 
     def fingerprint(self) -> str:
         """Return a digest of the file's size and ends, and of the blocks' position in it."""
-        tokens = self._file
-        digest = hashlib.sha256(f"{len(tokens)} {self._parts} {self.context}".encode())
-        for end in (tokens[:_HASHED], tokens[-_HASHED:]):
-            digest.update(end.tobytes())
+        digest = hashlib.sha256(f"{len(self._tokens)} {self._parts} {self.context}".encode())
+        digest.update(self._tokens[:_HASHED].tobytes())
+        digest.update(self._tokens[-_HASHED:].tobytes())
         return digest.hexdigest()[:16]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_file": None}
+        # A worker process maps the file itself.
+        return {**vars(self), "_tokens": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _file=_mapped(state["path"], state["dtype"]))
+        self.__dict__.update(state)
+        self._tokens = _map_tokens(self.path, self.dtype)
 
     def _windows(self, indices: Sequence[int]) -> Tensor:
         """Return the blocks [n, context + 1], each with the token after its last."""
+        length = self.context + 1
         firsts = [self._first(index) for index in indices]
-        windows = np.stack([self._file[first : first + self.context + 1] for first in firsts])
-        if int(windows.max()) >= self._most:
-            row, place = np.argwhere(windows >= self._most)[0]
-            token = f"token {firsts[row] + place} is {windows[row, place]}"
-            most = f"data.num_classes is {self.num_classes} (and data.dtype {self.dtype})"
-            raise DataError(f"{self.path}: {token}, but {most}")
+        windows = np.stack([self._tokens[first : first + length] for first in firsts])
+        if int(windows.max()) >= self._max_classes:
+            row, column = np.argwhere(windows >= self._max_classes)[0]
+            raise DataError(
+                f"{self.path}: token {firsts[row] + column} is {windows[row, column]}, but "
+                f"data.num_classes is {self.num_classes} (and data.dtype {self.dtype})"
+            )
         return torch.from_numpy(windows.astype(np.int64))
 
 
@@ -140,39 +152,43 @@ def token_blocks(
     there is no such split. Raises DataError.
     """
     place = Path(root).expanduser()
-    cuts = is_cut(split, file_of(place, "val", _SUFFIXES) is not None, val_fraction, folds)
-    path = file_of(place, "train" if cuts else split, _SUFFIXES)
+    has_val = file_of(place, "val", _SUFFIXES) is not None
+    is_part = is_cut(split, has_val, val_fraction, folds)
+    path = file_of(place, "train" if is_part else split, _SUFFIXES)
     if path is None and split == "train":
         raise DataError(f"data.root={root}: no such file, nor a folder with a train.bin")
     if path is None:
         return None
     parts: list[Part] | None = None
-    if cuts:
-        tokens = len(_mapped(path, dtype))
-        first, last = tokens - round(tokens * val_fraction), tokens
+    if is_part:
+        length = len(_map_tokens(path, dtype))
         if folds:
-            first, last = fold * tokens // folds, (fold + 1) * tokens // folds
-        parts = [(first, last)] if split == "val" else [(0, first), (last, tokens)]
+            start = fold * length // folds
+            stop = (fold + 1) * length // folds
+        else:
+            start = length - round(length * val_fraction)
+            stop = length
+        parts = [(start, stop)] if split == "val" else [(0, start), (stop, length)]
     return TokenBlocks(path, context, num_classes, dtype, shift, split_seed, parts, transform)
 
 
-def _mapped(path: Path, dtype: str) -> NDArray[Any]:
+def _map_tokens(path: Path, dtype: str) -> NDArray[Any]:
     """Map a token file. Raises DataError for one that holds no tokens."""
     if path.suffix not in _SUFFIXES:
         raise DataError(f"{path}: expected a file of the kinds {', '.join(_SUFFIXES)}")
     check_regular(path)
-    broken = (OSError, ValueError, EOFError, TypeError, OverflowError, MemoryError)
-    with explained(f"{path}: cannot be read as tokens", *broken):
+    errors = (OSError, ValueError, EOFError, TypeError, OverflowError, MemoryError)
+    with explained(f"{path}: cannot be read as tokens", *errors):
         if path.suffix == ".npy":
             tokens: NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
-            if not isinstance(tokens, np.ndarray):  # an archive of several (.npz) by this name
+            if not isinstance(tokens, np.ndarray):  # numpy opens an archive of any name
                 raise ValueError(f"holds {type(tokens).__name__}")
         else:
-            kind = np.dtype("uint8" if path.suffix == ".txt" else f"<{np.dtype(dtype).str[1:]}")
+            form = np.dtype("uint8" if path.suffix == ".txt" else dtype).newbyteorder("<")
             size = path.stat().st_size
-            if size % kind.itemsize or not size:
-                raise DataError(f"{path}: {size} bytes are no list of {kind} (data.dtype)")
-            tokens = np.memmap(path, kind, mode="r")
+            if size % form.itemsize or size == 0:
+                raise DataError(f"{path}: {size} bytes are no list of {form} (data.dtype)")
+            tokens = np.memmap(path, form, mode="r")
     if tokens.ndim != 1 or tokens.dtype.kind not in "ui":
         raise DataError(f"{path}: holds {tokens.dtype} {list(tokens.shape)}, not a row of integers")
     return tokens

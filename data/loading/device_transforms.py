@@ -1,7 +1,7 @@
 """Transforms of whole batches on their device, independent of how an update is split.
 
-They stand in `transforms.device`, or at the end of `transforms.train` and `transforms.eval`, whose
-trailing steps for batches the loader applies. Which these are depends on the configuration alone.
+They are the steps of `transforms.device`, and the trailing steps of `transforms.train` and
+`transforms.eval` that take batches. Which steps these are depends on the configuration alone.
 """
 
 import copy
@@ -49,18 +49,21 @@ class Ragged(NamedTuple):
 
 
 def collate_ragged(samples: Sequence[Any]) -> Any:
-    """Collate, but leave inputs (the samples' first part) of different sizes as they are."""
+    """Collate samples, but keep inputs (a sample's first part) of different sizes as `Ragged`."""
     first = samples[0]
-    inputs = [sample[0] for sample in samples] if isinstance(first, tuple) else list(samples)
-    if len({image.shape for image in inputs if isinstance(image, Tensor)}) < 2:
+    has_parts = isinstance(first, tuple)
+    inputs = [sample[0] for sample in samples] if has_parts else list(samples)
+    shapes = {image.shape for image in inputs if isinstance(image, Tensor)}
+    if len(shapes) < 2:
         return collate(samples)
-    if not isinstance(first, tuple):
+    if not has_parts:
         return Ragged(inputs)
-    return rebuild(first, [Ragged(inputs), *collate([sample[1:] for sample in samples])])
+    others = collate([sample[1:] for sample in samples])
+    return rebuild(first, [Ragged(inputs), *others])
 
 
 def batch_form(step: Any) -> Any:
-    """Return a step that takes whole batches as such a step, or None for any other."""
+    """Return the form of a step that takes whole batches (often the step itself), or None."""
     if hasattr(step, "draw") or hasattr(step, "of_epoch") or acts_on_batches(step):
         return step
     return getattr(step, "of_batch", None)
@@ -69,17 +72,18 @@ def batch_form(step: Any) -> Any:
 def defer(pipeline: Pipeline, stage: str) -> None:
     """Move the trailing steps that take whole batches to the pipeline's `deferred`.
 
-    There their names begin with that of the stage, such as `train.crop`.
+    Their names there begin with the stage, such as `train.crop`.
     """
     for name in reversed(list(pipeline.steps)):
-        if (form := batch_form(pipeline.steps[name])) is None:
+        form = batch_form(pipeline.steps[name])
+        if form is None:
             break
         pipeline.deferred = {f"{stage}.{name}": form, **pipeline.deferred}
         del pipeline.steps[name]
 
 
 def check_per_sample(pipeline: Pipeline, key: str) -> None:
-    """Raise DataError if a step that single images cannot have would get them."""
+    """Raise DataError if a step that needs whole batches would get single samples."""
     for name, step in pipeline.steps.items():
         if any(getattr(step, kind, False) for kind in ("of_epoch", "lasting", "masks")):
             raise DataError(
@@ -103,32 +107,47 @@ class DeviceTransforms:
 
     deferred: steps that come first, by their keys below `transforms` (`train.crop`).
     A batch is a tuple or list (inputs, targets, ...), a dict of these in that order, or inputs.
+
+    Raises DataError for a step that would draw once for all images of a batch.
     """
 
     def __init__(
         self, steps: Mapping[str, Any], seed: int, deferred: Mapping[str, Any] | None = None
     ) -> None:
-        named = {**(deferred or {}), **{f"device.{name}": step for name, step in steps.items()}}
+        named = dict(deferred or {})
+        named |= {f"device.{name}": step for name, step in steps.items()}
         present = {name: step for name, step in named.items() if step is not None}
         for name, step in present.items():
-            foreign = type(step).__module__.startswith("torchvision.")
-            if foreign and not (mixes_samples(step) or acts_on_batches(step)):
+            is_torchvisions = type(step).__module__.startswith("torchvision.")
+            if is_torchvisions and not (mixes_samples(step) or acts_on_batches(step)):
                 raise DataError(
                     f"transforms.{name}: {type(step).__name__} would draw once for a whole batch: "
                     "use its form in regimen.data.batch_transforms, or move it to transforms.train"
                 )
-        self.steps = {name: _Step(name, step, seed) for name, step in _fused(present).items()}
+        self.steps = {name: _Step(name, step, seed) for name, step in _fuse(present).items()}
 
     def __bool__(self) -> bool:
         return bool(self.steps)
 
     def __call__(self, batch: Any, batch_slice: BatchSlice) -> Any:
-        several = isinstance(batch, list | tuple) and not isinstance(batch, Ragged)
-        parts = [*batch.values()] if isinstance(batch, Mapping) else [batch]
-        parts = list(batch) if several else parts
-        if not parts or not isinstance(parts[0], Tensor | Ragged):
-            raise DataError("transforms: a batch must begin with a tensor of inputs")
-        inputs, targets = parts[0], parts[1] if len(parts) > 1 else None
+        if isinstance(batch, Mapping):
+            parts = list(batch.values())
+        elif isinstance(batch, list | tuple) and not isinstance(batch, Ragged):
+            parts = list(batch)
+        else:
+            return self._apply(batch, None, batch_slice)[0]
+        if not parts:
+            raise DataError(_NO_INPUTS)
+        targets = parts[1] if len(parts) > 1 else None
+        inputs, targets = self._apply(parts[0], targets, batch_slice)
+        parts[:2] = [inputs, targets][: len(parts)]
+        if isinstance(batch, Mapping):
+            return dict(zip(batch, parts, strict=True))
+        return rebuild(batch, parts)
+
+    def _apply(self, inputs: Any, targets: Any, batch_slice: BatchSlice) -> tuple[Any, Any]:
+        if not isinstance(inputs, Tensor | Ragged):
+            raise DataError(_NO_INPUTS)
         for name, step in self.steps.items():
             try:
                 inputs, targets = step(inputs, targets, batch_slice)
@@ -139,22 +158,24 @@ class DeviceTransforms:
                     raise
                 raise DataError(f"transforms.{name} failed: {reason(error)}") from error
         if isinstance(inputs, Ragged):
-            differ = f"samples cannot be put into a batch, their images differ in size ({inputs})"
-            raise DataError(f"{differ}: see transforms, which may crop or resize them to one")
-        parts[:2] = [inputs, targets][: len(parts)]
-        if isinstance(batch, Mapping):
-            return dict(zip(batch, parts, strict=True))
-        return rebuild(batch, parts) if several else inputs
+            raise DataError(
+                "samples cannot be put into a batch, their images differ in size "
+                f"({inputs}): see transforms, which may crop or resize them to one"
+            )
+        return inputs, targets
 
 
-def _fused(steps: Mapping[str, Any]) -> dict[str, Any]:
-    """Standardize what is converted to floats in one step; change what is new in its memory."""
+_NO_INPUTS = "transforms: a batch must begin with a tensor of inputs"
+
+
+def _fuse(steps: Mapping[str, Any]) -> dict[str, Any]:
+    """Join ToFloat and Standardize; let a step write to images that the step before has made."""
     result = dict[str, Any]()
     before: Any = None
     for name, step in steps.items():
-        last = next(reversed(result), "")
         if type(step) is Standardize and type(before) is ToFloat:
-            result[name] = step.after(result.pop(last))
+            _, to_float = result.popitem()
+            result[name] = step.after(to_float)
         elif hasattr(step, "in_place") and type(before) in (RandomCrop, Standardize):
             result[name] = copy.copy(step)
             result[name].in_place = True
@@ -171,99 +192,112 @@ def mixes_samples(step: Any) -> bool:
     return isinstance(step, v2.MixUp | v2.CutMix) or getattr(step, "mixes_samples", False)
 
 
-_MOST_AHEAD = 2**18  # samples whose draws of an epoch are kept, some 16 bytes each
+_MAX_TABLE = 2**18  # samples whose draws of an epoch are kept, some 16 bytes each
 
 
 @functools.lru_cache(maxsize=2)  # the steps of a batch share its samples' keys
-def _keys(indices: Sequence[int], occurrences: Sequence[int], *parts: int) -> Words:
-    own = keys(indices, *parts)
-    return of_occurrences(own, occurrences) if occurrences else own
+def _sample_keys(indices: Sequence[int], occurrences: Sequence[int], *parts: int) -> Words:
+    sample_keys = keys(indices, *parts)
+    return of_occurrences(sample_keys, occurrences) if occurrences else sample_keys
 
 
 @functools.lru_cache(maxsize=2)
-def _places(indices: Sequence[int]) -> Tensor:
+def _index_tensor(indices: Sequence[int]) -> Tensor:
     return torch.from_numpy(np.asarray(indices, np.int64))
 
 
-def _sent_together(rows: Sequence[Tensor], device: torch.device) -> Sequence[Tensor]:
-    """Copy a step's draws to a device: those of one kind as one, since each copy is a launch."""
-    alike = len({(row.dtype, row.shape) for row in rows}) == 1
-    if device.type == "cpu" or not alike:
+def _to_device(rows: Sequence[Tensor], device: torch.device) -> Sequence[Tensor]:
+    """Copy a step's draws to a device: rows of one dtype in one copy, since each is a launch."""
+    forms = {(row.dtype, row.shape) for row in rows}
+    if device.type == "cpu" or len(forms) > 1:
         return [copy_async(row, device) for row in rows]
     return copy_async(torch.stack(list(rows)), device).unbind()
 
 
 @dataclass(eq=False)
 class _Step:
-    """A step by its name, keyed: a function of inputs, targets and their piece.
+    """A step under its name: a function of inputs, targets and their slice.
 
-    The draws of a set that is not too large are those of an epoch together, in one pass. A sample's
-    depend on seed, epoch, its number and occurrence alone, so that it is all the same; those of a
-    batch that holds a later occurrence are drawn by themselves.
+    If the data set is not too large, the draws of all samples of an epoch are made in one pass, and
+    a batch takes its rows of that table. The result is the same: a sample's draws depend on seed,
+    epoch, index and occurrence alone. The table is of first occurrences; a batch that holds a later
+    one is drawn by itself.
     """
 
     name: str
     transform: Any
     seed: int
-    _form: tuple[Any, ...] = ()  # epoch and size that the table is of
+    _table_key: tuple[Any, ...] = ()  # epoch, height and width
     _table: list[Tensor] = field(default_factory=list)
 
-    def __call__(self, inputs: Any, targets: Any, batch_slice: BatchSlice) -> Any:
-        transform, masks = self.transform, getattr(self.transform, "masks", False)
+    def __call__(self, inputs: Any, targets: Any, batch_slice: BatchSlice) -> tuple[Any, Any]:
+        transform = self.transform
         if mixes_samples(transform):
-            place = (
-                batch_slice.epoch,
-                batch_slice.update,
-                batch_slice.micro_batch,
-                batch_slice.start,
-            )
-            number = zlib.crc32(self.name.removeprefix("device.").encode())
-            with preserved_rng():
-                seed_rng(key(self.seed, MICRO_BATCH, *place, number))
-                return transform(inputs, targets)
-        if isinstance(inputs, Ragged):  # one by one; perhaps they have one size then
-            if masks:
-                raise DataError(f"images differ in size ({inputs}), and have masks")
-            results = []
-            for (index, occurrence), image in zip(batch_slice.draws(), inputs.images, strict=True):
-                own = replace(batch_slice, indices=(index,), occurrences=(occurrence,))
-                results.append(self(image[None], None, own)[0])
-            if len({result.shape for result in results}) == 1:
-                return torch.cat(results), targets
-            return Ragged([result[0] for result in results]), targets
-        if not hasattr(transform, "draw"):
-            if hasattr(transform, "of_epoch"):
-                transform = transform.of_epoch(batch_slice.epoch)
-            return transform(inputs), targets
-        rows = _sent_together(self._rows(batch_slice, inputs.shape[-2:]), inputs.device)
-        if masks:
-            targets = transform.on_masks(targets, *rows)
-        return transform(inputs, *rows), targets
+            return self._mix(inputs, targets, batch_slice)
+        if isinstance(inputs, Ragged):
+            return self._apply_to_each(inputs, batch_slice), targets
+        if hasattr(transform, "draw"):
+            draws = _to_device(self._draws(batch_slice, inputs.shape[-2:]), inputs.device)
+            if getattr(transform, "masks", False):
+                targets = transform.on_masks(targets, *draws)
+            return transform(inputs, *draws), targets
+        if hasattr(transform, "of_epoch"):
+            transform = transform.of_epoch(batch_slice.epoch)
+        return transform(inputs), targets
 
-    def _rows(self, batch_slice: BatchSlice, size: Sequence[int]) -> Sequence[Tensor]:
-        """Return the draws of a batch, from those of the epoch where these are kept."""
-        last = max(batch_slice.indices, default=_MOST_AHEAD)
-        if last >= _MOST_AHEAD or len(batch_slice.indices) == 1 or batch_slice.occurrences:
-            return self._drawn(
-                batch_slice.indices, batch_slice.occurrences, batch_slice.epoch, size
-            )
-        if self._form != (batch_slice.epoch, *size) or last >= len(self._table[0]):
-            self._table = list(
-                self._drawn(range(1 << last.bit_length()), (), batch_slice.epoch, size)
-            )
-            self._form = (batch_slice.epoch, *size)
-        these = _places(batch_slice.indices)
-        return [row.index_select(0, these) for row in self._table]
+    def _mix(self, inputs: Any, targets: Any, batch_slice: BatchSlice) -> tuple[Any, Any]:
+        name_hash = zlib.crc32(self.name.removeprefix("device.").encode())
+        mix_key = key(
+            self.seed,
+            MICRO_BATCH,
+            batch_slice.epoch,
+            batch_slice.update,
+            batch_slice.micro_batch,
+            batch_slice.start,
+            name_hash,
+        )
+        with preserved_rng():
+            seed_rng(mix_key)
+            mixed, mixed_targets = self.transform(inputs, targets)
+        return mixed, mixed_targets
 
-    def _drawn(
-        self,
-        indices: Sequence[int],
-        occurrences: Sequence[int],
-        epoch: int,
-        size: Sequence[int],
+    def _apply_to_each(self, inputs: Ragged, batch_slice: BatchSlice) -> Any:
+        """Apply the step to one image after the other; join them if they then have one size."""
+        if getattr(self.transform, "masks", False):
+            raise DataError(f"images differ in size ({inputs}), and have masks")
+        results = []
+        for (index, occurrence), image in zip(batch_slice.draws(), inputs.images, strict=True):
+            sample = replace(batch_slice, indices=(index,), occurrences=(occurrence,))
+            result, _ = self(image[None], None, sample)
+            results.append(result)
+        if len({result.shape for result in results}) == 1:
+            return torch.cat(results)
+        return Ragged([result[0] for result in results])
+
+    def _draws(self, batch_slice: BatchSlice, size: Sequence[int]) -> Sequence[Tensor]:
+        """Return the draws of a batch, from the epoch's table if there is one."""
+        indices = batch_slice.indices
+        epoch = batch_slice.epoch
+        last = max(indices, default=_MAX_TABLE)
+        if last >= _MAX_TABLE or len(indices) == 1 or batch_slice.occurrences:
+            return self._draw(indices, batch_slice.occurrences, epoch, size)
+
+        table_key = (epoch, *size)
+        if self._table_key != table_key or last >= len(self._table[0]):
+            # The next power of two: the table grows a few times, whatever the order of the samples.
+            samples = range(1 << last.bit_length())
+            self._table = list(self._draw(samples, (), epoch, size))
+            self._table_key = table_key
+        rows = _index_tensor(indices)
+        return [column.index_select(0, rows) for column in self._table]
+
+    def _draw(
+        self, indices: Sequence[int], occurrences: Sequence[int], epoch: int, size: Sequence[int]
     ) -> Sequence[Tensor]:
-        lasting = getattr(self.transform, "lasting", False)
-        parts = (self.seed, LASTING) if lasting else (self.seed, SAMPLE, epoch)
-        own = _keys(indices, occurrences, *parts) ^ np.uint64(zlib.crc32(self.name.encode()))
-        found: Sequence[Tensor] = self.transform.draw(Draws(own, epoch), *size)
-        return found
+        if getattr(self.transform, "lasting", False):
+            sample_keys = _sample_keys(indices, occurrences, self.seed, LASTING)
+        else:
+            sample_keys = _sample_keys(indices, occurrences, self.seed, SAMPLE, epoch)
+        step_keys = sample_keys ^ np.uint64(zlib.crc32(self.name.encode()))
+        draws: Sequence[Tensor] = self.transform.draw(Draws(step_keys, epoch), *size)
+        return draws

@@ -1,9 +1,16 @@
-"""Fetch micro-batches: each sample keyed, collated, errors as values; here or in worker processes.
+"""Load samples into batches, in this process or in worker processes.
 
-Not torch's DataLoader: it receives a batch without a timeout, so that a worker that is stopped
-holds the run for ever, and it sends one through /dev/shm, of which containers have 64 MB. Here a
-batch is written to a file in memory, whose descriptor is sent: the main process waits for a few
-bytes, with a timeout, and maps the file. Tensors are not copied again.
+The pool of worker processes is our own, although torch's DataLoader has one, for these reasons:
+
+- torch sends a batch through /dev/shm, of which containers have 64 MB (pytorch/pytorch#5040). Where
+  it was full, the worker printed the failure and the main process waited for ever (#1355). Here a
+  batch is written to a file in memory (memfd), whose descriptor is sent over a socket; the receiver
+  maps the file, so that tensors are not copied again.
+- torch receives a batch without a timeout: a worker that is stopped while it sends one holds the
+  run for ever. Here the main process waits for 8 bytes, and looks once a second whether the run is
+  to stop, the worker lives and `loader.timeout` is over.
+- A worker that is lost or hangs is reported with the sample that it was loading.
+- Workers ignore the signals that end a run: the main process decides when they leave.
 """
 
 import contextlib
@@ -20,6 +27,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
 from typing import Any
@@ -45,17 +53,19 @@ from regimen.data.keys import (
 from regimen.data.sources import Interrupted
 
 Collate = Callable[[Sequence[Any]], Any]
-REPLACEMENTS = 16  # attempts to replace a broken sample
+MAX_ATTEMPTS = 16  # to load a sample or one of its replacements
 
-# The parent decides when a run ends; a worker that died of a signal to the whole process group
-# would take the emergency checkpoint with it.
-PARENTS_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+# A worker that died of a signal to the whole process group would take the emergency checkpoint
+# with it.
+IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
-_LOOK = 1.0  # seconds between two looks whether to go on waiting
-_MOMENT = 2.0  # seconds that workers have, all together, to leave by themselves
-_ALIGNED = 64  # bytes at a multiple of which each tensor begins
+POLL_SECONDS = 1.0
+GRACE_SECONDS = 2.0  # that workers have, all together, to leave by themselves
+MAX_PREFETCH = 64  # batches of a worker: a socket's buffer holds so many messages
+_ALIGNMENT = 64  # bytes
+_SKIPPED = object()  # stands for a sample that could not be loaded
 
-HINT = (
+MEMORY_HINT = (
     "if memory ran out, lower loader.num_workers, loader.prefetch_factor or loader.batch_size; "
     "loader.num_workers=0 shows where the code fails"
 )
@@ -68,7 +78,7 @@ def collate(samples: Sequence[Any]) -> Any:
     every sample stays None.
     """
     first = samples[0]
-    if first is None and all(sample is None for sample in samples):
+    if all(sample is None for sample in samples):
         return None
     if isinstance(first, Mapping):
         return {name: collate([sample[name] for sample in samples]) for name in first}
@@ -96,22 +106,27 @@ class Fetched:
     failure: Exception | None = None
 
 
-class BrokenOff(Exception):  # noqa: N818 (nothing went wrong)
-    """Pieces are no longer needed. Raised between two samples, outside users' code, or waiting."""
+class LoadingStopped(Exception):  # noqa: N818 (nothing went wrong)
+    """The remaining batches are not needed.
+
+    Raised between two samples or while waiting for a worker, never inside users' code.
+    """
 
 
-def never() -> bool:
-    """Return False: nothing interrupts the loading."""
+def never_interrupted() -> bool:
+    """Return False: nothing stops the loading."""
     return False
 
 
 @dataclass(eq=False)
 class Fetcher:
-    """Load the samples of a slice and put them together.
+    """Load the samples of a slice and collate them.
 
     on_error: "raise", "replace" (by a sample that the broken one's index and the seed determine:
     the update stays whole) or "drop" (the slice shrinks: evaluation counts nothing twice).
-    `replacements`: the samples that may stand in for others.
+    replacements: the samples that may take the place of others.
+    interrupted: called before each sample.
+    current_index: holds the index of the sample that is being loaded; shared memory in a worker.
     """
 
     dataset: Any
@@ -119,112 +134,124 @@ class Fetcher:
     seed: int
     on_error: str
     replacements: Sequence[int] | Indices
-    interrupted: Interrupted = never  # asked before each sample
-    # The index that is being loaded: a worker shares it with the main process.
-    watch: Any = field(default_factory=lambda: [-1])
+    interrupted: Interrupted = never_interrupted
+    current_index: Any = field(default_factory=lambda: [-1])
 
     def __call__(self, batch_slice: BatchSlice) -> Fetched:
-        """Return a slice's batch, or an error as a value. Raises BrokenOff if interrupted."""
+        """Return a slice's batch, or an error as a value. Raises LoadingStopped if interrupted."""
         try:
             return self._fetch(batch_slice)
+        except LoadingStopped:
+            raise
         except BaseException as error:
-            if isinstance(error, BrokenOff) or not is_fault(error):
+            if not is_fault(error):
                 raise
-            text = str(error)
-            if not isinstance(error, DataError):
-                shown = ", ".join(map(str, batch_slice.indices[:6]))
-                text = (
-                    f"samples {shown} cannot be put into a batch (do their shapes and types "
-                    f"agree? see transforms, loader.collate_fn): {reason(error)}"
-                )
-            failure = memory_error(error) or DataError(text)
+            failure = memory_error(error) or _data_error(error, batch_slice)
             failure.add_note(traceback.format_exc())
             return Fetched(None, batch_slice, failure=failure)
 
     def load(
         self, batch_slices: Iterable[BatchSlice], interrupted: Interrupted
     ) -> Iterator[Fetched]:
-        """Yield what is fetched of slices, in their order, until interrupted."""
+        """Yield the batches of slices, in their order, until interrupted."""
         self.interrupted = interrupted
-        with contextlib.suppress(BrokenOff):
+        with contextlib.suppress(LoadingStopped):
             yield from map(self, batch_slices)
 
-    def name(self, index: int) -> str:
-        """Name a sample by its index and, where there is one, its file."""
+    def describe(self, index: int) -> str:
+        """Return a sample's index and, if its data set tells it, its file."""
         path = path_of(self.dataset, index)
-        return f"sample {index}" + (f" ({path})" if path else "")
+        return f"sample {index} ({path})" if path else f"sample {index}"
 
     def _fetch(self, batch_slice: BatchSlice) -> Fetched:
-        if callable(begin := getattr(self.dataset, "begin_epoch", None)):
-            begin(batch_slice.epoch, key(self.seed, SAMPLE, batch_slice.epoch))
-        elif callable(tell := getattr(self.dataset, "set_epoch", None)):
-            tell(batch_slice.epoch)
-        if offers(type(self.dataset), "batch", "__getitem__"):
+        epoch = batch_slice.epoch
+        begin_epoch = getattr(self.dataset, "begin_epoch", None)
+        set_epoch = getattr(self.dataset, "set_epoch", None)
+        if callable(begin_epoch):
+            begin_epoch(epoch, key(self.seed, SAMPLE, epoch))
+        elif callable(set_epoch):
+            set_epoch(epoch)
+
+        if overrides_method(type(self.dataset), "batch", "__getitem__"):
             # A list: tensors and arrays take a tuple as one number for each dimension.
             batch = self.dataset.batch(list(batch_slice.indices))
             if batch is not None:
                 return Fetched(batch, batch_slice)
+
         skipped: list[Skipped] = []
         with preserved_rng():
             if self.on_error == "drop":
-                samples, batch_slice = self._kept(batch_slice, skipped)
+                samples, batch_slice = self._load_or_drop(batch_slice, skipped)
             else:
                 samples = [
-                    self._replaced(*draw, batch_slice.epoch, skipped)
-                    for draw in batch_slice.draws()
+                    self._load_or_replace(index, occurrence, epoch, skipped)
+                    for index, occurrence in batch_slice.draws()
                 ]
             return Fetched(self.collate(samples), batch_slice, skipped)
 
-    def _replaced(self, index: int, occurrence: int, epoch: int, skipped: list[Skipped]) -> Any:
-        """Load one sample or its replacement, which is drawn for with the sample's own key."""
-        candidate, own_key = index, self._key_of(index, occurrence, epoch)
-        for attempt in range(REPLACEMENTS):
-            if found := self._loaded(candidate, own_key, skipped):
-                return found[0]
-            drawn = key(self.seed, REPLACEMENT, index, attempt) % len(self.replacements)
-            candidate = int(self.replacements[drawn])
-        raise DataError(f"sample {index} and {REPLACEMENTS - 1} replacements could not be loaded")
+    def _load_or_replace(
+        self, index: int, occurrence: int, epoch: int, skipped: list[Skipped]
+    ) -> Any:
+        """Load a sample, or a replacement, which is augmented with the sample's own key."""
+        sample_key = self._sample_key(index, occurrence, epoch)
+        candidate = index
+        for attempt in range(MAX_ATTEMPTS):
+            sample = self._load(candidate, sample_key, skipped)
+            if sample is not _SKIPPED:
+                return sample
+            position = key(self.seed, REPLACEMENT, index, attempt) % len(self.replacements)
+            candidate = int(self.replacements[position])
+        raise DataError(f"sample {index} and {MAX_ATTEMPTS - 1} replacements could not be loaded")
 
-    def _kept(
+    def _load_or_drop(
         self, batch_slice: BatchSlice, skipped: list[Skipped]
     ) -> tuple[list[Any], BatchSlice]:
-        """Load the samples that can be loaded; an empty slice gets a sample and `count` 0."""
+        """Load the samples that can be loaded; return them and their slice.
+
+        If none can be loaded, the slice has one sample and `count` 0.
+        """
         draws = batch_slice.draws()
         samples = list[Any]()
-        kept = list[tuple[int, int]]()
+        loaded = list[tuple[int, int]]()
         for index, occurrence in draws:
-            found = self._loaded(index, self._key_of(index, occurrence, batch_slice.epoch), skipped)
-            if found:
-                samples += found
-                kept.append((index, occurrence))
-        if not kept:  # of files without labels all may be broken
-            own = getattr(self.dataset, "stand_in", None)
-            stand_in = (
-                own() if callable(own) else self._replaced(*draws[0], batch_slice.epoch, skipped)
+            sample_key = self._sample_key(index, occurrence, batch_slice.epoch)
+            sample = self._load(index, sample_key, skipped)
+            if sample is not _SKIPPED:
+                samples.append(sample)
+                loaded.append((index, occurrence))
+
+        if not loaded:
+            # Files of a data set without labels may all be broken: it then has a blank sample.
+            stand_in = getattr(self.dataset, "stand_in", None)
+            if callable(stand_in):
+                sample = stand_in()
+            else:
+                sample = self._load_or_replace(*draws[0], batch_slice.epoch, skipped)
+            return [sample], replace(
+                batch_slice,
+                indices=batch_slice.indices[:1],
+                occurrences=batch_slice.occurrences[:1],
+                count=0,
             )
-            first = batch_slice.indices[:1]
-            return [stand_in], replace(
-                batch_slice, indices=first, occurrences=batch_slice.occurrences[:1], count=0
-            )
-        if len(kept) < len(draws):
-            indices, occurrences = zip(*kept, strict=True)
-            count = len(kept) if batch_slice.count else 0
+        if len(loaded) < len(draws):
+            indices, occurrences = zip(*loaded, strict=True)
+            count = len(loaded) if batch_slice.count else 0
             batch_slice = replace(
                 batch_slice, indices=indices, occurrences=occurrences, count=count
             )
         return samples, batch_slice
 
-    def _key_of(self, index: int, occurrence: int, epoch: int) -> int:
+    def _sample_key(self, index: int, occurrence: int, epoch: int) -> int:
         return of_occurrence(key(self.seed, SAMPLE, epoch, index), occurrence)
 
-    def _loaded(self, index: int, own_key: int, skipped: list[Skipped]) -> list[Any]:
-        """Return a sample, drawn for with a key; none where it is left out."""
+    def _load(self, index: int, sample_key: int, skipped: list[Skipped]) -> Any:
+        """Return a sample, its random draws keyed; `_SKIPPED` if it is left out."""
         if self.interrupted():
-            raise BrokenOff
-        self.watch[0] = index
-        seed_rng(own_key)
+            raise LoadingStopped
+        self.current_index[0] = index
+        seed_rng(sample_key)
         try:
-            return [self.dataset[index]]
+            return self.dataset[index]
         except BaseException as error:
             if memory_error(error) or not is_fault(error):
                 raise
@@ -232,100 +259,127 @@ class Fetcher:
             text = str(error) if isinstance(error, DataError) else reason(error)
             if isinstance(error, UnreadableError) and self.on_error == "raise":
                 text = f"{text}; data.on_error=skip leaves such samples out"
-            where = f"sample {index}" if str(path) in text else self.name(index)
-            failure = DataError(f"{where}: {text}")
+            sample = f"sample {index}" if str(path) in text else self.describe(index)
+            failure = DataError(f"{sample}: {text}")
             if self.on_error == "raise":
                 raise failure from error
             skipped.append(Skipped(index, path, str(failure)))
-            return []
+            return _SKIPPED
 
 
-def offers(kind: type, method: str, *other_ways: str) -> bool:
-    """Return whether a class has a method, and no subclass of its owner another way to a sample."""
+def overrides_method(kind: type, method: str, *alternatives: str) -> bool:
+    """Return whether a class has a method that is still valid for its samples.
+
+    It is not if a subclass of the class that defines it defines one of `alternatives`: the
+    subclass then makes its samples in another way.
+    """
     for base in kind.__mro__:
         if method in vars(base):
             return True
-        if any(other in vars(base) for other in other_ways):
+        if any(name in vars(base) for name in alternatives):
             return False
     return False
 
 
 def path_of(dataset: Any, index: int) -> str | None:
-    """Return the file of a sample, if its data set can tell."""
+    """Return the file of a sample, or None if its data set has no method `path`."""
     path = getattr(dataset, "path", None)
     return path(index) if callable(path) else None
 
 
 def memory_error(error: BaseException) -> WorkerError | None:
-    """Say in words how an exception shows that memory gave out; None if it does not."""
+    """Return a WorkerError for an exception that shows that memory ran out, or None."""
     return WorkerError(f"out of memory: {reason(error)}") if lacks_memory(error) else None
+
+
+def _data_error(error: BaseException, batch_slice: BatchSlice) -> DataError:
+    if isinstance(error, DataError):
+        return DataError(str(error))
+    indices = ", ".join(map(str, batch_slice.indices[:6]))
+    return DataError(
+        f"samples {indices} cannot be put into a batch (do their shapes and types "
+        f"agree? see transforms, loader.collate_fn): {reason(error)}"
+    )
 
 
 @dataclass(eq=False)
 class Workers:
-    """So many processes, which take the slices of an epoch in turn.
+    """Worker processes, which take the slices of an epoch in rotation.
 
-    ahead: slices that each has before its batch is needed.
-    timeout: seconds to wait for a batch; 0 = without end.
+    prefetch_factor: slices that each worker is sent before its batch is needed.
+    timeout: seconds to wait for a batch; 0 = no limit.
+    init_fn: called in each worker with its number.
+    context: how processes are started ("fork", "spawn", "forkserver"); None: Python's default.
+
+    Raises WorkerError if they cannot be started, DataError if the data set cannot be sent to them.
     """
 
     fetcher: Fetcher
-    number: int
-    ahead: int
+    num_workers: int
+    prefetch_factor: int
     timeout: float
-    init: Callable[[int], object] | None
+    init_fn: Callable[[int], object] | None
     context: str | None
 
     def __post_init__(self) -> None:
-        self.ahead = min(self.ahead, 64)  # no more messages than a channel holds
+        self.prefetch_factor = min(self.prefetch_factor, MAX_PREFETCH)
         self.processes = list[BaseProcess]()
         self._channels = list[socket.socket]()
-        start = multiprocessing.get_context(self.context)
-        self._watch = [start.RawArray("q", [-1]) for _ in range(self.number)]
-        # Before multiprocessing waits for its daemons, which would ignore its SIGTERM.
+        context = multiprocessing.get_context(self.context)
+        self._current_indices = [context.RawArray("q", [-1]) for _ in range(self.num_workers)]
+        # At the end of the program, before multiprocessing waits for its daemons: it sends them
+        # SIGTERM, which they ignore.
         self._end = Finalize(self, _end, (self._channels, self.processes), exitpriority=1)
-        # No signal hits a worker before it ignores them.
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, PARENTS_SIGNALS)
+
+        # Blocked until a worker ignores them, so that no signal hits it before.
+        old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)
         try:
-            for worker in range(self.number):
-                ours, theirs = socket.socketpair()
-                self._channels.append(ours)
-                arguments = (theirs, self.fetcher, worker, self._watch[worker], self.init)
-                process = start.Process(target=_work, args=arguments, daemon=True)  # type: ignore[attr-defined]
-                with theirs:
-                    process.start()
-                self.processes.append(process)
+            for worker in range(self.num_workers):
+                self._start(context, worker)
+        except (OSError, MemoryError) as error:
+            self.close(patient=False)
+            raise WorkerError(
+                f"the loader's workers cannot be started; {MEMORY_HINT}: {reason(error)}"
+            ) from error
         except Exception as error:
             self.close(patient=False)
-            if isinstance(error, OSError | MemoryError):
-                said = f"the loader's workers cannot be started; {HINT}: {reason(error)}"
-                raise WorkerError(said) from error
-            why = f"the data set cannot be sent to worker processes ({reason(error)})"
-            keys = "loader.num_workers=0 or loader.multiprocessing_context=fork"
-            raise DataError(f"{why}: make it picklable, or set {keys}") from error
+            raise DataError(
+                f"the data set cannot be sent to worker processes ({reason(error)}): make it "
+                "picklable, or set loader.num_workers=0 or loader.multiprocessing_context=fork"
+            ) from error
         finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
+
+    def _start(self, context: BaseContext, worker: int) -> None:
+        channel, worker_channel = socket.socketpair()
+        self._channels.append(channel)
+        current_index = self._current_indices[worker]
+        arguments = (worker_channel, self.fetcher, worker, current_index, self.init_fn)
+        process = context.Process(target=_run_worker, args=arguments, daemon=True)  # type: ignore[attr-defined]
+        with worker_channel:
+            process.start()
+        self.processes.append(process)
 
     def load(
         self, batch_slices: Iterable[BatchSlice], interrupted: Interrupted
     ) -> Iterator[Fetched]:
-        """Yield what is fetched of slices, in their order, until interrupted.
+        """Yield the batches of slices, in their order, until interrupted.
 
         Raises WorkerError if a worker is lost, or hangs.
         """
-        waiting = deque[int]()
-        turns = itertools.cycle(range(len(self.processes)))
-        with contextlib.suppress(BrokenOff):
-            for worker, batch_slice in zip(turns, batch_slices, strict=False):
+        pending = deque[int]()  # the workers that batches are expected from, in order
+        rotation = itertools.cycle(range(len(self.processes)))
+        with contextlib.suppress(LoadingStopped):
+            for worker, batch_slice in zip(rotation, batch_slices, strict=False):
                 try:
                     _send(self._channels[worker], batch_slice)
                 except ConnectionError as error:
                     raise self._lost(worker) from error
-                waiting.append(worker)
-                if len(waiting) > self.ahead * len(self.processes):
-                    yield self._next(waiting.popleft(), interrupted)
-            while waiting:
-                yield self._next(waiting.popleft(), interrupted)
+                pending.append(worker)
+                if len(pending) > self.prefetch_factor * len(self.processes):
+                    yield self._receive_from(pending.popleft(), interrupted)
+            while pending:
+                yield self._receive_from(pending.popleft(), interrupted)
 
     def close(self, patient: bool = True) -> None:
         """End the workers; those that stay (or all, if not `patient`) are killed."""
@@ -334,53 +388,60 @@ class Workers:
                 process.kill()
         self._end()
 
-    def _next(self, worker: int, interrupted: Interrupted) -> Fetched:
-        channel, look = self._channels[worker], min(_LOOK, self.timeout or _LOOK)
-        channel.settimeout(look)
-        # Looks are counted: the time in which this process was stopped itself is not.
-        for looks in itertools.count(1):
+    def _receive_from(self, worker: int, interrupted: Interrupted) -> Fetched:
+        """Wait for a worker's next batch."""
+        channel = self._channels[worker]
+        poll = min(POLL_SECONDS, self.timeout or POLL_SECONDS)
+        channel.settimeout(poll)
+        # Polls are counted instead of reading a clock: the time in which this process itself was
+        # stopped does not count.
+        for polls in itertools.count(1):
             try:
                 fetched = _receive(channel)
                 break
             except TimeoutError:
                 if interrupted():
-                    raise BrokenOff from None
+                    raise LoadingStopped from None
                 if not self.processes[worker].is_alive():
                     raise self._lost(worker) from None
-                if self.timeout and looks * look >= self.timeout:
-                    late = f"gave no batch for {self.timeout:g} s (loader.timeout)"
-                    at = f"{self._sample(worker)}; raise loader.timeout if it is only slow"
+                if self.timeout and polls * poll >= self.timeout:
                     raise WorkerError(
-                        f"loader worker {worker} {late} at {at}; if its code calls "
-                        "torch.set_num_threads, which waits for ever in a forked process, set "
+                        f"loader worker {worker} gave no batch for {self.timeout:g} s "
+                        f"(loader.timeout) at {self._current_sample(worker)}; raise loader.timeout "
+                        "if it is only slow; if its code calls torch.set_num_threads, which waits "
+                        "for ever in a forked process, set "
                         "loader.multiprocessing_context=forkserver"
                     ) from None
             except (EOFError, ConnectionError) as error:
                 raise self._lost(worker) from error
         if isinstance(fetched, Exception):
-            raise WorkerError(f"the loader's workers failed: {reason(fetched)}; {HINT}")
+            raise WorkerError(f"the loader's workers failed: {reason(fetched)}; {MEMORY_HINT}")
         return fetched  # type: ignore[no-any-return]
 
     def _lost(self, worker: int) -> WorkerError:
         """Return an error that says how a worker ended, and on which sample."""
         process = self.processes[worker]
-        process.join(_MOMENT)
+        process.join(GRACE_SECONDS)
         code = process.exitcode or 0
-        killed = f"was killed by {signal.Signals(-code).name}" if code < 0 else ""
-        end = killed or f"left with exit code {code}"
-        who = f"loader worker {worker} (pid {process.pid})"
-        return WorkerError(f"{who} {end} at {self._sample(worker)}; {HINT}")
+        if code < 0:
+            end = f"was killed by {signal.Signals(-code).name}"
+        else:
+            end = f"left with exit code {code}"
+        sample = self._current_sample(worker)
+        return WorkerError(
+            f"loader worker {worker} (pid {process.pid}) {end} at {sample}; {MEMORY_HINT}"
+        )
 
-    def _sample(self, worker: int) -> str:
-        index = self._watch[worker][0]
-        return "no sample yet" if index < 0 else self.fetcher.name(index)
+    def _current_sample(self, worker: int) -> str:
+        index = self._current_indices[worker][0]
+        return "no sample yet" if index < 0 else self.fetcher.describe(index)
 
 
 def _end(channels: Sequence[socket.socket], processes: Sequence[BaseProcess]) -> None:
     for channel in channels:
-        with channel, contextlib.suppress(OSError):  # it may be gone
+        with channel, contextlib.suppress(OSError):  # the worker may be gone
             _send(channel, None)
-    deadline = time.monotonic() + _MOMENT
+    deadline = time.monotonic() + GRACE_SECONDS
     for process in processes:
         process.join(max(0.0, deadline - time.monotonic()))
     for process in processes:
@@ -388,24 +449,27 @@ def _end(channels: Sequence[socket.socket], processes: Sequence[BaseProcess]) ->
         process.join()
 
 
-def _work(channel: socket.socket, fetcher: Fetcher, worker: int, watch: Any, init: Any) -> None:
-    """Fetch slices until there is None, or the parent is gone."""
-    for number in PARENTS_SIGNALS:
+def _run_worker(
+    channel: socket.socket, fetcher: Fetcher, worker: int, current_index: Any, init_fn: Any
+) -> None:
+    """Fetch slices until None arrives, or the parent is gone."""
+    for number in IGNORED_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, PARENTS_SIGNALS)
-    # The workers share the cores. And where this process is a fork of one in which torch has
-    # computed with several threads, these are gone: torch would wait for them for ever.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED_SIGNALS)
+    # The workers share the cores. Besides, if this process is a fork of one in which torch has
+    # computed with several threads, these threads are gone, and torch would wait for them for ever.
     torch.set_num_threads(1)
     seed_rng(key(fetcher.seed, LOADER, worker))
-    fetcher.watch = watch
+    fetcher.current_index = current_index
     parent = os.getppid()
     channel.settimeout(5.0)
     try:
-        if init is not None:
-            init(worker)
+        if init_fn is not None:
+            init_fn(worker)
     except Exception as error:
         _send(channel, WorkerError(reason(error)))
         return
+
     with contextlib.suppress(EOFError, ConnectionError):
         while os.getppid() == parent:
             try:
@@ -420,30 +484,41 @@ def _work(channel: socket.socket, fetcher: Fetcher, worker: int, watch: Any, ini
             except ConnectionError:
                 raise
             except Exception as error:
-                text = f"a batch cannot be sent from a worker process ({reason(error)})"
-                way_out = "let samples hold tensors and plain values, or loader.num_workers=0"
-                failure = memory_error(error) or DataError(f"{text}: {way_out}")
+                failure = memory_error(error) or DataError(
+                    f"a batch cannot be sent from a worker process ({reason(error)}): let samples "
+                    "hold tensors and plain values, or loader.num_workers=0"
+                )
                 _send(channel, Fetched(None, fetched.batch_slice, failure=failure))
 
 
 class _Pickler(pickle.Pickler):
-    """Leave the numbers of plain tensors out, however deep in a batch: they are written as is."""
+    """Keep the content of plain tensors apart from the pickle, so that it is written uncopied."""
 
     def reducer_override(self, value: Any) -> Any:
-        if type(value) is not Tensor or value.device.type != "cpu" or not value.numel():
+        if type(value) is not Tensor or not _is_plain(value):
             return NotImplemented
-        if value.layout is not torch.strided or value.is_quantized or value.requires_grad:
-            return NotImplemented
-        numbers: Any = value.resolve_conj().resolve_neg().reshape(-1).view(torch.uint8).numpy()
-        return _tensor, (pickle.PickleBuffer(numbers), value.dtype, value.shape)
+        content = value.resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
+        return _tensor, (pickle.PickleBuffer(content.numpy()), value.dtype, value.shape)  # type: ignore[arg-type]
 
 
-def _tensor(numbers: Any, dtype: torch.dtype, shape: torch.Size) -> Tensor:
-    return torch.frombuffer(numbers, dtype=torch.uint8).view(dtype).view(shape)
+def _is_plain(tensor: Tensor) -> bool:
+    """Return whether bytes, dtype and shape are all that a tensor consists of."""
+    if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+        return False
+    # A tensor without elements has no buffer that could be mapped.
+    return tensor.numel() > 0 and not (tensor.is_quantized or tensor.requires_grad)
+
+
+def _tensor(content: Any, dtype: torch.dtype, shape: torch.Size) -> Tensor:
+    return torch.frombuffer(content, dtype=torch.uint8).view(dtype).view(shape)
 
 
 def _send(channel: socket.socket, value: Any) -> None:
-    """Write a value to a file in memory, and send that."""
+    """Write a value to a file in memory, and send the file's descriptor.
+
+    The file holds the pickled list of the parts' lengths, then the parts, each aligned: the pickle
+    of the value and the contents of its tensors. The message is the length of that list.
+    """
     buffers: list[pickle.PickleBuffer] = []
     pickled = io.BytesIO()
     _Pickler(pickled, 5, buffer_callback=buffers.append).dump(value)
@@ -452,23 +527,25 @@ def _send(channel: socket.socket, value: Any) -> None:
     with memory_file() as file:
         file.write(lengths)
         for part in parts:
-            file.write(bytes(-file.tell() % _ALIGNED))
+            file.write(bytes(-file.tell() % _ALIGNMENT))
             file.write(part)
         file.flush()
-        socket.send_fds(channel, [len(lengths).to_bytes(8)], [file.fileno()])
+        message = len(lengths).to_bytes(8)
+        socket.send_fds(channel, [message], [file.fileno()])
 
 
 def _receive(channel: socket.socket) -> Any:
     """Return what was sent; its tensors lie in the file's memory. Raises EOFError at the end."""
-    message, files, *_ = socket.recv_fds(channel, 8, 1)
+    message, descriptors, *_ = socket.recv_fds(channel, 8, 1)
     if not message:
         raise EOFError
-    with open(files[0], "r+b") as file:
+    with open(descriptors[0], "r+b") as file:
         content = memoryview(mmap.mmap(file.fileno(), 0))
-    first = int.from_bytes(message)
-    parts, position = [], first
-    for length in pickle.loads(content[:first]):
-        position += -position % _ALIGNED
+    position = int.from_bytes(message)
+    lengths = pickle.loads(content[:position])
+    parts = []
+    for length in lengths:
+        position += -position % _ALIGNMENT
         parts.append(content[position : position + length])
         position += length
     return pickle.loads(parts[0], buffers=parts[1:])

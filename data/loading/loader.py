@@ -5,7 +5,7 @@ import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, astuple, dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from regimen.data.batch import (
     to_device,
 )
 from regimen.data.errors import DataError
+from regimen.data.keys import Indices
 from regimen.data.loading.device_transforms import DeviceTransforms
 from regimen.data.loading.fetch import (
     Collate,
@@ -28,8 +29,8 @@ from regimen.data.loading.fetch import (
     Skipped,
     Workers,
     collate,
-    never,
-    offers,
+    never_interrupted,
+    overrides_method,
 )
 from regimen.data.orders import Sequential
 from regimen.data.samplers import (
@@ -55,20 +56,28 @@ CPU = torch.device("cpu")
 
 
 def can_be_kept(kind: type) -> bool:
-    """Return whether a data set has `tensors()`, and no subclass another way to a sample."""
-    return offers(kind, "tensors", "__getitem__", "batch")
+    """Return whether a class of data sets has `tensors()` that is valid for its samples.
+
+    It is not if a subclass makes its samples in another way.
+    """
+    return overrides_method(kind, "tensors", "__getitem__", "batch")
 
 
 def bytes_of(samples: Any) -> int:
     """Return the bytes of all tensors of a nested batch."""
-    sizes = []
-    map_leaves(lambda leaf: sizes.append(leaf.nbytes if isinstance(leaf, Tensor) else 0), samples)
+    sizes = list[int]()
+
+    def add(tensor: Tensor) -> Tensor:
+        sizes.append(tensor.nbytes)
+        return tensor
+
+    map_tensors(add, samples)
     return sum(sizes)
 
 
 @dataclass(eq=False)
 class DeviceCache:
-    """All samples of a data set on a device: what travels to it are the numbers of samples.
+    """A data set cached on the device: per batch only the sample indices are copied.
 
     `dataset.tensors()` returns all samples as one batch, before any transform: tensors with a row
     for each sample; None if they cannot be one.
@@ -83,24 +92,31 @@ class DeviceCache:
     _samples: Any = None
 
     def fill(self) -> None:
-        """Copy the data set to the device, once."""
+        """Copy the data set to the device; later calls do nothing. Waits for the copy."""
         if self._tried:
             return
         self._tried = True
         samples = self.dataset.tensors()
-        size = bytes_of(samples)
-        if samples is None or size > self.most_bytes:
-            why = f"its samples take {size} bytes, more than data.cache_bytes={self.most_bytes}"
-            why = "images of several sizes, or that cannot be decoded" if samples is None else why
-            name = type(self.dataset).__name__
-            logger.warning("warning: data.cache=device: %s stays in host memory: %s", name, why)
+        if samples is None:
+            self._warn("images of several sizes, or that cannot be decoded")
             return
-        self._samples, self.ready = to_device(samples, self.device, non_blocking=False), True
+        size = bytes_of(samples)
+        if size > self.most_bytes:
+            self._warn(
+                f"its samples take {size} bytes, more than data.cache_bytes={self.most_bytes}"
+            )
+            return
+        self._samples = to_device(samples, self.device, non_blocking=False)
+        self.ready = True
         logger.info("data.cache=device: %d bytes on %s", size, self.device)
 
     def batch(self, indices: Sequence[int]) -> Any:
         """Return samples as a batch on the device, without waiting for it."""
         return index_batch(self._samples, indices, self.device)
+
+    def _warn(self, why: str) -> None:
+        name = type(self.dataset).__name__
+        logger.warning("warning: data.cache=device: %s stays in host memory: %s", name, why)
 
 
 @dataclass(eq=False)
@@ -113,11 +129,11 @@ class Loader:
 
     on_error: "raise" a DataError; "replace" a broken sample by one that (seed, index) determine; or
     "drop" it, for evaluation. More than `max_skipped` different ones are a DataError in any case.
-    kept: the data set on the device. Once it is there, micro-batches are gathered from it, and no
-    workers are started.
-    prefetch: on an accelerator, a batch is copied (or gathered) and transformed on a side stream
-    during the computation of the one before it; otherwise when it is needed.
-    is_undivided: whether the Trainer that it is given to says how an update is split.
+    kept: a cache of the data set on the device. Once it is loaded, micro-batches are gathered from
+    it, and no workers are started.
+    prefetch: on an accelerator, copy (or gather) and transform a batch on a side stream while the
+    batch before it is computed; otherwise this happens when the batch is needed.
+    is_undivided: the Trainer that is given the loader decides how an update is split.
     """
 
     dataset: Any
@@ -144,17 +160,21 @@ class Loader:
     def __post_init__(self) -> None:
         self.dataset = as_dataset(self.dataset)
         if isinstance(self.dataset, Stream) and self.on_error != "raise":
-            why = "cannot be kept for a stream, whose samples come once; set data.on_error=raise"
-            raise DataError(f"data.on_error=skip {why}")
+            raise DataError(
+                "data.on_error=skip cannot be kept for a stream, whose samples come once; set "
+                "data.on_error=raise"
+            )
         self.skipped = list[Skipped]()
-        among_own = self.on_error == "replace"
-        others = own_samples(self.sampler.updates) if among_own else range(len(self.dataset))
-        form = self.collate_fn or collate
-        self._fetcher = Fetcher(self.dataset, form, self.seed, self.on_error, others)
+        replacements: Sequence[int] | Indices = range(len(self.dataset))
+        if self.on_error == "replace":
+            replacements = own_samples(self.sampler.updates)
+        self._fetcher = Fetcher(
+            self.dataset, self.collate_fn or collate, self.seed, self.on_error, replacements
+        )
         self._pins = self.pin_memory and pins(default_device())
         self._workers: Workers | None = None
-        self._busy = False  # an epoch was begun and has not ended
-        self._interrupted: Interrupted = never
+        self._epoch_open = False  # an epoch of the workers was begun and has not ended
+        self._interrupted: Interrupted = never_interrupted
 
     def __len__(self) -> int:
         return len(self.sampler)
@@ -169,9 +189,9 @@ class Loader:
     ) -> "Loader":
         """Return the loader of one process of a run whose model computes on `device` in `dtype`.
 
-        An undivided loader returns a copy that splits its updates so: each Trainer has its own
-        place in the epoch. Another returns itself. Raises DataError where its micro-batches are
-        not those of the Trainer.
+        An undivided loader returns a copy with this split of updates, so that each Trainer has its
+        own position in the epoch; any other returns itself. Raises DataError if the loader's
+        micro-batches are not those of the Trainer.
         """
         sampler = self.sampler
         if not self.is_undivided:
@@ -183,12 +203,12 @@ class Loader:
                     "give both the same, or let regimen.loader make the loader, which is told"
                 )
             return self
-        # What was set by a resume belongs to the run that was resumed.
+        # The order alone: a position that a resume has set belongs to the run that was resumed.
         updates = sampler.updates
-        fresh = updates.order if isinstance(updates, OrderedUpdates) else updates
+        order = updates.order if isinstance(updates, OrderedUpdates) else updates
         split = replace(
             sampler,
-            updates=fresh,
+            updates=order,
             gradient_accumulation_steps=gradient_accumulation_steps,
             rank=rank,
             world_size=world_size,
@@ -211,24 +231,27 @@ class Loader:
         """
         stop = len(self) if stop is None else min(stop, len(self))
         batch_slices = self.sampler.walk(epoch, start, stop)
-        if callable(fill := getattr(self.dataset, "fill_cache", None)):
-            fill(self._interrupted)  # before the workers start, so that they share it
+        fill_cache = getattr(self.dataset, "fill_cache", None)
+        if callable(fill_cache):
+            fill_cache(self._interrupted)  # before the workers start, so that they share it
         if self.kept is not None and not self._interrupted():
             self.kept.fill()
-        if self._busy:  # workers load, or hang at, what nobody needs
+
+        if self._epoch_open:
+            # The workers still load batches of the epoch before, or hang at one.
             self.close(patient=False)
+        source: Iterator[MicroBatch]
         if self.kept is not None and self.kept.ready:
-            source: Iterator[MicroBatch] = (
-                MicroBatch(None, batch_slice) for batch_slice in batch_slices
-            )
+            source = (MicroBatch(None, batch_slice) for batch_slice in batch_slices)
         elif self.num_workers:
             source = self._from_workers(batch_slices)
         else:
-            source = map(self._received, self._fetcher.load(batch_slices, self._interrupted))
+            source = map(self._unpack, self._fetcher.load(batch_slices, self._interrupted))
+
         if self.prefetch and has_streams(self.device):
-            yield from one_ahead(source, self._moved, self.device)
+            yield from prefetch(source, self._prepare, self.device)
         else:
-            yield from map(self._moved, source)
+            yield from map(self._prepare, source)
 
     def heed(self, interrupted: Interrupted) -> None:
         """End the epoch as soon as `interrupted` returns true.
@@ -240,59 +263,71 @@ class Loader:
 
     def close(self, patient: bool = True) -> None:
         """End the workers; those that hang (or all, if not `patient`) are killed."""
-        workers, self._workers, self._busy = self._workers, None, False
+        workers = self._workers
+        self._workers = None
+        self._epoch_open = False
         if workers is not None:
             workers.close(patient)
 
     def _from_workers(self, batch_slices: Iterator[BatchSlice]) -> Iterator[MicroBatch]:
-        self._workers = workers = self._workers or Workers(
-            self._fetcher,
-            self.num_workers,
-            2 if self.prefetch_factor is None else self.prefetch_factor,
-            self.timeout,
-            self.worker_init_fn,
-            self.multiprocessing_context,
-        )
-        self._busy, ended = True, False
+        if self._workers is None:
+            self._workers = Workers(
+                self._fetcher,
+                self.num_workers,
+                2 if self.prefetch_factor is None else self.prefetch_factor,
+                self.timeout,
+                self.worker_init_fn,
+                self.multiprocessing_context,
+            )
+        workers = self._workers
+        self._epoch_open = True
+        completed = False
         try:
-            yield from map(self._received, workers.load(batch_slices, self._interrupted))
-            ended = not self._interrupted()
+            yield from map(self._unpack, workers.load(batch_slices, self._interrupted))
+            completed = not self._interrupted()
         finally:
+            # Unless the loader was closed meanwhile.
             if self._workers is workers:
-                self._busy = False
-                if not (ended and self.persistent_workers):
-                    self.close(patient=ended)
+                self._epoch_open = False
+                if not (completed and self.persistent_workers):
+                    self.close(patient=completed)
 
-    def _received(self, fetched: Fetched) -> MicroBatch:
+    def _unpack(self, fetched: Fetched) -> MicroBatch:
         """Return a micro-batch; raise its error, or that too many samples were left out."""
         if fetched.failure is not None:
             raise fetched.failure
         for entry in fetched.skipped:
-            if all(entry.index != known.index for known in self.skipped):
+            if all(entry.index != earlier.index for earlier in self.skipped):
                 self.skipped.append(entry)
                 logger.warning("data.on_error=skip: left out %s", entry.reason)
-        if (many := len(self.skipped)) > self.max_skipped:
-            most = f"{many} samples could not be loaded, more than data.max_skipped="
-            listed = "; ".join(entry.reason for entry in self.skipped[:3])
-            raise DataError(f"{most}{self.max_skipped}: {listed}")
-        batch = map_leaves(_pinned, fetched.batch) if self._pins else fetched.batch
+        if len(self.skipped) > self.max_skipped:
+            reasons = "; ".join(entry.reason for entry in self.skipped[:3])
+            raise DataError(
+                f"{len(self.skipped)} samples could not be loaded, more than "
+                f"data.max_skipped={self.max_skipped}: {reasons}"
+            )
+        batch = fetched.batch
+        if self._pins:
+            batch = map_leaves(_pinned, batch)
         return MicroBatch(batch, fetched.batch_slice)
 
-    def _moved(self, micro: MicroBatch) -> MicroBatch:
+    def _prepare(self, micro_batch: MicroBatch) -> MicroBatch:
+        """Copy a micro-batch to the device, or gather it there, and apply the transforms."""
+        batch_slice = micro_batch.batch_slice
         if self.kept is not None and self.kept.ready:
-            batch = self.kept.batch(micro.batch_slice.indices)
+            batch = self.kept.batch(batch_slice.indices)
         else:
-            batch = to_device(micro.batch, self.device, non_blocking=self.non_blocking)
+            batch = to_device(micro_batch.batch, self.device, non_blocking=self.non_blocking)
         if self.transforms:
-            batch = self.transforms(batch, micro.batch_slice)
-        return MicroBatch(batch, micro.batch_slice)
+            batch = self.transforms(batch, batch_slice)
+        return MicroBatch(batch, batch_slice)
 
     def skipped_state(self) -> list[list[Any]]:
         """Return the samples that were left out, as plain values for a checkpoint."""
         return [list(astuple(entry)) for entry in self.skipped]
 
     def load_skipped_state(self, state: Iterable[Sequence[Any]]) -> None:
-        """Load the samples that were left out."""
+        """Load the samples that were left out; of two entries with one index the last."""
         self.skipped[:] = {entry[0]: Skipped(*entry) for entry in state}.values()
 
 
@@ -334,9 +369,9 @@ def loader(
             "leave y out"
         )
     if y is not None or holds_arrays(X):
-        samples = as_samples(X, y)
-        in_batches = collate_fn is None
-        dataset: Any = ArraySamples(samples, torch.get_default_dtype(), in_batches)
+        dataset: Any = ArraySamples(
+            as_samples(X, y), torch.get_default_dtype(), in_batches=collate_fn is None
+        )
     elif callable(getattr(X, "__getitem__", None)) or callable(getattr(X, "__iter__", None)):
         dataset = as_dataset(X)
     else:
@@ -362,24 +397,37 @@ def _pinned(leaf: Any) -> Any:
     return leaf.pin_memory() if hasattr(leaf, "pin_memory") else leaf
 
 
-def one_ahead(
-    source: Iterator[MicroBatch], move: Callable[[MicroBatch], MicroBatch], device: torch.device
+class _Prefetched(NamedTuple):
+    """A micro-batch whose preparation was launched on a side stream."""
+
+    micro_batch: MicroBatch
+    source: MicroBatch  # its pinned memory must stay until the copy is done
+    done: torch.Event
+
+
+def prefetch(
+    source: Iterator[MicroBatch], prepare: Callable[[MicroBatch], MicroBatch], device: torch.device
 ) -> Iterator[MicroBatch]:
-    """Move each micro-batch on a side stream, before the previous one is yielded."""
-    stream, waiting = side_stream(device), None
+    """Prepare each micro-batch on a side stream, before the previous one is yielded.
+
+    The host does not wait: the device's current stream waits for the side stream.
+    """
+    stream = side_stream(device)
+    previous: _Prefetched | None = None
     try:
-        for micro in itertools.chain(source, [None]):
+        for micro_batch in itertools.chain(source, [None]):
             launched = None
-            if micro is not None:
+            if micro_batch is not None:
                 with stream:
-                    # The pinned source is kept alive until the copy is done.
-                    launched = move(micro), micro, stream.record_event()
-            if waiting is not None:
-                moved, _, done = waiting
+                    prepared = prepare(micro_batch)
+                    launched = _Prefetched(prepared, micro_batch, stream.record_event())
+            if previous is not None:
                 current = current_stream(device)
-                current.wait_event(done)
-                map_tensors(functools.partial(record_stream, current), moved.batch)
-                yield moved
-            waiting = launched
-    finally:  # what was moved in vain may still read data that are freed from here on
+                current.wait_event(previous.done)
+                # So that the memory is not used again before the current stream has read it.
+                map_tensors(functools.partial(record_stream, current), previous.micro_batch.batch)
+                yield previous.micro_batch
+            previous = launched
+    finally:
+        # A batch that was prepared in vain may still read data that are freed from here on.
         current_stream(device).wait_stream(stream)

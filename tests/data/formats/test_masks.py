@@ -63,7 +63,7 @@ def test_masks_of_any_plain_kind(tree, mode):
 
 
 @pytest.mark.parametrize("size", [24, [20, 6]])
-def test_both_are_brought_to_one_size_masks_by_the_nearest_pixel(tree, size):
+def test_images_and_masks_are_resized_masks_by_the_nearest_pixel(tree, size):
     image, mask = _open(tree, val_fraction=0, image_size=size)[3]
     height, width = (size, size) if isinstance(size, int) else size
     assert image.shape[1:] == mask.shape == (height, width)
@@ -71,7 +71,7 @@ def test_both_are_brought_to_one_size_masks_by_the_nearest_pixel(tree, size):
     assert np.array_equal(mask.numpy(), np.asarray(nearest))
 
 
-def test_values_of_ones_own_and_pixels_that_do_not_count(tree, caplog):
+def test_values_map_levels_to_classes_and_ignored_pixels_stay(tree, caplog):
     _write(tree / "train" / "masks" / "0.png", _numbers(0, classes=2) * 255)
     _open(tree, num_classes=2, val_fraction=0)
     assert "0 and 255 alone, and 255 is ignored" in caplog.text
@@ -131,7 +131,7 @@ def test_a_missing_val_is_cut_and_folds_partition(tree, caplog):
     ],
     ids=["no-mask", "lossy", "sizes", "unknown-value", "colours", "no-train"],
 )
-def test_what_does_not_fit_is_named(tree, change, text):
+def test_a_mistake_in_a_mask_folder_is_named(tree, change, text):
     change(tree)
     with pytest.raises(DataError, match=text):
         _open(tree, val_fraction=0)[0]
@@ -152,7 +152,7 @@ def test_flips_treat_masks_alike_and_a_plan_is_made(tree, capsys):
     assert "MaskFolder" in capsys.readouterr().out
 
 
-def test_what_a_split_cannot_read_is_left_out(tree, built):
+def test_a_broken_mask_is_left_out_with_on_error_skip(tree, built):
     (tree / "train" / "masks" / "0.png").write_bytes(b"no picture")
     loader, *_ = built(*_words(tree, "data.on_error=skip", "data.val_fraction=0"))
     labels = [micro.batch[1] for micro in loader.epoch(0)]

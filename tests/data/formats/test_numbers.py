@@ -108,7 +108,7 @@ def test_parquet_and_new_rows_are_encoded_alike(file, tmp_path):
         rows_of(file)
 
 
-def test_a_missing_value_is_the_mean_where_that_is_wanted(file):
+def test_a_missing_value_becomes_the_mean_with_missing_mean(file):
     file.write_text(file.read_text().replace("Bonn,103", " ? ,103").replace("\n2,", "\nNA,", 1))
     with pytest.raises(DataError, match=r"houses\.csv: row 3, column 'rooms': no value"):
         rows_of(file)
@@ -475,7 +475,7 @@ def test_a_token_file_of_another_form_is_named(folder, save):
         (np.zeros((3, 3)), {}, "not a row of integers"),
     ],
 )
-def test_what_is_wrong_with_tokens_is_named(folder, content, options, words):
+def test_a_mistake_in_a_token_file_is_named(folder, content, options, words):
     (folder / "train.bin").unlink()
     if isinstance(content, bytes):
         (folder / "train.bin").write_bytes(content)

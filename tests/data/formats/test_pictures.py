@@ -204,7 +204,7 @@ def test_a_url_is_read_alike(shards, tmp_path):
         ({"a.jpg": b"x", "a.cls": b"9999"}, {"num_classes": 9}, r"9999 is not .*num_classes, 9: "),
     ],
 )
-def test_what_is_wrong_with_a_shard_is_named(tmp_path, files, options, words):
+def test_a_mistake_in_a_shard_is_named(tmp_path, files, options, words):
     write(tmp_path / "train-0.tar", files)
     with pytest.raises(DataError, match=words):
         tar(tmp_path, val_fraction=0.0, **options)[0]

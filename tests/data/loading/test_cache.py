@@ -62,7 +62,7 @@ def test_broken_images_fail_as_without_a_cache(picture_tree, kind):
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "in-the-way"])
-def test_what_cannot_be_kept_costs_speed_only(picture_tree, kind, caplog):
+def test_images_that_do_not_fit_the_cache_are_decoded_each_time(picture_tree, kind, caplog):
     if kind == "in-the-way":
         (picture_tree / ".cache").write_text("a file")
     files = _filled(picture_tree, kind.replace("in-the-way", "disk"), most_bytes=1000)
@@ -73,7 +73,7 @@ def test_what_cannot_be_kept_costs_speed_only(picture_tree, kind, caplog):
     assert _files_of(picture_tree, "*.*[st]") == []
 
 
-def test_a_second_run_finds_the_file_and_another_content_another(picture_tree):
+def test_a_second_run_reuses_the_cache_unless_the_images_changed(picture_tree):
     _filled(picture_tree, "disk")
     (path,) = _files_of(picture_tree)
     before = path.stat().st_ino
@@ -118,7 +118,7 @@ def _seen(loader):
     ],
     ids=lambda words: words[-1].partition("=")[2],
 )
-def test_the_network_sees_the_same(words, built):
+def test_a_device_cache_gives_the_same_batches(words, built):
     words = [*words, "loader.batch_size=12", "loader.eval_batch_size=5", "loader.num_workers=0"]
     words += ["trainer.gradient_accumulation_steps=2"]
     each = (built(*words, f"data.cache={cache}", rank=1, world=2) for cache in ("none", "device"))
@@ -130,7 +130,7 @@ def test_the_network_sees_the_same(words, built):
         assert kept.kept.ready
 
 
-def test_more_than_a_device_may_take_stays_in_host_memory(caplog):
+def test_a_data_set_above_cache_bytes_stays_in_host_memory(caplog):
     digits = DeviceCache(Digits("val"), torch.device("cpu"), 1000)
     digits.fill()
     assert not digits.ready

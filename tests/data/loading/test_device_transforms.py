@@ -170,7 +170,7 @@ def test_the_last_steps_that_can_are_deferred(steps, left):
 @pytest.mark.parametrize(
     "step", [batched.AlternatingFlip(), batched.RandomCrop(8, masks=True), ProgressiveResize([8])]
 )
-def test_what_single_images_cannot_have_is_refused(step):
+def test_a_step_for_whole_batches_is_refused_before_one_for_single_images(step):
     pipeline = Pipeline({"step": step, "augment": v2.RandAugment()})
     defer(pipeline, "train")
     with pytest.raises(DataError, match=r"transforms\.train\.step: \w+ treats whole batches"):

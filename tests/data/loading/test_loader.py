@@ -93,7 +93,7 @@ REPEATING = {
 
 
 @pytest.mark.parametrize("make", REPEATING.values(), ids=REPEATING)
-def test_what_an_epoch_draws_again_is_augmented_anew(noisy, make):
+def test_a_sample_drawn_twice_in_an_epoch_is_augmented_anew(noisy, make):
     """By hand: the key of the first is (seed, epoch, index), of those after it one number more."""
     dataset = noisy()
     both = noisy(110)
@@ -213,7 +213,7 @@ RAGGED = r"samples 0, 1, 2, 3 .*transforms, loader\.collate_fn"
     ],
     ids=["init", "data-set-cannot-be-sent", "batch-cannot-be-sent", "ragged"],
 )
-def test_what_cannot_be_loaded_is_told(dataset, options, error, text):
+def test_data_that_cannot_be_loaded_are_an_error_with_a_way_out(dataset, options, error, text):
     with loading(dataset, Sequential(4), 4, **options) as loader, pytest.raises(error, match=text):
         drain(loader)
 
@@ -227,7 +227,7 @@ class _Relabelled(Digits):
 
 
 @pytest.mark.parametrize("on_error", ["raise", "drop"])
-def test_a_subclass_with_samples_of_its_own_is_asked_for_them(on_error):
+def test_a_subclass_with_its_own_getitem_is_not_bypassed(on_error):
     labels = []
     for dataset in (Digits("val"), _Relabelled("val")):
         with loading(dataset, Sequential(len(dataset)), 32, on_error=on_error) as loader:
@@ -252,7 +252,7 @@ class _Indexed:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_whole_batch_is_asked_for_by_a_list(workers):
+def test_batch_is_given_its_indices_as_a_list(workers):
     with loading(_Indexed(), Sequential(6), 3, num_workers=workers) as loader:
         for micro in loader.epoch(0):
             rows = torch.arange(24.0).view(6, 4)[list(micro.batch_slice.indices)]
@@ -276,7 +276,7 @@ class _Kinds(_Ragged):
 
 
 @pytest.mark.parametrize("context", ["fork", "spawn"])
-def test_whatever_a_batch_holds_comes_from_a_worker_as_it_is(context):
+def test_a_worker_sends_any_tensor_unchanged(context):
     order, options = Sequential(4), {"num_workers": 1, "multiprocessing_context": context}
     with (
         loading(_Kinds(), order, collate_fn=_as_list) as plain,
@@ -398,7 +398,7 @@ def _skipping(dataset, on_error, workers=0, **options):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_training_replaces_by_a_rule_and_tells_it_once(noisy, workers, caplog):
+def test_training_replaces_broken_samples_by_a_rule_and_warns_once(noisy, workers, caplog):
     micros, loader = _skipping(noisy(bad=BAD), "replace", workers)
     assert caplog.text.count("/pictures/3.jpg") == 1
     whole, _ = _skipping(noisy(), "raise")
@@ -434,7 +434,7 @@ def test_a_replacement_is_one_of_the_samplers_own(noisy, order):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_evaluation_drops(noisy, workers):
+def test_evaluation_drops_broken_samples(noisy, workers):
     micros, loader = _skipping(noisy(bad=BAD), "drop", workers, order=Sequential(20))
     first = micros[:4]
     seen = [i for m in first for i in m.batch_slice.indices[: m.batch_slice.count]]
@@ -448,7 +448,7 @@ def test_evaluation_drops(noisy, workers):
     assert int(first.batch[0][0, 0]) > 5
 
 
-def test_evaluation_drops_no_sample_for_standing_twice(noisy):
+def test_evaluation_keeps_samples_that_occur_twice(noisy):
     order = SamplerOrder([4, 3, 4, 5, 4, 6], 5)
     micros, _ = _skipping(noisy(bad=BAD), "drop", order=order)
     batch_slice = micros[0].batch_slice

@@ -146,7 +146,7 @@ class Slow(Drawing):
 @pytest.mark.usefixtures("alarm")
 @pytest.mark.parametrize("persistent", [False, True])
 def test_a_wait_for_a_slow_worker_ends_with_a_signal(monkeypatch, persistent):
-    monkeypatch.setattr("regimen.data.loading.fetch._LOOK", 0.05)
+    monkeypatch.setattr("regimen.data.loading.fetch.POLL_SECONDS", 0.05)
     trainer = listener()
     loader = loader_of(Slow(16), num_workers=2, persistent_workers=persistent)
     stream = trainer.reader.connect(loader).epoch(0)
