@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from regimen.scripts.cli.arguments import command_parser
-from regimen.scripts.cli.console import leave_with
+from regimen.scripts.cli.console import run_and_exit
 
 BENCHMARKS = {  # their modules, and what they measure
     "step": ("loop", "what the loop costs on top of the computation, for each update"),
@@ -63,4 +63,4 @@ def benchmark(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    leave_with(benchmark, sys.argv[1:])
+    run_and_exit(benchmark, sys.argv[1:])

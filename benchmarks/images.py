@@ -49,7 +49,7 @@ from regimen.models.resnet import ResNet
 from regimen.models.small_cnn import SmallCNN
 from regimen.scripts.cli.keys import Prediction
 from regimen.scripts.composition.compose import compose
-from regimen.scripts.runs.answers import Findings
+from regimen.scripts.runs.answers import PredictionWriter
 from regimen.trainer.assembly.data import build_data
 from regimen.trainer.assembly.experiment import build_evaluator, eval_loader
 from regimen.trainer.assembly.parts import build_strategy
@@ -224,7 +224,7 @@ def _predict_by_hand(components: Components, loader: Loader) -> None:
 def _predict(components: Components, loader: Loader, facts: InferenceMetadata, folder: str) -> None:
     """Answer as the command `predict` does."""
     options = Prediction(run="", source="", out=f"{folder}/predictions.csv")
-    found = Findings(options, facts, loader.dataset)
+    found = PredictionWriter(options, facts, loader.dataset)
     for answers in Predictor(components)(loader):
         found.add(answers)
     found.write({})

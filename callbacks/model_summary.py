@@ -9,7 +9,7 @@ from regimen.callbacks.support import logger
 from regimen.data.batch import rebuild
 from regimen.trainer.assembly.summary import render, summarize
 from regimen.trainer.callback import Callback
-from regimen.trainer.files.layout import WIDTH, columns_of
+from regimen.trainer.files.layout import WIDTH, terminal_width
 from regimen.trainer.trainer import Trainer
 
 
@@ -48,7 +48,7 @@ class ModelSummary(Callback):
             if summary.problem is None:
                 break
         if trainer.is_main:
-            width = min(columns_of(sys.stderr) or WIDTH, WIDTH)
+            width = min(terminal_width(sys.stderr) or WIDTH, WIDTH)
             logger.info("%s", render(summary, width))
 
 

@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 from regimen.callbacks.support import require
 from regimen.trainer.callback import Callback, losses_of, saver_of
-from regimen.trainer.files.layout import is_dumb, packed, size_of
+from regimen.trainer.files.layout import is_dumb, terminal_size, wrap_items
 from regimen.trainer.trainer import Trainer
 
 _LOSS = "train/loss"
@@ -239,11 +239,11 @@ class Progress(Callback):
 
 def _table_lines(columns: Iterable[str], texts: Iterable[str]) -> list[str]:
     """Return texts aligned to their columns; what does not fit goes on in further lines."""
-    width = size_of(sys.stderr).columns
+    width = terminal_size(sys.stderr).columns
     cells = []
     for name, text in zip(columns, texts, strict=True):
         cells.append(f"{text:>{max(9, len(name))}}")
-    return packed(cells, width, "  ")
+    return wrap_items(cells, width, "  ")
 
 
 def _log_line(line: str) -> None:

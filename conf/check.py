@@ -24,7 +24,7 @@ from regimen.conf.other_words import VALUES, our_key
 from regimen.conf.python_words import in_python
 from regimen.conf.schema import Config, Values
 from regimen.conf.schema_trainer import StrategyConfig, TrainerConfig, strategy_node
-from regimen.conf.yaml_file import word
+from regimen.conf.yaml_file import format_scalar
 
 MISSING = "???"
 T = TypeVar("T")
@@ -318,7 +318,7 @@ def _build(schema: type[T], raw: Values) -> T:
 def format_value(value: Any) -> str:
     """Return a value of a configuration for a message, in brief and with its type."""
     if value is None or isinstance(value, bool):
-        return word(value)
+        return format_scalar(value)
     return shortened(repr(value), 80) + _KINDS.get(type(value), "")
 
 

@@ -320,6 +320,6 @@ def _escaped(node: Any, open_names: Iterable[str]) -> Any:
     return mapped(node, escape)
 
 
-def word(value: object) -> str:
+def format_scalar(value: object) -> str:
     """Return a single value as a command line writes it: `null`, `true`, `0.1`."""
     return json.dumps(value) if value is None or isinstance(value, bool) else str(value)

@@ -80,23 +80,23 @@ def decode_image(
         _check_size(*opened.size, path)
         opened.load()  # PNG may have its EXIF behind the pixels
         orientation = _orientation(opened)
-        return _upright_tensor(planes_of(opened, path, channels, value_range), orientation)
+        return _upright_tensor(pil_to_channels(opened, path, channels, value_range), orientation)
 
 
-def as_tensor(image: Image.Image) -> Tensor:
+def pil_to_tensor(image: Image.Image) -> Tensor:
     """Return a Pillow image as uint8 (C, H, W): one channel if it is grey, else three."""
     plain = _to_eight_bits(image, "a picture", None)
     return _planes(plain if plain.mode in ("L", "RGB") else plain.convert("RGB"))
 
 
-def planes_of(
+def pil_to_channels(
     image: Image.Image, path: Path | str, channels: int, value_range: Range = None
 ) -> Tensor:
     """Return a Pillow image as uint8 (channels, H, W); `path` is for messages."""
     return _planes(_to_eight_bits(image, path, value_range).convert(_MODES[channels]))
 
 
-def read_levels(path: Path | str) -> NDArray[np.int64]:
+def read_mask(path: Path | str) -> NDArray[np.int64]:
     """Return the values (H, W) of a grey image, or the palette numbers of its pixels, unscaled.
 
     Raises UnreadableError, also for colours.
@@ -124,7 +124,7 @@ class Depth:
     largest: int | None  # None for colours, and if it was not measured
 
 
-def depth_of(data: bytes, path: Path | str, measures: bool) -> Depth | None:
+def read_depth(data: bytes, path: Path | str, measures: bool) -> Depth | None:
     """Return the depth of a file of more than 8 bits a value; None for all others.
 
     measures: decode the file for its largest value. Raises UnreadableError.
@@ -199,7 +199,7 @@ def open_image(path: str, channels: int = 3, value_range: Range = None) -> Tenso
     return decode_image(data, path, channels, value_range)
 
 
-def quick_form(step: Any) -> Any:
+def fast_resize(step: Any) -> Any:
     """Return a bilinear RandomResizedCrop or Resize in a form that also takes LargeJpeg files.
 
     It draws the same, and its result for 8-bit images is the same. Other steps are returned as they

@@ -41,7 +41,7 @@ class WorkerError(Exception):
 
 
 @contextmanager
-def explained(what: str, *kinds: type[Exception]) -> Iterator[None]:
+def as_data_error(what: str, *kinds: type[Exception]) -> Iterator[None]:
     """Turn errors of these kinds into a DataError: `what` failed, and the reason."""
     try:
         yield

@@ -24,14 +24,14 @@ from regimen.data.decode import (
     Channels,
     Depth,
     Range,
-    depth_of,
     open_image,
     read_content,
+    read_depth,
     read_image,
 )
 from regimen.data.errors import DataError, UnreadableError
-from regimen.data.sources import Interrupted, locked, resized
-from regimen.data.splits import NAMES, Split, is_cut, name_unused, rows_of_train
+from regimen.data.sources import Interrupted, file_lock, resize_images
+from regimen.data.splits import NAMES, Split, is_part_of_train, rows_of_train, warn_unused
 from regimen.data.transforms import Transform, acts_on_batches
 
 logger = logging.getLogger(__name__)
@@ -127,7 +127,7 @@ class Pictures:
             if os.path.splitext(path)[1].lower() in _EIGHT_BIT_EXTENSIONS:
                 continue
             try:
-                depth = depth_of(self.content(index), path, measured < _DEPTH_MEASURED)
+                depth = read_depth(self.content(index), path, measured < _DEPTH_MEASURED)
             except DataError:  # reported when the sample is needed
                 continue
             if depth is None or depth.states_range:
@@ -153,19 +153,19 @@ class Pictures:
         )
 
     def __getitem__(self, index: int) -> Any:
-        image = self.brought_to_form(self.decoded(index))
+        image = self.resize_and_transform(self.decoded(index))
         return image if self.targets is None else (image, int(self.targets[index]))
 
     def stand_in(self) -> Any:
         """Return a black sample, for a batch of which no file can be read."""
         black = torch.zeros(self.channels, *(self.size or _DEFAULT_SIZE), dtype=torch.uint8)
-        image = self.brought_to_form(black)
+        image = self.resize_and_transform(black)
         return image if self.targets is None else (image, 0)
 
-    def brought_to_form(self, image: Any) -> Any:
+    def resize_and_transform(self, image: Any) -> Any:
         """Return a uint8 image (C, H, W), resized and transformed."""
         if self.size is not None:
-            image = resized(image[None], self.size)[0]
+            image = resize_images(image[None], self.size)[0]
         return image if self.transform is None else self.transform(image)
 
 
@@ -228,7 +228,7 @@ class ImageFolder(Pictures):
         if images is None:
             return None
         rows = torch.from_numpy(np.array(indices))
-        return self.brought_to_form(images), self.targets.index_select(0, rows)
+        return self.resize_and_transform(images), self.targets.index_select(0, rows)
 
 
 def memory_file() -> IO[bytes]:
@@ -333,7 +333,7 @@ class ImageCache:
         path = self.folder / f"{_identity(files)}.images"
         part = path.with_suffix(".part")
         arguments = (str(path), len(files), files.channels)
-        with locked(path.with_suffix(".lock"), interrupted):
+        with file_lock(path.with_suffix(".lock"), interrupted):
             with contextlib.suppress(FileNotFoundError, ValueError):
                 self.images = MappedImages(*arguments)
                 os.utime(path)  # the files that were not used for longest are removed first
@@ -449,9 +449,9 @@ def image_folder(
         folders["val"] = None
     if split == "train":
         used = [folder.name for folder in folders.values() if folder is not None]
-        name_unused(tree, tuple(name for name in _folders_of(tree) if name not in used))
+        warn_unused(tree, tuple(name for name in _folders_of(tree) if name not in used))
 
-    from_train = is_cut(split, folders["val"] is not None, val_fraction, folds)
+    from_train = is_part_of_train(split, folders["val"] is not None, val_fraction, folds)
     folder = folders["train"] if from_train else folders[split]
     if folder is None:
         logger.warning("data.root=%s has no folder %r: the run goes without it", tree, split)

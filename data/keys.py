@@ -37,7 +37,7 @@ MICRO_BATCH = 3
 REPLACEMENT = 5
 SPLIT = 6
 LOADER = 7
-LASTING = 8  # of a sample, the same in every epoch
+FIXED_SAMPLE = 8  # of a sample, the same in every epoch
 
 
 def mix(value: int) -> int:
@@ -83,12 +83,12 @@ def keys(values: ArrayLike, *parts: int) -> Words:
     return splitmix64(words, 0, 1).reshape(words.shape)
 
 
-def of_occurrence(sample_key: int, occurrence: int) -> int:
+def occurrence_key(sample_key: int, occurrence: int) -> int:
     """Return the key of an occurrence of a sample; the first one (0) has the sample's own key."""
     return mix(sample_key ^ occurrence) if occurrence else sample_key
 
 
-def of_occurrences(sample_keys: Words, occurrences: ArrayLike) -> Words:
+def occurrence_keys(sample_keys: Words, occurrences: ArrayLike) -> Words:
     """Return the key of an occurrence (n,) of each of many samples, from their keys (n,)."""
     numbers = np.asarray(occurrences, dtype=np.uint64)
     later_keys = splitmix64(sample_keys ^ numbers, 0, 1).reshape(sample_keys.shape)

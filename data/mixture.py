@@ -23,7 +23,9 @@ from regimen.data.transforms import Transform, on_inputs
 _LONGEST_PERIOD = 100_000  # samples after which the sequence of sets may repeat, at most
 
 
-def faults(sets: Mapping[str, Any], weights: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def argument_errors(
+    sets: Mapping[str, Any], weights: Mapping[str, Any]
+) -> Iterator[tuple[str, str]]:
     """Yield (argument, reason) for each argument that makes no mixture."""
     for name in sets:
         if "/" in name or not name:
@@ -55,7 +57,7 @@ class Mixture:
     transform: Transform = None
 
     def __post_init__(self) -> None:
-        for argument, wrong in faults(self.sets, self.weights):
+        for argument, wrong in argument_errors(self.sets, self.weights):
             raise DataError(f"{argument}: {wrong}")
         for name, dataset in self.sets.items():
             if isinstance(dataset, Stream) or not len(dataset):

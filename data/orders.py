@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from regimen.data.errors import DataError
 from regimen.data.keys import ORDER, Indices, Permutation, random_state
-from regimen.data.splits import cut
+from regimen.data.splits import stratified_split
 
 
 class Order(Protocol):
@@ -153,7 +153,7 @@ class Subset:
         labels = labels_of(dataset)
         if labels is None:
             labels = np.zeros(samples)
-        self.indices, _ = cut(labels, samples - subset_size, subset_seed)
+        self.indices, _ = stratified_split(labels, samples - subset_size, subset_seed)
         # The cut leaves at least one sample of each class, which may be more than the subset has.
         if len(self.indices) > subset_size:
             shuffled = random_state(subset_seed, ORDER).permutation(len(self.indices))

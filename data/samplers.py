@@ -236,7 +236,7 @@ def as_updates(batch_sampler: Any, seed: int) -> Updates:
     return batch_sampler if hasattr(batch_sampler, "samples") else GivenBatches(batch_sampler, seed)
 
 
-def own_samples(updates: Updates) -> Sequence[int] | Indices:
+def replacement_samples(updates: Updates) -> Sequence[int] | Indices:
     """Return the samples that may replace a broken one: those of epoch 0."""
     orders_of_all = (Sequential, Shuffled, LowMemory)
     if isinstance(updates, OrderedUpdates) and isinstance(updates.order, orders_of_all):

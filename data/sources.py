@@ -20,7 +20,7 @@ from torch.nn.functional import interpolate
 
 from regimen.data.errors import DataError, reason
 from regimen.data.keys import Indices
-from regimen.data.splits import Split, cut, train_and_val
+from regimen.data.splits import Split, stratified_split, train_and_val
 from regimen.data.transforms import Transform, acts_on_batches
 
 logger = logging.getLogger(__name__)
@@ -91,7 +91,7 @@ class ImageTensors(TensorSamples):
         self.classes = list(classes)
 
 
-def resized(images: Tensor, size: int | Sequence[int] | None) -> Tensor:
+def resize_images(images: Tensor, size: int | Sequence[int] | None) -> Tensor:
     """Return uint8 images (n, C, H, W) at `size` (a side, or height and width), bilinear.
 
     None leaves them as they are. Data sets in memory do it once, not at every access.
@@ -129,11 +129,11 @@ class Digits(ImageTensors):
         folds: int = 0,
     ) -> None:
         images, targets = _digits()
-        rest, test = cut(targets, 270, split_seed)
+        rest, test = stratified_split(targets, 270, split_seed)
         train, val = train_and_val(targets[rest], 270, split_seed, fold, folds)
         rows = {"train": rest[train], "val": rest[val], "test": test}[split]
         pixels = np.round(images[rows] * (255 / 16)).astype(np.uint8)  # their white is 16
-        images = resized(torch.from_numpy(pixels).view(-1, 1, 8, 8), image_size)
+        images = resize_images(torch.from_numpy(pixels).view(-1, 1, 8, 8), image_size)
         super().__init__(images, torch.from_numpy(targets[rows]), map(str, range(10)), transform)
 
 
@@ -184,7 +184,9 @@ class _Downloaded(ImageTensors):
             targets = targets[rows]
         # (n, H, W, C) of colour images, (n, H, W) of grey ones, to (n, C, H, W).
         images = images.permute(0, 3, 1, 2).contiguous() if images.ndim == 4 else images[:, None]
-        super().__init__(resized(images, image_size), targets, map(str, source.classes), transform)
+        super().__init__(
+            resize_images(images, image_size), targets, map(str, source.classes), transform
+        )
 
 
 class Cifar10(_Downloaded):
@@ -215,7 +217,7 @@ def _torchvision(name: str, root: Path, train: bool, download: bool) -> Any:
             # a folder that can be written there is no lock, and torchvision's own error follows.
             with suppress(OSError):
                 root.mkdir(parents=True, exist_ok=True)
-                stack.enter_context(locked(root / ".lock"))
+                stack.enter_context(file_lock(root / ".lock"))
         try:
             return getattr(datasets, name)(str(root), train=train, download=download)
         except Exception as error:
@@ -226,7 +228,7 @@ def _torchvision(name: str, root: Path, train: bool, download: bool) -> Any:
 
 
 @contextmanager
-def locked(path: Path, interrupted: Interrupted = lambda: False) -> Iterator[None]:
+def file_lock(path: Path, interrupted: Interrupted = lambda: False) -> Iterator[None]:
     """Hold a lock file; a process that waits for it polls it, and asks `interrupted`.
 
     Raises InterruptedError, and other OSErrors.

@@ -19,7 +19,7 @@ Split = Literal["train", "val", "test"]
 NAMES = {"train": ("train",), "val": ("val", "valid", "validation"), "test": ("test",)}
 
 
-def cut(targets: ArrayLike, part_size: int, seed: int) -> tuple[Indices, Indices]:
+def stratified_split(targets: ArrayLike, part_size: int, seed: int) -> tuple[Indices, Indices]:
     """Return (rest, part): sorted indices, `part_size` of them in the part, stratified by target.
 
     The classes share the part by the largest remainder method: each gets the whole part of its
@@ -78,7 +78,7 @@ def train_and_val(
 ) -> tuple[Indices, Indices]:
     """Return the sorted indices of train and val: a cut of `val_size`, or a fold and the rest."""
     if not folds:
-        return cut(targets, val_size, seed)
+        return stratified_split(targets, val_size, seed)
     labels = np.asarray(targets)
     return fold_of(len(labels), fold, folds, seed, labels)
 
@@ -103,7 +103,7 @@ def unlabelled_parts(
     return {"train": train, "val": val, "test": test}
 
 
-def is_cut(split: str, has_val: bool, val_fraction: float, folds: int) -> bool:
+def is_part_of_train(split: str, has_val: bool, val_fraction: float, folds: int) -> bool:
     """Return whether a split is a part of the samples stored for train.
 
     With folds, train and val both are, and a separate val is ignored. Without, they are if no val
@@ -127,7 +127,7 @@ def rows_of_train(
     return rows
 
 
-def file_of(place: Path, split: str, suffixes: Sequence[str]) -> Path | None:
+def split_file(place: Path, split: str, suffixes: Sequence[str]) -> Path | None:
     """Return the file of a split in a folder, or None; a single file belongs to train.
 
     Names are compared in lower case. When train is opened, files with these suffixes that belong
@@ -146,7 +146,7 @@ def file_of(place: Path, split: str, suffixes: Sequence[str]) -> Path | None:
             for name, path in files.items()
             if name.endswith(tuple(suffixes)) and name not in expected
         ]
-        name_unused(place, tuple(unused))
+        warn_unused(place, tuple(unused))
 
     for name in NAMES[split]:
         for suffix in suffixes:
@@ -156,7 +156,7 @@ def file_of(place: Path, split: str, suffixes: Sequence[str]) -> Path | None:
 
 
 @functools.cache  # each split of a folder calls this; it is logged once
-def name_unused(place: Path, names: Sequence[str]) -> None:
+def warn_unused(place: Path, names: Sequence[str]) -> None:
     """Log folders or files beside those of the splits: one may be a split that is misspelt."""
     if not names:
         return
@@ -170,7 +170,7 @@ def name_unused(place: Path, names: Sequence[str]) -> None:
     )
 
 
-def in_order(values: set[str]) -> list[str]:
+def sort_names(values: set[str]) -> list[str]:
     """Return names sorted, as numbers if all of them are."""
     try:
         return sorted(values, key=lambda value: (float(value), value))
@@ -186,7 +186,7 @@ def class_names(labels: set[str], num_classes: int | None, samples: int, source:
     Raises DataError.
     """
     if not all(label.isdecimal() for label in labels):
-        return in_order(labels)
+        return sort_names(labels)
     highest = max(map(int, labels))
     limit = num_classes or samples
     if highest >= limit:

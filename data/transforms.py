@@ -13,7 +13,7 @@ from torch.nn.functional import interpolate
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as F
 
-from regimen.data.decode import as_tensor
+from regimen.data.decode import pil_to_tensor
 from regimen.data.errors import DataError, reason
 from regimen.data.keys import Draws
 
@@ -88,13 +88,13 @@ class Pipeline:
             except Exception as error:
                 raise DataError(f"{self.key}.{name} failed: {reason(error)}") from error
         if isinstance(sample, Image.Image):
-            return as_tensor(sample)
+            return pil_to_tensor(sample)
         return sample
 
 
 def _apply(step: Any, sample: Any) -> Any:
     if isinstance(sample, Image.Image) and type(step).__module__.startswith("regimen.data."):
-        sample = as_tensor(sample)
+        sample = pil_to_tensor(sample)
     if not hasattr(step, "draw"):
         return step(sample)
     # A transform of whole batches draws by keys. This one comes from the global generator, which

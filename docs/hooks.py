@@ -11,7 +11,7 @@ from regimen.conf.check import describe_type
 from regimen.conf.fields import REQUIRED, Key, affects_result, choices, declared, members
 from regimen.conf.interpolation import join
 from regimen.conf.schema import Config
-from regimen.conf.yaml_file import word
+from regimen.conf.yaml_file import format_scalar
 
 MARK = "<!-- the tables of all keys -->"  # its place in docs/configuration.md
 
@@ -49,7 +49,7 @@ def default_of(key: Key) -> str:
         return "required"
     if key.section is not None and key.default is not None:
         return ""  # the defaults of its own keys
-    return f"`{word(key.default)}`"
+    return f"`{format_scalar(key.default)}`"
 
 
 def takes(key: Key) -> str:

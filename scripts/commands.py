@@ -34,9 +34,9 @@ def main(*words: str) -> None:
     # Before all imports, which take a while.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _leave_early)
-    from regimen.scripts.cli.console import leave_with
+    from regimen.scripts.cli.console import run_and_exit
 
-    leave_with(regimen, [*words, *sys.argv[1:]])
+    run_and_exit(regimen, [*words, *sys.argv[1:]])
 
 
 def _leave_early(number: int, frame: FrameType | None) -> None:

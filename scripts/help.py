@@ -21,7 +21,7 @@ from regimen.conf.fields import REQUIRED, Key, declared
 from regimen.conf.interpolation import join
 from regimen.conf.layout import installed_version
 from regimen.conf.schema import Config
-from regimen.conf.yaml_file import word
+from regimen.conf.yaml_file import format_scalar
 from regimen.scripts.cli.arguments import Arguments, command_parser, parser
 from regimen.scripts.commands import COMMANDS
 from regimen.scripts.composition.compose import config_text, print_by_hydra
@@ -193,7 +193,7 @@ def schema_keys(section: type, prefix: str = "") -> Iterator[Line]:
         if not key.node and not key.nested_schema:
             meaning += f" ({describe_type(key)})"
         has_value = key.default is not REQUIRED and not isinstance(key.default, list | dict)
-        yield Line(full_name, word(key.default) if has_value else "", meaning)
+        yield Line(full_name, format_scalar(key.default) if has_value else "", meaning)
 
 
 def _written(path: Path, prefix: str) -> Iterator[Line]:

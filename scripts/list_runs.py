@@ -10,10 +10,10 @@ from typing import Any
 
 from regimen.conf.errors import ConfigError, one_line, shortened, truncated_list
 from regimen.conf.interpolation import join
-from regimen.conf.yaml_file import word
+from regimen.conf.yaml_file import format_scalar
 from regimen.scripts.cli.arguments import RUNS, command_parser
 from regimen.trainer.files.atomic import as_json
-from regimen.trainer.files.layout import aligned, columns_of, size
+from regimen.trainer.files.layout import format_table, size, terminal_width
 from regimen.trainer.runs.directory import CONFIG, OVERRIDES, link_out
 from regimen.trainer.runs.status import (
     CHECKPOINTS,
@@ -23,7 +23,7 @@ from regimen.trainer.runs.status import (
     holds_run,
     read_json,
     read_metrics,
-    read_own,
+    read_run_yaml,
     read_status,
     seconds_of,
 )
@@ -147,10 +147,10 @@ def read_run(path: Path) -> dict[str, Any]:
     if link_out(path) is None:  # a link could show files of somebody else
         status = _read(read_status, path)
         manifest = _read(read_json, path / MANIFEST)
-        config = _read(read_own, path / CONFIG)
+        config = _read(read_run_yaml, path / CONFIG)
         for line in read_metrics(path, _TAIL_BYTES):
             last = line
-        overrides = _read(read_own, path / OVERRIDES, list)
+        overrides = _read(read_run_yaml, path / OVERRIDES, list)
     best = _dict_or_empty(status.get("best"))
     tags = config.get("tags")
     return {
@@ -219,7 +219,7 @@ def varied(
 def _format(value: Any) -> str:
     if isinstance(value, dict):
         return shortened(str(value.get(_TARGET, value)))
-    return shortened(word(value))
+    return shortened(format_scalar(value))
 
 
 def _format_number(value: Any) -> str:
@@ -234,4 +234,4 @@ def _format_duration(seconds: float | None) -> str:
 
 def _print(rows: Sequence[Sequence[str]]) -> None:
     # Off a terminal a row is one line, however long.
-    print("\n".join(aligned(rows, columns_of(sys.stdout) or _UNLIMITED)))
+    print("\n".join(format_table(rows, terminal_width(sys.stdout) or _UNLIMITED)))

@@ -16,11 +16,11 @@ def predict(argv: Sequence[str]) -> int:
     """Run `predict`, return its exit code; torch is imported once the keys are checked."""
     from regimen.conf.errors import Problem, raise_problems
     from regimen.conf.schema_trainer import StrategyConfig
-    from regimen.conf.yaml_file import word
+    from regimen.conf.yaml_file import format_scalar
     from regimen.scripts.cli.keys import Prediction, read_keys
 
     # The error of a broken file names the key of the configuration, data.on_error.
-    words = [word.replace("data.on_error=", "on_error=") for word in argv]
+    words = [format_scalar.replace("data.on_error=", "on_error=") for format_scalar in argv]
     keys, arguments = read_keys(Prediction, words)
     problems = []
     for text in arguments.overrides:
@@ -42,7 +42,7 @@ def predict(argv: Sequence[str]) -> int:
     # override says otherwise. Only the kind of the device stays.
     defaults = asdict(StrategyConfig())
     del defaults["accelerator"], defaults["extra"]
-    overrides = [f"strategy.{key}={word(value)}" for key, value in defaults.items()]
+    overrides = [f"strategy.{key}={format_scalar(value)}" for key, value in defaults.items()]
     overrides += arguments.overrides
     if keys.device is not None:
         accelerator, _, number = keys.device.partition(":")

@@ -273,7 +273,7 @@ def load_weights(
     parameters = dict(model.named_parameters())
     needed = ("model", "callbacks", "ema", "shards", "state")
     payload = shards.read({key: payload[key] for key in needed if key in payload}, parameters)
-    with reader.taking_over("the weights"):
+    with reader.loading("the weights"):
         components.strategy.load_model_state(model, payload["model"])
         extra_states = payload.get("state", {}).get("unsaved")
         if extra_states:

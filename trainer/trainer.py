@@ -134,7 +134,7 @@ class Trainer:
         self.val_loaders = {
             stage: components.bind_loader(source) for stage, source in sources.items()
         }
-        self.lr_schedule.refuse_to_wait(bool(self.val_loaders), options.validates)
+        self.lr_schedule.check_monitors(bool(self.val_loaders), options.validates)
         if self._run_dir is not None and self.is_main:
             make_folder(self._run_dir)  # one that cannot be is found before anything is computed
         self.updater = Updater(components, self.hooks)
@@ -372,7 +372,7 @@ class Trainer:
         applied = self.updater.apply(micro_batches)
         self.state.count(len(micro_batches), micro_batches[0].batch_slice.total, applied)
         if applied:
-            self.optimizers.keep_rates()
+            self.optimizers.record_rates()
             self.lr_schedule.after_update()
         else:
             self.updater.count_skipped()
@@ -533,7 +533,7 @@ class Trainer:
             self.training_model, lambda: self.updater.dry_run_backward(first_update())
         )
         reader.compare_names(state, self.model.state_dict())
-        with reader.taking_over("the state"):
+        with reader.loading("the state"):
             return snapshot.load(self.components, self.updater, state, hyper_parameters, same_run)
 
     def __repr__(self) -> str:

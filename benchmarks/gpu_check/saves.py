@@ -15,7 +15,7 @@ from benchmarks.gpu_check.ours import SMALL, built, equal
 from benchmarks.report import BY_HAND, OURS
 from regimen.conf.check import parse
 from regimen.scripts.composition.compose import compose
-from regimen.trainer.assembly.experiment import build, fitting_steps
+from regimen.trainer.assembly.experiment import build, find_accumulation_steps
 from regimen.trainer.checkpoints.reader import read_checkpoint
 from regimen.trainer.strategies.strategy import Strategy
 
@@ -152,7 +152,7 @@ def memory(checks: Checks) -> None:
     strategy.setup()
     if SIMULATED:
         torch.get_device_module(DEVICE).set_memory_limit(0, 2**20)
-    steps = fitting_steps(config, strategy)
+    steps = find_accumulation_steps(config, strategy)
     checks.figure("gradient_accumulation_steps", steps)
     options = replace(config.trainer, gradient_accumulation_steps=steps)
     torch.accelerator.reset_peak_memory_stats()

@@ -89,10 +89,10 @@ def _pools(rules: Sequence[tuple[GroupRule, Settings]], model: nn.Module) -> lis
     Raises ConfigError where a rule takes none, or one that its method cannot prune.
     """
     all_rules = [rule for rule, _ in rules]
-    candidates = param_groups.candidates(model)
+    candidates = param_groups.named_parameters(model)
     owners = {c.name: param_groups.first_rule(all_rules, c) for c in candidates}
     used = {rule.key for rule in owners.values() if rule}
-    problems = list(param_groups.unused(all_rules, used, candidates))
+    problems = list(param_groups.unused_rules(all_rules, used, candidates))
     pools = []
     for rule, settings in rules:
         members = {c.name: c.tensor for c in candidates if owners[c.name] is rule}

@@ -17,7 +17,7 @@ from regimen.trainer.media import Histogram, Media, PRCurve
 from regimen.trainer.runs.directory import CONFIG, OVERRIDES
 from regimen.trainer.runs.lock import LOCK_FILE
 from regimen.trainer.runs.metrics_log import MetricsLog as MetricsLog
-from regimen.trainer.runs.status import SWEEP, read_json, read_metrics, read_own
+from regimen.trainer.runs.status import SWEEP, read_json, read_metrics, read_run_yaml
 from regimen.trainer.state import LogPoint
 from regimen.trainer.trainer import Trainer
 
@@ -270,7 +270,7 @@ def names_of(run: Path, config_text: str) -> Names:
     """Return the names of the run in a directory; without a `config.yaml` by `config_text`."""
     config_file = run / CONFIG
     if config_file.exists():
-        config = read_own(config_file)
+        config = read_run_yaml(config_file)
     else:
         config = plain_values(config_text, "its configuration")
     project = str(config.get("name") or run.parent.name)
@@ -293,7 +293,7 @@ def _varied(run: Path) -> dict[str, str | None]:
     if not isinstance(keys, list) or not keys:
         return {}
     overrides = dict[str, str]()
-    for text in read_own(run / OVERRIDES):
+    for text in read_run_yaml(run / OVERRIDES):
         key, _, value = str(text).lstrip("+~").partition("=")
         overrides[key] = value
     return {key: overrides.get(key) for key in keys}

@@ -10,8 +10,8 @@ import torch
 from regimen.conf.addresses import check_protocol, is_address
 from regimen.conf.errors import problems_at
 from regimen.data.decode import Channels, Range, decode_image, read_content
-from regimen.data.errors import DataError, check_regular, explained, import_package
-from regimen.data.splits import Split, class_names, is_cut, rows_of_train
+from regimen.data.errors import DataError, as_data_error, check_regular, import_package
+from regimen.data.splits import Split, class_names, is_part_of_train, rows_of_train
 from regimen.data.transforms import Transform, on_inputs
 
 _NAMES = {"train": ("train",), "val": ("validation", "val", "valid", "dev"), "test": ("test",)}
@@ -120,7 +120,7 @@ class ArrowRows:
 
 def _load_tokenizer(name: str) -> Any:
     auto = import_package("transformers", "transformers").AutoTokenizer
-    with explained(f"data.tokenizer={name}", OSError, ValueError):
+    with as_data_error(f"data.tokenizer={name}", OSError, ValueError):
         return auto.from_pretrained(name, trust_remote_code=False)
 
 
@@ -165,7 +165,7 @@ def huggingface(
             classes = class_names(names, num_classes, len(train), f"data.path={path}")
     table = split_of(tables, split)
     has_val = split_of(tables, "val") is not None
-    if is_cut(split, has_val, val_fraction, folds):
+    if is_part_of_train(split, has_val, val_fraction, folds):
         labels = np.zeros(len(train)) if classes is None else train[columns["target"]]
         table = train.select(rows_of_train(split, labels, val_fraction, split_seed, fold, folds))
     if table is None:
@@ -186,7 +186,7 @@ def open_tables(path: str, name: str | None, streaming: bool = False) -> dict[st
             for file in place.iterdir():
                 check_regular(file)
     # The hub, file systems and the readers of each format raise errors of their own.
-    with explained(f"data.path={path}", Exception):
+    with as_data_error(f"data.path={path}", Exception):
         if any((folder / file).is_file() for file in ("dataset_dict.json", "state.json")):
             tables = datasets.load_from_disk(local_path)
         else:

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from regimen.data.decode import Channels
-from regimen.data.errors import DataError, explained
+from regimen.data.errors import DataError, as_data_error
 from regimen.data.formats.huggingface import ArrowRows, check_columns, open_tables, split_of
 from regimen.data.splits import Split
 
@@ -63,7 +63,7 @@ def streamed(
         table = table.to_iterable_dataset(num_shards=1)
     if table.features is None:
         # CSV and JSON files do not state their types: they are read from the first rows.
-        with explained(f"data.path={path}", Exception):
+        with as_data_error(f"data.path={path}", Exception):
             table = table._resolve_features()
     check_columns(path, table, columns)
     rows = ArrowRows(table, columns, None, channels, tokenizer, length)

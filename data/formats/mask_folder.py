@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from regimen.data.decode import Channels, Range, read_levels
+from regimen.data.decode import Channels, Range, read_mask
 from regimen.data.errors import DataError, UnreadableError
 from regimen.data.image_folder import Pictures, find_pictures
-from regimen.data.splits import NAMES, Split, is_cut, rows_of_train
+from regimen.data.splits import NAMES, Split, is_part_of_train, rows_of_train
 from regimen.data.transforms import Transform
 
 logger = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ class MaskFolder(Pictures):
     def mask(self, index: int) -> Tensor:
         """Return a mask as int64 [H, W], in the size of its file. Raises DataError."""
         path = os.fsdecode(self.mask_names[index])
-        levels = read_levels(path)
+        levels = read_mask(path)
         is_outside = (levels < 0) | (levels >= _LEVELS)
         mask = self._class_of_level[np.where(is_outside, 0, levels)]
         is_wrong = is_outside | (mask < 0)
@@ -94,7 +94,7 @@ class MaskFolder(Pictures):
             batch = mask[None, None].float()
             resized = interpolate(batch, list(self.size), mode="nearest-exact")
             mask = resized[0, 0].long()
-        return self.brought_to_form(image), mask
+        return self.resize_and_transform(image), mask
 
     def stand_in(self) -> tuple[Any, Tensor]:
         """Return a black sample without a pixel that counts."""
@@ -133,7 +133,7 @@ def mask_folder(
     """
     tree = Path(root).expanduser()
     has_val = not folds and _split_folders(tree, "val") is not None
-    is_part = is_cut(split, has_val, val_fraction, folds)
+    is_part = is_part_of_train(split, has_val, val_fraction, folds)
     folders = _split_folders(tree, "train" if is_part else split)
     if folders is None and split == "train":
         raise DataError(
@@ -214,7 +214,7 @@ def _stem(path: str, folder: Path) -> str:
 def _warn_of_black_and_white(path: str, ignore_index: int) -> None:
     """Warn if white is ignored in what looks like masks of two classes."""
     with suppress(UnreadableError):  # raised again where the sample is needed
-        if ignore_index == 255 and np.unique(read_levels(path)).tolist() == [0, 255]:
+        if ignore_index == 255 and np.unique(read_mask(path)).tolist() == [0, 255]:
             logger.warning(
                 "warning: %s holds 0 and 255 alone, and 255 is ignored: if white is a class, set "
                 "data.values=[0,255] data.ignore_index=-100 task.ignore_index=-100",

@@ -21,9 +21,9 @@ from regimen.conf.addresses import check_protocol, is_address
 from regimen.conf.errors import problems_at
 from regimen.conf.json_text import plain_json
 from regimen.data.decode import Channels, Range, decode_image
-from regimen.data.errors import DataError, explained, reason
+from regimen.data.errors import DataError, as_data_error, reason
 from regimen.data.image_folder import EXTENSIONS, Pictures
-from regimen.data.splits import NAMES, Split, class_names, is_cut, rows_of_train
+from regimen.data.splits import NAMES, Split, class_names, is_part_of_train, rows_of_train
 from regimen.data.transforms import Transform
 
 logger = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ class TarShards(Pictures):
         path = self._paths[shard]
         content: bytes
         # fsspec's file systems raise what their libraries do.
-        with explained(f"cannot read {self.path(index)}", Exception):
+        with as_data_error(f"cannot read {self.path(index)}", Exception):
             if is_address(self._root):
                 files, _ = _file_system(self._root)
                 content = files.cat_file(path, start=start, end=start + size)
@@ -136,7 +136,7 @@ def tar_shards(
     names = {name.decode() for name in labels}
     classes = class_names(names, num_classes, len(numbers), f"data.root={root}")
 
-    if is_cut(split, bool(_shards(root, "val")), val_fraction, folds):
+    if is_part_of_train(split, bool(_shards(root, "val")), val_fraction, folds):
         rows = rows_of_train(split, numbers, val_fraction, split_seed, fold, folds)
         index = index[rows]
     elif split != "train":
@@ -164,7 +164,7 @@ def _shards(root: str, split: str) -> list[str]:
     shards = list[str]()
     compressed = list[str]()
     # fsspec's file systems raise what their libraries do.
-    with explained(f"data.root={root} cannot be listed", Exception):
+    with as_data_error(f"data.root={root} cannot be listed", Exception):
         files, folder = _file_system(root)
         for name in NAMES[split]:
             shards = [*files.glob(f"{folder}/{name}*.tar"), *files.glob(f"{folder}/{name}/*.tar")]
@@ -213,7 +213,7 @@ def _make_index(files: Any, path: str, label: str) -> Any:
     """Read the headers and labels of a shard once, from the beginning to the end."""
     logger.info("indexing %s", path)
     with (
-        explained(f"{path}: not an uncompressed tar file, or cut off", tarfile.TarError),
+        as_data_error(f"{path}: not an uncompressed tar file, or cut off", tarfile.TarError),
         files.open(path, "rb") as file,
         tarfile.open(fileobj=file, mode="r:") as archive,
     ):
@@ -298,7 +298,7 @@ def _read_label(path: str, archive: tarfile.TarFile, member: tarfile.TarInfo, fi
     if member.size > _MAX_LABEL_BYTES:
         raise DataError(f"{place}: {member.size} bytes are no label")
     content = archive.extractfile(member).read()  # type: ignore[union-attr]
-    with explained(f"{place}: no label in it", ValueError, KeyError, TypeError):
+    with as_data_error(f"{place}: no label in it", ValueError, KeyError, TypeError):
         label = _parse_label(content, field)
     if not label:
         raise DataError(f"{place}: the label is empty")

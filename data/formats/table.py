@@ -18,10 +18,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from regimen.data.errors import DataError, check_regular, explained, import_package
+from regimen.data.errors import DataError, as_data_error, check_regular, import_package
 from regimen.data.keys import Indices
 from regimen.data.sources import TensorSamples
-from regimen.data.splits import Split, cut, file_of, in_order, train_and_val
+from regimen.data.splits import Split, sort_names, split_file, stratified_split, train_and_val
 from regimen.data.transforms import Transform
 
 logger = logging.getLogger(__name__)
@@ -209,7 +209,7 @@ def read_columns(path: str | Path, dialect: Dialect | None = None) -> Columns:
         form = "csv" if ".csv" in file_name else "tsv"
     # What Arrow, csv and the modules of compressed files raise.
     errors = (OSError, ValueError, NotImplementedError, EOFError, csv.Error, zlib.error)
-    with explained(f"{path}: cannot be read as {form}", *errors, lzma.LZMAError):
+    with as_data_error(f"{path}: cannot be read as {form}", *errors, lzma.LZMAError):
         if form == "parquet":
             names, columns, lines = _read_parquet(path)
         else:
@@ -398,12 +398,12 @@ def table(
     """
     place = Path(path).expanduser()
     dialect = Dialect(delimiter, decimal, thousands, encoding)
-    train_file = file_of(place, "train", _SUFFIXES)
+    train_file = split_file(place, "train", _SUFFIXES)
     if train_file is None:
         raise DataError(f"data.path={path}: no such file, nor a folder with a train.csv")
     train = read_columns(train_file, dialect)
-    test_file = file_of(place, "test", _SUFFIXES)
-    val_file = None if folds else file_of(place, "val", _SUFFIXES)
+    test_file = split_file(place, "test", _SUFFIXES)
+    val_file = None if folds else split_file(place, "val", _SUFFIXES)
 
     saved = statistics or {}
     saved_names = [feature["name"] for feature in saved.get("features", ())]
@@ -424,7 +424,7 @@ def table(
     # Test is cut first: its rows are the same whichever fold is validated on.
     test_size = 0 if test_file else round(test_fraction * len(train))
     val_size = 0 if val_file else round(val_fraction * len(train))
-    rest, test_rows = cut(labels, test_size, split_seed)
+    rest, test_rows = stratified_split(labels, test_size, split_seed)
     train_part, val_part = train_and_val(labels[rest], val_size, split_seed, fold, folds)
     if not len(train_part):
         raise DataError(f"{train.path}: {len(train)} rows are too few for three splits")
@@ -472,7 +472,7 @@ def _default_features(train: Columns, target: str, saved_names: Sequence[str]) -
 def _class_names(train: Columns, target: str, saved: list[str]) -> list[str]:
     """Return the classes of a checkpoint if they include those of the file, else the file's."""
     present = {cell for cell in train.column(target, "data.target") if cell is not None}
-    return saved if present <= set(saved) else in_order(present)
+    return saved if present <= set(saved) else sort_names(present)
 
 
 def _fit_feature(
@@ -491,7 +491,7 @@ def _fit_feature(
         has_categories = name in categorical
     if has_categories:
         present = {cells[row] for row in rows} - {None}
-        categories = in_order({str(cell) for cell in present})
+        categories = sort_names({str(cell) for cell in present})
         return {"name": name, "categories": categories, "mean": 0.0, "std": 1.0}
     values = train.numbers(name, "mean", "data.features")[rows]
     values = values[~np.isnan(values)]

@@ -11,9 +11,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from regimen.data.errors import DataError, check_regular, explained
+from regimen.data.errors import DataError, as_data_error, check_regular
 from regimen.data.keys import SPLIT, key
-from regimen.data.splits import Split, file_of, is_cut
+from regimen.data.splits import Split, is_part_of_train, split_file
 from regimen.data.transforms import Transform, acts_on_batches, on_inputs
 
 _SUFFIXES = (".bin", ".npy", ".txt")
@@ -152,9 +152,9 @@ def token_blocks(
     there is no such split. Raises DataError.
     """
     place = Path(root).expanduser()
-    has_val = file_of(place, "val", _SUFFIXES) is not None
-    is_part = is_cut(split, has_val, val_fraction, folds)
-    path = file_of(place, "train" if is_part else split, _SUFFIXES)
+    has_val = split_file(place, "val", _SUFFIXES) is not None
+    is_part = is_part_of_train(split, has_val, val_fraction, folds)
+    path = split_file(place, "train" if is_part else split, _SUFFIXES)
     if path is None and split == "train":
         raise DataError(f"data.root={root}: no such file, nor a folder with a train.bin")
     if path is None:
@@ -178,7 +178,7 @@ def _map_tokens(path: Path, dtype: str) -> NDArray[Any]:
         raise DataError(f"{path}: expected a file of the kinds {', '.join(_SUFFIXES)}")
     check_regular(path)
     errors = (OSError, ValueError, EOFError, TypeError, OverflowError, MemoryError)
-    with explained(f"{path}: cannot be read as tokens", *errors):
+    with as_data_error(f"{path}: cannot be read as tokens", *errors):
         if path.suffix == ".npy":
             tokens: NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
             if not isinstance(tokens, np.ndarray):  # numpy opens an archive of any name

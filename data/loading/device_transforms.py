@@ -21,14 +21,14 @@ from regimen.data.batch import BatchSlice, rebuild
 from regimen.data.batch_transforms import RandomCrop
 from regimen.data.errors import DataError, reason
 from regimen.data.keys import (
-    LASTING,
+    FIXED_SAMPLE,
     MICRO_BATCH,
     SAMPLE,
     Draws,
     Words,
     key,
     keys,
-    of_occurrences,
+    occurrence_keys,
     preserved_rng,
     seed_rng,
 )
@@ -198,7 +198,7 @@ _MAX_TABLE = 2**18  # samples whose draws of an epoch are kept, some 16 bytes ea
 @functools.lru_cache(maxsize=2)  # the steps of a batch share its samples' keys
 def _sample_keys(indices: Sequence[int], occurrences: Sequence[int], *parts: int) -> Words:
     sample_keys = keys(indices, *parts)
-    return of_occurrences(sample_keys, occurrences) if occurrences else sample_keys
+    return occurrence_keys(sample_keys, occurrences) if occurrences else sample_keys
 
 
 @functools.lru_cache(maxsize=2)
@@ -295,7 +295,7 @@ class _Step:
         self, indices: Sequence[int], occurrences: Sequence[int], epoch: int, size: Sequence[int]
     ) -> Sequence[Tensor]:
         if getattr(self.transform, "lasting", False):
-            sample_keys = _sample_keys(indices, occurrences, self.seed, LASTING)
+            sample_keys = _sample_keys(indices, occurrences, self.seed, FIXED_SAMPLE)
         else:
             sample_keys = _sample_keys(indices, occurrences, self.seed, SAMPLE, epoch)
         step_keys = sample_keys ^ np.uint64(zlib.crc32(self.name.encode()))

@@ -46,7 +46,7 @@ from regimen.data.keys import (
     SAMPLE,
     Indices,
     key,
-    of_occurrence,
+    occurrence_key,
     preserved_rng,
     seed_rng,
 )
@@ -242,7 +242,7 @@ class Fetcher:
         return samples, batch_slice
 
     def _sample_key(self, index: int, occurrence: int, epoch: int) -> int:
-        return of_occurrence(key(self.seed, SAMPLE, epoch, index), occurrence)
+        return occurrence_key(key(self.seed, SAMPLE, epoch, index), occurrence)
 
     def _load(self, index: int, sample_key: int, skipped: list[Skipped]) -> Any:
         """Return a sample, its random draws keyed; `_SKIPPED` if it is left out."""

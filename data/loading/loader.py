@@ -38,7 +38,7 @@ from regimen.data.samplers import (
     UpdateSampler,
     as_order,
     default_order,
-    own_samples,
+    replacement_samples,
 )
 from regimen.data.sources import Interrupted
 from regimen.data.streams import Stream, as_dataset
@@ -55,7 +55,7 @@ logger = logging.getLogger(__name__)
 CPU = torch.device("cpu")
 
 
-def can_be_kept(kind: type) -> bool:
+def is_cacheable(kind: type) -> bool:
     """Return whether a class of data sets has `tensors()` that is valid for its samples.
 
     It is not if a subclass makes its samples in another way.
@@ -63,7 +63,7 @@ def can_be_kept(kind: type) -> bool:
     return overrides_method(kind, "tensors", "__getitem__", "batch")
 
 
-def bytes_of(samples: Any) -> int:
+def tensor_bytes(samples: Any) -> int:
     """Return the bytes of all tensors of a nested batch."""
     sizes = list[int]()
 
@@ -100,7 +100,7 @@ class DeviceCache:
         if samples is None:
             self._warn("images of several sizes, or that cannot be decoded")
             return
-        size = bytes_of(samples)
+        size = tensor_bytes(samples)
         if size > self.most_bytes:
             self._warn(
                 f"its samples take {size} bytes, more than data.cache_bytes={self.most_bytes}"
@@ -167,7 +167,7 @@ class Loader:
         self.skipped = list[Skipped]()
         replacements: Sequence[int] | Indices = range(len(self.dataset))
         if self.on_error == "replace":
-            replacements = own_samples(self.sampler.updates)
+            replacements = replacement_samples(self.sampler.updates)
         self._fetcher = Fetcher(
             self.dataset, self.collate_fn or collate, self.seed, self.on_error, replacements
         )
@@ -253,7 +253,7 @@ class Loader:
         else:
             yield from map(self._prepare, source)
 
-    def heed(self, interrupted: Interrupted) -> None:
+    def set_stop_check(self, interrupted: Interrupted) -> None:
         """End the epoch as soon as `interrupted` returns true.
 
         It is called between two samples, or once a second while workers load. A sample that is

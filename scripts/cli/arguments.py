@@ -165,7 +165,7 @@ def _size_problems(text: str) -> Iterator[Problem]:
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class RunRequest:
     """A checked configuration to run, and the arguments that it was composed from."""
 
     config: Values  # resolved, plain containers

@@ -22,7 +22,7 @@ from regimen.scripts.cli.signals import end_on_signals
 from regimen.trainer.errors import describe as describe
 from regimen.trainer.errors import exit_code as exit_code
 from regimen.trainer.errors import is_user_code
-from regimen.trainer.files.layout import VisibleFormatter, indented_lines, visible
+from regimen.trainer.files.layout import VisibleFormatter, escape_controls, indented_lines
 
 logger = logging.getLogger("regimen")
 log_file = logging.getLogger("regimen.log")  # for `train.log`: the terminal does not show it
@@ -30,7 +30,7 @@ _JOB = "REGIMEN_SWEEP_JOB"
 AS_JOB = {_JOB: "1"}  # added to the environment of a job of a sweep
 
 
-def leave_with(command: Callable[[Sequence[str]], int], argv: Sequence[str]) -> NoReturn:
+def run_and_exit(command: Callable[[Sequence[str]], int], argv: Sequence[str]) -> NoReturn:
     """Run a whole command and exit with its code, or after an `error:` line with the error's."""
     set_up()
     try:
@@ -96,7 +96,7 @@ def _format_traceback(error: BaseException, text: str) -> str:
 def print_error(text: str, trace: str = "") -> None:
     """Print the `error:` line, and before it a traceback."""
     first, *rest = map(readable, indented_lines(text))
-    print(f"{visible(trace)}error: {first}", *rest, sep="\n", file=sys.stderr)
+    print(f"{escape_controls(trace)}error: {first}", *rest, sep="\n", file=sys.stderr)
 
 
 def log_to_stderr(verbose: bool) -> None:

@@ -20,7 +20,7 @@ from regimen.conf.check import describe_type, parsed
 from regimen.conf.errors import Problem, nearest
 from regimen.conf.fields import REQUIRED, Check, count, declared, members, natural, option, positive
 from regimen.conf.schema import Config
-from regimen.conf.yaml_file import word
+from regimen.conf.yaml_file import format_scalar
 from regimen.scripts.cli.arguments import AnsweredError, Arguments, parse_arguments
 from regimen.scripts.cli.console import print_banner
 from regimen.trainer.runs.directory import refuse_links
@@ -267,7 +267,7 @@ def help_of(command: type[RunOptions]) -> str:
     """Return a command's docstring and its keys: defaults, meanings, types."""
     lines = [str(getdoc(command)), ""]
     for name, key in declared(command).items():
-        default = "" if key.default is REQUIRED else word(key.default)
+        default = "" if key.default is REQUIRED else format_scalar(key.default)
         text = f"{f'{name}={default}':<24} {key.doc} ({describe_type(key)})"
         lines.append(textwrap.fill(text, 98, initial_indent="  ", subsequent_indent=" " * 27))
     return "\n".join(lines)

@@ -39,9 +39,15 @@ from regimen.conf.interpolation import (
     walk,
 )
 from regimen.conf.schema import Values
-from regimen.scripts.cli.arguments import Arguments, Request, key_of, parse_arguments
+from regimen.scripts.cli.arguments import Arguments, RunRequest, key_of, parse_arguments
 from regimen.scripts.composition.folders import REFUSED, Folders, opened
-from regimen.scripts.composition.overrides import Dimension, Overrides, Swept, first_lines, identity
+from regimen.scripts.composition.overrides import (
+    Dimension,
+    Overrides,
+    SweepOverride,
+    first_lines,
+    identity,
+)
 from regimen.scripts.composition.tree import Choice, Source, Tree, shown_path
 from regimen.trainer.targets.allow_list import allow, close
 from regimen.trainer.targets.instantiate import refused_targets
@@ -88,21 +94,21 @@ def compose(argv: Sequence[str] | Arguments, trains: bool = True) -> "Compositio
     return it
 
 
-def split_jobs(arguments: Arguments) -> list[list[Swept]]:
+def split_jobs(arguments: Arguments) -> list[list[SweepOverride]]:
     """Return the overrides of each job of a sweep, each combination once. Raises ConfigError."""
     with _composing(arguments) as it:
         values = [it.typed.values_of(override) for override in it.swept()]
     if math.prod(map(len, values)) > MAX_JOBS:
         raise ConfigError(f"these values make more than {MAX_JOBS} jobs")
-    jobs = dict[tuple[str, ...], list[Swept]]()
+    jobs = dict[tuple[str, ...], list[SweepOverride]]()
     for job in itertools.product(*values):
         jobs.setdefault(identity(override.text for override in job), list(job))
     return list(jobs.values())
 
 
-def split_search(arguments: Arguments) -> tuple[list[Swept], list[Dimension]]:
+def split_search(arguments: Arguments) -> tuple[list[SweepOverride], list[Dimension]]:
     """Separate the overrides of all jobs of a search from the dimensions it searches."""
-    fixed = list[Swept]()
+    fixed = list[SweepOverride]()
     dimensions = list[Dimension]()
     fixed_overrides = []
     with _composing(arguments) as it:
@@ -328,10 +334,10 @@ class Composition:
                     f"if you trust it, type {key}=... on the command line",
                 )
 
-    def request(self, argv: Sequence[str], **how: Any) -> Request:
+    def request(self, argv: Sequence[str], **how: Any) -> RunRequest:
         """Return what a run does with the configuration; `argv`: as typed."""
         allowed = list(self.arguments.allow_targets)
-        return Request(self.config, self.overrides, self.choices, list(argv), allowed, **how)
+        return RunRequest(self.config, self.overrides, self.choices, list(argv), allowed, **how)
 
     def further(self) -> list[Problem]:
         """Return the mistakes in the targets of what is sound so far; imports them, and torch."""

@@ -47,11 +47,11 @@ _SEARCHED_GROUPS = (
 _MAX_KEY = 255  # bytes of a key, which Hydra looks for among the names of folders
 NO_HYDRA = "Hydra's own keys cannot be set; run_dir=DIR and --config-dir DIR can"
 # Keys that differ between any two starts of a run.
-OF_A_START = tuple(name for name, key in declared(Config).items() if key.of_start)
+START_KEYS = tuple(name for name, key in declared(Config).items() if key.of_start)
 
 
 @dataclass(frozen=True, slots=True)
-class Swept:
+class SweepOverride:
     """An override of one job of a sweep."""
 
     text: str  # as on the job's command line
@@ -217,14 +217,14 @@ class Overrides:
         group = override.key_or_group
         return group not in has_choice() and group in self.folders.chosen
 
-    def values_of(self, override: Override) -> list[Swept]:
+    def values_of(self, override: Override) -> list[SweepOverride]:
         """Return one override for each value that a sweep gives a key."""
         key = override.get_key_element()
         name = override.key_or_group
         text = str(override.input_line)
         given = text.partition("=")[2]
         if not override.is_sweep_override():
-            return [Swept(text, name, given, False)]
+            return [SweepOverride(text, name, given, False)]
         if not override.is_discrete_sweep():
             self.note(name, "an interval has no end of values", "search it: -m sweep=optuna")
             return []
@@ -236,7 +236,7 @@ class Overrides:
         if not values:
             options = ", ".join(self.folders.options(name))
             self.note(name, f"{given} gives no value", f"choose of {options}" if options else None)
-        return [Swept(f"{key}={value}", name, value, True) for value in values]
+        return [SweepOverride(f"{key}={value}", name, value, True) for value in values]
 
     def dimension(self, override: Override) -> Dimension | None:
         """Return the values that a search may give a key; None if the override has only one."""
@@ -401,7 +401,7 @@ def belongs_outside(key: str) -> bool:
     `dry_run` may vary between jobs: a dry run is another job than the training.
     """
     section = key.partition(".")[0]
-    return section in OF_A_START and section != "dry_run"
+    return section in START_KEYS and section != "dry_run"
 
 
 def refuse_outside(varied: Iterable[str]) -> None:

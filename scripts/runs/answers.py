@@ -21,7 +21,7 @@ from regimen.data.formats.table import Dialect, Table, read_columns
 from regimen.data.image_folder import find_pictures
 from regimen.data.loading.fetch import path_of
 from regimen.data.text import Prompts, find_prompts
-from regimen.scripts.cli.arguments import Request
+from regimen.scripts.cli.arguments import RunRequest
 from regimen.scripts.cli.keys import Prediction
 from regimen.trainer.assembly.check import check_targets
 from regimen.trainer.assembly.data import build_data, build_pipeline, nodes_of
@@ -38,7 +38,7 @@ from regimen.trainer.inference.predictor import (
     Predictor,
     Row,
     Rows,
-    read_facts,
+    read_inference_metadata,
 )
 from regimen.trainer.inference.run import (
     as_trained,
@@ -50,7 +50,7 @@ from regimen.trainer.inference.run import (
 )
 
 
-def answer(request: Request) -> int:
+def answer(request: RunRequest) -> int:
     """Predict every sample of the source; the main process writes the files."""
     keys = Prediction(**(request.prediction or {}))
     config = parse(request.config)
@@ -58,7 +58,7 @@ def answer(request: Request) -> int:
     config = replace(config, data=replace(config.data, on_error=keys.on_error, max_skipped=1 << 62))
     check_targets(config)
     run_dir = Path(keys.run)
-    facts = read_facts(run_dir)
+    facts = read_inference_metadata(run_dir)
     dataset = _dataset(keys, config, facts, request.files)
     generation = _generation(keys, config, dataset)
     strategy = build_strategy(config)
@@ -68,7 +68,7 @@ def answer(request: Request) -> int:
             classes = facts.num_classes
             components = load_components(run_dir, config, classes, strategy, keys.checkpoint)
             loader = eval_loader(config, dataset, strategy)
-            writer = Findings(keys, facts, dataset)
+            writer = PredictionWriter(keys, facts, dataset)
             for answers in Predictor(components, keys.save, generation)(loader):
                 if components.is_main:
                     writer.add(answers)
@@ -139,7 +139,7 @@ def _generation(keys: Prediction, config: Config, dataset: Any) -> Generation | 
     return Generation(**options, top_k=keys.top_k, seed=config.seed)
 
 
-class Findings:
+class PredictionWriter:
     """Collects the predictions and the values to save of all samples, and writes their files.
 
     Masks are written as they come: PNG files with a palette, in a folder beside the table.

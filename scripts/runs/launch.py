@@ -24,7 +24,7 @@ from typing import Any
 
 from regimen.conf.addresses import allow_protocols
 from regimen.conf.errors import ConfigError, Problem
-from regimen.scripts.cli.arguments import Request
+from regimen.scripts.cli.arguments import RunRequest
 from regimen.scripts.cli.console import (
     describe,
     exit_code,
@@ -94,7 +94,7 @@ class RankFiles:
         return [json.loads(path.read_text()) for path in self.folder.glob("rank-*")]
 
 
-def runner_for(request: Request, note: Path | None = None) -> Callable[[Request], int]:
+def runner_for(request: RunRequest, note: Path | None = None) -> Callable[[RunRequest], int]:
     """Return the function that runs a request: `launch` where the strategy needs processes.
 
     `note`: the file for the path of the run directory.
@@ -118,7 +118,7 @@ def _starts_processes(target: str) -> bool:
     return False
 
 
-def launch(request: Request) -> int:
+def launch(request: RunRequest) -> int:
     """Run a request in `strategy.devices` processes and return the run's exit code.
 
     Raises ResourceError if the machine cannot run them, ConfigError for a configuration error that
@@ -226,7 +226,7 @@ def _describe_killed(failures: Mapping[int, Any]) -> str | None:
     return None
 
 
-def _report_failure(failure: Failure, request: Request, files: RankFiles) -> int:
+def _report_failure(failure: Failure, request: RunRequest, files: RankFiles) -> int:
     """Report the first failure and return its exit code. Raises ConfigError if it was one."""
     hint = ""
     if files.run_dir.exists():
@@ -270,7 +270,7 @@ def _run(files: RankFiles) -> int:
     """Run the request of the launcher in this process."""
     content = json.loads(files.request.read_text())
     sys.path[:] = content["path"]
-    request = Request(**content["request"])
+    request = RunRequest(**content["request"])
     allow(request.allowed)
     allow_protocols(request.overrides)
     with importing():

@@ -13,15 +13,15 @@ from regimen.data.batch import MicroBatch
 from regimen.data.errors import DataError
 from regimen.data.image_folder import Pictures
 from regimen.data.mixture import Mixture
-from regimen.scripts.cli.arguments import Request
-from regimen.trainer.assembly.data import kept_bytes
-from regimen.trainer.assembly.experiment import Experiment, follows_split
+from regimen.scripts.cli.arguments import RunRequest
+from regimen.trainer.assembly.data import device_cache_bytes
+from regimen.trainer.assembly.experiment import Experiment, accumulation_sensitive_parts
 from regimen.trainer.assembly.summary import estimate, render, summarize
 from regimen.trainer.components.precision import format_remark
 from regimen.trainer.errors import short_message
 from regimen.trainer.evaluation import evaluate
 from regimen.trainer.files.atomic import write_text
-from regimen.trainer.files.layout import WIDTH, aligned, packed, size, visible
+from regimen.trainer.files.layout import WIDTH, escape_controls, format_table, size, wrap_items
 from regimen.trainer.inference.predictor import Predictor
 from regimen.trainer.lr_schedulers.schedule import curve
 from regimen.trainer.optimizers.optimizers import GroupRow
@@ -33,7 +33,7 @@ _LEARNING_RATES = 5  # about how many of a group are shown
 _CLASSES = 10  # names that are shown
 
 
-def make_plan(request: Request, experiment: Experiment, folder: Path) -> None:
+def make_plan(request: RunRequest, experiment: Experiment, folder: Path) -> None:
     """Print the plan and write it to `plan.txt`, the only file of a dry run.
 
     Raises DataError, after the plan, where the first samples of a split cannot be read, and what
@@ -54,7 +54,7 @@ def make_plan(request: Request, experiment: Experiment, folder: Path) -> None:
     largest, updates = _updates(experiment)
     optimizers = [optimizer for _, optimizer in trainer.optimizers.items()]
     memory = estimate(trainer.model, summary, optimizers, largest, trainer.strategy.mesh.shards)
-    memory["data"] = kept_bytes(config, experiment.data.sets)
+    memory["data"] = device_cache_bytes(config, experiment.data.sets)
     notes += _notes(experiment, memory)
 
     width = min(shutil.get_terminal_size((WIDTH, 24)).columns, WIDTH)
@@ -73,7 +73,7 @@ def make_plan(request: Request, experiment: Experiment, folder: Path) -> None:
     lines = []
     for title, body in sections.items():
         if body:
-            lines += [f"{title} ".ljust(width, "─"), *map(visible, body), ""]
+            lines += [f"{title} ".ljust(width, "─"), *map(escape_controls, body), ""]
     text = "\n".join(lines)
     print(text)
     make_folder(folder)
@@ -144,7 +144,7 @@ def _loss(task: Any, model: Any, batch: Any) -> Any:
     return as_output(task.training_step(model, batch), task, "training_step").loss
 
 
-def _choices(request: Request, experiment: Experiment, width: int) -> list[str]:
+def _choices(request: RunRequest, experiment: Experiment, width: int) -> list[str]:
     """Return the lines on the groups' choices, the main settings and the overrides."""
     config = experiment.config
     strategy = experiment.trainer.strategy
@@ -157,7 +157,7 @@ def _choices(request: Request, experiment: Experiment, width: int) -> list[str]:
         f"precision={experiment.trainer.precision.name}",
         f"task={config.task['_target_']}",
     ]
-    lines = packed(choices, width, "  ") + packed(settings, width, "  ")
+    lines = wrap_items(choices, width, "  ") + wrap_items(settings, width, "  ")
     if len(strategy.mesh.sizes()) > 1:
         lines.append(str(strategy.mesh))
     if request.overrides:
@@ -176,7 +176,7 @@ def _data_table(
         count = f"{len(dataset):,}" if hasattr(dataset, "__len__") else "a stream"
         classes = _class_names(dataset)
         rows.append([split, type(dataset).__name__, count, fingerprints[split], classes])
-    lines = aligned(rows, width, right=("samples",))
+    lines = format_table(rows, width, right=("samples",))
     train = sets["train"]
     if isinstance(train, Mixture):
         lines.append(f"an epoch of train: {train.explain()}")
@@ -208,7 +208,7 @@ def groups_table(rows: Sequence[GroupRow], width: int) -> list[str]:
                 _short_number(row.weight_decay),
             ]
         )
-    return aligned(cells, width, last=2, right=names[2:])
+    return format_table(cells, width, last=2, right=names[2:])
 
 
 def _short_number(value: float | None) -> str:
@@ -225,7 +225,7 @@ def _learning_rate_table(trainer: Trainer, width: int) -> list[str]:
         return []
     rows = [[name, *(f"{lr:.3g}" for _, lr in points)] for name, points in curves.items()]
     steps = [f"{step:,}" for step, _ in next(iter(curves.values()))]
-    return aligned([["updates", *steps], *rows], width, right=steps)
+    return format_table([["updates", *steps], *rows], width, right=steps)
 
 
 def _memory(memory: Mapping[str, int | None], samples: int) -> list[str]:
@@ -235,7 +235,7 @@ def _memory(memory: Mapping[str, int | None], samples: int) -> list[str]:
     total = size(sum(count or 0 for count in memory.values()))
     rows.append(["estimate", f"at least {total}" if None in memory.values() else total])
     return [
-        *aligned(rows, 80, right=("size",)),
+        *format_table(rows, 80, right=("size",)),
         f"activations of {samples} samples at a time; the framework needs additional memory",
     ]
 
@@ -260,7 +260,7 @@ def _notes(experiment: Experiment, memory: Mapping[str, int | None]) -> Iterator
     warning = batch_dependence_warning(trainer.task, steps, strategy.data_parallel_size)
     if warning:
         yield warning
-    sensitive = follows_split(trainer) if steps > 1 else []
+    sensitive = accumulation_sensitive_parts(trainer) if steps > 1 else []
     if sensitive:
         yield f"{steps} micro-batches: {', '.join(sensitive)} follow the split of an update"
     if experiment.checkpointed:

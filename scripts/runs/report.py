@@ -4,10 +4,10 @@ import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
-from regimen.scripts.cli.arguments import Request
+from regimen.scripts.cli.arguments import RunRequest
 from regimen.trainer.assembly.experiment import Experiment
 from regimen.trainer.callback import keeps_weights
-from regimen.trainer.files.layout import WIDTH, packed
+from regimen.trainer.files.layout import WIDTH, wrap_items
 from regimen.trainer.inference.run import best_or_last
 from regimen.trainer.runs import results as run_results
 from regimen.trainer.runs.status import CHECKPOINTS, TENSORBOARD, command
@@ -43,7 +43,7 @@ def best_of(experiment: Experiment) -> tuple[str, float, int] | None:
 
 
 def final_block(
-    request: Request,
+    request: RunRequest,
     experiment: Experiment,
     run_dir: Path,
     results: Mapping[str, float],
@@ -79,7 +79,7 @@ def final_block(
     width = (columns or WIDTH) - _NAME_WIDTH - 1
     lines = ["", _row("run", str(run_dir))]
     for name, texts in facts.items():
-        lines += [_row(name, text) for text in packed(texts, width, ", ")]
+        lines += [_row(name, text) for text in wrap_items(texts, width, ", ")]
     return "\n".join(lines + _commands(request, experiment, run_dir))
 
 
@@ -133,7 +133,7 @@ def _values(results: Mapping[str, float], stage: str) -> list[str]:
     ]
 
 
-def _commands(request: Request, experiment: Experiment, run_dir: Path) -> list[str]:
+def _commands(request: RunRequest, experiment: Experiment, run_dir: Path) -> list[str]:
     """Return the lines of commands that can be typed next."""
     trainer = experiment.trainer
     commands = []

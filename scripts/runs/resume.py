@@ -15,7 +15,7 @@ from regimen.conf.schema import Values
 from regimen.conf.schema_trainer import strategy_node
 from regimen.conf.yaml_file import plain_values
 from regimen.scripts.cli.arguments import RUNS
-from regimen.scripts.composition.overrides import OF_A_START, trains_the_same
+from regimen.scripts.composition.overrides import START_KEYS, trains_the_same
 from regimen.trainer import snapshot
 from regimen.trainer.assembly.data import changed_data
 from regimen.trainer.checkpoints.reader import check_payload, read_checkpoint
@@ -209,7 +209,7 @@ def _compare(resume: Resume, raw: Values) -> Resume:
         resume.config = raw
 
     # Keys of a single start are not compared: they are null on both sides.
-    ignored = dict.fromkeys(OF_A_START)
+    ignored = dict.fromkeys(START_KEYS)
     saved_with_changes = copy.deepcopy(saved)
     refused = []
     for key, (old, new) in changes(with_defaults(saved) | ignored, raw | ignored).items():
@@ -237,7 +237,7 @@ def _compare(resume: Resume, raw: Values) -> Resume:
     if refused and policy == "override":
         resume.new_values = True
     elif refused:
-        resume.config = saved_with_changes | {key: raw.get(key) for key in OF_A_START}
+        resume.config = saved_with_changes | {key: raw.get(key) for key in START_KEYS}
     return resume
 
 

@@ -17,7 +17,7 @@ from regimen.conf.errors import ConfigError, Problem, raise_problems
 from regimen.conf.schema import Config
 from regimen.data.errors import ClassNamesError
 from regimen.models.pretrained import no_initial_weights
-from regimen.scripts.cli.arguments import RUNS, Request
+from regimen.scripts.cli.arguments import RUNS, RunRequest
 from regimen.scripts.cli.console import log_file
 from regimen.scripts.runs.plan import make_plan
 from regimen.scripts.runs.report import final_block
@@ -26,7 +26,7 @@ from regimen.scripts.runs.signals import stop_signals
 from regimen.trainer import snapshot
 from regimen.trainer.assembly.check import check_targets
 from regimen.trainer.assembly.data import with_statistics
-from regimen.trainer.assembly.experiment import Experiment, build, fitting_steps
+from regimen.trainer.assembly.experiment import Experiment, build, find_accumulation_steps
 from regimen.trainer.assembly.parts import build_strategy
 from regimen.trainer.callback import Callback, Results, keeps_weights
 from regimen.trainer.checkpoints.reader import compare_names, read_checkpoint
@@ -35,7 +35,7 @@ from regimen.trainer.distributed import attempt
 from regimen.trainer.errors import CheckpointError, Interrupted, StorageError
 from regimen.trainer.evaluation import EvaluationAbandoned
 from regimen.trainer.files.atomic import LogFileHandler
-from regimen.trainer.files.layout import columns_of
+from regimen.trainer.files.layout import terminal_width
 from regimen.trainer.inference.predictor import inference_metadata
 from regimen.trainer.inference.run import best_or_last
 from regimen.trainer.runs.directory import RunDirectory, refuse_existing, refuse_held
@@ -53,7 +53,7 @@ _SWITCHES = ("channels_last", "compile", "detect_anomaly")
 class BuiltRun:
     """A run that is built; what it records, it records on the main process."""
 
-    request: Request  # with the configuration of the resumed run
+    request: RunRequest  # with the configuration of the resumed run
     experiment: Experiment
     resume: Resume
     directory: RunDirectory | None = None  # on the main process, while it is locked
@@ -109,7 +109,7 @@ class BuiltRun:
         )
 
 
-def run(request: Request, note: Path | None = None) -> int:
+def run(request: RunRequest, note: Path | None = None) -> int:
     """Train and return the exit code; failures are raised.
 
     The main process writes the path of the run directory to the file `note`, for the launcher.
@@ -150,7 +150,7 @@ def _log_device(strategy: Strategy) -> None:
     logger.info("device: %s%s, threads: %d", name, number, torch.get_num_threads())
 
 
-def _refuse_different_configs(request: Request, strategy: Strategy) -> None:
+def _refuse_different_configs(request: RunRequest, strategy: Strategy) -> None:
     """Raise ConfigError if processes were started with different configurations (torchrun)."""
     # A collective: every process sees all differences and fails alike.
     configs = strategy.group.gather(request.config)
@@ -162,7 +162,7 @@ def _refuse_different_configs(request: Request, strategy: Strategy) -> None:
     raise_problems(problems)
 
 
-def _resume_after_restart(request: Request, strategy: Strategy) -> Request:
+def _resume_after_restart(request: RunRequest, strategy: Strategy) -> RunRequest:
     """Return the request, which resumes the run if a launcher has restarted the processes."""
     run_dir = strategy.group.recall_run()
     number = attempt()
@@ -230,7 +230,7 @@ def _record_failure(
                 folder.rmdir()
 
 
-def _build(request: Request, strategy: Strategy) -> BuiltRun | None:
+def _build(request: RunRequest, strategy: Strategy) -> BuiltRun | None:
     """Build the run; None after a dry run, or if nothing is left to train."""
     group = strategy.group
     run_dir = request.config["run_dir"]
@@ -249,7 +249,7 @@ def _build(request: Request, strategy: Strategy) -> BuiltRun | None:
     config = parse(resume.config)
     if config.trainer.gradient_accumulation_steps == "auto":
         # The number is saved in place of the word: a resumed run has the same.
-        steps = {"gradient_accumulation_steps": fitting_steps(config, strategy)}
+        steps = {"gradient_accumulation_steps": find_accumulation_steps(config, strategy)}
         values = {**request.config, "trainer": request.config["trainer"] | steps}
         request = replace(request, config=values)
         config = parse(values)
@@ -277,7 +277,7 @@ def _refuse_unusable_directory(run_dir: str | None, resume: Resume) -> None:
 
 
 def _build_experiment(
-    request: Request, config: Config, resume: Resume, strategy: Strategy
+    request: RunRequest, config: Config, resume: Resume, strategy: Strategy
 ) -> Experiment:
     callbacks = dict[str, Callback]()  # in addition to those of the configuration
     if not config.dry_run:
@@ -336,7 +336,7 @@ def _train(run: BuiltRun, note: Path | None) -> None:
     run.record_end(results)
     trainer.end(results)
     if directory is not None:
-        columns = columns_of(sys.stdout)
+        columns = terminal_width(sys.stdout)
         print(
             final_block(
                 request, experiment, directory.path, results.metrics, seconds_by_kind, columns
@@ -344,7 +344,7 @@ def _train(run: BuiltRun, note: Path | None) -> None:
         )
 
 
-def _interruption(request: Request, trainer: Trainer) -> Interrupted:
+def _interruption(request: RunRequest, trainer: Trainer) -> Interrupted:
     """Return the exception that tells what a signal left behind, and how to resume."""
     assert trainer.run_dir is not None
     state = trainer.state

@@ -15,7 +15,7 @@ from regimen.conf.errors import ConfigError, Problem, collect_problems, raise_pr
 from regimen.scripts.cli.arguments import Arguments, key_of
 from regimen.scripts.cli.console import logger
 from regimen.scripts.composition.compose import compose, split_jobs
-from regimen.scripts.composition.overrides import Swept, refuse_outside
+from regimen.scripts.composition.overrides import SweepOverride, refuse_outside
 from regimen.scripts.sweeps.leaderboard import NOT_STARTED
 from regimen.scripts.sweeps.sweep import Sweep, has_finished
 
@@ -53,7 +53,7 @@ def sweep(arguments: Arguments) -> int:
         return it.close()
 
 
-def composed(arguments: Arguments, jobs: Iterable[Sequence[Swept]]) -> list[dict[str, Any]]:
+def composed(arguments: Arguments, jobs: Iterable[Sequence[SweepOverride]]) -> list[dict[str, Any]]:
     """Compose every job; raises ConfigError with the mistakes of all, each once."""
     configs = []
     errors = list[ConfigError]()
@@ -70,7 +70,7 @@ def composed(arguments: Arguments, jobs: Iterable[Sequence[Swept]]) -> list[dict
 
 
 def check_built(
-    arguments: Arguments, jobs: Sequence[Sequence[Swept]]
+    arguments: Arguments, jobs: Sequence[Sequence[SweepOverride]]
 ) -> tuple[str | None, dict[str, str], tuple[str, list[str]]]:
     """Find the mistakes for which torch and the targets must be imported, in one process.
 
@@ -79,7 +79,7 @@ def check_built(
     if it is known; the modes of the task's metrics; what `regimen.trainer.device.visible` returns.
     Raises ConfigError.
     """
-    distinct = dict[tuple[str, ...], Sequence[Swept]]()
+    distinct = dict[tuple[str, ...], Sequence[SweepOverride]]()
     for job in jobs:
         words = (o.text for o in job if o.varies and not _NUMBER.fullmatch(o.value))
         distinct[tuple(words)] = job
@@ -106,7 +106,7 @@ def built(
     Returns their mistakes, the metric and the modes of the first one's task, and the accelerators.
     Other errors than mistakes are not returned: the job itself reports them.
     """
-    from regimen.trainer.assembly.check import check_targets, stand_ins
+    from regimen.trainer.assembly.check import check_targets, placeholder_assembly
     from regimen.trainer.device import visible
 
     problems = list[Problem]()
@@ -119,7 +119,7 @@ def built(
                 config = parse(job.config)
                 check_targets(config)
             if arguments is jobs[0]:
-                task = stand_ins(config).task
+                task = placeholder_assembly(config).task
                 modes |= task.modes()
                 metric = task.monitor()
                 if metric is not None:
@@ -127,5 +127,5 @@ def built(
     return problems, monitor, modes, visible()
 
 
-def _arguments_of(arguments: Arguments, job: Sequence[Swept]) -> Arguments:
+def _arguments_of(arguments: Arguments, job: Sequence[SweepOverride]) -> Arguments:
     return replace(arguments, overrides=tuple(o.text for o in job), multirun=False)

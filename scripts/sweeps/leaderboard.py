@@ -15,7 +15,7 @@ from typing import Any
 from regimen.callbacks.support import AUTO, Monitor
 from regimen.conf.errors import one_line
 from regimen.trainer.files.atomic import write_text
-from regimen.trainer.files.layout import aligned, as_csv
+from regimen.trainer.files.layout import as_csv, format_table
 from regimen.trainer.runs.status import ENDED_WELL, TENSORBOARD, RunDirectoryError, read_status
 from regimen.trainer.state import epoch_metric
 
@@ -222,7 +222,7 @@ def show(folder: Path, ranking: Ranking, group_by: Sequence[str], varied: Sequen
     ranked = ranking.ranked()
     rows = [["job", "status", *short_keys(varied), ranking.name, "seconds"]]
     rows += [ranking.row(job, varied, format_value) for job in ranked[:SHOWN]]
-    print("", one_line(f"sweep {folder}"), *aligned(rows, columns, last=2), sep="\n")
+    print("", one_line(f"sweep {folder}"), *format_table(rows, columns, last=2), sep="\n")
     if len(ranked) > SHOWN:
         print(f"and {len(ranked) - SHOWN} more jobs in {FILE}")
     if group_by:
@@ -233,7 +233,7 @@ def show(folder: Path, ranking: Ranking, group_by: Sequence[str], varied: Sequen
             cells = [overrides.get(key, "") for key in keys]
             rows.append(cells + _statistics(values, format_value))
         title = f"{ranking.name} over {', '.join(group_by)}"
-        print("", title, *aligned(rows, columns, last=2), sep="\n")
+        print("", title, *format_table(rows, columns, last=2), sep="\n")
     for job in ranking.jobs:
         if job.failed:
             print(one_line(f"job {job.number} {job.state} (exit {job.code}): {job.reason}"))

@@ -29,7 +29,7 @@ from regimen.scripts.cli.console import logger
 from regimen.scripts.composition.compose import split_search
 from regimen.scripts.composition.overrides import (
     Dimension,
-    Swept,
+    SweepOverride,
     identity,
     refuse_outside,
     refuse_untyped,
@@ -84,7 +84,9 @@ def search(arguments: Arguments) -> int:
         return it.close()
 
 
-def _dimensions(arguments: Arguments, settings: SweepConfig) -> tuple[list[Swept], list[Dimension]]:
+def _dimensions(
+    arguments: Arguments, settings: SweepConfig
+) -> tuple[list[SweepOverride], list[Dimension]]:
     """Return the overrides that all jobs have, and what is searched: typed keys, then a file's.
 
     Raises ConfigError.
@@ -139,7 +141,7 @@ def values_of(name: str, distribution: Any) -> list[Any]:
     return [low + n * step for n in range(round((high - low) / step) + 1)]
 
 
-def samples(space: Space) -> list[tuple[Swept, ...]]:
+def samples(space: Space) -> list[tuple[SweepOverride, ...]]:
     """Return values to check before the search: each choice, and the ends of each range.
 
     A job takes one value of each dimension; the shorter lists are repeated.
@@ -155,9 +157,9 @@ def samples(space: Space) -> list[tuple[Swept, ...]]:
     return [tuple(map(swept, space, row)) for row in rows]
 
 
-def swept(dimension: Dimension, value: Any) -> Swept:
+def swept(dimension: Dimension, value: Any) -> SweepOverride:
     """Return the override that gives a dimension a value."""
-    return Swept(f"{dimension.key}={value}", dimension.name, str(value), True)
+    return SweepOverride(f"{dimension.key}={value}", dimension.name, str(value), True)
 
 
 def enqueued(space: Space, enqueue: Sequence[Values], whole: bool) -> list[Values]:
@@ -254,7 +256,7 @@ class Trials:
         self,
         it: Sweep,
         space: Space,
-        base: Sequence[Swept],
+        base: Sequence[SweepOverride],
         sampler: Callable[[int], Any],
         queued: Sequence[Values],
     ) -> None:
@@ -434,7 +436,7 @@ class Trials:
         study.sampler = self._optuna.samplers.RandomSampler(seed=0)
         return trial
 
-    def _overrides(self, values: Mapping[str, Any]) -> list[Swept]:
+    def _overrides(self, values: Mapping[str, Any]) -> list[SweepOverride]:
         varied = (swept(d, values[d.name]) for d in self._space if d.name in values)
         return [*self._base, *varied]
 

@@ -19,7 +19,12 @@ from regimen.conf.schema import SweepConfig, Values
 from regimen.scripts.cli.arguments import PRIMARY, RUNS, Arguments, key_of, run_dir_override
 from regimen.scripts.cli.console import logger
 from regimen.scripts.cli.signals import handling
-from regimen.scripts.composition.overrides import OF_A_START, Swept, belongs_outside, identity
+from regimen.scripts.composition.overrides import (
+    START_KEYS,
+    SweepOverride,
+    belongs_outside,
+    identity,
+)
 from regimen.scripts.sweeps import leaderboard
 from regimen.scripts.sweeps.launchers import (
     CLUSTERS,
@@ -50,7 +55,7 @@ from regimen.trainer.runs.status import (
     check_run_dir,
     holds_run,
     read_metrics,
-    read_own,
+    read_run_yaml,
     read_status,
 )
 
@@ -108,7 +113,7 @@ class Sweep:
         self._planned = dict[tuple[str, ...], Job]()
         self._warnings = set[str]()  # about the leaderboard's file
 
-    def folder_of(self, overrides: Sequence[Swept]) -> Path | None:
+    def folder_of(self, overrides: Sequence[SweepOverride]) -> Path | None:
         """Return the folder that an earlier start gave a job."""
         return self._folders.get(identity(override.text for override in overrides))
 
@@ -141,7 +146,7 @@ class Sweep:
             self.launcher.close()
             lock.release()
 
-    def plan(self, overrides: Sequence[Swept], config: Values) -> Job:
+    def plan(self, overrides: Sequence[SweepOverride], config: Values) -> Job:
         """Give a job its folder, or the next free one; read the result of a finished job."""
         texts = [override.text for override in overrides]
         name = identity(texts)
@@ -422,16 +427,16 @@ def job_folders(sweep: Path) -> dict[tuple[str, ...], Path]:
     for path in sorted(numbered, key=lambda path: int(path.name)):
         # A folder that cannot be read belongs to no job.
         with suppress(OSError, ValueError, TypeError, ConfigError):
-            texts = read_own(path / OVERRIDES)
+            texts = read_run_yaml(path / OVERRIDES)
             folders.setdefault(identity(map(str, texts)), path)
     return folders
 
 
 def has_finished(folder: Path | None, config: Values) -> bool:
     """Return whether a folder holds a run that has finished with this configuration."""
-    ignored = dict.fromkeys((*OF_A_START, "tags"))
+    ignored = dict.fromkeys((*START_KEYS, "tags"))
     with suppress(OSError, ValueError, ConfigError):
         if folder is not None and read_status(folder).get("state") in ENDED_WELL:
-            saved = read_own(folder / CONFIG)
+            saved = read_run_yaml(folder / CONFIG)
             return isinstance(saved, dict) and saved | ignored == config | ignored
     return False

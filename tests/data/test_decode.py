@@ -13,7 +13,7 @@ from torchvision.transforms import v2
 
 from regimen.conf.check import parse
 from regimen.data import decode
-from regimen.data.decode import LargeJpeg, as_tensor, open_image, quick_form, read_image
+from regimen.data.decode import LargeJpeg, fast_resize, open_image, pil_to_tensor, read_image
 from regimen.data.errors import DataError, UnreadableError
 from regimen.data.transforms import Pipeline
 from regimen.scripts.composition.compose import compose
@@ -85,7 +85,7 @@ def test_a_file_that_states_its_range_needs_none(tmp_path):
     for limits in (None, [0, 4095]):
         found = read_image(tmp_path / "a.pgm", 1, limits)
         assert np.abs(found[0].numpy().astype(int) - (values >> 4)).max() <= 1
-    assert decode.depth_of((tmp_path / "a.pgm").read_bytes(), "a.pgm", True).states_range
+    assert decode.read_depth((tmp_path / "a.pgm").read_bytes(), "a.pgm", True).states_range
 
 
 def _segment(marker, content):
@@ -273,7 +273,7 @@ def test_shipped_transforms_take_pictures_of_pillows(name, mode):
         seen = pipeline(image)
         torch.manual_seed(0)
         assert seen.is_floating_point()
-        assert torch.equal(seen, pipeline(as_tensor(image)))
+        assert torch.equal(seen, pipeline(pil_to_tensor(image)))
     assert Pipeline({})(image).dtype == torch.uint8
 
 
@@ -308,7 +308,7 @@ def _write(path, turn=1, seed=0):
 )
 def test_part_is_that_of_whole_picture(tmp_path, turn, step):
     path = _write(tmp_path / "a.jpg", turn)
-    quick = quick_form(step)
+    quick = fast_resize(step)
     scaled = 0
     for seed in range(8):
         torch.manual_seed(seed)
@@ -329,7 +329,7 @@ def test_part_is_that_of_whole_picture(tmp_path, turn, step):
 )
 def test_what_is_not_twice_as_large_is_decoded_whole_to_the_bit(tmp_path, step):
     path = _write(tmp_path / "a.jpg")
-    quick = quick_form(step)
+    quick = fast_resize(step)
     for seed in range(4):
         torch.manual_seed(seed)
         expected = step(read_image(path))
@@ -338,7 +338,7 @@ def test_what_is_not_twice_as_large_is_decoded_whole_to_the_bit(tmp_path, step):
         torch.manual_seed(seed)
         assert torch.equal(quick(read_image(path)), expected)
     other = v2.Resize(160, antialias=False)
-    assert quick_form(other) is other
+    assert fast_resize(other) is other
 
 
 @large
@@ -347,7 +347,7 @@ def test_only_large_plain_jpeg_files_are_left_undecoded(tmp_path, monkeypatch):
     _smooth().save(tmp_path / "a.png")
     _smooth().convert("CMYK").save(tmp_path / "inks.jpg")
     assert isinstance(open_image(path), LargeJpeg)
-    steps = {"flip": v2.RandomHorizontalFlip(), "crop": quick_form(v2.RandomResizedCrop(30))}
+    steps = {"flip": v2.RandomHorizontalFlip(), "crop": fast_resize(v2.RandomResizedCrop(30))}
     assert not Pipeline(steps).takes_files  # the first step needs the whole image
     _smooth().convert("L").save(tmp_path / "grey.jpg")
     part = open_image(str(tmp_path / "grey.jpg")).part([0, 0, 200, 200], [20, 20])

@@ -18,7 +18,7 @@ from regimen.data.image_folder import image_folder
 from regimen.data.noise import WithNoise
 from regimen.data.scenes import UNSURE, DigitScenes
 from regimen.data.sources import Cifar10, Digits, FashionMnist, _digits, fingerprint
-from regimen.data.splits import cut, fold_of
+from regimen.data.splits import fold_of, stratified_split
 from regimen.data.tabular import Diabetes
 from regimen.data.text import ALPHABET, StandardLibraryText, docstrings
 from regimen.data.transforms import Pipeline, ToFloat
@@ -30,13 +30,15 @@ FEW = ("textwrap", "heapq", "string")  # modules that are quickly read
 @given(targets=st.lists(st.integers(0, 4), min_size=1, max_size=80), wanted=st.integers(0, 40))
 @example(targets=[0, 1, 2, 2, 2, 2, 2], wanted=4)
 def test_cut_partitions_and_leaves_every_class_behind(targets, wanted):
-    rest, part = cut(targets, wanted, seed=1)
+    rest, part = stratified_split(targets, wanted, seed=1)
     assert sorted([*rest, *part]) == list(range(len(targets)))
     assert {targets[i] for i in rest} == set(targets)
     assert len(part) == min(wanted, len(targets) - len(set(targets)))
-    one, again, other = (cut(np.arange(60) % 4, 20, seed)[1].tolist() for seed in (1, 1, 2))
+    one, again, other = (
+        stratified_split(np.arange(60) % 4, 20, seed)[1].tolist() for seed in (1, 1, 2)
+    )
     assert one == again != other
-    _, tenth = cut([0] * 60 + [1] * 30 + [2] * 10, 10, seed=0)
+    _, tenth = stratified_split([0] * 60 + [1] * 30 + [2] * 10, 10, seed=0)
     assert np.bincount(np.repeat([0, 1, 2], [60, 30, 10])[tenth]).tolist() == [6, 3, 1]
 
 

@@ -14,7 +14,7 @@ from regimen.conf.errors import ConfigError
 from regimen.scripts.composition.compose import compose
 from regimen.trainer.assembly import experiment
 from regimen.trainer.assembly.check import check_targets
-from regimen.trainer.assembly.experiment import build, fitting_steps
+from regimen.trainer.assembly.experiment import build, find_accumulation_steps
 from regimen.trainer.errors import ResourceError, StorageError
 from regimen.trainer.runs.remote import Remote
 from regimen.trainer.strategies.strategy import Strategy
@@ -155,11 +155,16 @@ def test_as_many_micro_batches_as_memory_asks_for_and_no_trace_of_the_trial(monk
     monkeypatch.setattr(experiment, "_tried", tried)
     auto = "trainer.gradient_accumulation_steps=auto"
     words = ["loader.batch_size=30", "trainer.max_steps=2"]
-    assert fitting_steps(config_of(*words, auto), Strategy("cpu")) == 1
-    assert fitting_steps(config_of(*words, auto, "trainer.memory_limit=1"), Strategy("cpu")) == 4
+    assert find_accumulation_steps(config_of(*words, auto), Strategy("cpu")) == 1
+    assert (
+        find_accumulation_steps(config_of(*words, auto, "trainer.memory_limit=1"), Strategy("cpu"))
+        == 4
+    )
     assert taken[1:] == [30, 15, 8]
     with pytest.raises(ResourceError, match=r"one sample does not fit: \(.*\[1, 1, 16, 16\]"):
-        fitting_steps(config_of(*words, auto, "trainer.memory_limit=0.01"), Strategy("cpu"))
+        find_accumulation_steps(
+            config_of(*words, auto, "trainer.memory_limit=0.01"), Strategy("cpu")
+        )
     whole, parts = (
         build(
             config_of(*words, f"trainer.gradient_accumulation_steps={n}", "trainer.precision=fp64")
@@ -178,7 +183,7 @@ def test_with_cuda_graphs_no_second_micro_batch_is_tried(monkeypatch):
     monkeypatch.setattr(experiment, "_tried", lambda config, strategy: ("memory", []))
     words = ["trainer.gradient_accumulation_steps=auto", "trainer.compile={mode: reduce-overhead}"]
     with pytest.raises(ResourceError, match=r"the graphs .*trainer\.compile=true"):
-        fitting_steps(config_of(*words), Strategy("cpu"))
+        find_accumulation_steps(config_of(*words), Strategy("cpu"))
 
 
 def test_what_a_trial_raises_beside_memory_is_raised(monkeypatch):
@@ -189,10 +194,10 @@ def test_what_a_trial_raises_beside_memory_is_raised(monkeypatch):
     auto = "trainer.gradient_accumulation_steps=auto"
     said = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"
     with pytest.raises(ResourceError, match="one sample does not fit"):
-        fitting_steps(config_of("loader.batch_size=2", auto), Strategy("cpu"))
+        find_accumulation_steps(config_of("loader.batch_size=2", auto), Strategy("cpu"))
     said = "something else"
     with pytest.raises(RuntimeError, match="something else"):
-        fitting_steps(config_of("loader.batch_size=2", auto), Strategy("cpu"))
+        find_accumulation_steps(config_of("loader.batch_size=2", auto), Strategy("cpu"))
 
 
 @pytest.mark.slow

@@ -316,7 +316,7 @@ def test_the_yaml_of_optimizers_builds():
     both = build_optimizers(network, several["optimizer"])
     assert [group.name for group in both.groups()] == ["muon", "adamw"]
     built = build_lr_schedule(schedule["lr_scheduler"], both, 100, 10)
-    assert list(built.tracks) == ["muon", "adamw"]
+    assert list(built.schedules) == ["muon", "adamw"]
 
 
 def test_the_readme_shows_an_experiment_whole_and_the_steps_of_the_dockerfile():

@@ -89,7 +89,7 @@ def check_targets(config: Config, wrong: Collection[str] = ()) -> None:
             broken.add(name)
 
     config = _without(config, broken)
-    parts = stand_ins(config)
+    parts = placeholder_assembly(config)
     first = [*_task_problems(parts), *_strategy_problems(config)]
     # Further problems of the same keys would only follow from the first.
     reported = set()
@@ -126,7 +126,7 @@ def _sound_nodes(nodes: Named, key: str, broken: Collection[str]) -> Named:
     return {n: None if is_related(f"{key}.{n}", broken) else node for n, node in nodes.items()}
 
 
-def stand_ins(config: Config) -> Assembly:
+def placeholder_assembly(config: Config) -> Assembly:
     """Return the parts of a run without data, device or storage."""
     total = None if horizon(config.trainer, _STEPS_PER_EPOCH) is None else _TOTAL_STEPS
     counted = with_counted_classes(config, _CLASSES)

@@ -13,13 +13,13 @@ import torch
 from regimen.conf.errors import ConfigError, Problem, raise_problems
 from regimen.conf.interpolation import mapped
 from regimen.conf.schema import Config, Node
-from regimen.data.decode import quick_form
+from regimen.data.decode import fast_resize
 from regimen.data.errors import ClassNamesError, DataError
 from regimen.data.formats.huggingface import ArrowRows
 from regimen.data.image_folder import ImageCache, ImageFolder, Pictures
 from regimen.data.loading.device_transforms import batch_form, check_per_sample, defer
-from regimen.data.loading.loader import bytes_of, can_be_kept
-from regimen.data.mixture import Mixture, faults
+from regimen.data.loading.loader import is_cacheable, tensor_bytes
+from regimen.data.mixture import Mixture, argument_errors
 from regimen.data.orders import labels_of
 from regimen.data.sources import TensorSamples, fingerprint
 from regimen.data.streams import as_dataset
@@ -168,7 +168,7 @@ def _try_transforms(dataset: Any) -> None:
 def build_pipeline(config: Config, stage: str) -> Pipeline:
     """Build the transforms of `train` or `eval` samples."""
     steps = build_transforms(config, stage, config.data.num_classes)
-    quick = {name: quick_form(step) for name, step in steps.items() if step is not None}
+    quick = {name: fast_resize(step) for name, step in steps.items() if step is not None}
     return Pipeline(quick, f"transforms.{stage}")
 
 
@@ -316,7 +316,7 @@ def _mixture_problems(config: Config) -> Iterator[Problem]:
         cls = _class_of(node["_target_"])
         if cls is None or not issubclass(cls, Mixture):
             continue
-        for argument, wrong in faults(node.get("sets") or {}, node.get("weights") or {}):
+        for argument, wrong in argument_errors(node.get("sets") or {}, node.get("weights") or {}):
             yield Problem(f"{key_of(split)}.{argument}", wrong)
         if split != "train":
             continue
@@ -344,14 +344,14 @@ def set_cache(config: Config, split: str, dataset: Any) -> None:
         logger.info("data.cache: data.%s reads no image files: nothing to cache", split)
 
 
-def kept_bytes(config: Config, sets: Mapping[str, Any]) -> int | None:
+def device_cache_bytes(config: Config, sets: Mapping[str, Any]) -> int | None:
     """Return the bytes of a device's memory that the data sets take; None before it is known."""
     if config.data.cache != "device":
         return 0
     batches = [dataset.tensors() for dataset in sets.values() if dataset is not None]
     if any(batch is None for batch in batches):
         return None
-    return sum(size for size in map(bytes_of, batches) if size <= config.data.cache_bytes)
+    return sum(size for size in map(tensor_bytes, batches) if size <= config.data.cache_bytes)
 
 
 def data_problems(config: Config) -> Iterator[Problem]:
@@ -393,7 +393,7 @@ def _class_of(path: str) -> type | None:
             return target
         returned = typing.get_type_hints(target).get("return")
         for member in typing.get_args(returned) or (returned,):
-            if isinstance(member, type) and can_be_kept(member):
+            if isinstance(member, type) and is_cacheable(member):
                 return member
     return None
 
@@ -404,7 +404,7 @@ def _device_cache_problems(
     """Yield why samples of a data set of class `cls` cannot be cached on a device."""
     way_out = f"set data.cache={'ram' if issubclass(cls, ImageFolder) else 'none'}"
     is_pipeline = isinstance(transform, Pipeline)
-    if not can_be_kept(cls) or not (is_pipeline or transform is None):
+    if not is_cacheable(cls) or not (is_pipeline or transform is None):
         yield Problem(
             "data.cache",
             f"is device, but data.{split} ({cls.__name__}) cannot be kept there",
@@ -446,7 +446,7 @@ def data_facts(sets: Mapping[str, Any]) -> dict[str, Any]:
     return facts
 
 
-def statistical(config: Config) -> dict[str, Any]:
+def nodes_with_statistics(config: Config) -> dict[str, Any]:
     """Return, by split, the nodes whose targets can be given statistics."""
     nodes = config.data.nodes()
     return {s: n for s, n in nodes.items() if "statistics" in (parameters_of(n["_target_"]) or ())}
@@ -459,7 +459,7 @@ def with_statistics(config: Config, payload: Mapping[str, Any] | None) -> Config
     if not statistics:
         return config
     data = asdict(config.data)
-    for split, node in statistical(config).items():
+    for split, node in nodes_with_statistics(config).items():
         section, _, name = split.partition("/")
         encoded = {"statistics": statistics, **node}
         if name:  # one of several sets: data.val.NAME

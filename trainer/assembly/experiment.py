@@ -14,7 +14,7 @@ from regimen.conf.fields import declared
 from regimen.conf.schema import Config, EvalLoaderConfig
 from regimen.conf.schema_trainer import TrainerConfig
 from regimen.data.loading.device_transforms import DeviceTransforms, collate_ragged, mixes_samples
-from regimen.data.loading.loader import DeviceCache, Loader, can_be_kept
+from regimen.data.loading.loader import DeviceCache, Loader, is_cacheable
 from regimen.data.loading.workers import workers_of
 from regimen.data.orders import Order, Sequential
 from regimen.data.samplers import Updates, UpdateSampler, as_order, as_updates, default_order
@@ -163,7 +163,7 @@ def _test_loaders(config: Config, data: Data, strategy: Strategy) -> dict[str, L
     return loaders
 
 
-def fitting_steps(config: Config, strategy: Strategy) -> int:
+def find_accumulation_steps(config: Config, strategy: Strategy) -> int:
     """Return the fewest `gradient_accumulation_steps`, a power of two, that memory has room for.
 
     Builds the experiment for a trial, which computes the gradients of its first micro-batch while
@@ -234,7 +234,7 @@ def _tried(config: Config, strategy: Strategy) -> tuple[str | None, list[str]]:
         taken = (peak_rss() + later) / 2**30
         if taken > limit:
             failure = f"{description} takes {taken:.2f} GiB, trainer.memory_limit is {limit:g}"
-    return failure, follows_split(trainer)
+    return failure, accumulation_sensitive_parts(trainer)
 
 
 def _average_bytes(trainer: Trainer) -> int:
@@ -265,7 +265,7 @@ def _evaluate_a_batch(trainer: Trainer, config: Config) -> None:
             loader.close()
 
 
-def follows_split(trainer: Trainer) -> list[str]:
+def accumulation_sensitive_parts(trainer: Trainer) -> list[str]:
     """Return what makes an update depend on its split into micro-batches, the exceptions of I3."""
     layers = list(trainer.model.modules())
     device_steps = trainer.train_loader.transforms.steps.values()
@@ -432,7 +432,7 @@ def _loader(
     arguments["num_workers"] = workers_of(arguments["num_workers"])
 
     cache = None
-    if config.data.cache == "device" and not config.dry_run and can_be_kept(type(dataset)):
+    if config.data.cache == "device" and not config.dry_run and is_cacheable(type(dataset)):
         cache = DeviceCache(dataset, strategy.device, config.data.cache_bytes)
     return Loader(
         dataset,

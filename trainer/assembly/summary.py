@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from regimen.data.batch import map_tensors
 from regimen.trainer.fast import step_optimizer
-from regimen.trainer.files.layout import aligned, count, size
+from regimen.trainer.files.layout import count, format_table, size
 from regimen.trainer.rng import seeded
 from regimen.trainer.task import tensors_of
 
@@ -217,7 +217,7 @@ def render(summary: Summary, width: int = 100) -> str:
         flops = count(row.flops) if row.flops else "-"
         indented = "  " * _level(row.name) + name
         cells.append([indented, row.kind, row.output or "-", parameters, flops])
-    table = aligned(cells, width, last=2, right=("parameters", "FLOPs"))
+    table = format_table(cells, width, last=2, right=("parameters", "FLOPs"))
 
     whole = summary.rows[0]
     totals = f"{whole.parameters:,} parameters"

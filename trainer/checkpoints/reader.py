@@ -268,7 +268,7 @@ def _wrong_types(prefix: str, values: Any, types: Mapping[str, type]) -> Iterato
 
 
 @contextmanager
-def taking_over(what: str) -> Iterator[None]:
+def loading(what: str) -> Iterator[None]:
     """Turn exceptions raised by a state that does not fit into a CheckpointError."""
     try:
         yield

@@ -170,7 +170,7 @@ def build_components(
     compiled_model = set_up(model, compiled, options, precision.name)
     # A GAN's phase and a frozen layer leave parameters without a gradient, which DDP looks for.
     freezes = any(callback.freezes for callback in callbacks.values())
-    strategy.some_unused = bool(task.turns) or freezes
+    strategy.has_unused_parameters = bool(task.turns) or freezes
     strategy.autocast = precision.autocast
     training_model = strategy.wrap(compiled_model)
 
@@ -204,7 +204,7 @@ def build_components(
         state=state,
         train_loader=train_loader,
         extra_state=ExtraState(model, task),
-        random=RandomStates(strategy.computing, isolated_seed),
+        random=RandomStates(strategy.local_devices, isolated_seed),
         timer=Timer(),
         reader=reader,
     )

@@ -265,8 +265,8 @@ class StopAwareReader:
 
     def connect(self, source: Any) -> Any:
         """Let a source call `should_stop`, if it supports that; return it."""
-        if hasattr(source, "heed"):
-            source.heed(self.should_stop)
+        if hasattr(source, "set_stop_check"):
+            source.set_stop_check(self.should_stop)
         return source
 
     def next(self, stream: Iterator[T]) -> T | None:

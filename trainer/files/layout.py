@@ -20,7 +20,7 @@ def is_dumb() -> bool:
     return os.environ.get("TERM") in ("dumb", "unknown")
 
 
-def size_of(stream: Any) -> os.terminal_size:
+def terminal_size(stream: Any) -> os.terminal_size:
     """Return columns and lines of a terminal now; 80 and 24 where they are unknown."""
     try:
         columns, lines = os.get_terminal_size(stream.fileno())
@@ -29,12 +29,12 @@ def size_of(stream: Any) -> os.terminal_size:
     return os.terminal_size((columns or 80, lines or 24))
 
 
-def columns_of(stream: Any) -> int | None:
+def terminal_width(stream: Any) -> int | None:
     """Return the width of a terminal now; None for a file or a pipe, where nothing is folded."""
-    return size_of(stream).columns if stream.isatty() else None
+    return terminal_size(stream).columns if stream.isatty() else None
 
 
-def packed(items: Sequence[str], width: int, gap: str) -> list[str]:
+def wrap_items(items: Sequence[str], width: int, gap: str) -> list[str]:
     """Join items by `gap` into lines of at most `width` characters; a longer item has its own."""
     lines: list[str] = []
     for item in items:
@@ -45,7 +45,7 @@ def packed(items: Sequence[str], width: int, gap: str) -> list[str]:
     return lines
 
 
-def aligned(
+def format_table(
     rows: Sequence[Sequence[str]], width: int, last: int = 0, right: Sequence[str] = ()
 ) -> list[str]:
     """Return rows as aligned lines of at most `width` characters; the first has the column names.
@@ -75,7 +75,7 @@ def aligned(
         lines.append(_GAP.join(cells).rstrip())
         if hidden and number > 0:
             words = ", ".join(hidden).split(" ")
-            lines += [_GAP + line for line in packed(words, width - len(_GAP), " ")]
+            lines += [_GAP + line for line in wrap_items(words, width - len(_GAP), " ")]
     return lines
 
 
@@ -102,7 +102,7 @@ def as_bytes(text: str) -> bytes:
         return encodable(text).encode()
 
 
-def visible(text: str) -> str:
+def escape_controls(text: str) -> str:
     """Escape control characters, which could control a terminal, except newlines and tabs."""
     return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
 
@@ -112,7 +112,7 @@ def indented_lines(text: str) -> list[str]:
 
     A line break before an unindented line is part of a value, such as a file name: it is escaped.
     """
-    return visible(re.sub(r"\n(?!  )", r"\\n", text)).split("\n")
+    return escape_controls(re.sub(r"\n(?!  )", r"\\n", text)).split("\n")
 
 
 class VisibleFormatter(logging.Formatter):
@@ -123,7 +123,7 @@ class VisibleFormatter(logging.Formatter):
         record = logging.makeLogRecord(record.__dict__)
         if isinstance(record.args, tuple):
             record.args = tuple(one_line(a) if isinstance(a, Path) else a for a in record.args)
-        return visible(super().format(record))
+        return escape_controls(super().format(record))
 
 
 def count(value: float | None) -> str:

@@ -91,7 +91,7 @@ def inference_metadata(config: Config, data: Data, task: Task) -> InferenceMetad
     )
 
 
-def read_facts(folder: Path) -> InferenceMetadata:
+def read_inference_metadata(folder: Path) -> InferenceMetadata:
     """Read a run's `inference.json`. Raises RunDirectoryError."""
     path = folder / INFERENCE
     values = read_json(path)

@@ -23,7 +23,7 @@ from regimen.conf.interpolation import leaves
 from regimen.conf.schema import Config
 from regimen.conf.schema_trainer import STRATEGIES
 from regimen.conf.yaml_file import plain_values
-from regimen.data.decode import planes_of, read_image
+from regimen.data.decode import pil_to_channels, read_image
 from regimen.data.errors import DataError
 from regimen.data.image_folder import Pictures
 from regimen.data.loading.fetch import collate
@@ -32,7 +32,12 @@ from regimen.data.text import Prompts
 from regimen.models.pretrained import no_initial_weights
 from regimen.trainer import snapshot
 from regimen.trainer.assembly.check import check_targets
-from regimen.trainer.assembly.data import build_pipeline, key_of, statistical, with_statistics
+from regimen.trainer.assembly.data import (
+    build_pipeline,
+    key_of,
+    nodes_with_statistics,
+    with_statistics,
+)
 from regimen.trainer.assembly.experiment import build_evaluator, build_split
 from regimen.trainer.assembly.parts import build_strategy
 from regimen.trainer.checkpoints.archive import DamagedCheckpointError, digest
@@ -50,7 +55,7 @@ from regimen.trainer.inference.predictor import (
     Sampling,
     class_count_of,
     classes_of,
-    read_facts,
+    read_inference_metadata,
 )
 from regimen.trainer.inference.rows import records_of, table_of
 from regimen.trainer.runs.directory import refuse_links, versions
@@ -131,7 +136,7 @@ class Run:
     @cached_property
     def facts(self) -> InferenceMetadata:
         """The metadata of the run's data: classes, the form of inputs and outputs."""
-        return read_facts(self.path)
+        return read_inference_metadata(self.path)
 
     @cached_property
     def metrics(self) -> list[dict[str, float]]:
@@ -266,7 +271,7 @@ class Run:
             if isinstance(image, (str, os.PathLike)):
                 tensor = read_image(Path(image), channels, form.value_range)
             elif isinstance(image, Image.Image):
-                tensor = planes_of(image, "a picture", channels, form.value_range)
+                tensor = pil_to_channels(image, "a picture", channels, form.value_range)
             elif isinstance(image, Tensor):
                 tensor = image
             else:
@@ -280,7 +285,7 @@ class Run:
                     f"a picture of type {tensor.dtype} and shape {list(tensor.shape)}: the run "
                     f"takes uint8 [{channels}, height, width]"
                 )
-            yield form.brought_to_form(tensor)
+            yield form.resize_and_transform(tensor)
 
 
 def pictures_for(facts: InferenceMetadata, config: Config, paths: Sequence[str]) -> Pictures:
@@ -356,7 +361,7 @@ def origin_of(run_dir: Path, components: Components, checkpoint: str) -> dict[st
 
 def as_trained(config: Config, checkpoint: Path | None) -> Config:
     """Return a configuration whose tables are encoded as those that a checkpoint was trained on."""
-    if checkpoint is None or not statistical(config):
+    if checkpoint is None or not nodes_with_statistics(config):
         return config
     return with_statistics(config, read_checkpoint(checkpoint))
 

@@ -296,7 +296,7 @@ class LRSchedule:
     def __init__(
         self, schedules: Mapping[str, OptimizerSchedule], steps_per_epoch: int | None = None
     ) -> None:
-        self.tracks = dict(schedules)  # by the name of the optimizer
+        self.schedules = dict(schedules)  # by the name of the optimizer
         self.updates = 0  # applied
         self.epochs = 0
         self._steps_per_epoch = steps_per_epoch
@@ -320,7 +320,7 @@ class LRSchedule:
 
         Configured schedules are left out: they use `${total_steps}`, and were checked when built.
         """
-        for schedule in self.tracks.values():
+        for schedule in self.schedules.values():
             unit = "update"
             other = "epoch"
             length: float | None = updates
@@ -343,13 +343,13 @@ class LRSchedule:
     def after_update(self) -> None:
         """Step after an applied update; a skipped update changes nothing (I10)."""
         self.updates += 1
-        for schedule in self.tracks.values():
+        for schedule in self.schedules.values():
             schedule.step_to(self.updates, self.epochs)
 
     def after_epoch(self) -> None:
         """Step after the last update of an epoch."""
         self.epochs += 1
-        for schedule in self.tracks.values():
+        for schedule in self.schedules.values():
             schedule.step_to(self.updates, self.epochs)
 
     def after_validation(self, metrics: Mapping[str, float]) -> None:
@@ -359,7 +359,7 @@ class LRSchedule:
         `ConfigError` if a monitored metric of this stage is missing.
         """
         stages = {name.partition("/")[0] for name in metrics}
-        for schedule in self.tracks.values():
+        for schedule in self.schedules.values():
             metric = schedule.metric
             if metric is None or metric.partition("/")[0] not in stages:
                 continue
@@ -375,7 +375,7 @@ class LRSchedule:
         return {
             "updates": self.updates,
             "epochs": self.epochs,
-            "tracks": {name: schedule.state_dict() for name, schedule in self.tracks.items()},
+            "tracks": {name: schedule.state_dict() for name, schedule in self.schedules.items()},
         }
 
     def load_state_dict(self, state: State, hyper_parameters: bool = True) -> None:
@@ -388,8 +388,8 @@ class LRSchedule:
             updates = int(state["updates"])
             epochs = int(state["epochs"])
             saved = state["tracks"]
-            problems = [f"{n!r} has no schedule here" for n in saved.keys() - self.tracks.keys()]
-            for name, schedule in self.tracks.items():
+            problems = [f"{n!r} has no schedule here" for n in saved.keys() - self.schedules.keys()]
+            for name, schedule in self.schedules.items():
                 if name in saved:
                     problems += schedule.differences(saved[name])
                 else:
@@ -398,7 +398,7 @@ class LRSchedule:
                 raise CheckpointError(
                     f"the lr_scheduler does not fit: {truncated_list(problems, 1)}"
                 )
-            for name, schedule in self.tracks.items():
+            for name, schedule in self.schedules.items():
                 if hyper_parameters:
                     schedule.load_state_dict(saved[name], updates, epochs)
                 else:
@@ -418,10 +418,10 @@ class LRSchedule:
         """
         # `memo` makes deepcopy put empty containers in place of parameters and their state.
         memo = dict[int, Any]()
-        for schedule in self.tracks.values():
+        for schedule in self.schedules.values():
             memo |= {id(group["params"]): [] for group in schedule.groups}
             memo[id(schedule.scheduler.optimizer.state)] = {}
-        configured = {name: s for name, s in self.tracks.items() if s.settings}
+        configured = {name: s for name, s in self.schedules.items() if s.settings}
         walked = copy.deepcopy(LRSchedule(configured), memo)
         previewed = []
         # torch warns that the optimizer was not stepped in between.
@@ -432,14 +432,14 @@ class LRSchedule:
                     if self._steps_per_epoch and walked.updates % self._steps_per_epoch == 0:
                         walked.after_epoch()
                 rates = dict[str, float]()
-                for schedule in walked.tracks.values():
+                for schedule in walked.schedules.values():
                     rates |= zip(schedule.group_names, schedule.rates(), strict=True)
                 previewed.append(rates)
         return previewed
 
-    def refuse_to_wait(self, has_data: bool, validates: bool) -> None:
+    def check_monitors(self, has_data: bool, validates: bool) -> None:
         """Raise `ConfigError` if a validation is monitored and there is none."""
-        for schedule in self.tracks.values():
+        for schedule in self.schedules.values():
             monitor = schedule.monitor or ""
             if monitor.startswith("val/") and not (has_data and validates):
                 refuse(

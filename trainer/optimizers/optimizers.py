@@ -27,8 +27,8 @@ from regimen.trainer.optimizers.param_groups import (
     OptimizerScope,
     ParamGroup,
     assign_groups,
-    candidates,
     first_rule,
+    named_parameters,
     parse_rules,
     parse_selector,
     refuse,
@@ -36,9 +36,9 @@ from regimen.trainer.optimizers.param_groups import (
 from regimen.trainer.optimizers.state import (
     State,
     TorchGroup,
-    begin_with_zeros,
-    can_leave_out,
+    init_momentum_buffers,
     pack,
+    supports_found_inf,
     unpack,
     uses_dampening,
 )
@@ -98,7 +98,7 @@ class Optimizers:
         for optimizer in self.optimizers.values():
             groups = (optimizer.defaults, *optimizer.param_groups)  # some may be added later
             if isinstance(optimizer, SGD) and any(group.get("fused") for group in groups):
-                optimizer.register_step_pre_hook(begin_with_zeros)
+                optimizer.register_step_pre_hook(init_momentum_buffers)
 
     @classmethod
     def wrap(
@@ -112,7 +112,7 @@ class Optimizers:
         `others` are modules besides the model that are trained. Raises `ConfigError` with the
         parameters that are in no optimizer, in two, or not in the model.
         """
-        parameters = candidates(model, others)
+        parameters = named_parameters(model, others)
         names: dict[Tensor, str] = {p.tensor: p.name for p in parameters}
         if isinstance(optimizer, Optimizer):
             optimizer = {SINGLE: optimizer}
@@ -172,7 +172,7 @@ class Optimizers:
                 for parameter in group["params"]:
                     parameter.grad = None
 
-    def keep_rates(self) -> None:
+    def record_rates(self) -> None:
         """Store the learning rates as those of the last update, without waiting for the device."""
         rates = [group["lr"] for o in self.optimizers.values() for group in o.param_groups]
         self._last_rates = [lr.clone() if isinstance(lr, Tensor) else lr for lr in rates]
@@ -230,7 +230,7 @@ def build_optimizers(
     where the node leaves the choice open. Raises `ConfigError`.
     """
     configured = sections(node)
-    parameters = candidates(model, others)
+    parameters = named_parameters(model, others)
     problems = list[Problem]()
     shared = []  # rules that hold within each of several optimizers
     if "optimizers" in node:
@@ -294,7 +294,7 @@ def _build(section: Section, groups: Sequence[ParamGroup], prefer_fused: bool) -
         fused = make(section.target | {"fused": True}, [dict(group) for group in param_groups])
         # Some devices have not all kernels, and torch 2.11's fused Adagrad runs on CPUs only.
         on_meta = any(p.is_meta for group in param_groups for p in group["params"])
-        if on_meta or can_leave_out(fused):
+        if on_meta or supports_found_inf(fused):
             return fused
     return make(section.target, param_groups)
 

@@ -65,7 +65,7 @@ Test = Callable[[NamedParameter], bool]
 T = TypeVar("T")
 
 
-def candidates(
+def named_parameters(
     model: nn.Module, others: Mapping[str, nn.Module] | None = None
 ) -> list[NamedParameter]:
     """Return each parameter of `model` once, in order of registration, then those of `others`."""
@@ -173,7 +173,7 @@ def assign_groups(
     for order in sorted(groups):
         by_optimizer[order[0]].append(groups[order])
 
-    problems = list(unused(rules, used, parameters))
+    problems = list(unused_rules(rules, used, parameters))
     if unassigned:
         problems.append(
             Problem("optimizer.optimizers", f"no optimizer takes {truncated_list(unassigned)}")
@@ -243,7 +243,7 @@ def _timm_layers(model: nn.Module) -> dict[str, int]:
     return {}
 
 
-def unused(
+def unused_rules(
     rules: Sequence[GroupRule], used: set[str], parameters: Sequence[NamedParameter]
 ) -> Iterator[Problem]:
     """Yield the rules whose keys are not in `used`, and why they are left without a parameter."""

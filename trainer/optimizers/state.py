@@ -58,7 +58,7 @@ def needs_closure(optimizer_class: type[Any]) -> bool:
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
-def can_leave_out(optimizer: Optimizer) -> bool:
+def supports_found_inf(optimizer: Optimizer) -> bool:
     """Return whether the optimizer's kernel can skip a step without a trace; tries it.
 
     Fused kernels promise to. The exception is SGD with dampening, whose first step differs from the
@@ -101,7 +101,7 @@ def _step_with_found_inf(
 ) -> None:
     parameter.grad = torch.full_like(parameter, gradient)
     if isinstance(trial, SGD) and trial.defaults["fused"]:
-        begin_with_zeros(trial)
+        init_momentum_buffers(trial)
     # torch's GradScaler hands both to fused kernels as attributes of the optimizer.
     trial.grad_scale = None  # type: ignore[attr-defined]
     trial.found_inf = torch.full((), found_inf, device=parameter.device)  # type: ignore[attr-defined]
@@ -113,7 +113,7 @@ def uses_dampening(group: Mapping[str, Any]) -> bool:
     return bool(group.get("momentum")) and bool(group.get("dampening"))
 
 
-def begin_with_zeros(optimizer: Optimizer, *_: Any) -> None:
+def init_momentum_buffers(optimizer: Optimizer, *_: Any) -> None:
     """Step pre-hook: create momentum buffers of zeros for fused SGD.
 
     torch creates all buffers at the first step, as copies of the gradients. It then raises

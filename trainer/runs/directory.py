@@ -47,7 +47,7 @@ _FOLDERS = (TENSORBOARD, CHECKPOINTS, *_TRACKER_FOLDERS)
 _WANDB_LOG = "wandb/*/logs/debug-core.log"
 # Written by callbacks and commands after the start.
 _LATER = "abandoned exports evaluation.json lr_finder.json plan.txt profile.txt"
-OF_A_RUN = (MANIFEST, *_FILES, *_FOLDERS, *_LATER.split())  # all names in a run directory
+RUN_FILES = (MANIFEST, *_FILES, *_FOLDERS, *_LATER.split())  # all names in a run directory
 _DISTRIBUTIONS = (
     "torch-regimen torch torchvision hydra-core omegaconf tensorboard numpy pillow scikit-learn"
 )

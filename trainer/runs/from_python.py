@@ -22,7 +22,7 @@ from regimen.trainer.errors import CheckpointError, StorageError, qualified_name
 from regimen.trainer.files.atomic import LogFileHandler, write_json
 from regimen.trainer.options import is_reached
 from regimen.trainer.runs.directory import (
-    OF_A_RUN,
+    RUN_FILES,
     RunDirectory,
     refuse_existing,
     refuse_held,
@@ -170,7 +170,7 @@ class PythonRun:
             )
         refuse_held(self.path)
         refuse_links(self.path)
-        for name in OF_A_RUN:  # the manifest first: without it there is no run
+        for name in RUN_FILES:  # the manifest first: without it there is no run
             path = self.path / name
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)

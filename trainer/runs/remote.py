@@ -15,7 +15,7 @@ from regimen.conf.json_text import plain_json
 from regimen.trainer.errors import StorageError
 from regimen.trainer.files.atomic import TEMPORARY, link_or_copy
 from regimen.trainer.files.names import leads_out, path_below
-from regimen.trainer.runs.directory import OF_A_RUN
+from regimen.trainer.runs.directory import RUN_FILES
 from regimen.trainer.runs.lock import LOCK_FILE
 from regimen.trainer.runs.status import CHECKPOINTS, MANIFEST
 
@@ -137,7 +137,7 @@ class Remote:
         for source, facts in self.files.find(self._root, detail=True).items():
             path = path_below(folder, source.removeprefix(f"{self._root}/"))
             parts = path.relative_to(folder).parts
-            if parts[0] not in OF_A_RUN or facts.get("islink"):
+            if parts[0] not in RUN_FILES or facts.get("islink"):
                 skipped.append(source)
             elif parts[-1].startswith(TEMPORARY):
                 continue

@@ -114,7 +114,7 @@ def read_json(path: Path) -> Record:
     return value
 
 
-def read_own(path: Path) -> Any:
+def read_run_yaml(path: Path) -> Any:
     """Return the values of a YAML file of a run: a section, or a list.
 
     Regimen wrote it, though perhaps somewhere else, where somebody changed it. Raises OSError,

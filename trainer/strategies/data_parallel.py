@@ -45,8 +45,8 @@ class DataParallel(Strategy):
         self._dim = dim
         self.devices = max(1, len(self.device_ids))
         if self.device_ids:
-            self.computing = [torch.device(_KIND, number) for number in self.device_ids]
-            self.device = self.computing[0]
+            self.local_devices = [torch.device(_KIND, number) for number in self.device_ids]
+            self.device = self.local_devices[0]
 
     @classmethod
     def problems(

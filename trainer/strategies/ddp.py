@@ -118,7 +118,7 @@ class DDP(MultiProcess):
         device_ids = [self.device.index] if is_async(self.device) else None
         find_unused = self._find_unused
         if find_unused is None:
-            find_unused = self.some_unused and not self._static_graph
+            find_unused = self.has_unused_parameters and not self._static_graph
         options = {**self._options, "find_unused_parameters": find_unused}
         # By position: some versions of torch rename `broadcast_buffers`. DDP synchronizes buffers
         # at construction in any case.

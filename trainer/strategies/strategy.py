@@ -118,13 +118,15 @@ class Strategy:
 
     devices = 1  # of all processes
     mesh = Mesh()
-    some_unused = False  # set by the trainer: an update may leave parameters without a gradient
+    has_unused_parameters = (
+        False  # set by the trainer: an update may leave parameters without a gradient
+    )
 
     def __init__(
         self, device: torch.device | str | None = None, group: Group | None = None
     ) -> None:
         self.device = default_device() if device is None else with_index(device)
-        self.computing = [self.device]  # the devices of this process
+        self.local_devices = [self.device]  # the devices of this process
         self.group = group or Group()
         # The context of the run's forward passes; set by the trainer.
         self.autocast: Callable[[], AbstractContextManager[Any]] = nullcontext

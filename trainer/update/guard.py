@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from regimen.trainer import fast
 from regimen.trainer.components.components import Components
 from regimen.trainer.device import is_async
-from regimen.trainer.optimizers.state import can_leave_out
+from regimen.trainer.optimizers.state import supports_found_inf
 
 
 class UpdateBackup:
@@ -222,7 +222,7 @@ def _device_can_decide(components: Components) -> bool:
         and components.options.on_nonfinite == "stop"
         and not components.precision.scales
         and not strategy.updates_on_host
-        and all(can_leave_out(o) for o in components.optimizers.optimizers.values())
+        and all(supports_found_inf(o) for o in components.optimizers.optimizers.values())
     )
 
 

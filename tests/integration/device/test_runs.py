@@ -11,7 +11,7 @@ from accelerator import CPU, DEVICE, check_same, needs_accelerator, needs_simula
 from regimen import load_run
 from regimen.conf.check import parse
 from regimen.scripts.composition.compose import compose
-from regimen.trainer.assembly.experiment import _tried, build, fitting_steps
+from regimen.trainer.assembly.experiment import _tried, build, find_accumulation_steps
 from regimen.trainer.assembly.parts import build_strategy
 from regimen.trainer.checkpoints.reader import read_checkpoint
 from regimen.trainer.device import device_count, spare_memory
@@ -246,12 +246,12 @@ def test_as_many_micro_batches_as_its_memory_asks_for():
         peaks[steps] = torch.accelerator.max_memory_allocated() - spare_memory(DEVICE)
     try:
         module.set_memory_limit(0, int(peaks[2] / 0.9) + 10)  # a tenth is kept back
-        assert fitting_steps(config, strategy) == 2
+        assert find_accumulation_steps(config, strategy) == 2
         module.set_memory_limit(0, int(peaks[2] / 0.95))
-        assert fitting_steps(config, strategy) == 4
+        assert find_accumulation_steps(config, strategy) == 4
         module.set_memory_limit(0, 2 * weights)  # which momentum takes
         with pytest.raises(ResourceError, match=r"does not fit: its transforms: .*memory"):
-            fitting_steps(config, strategy)
+            find_accumulation_steps(config, strategy)
     finally:
         module.set_memory_limit(0, 2**33)
 
@@ -277,10 +277,10 @@ def test_an_evaluation_batch_that_does_not_fit_is_told_by_its_key():
     try:
         module.set_memory_limit(0, 2**22)
         config = parse(compose(words).config)
-        assert fitting_steps(config, Strategy(DEVICE)) == 1
+        assert find_accumulation_steps(config, Strategy(DEVICE)) == 1
         config = parse(compose([*words, "loader.eval_batch_size=4096"]).config)
         with pytest.raises(ResourceError, match=r"4096 samples of val .*loader\.eval_batch_size"):
-            fitting_steps(config, Strategy(DEVICE))
+            find_accumulation_steps(config, Strategy(DEVICE))
     finally:
         module.set_memory_limit(0, 2**33)
 

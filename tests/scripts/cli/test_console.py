@@ -31,7 +31,7 @@ from regimen.scripts.cli.console import (
 )
 from regimen.scripts.cli.keys import Demo, Evaluation, Export, Prediction, Quantization, read_keys
 from regimen.trainer.errors import StorageError, is_shape_error
-from regimen.trainer.files.layout import aligned
+from regimen.trainer.files.layout import format_table
 
 EVIL = "a\nerror: b\x1b[2J\x9b31m\r\u202ec.png"
 TORCH = f"{sysconfig.get_path('purelib')}/torch/utils/data/dataloader.py"
@@ -146,7 +146,7 @@ def test_what_a_device_cannot_compute_is_no_misfit_of_model_and_data(text, refus
 
 def test_an_error_is_one_line_and_a_traceback_shows_codes(capsys):
     assert describe(ValueError("first\nsecond")) == "ValueError: first"
-    assert aligned([["name"], [EVIL]], 200)[1].startswith(r"a\nerror: b\x1b[2J")
+    assert format_table([["name"], [EVIL]], 200)[1].startswith(r"a\nerror: b\x1b[2J")
     for error in (UnreadableError(f"cannot decode {EVIL}"), StorageError(f"{Path(EVIL)}: full")):
         report(error)
         printed = capsys.readouterr().err

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from regimen.scripts.cli.keys import Prediction
-from regimen.scripts.runs.answers import Findings, _write_table
+from regimen.scripts.runs.answers import PredictionWriter, _write_table
 from regimen.trainer.inference.predictor import Answers, InferenceMetadata
 
 ROWS = [
@@ -49,7 +49,7 @@ def test_each_output_has_a_file_of_its_own_whatever_it_is_called(tmp_path):
     names = ["a/b", "a_b", "a%2Fb", "../x", "c\\d", "e\0f", "\ud800", "plain"]
     keys = Prediction(run="r", source="s", out=str(tmp_path / "t.csv"), save="logits")
     facts = InferenceMetadata(None, None, {"kind": "array"}, {"kind": "array"}, {}, {})
-    found = Findings(keys, facts, [0, 1])
+    found = PredictionWriter(keys, facts, [0, 1])
     values = {name: torch.full((2, 3), float(n)) for n, name in enumerate(names)}
     found.add(Answers([0, 1], values, values, {}))
     found.write({})

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from regimen.callbacks.checkpoint import Checkpoint
-from regimen.scripts.cli.arguments import Request
+from regimen.scripts.cli.arguments import RunRequest
 from regimen.scripts.runs.report import final_block, time_fractions
 from regimen.scripts.runs.run import buffered_log
 from regimen.trainer.files.atomic import LogFileHandler
@@ -42,12 +42,12 @@ def test_the_block_fits_the_terminal_and_its_commands_can_be_pasted(
 ):
     monkeypatch.chdir(tmp_path)
     Path("my run/tensorboard").mkdir(parents=True)
-    bare = final_block(Request({}, [], {}, []), experiment, Path("my run"), RESULTS, SIX_SECONDS)
+    bare = final_block(RunRequest({}, [], {}, []), experiment, Path("my run"), RESULTS, SIX_SECONDS)
     assert "\nevaluate" not in bare  # there is no checkpoint to test
     Path("my run/checkpoints").mkdir()
     Path("my run/checkpoints/last.pt").touch()
     experiment.trainer.state.stop_reason = MAX_TIME
-    request = Request({}, [], {}, ["experiment=resnet18"])
+    request = RunRequest({}, [], {}, ["experiment=resnet18"])
     facts = (RESULTS, SIX_SECONDS, columns)
     text = final_block(request, experiment, Path("my run"), *facts).strip()
     said = {}
@@ -72,7 +72,7 @@ def test_the_block_fits_the_terminal_and_its_commands_can_be_pasted(
 
 
 def test_why_a_run_ended_is_said_in_words(experiment):
-    request, how_far = Request({}, [], {}, ["experiment=resnet18"]), "1 epoch, 60 updates, 6.0 s"
+    request, how_far = RunRequest({}, [], {}, ["experiment=resnet18"]), "1 epoch, 60 updates, 6.0 s"
     pruned = ", pruned: its search ended it early"
     for reason, said in ((None, ""), (PRUNED, pruned), (EARLY, f", ended early: {EARLY}")):
         experiment.trainer.state.stop_reason = reason

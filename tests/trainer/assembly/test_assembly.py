@@ -27,8 +27,8 @@ from regimen.trainer.assembly.check import check_targets
 from regimen.trainer.assembly.data import (
     build_data,
     data_facts,
+    device_cache_bytes,
     follow_names,
-    kept_bytes,
     set_cache,
 )
 from regimen.trainer.assembly.experiment import build
@@ -279,11 +279,11 @@ def test_what_shows_only_in_the_object_cannot_be_kept_either():
 def test_the_plan_counts_what_is_kept(digit_photographs):
     config = composed("data.cache=device", "data.image_size=16")
     sets = build_data(config).sets
-    assert kept_bytes(config, sets) == (1257 + 270 + 270) * (16 * 16 + 8)
-    assert kept_bytes(composed(), sets) == 0
+    assert device_cache_bytes(config, sets) == (1257 + 270 + 270) * (16 * 16 + 8)
+    assert device_cache_bytes(composed(), sets) == 0
     files = ["data=cifar10_folder", f"data.root={digit_photographs}", "data.cache=device"]
     config = parse(compose(["experiment=resnet18", *files, "dry_run=true"]).config)
-    assert kept_bytes(config, build_data(config).sets) is None  # nothing is decoded yet
+    assert device_cache_bytes(config, build_data(config).sets) is None  # nothing is decoded yet
 
 
 WOBBLES = """

@@ -20,7 +20,7 @@ from regimen.conf.check import parse
 from regimen.data.errors import DataError
 from regimen.data.transforms import Pipeline, Standardize, ToFloat
 from regimen.models.small_cnn import SmallCNN
-from regimen.scripts.cli.arguments import Request, parse_arguments
+from regimen.scripts.cli.arguments import RunRequest, parse_arguments
 from regimen.scripts.cli.keys import Format
 from regimen.scripts.composition.compose import compose
 from regimen.scripts.runs.run import run as train
@@ -48,7 +48,7 @@ def trained(path, *more, experiment=SMALL):
     words = [f"experiment={experiment[0]}", *experiment[1:], "trainer.max_epochs=3", *more]
     words += ["loader.num_workers=0", "callbacks.progress=null", f"run_dir={path}"]
     composed = compose(parse_arguments(words))
-    assert train(Request(composed.config, composed.overrides, {}, words)) == 0
+    assert train(RunRequest(composed.config, composed.overrides, {}, words)) == 0
     return load_run(path, "cpu")
 
 

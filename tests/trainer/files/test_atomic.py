@@ -15,7 +15,13 @@ import pytest
 from regimen.trainer.errors import StorageError
 from regimen.trainer.files import atomic
 from regimen.trainer.files.atomic import AppendLog, write_text
-from regimen.trainer.files.layout import aligned, columns_of, encodable, packed, size_of
+from regimen.trainer.files.layout import (
+    encodable,
+    format_table,
+    terminal_size,
+    terminal_width,
+    wrap_items,
+)
 from toy_runs import in_a_child
 
 
@@ -217,13 +223,13 @@ def test_a_log_holds_lines_with_their_level_and_is_opened_where_it_is(tmp_path):
 
 
 def test_an_item_longer_than_a_line_has_its_own_and_a_file_has_no_width():
-    assert packed(["a", "b" * 20, "c", "d"], 10, ", ") == ["a", "b" * 20, "c, d"]
-    assert columns_of(io.StringIO()) is None
-    assert size_of(io.StringIO()) == (80, 24)
+    assert wrap_items(["a", "b" * 20, "c", "d"], 10, ", ") == ["a", "b" * 20, "c, d"]
+    assert terminal_width(io.StringIO()) is None
+    assert terminal_size(io.StringIO()) == (80, 24)
 
 
 def test_a_table_with_room_has_one_line_a_row():
-    assert aligned([["job", "lr"], ["0", "0.01"]], 80) == ["job  lr", "0    0.01"]
+    assert format_table([["job", "lr"], ["0", "0.01"]], 80) == ["job  lr", "0    0.01"]
 
 
 @pytest.mark.parametrize("columns", [1, 4, 40])
@@ -232,7 +238,7 @@ def test_a_table_fits_and_no_cell_is_cut(columns, width):
     names = [f"{'key' * 5}{i}" for i in range(columns)]
     rows = [["job", "status", *names, "val/accuracy", "seconds"]]
     rows += [[str(i), "finished", *["value" * 9] * columns, "0.1234", "10.1"] for i in range(2)]
-    lines = aligned(rows, width, last=2)
+    lines = format_table(rows, width, last=2)
     assert max(map(len, lines)) <= width
     firsts = [line.split() for line in lines if not line.startswith(" ")]
     assert [words[0] for words in firsts] == ["job", "0", "1"]

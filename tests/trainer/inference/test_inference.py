@@ -22,7 +22,11 @@ from regimen.trainer.assembly.experiment import build
 from regimen.trainer.checkpoints.archive import DamagedCheckpointError
 from regimen.trainer.checkpoints.reader import model_only
 from regimen.trainer.errors import CheckpointError
-from regimen.trainer.inference.predictor import Generation, inference_metadata, read_facts
+from regimen.trainer.inference.predictor import (
+    Generation,
+    inference_metadata,
+    read_inference_metadata,
+)
 from regimen.trainer.inference.run import load_components, load_run, pictures_for
 from regimen.trainer.runs.status import RunDirectoryError
 from regimen.trainer.tasks.language_model import LanguageModel
@@ -171,12 +175,12 @@ TABLE = {"kind": "table", "missing": "mean"}
 )
 def test_facts_of_another_form_are_damaged(tmp_path, change):
     (tmp_path / "inference.json").write_text(json.dumps(FACTS))
-    assert read_facts(tmp_path).classes == ["a", "b"]
+    assert read_inference_metadata(tmp_path).classes == ["a", "b"]
     (tmp_path / "inference.json").write_text(json.dumps(FACTS | change))
     with pytest.raises(
         RunDirectoryError, match=r"inference\.json is missing or damaged \("
     ) as caught:
-        read_facts(tmp_path)
+        read_inference_metadata(tmp_path)
     assert len(str(caught.value)) < 500
 
 

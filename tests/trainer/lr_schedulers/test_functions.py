@@ -194,7 +194,10 @@ STEP, PLATEAU = broken(step_size=1), broken("ReduceLROnPlateau")
         (STEP | {"warmup": {"steps": 1, "shape": "cosine"}}, "warmup.shape"),
         (STEP | {"warmup": {"steps": 1, "start_factor": 2}}, "start_factor"),
         (STEP | {"warmup": {"start_factor": 0, "shape": "exponential"}}, "above 0"),
-        (broken("LambdaLR", functions={"heed": "1"}), "there is no parameter group of this name"),
+        (
+            broken("LambdaLR", functions={"heed": "1"}),
+            "there is no parameter group of this name",
+        ),
         (broken("LambdaLR", functions={"first": "1"}), "no function for group 'default'"),
         (broken("LambdaLR", functions="lr * 2"), "functions.default: 'lr \\* 2'.*'lr'"),
         (broken("LambdaLR", functions="1 - step"), "learning rate of 'first' -0.4 at 2"),
@@ -223,7 +226,7 @@ def test_a_run_without_a_length_has_no_horizon() -> None:
         with pytest.raises(ConfigError, match=message):
             build_lr_schedule(chosen, optimizers(), None, None)
     schedule = build_lr_schedule(broken(step_size=1), optimizers(), None, None)
-    assert schedule.tracks["optimizer"].scheduler.step_size == 1
+    assert schedule.schedules["optimizer"].scheduler.step_size == 1
 
 
 @pytest.mark.parametrize("updates", [100, 10**6])

@@ -76,7 +76,7 @@ def test_a_plateau_follows_its_metric_in_the_direction_that_is_better(
     if mode is None:
         del given["mode"]
     schedule = build_lr_schedule(given, optimizers(), TOTAL, PER_EPOCH, modes=modes)
-    assert schedule.tracks["optimizer"].scheduler.mode == wanted
+    assert schedule.schedules["optimizer"].scheduler.mode == wanted
 
 
 def test_a_plateau_schedule_does_not_count_validations_of_the_warm_up() -> None:
@@ -100,7 +100,7 @@ def test_horizons_are_those_of_the_schedule_itself() -> None:
     over = optimizers()
     chosen = node("cosine", "lr_scheduler.interval=epoch", "lr_scheduler.warmup.epochs=2")
     schedule = build_lr_schedule(chosen, over, TOTAL, PER_EPOCH)
-    assert schedule.tracks["optimizer"].scheduler.T_max == 6
+    assert schedule.schedules["optimizer"].scheduler.T_max == 6
     walk(over, schedule)
     assert over.learning_rates()["first"] == pytest.approx(0.0, abs=1e-12)
 
@@ -116,7 +116,7 @@ def test_the_curve_is_what_a_run_does(name: str, warmup: dict[str, int] | None) 
     assert torch.equal(torch.get_rng_state(), generator)
     assert over.learning_rates() == rates
     if name == "plateau":
-        schedule.tracks["optimizer"].metric = "never measured"
+        schedule.schedules["optimizer"].metric = "never measured"
     seen = walk(over, schedule)
     assert [step for step, _ in drawn["first"]] == list(range(TOTAL))
     pairs = zip(drawn["first"], drawn["default"], strict=True)
@@ -170,9 +170,9 @@ def test_a_plateau_schedule_keeps_what_it_has_seen_and_how_far_it_came_down() ->
     resumed, again = scheduled(node("plateau", "lr_scheduler.patience=5"), [0.4, 0.3])
     carry_over((old, schedule), (resumed, again), False, False)
     assert resumed.learning_rates() == pytest.approx({"first": 0.04, "default": 0.3})
-    scheduler = again.tracks["optimizer"].scheduler
+    scheduler = again.schedules["optimizer"].scheduler
     assert (scheduler.patience, scheduler.best) == (5, 0.9)
-    assert scheduler.num_bad_epochs == schedule.tracks["optimizer"].scheduler.num_bad_epochs
+    assert scheduler.num_bad_epochs == schedule.schedules["optimizer"].scheduler.num_bad_epochs
 
 
 @pytest.mark.parametrize(

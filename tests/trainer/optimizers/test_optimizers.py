@@ -252,7 +252,7 @@ def test_wrapping_refuses_parameters_that_are_left_out_foreign_or_double() -> No
 def test_the_rates_of_an_update_stay_when_a_tensor_changes() -> None:
     optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(1))], lr=torch.tensor(0.5))
     optimizers = Optimizers({"a": optimizer}, {})
-    optimizers.keep_rates()
+    optimizers.record_rates()
     optimizer.param_groups[0]["lr"].fill_(0.25)
     assert optimizers.learning_rates(used=True) == {"default": 0.5}
     assert optimizers.learning_rates() == {"default": 0.25}

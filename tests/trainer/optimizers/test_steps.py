@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from regimen.trainer.fast import step_optimizer
 from regimen.trainer.optimizers.muon import Muon
 from regimen.trainer.optimizers.optimizers import Optimizers, build_optimizers
-from regimen.trainer.optimizers.state import can_leave_out
+from regimen.trainer.optimizers.state import supports_found_inf
 
 ONES = torch.ones(3)
 
@@ -175,7 +175,7 @@ def test_muon_takes_a_kernel_as_a_matrix(
 def test_muon_leaves_out_a_step_where_the_device_says_so() -> None:
     kernel = nn.Parameter(torch.randn(4, 3, 3, 3).to(memory_format=torch.channels_last))
     muon = Muon([kernel], normalized=True)
-    assert can_leave_out(muon)
+    assert supports_found_inf(muon)
     for bad in (1.0, 0.0, 1.0):
         kernel.grad = torch.full_like(kernel, torch.nan) if bad else torch.randn_like(kernel)
         muon.found_inf = torch.tensor(bad)  # type: ignore[attr-defined]

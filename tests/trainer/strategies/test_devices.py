@@ -138,7 +138,7 @@ def three_gpus(monkeypatch):
 
 def test_uneven_shards_make_the_exact_mean(three_gpus):
     strategy = dp.DataParallel()
-    strategy.computing = []  # whose random states a run keeps
+    strategy.local_devices = []  # whose random states a run keeps
     strategy.device = torch.device("cpu")
     assert strategy.explain() is None
     assert strategy.devices == 3
