@@ -1,5 +1,6 @@
 """`predict run=RUN_DIR source=DIR`: a trained model's answers for files, as a table."""
 
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -20,7 +21,7 @@ def predict(argv: Sequence[str]) -> int:
     from regimen.scripts.cli.keys import Prediction, read_keys
 
     # The error of a broken file names the key of the configuration, data.on_error.
-    words = [format_scalar.replace("data.on_error=", "on_error=") for format_scalar in argv]
+    words = [re.sub("^data.on_error=", "on_error=", word) for word in argv]
     keys, arguments = read_keys(Prediction, words)
     problems = []
     for text in arguments.overrides:

@@ -264,7 +264,7 @@ def test_a_warning_of_one_s_own_code_is_a_line_and_of_a_library_for_the_log(caps
 # What a run does with its streams, without one: many lines to both, a bar's pieces, an exit code.
 COMMAND = """
 import logging, sys
-from regimen.scripts.cli.console import leave_with, log_to_stderr
+from regimen.scripts.cli.console import run_and_exit, log_to_stderr
 
 def command(argv):
     log_to_stderr(True)
@@ -277,7 +277,7 @@ def command(argv):
     open(sys.argv[1], "w").write("done")
     return 5
 
-leave_with(command, [])
+run_and_exit(command, [])
 """
 
 
