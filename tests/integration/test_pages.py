@@ -236,6 +236,7 @@ def test_every_exception_is_on_a_page():
 NOT_COMPOSED = (  # what a page shows within its text: names of the reader, mistakes, parts left out
     "accumulate_grad_batches=4",
     "--config-dir conf",
+    "--config-dir my_configs",
     "--config-dir recipes",
     "mine.",
     "-m ",
@@ -339,6 +340,14 @@ def test_links_lead_somewhere_and_files_that_are_named_exist(path):
     groups = "task|data|transforms|trainer|model|optimizer|lr_scheduler|callbacks"
     named += [f"conf/{name}" for name in re.findall(rf"`((?:{groups})/[\w/]+\.yaml)`", text)]
     assert [name for name in named if not (ROOT / name).is_file()] == []
+
+
+@pytest.mark.parametrize("path", [pytest.param(p, id=p.stem) for p in PAGES[1:]])
+def test_lines_of_prose_have_at_most_100_characters(path):
+    text = re.sub(r"```.*?```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
+    tables_and_code = ("|", "    ", "![")
+    lines = [line for line in text.splitlines() if not line.startswith(tables_and_code)]
+    assert [line for line in lines if len(line) > 100] == []
 
 
 def test_the_site_lists_every_page():
