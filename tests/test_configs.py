@@ -15,6 +15,7 @@ FILES = sorted(path.relative_to(CONF) for path in CONF.rglob("*.yaml"))
 BASE = "resnet18"  # the experiment that a file of another group is tried in
 # What a person has to give with a file, because it has no sensible default.
 GIVEN = {
+    "data=detection": ["data.root=images"],
     "data=huggingface": ["data.path=images"],
     "data=huggingface_stream": ["data.path=x", "data.train_length=9", "data.val_length=9"],
     "data=image_folder": ["data.root=images"],
@@ -24,6 +25,7 @@ GIVEN = {
     "data=tokens": ["data.root=book.txt"],
     "model=transformers": ["model.name=bert", "model.config={hidden_size: 24}"],
     "data=cifar10_folder": ["data.root=images"],
+    "experiment=detection": ["data.root=images"],
     "experiment=images": ["data.root=images"],
     "callbacks=mirror": ["callbacks.mirror.to=file:///copy"],
     "model=finetune": ["model.weights=weights.pt"],

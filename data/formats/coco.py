@@ -1,0 +1,377 @@
+"""Annotation files of object detection: COCO's JSON and YOLO's text files, read and checked."""
+
+import json
+import logging
+import math
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import yaml
+from numpy.typing import NDArray
+
+from regimen.data.errors import DataError, explained
+from regimen.data.image_folder import find_pictures
+from regimen.data.splits import NAMES
+
+logger = logging.getLogger(__name__)
+Box = tuple[float, float, float, float]  # x1, y1, x2, y2
+InvalidBoxes = Literal["raise", "drop"]
+_DESCRIPTIONS = ("data.yaml", "dataset.yaml", "data.yml", "dataset.yml")
+# How far a box may reach beyond the edge, because a tool rounded: pixels, and shares of a side.
+_PIXEL_MARGIN = 1.0
+_SHARE_MARGIN = 0.01
+
+
+@dataclass
+class Picture:
+    """The boxes of one picture.
+
+    `size`: width and height in pixels as the annotations state them. None: boxes are given in
+    shares of width and height.
+    """
+
+    path: str
+    size: tuple[int, int] | None = None
+    boxes: list[Box] = field(default_factory=list)
+    labels: list[int] = field(default_factory=list)
+    crowds: list[bool] = field(default_factory=list)  # whether a box stands for a group
+
+    def add(self, box: Box, label: int, is_crowd: bool = False) -> None:
+        """Add a box."""
+        self.boxes.append(box)
+        self.labels.append(label)
+        self.crowds.append(is_crowd)
+
+    def box_array(self) -> NDArray[np.float64]:
+        """Return the boxes as an array (n, 4)."""
+        return np.array(self.boxes, np.float64).reshape(-1, 4)
+
+
+@dataclass(frozen=True)
+class Annotations:
+    """The pictures of a split, and the names of the classes that their boxes have."""
+
+    pictures: list[Picture]
+    classes: list[str]
+
+
+@dataclass
+class BoxCheck:
+    """Clip boxes to their picture; those that are wrong are an error, or are left out."""
+
+    on_invalid: InvalidBoxes
+    dropped: int = 0
+
+    def clip(
+        self, box: Sequence[float], size: tuple[float, float], margin: float, where: str
+    ) -> Box | None:
+        """Return a box within its picture, None if it is left out. Raises DataError."""
+        x1, y1, x2, y2 = box
+        width, height = size
+        problem = None
+        if not all(map(math.isfinite, box)):
+            problem = "has a number that is not finite"
+        elif x2 <= x1 or y2 <= y1:
+            problem = "has no area: x2 must be above x1, and y2 above y1"
+        elif min(x1, y1) < -margin or x2 > width + margin or y2 > height + margin:
+            problem = f"reaches out of its picture of {width:g} x {height:g}"
+        if problem is not None and self.on_invalid == "raise":
+            numbers = ", ".join(f"{number:g}" for number in box)
+            raise DataError(
+                f"{where}: the box x1, y1, x2, y2 = {numbers} {problem}; mend it, or set "
+                "data.invalid_boxes=drop"
+            )
+        clipped = (max(x1, 0.0), max(y1, 0.0), min(x2, width), min(y2, height))
+        if clipped[0] < clipped[2] and clipped[1] < clipped[3]:  # false for NaN
+            return clipped
+        if problem is None:
+            # It lies within the margin outside of the picture.
+            problem = f"lies outside of its picture of {width:g} x {height:g}"
+            if self.on_invalid == "raise":
+                raise DataError(f"{where}: the box {problem}; or set data.invalid_boxes=drop")
+        self.dropped += 1
+        return None
+
+
+class Place(NamedTuple):
+    """Where the annotations of a split are."""
+
+    annotations: Path  # COCO's file, or YOLO's folder of text files
+    images: Path | None  # YOLO's folder of pictures; None: COCO's file names the pictures
+
+
+def find_annotations(tree: Path, split: str) -> Place | None:
+    """Find the annotations of a split in whichever layout a folder has; None without the split.
+
+    COCO: a JSON file in `<split>/` beside its pictures, or `annotations/instances_<split>*.json`.
+    YOLO: `<split>/images` and `<split>/labels`, or `images/<split>` and `labels/<split>`. A year
+    may follow the name of the split (train2017). Raises DataError where there are several.
+    """
+    places = [Place(file, None) for file in _coco_files(tree, split)]
+    places += [Place(labels, images) for images, labels in _yolo_folders(tree, split)]
+    if len(places) > 1:
+        named = ", ".join(str(place.annotations) for place in places)
+        raise DataError(
+            f"data.root={tree}: {split!r} has more than one set of annotations: {named}"
+        )
+    return places[0] if places else None
+
+
+def read_annotations(
+    tree: Path,
+    place: Place,
+    classes: Sequence[str] | None = None,
+    on_invalid: InvalidBoxes = "raise",
+) -> Annotations:
+    """Read the annotations at a place in the folder `tree`.
+
+    `classes`: names in the order of their numbers; None: those of COCO's file in the order of their
+    ids, or those of YOLO's data.yaml. Raises DataError with file and annotation.
+    """
+    check = BoxCheck(on_invalid)
+    file = place.annotations
+    if place.images is None:
+        result = read_coco(file, _picture_folders(tree, file), classes, check)
+    else:
+        result = read_yolo(place.images, file, tree, classes, check)
+    if check.dropped:
+        logger.warning("warning: %s: left out %d invalid boxes", file, check.dropped)
+    if not any(picture.boxes for picture in result.pictures):
+        raise DataError(f"{file}: there is no box in any of {len(result.pictures)} pictures")
+    return result
+
+
+def _coco_files(tree: Path, split: str) -> list[Path]:
+    names = "|".join(NAMES[split])
+    pattern = re.compile(rf"(instances_)?({names})(\d{{4}})?", re.I)
+    files = []
+    for name in NAMES[split]:
+        files += sorted((tree / name).glob("*.json"))
+    for folder in (tree / "annotations", tree):
+        files += [file for file in sorted(folder.glob("*.json")) if pattern.fullmatch(file.stem)]
+    return files
+
+
+def _yolo_folders(tree: Path, split: str) -> list[tuple[Path, Path]]:
+    """Return the pairs of folders of pictures and of labels that a split has."""
+    pattern = re.compile(rf"({'|'.join(NAMES[split])})(\d{{4}})?")
+    pairs = [(tree / name / "images", tree / name / "labels") for name in NAMES[split]]
+    if (tree / "images").is_dir():
+        for folder in sorted((tree / "images").iterdir()):
+            if pattern.fullmatch(folder.name):
+                pairs.append((folder, tree / "labels" / folder.name))
+    return [(images, labels) for images, labels in pairs if images.is_dir() and labels.is_dir()]
+
+
+def _picture_folders(tree: Path, file: Path) -> list[Path]:
+    """Return the folders in which the pictures of a COCO file may lie."""
+    beside = [file.parent, file.parent / "images", file.parent / "data"]
+    if file.parent not in (tree, tree / "annotations"):
+        return beside
+    name = file.stem.removeprefix("instances_")
+    without_year = name.rstrip("0123456789")
+    places = [tree / name, tree / without_year, tree / "images" / name]
+    return [*places, tree / "images" / without_year, tree / "images", tree]
+
+
+def read_coco(
+    file: Path, folders: Sequence[Path], classes: Sequence[str] | None, check: BoxCheck
+) -> Annotations:
+    """Read a COCO file, whose pictures lie in one of `folders`. Raises DataError."""
+    with explained(f"{file}: cannot be read as JSON", OSError, ValueError, RecursionError):
+        content = json.loads(file.read_bytes())
+    with explained(f"{file}: is no COCO annotation file", TypeError, AttributeError):
+        annotations = _entries(content, "annotations", file)
+        names, number_of = _categories(file, content, annotations, classes)
+        pictures = _coco_pictures(file, _entries(content, "images", file), folders)
+        for entry in annotations:
+            where = f"{file}: annotation {entry.get('id')}"
+            picture = pictures.get(_value(entry, "image_id", where))
+            if picture is None:
+                raise DataError(f"{where}: there is no image with the id {entry['image_id']!r}")
+            label = number_of.get(_value(entry, "category_id", where))
+            if label is None:
+                raise DataError(
+                    f"{where}: category_id {entry['category_id']!r} is none of the classes: "
+                    f"{', '.join(names[:10])}"
+                )
+            box = _corners(_value(entry, "bbox", where), where)
+            assert picture.size is not None
+            clipped = check.clip(box, picture.size, _PIXEL_MARGIN, where)
+            if clipped is not None:
+                picture.add(clipped, label, bool(entry.get("iscrowd", 0)))
+    return Annotations(list(pictures.values()), names)
+
+
+def _entries(content: Mapping[str, Any], key: str, file: Path) -> list[Mapping[str, Any]]:
+    entries = content.get(key)
+    if not isinstance(entries, list) or not entries:
+        raise DataError(f"{file}: has no {key}: a COCO file lists images, annotations, categories")
+    return entries
+
+
+def _value(entry: Mapping[str, Any], key: str, where: str) -> Any:
+    if entry.get(key) is None:
+        raise DataError(f"{where}: has no {key!r}")
+    return entry[key]
+
+
+def _corners(box: Any, where: str) -> Box:
+    """Return x1, y1, x2, y2 of COCO's x, y, width, height."""
+    if not isinstance(box, list) or len(box) != 4 or not all(map(_is_number, box)):
+        raise DataError(f"{where}: bbox is {box!r}, not the four numbers x, y, width, height")
+    x, y, width, height = map(float, box)
+    return x, y, x + width, y + height
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _categories(
+    file: Path,
+    content: Mapping[str, Any],
+    annotations: Iterable[Mapping[str, Any]],
+    classes: Sequence[str] | None,
+) -> tuple[list[str], dict[Any, int]]:
+    """Return the names of the classes and the number of each category id, sorted by id."""
+    categories = _entries(content, "categories", file)
+    name_of: dict[Any, str] = {}
+    for category in sorted(categories, key=lambda category: _value(category, "id", str(file))):
+        name = str(_value(category, "name", f"{file}: category {category['id']}"))
+        if category["id"] in name_of or name in name_of.values():
+            raise DataError(f"{file}: category {category['id']} ({name!r}) stands there twice")
+        name_of[category["id"]] = name
+    if classes is not None:
+        known = {name: number for number, name in enumerate(classes)}
+        return [*classes], {i: known[name] for i, name in name_of.items() if name in known}
+
+    # Exports of labelling tools have a category for the background, or for all classes together
+    # (of the supercategory "none", and itself the others' supercategory), that no box has.
+    used = {entry.get("category_id") for entry in annotations}
+    parents = {category.get("supercategory") for category in categories}
+    for category in categories:
+        name = name_of[category["id"]]
+        is_root = category.get("supercategory") == "none" and name in parents
+        if category["id"] not in used and (is_root or name.lower() == "background"):
+            del name_of[category["id"]]
+            logger.info("%s: category %r has no box: it is no class", file, name)
+    return [*name_of.values()], {i: number for number, i in enumerate(name_of)}
+
+
+def _coco_pictures(
+    file: Path, images: Sequence[Mapping[str, Any]], folders: Sequence[Path]
+) -> dict[Any, Picture]:
+    """Return the pictures by id, in the order of their ids."""
+    found: dict[Any, Picture] = {}
+    for image in sorted(images, key=lambda image: _value(image, "id", str(file))):
+        where = f"{file}: image {image['id']}"
+        if image["id"] in found:
+            raise DataError(f"{where}: stands there twice")
+        name = str(_value(image, "file_name", where))
+        size = (_value(image, "width", where), _value(image, "height", where))
+        if not all(map(_is_number, size)) or min(size) <= 0:
+            raise DataError(f"{where}: width and height are {size[0]!r} and {size[1]!r}")
+        # The folder of the last picture is the likeliest.
+        for folder in folders:
+            path = os.path.join(folder, name)
+            if os.path.isfile(path):
+                folders = [folder, *(other for other in folders if other != folder)]
+                break
+        else:
+            places = ", ".join(map(str, folders))
+            raise DataError(f"{where}: there is no file {name} in {places}")
+        found[image["id"]] = Picture(path, size)
+    return found
+
+
+def read_yolo(
+    images: Path, labels: Path, tree: Path, classes: Sequence[str] | None, check: BoxCheck
+) -> Annotations:
+    """Read the pictures of a folder and their text files of the same names. Raises DataError.
+
+    A line holds a class number and a box (centre x and y, width, height) or the corners of a
+    polygon, in shares of the picture's width and height. A picture without a file has no box.
+    """
+    names, number_of = _yolo_classes(tree, classes)
+    pictures = [Picture(path) for path in find_pictures(str(images))]
+    unused = {str(path) for path in labels.rglob("*.txt")}
+    for picture in pictures:
+        name = os.path.splitext(os.path.relpath(picture.path, images))[0]
+        file = labels / f"{name}.txt"
+        unused.discard(str(file))
+        if not file.is_file():
+            continue
+        with explained(f"{file}: cannot be read", OSError, UnicodeDecodeError):
+            lines = file.read_text(encoding="utf-8").splitlines()
+        for line_number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            where = f"{file}: line {line_number}"
+            label, box = _yolo_line(line, where)
+            if label not in number_of:
+                known = f"{len(number_of)} classes are known: {', '.join(names[:10])}"
+                raise DataError(f"{where}: class {label} is unknown, {known}")
+            clipped = check.clip(box, (1.0, 1.0), _SHARE_MARGIN, where)
+            if clipped is not None:
+                picture.add(clipped, number_of[label])
+    if unused:
+        logger.warning("%s: %d files belong to no picture", labels, len(unused))
+    return Annotations(pictures, names)
+
+
+def _yolo_line(line: str, where: str) -> tuple[int, Box]:
+    words = line.split()
+    try:
+        label = int(words[0])
+        numbers = [float(word) for word in words[1:]]
+    except ValueError:
+        label, numbers = -1, []
+    if len(numbers) == 4:
+        x, y, width, height = numbers
+        return label, (x - width / 2, y - height / 2, x + width / 2, y + height / 2)
+    if len(numbers) >= 6 and len(numbers) % 2 == 0:
+        xs, ys = numbers[0::2], numbers[1::2]
+        return label, (min(xs), min(ys), max(xs), max(ys))
+    raise DataError(
+        f"{where}: {line.strip()[:80]!r} is not a class number and x, y, width, height "
+        "(or the corners of a polygon)"
+    )
+
+
+def _yolo_classes(tree: Path, classes: Sequence[str] | None) -> tuple[list[str], dict[int, int]]:
+    """Return the names of the classes, and the number of each class number of the files."""
+    file = next((tree / name for name in _DESCRIPTIONS if (tree / name).is_file()), None)
+    if file is None:
+        if classes is None:
+            raise DataError(
+                f"data.root={tree} has no data.yaml with the names of the classes: write "
+                "`names: [cat, dog]` there, or set data.classes=[cat,dog]"
+            )
+        return [*classes], {number: number for number in range(len(classes))}
+    kinds = (OSError, ValueError, yaml.YAMLError, RecursionError)
+    with explained(f"{file}: cannot be read as YAML", *kinds):
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    names = content.get("names") if isinstance(content, dict) else None
+    if isinstance(names, dict) and [*names] == [*range(len(names))]:
+        names = [*names.values()]
+    is_list = isinstance(names, list) and all(isinstance(name, str | int) for name in names)
+    if not is_list or not names or len({*map(str, names)}) < len(names):
+        raise DataError(
+            f"{file}: names must be a list of different names, or give one to each of 0, 1, ..."
+        )
+    names = [*map(str, names)]
+    count = content.get("nc", len(names))
+    if count != len(names):
+        raise DataError(
+            f"{file}: nc is {count}, but there are {len(names)} names: the background is no class"
+        )
+    if classes is None:
+        return names, {number: number for number in range(len(names))}
+    known = {name: number for number, name in enumerate(classes)}
+    return [*classes], {i: known[name] for i, name in enumerate(names) if name in known}

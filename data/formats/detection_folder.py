@@ -1,0 +1,201 @@
+"""Folders of pictures with a box around each object, for detection."""
+
+import logging
+from collections.abc import Sequence
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torchvision import tv_tensors
+from torchvision.transforms.v2 import functional as F
+
+from regimen.data.decode import Channels
+from regimen.data.errors import DataError
+from regimen.data.formats.coco import InvalidBoxes, Picture, find_annotations, read_annotations
+from regimen.data.image_folder import Pictures
+from regimen.data.splits import Split, is_cut, rows_of_train
+from regimen.data.transforms import Transform
+
+logger = logging.getLogger(__name__)
+Target = dict[str, Tensor]
+
+
+class DetectionFolder(Pictures):
+    """Pictures and their boxes: samples are (image, target).
+
+    image: float32 (C, `image_size`, `image_size`) in [0, 1]. The picture is scaled until its longer
+    side fits, and padded with black at the right and below.
+    target: `boxes`, `tv_tensors.BoundingBoxes` (n, 4) as x1 y1 x2 y2 in pixels of that image,
+    `labels` int64 (n), and `image_id`, the number of the sample. With `keeps_crowds` also
+    `iscrowd` (n): boxes around groups, which an evaluation ignores. Otherwise these are left out.
+
+    Transforms are given the pair (uint8 image, target) before the image is scaled, so that those of
+    `torchvision.transforms.v2` move the boxes.
+    """
+
+    transforms_in_batches = False  # a sample does not begin with what the transforms return
+
+    def __init__(
+        self,
+        pictures: Sequence[Picture],
+        classes: Sequence[str],
+        image_size: int,
+        channels: Channels = 3,
+        transform: Transform = None,
+        keeps_crowds: bool = False,
+    ) -> None:
+        super().__init__([picture.path for picture in pictures], channels, None, transform)
+        self.classes = list(classes)
+        self.image_size = image_size
+        self._boxes = [picture.box_array() for picture in pictures]
+        self._labels = [np.array(picture.labels, np.int64) for picture in pictures]
+        self._crowds = [np.array(picture.crowds, np.bool_) for picture in pictures]
+        self._sizes = [picture.size for picture in pictures]
+        self._keeps_crowds = keeps_crowds
+
+    def boxes(self, index: int, height: int, width: int) -> Target:
+        """Return the target of a sample, for its picture of that size. Raises DataError."""
+        boxes = self._boxes[index]
+        stated = self._sizes[index]
+        if stated is None:
+            boxes = boxes * [width, height, width, height]
+        elif stated != (width, height):
+            raise DataError(
+                f"{self.path(index)} has {width} x {height} pixels, and its annotations are for "
+                f"{stated[0]} x {stated[1]}: mend width and height (does the file have an EXIF "
+                "rotation?)"
+            )
+        crowds = self._crowds[index]
+        rows = np.arange(len(boxes)) if self._keeps_crowds else np.flatnonzero(~crowds)
+        target: Target = {
+            "boxes": tv_tensors.BoundingBoxes(
+                torch.from_numpy(boxes[rows]).float(), format="XYXY", canvas_size=(height, width)
+            ),
+            "labels": torch.from_numpy(self._labels[index][rows]),
+            "image_id": torch.tensor(index),
+        }
+        if self._keeps_crowds:
+            target["iscrowd"] = torch.from_numpy(crowds.astype(np.int64))
+        return target
+
+    def __getitem__(self, index: int) -> tuple[Any, Target]:
+        image = tv_tensors.Image(self.decoded(index))
+        return self._finished(image, self.boxes(index, *image.shape[-2:]))
+
+    def stand_in(self) -> tuple[Any, Target]:
+        """Return a black sample without a box."""
+        side = self.image_size
+        black = torch.zeros(self.channels, side, side, dtype=torch.uint8)
+        boxes = tv_tensors.BoundingBoxes(torch.zeros(0, 4), format="XYXY", canvas_size=(side, side))
+        labels = torch.zeros(0, dtype=torch.int64)
+        target: Target = {"boxes": boxes, "labels": labels, "image_id": torch.tensor(-1)}
+        if self._keeps_crowds:
+            target["iscrowd"] = labels
+        return self._finished(tv_tensors.Image(black), target)
+
+    def fingerprint(self) -> str:
+        """Return a digest of the names of the pictures, the classes and the boxes."""
+        digest = sha256(self.names.tobytes() + "\0".join(self.classes).encode())
+        for arrays in zip(self._boxes, self._labels, self._crowds, strict=True):
+            for array in arrays:
+                digest.update(array.tobytes())
+            digest.update(b"\n")
+        return digest.hexdigest()[:16]
+
+    def _finished(self, image: Any, target: Target) -> tuple[Any, Target]:
+        if self.transform is not None:
+            image, target = self.transform((image, target))
+        image, boxes = fitted(image, target["boxes"], self.image_size)
+        if not image.is_floating_point():
+            image = F.to_dtype(image, torch.float32, scale=True)
+        return image, {**target, "boxes": boxes}
+
+
+def fitted(image: Any, boxes: Any, side: int) -> tuple[Any, Any]:
+    """Scale an image (C, H, W) and its boxes into a square; pad at the right and below.
+
+    `image`, `boxes`: tensors of torchvision's `tv_tensors`.
+    """
+    height, width = image.shape[-2:]
+    scale = side / max(height, width)
+    inner_height = max(1, round(height * scale))
+    inner_width = max(1, round(width * scale))
+    padding = [0, 0, side - inner_width, side - inner_height]
+    image = F.pad(F.resize(image, [inner_height, inner_width]), padding)
+    boxes = F.pad(F.resize(boxes, [inner_height, inner_width]), padding)
+    return image, boxes
+
+
+def collate_boxes(samples: Sequence[tuple[Tensor, Target]]) -> tuple[Tensor, list[Target]]:
+    """Return images (n, C, H, W) and a list of targets: each has its own number of boxes.
+
+    Raises DataError for samples without targets.
+    """
+    if not isinstance(samples[0], tuple):
+        raise DataError(
+            "a picture came without a target: `predict` takes no detector; from Python, "
+            "load_run(RUN).model() answers images that were brought to data.image_size"
+        )
+    images = torch.stack([image.as_subclass(Tensor) for image, _ in samples])
+    targets = [
+        {name: value.as_subclass(Tensor) for name, value in target.items()} for _, target in samples
+    ]
+    return images, targets
+
+
+def detection_folder(
+    root: str,
+    split: Split,
+    image_size: int,
+    num_classes: int | None = None,
+    classes: Sequence[str] | None = None,
+    invalid_boxes: InvalidBoxes = "raise",
+    channels: Channels = 3,
+    val_fraction: float = 0.1,
+    split_seed: int = 0,
+    transform: Transform = None,
+    fold: int = 0,
+    folds: int = 0,
+) -> DetectionFolder | None:
+    """Open one split of a folder in COCO's or YOLO's layout (`regimen.data.formats.coco`).
+
+    A missing `val` is cut from train: `val_fraction` of it, drawn with `split_seed`; with `folds`
+    it is fold number `fold` of train. None where there is no such split, which is logged.
+    Raises DataError.
+    """
+    tree = Path(root).expanduser()
+    has_val = not folds and find_annotations(tree, "val") is not None
+    cuts = is_cut(split, has_val, val_fraction, folds)
+    place = find_annotations(tree, "train" if cuts else split)
+    if place is None and split == "train":
+        raise DataError(
+            f"data.root={root} has no training set in COCO's or YOLO's layout: expected a JSON "
+            "file in train/ or annotations/instances_train.json, or train/images and "
+            "train/labels, or images/train and labels/train"
+        )
+    if place is None:
+        logger.warning("data.root=%s has no pictures of %r: the run goes without it", tree, split)
+        return None
+    found = read_annotations(tree, place, classes, invalid_boxes)
+    if num_classes is not None and num_classes != len(found.classes):
+        raise DataError(
+            f"data.num_classes is {num_classes}, but {place.annotations} has "
+            f"{len(found.classes)} classes, {', '.join(found.classes[:10])}: set "
+            "data.num_classes=null; the background is none of them"
+        )
+    pictures = found.pictures
+    if cuts:
+        # A picture has any number of classes: the cut is not stratified.
+        rows = rows_of_train(split, np.zeros(len(pictures)), val_fraction, split_seed, fold, folds)
+        pictures = [pictures[row] for row in rows]
+    return DetectionFolder(
+        pictures,
+        found.classes,
+        image_size,
+        channels,
+        transform,
+        keeps_crowds=split != "train",
+    )

@@ -1,0 +1,379 @@
+"""Folders of pictures and boxes: the same samples in each layout, or an error with file and box."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from torchvision import tv_tensors
+from torchvision.transforms import v2
+
+from regimen.conf.check import parse
+from regimen.data.errors import DataError
+from regimen.data.formats.detection_folder import collate_boxes, detection_folder
+from regimen.data.loading.loader import Loader
+from regimen.data.orders import Sequential
+from regimen.data.samplers import UpdateSampler
+from regimen.data.sources import fingerprint
+from regimen.scripts.composition.compose import compose
+from regimen.trainer.assembly.data import build_data
+from toy_boxes import CLASSES, coco, scene, write_coco, write_pictures, write_yolo
+
+SCENES = [scene(number) for number in range(6)]
+YAML = f"names: {json.dumps(CLASSES)}\nnc: 3\n"
+
+
+def layout_beside(tree, split, scenes):
+    write_coco(tree / split, tree / split / "_annotations.coco.json", scenes)
+
+
+def layout_instances(tree, split, scenes):
+    file = tree / "annotations" / f"instances_{split}2017.json"
+    write_coco(tree / f"{split}2017", file, scenes)
+
+
+def layout_instances_images(tree, split, scenes):
+    write_coco(tree / "images" / split, tree / "annotations" / f"{split}.json", scenes)
+
+
+def layout_data_folder(tree, split, scenes):
+    write_coco(tree / split / "data", tree / split / "labels.json", scenes)
+
+
+def layout_yolo(tree, split, scenes):
+    tree.mkdir(exist_ok=True)
+    (tree / "data.yaml").write_text(YAML)
+    write_yolo(tree / split / "images", tree / split / "labels", scenes)
+
+
+def layout_yolo_by_kind(tree, split, scenes):
+    tree.mkdir(exist_ok=True)
+    (tree / "data.yaml").write_text("names: {0: zero, 1: one, 2: two}\n")
+    write_yolo(tree / "images" / split, tree / "labels" / split, scenes)
+
+
+LAYOUTS = [
+    layout_beside,
+    layout_instances,
+    layout_instances_images,
+    layout_data_folder,
+    layout_yolo,
+    layout_yolo_by_kind,
+]
+
+
+def opened(tree, split="train", **options):
+    return detection_folder(str(tree), split, **{"image_size": 64, "val_fraction": 0, **options})
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("val", ["val", "valid"])
+def test_each_layout_gives_the_boxes_of_the_scenes(tmp_path, layout, val):
+    layout(tmp_path, "train", SCENES)
+    layout(tmp_path, val, SCENES[:2])
+    train = opened(tmp_path)
+    assert train.classes == CLASSES
+    assert len(train) == 6  # pictures without boxes are kept
+    for index, (picture, boxes) in enumerate(SCENES):
+        image, target = train[index]
+        assert isinstance(target["boxes"], tv_tensors.BoundingBoxes)
+        assert (image.shape, image.dtype) == ((3, 64, 64), torch.float32)
+        # 48 x 64 pixels: nothing is scaled, and what is missing below is black.
+        expected = torch.from_numpy(picture).permute(2, 0, 1) / 255
+        torch.testing.assert_close(image[:, :48].as_subclass(torch.Tensor), expected)
+        assert not image[:, 48:].any()
+        wanted = torch.tensor([box for _, box in boxes]).float().reshape(-1, 4)
+        torch.testing.assert_close(target["boxes"].as_subclass(torch.Tensor), wanted)
+        assert target["labels"].tolist() == [label for label, _ in boxes]
+        assert int(target["image_id"]) == index
+    assert len(opened(tmp_path, "val")) == 2
+    assert opened(tmp_path, "test") is None
+
+
+def test_pictures_and_boxes_are_scaled_into_the_square(tmp_path):
+    layout_beside(tmp_path, "train", [scene(0, (64, 32))])
+    image, target = opened(tmp_path, image_size=128)[0]
+    assert image.shape == (3, 128, 128)
+    assert not image[:, :, 64:].any()
+    _, boxes = scene(0, (64, 32))
+    assert target["boxes"].tolist() == [[2.0 * edge for edge in box] for _, box in boxes]
+
+
+def test_a_missing_val_is_cut_from_train_and_folds_cover_it(tmp_path):
+    layout_yolo(tmp_path, "train", SCENES)
+    train = opened(tmp_path, val_fraction=0.34)
+    val = opened(tmp_path, "val", val_fraction=0.34)
+    names = [*train.names, *val.names]
+    assert (len(train), len(val), len({*names})) == (4, 2, 6)
+    folds = [opened(tmp_path, "val", fold=fold, folds=3) for fold in range(3)]
+    assert sorted(name for fold in folds for name in fold.names) == sorted(names)
+
+
+def test_crowds_are_left_out_of_training_and_ignored_by_an_evaluation(tmp_path):
+    for split in ("train", "val"):
+        content = write_coco(tmp_path / split, tmp_path / split / "a.json", SCENES)
+        content["annotations"][0]["iscrowd"] = 1
+        (tmp_path / split / "a.json").write_text(json.dumps(content))
+    _, target = opened(tmp_path)[0]
+    assert len(target["boxes"]) == len(SCENES[0][1]) - 1
+    assert "iscrowd" not in target
+    _, target = opened(tmp_path, "val")[0]
+    assert target["iscrowd"].tolist() == [1] + [0] * (len(SCENES[0][1]) - 1)
+
+
+def test_a_category_of_all_classes_or_of_the_background_is_no_class(tmp_path, caplog):
+    content = write_coco(tmp_path / "train", tmp_path / "train/a.json", SCENES)
+    for category in content["categories"]:
+        category["supercategory"] = "digits"
+    content["categories"] += [
+        {"id": 0, "name": "digits", "supercategory": "none"},
+        {"id": 5, "name": "Background"},
+    ]
+    (tmp_path / "train/a.json").write_text(json.dumps(content))
+    train = opened(tmp_path)
+    assert train.classes == CLASSES
+    assert train[0][1]["labels"].tolist() == [label for label, _ in SCENES[0][1]]
+
+
+def test_names_may_be_given_in_another_order(tmp_path):
+    layout_beside(tmp_path / "coco", "train", SCENES)
+    layout_yolo(tmp_path / "yolo", "train", SCENES)
+    turned = CLASSES[::-1]
+    for kind in ("coco", "yolo"):
+        train = opened(tmp_path / kind, classes=turned)
+        assert train.classes == turned
+        assert train[0][1]["labels"].tolist() == [2 - label for label, _ in SCENES[0][1]]
+
+
+def test_yolo_takes_polygons_by_their_box(tmp_path):
+    layout_yolo(tmp_path, "train", SCENES)
+    (tmp_path / "train/labels/000.txt").write_text("1 0.25 0.5 0.5 0.25 0.75 0.5 0.5 0.75\n")
+    assert opened(tmp_path)[0][1]["boxes"].tolist() == [[16, 12, 48, 36]]
+
+
+def test_the_fingerprint_is_that_of_names_and_boxes(tmp_path):
+    layout_yolo(tmp_path, "train", SCENES)
+    before = fingerprint(opened(tmp_path))
+    assert fingerprint(opened(tmp_path)) == before
+    (tmp_path / "train/labels/000.txt").write_text("1 0.5 0.5 0.25 0.25\n")
+    assert fingerprint(opened(tmp_path)) != before
+
+
+def test_torchvisions_transforms_move_the_boxes(tmp_path):
+    layout_beside(tmp_path, "train", SCENES)
+    plain = opened(tmp_path)
+    flipped = opened(tmp_path, transform=v2.RandomHorizontalFlip(p=1.0))
+    for index in range(len(plain)):
+        (image, target), (other, moved) = plain[index], flipped[index]
+        assert torch.equal(other, image.flip(-1))
+        left, top, right, bottom = target["boxes"].T
+        expected = torch.stack([64 - right, top, 64 - left, bottom], 1)
+        assert torch.equal(moved["boxes"], expected)
+        assert all(other[:, y:b, x:r].any() for x, y, r, b in moved["boxes"].int().tolist())
+
+
+def test_the_augmentation_keeps_boxes_on_their_objects_and_is_keyed_by_sample(tmp_path):
+    layout_beside(tmp_path, "train", [scene(number) for number in range(20)])
+    words = ["data=detection", f"data.root={tmp_path}", "data.image_size=64"]
+    config = parse(compose([*words, "data.val_fraction=0"]).config)
+    loaders = []
+    for batch_size, workers in ((4, 0), (5, 2)):
+        train = build_data(config, ["train"]).sets["train"]
+        sampler = UpdateSampler(Sequential(20), batch_size=batch_size)
+        options = {"seed": 0, "collate_fn": collate_boxes, "num_workers": workers}
+        loader = Loader(train, sampler, **options)
+        batches = [micro_batch.batch for micro_batch in loader.epoch(1)]
+        loaders.append([pair for batch in batches for pair in zip(*batch, strict=True)])
+        loader.close()
+    changed = 0
+    for index, ((image, target), (other, same)) in enumerate(zip(*loaders, strict=True)):
+        assert torch.equal(image, other)
+        assert torch.equal(target["boxes"], same["boxes"])
+        assert len(target["boxes"]) == len(target["labels"]) <= len(scene(index)[1])
+        for box in target["boxes"]:
+            left, top = box[:2].floor().int().tolist()
+            right, bottom = box[2:].ceil().int().tolist()
+            assert 0 <= left < right <= 64
+            assert 0 <= top < bottom <= 64
+            assert image[:, top:bottom, left:right].std() > 0.02  # a part of a digit
+        changed += len(target["boxes"]) != len(scene(index)[1])
+    assert changed  # a crop has left an object out
+
+
+def test_samples_become_a_batch_of_plain_tensors(tmp_path):
+    layout_beside(tmp_path, "train", SCENES)
+    train = opened(tmp_path)
+    images, targets = collate_boxes([train[index] for index in range(6)])
+    assert type(images) is torch.Tensor
+    assert images.shape == (6, 3, 64, 64)
+    assert {type(value) for target in targets for value in target.values()} == {torch.Tensor}
+    stand_in, target = opened(tmp_path, "train").stand_in()
+    assert stand_in.shape == (3, 64, 64)
+    assert target["boxes"].shape == (0, 4)
+
+
+# What is wrong in a COCO file, and what the message names.
+def _set(part, index, **values):
+    def change(content):
+        content[part][index].update(values)
+
+    return change
+
+
+def _remove(part, key=None):
+    def change(content):
+        if key is None:
+            del content[part]
+        else:
+            del content[part][0][key]
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        pytest.param(
+            _set("annotations", 1, bbox=[60, 0, 16, 16]),
+            "annotation 2: the box x1, y1, x2, y2 = 60, 0, 76, 16 reaches out of its picture",
+            id="outside",
+        ),
+        pytest.param(
+            _set("annotations", 1, bbox=[30, 0, -16, 16]),
+            "annotation 2: the box x1, y1, x2, y2 = 30, 0, 14, 16 has no area",
+            id="x2 below x1",
+        ),
+        pytest.param(
+            _set("annotations", 1, bbox=[30, 0, 0, 16]), "annotation 2: the box", id="no area"
+        ),
+        pytest.param(
+            _set("annotations", 1, bbox=[0, float("nan"), 1, 1]), "not finite", id="not a number"
+        ),
+        pytest.param(
+            _set("annotations", 1, bbox=[0, 1, 1]), "annotation 2: bbox is", id="three numbers"
+        ),
+        pytest.param(
+            _set("annotations", 1, category_id=99),
+            "annotation 2: category_id 99 is none of the classes: zero, one, two",
+            id="unknown class",
+        ),
+        pytest.param(
+            _set("annotations", 1, image_id=99), "annotation 2: there is no image", id="no image"
+        ),
+        pytest.param(_remove("annotations", "bbox"), "annotation 1: has no 'bbox'", id="no box"),
+        pytest.param(
+            _set("images", 1, file_name="lost.png"),
+            "image 2: there is no file lost.png in",
+            id="missing picture",
+        ),
+        pytest.param(_set("images", 1, id=1), "image 1: stands there twice", id="two images"),
+        pytest.param(_set("images", 1, width="wide"), "image 2: width and height", id="no size"),
+        pytest.param(_remove("annotations"), "has no annotations", id="without annotations"),
+        pytest.param(_remove("categories"), "has no categories", id="without categories"),
+        pytest.param(_set("categories", 1, name="zero"), "('zero') stands there twice", id="twice"),
+    ],
+)
+def test_a_wrong_coco_file_is_named_with_the_annotation(tmp_path, change, said):
+    file = tmp_path / "train/_annotations.coco.json"
+    content = write_coco(tmp_path / "train", file, SCENES)
+    change(content)
+    file.write_text(json.dumps(content))
+    with pytest.raises(DataError) as error:
+        opened(tmp_path)
+    assert said in str(error.value)
+    assert str(file) in str(error.value)
+    assert error.value.exit_code == 3
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", '{"images": 3}', '{"images": [3]}', "[" * 9999])
+def test_a_file_that_is_none_of_cocos_is_named(tmp_path, text):
+    write_pictures(tmp_path / "train", SCENES)
+    (tmp_path / "train/a.json").write_text(text)
+    with pytest.raises(DataError, match=r"train/a\.json: "):
+        opened(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("0 0.95 0.5 0.25 0.25", "reaches out of its picture"),
+        ("0 0.5 0.5 0 0.25", "has no area"),
+        ("0 0.5 0.5 -0.1 0.25", "has no area"),
+        ("3 0.5 0.5 0.1 0.1", "class 3 is unknown, 3 classes are known: zero, one, two"),
+        ("0 0.5 0.5 0.1", "is not a class number and x, y, width, height"),
+        ("zero 0.5 0.5 0.1 0.1", "is not a class number"),
+        ("0 nan 0.5 0.1 0.1", "not finite"),
+    ],
+)
+def test_a_wrong_line_of_yolos_is_named(tmp_path, line, said):
+    layout_yolo(tmp_path, "train", SCENES)
+    file = tmp_path / "train/labels/000.txt"
+    file.write_text(f"0 0.5 0.5 0.25 0.25\n{line}\n")
+    with pytest.raises(DataError) as error:
+        opened(tmp_path)
+    assert f"{file}: line 2" in str(error.value)
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "has no data.yaml with the names of the classes"),
+        ("nc: 4\nnames: [zero, one, two]\n", "nc is 4, but there are 3 names: the background"),
+        ("names: [one, one]\n", "names must be a list of different names"),
+        ("names: [[zero], [one], [two]]\n", "names must be a list of different names"),
+        ("names: {\n", "data.yaml: cannot be read as YAML"),
+        ("path: .\n", "names must be a list of different names"),
+    ],
+)
+def test_wrong_names_of_yolos_are_named(tmp_path, text, said):
+    layout_yolo(tmp_path, "train", SCENES)
+    if text is None:
+        (tmp_path / "data.yaml").unlink()
+    else:
+        (tmp_path / "data.yaml").write_text(text)
+    with pytest.raises(DataError) as error:
+        opened(tmp_path)
+    assert said in str(error.value)
+
+
+def test_what_is_not_one_data_set_is_refused(tmp_path):
+    with pytest.raises(DataError, match="no training set in COCO's or YOLO's layout"):
+        opened(tmp_path)
+    layout_beside(tmp_path, "train", SCENES)
+    with pytest.raises(DataError, match=r"num_classes is 4, but .* has 3 classes.* background"):
+        opened(tmp_path, num_classes=4)
+    (tmp_path / "train/more.json").write_text(json.dumps(coco(SCENES)))
+    with pytest.raises(DataError, match=r"more than one set of annotations: .*coco.*more"):
+        opened(tmp_path)
+
+
+def test_a_picture_of_another_size_than_its_annotations_say(tmp_path):
+    file = tmp_path / "train/a.json"
+    content = write_coco(tmp_path / "train", file, SCENES)
+    content["images"][0].update(width=48, height=64)
+    content["annotations"] = [a for a in content["annotations"] if a["image_id"] != 1]
+    file.write_text(json.dumps(content))
+    with pytest.raises(DataError, match=r"000\.png has 64 x 48 pixels.* 48 x 64"):
+        opened(tmp_path)[0]
+
+
+def test_boxes_that_are_wrong_can_be_left_out(tmp_path, caplog):
+    file = tmp_path / "train/a.json"
+    content = write_coco(tmp_path / "train", file, SCENES)
+    for index, box in enumerate([[60, 0, 16, 16], [70, 0, 16, 16], [5, 5, 0, 3]]):
+        content["annotations"][index]["bbox"] = box
+    file.write_text(json.dumps(content))
+    train = opened(tmp_path, invalid_boxes="drop")
+    kept = [box for index in range(6) for box in train[index][1]["boxes"].tolist()]
+    assert len(kept) == len(content["annotations"]) - 2
+    assert kept[0] == [60, 0, 64, 16]
+    assert "left out 2 invalid boxes" in caplog.text
+
+
+def test_a_pixel_beyond_the_edge_is_rounding(tmp_path):
+    file = tmp_path / "train/a.json"
+    content = write_coco(tmp_path / "train", file, SCENES)
+    content["annotations"][0]["bbox"] = [-0.5, 0, 16, 48.9]
+    file.write_text(json.dumps(content))
+    assert np.allclose(opened(tmp_path)[0][1]["boxes"][0], [0, 0, 15.5, 48])

@@ -1,0 +1,188 @@
+"""Detection: an update however it is split, and mAP that is the same in any order of processes."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from regimen.models.retinanet import retinanet
+from regimen.trainer.errors import ModelError, SampleError
+from regimen.trainer.task import StepOutput
+from regimen.trainer.tasks import detection
+from regimen.trainer.tasks.detection import AveragePrecision, Detection
+
+RETINANET = {"mean": [0.5] * 3, "std": [0.25] * 3, "channels": 16}
+
+
+@pytest.fixture
+def packages():
+    pytest.importorskip("torchmetrics")
+    pytest.importorskip("faster_coco_eval")
+
+
+def made(count, size=64):
+    """Return images of size x size with 0 to 3 boxes each, in float64."""
+    draws = torch.Generator().manual_seed(3)
+    images = torch.rand(count, 3, size, size, generator=draws, dtype=torch.float64)
+    targets = []
+    for index in range(count):
+        corners = torch.randint(0, size - 20, (index % 4, 2), generator=draws)
+        sides = torch.randint(8, 20, (index % 4, 2), generator=draws)
+        targets.append(
+            {
+                "boxes": torch.cat([corners, corners + sides], 1).double(),
+                "labels": torch.randint(0, 3, (index % 4,), generator=draws),
+                "image_id": torch.tensor(index),
+            }
+        )
+    return images, targets
+
+
+def gradients(model, task, images, targets, parts):
+    """Return the gradients of an update that is split, each part weighted by its samples."""
+    model.zero_grad()
+    rows = torch.arange(len(images)).split(len(images) // parts)
+    for part in rows:
+        batch = images[part], [targets[index] for index in part]
+        losses = task.training_step(model, batch).loss
+        (sum(losses.values()) * len(part) / len(images)).backward()
+    return [parameter.grad.clone() for parameter in model.parameters()]
+
+
+def test_an_update_is_a_function_of_its_samples(packages):
+    torch.manual_seed(0)
+    model = retinanet(3, 64, **RETINANET).double().train()
+    images, targets = made(8)
+    whole, halves = [gradients(model, Detection(3), images, targets, parts) for parts in (1, 2)]
+    largest = max(float(gradient.abs().max()) for gradient in whole)
+    assert largest > 0
+    for one, other in zip(whole, halves, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12 * max(largest, 1.0))
+
+
+def test_the_answer_for_an_image_does_not_depend_on_its_batch(packages):
+    torch.manual_seed(0)
+    model = retinanet(3, 64, score_thresh=0.0, **RETINANET).double().eval()
+    images, _ = made(4)
+    together = model(images)
+    for index in range(4):
+        alone = model(images[index : index + 1])[0]
+        for name, value in alone.items():
+            torch.testing.assert_close(value, together[index][name], rtol=1e-9, atol=1e-9)
+
+
+def answers(targets, ties=False):
+    """Return boxes near the true ones, some of them wrong; with `ties` all of one score."""
+    draws = torch.Generator().manual_seed(5)
+    found = []
+    for target in targets:
+        boxes = target["boxes"].repeat(2, 1)
+        boxes = boxes + torch.randn(boxes.shape, generator=draws).double()
+        labels = target["labels"].repeat(2)
+        labels[::3] = (labels[::3] + 1) % 3
+        scores = torch.rand(len(boxes), generator=draws, dtype=torch.float64)
+        if ties:
+            scores = torch.full_like(scores, 0.5)
+        found.append({"boxes": boxes, "scores": scores, "labels": labels})
+    return found
+
+
+@pytest.mark.parametrize("ties", [False, True])
+def test_map_is_the_same_in_one_process_and_in_two(packages, ties):
+    _, targets = made(40)
+    found = answers(targets, ties)
+    one = AveragePrecision(3, per_class=True)
+    one.update(found, targets)
+    expected = one.compute()
+    assert 0.05 < expected["50_95"] < expected["50"] < 1
+
+    parts = [AveragePrecision(3, per_class=True) for _ in range(2)]
+    for rank, part in enumerate(parts):
+        for start in range(rank * 4, 40, 8):
+            part.update(found[start : start + 4], targets[start : start + 4])
+    first, second = parts
+    first.merge_state([second])
+    assert first.compute() == expected
+    first.reset()
+    first.update(found[:4], targets[:4])
+    second.reset()
+    second.update(found[:4], targets[:4])
+    assert first.compute() == second.compute()
+
+
+def test_map_is_that_of_torchmetrics(packages):
+    from torchmetrics.detection import MeanAveragePrecision
+
+    _, targets = made(40)
+    found = answers(targets)
+    metric = MeanAveragePrecision(backend="faster_coco_eval", class_metrics=True)
+    metric.update(found, targets)
+    expected = metric.compute()
+    ours = AveragePrecision(3, per_class=True)
+    ours.name_classes(["a/b", "c", "d"])
+    ours.update(found, targets)
+    values = ours.compute()
+    assert values["50_95"] == float(expected["map"])
+    assert values["50"] == float(expected["map_50"])
+    assert [values[name] for name in ("a_b", "c", "d")] == expected["map_per_class"].tolist()
+
+
+def test_crowds_are_ignored_and_a_class_without_boxes_has_no_value(packages):
+    box = torch.tensor([[10.0, 10, 30, 30], [40, 40, 60, 60]])
+    target = {"boxes": box, "labels": torch.tensor([0, 0]), "iscrowd": torch.tensor([0, 1])}
+    answer = {
+        "boxes": torch.cat([box, torch.tensor([[45.0, 45, 55, 55]])]),  # within the crowd
+        "scores": torch.tensor([0.5, 0.9, 0.8]),
+        "labels": torch.tensor([0, 0, 0]),
+    }
+    metric = AveragePrecision(2, per_class=True)
+    metric.update([answer], [target])
+    values = metric.compute()
+    assert values["50_95"] == pytest.approx(1.0)
+    assert values["0"] == pytest.approx(1.0)
+    assert math.isnan(values["1"])
+
+
+def test_the_names_of_the_metrics_are_those_that_an_evaluation_gives(packages):
+    task = Detection(3, per_class=True)
+    task.precision.name_classes(["cat", "dog", "cow"])
+    _, targets = made(8)
+
+    class Known(nn.Module):
+        def forward(self, images):
+            return answers(targets)
+
+    output = task.evaluation_step(Known(), (None, targets))
+    assert isinstance(output, StepOutput)
+    values = {f"map_{key}" for key in task.precision.compute()}
+    assert values == {*task.metric_names()} == task.modes().keys()
+    assert task.monitor() in values
+
+
+def test_what_is_no_detector_or_no_batch_of_boxes_is_named(packages):
+    images, targets = made(2)
+    task = Detection(3)
+    with pytest.raises(SampleError, match="collate_boxes"):
+        task.training_step(nn.Identity(), images)
+
+    class Classifier(nn.Module):
+        def forward(self, images, targets):
+            return images.mean((1, 2, 3))
+
+    with pytest.raises(ModelError, match="takes a dict of losses"):
+        task.training_step(Classifier(), (images, targets))
+
+
+def test_a_package_that_is_missing_is_named(monkeypatch):
+    monkeypatch.setattr(detection, "find_spec", lambda name: None if "coco" in name else 1)
+    with pytest.raises(ModelError, match=r"faster_coco_eval.*torch-regimen\[detection\]"):
+        Detection(3)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"stages": [5]}, {"stages": []}, {"anchor_sizes": [[8], [16]]}], ids=str
+)
+def test_stages_and_anchors_that_do_not_fit_are_refused(wrong):
+    with pytest.raises(ValueError, match="stages"):
+        retinanet(3, 64, **RETINANET, **wrong)
