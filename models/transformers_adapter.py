@@ -26,13 +26,23 @@ class Logits(nn.Module):
         self._is_causal = type(model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
 
     def forward(
-        self, inputs: Tensor | Mapping[str, Tensor], labels: Tensor | None = None
+        self,
+        inputs: Tensor | Mapping[str, Tensor] | None = None,
+        labels: Tensor | None = None,
+        **named: Tensor,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Return the logits; with labels the loss that the model computes itself, and the logits.
 
-        Labels of a causal language model (n, length) are the next token at each position.
+        Labels of a causal language model (n, length) are the next token at each position. Inputs
+        may also be given by name.
         """
-        arguments = {self.main_input: inputs} if isinstance(inputs, Tensor) else dict(inputs)
+        if isinstance(inputs, Tensor):
+            inputs = {self.main_input: inputs}
+        arguments: dict[str, Any] = {**(inputs or {}), **named}
+        if self._is_causal:
+            # A cache is of no use here, and transformers would let the documents of a row see each
+            # other if there was one.
+            arguments["use_cache"] = False
         if labels is None:
             return self.model(**arguments).logits  # type: ignore[no-any-return]
         arguments["labels"] = labels
@@ -71,10 +81,20 @@ def build(
             model_config = transformers.AutoConfig.from_pretrained(
                 name, trust_remote_code=False, **options
             )
-        if config is not None or not pretrained or not weights_wanted():
-            return Logits(auto_model.from_config(model_config, trust_remote_code=False))
     except (OSError, ValueError, KeyError) as error:
         raise NetworkError(f"model.name={name}: {short_line(error)}") from error
+    vocabulary = getattr(model_config.get_text_config(), "vocab_size", None)
+    if is_causal and vocabulary is not None and num_classes > vocabulary:
+        raise NetworkError(
+            "model.name",
+            f"{name} has a vocabulary of {vocabulary:,} tokens, and the data have {num_classes:,}",
+            "take the tokenizer of the model (data.tokenizer)",
+        )
+    if config is not None or not pretrained or not weights_wanted():
+        try:
+            return Logits(auto_model.from_config(model_config, trust_remote_code=False))
+        except (OSError, ValueError, KeyError) as error:
+            raise NetworkError(f"model.name={name}: {short_line(error)}") from error
 
     try:
         model = auto_model.from_pretrained(

@@ -91,7 +91,7 @@ EXPRESSIONS = {
     "models": 1216,
     "trainer": 19832,
     "callbacks": 5025,
-    "scripts": 9723,
+    "scripts": 9729,
 }
 # Habits that make a line hard to read, per 1,000 code lines of the six packages: at most.
 HABITS = {

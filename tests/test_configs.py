@@ -13,8 +13,10 @@ from regimen.trainer.assembly.check import check_targets
 CONF = Path(__file__).resolve().parents[1] / "conf"
 FILES = sorted(path.relative_to(CONF) for path in CONF.rglob("*.yaml"))
 BASE = "resnet18"  # the experiment that a file of another group is tried in
+TINY_LLAMA = ["model.name=llama", "model.config={hidden_size: 64, num_hidden_layers: 1}"]
 # What a person has to give with a file, because it has no sensible default.
 GIVEN = {
+    "data=chat": ["data.root=chats", "data.tokenizer=llama"],
     "data=detection": ["data.root=images"],
     "data=huggingface": ["data.path=images"],
     "data=huggingface_stream": ["data.path=x", "data.train_length=9", "data.val_length=9"],
@@ -23,8 +25,10 @@ GIVEN = {
     "data=shards": ["data.root=images"],
     "data=table": ["data.path=t.csv", "data.target=price", "data.channels=3"],
     "data=tokens": ["data.root=book.txt"],
+    "model=lora": TINY_LLAMA,
     "model=transformers": ["model.name=bert", "model.config={hidden_size: 24}"],
     "data=cifar10_folder": ["data.root=images"],
+    "experiment=chat": ["data.root=chats", *TINY_LLAMA],
     "experiment=detection": ["data.root=images"],
     "experiment=images": ["data.root=images"],
     "callbacks=mirror": ["callbacks.mirror.to=file:///copy"],
@@ -35,6 +39,8 @@ GIVEN = {
 HOMES = {"optimizer=gan": "gan", "task=gan": "gan"}
 # Packages that an option needs and the project does not bring.
 EXTRA = {
+    "experiment=chat": "peft",
+    "model=lora": "peft",
     "callbacks=mlflow": "mlflow",
     "callbacks=wandb": "wandb",
     "model=timm": "timm",

@@ -14,7 +14,7 @@ import numpy as np
 import yaml
 from numpy.typing import NDArray
 
-from regimen.data.errors import DataError, explained
+from regimen.data.errors import DataError, as_data_error
 from regimen.data.image_folder import find_pictures
 from regimen.data.splits import NAMES
 
@@ -183,9 +183,9 @@ def read_coco(
     file: Path, folders: Sequence[Path], classes: Sequence[str] | None, check: BoxCheck
 ) -> Annotations:
     """Read a COCO file, whose pictures lie in one of `folders`. Raises DataError."""
-    with explained(f"{file}: cannot be read as JSON", OSError, ValueError, RecursionError):
+    with as_data_error(f"{file}: cannot be read as JSON", OSError, ValueError, RecursionError):
         content = json.loads(file.read_bytes())
-    with explained(f"{file}: is no COCO annotation file", TypeError, AttributeError):
+    with as_data_error(f"{file}: is no COCO annotation file", TypeError, AttributeError):
         annotations = _entries(content, "annotations", file)
         names, number_of = _categories(file, content, annotations, classes)
         pictures = _coco_pictures(file, _entries(content, "images", file), folders)
@@ -307,7 +307,7 @@ def read_yolo(
         unused.discard(str(file))
         if not file.is_file():
             continue
-        with explained(f"{file}: cannot be read", OSError, UnicodeDecodeError):
+        with as_data_error(f"{file}: cannot be read", OSError, UnicodeDecodeError):
             lines = file.read_text(encoding="utf-8").splitlines()
         for line_number, line in enumerate(lines, 1):
             if not line.strip():
@@ -355,7 +355,7 @@ def _yolo_classes(tree: Path, classes: Sequence[str] | None) -> tuple[list[str],
             )
         return [*classes], {number: number for number in range(len(classes))}
     kinds = (OSError, ValueError, yaml.YAMLError, RecursionError)
-    with explained(f"{file}: cannot be read as YAML", *kinds):
+    with as_data_error(f"{file}: cannot be read as YAML", *kinds):
         content = yaml.safe_load(file.read_text(encoding="utf-8"))
     names = content.get("names") if isinstance(content, dict) else None
     if isinstance(names, dict) and [*names] == [*range(len(names))]:

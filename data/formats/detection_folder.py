@@ -16,7 +16,7 @@ from regimen.data.decode import Channels
 from regimen.data.errors import DataError
 from regimen.data.formats.coco import InvalidBoxes, Picture, find_annotations, read_annotations
 from regimen.data.image_folder import Pictures
-from regimen.data.splits import Split, is_cut, rows_of_train
+from regimen.data.splits import Split, is_part_of_train, rows_of_train
 from regimen.data.transforms import Transform
 
 logger = logging.getLogger(__name__)
@@ -168,7 +168,7 @@ def detection_folder(
     """
     tree = Path(root).expanduser()
     has_val = not folds and find_annotations(tree, "val") is not None
-    cuts = is_cut(split, has_val, val_fraction, folds)
+    cuts = is_part_of_train(split, has_val, val_fraction, folds)
     place = find_annotations(tree, "train" if cuts else split)
     if place is None and split == "train":
         raise DataError(

@@ -13,6 +13,7 @@ from regimen.data.batch import MicroBatch
 from regimen.data.errors import DataError
 from regimen.data.image_folder import Pictures
 from regimen.data.mixture import Mixture
+from regimen.data.packing import PackedDocuments
 from regimen.scripts.cli.arguments import RunRequest
 from regimen.trainer.assembly.data import device_cache_bytes
 from regimen.trainer.assembly.experiment import Experiment, accumulation_sensitive_parts
@@ -255,6 +256,9 @@ def _notes(experiment: Experiment, memory: Mapping[str, int | None]) -> Iterator
     for split, dataset in sets.items():
         if isinstance(dataset, Pictures):
             for remark in dataset.explain_depth():
+                yield f"data.{split}: {remark}"
+        if isinstance(dataset, PackedDocuments):
+            for remark in dataset.explain():
                 yield f"data.{split}: {remark}"
     steps = experiment.config.trainer.micro_batches
     warning = batch_dependence_warning(trainer.task, steps, strategy.data_parallel_size)

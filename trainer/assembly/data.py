@@ -21,6 +21,7 @@ from regimen.data.loading.device_transforms import batch_form, check_per_sample,
 from regimen.data.loading.loader import is_cacheable, tensor_bytes
 from regimen.data.mixture import Mixture, argument_errors
 from regimen.data.orders import labels_of
+from regimen.data.packing import PackedDocuments
 from regimen.data.sources import TensorSamples, fingerprint
 from regimen.data.streams import as_dataset
 from regimen.data.transforms import Pipeline
@@ -269,6 +270,8 @@ def _counted(sets: dict[str, Any]) -> int | None:
     names = names_of(first)
     if names is not None:
         return len(names)
+    if isinstance(first, PackedDocuments):
+        return first.num_classes
     labels = labels_of(first)
     if labels is None or labels.dtype.kind not in "iu" or not len(labels):
         return None

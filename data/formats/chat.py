@@ -1,0 +1,357 @@
+"""Conversations of jsonl files for language models: their tokens, and which of them are learnt."""
+
+import json
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from regimen.conf.errors import ConfigError
+from regimen.conf.json_text import plain_json
+from regimen.data.errors import (
+    DataError,
+    as_data_error,
+    check_regular,
+    import_package,
+    reason,
+    short_line,
+)
+from regimen.data.packing import PackedDocuments, TokenizedText
+from regimen.data.splits import Split, is_part_of_train, rows_of_train, split_file
+
+logger = logging.getLogger(__name__)
+TooLong = Literal["error", "cut", "drop"]
+Message = dict[str, Any]
+Span = tuple[int, int]  # characters of a text: the first, and the one after the last
+
+# The keys of a row by its form; `tools` is given to the template.
+_FORMS = {"messages": ("messages", "tools"), "prompt": ("prompt", "completion"), "text": ("text",)}
+# Which roles a message may follow; None: it is the first.
+_FOLLOWS: Mapping[str, tuple[str | None, ...]] = {
+    "system": (None,),
+    "developer": (None,),
+    "user": (None, "system", "developer", "assistant"),
+    "assistant": ("user", "tool"),
+    "tool": ("assistant", "tool"),
+}
+_SHOWN = 600  # characters of the first conversation that the plan shows
+
+
+class Row(NamedTuple):
+    """A line of a file: its name (FILE:LINE), for messages, and its values."""
+
+    name: str
+    values: Mapping[str, Any]
+
+
+@dataclass
+class Encoder:
+    """Turn rows into tokens, and find the learnt ones by the text that the template writes.
+
+    A row is one of three forms: `{"messages": [{"role", "content"}, ...]}`, of which the answers of
+    the assistant are learnt but for those with `"learn": false`; `{"prompt", "completion"}`, of
+    which the completion is learnt; `{"text"}`, all of which is learnt. The last two end with the
+    tokenizer's end token. A prompt and a completion that are lists of messages are a conversation.
+
+    tokenizer: a folder, or a name on the hub; no code of it is run.
+    template: a file with a chat template to use in place of the tokenizer's.
+    variables: further variables of the template.
+    """
+
+    tokenizer: str
+    template: str | None = None
+    variables: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._tokenizer = _load_tokenizer(self.tokenizer)
+        self._template = self._tokenizer.chat_template
+        if self.template is not None:
+            try:
+                self._template = Path(self.template).expanduser().read_text("utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise ConfigError("data.template", f"{self.template}: {reason(error)}") from error
+
+    @property
+    def vocabulary_size(self) -> int:
+        """The largest token plus one."""
+        largest: int = max(self._tokenizer.get_vocab().values())
+        return 1 + largest
+
+    def encode(self, row: Row) -> TokenizedText:
+        """Return the tokens of a row. Raises DataError that names the row, and ConfigError."""
+        form = _form_of(row)
+        values = row.values
+        if form == "messages":
+            return self._conversation(row, values["messages"], range(len(values["messages"])))
+        if form == "text":
+            return self._text(row, "", _text_of(row, "text"))
+        prompt = values["prompt"]
+        completion = values.get("completion")
+        if isinstance(prompt, list) and isinstance(completion, list):
+            answers = range(len(prompt), len(prompt) + len(completion))
+            return self._conversation(row, [*prompt, *completion], answers)
+        return self._text(row, _text_of(row, "prompt"), _text_of(row, "completion"))
+
+    def mark(self, document: TokenizedText) -> str:
+        """Return the text of a document with its learnt parts in double angle quotes."""
+        changes = np.flatnonzero(np.diff(document.is_learnt)) + 1
+        marked = ""
+        begin = 0
+        for end in (*changes.tolist(), len(document.tokens)):
+            part = self._tokenizer.decode(document.tokens[begin:end].tolist())
+            marked += f"«{part}»" if document.is_learnt[begin] else part
+            begin = end
+        text = json.dumps(marked, ensure_ascii=False)[1:-1]  # line breaks as \n
+        return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+    def _conversation(self, row: Row, messages: Any, answers: range) -> TokenizedText:
+        """Encode messages; of the assistant's those are learnt whose number is in `answers`."""
+        _check_messages(row, messages)
+        if self._template is None:
+            raise ConfigError(
+                "data.tokenizer",
+                f"{self.tokenizer} has no chat template, which {row.name} needs",
+                "take the tokenizer of a chat model, or set data.template=FILE",
+            )
+        bare = [{key: message[key] for key in message if key != "learn"} for message in messages]
+        text = self._render(row, bare)
+        spans = []
+        for number in answers:
+            message = messages[number]
+            if message["role"] != "assistant" or not message.get("learn", True):
+                continue
+            before = self._render(row, bare[:number], add_generation_prompt=True)
+            until = self._render(row, bare[: number + 1])
+            if not (text.startswith(until) and until.startswith(before)):
+                raise DataError(
+                    f"{row.name}: the chat template of {self.tokenizer} writes message {number + 1}"
+                    " or those before it in another way once more messages follow, or without the "
+                    "prompt that asks for an answer: the model would be trained on another text "
+                    "than it answers to; set data.template=FILE or data.template_variables"
+                )
+            spans.append((len(before), len(until)))
+        return self._tokens(text, spans, special=False)
+
+    def _render(self, row: Row, messages: Sequence[Message], **options: bool) -> str:
+        """Return the text that the template makes of messages."""
+        options = {"add_generation_prompt": False, **options}
+        # A template may refuse a conversation, by jinja's errors or any of Python's.
+        with as_data_error(f"{row.name}: the chat template of {self.tokenizer} fails", Exception):
+            return str(
+                self._tokenizer.apply_chat_template(
+                    list(messages),
+                    tools=row.values.get("tools"),
+                    chat_template=self._template,
+                    tokenize=False,
+                    **{**self.variables, **options},
+                )
+            )
+
+    def _text(self, row: Row, prompt: str, completion: str) -> TokenizedText:
+        """Encode a text, whose second part is learnt, with the end token."""
+        end = self._tokenizer.eos_token_id
+        if end is None:
+            raise ConfigError(
+                "data.tokenizer", f"{self.tokenizer} has no end token, which {row.name} needs"
+            )
+        span = len(prompt), len(prompt) + len(completion)
+        document = self._tokens(prompt + completion, [span], special=True)
+        if len(document.tokens) and document.tokens[-1] == end:  # the tokenizer's own
+            document.is_learnt[-1] = True
+            return document
+        return TokenizedText(np.append(document.tokens, end), np.append(document.is_learnt, True))
+
+    def _tokens(self, text: str, spans: Sequence[Span], special: bool) -> TokenizedText:
+        """Encode a text; tokens with a character in one of the spans are learnt."""
+        encoded = self._tokenizer(
+            text,
+            add_special_tokens=special,
+            return_offsets_mapping=True,
+            truncation=False,
+            verbose=False,  # of lengths: `data.context` decides
+        )
+        tokens = np.array(encoded["input_ids"], dtype=np.int64)
+        offsets = np.array(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2)
+        is_learnt = np.zeros(len(tokens), dtype=bool)
+        for begin, end in spans:
+            is_learnt |= _touches(offsets, begin, end)
+        return TokenizedText(tokens, is_learnt)
+
+
+def _touches(offsets: NDArray[np.int64], begin: int, end: int) -> NDArray[np.bool_]:
+    """Return which tokens [length] have characters in [begin, end).
+
+    A token that reaches across `begin` has: the blank that an answer starts with may be in one
+    token with the line break before it. Byte-level tokenizers may leave blanks out of the offsets,
+    and a token of blanks is then empty: so a token also has what lies between the one before it
+    and its own start. Several tokens may share one character.
+    """
+    starts = offsets[:, 0]
+    stops = np.maximum.accumulate(offsets[:, 1])
+    previous_stops = np.concatenate([[0], stops[:-1]])
+    return (offsets[:, 1] > begin) & ((starts < end) | (previous_stops < end))
+
+
+def chat(
+    root: str,
+    split: Split,
+    tokenizer: str | None,
+    context: int = 1024,
+    pack: bool = True,
+    too_long: TooLong = "error",
+    template: str | None = None,
+    template_variables: Mapping[str, Any] | None = None,
+    val_fraction: float = 0.1,
+    split_seed: int = 0,
+    fold: int = 0,
+    folds: int = 0,
+) -> PackedDocuments | None:
+    """Open one split of `root`: a folder with train, val and test as .jsonl, or a single file.
+
+    Without a file for `val`, a part of train's conversations is taken; with `folds` val is fold
+    number `fold` of train. None if there is no such split. Raises DataError, with the file and the
+    line of a conversation, and ConfigError.
+
+    too_long: of a conversation with more than `context` tokens: "error", "cut" its end off, or
+        "drop" it.
+    """
+    if tokenizer is None:
+        raise ConfigError(
+            "data.tokenizer",
+            "is null: nothing names a tokenizer",
+            "set data.tokenizer=DIR, or model.name=DIR of a model that has one",
+        )
+    folder = Path(root).expanduser()
+    cuts = is_part_of_train(
+        split, split_file(folder, "val", (".jsonl",)) is not None, val_fraction, folds
+    )
+    path = split_file(folder, "train" if cuts else split, (".jsonl",))
+    if path is None and split == "train":
+        raise DataError(f"data.root={root}: no such file, nor a folder with a train.jsonl")
+    if path is None:
+        return None
+    rows = list(read_rows(path))
+    if not rows:
+        raise DataError(f"{path}: holds no conversation")
+    if cuts:
+        labels = np.zeros(len(rows))
+        chosen = rows_of_train(split, labels, val_fraction, split_seed, fold, folds)
+        rows = [rows[number] for number in chosen]
+
+    encoder = Encoder(tokenizer, template, template_variables or {})
+    documents = []
+    dropped = 0
+    for row in rows:
+        document = encoder.encode(row)
+        length = len(document.tokens)
+        if length > context and too_long == "error":
+            raise DataError(
+                f"{row.name}: {length:,} tokens are more than data.context={context}: set "
+                "data.context, or data.too_long=cut or drop"
+            )
+        if length > context and too_long == "drop":
+            dropped += 1
+            continue
+        document = TokenizedText(document.tokens[:context], document.is_learnt[:context])
+        if not document.is_learnt[1:].any():
+            where = f"its first {context} tokens" if length > context else "it"
+            raise DataError(f"{row.name}: no token of {where} is learnt: take the line out")
+        documents.append(document)
+    if not documents:
+        raise DataError(f"{path}: all {dropped} conversations are longer than {context} tokens")
+    remarks = [f"first conversation, learnt parts in «»: {encoder.mark(documents[0])}"]
+    if dropped:
+        remarks.append(f"{dropped:,} conversations of more than {context} tokens are left out")
+        logger.warning("warning: data.%s: %s (data.too_long=drop)", split, remarks[-1])
+    return PackedDocuments(documents, context, pack, encoder.vocabulary_size, remarks)
+
+
+def read_rows(path: Path) -> Iterator[Row]:
+    """Yield the rows of a jsonl file; empty lines are left out. Raises DataError."""
+    check_regular(path)
+    with as_data_error(str(path), OSError, UnicodeDecodeError), path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            name = f"{path}:{number}"
+            with as_data_error(f"{name}: is no JSON", ValueError):
+                values = plain_json(line)
+            if not isinstance(values, dict):
+                raise DataError(f"{name}: is no object, but a {type(values).__name__}")
+            yield Row(name, values)
+
+
+def _load_tokenizer(name: str) -> Any:
+    """Load a tokenizer that knows the characters of its tokens. Raises ConfigError."""
+    transformers = import_package("transformers", "transformers")
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        if "trust_remote_code" in str(error):
+            raise ConfigError(
+                "data.tokenizer",
+                f"{name} is written in Python code of its own, which is not run",
+                "take a tokenizer of a class that transformers has",
+            ) from error
+        raise ConfigError("data.tokenizer", f"{name}: {short_line(error)}") from error
+    if not tokenizer.is_fast:
+        raise ConfigError(
+            "data.tokenizer",
+            f"{name}: {type(tokenizer).__name__} does not tell the characters of its tokens, by "
+            "which the learnt ones are found",
+            "take one with a tokenizer.json",
+        )
+    return tokenizer
+
+
+def _form_of(row: Row) -> str:
+    """Return which of the three forms a row has: its first key."""
+    forms = [form for form in _FORMS if form in row.values]
+    if len(forms) != 1:
+        raise DataError(
+            f"{row.name}: has {', '.join(map(repr, row.values)) or 'no keys'}: expected "
+            '{"messages": [...]}, {"prompt", "completion"} or {"text"}'
+        )
+    if "learn" in row.values:
+        raise DataError(f'{row.name}: "learn" belongs to a message, not to the line')
+    return forms[0]
+
+
+def _text_of(row: Row, key: str) -> str:
+    value = row.values.get(key)
+    if not isinstance(value, str):
+        raise DataError(
+            f"{row.name}: {key!r} is {type(value).__name__}, not a text (or, of prompt and "
+            "completion, both lists of messages)"
+        )
+    return value
+
+
+def _check_messages(row: Row, messages: Any) -> None:
+    """Raise DataError for messages that are none, or whose roles are out of order."""
+    if not isinstance(messages, list) or not messages:
+        raise DataError(f"{row.name}: 'messages' is no list of messages")
+    previous = None
+    for number, message in enumerate(messages, start=1):
+        where = f"{row.name}: message {number}"
+        if not isinstance(message, dict):
+            raise DataError(f"{where} is no object, but a {type(message).__name__}")
+        role = message.get("role")
+        if not isinstance(role, str) or role not in _FOLLOWS:
+            raise DataError(f"{where}: its role is {role!r}, none of {', '.join(_FOLLOWS)}")
+        if previous not in _FOLLOWS[role]:
+            before = "at the start" if previous is None else f"after {previous!r}"
+            raise DataError(f"{where}: its role {role!r} may not stand {before}")
+        calls_tools = role == "assistant" and message.get("tool_calls")
+        if not isinstance(message.get("content"), str) and not calls_tools:
+            raise DataError(f"{where}: its content is no text")
+        learn = message.get("learn", role == "assistant")
+        if not isinstance(learn, bool):
+            raise DataError(f"{where}: its learn is {learn!r}, neither true nor false")
+        if learn and role != "assistant":
+            raise DataError(f"{where}: only messages of the assistant are learnt, not of {role!r}")
+        previous = role

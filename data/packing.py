@@ -1,0 +1,127 @@
+"""Documents of tokens in rows of one length, packed so that few places stay empty."""
+
+import hashlib
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+IGNORED = -100  # the label of a token that is not learnt
+
+
+class TokenizedText(NamedTuple):
+    """The tokens of one document, and which of them are learnt; both have shape [length]."""
+
+    tokens: NDArray[np.int64]
+    is_learnt: NDArray[np.bool_]
+
+
+def first_fit_decreasing(lengths: Sequence[int], size: int) -> list[list[int]]:
+    """Return the documents of each row, by number: no row is longer than `size`.
+
+    The longest document comes first, of equal ones the earlier. Each goes into the first row that
+    has room for it. The result depends on the lengths alone. Takes n log n steps.
+    """
+    # A binary tree over as many rows as there are documents: each node holds the largest room of
+    # the rows below it, so the first row with enough room is found by descending once.
+    leaves = 1 << (len(lengths) - 1).bit_length() if lengths else 1
+    room = [size] * (2 * leaves)
+    rows = list[list[int]]()
+    for document in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
+        length = lengths[document]
+        node = 1
+        while node < leaves:
+            node *= 2
+            if room[node] < length:
+                node += 1
+        row = node - leaves
+        if row == len(rows):
+            rows.append([])
+        rows[row].append(document)
+        room[node] -= length
+        while node > 1:
+            node //= 2
+            room[node] = max(room[2 * node], room[2 * node + 1])
+    return rows
+
+
+class PackedDocuments:
+    """Rows of `context` tokens that hold whole documents: samples for language models.
+
+    A sample is a dict of int64 tensors [context]:
+
+    input_ids: the tokens of the row's documents, one after the other, then zeros.
+    position_ids: 0, 1, 2, ... of each document, and 0 of each place that is empty. Models of
+        transformers attend from a token to those of its own document only, if they are given these
+        positions and no `attention_mask`.
+    labels: the token at each place if it is learnt, else -100. They are not shifted.
+
+    `pack`: several documents share a row; without, each has its own. How documents are packed
+    depends on their lengths and `context` alone, so it is the same in every epoch and process.
+    """
+
+    def __init__(
+        self,
+        documents: Sequence[TokenizedText],
+        context: int,
+        pack: bool = True,
+        num_classes: int | None = None,
+        remarks: Sequence[str] = (),
+    ) -> None:
+        """`num_classes`: tokens of the vocabulary. `remarks`: on the data, for `explain`."""
+        lengths = [len(document.tokens) for document in documents]
+        self.context = context
+        self.num_classes = num_classes
+        self.rows = [[number] for number in range(len(lengths))]
+        if pack:
+            self.rows = first_fit_decreasing(lengths, context)
+        self._starts = [0, *np.cumsum(lengths).tolist()]
+        self._tokens = np.concatenate([document.tokens for document in documents])
+        is_learnt = np.concatenate([document.is_learnt for document in documents])
+        # Nothing precedes the first token of a document: no model can predict it.
+        is_learnt[self._starts[:-1]] = False
+        self._labels = np.where(is_learnt, self._tokens, IGNORED)
+        self._remarks = list(remarks)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        input_ids = torch.zeros(self.context, dtype=torch.int64)
+        position_ids = torch.zeros(self.context, dtype=torch.int64)
+        labels = torch.full((self.context,), IGNORED)
+        begin = 0
+        for document in self.rows[index]:
+            own = slice(self._starts[document], self._starts[document + 1])
+            end = begin + own.stop - own.start
+            input_ids[begin:end] = torch.from_numpy(self._tokens[own])
+            position_ids[begin:end] = torch.arange(end - begin)
+            labels[begin:end] = torch.from_numpy(self._labels[own])
+            begin = end
+        return {"input_ids": input_ids, "position_ids": position_ids, "labels": labels}
+
+    def input_form(self) -> dict[str, str]:
+        """Return the form of the samples, for `predict`."""
+        return {"kind": "array"}
+
+    def fingerprint(self) -> str:
+        """Return a digest of the tokens, the labels and the rows."""
+        digest = hashlib.sha256(f"{self.context} {self.rows} {self._starts}".encode())
+        digest.update(self._tokens.tobytes())
+        digest.update(self._labels.tobytes())
+        return digest.hexdigest()[:16]
+
+    def explain(self) -> list[str]:
+        """Return what the plan says about the rows, and how much of them is learnt."""
+        tokens = len(self._tokens)
+        learnt = int((self._labels != IGNORED).sum())
+        places = len(self.rows) * self.context
+        return [
+            f"{len(self._starts) - 1:,} conversations in {len(self.rows):,} rows of "
+            f"{self.context:,} tokens, {tokens / places:.1%} of them filled; {learnt:,} of "
+            f"{tokens:,} tokens are learnt ({learnt / tokens:.1%})",
+            *self._remarks,
+        ]

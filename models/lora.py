@@ -1,0 +1,74 @@
+"""Low-rank adapters (LoRA) on models of transformers, by peft; imported when a model is built."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from regimen.conf.errors import truncated_list
+from regimen.data.errors import import_package, short_line
+from regimen.models.layers import NetworkError
+from regimen.models.transformers_adapter import build as build_transformers
+
+
+def build(
+    name: str,
+    num_classes: int,
+    rank: int = 16,
+    alpha: float = 32,
+    targets: str | Sequence[str] = "all-linear",
+    dropout: float = 0.0,
+    auto: str = "AutoModelForCausalLM",
+    pretrained: bool = True,
+    config: Mapping[str, Any] | None = None,
+) -> nn.Module:
+    """Build a frozen model of transformers, whose `targets` are W + B A alpha / rank.
+
+    A [rank, inputs] and B [outputs, rank] are trained, in the dtype of the model; B is zero at
+    first. `name`, `num_classes`, `auto`, `pretrained` and `config` are those of
+    `regimen.models.transformers_adapter.build`.
+
+    targets: as peft takes them: "all-linear" (but for the output layer), ends of module names, or
+        a regular expression for whole names.
+    dropout: of the inputs of A; its masks depend on how an update is split.
+    """
+    peft = import_package("peft", "peft")
+    model = build_transformers(name, num_classes, auto, pretrained, config)
+    base: Any = model.model
+    linear = [name for name, layer in base.named_modules() if isinstance(layer, nn.Linear)]
+    tied = _tied_modules(base)
+    given = targets if isinstance(targets, str) else list(targets)
+    try:
+        adapter = peft.LoraConfig(
+            r=rank, lora_alpha=alpha, target_modules=given, lora_dropout=dropout
+        )
+        peft.inject_adapter_in_model(adapter, base)
+    except (ValueError, TypeError) as error:
+        ends = list(dict.fromkeys(layer.rpartition(".")[2] for layer in linear))
+        raise NetworkError(
+            "model.targets" if "arget" in str(error) else "model",
+            f"{given!r} with rank {rank}: {short_line(error)}",
+            f"linear modules of {name} are {truncated_list(ends, 12)}",
+        ) from error
+    layer_type = peft.tuners.tuners_utils.BaseTunerLayer
+    for layer_name, layer in base.named_modules():
+        if isinstance(layer, layer_type) and layer_name in tied:
+            raise NetworkError(
+                "model.targets",
+                f"{layer_name} shares its weight with another layer of {name}, which an adapter of "
+                "one of them would part",
+                "leave it out",
+            )
+    return model
+
+
+def _tied_modules(model: nn.Module) -> set[str]:
+    """Return the names of the modules that share a parameter with another one."""
+    named = [
+        (name, parameter)
+        for name, module in model.named_modules()
+        for parameter in module.parameters(recurse=False)
+    ]
+    uses = Counter(parameter for _, parameter in named)
+    return {name for name, parameter in named if uses[parameter] > 1}

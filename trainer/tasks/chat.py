@@ -1,0 +1,85 @@
+"""Language modelling on batches of named tensors, as transformers and its collators make them."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from regimen.trainer.errors import ModelError, SampleError, describe_value, qualified_name
+from regimen.trainer.task import StepOutput
+from regimen.trainer.tasks.language_model import LanguageModel
+from regimen.trainer.tasks.losses import Loss
+from regimen.trainer.tasks.metrics import IGNORED
+from regimen.trainer.tasks.supervised import Metrics
+
+
+class Chat(LanguageModel):
+    """Predict the next token; batches are `{"input_ids", ..., "labels"}`, of shape [n, length].
+
+    `labels` are the tokens themselves, not shifted, and -100 where one is not learnt. The loss is
+    the mean over the learnt tokens of the whole update, however it is split. The model is called
+    with all other tensors by name, and returns logits [n, length, vocabulary] or an object with
+    `logits`. Reports `token_accuracy` and `perplexity`.
+    """
+
+    output_kind = "array"
+
+    def __init__(self, loss: Loss | None = None, metrics: Metrics | None = None) -> None:
+        super().__init__(0, loss, IGNORED, metrics)
+        self.num_classes = None  # that of the model, which may be more than the tokenizer's tokens
+
+    def training_step(self, model: nn.Module, batch: Any) -> StepOutput:
+        """Compute loss and scores of a batch."""
+        return super().training_step(model, _inputs_and_targets(batch))
+
+    def evaluation_step(self, model: nn.Module, batch: Any) -> StepOutput:
+        """Compute loss, scores and metrics of a batch."""
+        return super().evaluation_step(model, _inputs_and_targets(batch))
+
+    def counts(self, batch: Any) -> Mapping[str, Tensor | int]:
+        """Return the number of tokens that are learnt."""
+        return super().counts(_inputs_and_targets(batch))
+
+    def prediction_step(self, model: nn.Module, batch: Any) -> Any:
+        """Return the logits [n, length, vocabulary]; labels are not needed."""
+        return _logits(model, _inputs(batch))
+
+    def answer(self, model: nn.Module, inputs: Any) -> Any:
+        """Return logits [n, vocabulary, length]: torch's losses expect classes in dimension 1."""
+        return _logits(model, inputs).transpose(1, 2)
+
+    def check(self, output: Any, target: Any) -> None:
+        """Accept any number of logits: that of the labels' tokens or more."""
+
+
+def _inputs(batch: Any) -> dict[str, Any]:
+    """Return what the model is given of a batch. Raises SampleError."""
+    if not isinstance(batch, Mapping) or "input_ids" not in batch:
+        raise SampleError(
+            f"the data set returned samples that make a batch {describe_value(batch)}, and "
+            "task=chat takes a dict with input_ids and labels: take data=chat, or a collate_fn of "
+            "transformers"
+        )
+    return {name: value for name, value in batch.items() if name != "labels"}
+
+
+def _inputs_and_targets(batch: Any) -> tuple[dict[str, Any], Tensor]:
+    """Return the model's inputs, and the next token of each position: -100 where none is learnt."""
+    inputs = _inputs(batch)
+    if not isinstance(batch.get("labels"), Tensor):
+        raise SampleError("a batch has no labels, a tensor [n, length]: task=chat needs them")
+    # The labels are shifted, and not the logits: a part of these would be copied by the loss.
+    return inputs, pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)
+
+
+def _logits(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
+    """Call the model. Raises ModelError unless it returns logits [n, length, vocabulary]."""
+    output = model(**inputs)
+    logits = getattr(output, "logits", output)
+    if not isinstance(logits, Tensor) or logits.ndim != 3:
+        raise ModelError(
+            f"{qualified_name(model)} returned {describe_value(output)}, where task=chat takes "
+            "logits [n, length, vocabulary]"
+        )
+    return logits
