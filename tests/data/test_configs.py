@@ -45,7 +45,10 @@ def test_a_folder_of_any_sizes_and_digits_as_configured(picture_tree, write_imag
     assert abs(float(digits.std()) - 1) < 0.2
 
 
-@pytest.mark.parametrize("transforms", sorted(p.stem for p in (CONF / "transforms").glob("*")))
+TRANSFORMS = {p.stem for p in (CONF / "transforms").glob("*")} - {"detection"}  # which moves boxes
+
+
+@pytest.mark.parametrize("transforms", sorted(TRANSFORMS))
 def test_transforms_run_as_configured(picture_tree, write_image, built, transforms):
     for path in picture_tree.rglob("*.jpg"):
         write_image(path, size=(12, 12))

@@ -21,7 +21,8 @@ from regimen.trainer.errors import DivergedError, ModelError
 from regimen.trainer.media import histogram_of
 from regimen.trainer.optimizers.optimizers import build_optimizers
 from regimen.trainer.options import TrainerOptions
-from regimen.trainer.strategies.strategy import Strategy, check_processes
+from regimen.trainer.strategies.multi_process import check_processes
+from regimen.trainer.strategies.strategy import Strategy
 from regimen.trainer.tasks.classification import Classification
 from regimen.trainer.trainer import Trainer
 from toy_pictures import write_digits

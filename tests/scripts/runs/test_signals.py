@@ -248,7 +248,7 @@ def test_a_signal_before_the_first_import_is_one_line(name, code):
 import signal, sys, types
 from regimen.scripts import commands
 first = sys.modules["regimen.scripts.cli.console"] = types.ModuleType("console")
-first.leave_with = lambda *words: signal.raise_signal(signal.{name})
+first.run_and_exit = lambda *words: signal.raise_signal(signal.{name})
 commands.main("train")
 """
     command = [sys.executable, "-P", "-c", early]

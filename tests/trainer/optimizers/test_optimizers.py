@@ -82,6 +82,7 @@ BY_HAND: dict[str, Any] = {
     "adagrad": partial(torch.optim.Adagrad, lr=0.01),
     "adam": partial(torch.optim.Adam, lr=1e-3),
     "adamw": partial(torch.optim.AdamW, lr=1e-3, weight_decay=0.05),
+    "adamw_finetune": partial(torch.optim.AdamW, lr=2e-4, weight_decay=0.0),
     "lbfgs": partial(torch.optim.LBFGS, history_size=10, line_search_fn="strong_wolfe"),
     "nadam": partial(torch.optim.NAdam, lr=2e-3),
     "radam": partial(torch.optim.RAdam, lr=1e-3),

@@ -251,7 +251,8 @@ def test_shards_are_trained_as_the_whole(ranks):
             tolerance = 1e-3 if name == "muon" else 1e-10
             whole = stepped(network(name), OPTIMIZERS[name])[0]
             torch.testing.assert_close(weights, whole, rtol=0, atol=tolerance)
-            expected = True if name in ("adam", "adamw", "muon", "gan") else None
+            has_fused = name in ("adam", "adamw", "adamw_finetune", "muon", "gan")
+            expected = True if has_fused else None
             assert fused.get("adamw" if name == "muon" else "optimizer", True) is expected
 
 
