@@ -137,8 +137,6 @@ WAITS_AND_COLLECTIVES = (
     *("item", "synchronize", "full_tensor", "barrier", "all_reduce", "all_gather"),
     *("broadcast", "reduce", "gather", "gather_data", "run_on_main"),
 )
-WITHOUT_REASON = 0  # of them
-
 LONGEST_FILE = 450  # code lines: comments and docstrings are free
 LONGEST_FUNCTION = 46  # statements
 DEEPEST = 4  # blocks within a function
@@ -315,7 +313,7 @@ def test_waits_and_collectives_have_their_reason_beside_them() -> None:
                 above = lines[max(0, node.lineno - 6) : node.end_lineno]
                 if not any("#" in line for line in above):
                     bare.append(f"{named(path)}:{node.lineno} {node.func.attr}")
-    assert len(bare) <= WITHOUT_REASON, "\n".join(sorted(set(bare)))
+    assert sorted(set(bare)) == []
 
 
 def test_nothing_of_ours_is_imported_for_types_alone() -> None:
