@@ -50,6 +50,7 @@ NOT_HERE = {  # by what they begin with, or hold
     "sweep=submitit": "needs SLURM; its local executor: tests/scripts/sweeps/test_clusters.py",
     "sweep=ray": "needs Ray; tests/scripts/sweeps/test_clusters.py",
     "data=cifar10 ": "downloads",
+    "experiment=detection data.root": "tests/integration/test_detection.py, with its folders",
     "experiment=chat": "tests/integration/test_language_models.py, with its folders",
     "--config-dir examples/airbench/conf": "in the clone; tests/integration/test_projects.py",
     "--config-dir examples/detection/conf": "in the clone; tests/integration/test_projects.py",
@@ -244,7 +245,15 @@ NOT_COMPOSED = (  # what a page shows within its text: names of the reader, mist
     "...",
 )
 # Packages that may not be installed, and an experiment that needs some.
-EXTRAS = ("experiment=chat", "torchmetrics", "timm", "transformers", "mlflow", "wandb")
+EXTRAS = (
+    "experiment=chat",
+    "experiment=detection",
+    "torchmetrics",
+    "timm",
+    "transformers",
+    "mlflow",
+    "wandb",
+)
 
 
 def inline():
