@@ -1,4 +1,6 @@
-"""Regular expressions of a configuration. A search that could take for ever is refused.
+"""Regular expressions of a configuration, such as `match` of `optimizer.param_groups`.
+
+A search that could take for ever is refused.
 
 Python's matcher goes back and tries another way wherever a repeat or an alternative leaves a
 choice. In the length of the text, `(a+)+b` takes exponential time and `.*.*.*b` cubic time.

@@ -50,7 +50,7 @@ def stratified_split(targets: ArrayLike, part_size: int, seed: int) -> tuple[Ind
 def fold_of(
     samples: int, fold: int, folds: int, seed: int, targets: ArrayLike | None = None
 ) -> tuple[Indices, Indices]:
-    """Return (rest, part): sorted indices of fold number `fold` of `folds`, and of all others.
+    """Return (rest, part): sorted indices outside fold number `fold` of `folds`, and in it.
 
     The folds of a seed are disjoint and cover all samples. They are stratified if there are
     targets. Raises DataError for too few samples.
@@ -60,8 +60,8 @@ def fold_of(
     if folds > samples:
         raise DataError(f"data.folds={folds} is more than the {samples} samples to be shared out")
     splitter_class = KFold if targets is None else StratifiedKFold
-    # Another key than that of a stratified cut, which may have taken a test set from the same
-    # samples: folds of the rest are drawn independently of it.
+    # A key of its own, so that folds do not follow a stratified cut of the same samples. (That of
+    # class 4 has the same key. It stays: with other folds a run would be another experiment.)
     splitter = splitter_class(folds, shuffle=True, random_state=random_state(seed, SPLIT, 4))
     labels = np.zeros(samples) if targets is None else np.asarray(targets)
     with warnings.catch_warnings():

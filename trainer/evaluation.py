@@ -117,7 +117,10 @@ def _add_batch(
             means.stack_pending()
         except SHAPE_ERRORS as error:
             if output is not None:
-                raise diagnose_step_output(output, task, "evaluation_step") or error from None
+                wrong = diagnose_step_output(output, task, "evaluation_step")
+                if wrong is not None:
+                    raise wrong from None
+                raise error from None
             explained = explain_shape_error(error, batch, components.state.updates, _UNFIT)
             if explained is not None:
                 raise explained from error

@@ -81,23 +81,23 @@ def compose(argv: Sequence[str] | Arguments, trains: bool = True) -> "Compositio
         folders_of_user.append(arguments.config_path)
     close(folders_of_user)
     with opened(arguments) as folders:
-        it = Composition(folders, arguments)
-        it.config = it.resolved(it.unresolved())
-        it.check(it.config)
-        it.problems += it.command_line_only(trains)
-    it.problems[:] = filter(it._is_certain, it.problems)
-    problems = it.all_problems()
+        composition = Composition(folders, arguments)
+        composition.config = composition.resolved(composition.unresolved())
+        composition.check(composition.config)
+        composition.problems += composition.command_line_only(trains)
+    composition.problems[:] = filter(composition._is_certain, composition.problems)
+    problems = composition.all_problems()
     if problems:
         error = ConfigError(problems)
-        error.more = it.further
+        error.more = composition.further
         raise error
-    return it
+    return composition
 
 
 def split_jobs(arguments: Arguments) -> list[list[SweepOverride]]:
     """Return the overrides of each job of a sweep, each combination once. Raises ConfigError."""
-    with _composing(arguments) as it:
-        values = [it.typed.values_of(override) for override in it.swept()]
+    with _composing(arguments) as composition:
+        values = [composition.typed.values_of(override) for override in composition.swept()]
     if math.prod(map(len, values)) > MAX_JOBS:
         raise ConfigError(f"these values make more than {MAX_JOBS} jobs")
     jobs = dict[tuple[str, ...], list[SweepOverride]]()
@@ -111,61 +111,63 @@ def split_search(arguments: Arguments) -> tuple[list[SweepOverride], list[Dimens
     fixed = list[SweepOverride]()
     dimensions = list[Dimension]()
     fixed_overrides = []
-    with _composing(arguments) as it:
-        for override in it.swept():
-            dimension = it.typed.dimension(override)
+    with _composing(arguments) as composition:
+        for override in composition.swept():
+            dimension = composition.typed.dimension(override)
             if dimension is None:
                 fixed_overrides.append(override)
             else:
                 dimensions.append(dimension)
         for override in fixed_overrides:
-            fixed += it.typed.values_of(override)
+            fixed += composition.typed.values_of(override)
     return fixed, dimensions
 
 
 def config_text(arguments: Arguments) -> tuple[str, list[Problem]]:
     """Return the text of `--cfg job`, and the problems; values may still be missing."""
     with opened(arguments) as folders:
-        it = Composition(folders, arguments)
-        raw = it.unresolved()
-    resolved = it.resolved(raw)
-    it.check(resolved, incomplete=True)
+        composition = Composition(folders, arguments)
+        raw = composition.unresolved()
+    resolved = composition.resolved(raw)
+    composition.check(resolved, incomplete=True)
     parts = dict(walk(resolved if arguments.resolve else raw))
     key = (arguments.package or "").removeprefix("_global_")
     if key not in parts:
-        it.problems.append(Problem("--package", f"there is no {key}", did_you_mean(key, parts)))
-        it.stop_if_wrong()
+        composition.problems.append(
+            Problem("--package", f"there is no {key}", did_you_mean(key, parts))
+        )
+        composition.stop_if_wrong()
     part = parts[key]
     text = OmegaConf.to_yaml(part) if isinstance(part, dict | list) else f"{part}\n"
-    return text, it.all_problems()
+    return text, composition.all_problems()
 
 
 def print_by_hydra(arguments: Arguments) -> None:
     """Let Hydra print its own configuration, or that and the job's: `--cfg hydra`, `--cfg all`."""
-    with _composing(arguments) as it:
-        it.typed.parse(it.overrides)
-        it.stop_if_wrong()
+    with _composing(arguments) as composition:
+        composition.typed.parse(composition.overrides)
+        composition.stop_if_wrong()
         try:
-            it.folders.hydra.show_cfg(
+            composition.folders.hydra.show_cfg(
                 arguments.config_name,
-                it.overrides,
+                composition.overrides,
                 arguments.cfg,
                 arguments.package,
                 arguments.resolve,
             )
         except SystemExit:
-            it.problems.append(Problem("--package", f"there is no {arguments.package}"))
+            composition.problems.append(Problem("--package", f"there is no {arguments.package}"))
         except REFUSED as error:
-            it.problems.append(Problem("", first_lines(error)))
+            composition.problems.append(Problem("", first_lines(error)))
 
 
 @contextmanager
 def _composing(arguments: Arguments) -> Iterator["Composition"]:
     """Open the folders of a composition; at the end, raise ConfigError if there are mistakes."""
     with opened(arguments) as folders:
-        it = Composition(folders, arguments)
-        yield it
-    it.stop_if_wrong()
+        composition = Composition(folders, arguments)
+        yield composition
+    composition.stop_if_wrong()
 
 
 class Composition:

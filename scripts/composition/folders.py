@@ -296,11 +296,11 @@ def opened(arguments: Arguments) -> Iterator[Folders]:
         with initialize_config_dir(str(CONF), "train", **_RULES):
             composer = GlobalHydra.instance().hydra
             assert composer is not None
-            it = Folders(composer, whole=arguments.cfg in ("hydra", "all"))
-            it.folders += [Folder(path, provider, it) for path, provider in places]
+            folders = Folders(composer, whole=arguments.cfg in ("hydra", "all"))
+            folders.folders += [Folder(path, provider, folders) for path, provider in places]
             sources = composer.config_loader.get_sources()
-            sources[:] = [sources[0], *it.folders, sources[-1]]  # between Hydra's own two
-            yield it
+            sources[:] = [sources[0], *folders.folders, sources[-1]]  # between Hydra's own two
+            yield folders
     finally:
         GlobalHydra.instance().hydra = hydra_before
         rules.version_base = version_before

@@ -40,17 +40,17 @@ def sweep(arguments: Arguments) -> int:
     configs = composed(arguments, jobs)
     if not varied:
         logger.warning("warning: nothing varies: this is one job; several: optimizer.lr=0.1,0.01")
-    it = Sweep(arguments, configs[0], varied, len(jobs))
+    runner = Sweep(arguments, configs[0], varied, len(jobs))
     pairs = list(zip(jobs, configs, strict=True))
-    unfinished = [job for job, config in pairs if not has_finished(it.folder_of(job), config)]
+    unfinished = [job for job, config in pairs if not has_finished(runner.folder_of(job), config)]
     if len(unfinished) > 1:  # a single job checks itself
-        it.metric, it.modes, it.devices = check_built(arguments, unfinished)
-    with it.lock():
-        planned = [it.plan(job, config) for job, config in pairs]
-        it.write()
+        runner.metric, runner.modes, runner.devices = check_built(arguments, unfinished)
+    with runner.lock():
+        planned = [runner.plan(job, config) for job, config in pairs]
+        runner.write()
         to_run = (job for job in planned if job.state == NOT_STARTED)
-        it.run(lambda: next(to_run, None))
-        return it.close()
+        runner.run(lambda: next(to_run, None))
+        return runner.close()
 
 
 def composed(arguments: Arguments, jobs: Iterable[Sequence[SweepOverride]]) -> list[dict[str, Any]]:

@@ -72,16 +72,16 @@ def search(arguments: Arguments) -> int:
     composed(arguments, jobs)
     sampler = sampler_of(settings, config["seed"], space)
     queued = enqueued(space, settings.enqueue, whole=settings.sampler == "grid")
-    it = Sweep(arguments, config, [d.name for d in space], settings.n_trials)
-    it.metric, it.modes, it.devices = check_built(arguments, jobs)
-    it.decided = it.metric is not None
-    with it.lock():
-        trials = Trials(it, space, fixed, sampler, queued)
-        it.write()
+    runner = Sweep(arguments, config, [d.name for d in space], settings.n_trials)
+    runner.metric, runner.modes, runner.devices = check_built(arguments, jobs)
+    runner.decided = runner.metric is not None
+    with runner.lock():
+        trials = Trials(runner, space, fixed, sampler, queued)
+        runner.write()
         # One at a time by default, on a cluster too: the study learns from each.
-        it.settings.jobs = it.settings.jobs or 1
-        it.run(trials.ask, trials.tell)
-        return it.close()
+        runner.settings.jobs = runner.settings.jobs or 1
+        runner.run(trials.ask, trials.tell)
+        return runner.close()
 
 
 def _dimensions(
@@ -254,30 +254,30 @@ class Trials:
 
     def __init__(
         self,
-        it: Sweep,
+        runner: Sweep,
         space: Space,
         base: Sequence[SweepOverride],
         sampler: Callable[[int], Any],
         queued: Sequence[Values],
     ) -> None:
-        self.it = it
+        self.runner = runner
         self._space = space
         self._base = base
         self._sampler = sampler
         self._optuna = import_optuna()
-        storage = it.settings.storage
+        storage = runner.settings.storage
         if storage is None:
-            cut_torn_line(it.folder / JOURNAL)
-        self._url = as_url(storage or str(it.folder / JOURNAL))
+            cut_torn_line(runner.folder / JOURNAL)
+        self._url = as_url(storage or str(runner.folder / JOURNAL))
         self._study = self._open_study()
         self._refuse_changes()
         print(f"study {self._study.study_name}: optuna-dashboard {self._url}", flush=True)
         self._interrupted = list[Any]()  # trials whose jobs an earlier start did not finish
         self._waiting = dict[int, list[Any]]()  # trials, by number of the job that they wait for
-        self._total = it.settings.n_trials
-        if it.settings.sampler == "grid":
+        self._total = runner.settings.n_trials
+        if runner.settings.sampler == "grid":
             size = math.prod(len(values_of(d.name, kind)) for d, kind in space.items())
-            self._total = min(self._total, size + len(it.settings.enqueue))
+            self._total = min(self._total, size + len(runner.settings.enqueue))
         self._gave_up = False
         with study_errors(self._url):
             for values in queued:  # each once
@@ -285,10 +285,10 @@ class Trials:
             started = self._started()
         for trial in started:
             overrides = self._overrides(trial.params)
-            if storage is not None and not it.folder_of(overrides):
+            if storage is not None and not runner.folder_of(overrides):
                 continue  # a shared study has jobs of other searches, too
             if trial.state.is_finished():
-                it.plan(overrides, {}).end(trial.user_attrs.get(_CODE, 0))
+                runner.plan(overrides, {}).end(trial.user_attrs.get(_CODE, 0))
             else:
                 self._interrupted.append(trial)
         self._count()
@@ -299,7 +299,7 @@ class Trials:
         A combination that was suggested before already has a result, or shares that of the running
         job.
         """
-        failure = self.it.common_failure()
+        failure = self.runner.common_failure()
         if failure is not None:
             if not self._gave_up:
                 print(one_line(f"the search ends: {failure}"), flush=True)
@@ -323,9 +323,9 @@ class Trials:
         overrides = self._overrides(trial.params)
         config = Values()
         with suppress(ConfigError):  # values that were not checked before: the job reports it
-            (config,) = composed(self.it.arguments, [overrides])
-        job = self.it.plan(overrides, config)
-        if self.it.settings.pruner is not None:  # the job reports to its trial
+            (config,) = composed(self.runner.arguments, [overrides])
+        job = self.runner.plan(overrides, config)
+        if self.runner.settings.pruner is not None:  # the job reports to its trial
             study = f"{quoted(self._url)}, study: {quoted(self._study.study_name)}"
             job.more_texts = [f"sweep.trial={{storage: {study}, number: {trial.number}}}"]
         return job
@@ -339,7 +339,7 @@ class Trials:
             self._waiting.pop(job.number, None)
             return
         states = self._optuna.trial.TrialState
-        ranking = self.it.ranking
+        ranking = self.runner.ranking
         value = None if job.failed else ranking.value(job)
         has_value = value is not None and not math.isnan(value)
         with study_errors(self._url):
@@ -357,13 +357,13 @@ class Trials:
 
     def _open_study(self) -> Any:
         optuna = self._optuna
-        ranking = self.it.ranking
-        settings = self.it.settings
+        ranking = self.runner.ranking
+        settings = self.runner.settings
         storage = open_storage(self._url)
         with study_errors(self._url, opening=True), warnings.catch_warnings():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
             study = optuna.create_study(
-                study_name=self.it.config["name"],
+                study_name=self.runner.config["name"],
                 storage=storage,
                 direction="maximize" if ranking.larger_is_better else "minimize",
                 pruner=build_pruner(settings.pruner, settings.pruner_options),
@@ -409,7 +409,7 @@ class Trials:
             return
         texts = sorted({*before} ^ {*now})
         changed = [text for text in texts if not trains_the_same(key_of(text))]
-        if changed and self.it.config["resume_policy"] != "override":
+        if changed and self.runner.config["resume_policy"] != "override":
             raise CheckpointError(
                 f"the study {self._study.study_name!r} began with other values (only one of "
                 f"both has {', '.join(changed)}): give the former ones, take another run_dir or "
@@ -443,4 +443,4 @@ class Trials:
     def _count(self) -> None:
         """Set the number of jobs: those that are planned, and the trials that are left."""
         left = self._total - len(self._started()) + len(self._interrupted)
-        self.it.count = len(self.it.jobs) + max(0, left)
+        self.runner.count = len(self.runner.jobs) + max(0, left)

@@ -101,6 +101,10 @@ class Strategy:
 
     A strategy of your own is a subclass, `strategy._target_=mypackage.Mine`; the other keys of the
     section are its keyword arguments. One that starts processes derives from `MultiProcess`.
+
+    Called in this order: `problems` and `check_model` while the configuration is checked, `setup`
+    in each process, `prepare` before the optimizer is built, `check` and `wrap` after it, then
+    `accumulate` for each micro-batch.
     """
 
     name = "single"  # in the plan and in messages
@@ -118,9 +122,8 @@ class Strategy:
 
     devices = 1  # of all processes
     mesh = Mesh()
-    has_unused_parameters = (
-        False  # set by the trainer: an update may leave parameters without a gradient
-    )
+    # Set by the trainer: whether an update may leave parameters without a gradient.
+    has_unused_parameters = False
 
     def __init__(
         self, device: torch.device | str | None = None, group: Group | None = None
@@ -170,7 +173,8 @@ class Strategy:
     ) -> AbstractContextManager[Any]:
         """Return the context of a micro-batch; gradients are exchanged in the last of an update.
 
-        `counts=False`: the process has no sample in it and computes with a borrowed one.
+        `counts=False`: the process has none of the micro-batch's samples left. It computes with the
+        update's first sample, at weight zero, so that it takes part in the exchange.
         """
         return NULL_CONTEXT
 

@@ -54,7 +54,7 @@ class UpdateBackup:
             return
         states = [{p: _structure(s) for p, s in o.state.items()} for o in self._optimizers]
         tensors = self._tensors_of(states)
-        layout = [_kind(tensor) for tensor in tensors]
+        layout = [_layout_of(tensor) for tensor in tensors]
         earlier = self._copies if layout == self._layout else []
         # Where the layout has changed (the last update has created state), the earlier copies
         # cannot stay element by element: the host has to wait for the flag, and keeps all or none.
@@ -64,7 +64,8 @@ class UpdateBackup:
         self._states = states
         self._layout = layout
         with torch.no_grad():
-            copies = [torch.cat([t.reshape(-1) for t in group]) for group in _by_kind(tensors)]
+            groups = _by_device_and_dtype(tensors)
+            copies = [torch.cat([t.reshape(-1) for t in group]) for group in groups]
         if left_out is not None and earlier:
             stays = left_out.bool()
             pairs = zip(earlier, copies, strict=True)
@@ -87,7 +88,7 @@ class UpdateBackup:
         """Put back what was saved; state that did not exist then is dropped."""
         for owner, name, buffer in self._buffers:
             owner[name] = buffer
-        for group, vector in zip(_by_kind(self._tensors), self._copies, strict=True):
+        for group, vector in zip(_by_device_and_dtype(self._tensors), self._copies, strict=True):
             parts = torch.split(vector, [tensor.numel() for tensor in group])
             for tensor, part in zip(group, parts, strict=True):
                 tensor.copy_(part.view(tensor.shape))
@@ -103,7 +104,7 @@ class UpdateBackup:
         """
         for owner, name, buffer in self._buffers:
             new = owner.get(name)
-            if new is not buffer and new is not None and _kind(new) == _kind(buffer):
+            if new is not buffer and new is not None and _layout_of(new) == _layout_of(buffer):
                 with torch.no_grad():
                     owner[name] = buffer.copy_(new)
 
@@ -226,11 +227,11 @@ def _device_can_decide(components: Components) -> bool:
     )
 
 
-def _kind(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+def _layout_of(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
     return tensor.shape, tensor.dtype, tensor.device
 
 
-def _by_kind(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+def _by_device_and_dtype(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:
         groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)

@@ -99,9 +99,10 @@ def _weighted(mean: Tensor, local: Count, total: Count | None, gradient_scale: f
 
 
 def _whole(mean: Tensor, count: Count, gradient_scale: float) -> Tensor:
-    """Return `mean * gradient_scale`, of which `count / total` is exactly 1; 0 if `count` is 0.
+    """Return `mean * gradient_scale`; 0 if `count` is 0.
 
-    The division is left out with its kernels: networks whose updates are bound by launches.
+    `count / total` is exactly 1 here. Computing it launches kernels, and small networks on a GPU
+    are bound by launches.
     """
     device = mean.device
     is_empty = None  # whether no label counts: their mean is NaN

@@ -135,7 +135,8 @@ class Updater:
             components.timer.lap("forward + backward")
 
             for optimizer in phase.plain_optimizers:
-                # Divides by the loss scale of fp16 and looks for infinities; else does nothing.
+                # Divides by the loss scale of fp16; else does nothing. GradScaler's own `step` is
+                # not needed: a norm that is not finite returns below.
                 scaler.unscale_(optimizer)
             parameters = phase.parameters()
             # The norm over the shards of all processes: equal on each, so all decide alike.
@@ -201,7 +202,7 @@ class Updater:
                 losses.append(loss)
         except SHAPE_ERRORS as error:
             if output is not None:
-                raise self._diagnose(output, phase) or error from None
+                raise self._diagnose(output, phase, error) from None
             explained = explain_shape_error(error, batch, components.state.updates)
             if explained is not None:
                 raise explained from error
@@ -222,9 +223,11 @@ class Updater:
                 result = task.training_step(model, batch)
             return as_output(result, task, phase.step_name)
 
-    def _diagnose(self, output: StepOutput, phase: Phase) -> UserCodeError | None:
+    def _diagnose(self, output: StepOutput, phase: Phase, error: Exception) -> Exception:
+        """Return what is wrong with a step's output; the error that it led to if nothing is."""
         components = self._components
-        return diagnose_step_output(output, components.task, phase.step_name, components.model)
+        wrong = diagnose_step_output(output, components.task, phase.step_name, components.model)
+        return error if wrong is None else wrong
 
     def _exchange_task_gradients(self) -> None:
         """Average the gradients of the task's own parameters over the processes; a collective.
@@ -272,7 +275,11 @@ class Updater:
         return total / strategy.gradient_scale
 
     def _skip(self, micro_batches: MicroBatches, losses: Sequence[Tensor]) -> bool:
-        """Undo an update that is not finite; return False. Raises DivergedError."""
+        """Undo an update that is not finite; return False.
+
+        Raises DivergedError with `on_nonfinite=stop`, but not in fp16: there an infinity belongs to
+        the search for the loss scale, and `count_skipped` ends a run with too many.
+        """
         components = self._components
         self.guard.restore()
         if components.precision.scales:
@@ -313,7 +320,7 @@ class Updater:
             try:
                 means.add_output(output, micro_batch.batch_slice.count, phase.loss_name)
             except SHAPE_ERRORS as error:
-                raise self._diagnose(output, phase) or error from None
+                raise self._diagnose(output, phase, error) from None
 
     def _name_is_reserved(self, name: str) -> UserCodeError:
         """Return the error for a metric or loss that would be mixed with what training logs."""
@@ -360,7 +367,7 @@ class Updater:
         if ended:
             self.epoch_accumulator.reset()
             if self.epoch_accumulator.has_no_labels:
-                epoch = self._components.state.epoch - 1
+                epoch = self._components.state.epoch - 1  # the loop has counted it already
                 raise SampleError(
                     f"no label of epoch {epoch} counts: nothing is trained; {_WHY_NO_LABEL_COUNTS}"
                 )
