@@ -181,6 +181,8 @@ def _value(value: Any, declaration: Key, key: str) -> Iterator[Problem]:
         yield Problem(key, f"expected {expected}, got {format_value(value)}")
     elif not isinstance(value, dict):
         return
+    elif nested is StrategyConfig:
+        yield from _section(strategy_node(value), nested, key)
     elif nested is not None:
         yield from _section(value, nested, key)
     elif declaration.named_nodes and value and "_target_" not in value:

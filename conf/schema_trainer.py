@@ -229,7 +229,8 @@ class TensorParallelConfig:
 class StrategyConfig:
     """Keys of the strategies of Regimen, whose classes stand in `STRATEGIES`.
 
-    One device, several under one process (dp), or one process each (ddp, fsdp).
+    One device, several under one process (dp), or one process each (ddp, fsdp). A class of the
+    user's, one derived from these too, is held against its own signature instead.
     """
 
     name: Literal["single", "dp", "ddp", "fsdp"] = option("single", "in place of its `_target_`")
@@ -324,6 +325,12 @@ def strategy_node(given: Mapping[str, Any]) -> dict[str, Any]:
         elif node.get(key) == one.default:
             node.pop(key, None)
     return node
+
+
+def name_strategy_class(saved: dict[str, Any]) -> None:
+    """Give a stored configuration's strategy its class, where an earlier version stored a name."""
+    if isinstance(saved.get("strategy"), dict):
+        saved["strategy"] = strategy_node(saved["strategy"])
 
 
 def _short_name(target: Any) -> str | None:

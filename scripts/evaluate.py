@@ -71,14 +71,16 @@ def _refuse_processes(overrides: Sequence[str]) -> None:
 
 def _requests_processes(override: str, uses_dp: bool) -> bool:
     from regimen.conf.fields import declared
-    from regimen.conf.schema_trainer import StrategyConfig
+    from regimen.conf.schema_trainer import STRATEGIES, StrategyConfig
     from regimen.scripts.cli.arguments import key_of
 
     key = key_of(override)
     value = override.partition("=")[2]
+    # Those that have processes have a backend for them.
+    names = declared(StrategyConfig)["backend"].strategies
+    if key == "strategy._target_":
+        return value in [STRATEGIES[name] for name in names]
     if key in ("strategy", "strategy.name"):
-        # Those that have processes have a backend for them.
-        names = declared(StrategyConfig)["backend"].strategies
         return not {*names}.isdisjoint(re.findall(r"\w+", value))
     # With dp one process has several devices.
     if key == "strategy.devices" and not uses_dp:

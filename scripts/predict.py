@@ -18,6 +18,7 @@ def predict(argv: Sequence[str]) -> int:
     from regimen.conf.errors import Problem, raise_problems
     from regimen.conf.schema_trainer import StrategyConfig
     from regimen.conf.yaml_file import format_scalar
+    from regimen.scripts.cli.arguments import key_of
     from regimen.scripts.cli.keys import Prediction, read_keys
 
     # The error of a broken file names the key of the configuration, data.on_error.
@@ -43,6 +44,8 @@ def predict(argv: Sequence[str]) -> int:
     # override says otherwise. Only the kind of the device stays.
     defaults = asdict(StrategyConfig())
     del defaults["accelerator"], defaults["extra"]
+    if any(key_of(text) == "strategy._target_" for text in arguments.overrides):
+        defaults = {}  # a class of the user's has other keys
     overrides = [f"strategy.{key}={format_scalar(value)}" for key, value in defaults.items()]
     overrides += arguments.overrides
     if keys.device is not None:

@@ -168,7 +168,7 @@ def _batches_of(components: Components, data: Any, batch_size: int) -> Iterator[
         for start in range(0, len(inputs), batch_size):
             yield inputs[start : start + batch_size]
     elif hasattr(data, "epoch"):  # a loader of ours
-        _refuse_shuffled(data.shuffles)
+        _refuse_shuffled(getattr(data, "shuffles", False))
         for micro_batch in components.bind_loader(data).epoch(0, 0):
             samples = micro_batch.batch_slice.count
             yield map_tensors(lambda value, n=samples: value[:n], micro_batch.batch)  # type: ignore[misc]

@@ -85,6 +85,14 @@ def batches_of(loader: Any, limit: int | float | None, key: str) -> int | None:
     return count(limit, whole)
 
 
+def validation_limit(options: TrainerConfig, loader: Any) -> int | None:
+    """Return after how many batches a validation ends; None: with its loader."""
+    limit = options.limit_val_batches
+    if isinstance(limit, float):
+        return batches_of(loader, limit, "trainer.limit_val_batches")
+    return limit  # whatever length the loader says it has
+
+
 def horizon(options: TrainerConfig, steps_per_epoch: int | None) -> int | None:
     """Return the number of updates of a run; None if only the time ends it."""
     ends = [] if options.max_steps is None else [options.max_steps]

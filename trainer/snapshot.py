@@ -239,7 +239,7 @@ def find(
         raise CheckpointError(f"resume={place}: there is no checkpoint in it")
     path, payload = selected
     latest = max(CheckpointStore(path.parent).steps(), default=0)
-    if is_inside(path, run_dir) and latest > log_point_of(payload).step:
+    if reader.is_inside(path, run_dir) and latest > log_point_of(payload).step:
         raise CheckpointError(
             f"{path}: run_dir holds checkpoints of later steps: go on with resume='auto', or give "
             "Trainer another run_dir"
@@ -257,11 +257,6 @@ def _read_newest(place: Path) -> tuple[Path, dict[str, Any]] | None:
     for reason in damaged:
         _log.warning("%s: passed over", reason)
     return path, payload
-
-
-def is_inside(checkpoint: Path, run_dir: Path | None) -> bool:
-    """Return whether a checkpoint is one of the run in `run_dir`."""
-    return run_dir is not None and checkpoint.parent.parent.resolve() == run_dir.resolve()
 
 
 def load_weights(

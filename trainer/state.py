@@ -107,6 +107,11 @@ class TrainState:
             self.skipped_in_a_row = 0
 
     @property
+    def where(self) -> str:
+        """Epoch and step, as messages tell them."""
+        return f"epoch {self.epoch}, step {self.global_step}"
+
+    @property
     def interrupted(self) -> bool:
         """Whether a signal or the time limit ended the run, so that another run continues it."""
         return bool(self.stop_code) or self.stop_reason == MAX_TIME

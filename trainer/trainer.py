@@ -35,10 +35,10 @@ from regimen.trainer.lr_schedulers.schedule import Interval
 from regimen.trainer.media import Media, PRCurve, as_image, histogram_of
 from regimen.trainer.optimizers.optimizers import Optimizers
 from regimen.trainer.options import (
-    batches_of,
     is_reached,
     log_is_due,
     validation_is_due,
+    validation_limit,
 )
 from regimen.trainer.runs import from_python
 from regimen.trainer.runs.directory import make_folder
@@ -236,7 +236,7 @@ class Trainer:
         if self._has_fitted and resume is None:
             remark = from_python.end_remark(self.components)
             if remark is not None:
-                _log.warning("%s", remark)
+                self._warn(remark)
                 return
         with self._fitting():
             with self.random.isolated():
@@ -249,6 +249,8 @@ class Trainer:
                     self.hooks.emit("on_update_start", micro_batches)
                     self.update(micro_batches)
                     self.hooks.emit("on_update_end")
+                    # The last update of an epoch has its boundary behind `on_epoch_end`. Where the
+                    # length is not known it has one here, too; nothing is logged twice.
                     if self.state.position != length and self._boundary():
                         break
                 else:
@@ -266,6 +268,8 @@ class Trainer:
         with recorded, interruptible, suppress(evaluation.EvaluationAbandoned):
             try:
                 yield
+            except evaluation.EvaluationAbandoned:
+                raise  # a signal ended it: that is no failure
             except BaseException as error:
                 explain_error(error, self.options)
                 self.hooks.emit("on_exception", error)
@@ -301,11 +305,10 @@ class Trainer:
         self.timer.start()
         with self.timer.spending("start and end"):
             self.setup()
-            if self.is_main:
-                order = order_remark(self.train_loader)
-                rates = self.lr_schedule.remarks(self.total_steps, self._epochs)
-                for remark in start_remarks(self.components, order, rates):
-                    _log.warning("%s", remark)
+            order = order_remark(self.train_loader)
+            rates = self.lr_schedule.remarks(self.total_steps, self._epochs)
+            for remark in start_remarks(self.components, order, rates):
+                self._warn(remark)
             self.training_model.train()
             if options.seconds is not None:
                 self._deadline = time.monotonic() + options.seconds
@@ -321,10 +324,10 @@ class Trainer:
 
     def _resume(self, path: Path, payload: Mapping[str, Any]) -> None:
         """Go on from a checkpoint that `snapshot.find` returned."""
-        remarks = self.load_state_dict(payload, same_run=snapshot.is_inside(path, self.run_dir))
+        remarks = self.load_state_dict(payload, same_run=reader.is_inside(path, self.run_dir))
+        for remark in remarks:
+            self._warn(remark)
         if self.is_main:
-            for remark in remarks:
-                _log.warning("%s", remark)
             _log.info("resumed from %s at step %d", path, self.state.global_step)
         from_python.restore_history(self.run, self.history, self.state.global_step)
         self._warn(from_python.end_remark(self.components))
@@ -443,7 +446,7 @@ class Trainer:
                     self.components,
                     loader,
                     stage,
-                    self._validation_limit(loader),
+                    validation_limit(self.options, loader),
                     self.state.global_step,
                     self.hooks,
                     shows_batches=not metrics,  # those of the first set
@@ -452,9 +455,6 @@ class Trainer:
             self.lr_schedule.after_validation(metrics)
             self.log(metrics)
             self.hooks.emit("on_validation_end", metrics)
-
-    def _validation_limit(self, loader: Any) -> int | None:
-        return batches_of(loader, self.options.limit_val_batches, "trainer.limit_val_batches")
 
     def evaluate(
         self,
@@ -479,7 +479,7 @@ class Trainer:
             for name, source in sets.items():
                 batches = limit
                 if loader is None and limit is None:
-                    batches = self._validation_limit(source)
+                    batches = validation_limit(self.options, source)
                 metrics |= evaluation.evaluate(
                     self.components, source, name, batches, step, self.hooks
                 )

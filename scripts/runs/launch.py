@@ -23,7 +23,7 @@ from types import FrameType
 from typing import Any
 
 from regimen.conf.addresses import allow_protocols
-from regimen.conf.errors import ConfigError, Problem
+from regimen.conf.errors import ConfigError, Problem, raise_problems
 from regimen.scripts.cli.arguments import RunRequest
 from regimen.scripts.cli.console import (
     describe,
@@ -114,7 +114,7 @@ def runner_for(request: RunRequest, note: Path | None = None) -> Callable[[RunRe
 def _starts_processes(target: str) -> bool:
     """Return whether the class of a strategy starts processes; a wrong one is named later."""
     with importing(), suppress(TargetError):
-        return bool(getattr(locate(target), "starts_processes", False))
+        return hasattr(locate(target), "launch_options")
     return False
 
 
@@ -128,8 +128,13 @@ def launch(request: RunRequest) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    from regimen.trainer.targets.instantiate import CheckedNode
+
     arguments = dict(request.config["strategy"])
     strategy = locate(arguments.pop("_target_"))
+    # The processes check all nodes. This one says how many processes there are to start.
+    raise_problems(CheckedNode(request.config["strategy"], "strategy").problems)
+    raise_problems(strategy.problems(**arguments))
     processes, max_restarts = strategy.launch_options(**arguments)
     # Unlike torchrun, which sets 1: the processes share the cores.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))

@@ -310,9 +310,8 @@ def _updates(experiment: Experiment) -> tuple[int, list[str]]:
     total = trainer.total_steps
     limits.append("no limit but its time" if total is None else f"{total:,} in all")
 
-    samples = (
-        trainer.train_loader.sampler.samples
-    )  # a sampler may draw more or fewer than there are
+    # A sampler may draw more or fewer than there are.
+    samples = trainer.train_loader.sampler.samples
     if samples is not None and steps is not None and steps < len(trainer.train_loader):
         samples = min(samples, steps * loader_options.batch_size)
     largest, lines = batch_split(

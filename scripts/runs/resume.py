@@ -12,7 +12,7 @@ from regimen.conf.addresses import is_address
 from regimen.conf.check import with_defaults
 from regimen.conf.errors import ConfigError, problems_at
 from regimen.conf.schema import Values
-from regimen.conf.schema_trainer import strategy_node
+from regimen.conf.schema_trainer import name_strategy_class
 from regimen.conf.yaml_file import plain_values
 from regimen.scripts.cli.arguments import RUNS
 from regimen.scripts.composition.overrides import START_KEYS, trains_the_same
@@ -199,8 +199,7 @@ def _compare(resume: Resume, raw: Values) -> Resume:
     assert resume.payload is not None
     check_payload(resume.payload, resume.checkpoint)
     saved = saved_config(resume.payload, resume.checkpoint)
-    if isinstance(saved.get("strategy"), dict):  # an earlier version stored its short name
-        saved["strategy"] = strategy_node(saved["strategy"])
+    name_strategy_class(saved)
     policy = raw["resume_policy"]
     if raw["trainer"]["gradient_accumulation_steps"] == "auto":
         # The number was determined when the run began.

@@ -16,6 +16,7 @@ from typing import Any
 from regimen.conf.check import parse
 from regimen.conf.errors import ConfigError, Problem, did_you_mean, one_line, raise_problems
 from regimen.conf.schema import SweepConfig, Values
+from regimen.conf.schema_trainer import name_strategy_class
 from regimen.scripts.cli.arguments import PRIMARY, RUNS, Arguments, key_of, run_dir_override
 from regimen.scripts.cli.console import logger
 from regimen.scripts.cli.signals import handling
@@ -438,5 +439,8 @@ def has_finished(folder: Path | None, config: Values) -> bool:
     with suppress(OSError, ValueError, ConfigError):
         if folder is not None and read_status(folder).get("state") in ENDED_WELL:
             saved = read_run_yaml(folder / CONFIG)
-            return isinstance(saved, dict) and saved | ignored == config | ignored
+            if not isinstance(saved, dict):
+                return False
+            name_strategy_class(saved)
+            return saved | ignored == config | ignored
     return False

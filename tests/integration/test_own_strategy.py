@@ -11,6 +11,7 @@ from regimen.trainer.assembly.check import check_targets
 CODE = """
 from contextlib import contextmanager
 
+from regimen.trainer.strategies.ddp import DDP
 from regimen.trainer.strategies.multi_process import MultiProcess
 from regimen.trainer.strategies.strategy import Strategy
 
@@ -36,6 +37,13 @@ class ByHand(MultiProcess):
         for parameter in wrapped.parameters() if last else ():
             mean = self.group.reduce(parameter.grad) / self.gradient_scale
             parameter.grad = mean * self._factor
+
+class Derived(DDP):
+    name = "derived"
+
+
+class Half(Strategy):
+    starts_processes = True
 """
 YAML = """# train strategy=by_hand
 _target_: my_strategies.ByHand
@@ -99,3 +107,39 @@ def test_its_mistakes_are_named(project, monkeypatch, words, message):
     typed = ["strategy._target_=my_strategies.Quiet", *(f"strategy.{word}" for word in words)]
     with pytest.raises(ConfigError, match=message):
         check_targets(parse(compose([*JOB, *typed]).config))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["devices=0"], "strategy.devices: expected a number >= 1, a list of numbers, or auto"),
+            ["devices=0"],
+            "strategy.devices: expected a number >= 1, a list of numbers, or auto, got 0",
+        ),
+        (["devices=x"], "strategy.devices: expected a number >= 1"),
+        (["max_restarts=-1"], "strategy.max_restarts: expected an integer >= 0, got -1"),
+        (["comm_hook=foo"], "strategy.comm_hook: there is no 'foo'; there are fp16_compress"),
+        (["comm_hok=foo"], "strategy.comm_hok: my_strategies.Derived has no argument"),
+        (["_target_=my_strategies.Half"], "strategy._target_: Half starts processes; derive it"),
+    ],
+)
+def test_a_mistake_in_a_class_derived_from_ours_starts_no_process(train, project, words, message):
+    typed = ["strategy._target_=my_strategies.Derived", "run_dir=wrong"]
+    typed += [f"+strategy.{word}" for word in words]
+    done = train([*JOB, *typed], 2, folder=project)
+    assert message in done.error
+    assert not (project / "wrong").exists()
+
+
+def test_a_prediction_takes_a_class_that_is_typed(train, project):
+    train([*JOB, "strategy.accelerator=cpu", "run_dir=asked"], folder=project)
+    words = ["run=asked", "source=test", "--allow-target", "my_strategies"]
+    tables = []
+    for more in ([], ["strategy._target_=my_strategies.Quiet", "strategy.word=hush"]):
+        train([*words, *more, "out=answers.csv"], command="predict", folder=project)
+        tables.append((project / "answers.csv").read_text())
+        (project / "answers.csv").unlink()
+    assert tables[0] == tables[1]
+    typed = ["strategy._target_=my_strategies.Quiet", "out=answers.csv"]
+    done = train([*words, *typed], 2, command="predict", folder=project)
+    assert "strategy.word: missing" in done.error

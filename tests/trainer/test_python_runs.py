@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from regimen import load_run, loader
 from regimen.callbacks.checkpoint import Checkpoint
@@ -231,6 +231,36 @@ def test_predictions_are_the_softmax_of_the_logits(given):
 def test_answers_in_an_order_that_nobody_knows_are_refused(given):
     with pytest.raises(ModelError, match="shuffle=False"):
         trainer_of(callbacks={}).predict(given)
+
+
+def test_the_trainers_own_loaders_are_predicted_if_their_order_is_known():
+    trainer = trainer_of(callbacks={})
+    with torch.no_grad():
+        expected = trainer.model(INPUTS).softmax(1)
+    torch.testing.assert_close(trainer.predict(trainer.val_loaders["val"]), expected)
+    shuffled = DataLoader(TensorDataset(INPUTS, LABELS), 8, shuffle=True)
+    trainer = trainer_of(callbacks={}, val=shuffled)
+    with pytest.raises(ModelError, match="shuffle=False"):
+        trainer.predict(trainer.val_loaders["val"])
+
+
+class Understated(IterableDataset):
+    """A stream that is longer than it says."""
+
+    def __iter__(self):
+        return iter(zip(INPUTS, LABELS.tolist(), strict=True))
+
+    def __len__(self):
+        return 8
+
+
+@pytest.mark.filterwarnings("ignore:Length of IterableDataset")
+def test_a_validation_reads_a_stream_to_its_end():
+    trainer = trainer_of(callbacks={}, epochs=1, val=DataLoader(Understated(), 8))
+    trainer.fit()
+    accuracy = (trainer.model(INPUTS).argmax(1) == LABELS).double().mean().item()
+    assert trainer.metrics["val/accuracy"] == pytest.approx(accuracy, abs=1e-12)
+    assert trainer.evaluate()["val/accuracy"] == pytest.approx(accuracy, abs=1e-12)
 
 
 def test_an_evaluation_is_the_one_of_the_last_epoch():

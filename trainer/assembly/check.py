@@ -42,6 +42,7 @@ from regimen.trainer.optimizers.optimizers import UNSHARDED, Optimizers, Section
 from regimen.trainer.optimizers.state import needs_closure
 from regimen.trainer.options import horizon
 from regimen.trainer.state import monitored_names
+from regimen.trainer.strategies.multi_process import MultiProcess
 from regimen.trainer.strategies.strategy import Strategy
 from regimen.trainer.targets.allow_list import locate
 from regimen.trainer.targets.instantiate import CheckedNode, instantiate, nodes_in
@@ -58,7 +59,8 @@ _SECTIONS = ("model", "task", "optimizer", "lr_scheduler", "strategy")
 _HARMLESS = re.compile(r"task\.loss\b|optimizer\.(?!_target_|optimizers\b)\w+$")
 # Keys of the nodes that a section itself asks for; others are arguments of a node.
 _PARTS = re.compile(
-    r"model|task|optimizer|strategy|data\.\w+|loader\.(eval\.)?\w+|callbacks\.[^.]+|transforms\.\w+\.[^.]+"
+    r"model|task|optimizer|strategy|data\.\w+|loader\.(eval\.)?\w+|callbacks\.[^.]+"
+    r"|transforms\.\w+\.[^.]+"
     r"|(optimizer\.(.+\.)?)?lr_scheduler|.*\.(optimizers|schedulers)\.[^.]+"
 )
 # In nodes of optimizers and schedules: keys of ours, and arguments that we compute from theirs.
@@ -318,9 +320,12 @@ def _of_class(monitor: str, config: Config, task: Task) -> bool:
 
 
 def _strategy_problems(config: Config) -> Iterator[Problem]:
-    """Find what needs whole parameters, which no process has under fsdp; and idle options."""
+    """Find what needs whole parameters, where the strategy shards them; and idle options."""
     strategy, arguments = strategy_class(config)
     options = config.trainer
+    if strategy.starts_processes and not issubclass(strategy, MultiProcess):
+        message = f"{strategy.__name__} starts processes"
+        yield Problem("strategy._target_", message, "derive it from MultiProcess")
     yield from strategy.problems(**arguments)
     if strategy.shards_parameters:
         for name, node in config.callbacks.items():

@@ -1,5 +1,6 @@
 """From nodes to objects: a model, a task, callbacks; optimizers and schedules; the devices."""
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -155,6 +156,12 @@ def build_strategy(config: Config) -> Strategy:
         if kind is Single:
             # torchrun started several processes: each trains a replica.
             return DDP(**arguments)
+        if not issubclass(kind, MultiProcess) and os.environ["WORLD_SIZE"] != "1":
+            raise ModelError(
+                "strategy",
+                f"torchrun has started several processes, and {kind.name} trains in one",
+                "start it by train, or take strategy=ddp",
+            )
     elif issubclass(kind, MultiProcess):
         return kind.stand_in(**arguments)
     strategy: Strategy = build_node(config.strategy, "strategy")

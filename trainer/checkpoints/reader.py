@@ -100,6 +100,11 @@ class Index:
         return {entry.sha256 for entry in (*self.files.values(), *self.names.values())}
 
 
+def is_inside(checkpoint: Path, run_dir: Path | None) -> bool:
+    """Return whether a checkpoint is one of the run in `run_dir`."""
+    return run_dir is not None and checkpoint.parent.parent.resolve() == run_dir.resolve()
+
+
 def _entry(fields: dict[str, Any]) -> Entry:
     fault = form_fault(fields, _ENTRY)
     if fault is not None:

@@ -36,9 +36,9 @@ def refuse_misplaced(model: Any, task: Any, optimizer: Any) -> None:
         raise TypeError(f"model is {_describe(model)}: give an object of a torch.nn.Module")
     if not hasattr(task, "own_modules") or isinstance(task, type):
         raise TypeError(
-            f"task is {_describe(task)}, and not a task: give Classification(num_classes=...) or "
-            "Regression() of regimen.trainer.tasks, each of which takes another loss as loss=..., "
-            "or a class of your own over regimen.Task"
+            f"task is {_describe(task)}, and not a task: give regimen.Regression() or "
+            "regimen.Classification(num_classes=...), each of which takes another loss as "
+            "loss=..., or a class of your own over regimen.Task"
         )
     if not isinstance(optimizer, Optimizers | torch.optim.Optimizer):
         raise TypeError(

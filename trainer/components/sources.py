@@ -58,6 +58,12 @@ class PlainBatches:
     def __len__(self) -> int:
         return len(self._loader)
 
+    @property
+    def shuffles(self) -> bool:
+        """Whether a sampler of torch's draws the order."""
+        order = _indices_of(self._loader) if isinstance(self._loader, DataLoader) else None
+        return isinstance(getattr(order, "sampler", order), _SHUFFLING)
+
     def epoch(self, epoch: int, start: int = 0, stop: int | None = None) -> Iterator[MicroBatch]:
         """Yield the micro-batches of the updates `start` to `stop` of an epoch."""
         batches = self._batches(epoch, start, stop)
@@ -217,6 +223,8 @@ def _is_of_samples(given: Any) -> bool:
     """Return whether a data set was given for a loader, or a pair of inputs and targets."""
     if isinstance(given, Dataset) and not isinstance(given, IterableDataset):
         return True
+    if hasattr(given, "to_numpy"):  # a DataFrame of pandas or Polars
+        return True
     if not hasattr(given, "__getitem__") or not hasattr(given, "__len__") or not len(given):
         return False
     if isinstance(given, tuple) and len(given) == 2:
@@ -225,7 +233,10 @@ def _is_of_samples(given: Any) -> bool:
             return True
     if isinstance(given, Mapping):
         return False
-    first = given[0]
+    try:
+        first = given[0]
+    except (LookupError, TypeError):  # its items are not counted from 0
+        return False
     if not isinstance(first, list | tuple) or len(first) != 2:
         return False
     target = first[1]  # one number, where a batch has several

@@ -17,6 +17,7 @@ import yaml
 from regimen.conf.errors import ConfigError
 from regimen.conf.schema_trainer import TrainerConfig
 from regimen.trainer.callback import Callback, Results, named_callbacks, saver_of
+from regimen.trainer.checkpoints.reader import is_inside
 from regimen.trainer.components.components import Components
 from regimen.trainer.errors import CheckpointError, StorageError, qualified_name
 from regimen.trainer.files.atomic import LogFileHandler, write_json
@@ -29,6 +30,7 @@ from regimen.trainer.runs.directory import (
     refuse_links,
 )
 from regimen.trainer.runs.epoch_lines import EpochLines
+from regimen.trainer.runs.interrupt import resume_call
 from regimen.trainer.runs.metrics_log import MetricsLog
 from regimen.trainer.runs.results import best_record, failure, outcome
 from regimen.trainer.runs.status import (
@@ -71,7 +73,7 @@ class PythonRun:
             return False
         inside = resume == "auto"
         if checkpoint is not None:
-            inside = checkpoint.parent.parent.resolve() == self.path.resolve()
+            inside = is_inside(checkpoint, self.path)
         if inside and self._overwrite:
             raise ConfigError(
                 "resume",
@@ -88,7 +90,7 @@ class PythonRun:
         another process has locked; StorageError.
         """
         facts = _facts(components)
-        command = f"Trainer(..., run_dir={str(self.path)!r}).fit(resume='auto')"
+        command = resume_call(self.path)
         config = components.config_text
         if not config:
             config = yaml.safe_dump(_settings(components.options), sort_keys=False)
@@ -134,14 +136,14 @@ class PythonRun:
                 self._directory.discard()  # a mistake that kept it from starting leaves nothing
             else:
                 self._began = True
-                self.note(f"{results.state}: {results.reason or _where(components.state)}", error)
+                self.note(f"{results.state}: {results.reason or components.state.where}", error)
                 self._record(components, results)
         finally:
             self._release()
 
     def _record(self, components: Components, results: Results) -> None:
         assert self._directory is not None
-        resume = f"Trainer(..., run_dir={str(self.path)!r}).fit(resume='auto')"
+        resume = resume_call(self.path)
         try:
             self._directory.finish(
                 results.state,
@@ -277,7 +279,7 @@ def plan_of(components: Components, val_stages: Sequence[str], run_dir: Path | N
         "optimizer": f"{classes} ({rates})",
         "training": f"{updates}, {options.micro_batches} micro-batches an update",
         "validation": ", ".join(val_stages) or "none",
-        "length": f"{', '.join(ends)}; {_where(components.state)} so far",
+        "length": f"{', '.join(ends)}; {components.state.where} so far",
         "device": f"{components.strategy.device}, {components.precision.name}",
         "callbacks": ", ".join(components.callbacks) or "none",
         "run_dir": str(run_dir) if run_dir else "none: nothing is written",
@@ -325,7 +327,7 @@ def end_remark(components: Components) -> str | None:
     """Say why `fit` has nothing left to train; None where it has."""
     state = components.state
     options = components.options
-    where = _where(state)
+    where = state.where
     if state.stop_reason is not None:
         return (
             f"fit ends at once: the training was stopped at {where} ({state.stop_reason}); "
@@ -352,10 +354,6 @@ def clear_stop(state: TrainState, longer: bool) -> None:
         state.stop_code = 0
         state.requested = None
         state.signal = None
-
-
-def _where(state: TrainState) -> str:
-    return f"epoch {state.epoch}, step {state.global_step}"
 
 
 def _facts(components: Components) -> Record:

@@ -53,13 +53,18 @@ def stopping_on_interrupt(components: Components, run_dir: Path | None) -> Itera
             signal.signal(signal.SIGINT, handler)
 
 
+def resume_call(run_dir: Path | None) -> str:
+    """Return what to type in Python to go on with a run."""
+    return f"Trainer(..., run_dir={str(run_dir)!r}).fit(resume='auto')"
+
+
 def _explain(error: KeyboardInterrupt, components: Components, run_dir: Path | None) -> None:
     """Give a KeyboardInterrupt a message: where the training stopped and how to continue.
 
     Its type stays: Python exits with 130 for a KeyboardInterrupt, and for no subclass of it.
     """
     state = components.state
-    place = f"epoch {state.epoch}, step {state.global_step}"
+    place = state.where
     if state.position:
         place = f"update {state.position} of epoch {state.epoch}, step {state.global_step}"
     text = f"stopped after {place}; trainer.fit() goes on"
@@ -67,7 +72,7 @@ def _explain(error: KeyboardInterrupt, components: Components, run_dir: Path | N
         text = f"stopped at once, after {place}; trainer.fit() goes on"
     saves = saver_of(components.callbacks) is not None and run_dir is not None
     if saves and state.updates:
-        text += f", and Trainer(..., run_dir={str(run_dir)!r}).fit(resume='auto') later"
+        text += f", and {resume_call(run_dir)} later"
     error.args = (text,)
     # IPython and Jupyter show this in place of a traceback.
     vars(error)["_render_traceback_"] = lambda *_: [f"KeyboardInterrupt: {text}"]

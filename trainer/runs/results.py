@@ -7,7 +7,7 @@ from regimen.trainer.components.components import Components
 from regimen.trainer.errors import EXIT_CODES, describe, exit_code
 from regimen.trainer.options import is_reached
 from regimen.trainer.runs.status import Record
-from regimen.trainer.state import epoch_metric
+from regimen.trainer.state import MAX_TIME, epoch_metric
 
 _NOT_RESULTS = ("time/", "memory/", "lr/", "best/")
 
@@ -62,13 +62,14 @@ def outcome(components: Components, tested: Mapping[str, float]) -> Results:
     """Return how a run ended that no exception ended: `pruned` or `stopped` are not `finished`."""
     state = components.state
     metrics = results_of(components, tested)
-    where = f"epoch {state.epoch}, step {state.global_step}"
     if state.pruned:
-        return Results("pruned", metrics, reason=f"pruned at {where}")
+        return Results("pruned", metrics, reason=f"pruned at {state.where}")
     if is_reached(components.options, state) or not state.interrupted:
         return Results("finished", metrics)
+    if state.stop_reason != MAX_TIME:  # a signal, for which the caller has a handler of his own
+        return Results("stopped", metrics, reason=f"{state.stop_reason} at {state.where}")
     limit = f"trainer.max_time={components.options.max_time}"
-    return Results("stopped", metrics, reason=f"its time limit ended it at {where} ({limit})")
+    return Results("stopped", metrics, reason=f"its time limit ended it at {state.where} ({limit})")
 
 
 def failure(components: Components, error: BaseException) -> Results:

@@ -5,6 +5,7 @@ import logging
 import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -44,7 +45,7 @@ _UNUSED = "Expected to have finished reduction in the prior iteration"
 
 
 class DDP(MultiProcess):
-    """Train with torch's DistributedDataParallel; `options` are further arguments of it.
+    """Train with torch's DistributedDataParallel.
 
     find_unused_parameters: None finds them if the task or a callback needs it. comm_hook:
     compresses gradients in their exchange, with `comm_hook_options` as the state of powersgd.
@@ -64,13 +65,12 @@ class DDP(MultiProcess):
         max_restarts: int = 0,
         sync_batchnorm: bool = False,
         comm_hook: str | None = None,
-        comm_hook_options: Mapping[str, Any] | None = None,
+        comm_hook_options: Mapping[str, Any] = MappingProxyType({}),
         broadcast_buffers: bool = True,
         find_unused_parameters: bool | None = None,
         static_graph: bool = False,
         gradient_as_bucket_view: bool = True,
         bucket_cap_mb: float | None = None,
-        **options: Any,
     ) -> None:
         super().__init__(
             accelerator=accelerator,
@@ -83,14 +83,13 @@ class DDP(MultiProcess):
         self.group.translate_error = self._name_unused_parameters
         self.shares_buffers = broadcast_buffers
         self._comm_hook = comm_hook
-        self._comm_hook_options = dict(comm_hook_options or {})
+        self._comm_hook_options = dict(comm_hook_options)
         self._find_unused = find_unused_parameters
         self._static_graph = static_graph
-        self._options = {
+        self._options: dict[str, Any] = {
             "static_graph": static_graph,
             "gradient_as_bucket_view": gradient_as_bucket_view,
             "bucket_cap_mb": bucket_cap_mb,
-            **options,
         }
         self._trainable = list[str]()  # names of the trainable parameters, in DDP's order
 
@@ -99,14 +98,17 @@ class DDP(MultiProcess):
         cls,
         *,
         comm_hook: str | None = None,
-        comm_hook_options: Mapping[str, Any] | None = None,
+        comm_hook_options: Mapping[str, Any] = MappingProxyType({}),
         **others: Any,
     ) -> Iterable[Problem]:
-        """Return whether device and backend exist, and powersgd takes its options."""
+        """Return whether device, backend and hook exist, and powersgd takes its options."""
         yield from super().problems(**others)
+        if comm_hook not in (None, *_COMM_HOOKS):
+            hint = f"there are {', '.join(_COMM_HOOKS)}"
+            yield Problem("strategy.comm_hook", f"there is no {comm_hook!r}", hint)
         if comm_hook == "powersgd":  # torch would see them once all processes have met
             try:
-                PowerSGDState(process_group=None, **(comm_hook_options or {}))
+                PowerSGDState(process_group=None, **comm_hook_options)
             except (TypeError, ValueError) as error:
                 yield Problem("strategy.comm_hook_options", str(error))
 

@@ -114,10 +114,20 @@ class MultiProcess(Strategy):
         devices: Devices = "auto",
         accelerator: str = "auto",
         backend: str = "auto",
+        max_restarts: int = 0,
         **others: Any,
     ) -> Iterable[Problem]:
-        """Return whether device, grid and backend exist."""
+        """Return whether device, grid and backend exist, and there are processes to start."""
+        # Of the classes of Regimen the schema has looked at these.
+        if (isinstance(devices, int) and devices < 1) or (
+            isinstance(devices, str) and devices != "auto"
+        ):
+            expected = "expected a number >= 1, a list of numbers, or auto"
+            return [Problem("strategy.devices", f"{expected}, got {devices!r}")]
         found: list[Problem] = []
+        if not isinstance(max_restarts, int) or max_restarts < 0:
+            message = f"expected an integer >= 0, got {max_restarts!r}"
+            found.append(Problem("strategy.max_restarts", message))
         with collect_problems(found):
             first_device(devices, accelerator)
             processes = count_devices(devices, accelerator)

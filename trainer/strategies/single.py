@@ -18,7 +18,11 @@ class Single(Strategy):
     def __init__(self, *, accelerator: str = "auto", devices: Devices = "auto") -> None:
         device = first_device(devices, accelerator)
         count = device_count(device.type)
-        if device.index is not None and isinstance(devices, list) and device.index >= count:
+        if (
+            device.index is not None
+            and not isinstance(devices, int | str)
+            and device.index >= count
+        ):
             raise ModelError(
                 "strategy.devices",
                 f"this machine has {count} of {device.type}, numbered from 0: no {device.index}",

@@ -80,6 +80,7 @@ class Updater:
         self._last_batches: MicroBatches = ()
         self._last_outputs: dict[str, list[StepOutput]] = {}
         self._phases = _phases_of(components)
+        self._norm_names = [phase.norm_name for phase in self._phases]
         self._refuse_ignored_keys()
 
     def _refuse_ignored_keys(self) -> None:
@@ -315,8 +316,9 @@ class Updater:
         outputs: Sequence[StepOutput],
     ) -> None:
         for micro_batch, output in zip(micro_batches, outputs, strict=True):
-            if phase.norm_name in output.sums:
-                raise self._name_is_reserved(phase.norm_name)
+            for name in self._norm_names:
+                if name in output.sums:
+                    raise self._name_is_reserved(name)
             try:
                 means.add_output(output, micro_batch.batch_slice.count, phase.loss_name)
             except SHAPE_ERRORS as error:
@@ -327,7 +329,7 @@ class Updater:
         return UserCodeError(
             f"{qualified_name(self._components.task)}: a StepOutput has a metric or loss that is "
             f"logged as train/{name}, which the trainer logs itself: give it a name that does not "
-            f"begin with epoch_ and is none of grad_norm, {', '.join(_RESERVED_NAMES)}"
+            f"begin with epoch_ and is none of {', '.join((*self._norm_names, *_RESERVED_NAMES))}"
         )
 
     def pop_means(self) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,7 @@ from regimen.callbacks.ema import EMA
 from regimen.models.gan import GAN as Networks  # noqa: N811
 from regimen.scripts.composition.compose import compose
 from regimen.trainer.callback import Callback
-from regimen.trainer.errors import DivergedError, ModelError
+from regimen.trainer.errors import DivergedError, ModelError, UserCodeError
 from regimen.trainer.optimizers.optimizers import build_optimizers
 from regimen.trainer.options import GradientNoise, TrainerOptions
 from regimen.trainer.strategies.strategy import Strategy
@@ -80,6 +81,17 @@ def trainer_of(task: GAN, device: torch.device = DEVICE, **options: Any) -> Trai
         callbacks={"history": History(), "ema": EMA(0.9)},
         options=TrainerOptions(**{"max_epochs": 1, "log_every_n_steps": 99, **options}),
     )
+
+
+def test_a_metric_may_not_have_the_name_of_another_turns_norm() -> None:
+    class Named(GAN):
+        def turn_step(self, model: Any, batch: Any, turn: str) -> StepOutput:
+            output = super().turn_step(model, batch, turn)
+            other = GENERATOR if turn == DISCRIMINATOR else DISCRIMINATOR
+            return replace(output, sums={f"grad_norm_{other}": (torch.tensor(1.0), 1)})
+
+    with pytest.raises(UserCodeError, match=f"train/grad_norm_{GENERATOR}.*grad_norm_{GENERATOR}"):
+        trainer_of(Named()).fit()
 
 
 TURNS = pytest.mark.parametrize("turn", [DISCRIMINATOR, GENERATOR])
