@@ -40,7 +40,7 @@ def steps_of(key: str, value: float, total: int | None) -> int:
 
     Raises CallbackError for a value that is neither, and for a share of an unknown total.
     """
-    if value < 0 or (value > 1 and value % 1 != 0):
+    if not value >= 0 or (value > 1 and value % 1 != 0):  # not 0 or more: NaN is neither
         raise CallbackError(
             f"{key}={value}: choose a whole number, or a share of the run up to 1.0"
         )

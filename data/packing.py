@@ -23,8 +23,11 @@ def first_fit_decreasing(lengths: Sequence[int], size: int) -> list[list[int]]:
     """Return the documents of each row, by number: no row is longer than `size`.
 
     The longest document comes first, of equal ones the earlier. Each goes into the first row that
-    has room for it. The result depends on the lengths alone. Takes n log n steps.
+    has room for it. The result depends on the lengths alone. Takes n log n steps. Raises ValueError
+    for a document that is longer than a row.
     """
+    if max(lengths, default=0) > size:
+        raise ValueError(f"a document of {max(lengths)} tokens is longer than a row of {size}")
     # A binary tree over as many rows as there are documents: each node holds the largest room of
     # the rows below it, so the first row with enough room is found by descending once.
     leaves = 1 << (len(lengths) - 1).bit_length() if lengths else 1
@@ -55,8 +58,8 @@ class PackedDocuments:
 
     input_ids: the tokens of the row's documents, one after the other, then zeros.
     position_ids: 0, 1, 2, ... of each document, and 0 of each place that is empty. Models of
-        transformers attend from a token to those of its own document only, if they are given these
-        positions and no `attention_mask`.
+        transformers whose forward takes them, and no `attention_mask`, attend from a token to those
+        of its own document only.
     labels: the token at each place if it is learnt, else -100. They are not shifted.
 
     `pack`: several documents share a row; without, each has its own. How documents are packed

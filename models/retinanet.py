@@ -34,8 +34,8 @@ def retinanet(
     With GroupNorm instead of BatchNorm an update is the same however it is split into
     micro-batches. Raises ValueError.
     """
-    if not stages or not {*stages} <= _CHANNELS.keys():
-        raise ValueError(f"stages={[*stages]}: give some of {[*_CHANNELS]}")
+    if not stages or [*stages] != sorted({*stages} & _CHANNELS.keys()):
+        raise ValueError(f"stages={[*stages]}: give some of {[*_CHANNELS]}, ascending")
     if len(anchor_sizes) != len(stages) + 1:
         raise ValueError(
             f"anchor_sizes has {len(anchor_sizes)} lists for {len(stages)} stages and the pooled "

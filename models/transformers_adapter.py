@@ -56,7 +56,7 @@ class Logits(nn.Module):
 
 def build(
     name: str,
-    num_classes: int,
+    num_classes: int | None,
     auto: str = "AutoModelForSequenceClassification",
     pretrained: bool = True,
     config: Mapping[str, Any] | None = None,
@@ -84,10 +84,11 @@ def build(
     except (OSError, ValueError, KeyError) as error:
         raise NetworkError(f"model.name={name}: {short_line(error)}") from error
     vocabulary = getattr(model_config.get_text_config(), "vocab_size", None)
-    if is_causal and vocabulary is not None and num_classes > vocabulary:
+    needed = num_classes or 0  # not known where nothing counts the tokens of the data
+    if is_causal and vocabulary is not None and needed > vocabulary:
         raise NetworkError(
             "model.name",
-            f"{name} has a vocabulary of {vocabulary:,} tokens, and the data have {num_classes:,}",
+            f"{name} has a vocabulary of {vocabulary:,} tokens, and the data have {needed:,}",
             "take the tokenizer of the model (data.tokenizer)",
         )
     if config is not None or not pretrained or not weights_wanted():

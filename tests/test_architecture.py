@@ -86,12 +86,12 @@ KNOWN_TO_ALL = (
 # changes it. A number goes down with what is thrown away, and up in the commit that brings a
 # capability. Lines are free.
 EXPRESSIONS = {
-    "conf": 2297,
-    "data": 8709,
-    "models": 1283,
-    "trainer": 20096,
-    "callbacks": 4858,
-    "scripts": 9509,
+    "conf": 2307,
+    "data": 8735,
+    "models": 1287,
+    "trainer": 20153,
+    "callbacks": 4859,
+    "scripts": 9522,
 }
 # Habits that make a line hard to read, per 1,000 code lines of the six packages: at most.
 HABITS = {

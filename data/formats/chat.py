@@ -28,8 +28,7 @@ TooLong = Literal["error", "cut", "drop"]
 Message = dict[str, Any]
 Span = tuple[int, int]  # characters of a text: the first, and the one after the last
 
-# The keys of a row by its form; `tools` is given to the template.
-_FORMS = {"messages": ("messages", "tools"), "prompt": ("prompt", "completion"), "text": ("text",)}
+_FORMS = ("messages", "prompt", "text")  # of a row, by the key that only such a row has
 # Which roles a message may follow; None: it is the first.
 _FOLLOWS: Mapping[str, tuple[str | None, ...]] = {
     "system": (None,),
@@ -86,14 +85,17 @@ class Encoder:
         form = _form_of(row)
         values = row.values
         if form == "messages":
-            return self._conversation(row, values["messages"], range(len(values["messages"])))
+            messages = values["messages"]
+            _check_messages(row, messages)
+            return self._conversation(row, messages, range(len(messages)))
         if form == "text":
             return self._text(row, "", _text_of(row, "text"))
         prompt = values["prompt"]
         completion = values.get("completion")
         if isinstance(prompt, list) and isinstance(completion, list):
-            answers = range(len(prompt), len(prompt) + len(completion))
-            return self._conversation(row, [*prompt, *completion], answers)
+            messages = [*prompt, *completion]
+            _check_messages(row, messages)
+            return self._conversation(row, messages, range(len(prompt), len(messages)))
         return self._text(row, _text_of(row, "prompt"), _text_of(row, "completion"))
 
     def mark(self, document: TokenizedText) -> str:
@@ -108,9 +110,8 @@ class Encoder:
         text = json.dumps(marked, ensure_ascii=False)[1:-1]  # line breaks as \n
         return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
-    def _conversation(self, row: Row, messages: Any, answers: range) -> TokenizedText:
+    def _conversation(self, row: Row, messages: Sequence[Message], answers: range) -> TokenizedText:
         """Encode messages; of the assistant's those are learnt whose number is in `answers`."""
-        _check_messages(row, messages)
         if self._template is None:
             raise ConfigError(
                 "data.tokenizer",
@@ -309,7 +310,7 @@ def _load_tokenizer(name: str) -> Any:
 
 
 def _form_of(row: Row) -> str:
-    """Return which of the three forms a row has: its first key."""
+    """Return which of the three forms a row has."""
     forms = [form for form in _FORMS if form in row.values]
     if len(forms) != 1:
         raise DataError(

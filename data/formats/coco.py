@@ -1,6 +1,5 @@
 """Annotation files of object detection: COCO's JSON and YOLO's text files, read and checked."""
 
-import json
 import logging
 import math
 import os
@@ -14,7 +13,8 @@ import numpy as np
 import yaml
 from numpy.typing import NDArray
 
-from regimen.data.errors import DataError, as_data_error
+from regimen.conf.json_text import plain_json
+from regimen.data.errors import DataError, as_data_error, check_regular
 from regimen.data.image_folder import find_pictures
 from regimen.data.splits import NAMES
 
@@ -183,8 +183,9 @@ def read_coco(
     file: Path, folders: Sequence[Path], classes: Sequence[str] | None, check: BoxCheck
 ) -> Annotations:
     """Read a COCO file, whose pictures lie in one of `folders`. Raises DataError."""
-    with as_data_error(f"{file}: cannot be read as JSON", OSError, ValueError, RecursionError):
-        content = json.loads(file.read_bytes())
+    check_regular(file)
+    with as_data_error(f"{file}: cannot be read as JSON", OSError, ValueError):
+        content = plain_json(file.read_bytes())
     with as_data_error(f"{file}: is no COCO annotation file", TypeError, AttributeError):
         annotations = _entries(content, "annotations", file)
         names, number_of = _categories(file, content, annotations, classes)
@@ -274,8 +275,10 @@ def _coco_pictures(
         if image["id"] in found:
             raise DataError(f"{where}: stands there twice")
         name = str(_value(image, "file_name", where))
+        if os.path.isabs(name) or ".." in Path(name).parts:
+            raise DataError(f"{where}: file_name {name[:80]!r} leads out of the folder")
         size = (_value(image, "width", where), _value(image, "height", where))
-        if not all(map(_is_number, size)) or min(size) <= 0:
+        if not all(_is_number(side) and 0 < side < math.inf for side in size):
             raise DataError(f"{where}: width and height are {size[0]!r} and {size[1]!r}")
         # The folder of the last picture is the likeliest.
         for folder in folders:
@@ -300,9 +303,14 @@ def read_yolo(
     """
     names, number_of = _yolo_classes(tree, classes)
     pictures = [Picture(path) for path in find_pictures(str(images))]
-    unused = {str(path) for path in labels.rglob("*.txt")}
+    # labelImg writes the names of its classes beside the boxes.
+    unused = {str(path) for path in labels.rglob("*.txt") if path.name != "classes.txt"}
+    picture_of: dict[str, str] = {}
     for picture in pictures:
         name = os.path.splitext(os.path.relpath(picture.path, images))[0]
+        if name in picture_of:
+            raise DataError(f"two pictures of one name: {picture_of[name]} and {picture.path}")
+        picture_of[name] = picture.path
         file = labels / f"{name}.txt"
         unused.discard(str(file))
         if not file.is_file():

@@ -181,12 +181,14 @@ def open_tables(path: str, name: str | None, streaming: bool = False) -> dict[st
     if is_address(path):
         with problems_at("data.path"):
             check_protocol(path, trusted=True)
-    for place in (folder, folder / "data"):
-        if place.is_dir():
-            for file in place.iterdir():
-                check_regular(file)
     # The hub, file systems and the readers of each format raise errors of their own.
     with as_data_error(f"data.path={path}", Exception):
+        for place in (folder, folder / "data"):
+            if not place.is_dir():
+                continue
+            for file in place.iterdir():
+                if file.exists():  # a link that leads nowhere is read by nobody
+                    check_regular(file)
         if any((folder / file).is_file() for file in ("dataset_dict.json", "state.json")):
             tables = datasets.load_from_disk(local_path)
         else:

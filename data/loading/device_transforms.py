@@ -209,7 +209,7 @@ def _index_tensor(indices: Sequence[int]) -> Tensor:
 def _to_device(rows: Sequence[Tensor], device: torch.device) -> Sequence[Tensor]:
     """Copy a step's draws to a device: rows of one dtype in one copy, since each is a launch."""
     forms = {(row.dtype, row.shape) for row in rows}
-    if device.type == "cpu" or len(forms) > 1:
+    if device.type == "cpu" or len(forms) != 1:
         return [copy_async(row, device) for row in rows]
     return copy_async(torch.stack(list(rows)), device).unbind()
 

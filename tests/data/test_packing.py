@@ -32,6 +32,11 @@ def documents(lengths, seed=0):
     return [TokenizedText(random.integers(1, 512, size=n), random.random(n) < 0.6) for n in lengths]
 
 
+def test_a_document_longer_than_a_row_is_refused():
+    with pytest.raises(ValueError, match="a document of 5 tokens is longer than a row of 4"):
+        first_fit_decreasing([5, 3], 4)
+
+
 @pytest.mark.parametrize("pack", [True, False])
 def test_a_row_holds_whole_documents_and_nothing_else(pack):
     given = documents([3, 9, 5, 2, 7, 4])

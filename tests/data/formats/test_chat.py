@@ -153,6 +153,7 @@ WRONG = {
     r"has 'text', 'prompt': expected": {"text": "a", "prompt": "b"},
     "'completion' is NoneType, not a text": {"prompt": "a"},
     "'messages' is no list of messages": {"messages": []},
+    "'messages' is no list of": {"messages": None},
     "message 2 is no object": {"messages": [user("a"), 3]},
     "message 1: its role is 'human', none of": {"messages": [{"role": "human", "content": "a"}]},
     "message 2: its role 'user' may not stand after 'user'": {"messages": [user("a"), user("b")]},

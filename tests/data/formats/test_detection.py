@@ -1,6 +1,7 @@
 """Folders of pictures and boxes: the same samples in each layout, or an error with file and box."""
 
 import json
+import os
 
 import numpy as np
 import pytest
@@ -266,6 +267,15 @@ def _remove(part, key=None):
             "image 2: there is no file lost.png in",
             id="missing picture",
         ),
+        pytest.param(
+            _set("images", 1, file_name="/etc/passwd"), "leads out of the folder", id="absolute"
+        ),
+        pytest.param(
+            _set("images", 1, file_name="../a.png"), "leads out of the folder", id="outside of it"
+        ),
+        pytest.param(
+            _set("images", 1, height=float("nan")), "image 2: width and height", id="odd size"
+        ),
         pytest.param(_set("images", 1, id=1), "image 1: stands there twice", id="two images"),
         pytest.param(_set("images", 1, width="wide"), "image 2: width and height", id="no size"),
         pytest.param(_remove("annotations"), "has no annotations", id="without annotations"),
@@ -335,6 +345,23 @@ def test_wrong_names_of_yolos_are_named(tmp_path, text, said):
     with pytest.raises(DataError) as error:
         opened(tmp_path)
     assert said in str(error.value)
+
+
+def test_a_pipe_among_annotations_is_named(tmp_path):
+    layout_beside(tmp_path, "train", SCENES)
+    (file,) = (tmp_path / "train").glob("*.json")
+    file.unlink()
+    os.mkfifo(file)
+    with pytest.raises(DataError, match="is a pipe or device"):
+        opened(tmp_path)
+
+
+def test_two_pictures_of_one_label_file_are_refused(tmp_path):
+    layout_yolo(tmp_path, "train", SCENES)
+    picture = next((tmp_path / "train/images").glob("*.png"))
+    picture.with_suffix(".jpg").write_bytes(picture.read_bytes())
+    with pytest.raises(DataError, match="two pictures of one name"):
+        opened(tmp_path)
 
 
 def test_what_is_not_one_data_set_is_refused(tmp_path):
