@@ -25,7 +25,9 @@ from regimen.scripts.cli.arguments import AnsweredError, Arguments, parse_argume
 from regimen.scripts.cli.console import print_banner
 from regimen.trainer.runs.directory import refuse_links
 
-Format = Literal["onnx", "torch_export", "torchscript", "aoti", "safetensors"]
+Format = Literal[
+    "onnx", "torch_export", "torchscript", "aoti", "safetensors", "huggingface", "peft"
+]
 _DEVICE = r"[a-z]+(:\d+)?"
 _SAVED = r"logits|probabilities|embeddings:\S+"
 _KINDS = "logits, probabilities or embeddings:MODULE"
@@ -168,10 +170,15 @@ class OutputOptions(RunOptions):
 class Export(OutputOptions):
     """Write a trained model as a file that other programs load, verified before it has its name.
 
-    regimen export run=RUN_DIR format=onnx|torch_export|torchscript|aoti|safetensors [key=value ...]
+    regimen export run=RUN_DIR format=onnx|torch_export|torchscript|aoti [key=value ...]
+    regimen export run=RUN_DIR format=safetensors|huggingface|peft [key=value ...]
     """
 
-    format: Format = option(REQUIRED, "what is written")
+    format: Format = option(
+        REQUIRED,
+        "what is written: a graph, weights, a folder of transformers (adapters merged), or the "
+        "adapters alone for peft",
+    )
 
 
 @dataclass(kw_only=True, slots=True)

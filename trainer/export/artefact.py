@@ -30,11 +30,19 @@ from regimen.trainer.export.formats import (
     Answer,
     Exportable,
     Facts,
+    Network,
     Preprocessing,
     build_network,
     check_libraries,
     model_card,
     provenance,
+)
+from regimen.trainer.export.huggingface import (
+    FOLDERS,
+    load_folder,
+    random_tokens,
+    write_folder,
+    write_tokenizer,
 )
 from regimen.trainer.files.atomic import (
     TEMPORARY,
@@ -48,6 +56,7 @@ from regimen.trainer.inference.run import Run, measured, open_splits
 from regimen.trainer.runs.status import read_json
 from regimen.trainer.strategies.strategy import Strategy
 from regimen.trainer.targets.instantiate import instantiate
+from regimen.trainer.task import Task
 from regimen.trainer.tasks.supervised import Supervised
 
 logger = logging.getLogger("regimen")
@@ -58,6 +67,11 @@ _FORM: Mapping[str, Any] = {
     **dict.fromkeys(("format", "file", "sha256", "output"), str),
     **dict.fromkeys(("transforms_of_the_caller", "model"), dict),
     "num_classes": int | None,
+}
+_FILES: Mapping[str, str] = {
+    WEIGHTS: "model.safetensors",
+    **FOLDERS,
+    **{name: form.file for name, form in GRAPHS.items()},
 }
 _SAMPLES = 32
 _BATCHES = (1, 2, 3, _SAMPLES)
@@ -81,13 +95,13 @@ def export_run(
     be exported or whose file has other outputs, CheckpointError, StorageError. Nothing incomplete
     is left.
     """
-    if name != WEIGHTS:
+    if name in GRAPHS:
         check_libraries(name)
     folder = out or run.path / "exports" / (name if write is None else "quantized")
     with _new_folder(folder, overwrite) as made:
         facts = run.facts._asdict() | {
             "format": name,
-            "file": "model.safetensors" if name == WEIGHTS else GRAPHS[name].file,
+            "file": _FILES[name],
             "transforms_of_the_caller": run.facts.transforms,
             "input": run.facts.inputs,
             "output": "logits",
@@ -97,6 +111,8 @@ def export_run(
         if name == WEIGHTS:
             _write_weights(run.model(checkpoint), path, facts)
             write_text(made / "config.yaml", facts["provenance"]["config"])
+        elif name in FOLDERS:
+            _write_folder(run, made, facts, checkpoint)
         else:
             graph = _graph_of(run, facts, preprocessing, checkpoint)
             write_graph = write or _write_graph
@@ -135,6 +151,37 @@ def _write_graph(graph: Exportable, path: Path) -> None:
     form.write(graph, path)
     facts["verified"]["largest_difference"] = largest_difference(graph, form.load(path))
     facts["notes"] = [form.remark] if form.remark else []
+
+
+def _write_folder(run: Run, folder: Path, facts: Facts, checkpoint: str) -> None:
+    """Write a folder of transformers or peft, which the library must read as the model.
+
+    Raises ModelError.
+    """
+    model, more = write_folder(run.model(checkpoint), facts["format"], folder)
+    facts |= more
+    missing = write_tokenizer(run.config.data.train, folder)
+    facts["tokenizer"] = missing is None
+    facts["notes"] = [missing] if missing else []
+    samples = random_tokens(model, _SAMPLES)
+    are_real = False
+    if samples is None:
+        samples, are_real = samples_of(run, run.config.transforms.eval)
+    facts["verified"] = {
+        "samples": "of the run" if are_real else "random",
+        "batch_sizes": list(_BATCHES),
+    }
+    asked = Exportable(Network(model, Task()), samples, facts)
+    try:
+        difference = largest_difference(asked, load_folder(folder, facts))
+    except ModelError:
+        raise
+    except Exception as error:  # of a stranger's model or file
+        raise ModelError(
+            f"format={facts['format']}: what was written cannot be read again, or asked: "
+            f"{short_message(error)}; format=safetensors may do"
+        ) from error
+    facts["verified"]["largest_difference"] = difference
 
 
 def largest_difference(graph: Exportable, answer: Answer, quantized: bool = False) -> float:
@@ -294,8 +341,8 @@ class _Answering(nn.Module):
         self._output = facts["output"]
         self._num_classes = facts.get("num_classes")
 
-    def forward(self, x: Tensor) -> Any:
-        answer = self._answer[0](x)
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        answer = self._answer[0](*inputs, **named)
         if self._output == "classes":
             return torch.log(answer)  # the task's softmax returns the probabilities again
         if self._output == "labels":
@@ -324,7 +371,7 @@ def evaluate_artefact(
         raise ModelError(f"artefact={path}: {FACTS} beside it is damaged ({fault}): export again")
     kind = facts.get("format", WEIGHTS)
     form = GRAPHS.get(kind)
-    if form is None and kind != WEIGHTS:
+    if kind not in _FILES:
         raise ModelError(f"artefact={path} has the unknown format {kind!r:.80}: export again")
     described = (facts.get("file"), facts.get("sha256"))
     if not path.is_file() or described != (path.name, digest(path)):
@@ -342,7 +389,12 @@ def evaluate_artefact(
             "author"
         )
     try:
-        answer = _load_weights(path, facts) if form is None else form.load(path)
+        if form is not None:
+            answer = form.load(path)
+        elif kind in FOLDERS:
+            answer = load_folder(path.parent, facts)
+        else:
+            answer = _load_weights(path, facts)
     except ModelError:
         raise
     except Exception as error:

@@ -17,6 +17,7 @@ from torch.export import Dim, ExportedProgram
 
 from regimen.data.transforms import Pipeline, Standardize, ToFloat
 from regimen.trainer.errors import ModelError, short_message
+from regimen.trainer.export.huggingface import FOLDERS
 from regimen.trainer.inference.predictor import OUTPUT, named_tensors
 from regimen.trainer.inference.run import Run, origin_of
 from regimen.trainer.runs.status import MANIFEST, read_json
@@ -343,9 +344,29 @@ def how_to_load(facts: Facts, folder: Path) -> list[str]:
             f"model = instantiate({_bare(facts['model'])}, _convert_='all')",
             f"model.load_state_dict(load_file({path!r}))",
         ]
+    if facts["format"] in FOLDERS:
+        return _lines_of_folder(facts, str(folder.absolute()))
     call = "network.run(None, {'input': x})" if facts["format"] == "onnx" else "network(x)"
     shape = f"  # x: {facts['input']['dtype']} {facts['input']['shape']}"
     return [GRAPHS[facts["format"]].line.format(path=path), f"answers = {call}{shape}"]
+
+
+def _lines_of_folder(facts: Facts, folder: str) -> list[str]:
+    """Return lines that load a folder by transformers or peft."""
+    kind = facts["class"]
+    lines = [f"from transformers import {kind}"]
+    if facts["base"] is None:
+        lines.append(f"model = {kind}.from_pretrained({folder!r})")
+    else:
+        lines += [
+            "from peft import PeftModel",
+            f"base = {kind}.from_pretrained({facts['base']!r})",
+            f"model = PeftModel.from_pretrained(base, {folder!r})",
+        ]
+    if facts["tokenizer"]:
+        lines.append("from transformers import AutoTokenizer")
+        lines.append(f"tokenizer = AutoTokenizer.from_pretrained({folder!r})")
+    return lines
 
 
 def _bare(value: Any) -> Any:

@@ -27,7 +27,7 @@ from regimen.scripts.runs.run import run as train
 from regimen.trainer.assembly.parts import Assembly
 from regimen.trainer.errors import ModelError
 from regimen.trainer.export import artefact, formats, quantization
-from regimen.trainer.export.artefact import evaluate_artefact, export_run, samples_of
+from regimen.trainer.export.artefact import FOLDERS, evaluate_artefact, export_run, samples_of
 from regimen.trainer.export.quantization import calibration, integer_model, method_for, quantize_run
 from regimen.trainer.inference.run import evaluate_run, load_run
 from regimen.trainer.strategies.strategy import Strategy
@@ -125,7 +125,7 @@ def test_preprocessing_inside_takes_bytes_and_gives_probabilities(run, tmp_path)
     assert found == pytest.approx(expected, abs=1e-4)
 
 
-FORMATS = get_args(Format)
+FORMATS = [name for name in get_args(Format) if name not in FOLDERS]
 QUICK = [pytest.param(n, marks=[compiled, pytest.mark.slow]) if n == "aoti" else n for n in FORMATS]
 
 
