@@ -20,6 +20,7 @@ BENCHMARKS = {  # their modules, and what they measure
     "train": ("images", "images/s of ResNet-18, against a bare loop with its data in memory"),
     "evaluate": ("images", "images/s of an evaluation, against a bare loop, the same loader"),
     "predict": ("images", "answers for picture files as a table, against a bare loop"),
+    "tokens": ("tokens", "learnt tokens/s of a language model, packed rows, against a bare loop"),
     "growth": ("runs", "cost of an update and memory as data set and run grow"),
     "checkpoint": ("runs", "how long a save keeps the training waiting, against one by hand"),
     "ddp": ("loop", "throughput of one and two processes, against the same by hand"),
@@ -34,6 +35,7 @@ MOST = {
     "sweep": 3,
     "train": 2,
     "evaluate": 12,
+    "tokens": 5,
     "growth": 5,
     "checkpoint": 15,
 }  # rounds

@@ -11,7 +11,7 @@ from torch.optim import SGD
 from torch.utils.data import DataLoader
 
 from benchmarks import __main__ as benchmark
-from benchmarks import commands, data, gpu, images, loop, report, runs
+from benchmarks import commands, data, gpu, images, loop, report, runs, tokens
 from benchmarks.report import Report
 from examples.airbench.by_hand import train_by_hand
 from regimen.conf.errors import ConfigError
@@ -40,6 +40,11 @@ TINY = {
         runs,
         {"DECADES": range(1, 3), "UPDATES": 8}
         | {"ORDERS": {kind: (make, range(3, 5)) for kind, (make, _) in runs.ORDERS.items()}},
+    ),
+    "tokens": (
+        tokens,
+        {"CONVERSATIONS": 60, "CONTEXT": 256, "BATCH": 2, "STEPS": 3, "START": "fork"}
+        | {"SIZES": dict.fromkeys(tokens.SIZES, 2) | {"hidden_size": 8}, "VOCABULARY": 1024},
     ),
     "checkpoint": (runs, {"network": pooled}),
     "sweep": (commands, {"JOBS": 1, "JOB": (*commands.JOB, "debug=fast")}),
