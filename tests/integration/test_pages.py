@@ -52,6 +52,8 @@ NOT_HERE = {  # by what they begin with, or hold
     "data=cifar10 ": "downloads",
     "experiment=detection data.root": "tests/integration/test_detection.py, with its folders",
     "experiment=chat": "tests/integration/test_language_models.py, with its folders",
+    "format=peft": "tests/trainer/export/test_huggingface.py, with a run of transformers",
+    "format=huggingface": "the same",
     "--config-dir examples/airbench/conf": "in the clone; tests/integration/test_projects.py",
     "--config-dir examples/detection/conf": "in the clone; tests/integration/test_projects.py",
     "experiment=resnet18_cifar10 data.root": "downloads",
