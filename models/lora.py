@@ -22,11 +22,12 @@ def build(
     auto: str = "AutoModelForCausalLM",
     pretrained: bool = True,
     config: Mapping[str, Any] | None = None,
+    context: int | None = None,
 ) -> nn.Module:
     """Build a frozen model of transformers, whose `targets` are W + B A alpha / rank.
 
     A [rank, inputs] and B [outputs, rank] are trained, in the dtype of the model; B is zero at
-    first. `name`, `num_classes`, `auto`, `pretrained` and `config` are those of
+    first. `name`, `num_classes`, `auto`, `pretrained`, `config` and `context` are those of
     `regimen.models.transformers_adapter.build`.
 
     targets: as peft takes them: "all-linear" (but for the output layer), ends of module names, or
@@ -34,7 +35,7 @@ def build(
     dropout: of the inputs of A; its masks depend on how an update is split.
     """
     peft = import_package("peft", "peft")
-    model = build_transformers(name, num_classes, auto, pretrained, config)
+    model = build_transformers(name, num_classes, auto, pretrained, config, context)
     base: Any = model.model
     linear = [name for name, layer in base.named_modules() if isinstance(layer, nn.Linear)]
     tied = _tied_modules(base)

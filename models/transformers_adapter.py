@@ -60,11 +60,14 @@ def build(
     auto: str = "AutoModelForSequenceClassification",
     pretrained: bool = True,
     config: Mapping[str, Any] | None = None,
+    context: int | None = None,
 ) -> nn.Module:
     """Build a model by the class `auto`: `name` is a folder, a name on the hub, or a model type.
 
     With `config` it is a model type, such as `bert`, built without weights from these values; no
     network is needed. Weights are read from .safetensors files only, and no code of the hub runs.
+
+    context: tokens of a sample; more than a model has learnt positions for are refused.
     """
     transformers = import_package("transformers", "transformers")
     if not auto.startswith("AutoModelFor") or not hasattr(transformers, auto):
@@ -91,6 +94,7 @@ def build(
             f"{name} has a vocabulary of {vocabulary:,} tokens, and the data have {needed:,}",
             "take the tokenizer of the model (data.tokenizer)",
         )
+    _check_positions(name, model_config.get_text_config(), context)
     if config is not None or not pretrained or not weights_wanted():
         try:
             return Logits(auto_model.from_config(model_config, trust_remote_code=False))
@@ -109,3 +113,17 @@ def build(
     except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(f"model.name={name}: {short_line(error)}") from error
     return Logits(model)
+
+
+def _check_positions(name: str, config: Any, context: int | None) -> None:
+    """Raise NetworkError if positions are a table that is too short; rotary ones have no end."""
+    positions = getattr(config, "max_position_embeddings", None)
+    # Named otherwise before transformers 5.
+    is_rotary = hasattr(config, "rope_parameters") or hasattr(config, "rope_theta")
+    if context is None or positions is None or is_rotary or context <= positions:
+        return
+    raise NetworkError(
+        "data.context",
+        f"{context:,} tokens are more than the {positions:,} positions of {name}",
+        f"set data.context={positions}, or less",
+    )

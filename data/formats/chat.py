@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from regimen.conf.errors import ConfigError
+from regimen.conf.errors import ConfigError, truncated_list
 from regimen.conf.json_text import plain_json
 from regimen.data.errors import (
     DataError,
@@ -25,10 +26,12 @@ from regimen.data.splits import Split, is_part_of_train, rows_of_train, split_fi
 
 logger = logging.getLogger(__name__)
 TooLong = Literal["error", "cut", "drop"]
+ControlTokens = Literal["error", "keep"]
 Message = dict[str, Any]
 Span = tuple[int, int]  # characters of a text: the first, and the one after the last
 
 _FORMS = ("messages", "prompt", "text")  # of a row, by the key that only such a row has
+_READ = {*_FORMS, "completion", "tools"}  # keys of a line
 # Which roles a message may follow; None: it is the first.
 _FOLLOWS: Mapping[str, tuple[str | None, ...]] = {
     "system": (None,),
@@ -59,11 +62,14 @@ class Encoder:
     tokenizer: a folder, or a name on the hub; no code of it is run.
     template: a file with a chat template to use in place of the tokenizer's.
     variables: further variables of the template.
+    control_tokens: of the tokenizer, in the text of a message: "error", or "keep" them. There the
+        tokenizer cannot tell them from those that the template writes.
     """
 
     tokenizer: str
     template: str | None = None
     variables: Mapping[str, Any] = field(default_factory=dict)
+    control_tokens: ControlTokens = "error"
 
     def __post_init__(self) -> None:
         self._tokenizer = _load_tokenizer(self.tokenizer)
@@ -73,6 +79,10 @@ class Encoder:
                 self._template = Path(self.template).expanduser().read_text("utf-8")
             except (OSError, UnicodeDecodeError) as error:
                 raise ConfigError("data.template", f"{self.template}: {reason(error)}") from error
+
+        added = self._tokenizer.added_tokens_decoder.values()
+        names = [re.escape(token.content) for token in added if token.special]
+        self._control = re.compile("|".join(names)) if names else None
 
     @property
     def vocabulary_size(self) -> int:
@@ -118,6 +128,8 @@ class Encoder:
                 f"{self.tokenizer} has no chat template, which {row.name} needs",
                 "take the tokenizer of a chat model, or set data.template=FILE",
             )
+        if self.control_tokens == "error":
+            self._refuse_control_tokens(row, messages)
         bare = [{key: message[key] for key in message if key != "learn"} for message in messages]
         text = self._render(row, bare)
         spans = []
@@ -136,6 +148,19 @@ class Encoder:
                 )
             spans.append((len(before), len(until)))
         return self._tokens(text, spans, special=False)
+
+    def _refuse_control_tokens(self, row: Row, messages: Sequence[Message]) -> None:
+        """Raise DataError for a message whose text would end a turn, or begin one."""
+        if self._control is None:
+            return
+        for number, message in enumerate(messages, start=1):
+            found = self._control.search(json.dumps(message, ensure_ascii=False))
+            if found is not None:
+                raise DataError(
+                    f"{row.name}: the text of message {number} holds {found[0]!r}, which the "
+                    f"tokenizer {self.tokenizer} takes for a control token: take it out, or set "
+                    "data.control_tokens=keep"
+                )
 
     def _render(self, row: Row, messages: Sequence[Message], **options: bool) -> str:
         """Return the text that the template makes of messages."""
@@ -206,6 +231,7 @@ def chat(
     too_long: TooLong = "error",
     template: str | None = None,
     template_variables: Mapping[str, Any] | None = None,
+    control_tokens: ControlTokens = "error",
     val_fraction: float = 0.1,
     split_seed: int = 0,
     fold: int = 0,
@@ -219,6 +245,7 @@ def chat(
 
     too_long: of a conversation with more than `context` tokens: "error", "cut" its end off, or
         "drop" it.
+    control_tokens: in the text of a message: "error", or "keep" them.
     """
     if tokenizer is None:
         raise ConfigError(
@@ -243,7 +270,7 @@ def chat(
         chosen = rows_of_train(split, labels, val_fraction, split_seed, fold, folds)
         rows = [rows[number] for number in chosen]
 
-    encoder = Encoder(tokenizer, template, template_variables or {})
+    encoder = Encoder(tokenizer, template, template_variables or {}, control_tokens)
     documents = []
     dropped = 0
     for row in rows:
@@ -265,6 +292,9 @@ def chat(
     if not documents:
         raise DataError(f"{path}: all {dropped} conversations are longer than {context} tokens")
     remarks = [f"first conversation, learnt parts in «»: {encoder.mark(documents[0])}"]
+    unread = sorted({key for row in rows for key in row.values} - _READ)
+    if unread:
+        remarks.append(f"keys of lines that are not read: {truncated_list(unread, 12)}")
     if dropped:
         remarks.append(f"{dropped:,} conversations of more than {context} tokens are left out")
         logger.warning("warning: data.%s: %s (data.too_long=drop)", split, remarks[-1])

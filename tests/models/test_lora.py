@@ -11,6 +11,7 @@ pytest.importorskip("peft", reason="the extra peft is not installed")
 from regimen.models.layers import NetworkError
 from regimen.models.lora import build
 from regimen.models.pretrained import no_initial_weights
+from regimen.models.transformers_adapter import build as build_transformers
 from regimen.trainer.optimizers.optimizers import build_optimizers
 from toy_chat import write_model
 
@@ -148,6 +149,19 @@ def test_a_vocabulary_larger_than_the_models_is_refused(folder):
         build(folder, 513)
     with pytest.raises(NetworkError, match=r"model\.name"):
         build(f"{folder}/nowhere/at/all", 512)
+
+
+def test_a_context_beyond_the_learnt_positions_is_refused(folder, tmp_path):
+    import transformers
+
+    config = transformers.GPT2Config(vocab_size=512, n_positions=32, n_embd=16, n_layer=1, n_head=2)
+    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    for make in (build, build_transformers):
+        make(str(tmp_path), 512, auto="AutoModelForCausalLM", context=32)
+        with pytest.raises(NetworkError, match=r"data\.context.*33 tokens.*32 positions") as caught:
+            make(str(tmp_path), 512, auto="AutoModelForCausalLM", context=33)
+        assert caught.value.exit_code == 2
+    build(folder, 512, context=100_000)  # rotary positions
 
 
 def test_code_of_a_models_folder_is_not_run(tmp_path):

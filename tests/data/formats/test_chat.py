@@ -81,7 +81,8 @@ def test_the_learnt_tokens_are_those_of_a_template_that_marks_them(
     row = [*AWKWARD, *conversations(3)][number]
     row = {"messages": [m for m in row["messages"] if m["role"] != "system"]}
     (tmp_path / "template").write_text(template)
-    document = Encoder(folder, str(tmp_path / "template")).encode(Row("here", row))
+    encoder = Encoder(folder, str(tmp_path / "template"), control_tokens="keep")
+    document = encoder.encode(Row("here", row))
     expected = learnt_by_hand(row, template, document.tokens, made)
     assert document.is_learnt.tolist() == expected
     if number >= len(AWKWARD):
@@ -165,6 +166,8 @@ WRONG = {
     "message 2: its learn is 'no', neither": {"messages": [user("a"), assistant("b", learn="no")]},
     "message 1: only messages of the assistant": {"messages": [{**user("a"), "learn": True}]},
     "no token of it is learnt: take": {"messages": [user("a"), assistant("b", learn=False)]},
+    "text of message 1 holds '<.im_end.>'": {"messages": [user("a<|im_end|>"), assistant("b")]},
+    "text of message 2 holds '<.im_start.>'": {"messages": [user("a"), assistant("<|im_start|>")]},
     '"learn" belongs to a message': {"text": "a", "learn": False},
     "tokens are more than data.context=40": {"text": "snow milk " * 40},
 }
@@ -284,3 +287,20 @@ def test_the_plan_shows_what_is_learnt(tokenizer, tmp_path):
     first, second = opened(tmp_path, tokenizer[1], rows, context=64).explain()
     assert first.startswith("2 conversations in 1 rows of 64 tokens")
     assert second.endswith(r"assistant\n«tea\nmilk<|im_end|>\n»")
+
+
+def test_control_tokens_in_a_text_are_kept_where_they_are_asked_for(tokenizer, tmp_path):
+    made, folder = tokenizer
+    row = conversation("tea<|im_end|>milk")
+    dataset = opened(tmp_path, folder, [row], context=64, control_tokens="keep")
+    (end,) = made.encode("<|im_end|>", add_special_tokens=False)
+    # Of the question (which quotes the answer), its turn, the answer, and its turn.
+    assert (dataset[0]["input_ids"] == end).sum() == 4
+    assert opened(tmp_path, folder, [{"text": "a<|im_end|>b"}], context=64) is not None
+
+
+def test_keys_that_are_not_read_are_told(tokenizer, tmp_path):
+    rows = [{"text": "rain", "mesages": []}, {"text": "snow", "id": 3}]
+    said = opened(tmp_path, tokenizer[1], rows, context=64).explain()
+    assert said[-1] == "keys of lines that are not read: id, mesages"
+    assert "not read" not in str(opened(tmp_path, tokenizer[1], [{"text": "a"}]).explain())
