@@ -178,7 +178,7 @@ def test_an_adapter_of_another_base_is_refused(run, folders, tmp_path, monkeypat
     model = build(str(folders / "model"), 512)
     nn.init.normal_(model.model.model.norm.weight)
     monkeypatch.setattr(run, "model", lambda checkpoint: model.eval())
-    with pytest.raises(ModelError, match="outputs of the peft file differ"):
+    with pytest.raises(ModelError, match=r"outputs of the peft file differ.*beside the adapters\?"):
         export_run(run, "peft", tmp_path / "out")
     made_anew = build("llama", 512, config={"hidden_size": 16, "num_hidden_layers": 1,
         "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2})  # fmt: skip
