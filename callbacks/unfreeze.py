@@ -41,6 +41,8 @@ class Unfreeze(Callback):
 
     def setup(self, trainer: Trainer) -> None:
         """Find the parameters of each stage, and freeze them."""
+        if self._members:
+            return  # a further `fit` goes on with what the first has unfrozen
         remaining = dict(trainer.model.named_parameters())
         for name, stage in self._stages.items():
             key = f"callbacks.{self.name}.stages.{name}"

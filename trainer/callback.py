@@ -71,7 +71,10 @@ class Callback:
         return ()
 
     def setup(self, trainer: Trainer) -> None:
-        """Called when everything is built, before a checkpoint is loaded."""
+        """Called when everything is built, before a checkpoint is loaded.
+
+        A Trainer whose `fit` is called again calls it again, after the `teardown` of the first.
+        """
 
     def on_fit_start(self, trainer: Trainer) -> None:
         """Called before training; a checkpoint, if any, has been loaded."""

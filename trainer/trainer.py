@@ -140,7 +140,8 @@ class Trainer:
         self.updater = Updater(components, self.hooks)
         evaluation.check_metrics(task.metrics(), self.strategy)
         self._history: list[dict[str, float]] | None = []
-        self._is_set_up = False
+        self._is_set_up = False  # between `setup` and `teardown` of the callbacks
+        self._was_set_up = False
         self._has_ended = False
         self._has_fitted = False
         self._log_point: LogPoint | None = None
@@ -277,6 +278,7 @@ class Trainer:
             finally:
                 for loader in (self.train_loader, *self.val_loaders.values()):
                     loader.close()
+                self._is_set_up = False  # a further `fit` begins with `setup` again
                 with self.timer.spending("start and end"):
                     self.hooks.emit("teardown")
 
@@ -284,6 +286,7 @@ class Trainer:
         """Let the callbacks prepare; `fit` does it, a resume needs it before."""
         if not self._is_set_up:
             self._is_set_up = True
+            self._was_set_up = True
             self.hooks.emit("setup")
 
     def _begin(self, resume: Path | str | None) -> None:
@@ -313,8 +316,10 @@ class Trainer:
             if options.seconds is not None:
                 self._deadline = time.monotonic() + options.seconds
             if options.validate_at_start and not self.resumed:
-                for stage, loader in self.val_loaders.items():
-                    self.evaluate(loader, stage, limit=options.validate_at_start)
+                # A signal ends it, and then the training before its first update, in good order.
+                with suppress(evaluation.EvaluationAbandoned):
+                    for stage, loader in self.val_loaders.items():
+                        self.evaluate(loader, stage, limit=options.validate_at_start)
             self.hooks.emit("on_fit_start")
             if self.val_loaders and validation_is_due(options, self.state):
                 self._boundary()  # a signal came while the run before this one validated
@@ -599,7 +604,7 @@ class Trainer:
 
         `train` does it; who calls `fit` himself may do it as well.
         """
-        if not self._is_set_up or self._has_ended:
+        if not self._was_set_up or self._has_ended:
             return
         self._has_ended = True
         for listener in self.hooks.listeners("on_run_end"):

@@ -225,10 +225,12 @@ class Pruning(Settings, Callback):
         for pool in self.pools:
             self._weights |= pool.members
         for name, weight in self._weights.items():
-            mask = torch.zeros_like(weight, dtype=torch.bool, requires_grad=False)
-            self._pruned[name] = mask
+            if name not in self._pruned:  # a further `fit` goes on with the masks of the first
+                mask = torch.zeros_like(weight, dtype=torch.bool, requires_grad=False)
+                self._pruned[name] = mask
             if weight.requires_grad:
-                hook = weight.register_hook(_masked_by(mask))  # type: ignore[no-untyped-call]
+                masked = _masked_by(self._pruned[name])
+                hook = weight.register_hook(masked)  # type: ignore[no-untyped-call]
                 self._hooks.append(hook)
 
     def _find_averages(self, callbacks: list[Callback]) -> list[Average]:
@@ -287,6 +289,7 @@ class Pruning(Settings, Callback):
         """Remove the hooks of the gradients."""
         for hook in self._hooks:
             hook.remove()
+        self._hooks = []
 
     def explain(self, trainer: Trainer) -> Iterator[str]:
         """Describe what will be pruned, when, and to which sparsity."""

@@ -101,7 +101,8 @@ class QuantizationAwareTraining(Callback):
     def setup(self, trainer: Trainer) -> None:
         """Find the layers, and the first step."""
         with problems_at(f"callbacks.{self.name}"):
-            self.check(trainer.model)
+            if not self._has_ranges:  # a further `fit` goes on with the ranges of the first
+                self.check(trainer.model)
             self._start = steps_of("start_step", self._start_step, trainer.total_steps)
         strategy = trainer.strategy
         require(

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from regimen.callbacks.checkpoint import Checkpoint
@@ -20,6 +21,7 @@ from regimen.callbacks.throughput import Throughput
 from regimen.callbacks.trackers.recorder import MetricsLog
 from regimen.scripts.composition.overrides import trains_the_same
 from regimen.trainer.callback import Callback
+from regimen.trainer.runs.status import read_metrics
 from regimen.trainer.targets.allow_list import locate
 from same_run import differences
 from toys import StopAt
@@ -96,6 +98,40 @@ def test_resumed_as_if_never_interrupted(make_trainer, tmp_path, carry_over, cut
             assert (trainer.state.global_step, trainer.state.validated_at) == (10, 5)
     assert differences(tmp_path / "cut", tmp_path / "whole") == []
     assert trainer.state.stop_reason == whole.state.stop_reason  # early stopping had its way
+
+
+class Paired(Callback):
+    """Hold something between `setup` and `teardown`, as a file that one opens there."""
+
+    def __init__(self):
+        self.held = []
+
+    def setup(self, trainer):
+        self.held.append("setup")
+
+    def on_update_end(self, trainer):
+        assert self.held[-1] == "setup"
+
+    def teardown(self, trainer):
+        self.held.append("teardown")
+
+
+def test_a_second_fit_goes_on_as_if_there_had_been_one(make_trainer, tmp_path):
+    # With clipping the gradients of pruned weights count, with momentum their updates.
+    whole = make_trainer(everything(), tmp_path / "whole", max_epochs=4, clip_grad_norm=0.1)
+    whole.fit()
+    callbacks = {**everything(), "paired": Paired(), "stop": StopAt(12)}
+    parts = make_trainer(callbacks, tmp_path / "parts", max_epochs=4, clip_grad_norm=0.1)
+    parts.fit()
+    assert parts.state.global_step == 12
+    parts.log({"own": 1.0})  # between the two
+    parts.fit()
+    assert parts.state.global_step == whole.state.global_step > 12
+    assert callbacks["paired"].held == ["setup", "teardown"] * 2
+    trained = parts.model.state_dict()
+    for name, value in whole.model.state_dict().items():
+        assert torch.equal(trained[name], value), name
+    assert {"step": 12, "epoch": 2, "own": 1.0} in list(read_metrics(tmp_path / "parts"))
 
 
 @pytest.mark.parametrize(

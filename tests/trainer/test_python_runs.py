@@ -341,6 +341,31 @@ def test_an_interrupted_training_says_in_one_line_how_it_goes_on(tmp_path, raise
         assert torch.equal(trainer.model.weight, plain.model.weight)
 
 
+def test_an_interrupt_of_the_validation_at_the_start_ends_the_training_in_good_order():
+    class Pressed(Callback):
+        def __init__(self):
+            self.called = []
+
+        def on_fit_start(self, trainer):
+            self.called.append("on_fit_start")
+
+        def on_evaluation_batch(self, trainer, stage, done, batches):
+            os.kill(os.getpid(), signal.SIGINT)
+
+        def on_update_start(self, trainer, micro_batches):
+            self.called.append("on_update_start")
+
+        def on_fit_end(self, trainer):
+            self.called.append("on_fit_end")
+
+    pressed = Pressed()
+    trainer = trainer_of(callbacks=[pressed])
+    trainer.options.validate_at_start = 1
+    with pytest.raises(KeyboardInterrupt):
+        trainer.fit()
+    assert pressed.called == ["on_fit_start", "on_fit_end"]
+
+
 def test_an_interrupted_run_goes_on_in_another_process(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         trainer_of(tmp_path, [Checkpoint(), Press(4)]).fit()

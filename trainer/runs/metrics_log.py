@@ -37,7 +37,8 @@ class MetricsLog(Callback):
 
     def on_log(self, trainer: Trainer, scalars: Mapping[str, float]) -> None:
         """Append a line."""
-        if self._log is None:  # the test logs after the training, when the file is closed
+        is_training = self._log is not None
+        if not is_training:  # the test logs after the training, when the file is closed
             self.setup(trainer)
         if self._log is None:
             return
@@ -49,6 +50,8 @@ class MetricsLog(Callback):
         if new:
             self.keys += new
             self._log.write(as_json({"step": step, "epoch": epoch, **new}))
+        if not is_training:  # a further `fit` goes on behind this line
+            self.teardown(trainer)
 
     def teardown(self, trainer: Trainer) -> None:
         """Close the file; `on_log` opens it again."""
