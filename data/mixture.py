@@ -104,7 +104,7 @@ class Mixture:
         samples = self.order(0, False)(0)
         set_of = np.searchsorted(self._joined.cumulative_sizes, samples, side="right")
         parts = []
-        counts = np.bincount(set_of)
+        counts = np.bincount(set_of, minlength=len(self.sets))  # a set may have no sample
         for name, count, size in zip(self.sets, counts, self.sizes, strict=True):
             parts.append(f"{count:,} of {name} ({count / size:.3g} of its {size:,})")
         return f"{len(samples):,} samples: {', '.join(parts)}"

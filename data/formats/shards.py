@@ -170,7 +170,7 @@ def _shards(root: str, split: str) -> list[str]:
             shards = [*files.glob(f"{folder}/{name}*.tar"), *files.glob(f"{folder}/{name}/*.tar")]
             others = [*files.glob(f"{folder}/{name}*.t*"), *files.glob(f"{folder}/{name}/*.t*")]
             compressed = [path for path in others if path.lower().endswith(_COMPRESSED)]
-            if shards or others:
+            if shards or compressed:  # not a file beside them, such as val/notes.txt
                 break
     if compressed:
         raise DataError(

@@ -48,6 +48,11 @@ def test_a_pass_of_a_set_is_whole_and_shuffled_anew(repeat):
     assert str(len(order)) in made.explain()
 
 
+def test_sets_without_a_sample_in_the_epoch_are_told_too():
+    told = mixture((1000, 1, 1), repeat=False).explain()
+    assert told.startswith("10 samples: 10 of set0 (1 of its 10), 0 of set1 (0 of its 7), 0 of")
+
+
 def test_processes_and_micro_batches_share_the_same_updates():
     order = default_order(mixture((3, 1, 2)), seed=3)
     whole = UpdateSampler(order, batch_size=6)

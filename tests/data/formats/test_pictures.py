@@ -163,6 +163,17 @@ def test_a_json_label_of_another_form_is_named(tmp_path, label):
     assert len(str(caught.value)) < 500
 
 
+def test_a_file_that_is_no_shard_does_not_stand_for_a_split(shards):
+    (shards / "val").rename(shards / "validation")
+    (shards / "val").mkdir()
+    (shards / "val" / "notes.txt").write_text("where they come from")
+    (shards / "val.txt").write_text("a list")
+    assert len(tar(shards, "val")) == 6
+    (shards / "val" / "0.tar.gz").write_bytes(b"")
+    with pytest.raises(DataError, match="compressed"):
+        tar(shards, "val")
+
+
 def test_a_pipe_is_no_shard(shards):
     os.mkfifo(shards / "train-002.tar")
     with pytest.raises(DataError, match=r"train-002\.tar: is a folder, pipe or device"):
