@@ -3,13 +3,12 @@
 import fcntl
 import hashlib
 import logging
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import numpy as np
@@ -26,7 +25,7 @@ from regimen.data.transforms import Transform, acts_on_batches
 logger = logging.getLogger(__name__)
 # Types whose values a fingerprint hashes. It hashes no others by value, since reading them may load
 # or compute anything.
-_PLAIN = (str, bytes, int, float, complex, np.generic, type(None), os.PathLike)
+_PLAIN = (str, bytes, int, float, complex, np.generic, type(None), PurePath)
 _BLOCK = 1 << 24  # bytes that are hashed at a time
 Interrupted = Callable[[], bool]  # called repeatedly during a wait: whether to give up
 
@@ -296,7 +295,7 @@ def _add(digest: Any, value: Any) -> None:
     elif isinstance(value, list | tuple):
         _add_items(digest, value)
     elif isinstance(value, (range, *_PLAIN)):
-        _add_array(digest, np.asarray(value))
+        _add_plain(digest, value)
     else:  # it may be a data set that reads whatever it is asked for
         digest.update(f"{type(value).__name__} {_length(value)}".encode())
 
@@ -309,7 +308,7 @@ def _add_items(digest: Any, items: Sequence[Any]) -> None:
     if all(isinstance(item, list | tuple) for item in items):
         same_length = len({len(item) for item in items}) == 1
         if same_length and all(_are_plain(item) for item in items):
-            _add_array(digest, np.asarray(items))
+            _add_plain(digest, items)
             return
     digest.update(f"{type(items).__name__} {len(items)}".encode())
     for item in items:
@@ -324,11 +323,18 @@ def _add_plain_items(digest: Any, items: Sequence[Any]) -> None:
     # As an array if it is not too large: an array of texts has room for the longest at each place.
     longest = max((len(item) for item in items if isinstance(item, str | bytes)), default=0)
     if longest * len(items) < _BLOCK:
-        array = np.asarray(items)
-        if not array.dtype.hasobject:
-            _add_array(digest, array)
-            return
-    digest.update(repr(list(items)).encode())
+        _add_plain(digest, list(items))
+    else:
+        digest.update(repr(list(items)).encode())
+
+
+def _add_plain(digest: Any, value: Any) -> None:
+    """Add plain values as an array; as text where that array would hold their addresses."""
+    array = np.asarray(value)
+    if array.dtype.hasobject:  # of paths, and of None
+        digest.update(repr(value).encode())
+    else:
+        _add_array(digest, array)
 
 
 def _add_tensor(digest: Any, tensor: Tensor) -> None:

@@ -248,6 +248,22 @@ def test_whatever_a_data_set_holds_has_a_fingerprint(value, other, attribute):
     assert found[0] == found[1] != found[2]
 
 
+@pytest.mark.parametrize(
+    "made",
+    [
+        pytest.param(lambda: Path("a"), id="a path"),
+        pytest.param(lambda: [Path("a"), Path("b")], id="paths"),
+        pytest.param(lambda: [(Path("a"), 1), (Path("b"), 2)], id="pairs with paths"),
+        pytest.param(lambda: [(Path("a"), _Reads())], id="pairs with objects"),
+        pytest.param(lambda: np.array([Path("a"), object()], object), id="an array of objects"),
+    ],
+)
+def test_a_fingerprint_holds_no_addresses(made):
+    """They are others in each process, so that the data would always seem to have changed."""
+    kept = [made() for _ in range(3)]
+    assert len({fingerprint(_Holding(value)) for value in kept}) == 1
+
+
 def test_a_fingerprint_is_no_reason_to_fail_nor_to_read_a_file_whole(tmp_path, caplog):
     class Failing(_Holding):
         def fingerprint(self):
