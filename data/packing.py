@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-IGNORED = -100  # the label of a token that is not learnt
+from regimen.data.batch import IGNORED
 
 
 class TokenizedText(NamedTuple):

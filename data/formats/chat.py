@@ -17,12 +17,11 @@ from regimen.data.errors import (
     DataError,
     as_data_error,
     check_regular,
-    import_package,
     reason,
-    short_line,
 )
 from regimen.data.packing import PackedDocuments, TokenizedText
 from regimen.data.splits import Split, is_part_of_train, rows_of_train, split_file
+from regimen.data.tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)
 TooLong = Literal["error", "cut", "drop"]
@@ -72,7 +71,14 @@ class Encoder:
     control_tokens: ControlTokens = "error"
 
     def __post_init__(self) -> None:
-        self._tokenizer = _load_tokenizer(self.tokenizer)
+        self._tokenizer = load_tokenizer(self.tokenizer)
+        if not self._tokenizer.is_fast:
+            raise ConfigError(
+                "data.tokenizer",
+                f"{self.tokenizer}: {type(self._tokenizer).__name__} does not tell the characters "
+                "of its tokens, by which the learnt ones are found",
+                "take one with a tokenizer.json",
+            )
         self._template = self._tokenizer.chat_template
         if self.template is not None:
             try:
@@ -314,29 +320,6 @@ def read_rows(path: Path) -> Iterator[Row]:
             if not isinstance(values, dict):
                 raise DataError(f"{name}: is no object, but a {type(values).__name__}")
             yield Row(name, values)
-
-
-def _load_tokenizer(name: str) -> Any:
-    """Load a tokenizer that knows the characters of its tokens. Raises ConfigError."""
-    transformers = import_package("transformers", "transformers")
-    try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        if "trust_remote_code" in str(error):
-            raise ConfigError(
-                "data.tokenizer",
-                f"{name} is written in Python code of its own, which is not run",
-                "take a tokenizer of a class that transformers has",
-            ) from error
-        raise ConfigError("data.tokenizer", f"{name}: {short_line(error)}") from error
-    if not tokenizer.is_fast:
-        raise ConfigError(
-            "data.tokenizer",
-            f"{name}: {type(tokenizer).__name__} does not tell the characters of its tokens, by "
-            "which the learnt ones are found",
-            "take one with a tokenizer.json",
-        )
-    return tokenizer
 
 
 def _form_of(row: Row) -> str:

@@ -12,6 +12,7 @@ from regimen.conf.errors import problems_at
 from regimen.data.decode import Channels, Range, decode_image, read_content
 from regimen.data.errors import DataError, as_data_error, check_regular, import_package
 from regimen.data.splits import Split, class_names, is_part_of_train, rows_of_train
+from regimen.data.tokenizer import load_tokenizer
 from regimen.data.transforms import Transform, on_inputs
 
 _NAMES = {"train": ("train",), "val": ("validation", "val", "valid", "dev"), "test": ("test",)}
@@ -47,7 +48,7 @@ class ArrowRows:
         self._columns = columns
         self._class_numbers = {name: number for number, name in enumerate(classes or ())}
         self._renumbered: list[int] | None = None
-        self._tokenizer = None if tokenizer is None else _load_tokenizer(tokenizer)
+        self._tokenizer = None if tokenizer is None else load_tokenizer(tokenizer)
         self._length = length
         if classes is not None:
             self.classes = classes
@@ -116,12 +117,6 @@ class ArrowRows:
         if self._renumbered is None or number < 0:
             return number
         return self._renumbered[number]
-
-
-def _load_tokenizer(name: str) -> Any:
-    auto = import_package("transformers", "transformers").AutoTokenizer
-    with as_data_error(f"data.tokenizer={name}", OSError, ValueError):
-        return auto.from_pretrained(name, trust_remote_code=False)
 
 
 def _tensor(value: Any) -> torch.Tensor:

@@ -6,11 +6,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from regimen.data.batch import IGNORED
 from regimen.trainer.errors import ModelError, SampleError, describe_value, qualified_name
 from regimen.trainer.task import StepOutput
 from regimen.trainer.tasks.language_model import LanguageModel
 from regimen.trainer.tasks.losses import Loss
-from regimen.trainer.tasks.metrics import IGNORED
 from regimen.trainer.tasks.supervised import Metrics
 
 

@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from regimen.data.batch import IGNORED
 from regimen.trainer.device import accumulate_dtype
 from regimen.trainer.errors import ModelError
 from regimen.trainer.tasks.losses import flatten_positions
 
-IGNORED = -100  # the label that torch's losses leave out
 _LARGEST = 700.0  # the exponential of it is still finite
 
 

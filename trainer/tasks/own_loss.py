@@ -5,10 +5,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from regimen.data.batch import IGNORED
 from regimen.trainer.device import count_true
 from regimen.trainer.errors import ModelError, describe_value, qualified_name
 from regimen.trainer.task import Metric, StepOutput, Task
-from regimen.trainer.tasks.metrics import IGNORED
 from regimen.trainer.tasks.supervised import Supervised
 
 

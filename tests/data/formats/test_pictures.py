@@ -13,6 +13,7 @@ import torch
 from PIL import Image
 
 from regimen.conf.check import parse
+from regimen.conf.errors import ConfigError
 from regimen.data.decode import read_image
 from regimen.data.errors import DataError
 from regimen.data.formats.huggingface import huggingface
@@ -289,6 +290,12 @@ def test_images_are_decoded_as_files_are(arrow, tmp_path):
     assert train.fingerprint() != val.fingerprint()
     assert train.fingerprint() == hub(arrow, val_fraction=0.4).fingerprint()
     assert [len(hub(arrow, s, fold=0, folds=5)) for s in ("train", "val", "test")] == [8, 2, 2]
+
+
+def test_a_tokenizer_that_is_not_there_is_an_error_of_the_configuration(arrow, tmp_path):
+    pytest.importorskip("transformers", reason="the extra transformers is not installed")
+    with pytest.raises(ConfigError, match=r"data\.tokenizer.*nowhere"):
+        hub(arrow, tokenizer=str(tmp_path / "nowhere"))
 
 
 @pytest.fixture
