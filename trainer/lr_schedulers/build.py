@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import (
     ChainedScheduler,
     CyclicLR,
     LRScheduler,
+    MultiStepLR,
     OneCycleLR,
     ReduceLROnPlateau,
     SequentialLR,
@@ -32,6 +33,7 @@ from regimen.trainer.targets.allow_list import locate
 
 AUTO = "auto"
 OUTER = ("interval", "monitor", "warmup")  # keys of ours, in the outermost node only
+_BY_MILESTONES = (SequentialLR, MultiStepLR)
 _BUILT = ("functions", "schedulers")  # keys whose values become objects for the target
 _MAX_PREVIEWED = 10_000  # updates, at most, that are walked before a run
 _WARMUP: Mapping[str, Any] = {"steps": 0, "epochs": 0, "start_factor": 0.01, "shape": "linear"}
@@ -189,6 +191,13 @@ class _Builder:
             refuse(key, "has no _target_, such as torch.optim.lr_scheduler.StepLR")
         scheduler_class = locate(node["_target_"])
         arguments = self.arguments(node, steps, key)
+        milestones = arguments.get("milestones")
+        if scheduler_class in _BY_MILESTONES and not isinstance(milestones, list | None):
+            refuse(
+                f"{key}.milestones",
+                f"must be a list of steps, or of fractions of the run, not {milestones!r}",
+                f"such as [{milestones}]" if isinstance(milestones, int | float) else None,
+            )
         self.settings |= {f"{key}.{name}": value for name, value in arguments.items()}
 
         is_plateau = isinstance(scheduler_class, type) and issubclass(
@@ -209,8 +218,12 @@ class _Builder:
                     'write functions: {default: ...} instead, such as "0.97 ** epoch"',
                 )
             objects["lr_lambda"] = self.functions(node["functions"], key)
-        ends = arguments.get("milestones") if scheduler_class is SequentialLR else None
-        children = self.children(node.get("schedulers") or {}, ends, steps, key)
+        ends = None
+        if scheduler_class is SequentialLR:
+            ends = arguments.get("milestones")
+            if isinstance(ends, list) and ends != sorted(ends):
+                refuse(f"{key}.milestones", f"must rise, not {ends}")
+        children = self.children(node.get("schedulers"), ends, steps, key)
         if children:
             objects["schedulers"] = children
 
@@ -220,10 +233,11 @@ class _Builder:
         if isinstance(scheduler, OneCycleLR) and not self.guessed:
             end = scheduler.total_steps
             if end < (steps or 0):
+                unit = "updates" if self.interval == "step" else "epochs"
                 refuse(
                     key,
-                    f"total steps is {end}, but the run has {self.updates} updates",
-                    "set lr_scheduler.total_steps to ${total_steps}",
+                    f"total steps is {end}, but the run has {steps} {unit} for it",
+                    f"set {key}.total_steps to ${{total_steps}}",
                 )
         return scheduler
 
@@ -251,7 +265,9 @@ class _Builder:
         `ends`: the steps at which each of them, but the last, gives way to the next; None where
         all of them take all `steps`.
         """
-        items = given.items() if isinstance(given, Mapping) else enumerate(given)
+        if not isinstance(given, Mapping | list | None):
+            refuse(f"{key}.schedulers", f"must be a list or a dict of schedulers, not {given!r}")
+        items = given.items() if isinstance(given, Mapping) else enumerate(given or [])
         nodes = [(f"{key}.schedulers.{n}", child) for n, child in items if child is not None]
         lengths = [steps] * len(nodes)
         if nodes and ends and len(ends) == len(nodes) - 1:

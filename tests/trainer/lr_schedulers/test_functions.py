@@ -207,6 +207,12 @@ STEP, PLATEAU = broken(step_size=1), broken("ReduceLROnPlateau")
         (sequence(3), "no _target_"),
         (sequence(STEP | {"interval": "epoch"}), "schedulers.0.interval: .*no argument"),
         (sequence(STEP, milestones=[3, 4]), "milestone"),
+        (sequence(STEP, STEP, STEP, milestones=[4, 3]), "milestones: must rise"),
+        (sequence(STEP) | {"milestones": 5}, r"milestones: .* not 5; such as \[5\]"),
+        (sequence(STEP) | {"milestones": {"a": 5}}, "milestones: must be a list"),
+        (sequence(sequence(STEP) | {"milestones": 0.5}), "schedulers.0.milestones: .* 0.5"),
+        (broken("MultiStepLR", milestones=5), "milestones: must be a list"),
+        (broken("ChainedScheduler", schedulers=7), "schedulers: must be a list or a dict"),
         (broken("ChainedScheduler", schedulers=[PLATEAU]), "ReduceLROnPlateau"),
     ],
 )
@@ -236,3 +242,16 @@ def test_a_cycle_that_ends_before_the_run_is_refused(updates: int) -> None:
         with pytest.raises(ConfigError, match=r"the run has .* updates.*total_steps"):
             build_lr_schedule(whole, optimizers(), updates, 10)
         build_lr_schedule(whole, optimizers(), updates, 10, guessed=True)
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ({"warmup": {"steps": 12}}, "the run has 48 updates for it"),
+        ({"warmup": {"epochs": 2}, "interval": "epoch"}, "the run has 8 epochs for it"),
+    ],
+)
+def test_what_is_left_for_a_cycle_is_told_in_its_own_steps(more: Any, told: str) -> None:
+    chosen = broken("OneCycleLR", max_lr=0.1, total_steps=5)
+    with pytest.raises(ConfigError, match=told):
+        build_lr_schedule(chosen | more, optimizers(), 60, 6)
