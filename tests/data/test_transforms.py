@@ -18,6 +18,7 @@ from regimen.data.transforms import (
     ToFloat,
     average_views,
 )
+from regimen.trainer.tasks.classification import Classification
 
 
 def _model():
@@ -42,8 +43,18 @@ def test_ten_crops_are_averaged():
         [model(((crop / 255 - 0.5) / 0.2)[None])[0] for crop in v2.TenCrop(8)(image)]
     )
     averaged = average_views(model, torch.stack([views, views]))
+    assert torch.equal(Classification(5).answer(model, torch.stack([views, views])), averaged)
     assert torch.allclose(averaged, by_hand.mean(0).expand(2, 5), atol=1e-5)
     assert torch.equal(average_views(model, views), model(views))  # single images
+
+
+def test_videos_go_to_the_model_as_they_are():
+    videos = torch.rand(2, 3, 4, 8, 8)  # [n, C, frames, H, W]
+    model = nn.Sequential(nn.Conv3d(3, 5, 3), nn.AdaptiveAvgPool3d(1), nn.Flatten())
+    task = Classification(5, average_views=False)
+    assert torch.equal(task.answer(model, videos), model(videos))
+    output = task.evaluation_step(model, (videos, torch.tensor([0, 4]))).output
+    assert torch.equal(output, model(videos))
 
 
 def test_shifted_views_are_reflected_at_the_edge():

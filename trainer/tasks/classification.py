@@ -16,7 +16,9 @@ class Classification(Supervised):
 
     Labels are class indices [n] or class probabilities [n, classes]. Samples whose label is the
     loss's `ignore_index` (torch's default is -100) are excluded from the loss and the scores.
-    For inputs of five dimensions, [n, crops, C, H, W], the logits are averaged over the crops.
+    Inputs of five dimensions are views of each sample, [n, views, C, H, W], as `transforms=ten_crop`
+    makes them: the logits are averaged over the views. With `average_views=False` they are videos
+    or volumes, which go to the model as they are.
     """
 
     output_kind = "classes"
@@ -27,9 +29,11 @@ class Classification(Supervised):
         loss: Loss | None = None,
         top_k: Sequence[int] = (1,),
         metrics: Metrics | None = None,
+        average_views: bool = True,
     ) -> None:
         super().__init__(loss or nn.CrossEntropyLoss(), metrics)
         self.num_classes = num_classes
+        self._average_views = average_views
         if min(top_k, default=1) < 1:
             raise ModelError("task.top_k", f"expected numbers >= 1, got {list(top_k)}")
         self._top_k = {
@@ -39,9 +43,10 @@ class Classification(Supervised):
 
     def answer(self, model: nn.Module, inputs: Any) -> Any:
         """Return the logits [n, classes]."""
-        if getattr(inputs, "ndim", 0) != 5:  # named inputs, such as those of a text, are a dict
+        is_views = getattr(inputs, "ndim", 0) == 5  # inputs of a text are a dict, without `ndim`
+        if not (is_views and self._average_views):
             return model(inputs)
-        logits = model(inputs.flatten(0, 1))  # [n * crops, classes]
+        logits = model(inputs.flatten(0, 1))  # [n * views, classes]
         return logits.view(*inputs.shape[:2], -1).mean(1)
 
     def interpret(self, output: Tensor) -> Tensor:
