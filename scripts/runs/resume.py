@@ -211,13 +211,14 @@ def _compare(resume: Resume, raw: Values) -> Resume:
     ignored = dict.fromkeys(START_KEYS)
     saved_with_changes = copy.deepcopy(saved)
     refused = []
-    for key, (old, new) in changes(with_defaults(saved) | ignored, raw | ignored).items():
+    filled = with_defaults(saved) | ignored
+    for key, (old, new) in changes(filled, raw | ignored).items():
         text = f"{key}: {_format(old)} -> {_format(new)}"
         if key in _HORIZON_KEYS:
             resume.horizon_changed = True
             is_allowed = new is None or _is_longer(old, new)
         else:
-            is_allowed = _is_harmless(key, saved, raw)
+            is_allowed = _is_harmless(key, filled, raw)
         if not is_allowed:
             refused.append(text)
             continue
@@ -260,23 +261,25 @@ def _set(config: Values, key: str, value: Any) -> None:
 def _is_harmless(key: str, saved: Values, raw: Values) -> bool:
     """Return whether a run trains the same though a key has changed.
 
-    A callback may say so of itself (`affects_result`).
+    Callbacks and strategies say so of themselves (`affects_result`).
     """
     section, _, inside = key.partition(".")
+    if section == "strategy":
+        return not any(_affects_result(config["strategy"]) for config in (saved, raw))
     if section != "callbacks" or trains_the_same(key):
         return trains_the_same(key)
     name = inside.partition(".")[0]
-    targets = []
-    for config in (saved, raw):
-        node = config["callbacks"].get(name)
-        if node and "_target_" in node:
-            targets.append(node["_target_"])
-    return bool(targets) and not any(map(_affects_result, targets))
+    nodes = [config["callbacks"].get(name) for config in (saved, raw)]
+    there = [node for node in nodes if node and "_target_" in node]
+    return bool(there) and not any(map(_affects_result, there))
 
 
-def _affects_result(target: str) -> bool:
-    with suppress(TargetError):
-        return getattr(locate(target), "affects_result", True) is not False
+def _affects_result(node: Any) -> bool:
+    """Return what the class of a node says; what is not found, or says nothing, may affect it."""
+    if isinstance(node, dict):
+        with suppress(TargetError):
+            kind = locate(str(node.get("_target_")))
+            return getattr(kind, "affects_result", True) is not False
     return True
 
 
@@ -310,6 +313,10 @@ def changes(
         return {} if old == new and type(old) is type(new) else {key: (old, new)}
     differences = dict[str, tuple[Any, Any]]()
     for name in {**old, **new}:
+        # Texts are compared: they tell 1 from True, and hold the order. What is equal needs no
+        # look at its target, which would be imported.
+        if name in old and name in new and repr(old[name]) == repr(new[name]):
+            continue
         child = f"{key}.{name}" if key else str(name)
         node = new if name in new else old
         passed_on = is_argument or ("_target_" in node and accepts_argument(node, name))

@@ -110,6 +110,7 @@ class Strategy:
     name = "single"  # in the plan and in messages
 
     # What others ask of a strategy, or of its class.
+    affects_result = False  # True: another one is another training, and no resume may change it
     starts_processes = False  # whether `train` starts one process per device
     shards_parameters = False  # whether no process holds whole parameters
     copies_model = False  # whether a forward pass computes on copies of the model's modules

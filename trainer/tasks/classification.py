@@ -16,9 +16,9 @@ class Classification(Supervised):
 
     Labels are class indices [n] or class probabilities [n, classes]. Samples whose label is the
     loss's `ignore_index` (torch's default is -100) are excluded from the loss and the scores.
-    Inputs of five dimensions are views of each sample, [n, views, C, H, W], as `transforms=ten_crop`
-    makes them: the logits are averaged over the views. With `average_views=False` they are videos
-    or volumes, which go to the model as they are.
+    Inputs of five dimensions are views of each sample, [n, views, C, H, W], such as those of
+    `transforms=ten_crop`: the logits are averaged over the views. With `average_views=False` they
+    are videos or volumes, which go to the model as they are.
     """
 
     output_kind = "classes"

@@ -96,3 +96,43 @@ def test_a_callback_may_say_that_a_run_trains_the_same_without_it(target, harmle
             assert _is_harmless(key, saved, raw) is harmless
     assert not _is_harmless("callbacks.other", {"callbacks": {}}, {"callbacks": {}})
     assert not _is_harmless("optimizer.lr", {"callbacks": {}}, {"callbacks": {}})
+
+
+STRATEGIES = {
+    "single": {"_target_": "regimen.trainer.strategies.single.Single"},
+    "ddp": {"_target_": "regimen.trainer.strategies.ddp.DDP", "devices": 2},
+    "fsdp": {"_target_": "regimen.trainer.strategies.fsdp.FSDP", "devices": 2},
+    "gone": {"_target_": "nowhere.Hogwild"},
+}
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "harmless"),
+    [
+        ("single", "ddp", True),
+        ("ddp", "fsdp", False),
+        ("fsdp", "single", False),
+        ("gone", "ddp", False),
+    ],
+)
+def test_a_strategy_may_say_that_another_training_comes_out(before, now, harmless, monkeypatch):
+    monkeypatch.setattr("regimen.trainer.strategies.fsdp.FSDP.affects_result", True)
+    saved, raw = {"strategy": STRATEGIES[before]}, {"strategy": STRATEGIES[now]}
+    for key in ("strategy._target_", "strategy.devices"):
+        assert _is_harmless(key, saved, raw) is harmless
+
+
+def test_the_targets_of_what_is_equal_are_not_looked_at(monkeypatch):
+    asked = []
+
+    def parameters_of(path):
+        asked.append(path)
+
+    monkeypatch.setattr("regimen.trainer.targets.instantiate.parameters_of", parameters_of)
+    before, later = with_defaults(RUN), with_defaults(RUN)
+    assert changes(before, later) == {}
+    assert asked == []
+    later["optimizer"] = later["optimizer"] | {"lr": 0.2}
+    assert [*changes(before, later)] == ["optimizer.lr"]
+    assert set(asked) == {"torch.optim.SGD"}
+    assert changes({"lr": 1}, {"lr": True}) == {"lr": (1, True)}  # equal, but for their types
