@@ -7,6 +7,8 @@ from regimen.conf.check import parse
 from regimen.conf.errors import ConfigError
 from regimen.scripts.composition.compose import compose
 from regimen.trainer.assembly.check import check_targets
+from regimen.trainer.strategies.fsdp import FSDP
+from regimen.trainer.strategies.single import Single
 
 CODE = """
 from contextlib import contextmanager
@@ -126,6 +128,28 @@ def test_a_mistake_in_a_class_derived_from_ours_starts_no_process(train, project
     done = train([*JOB, *typed], 2, folder=project)
     assert message in done.error
     assert not (project / "wrong").exists()
+
+
+@pytest.mark.parametrize(
+    ("base", "given", "message"),
+    [
+        (Single, {"devices": 5}, "strategy.devices: Mine trains on one device, not on 5"),
+        (Single, {"devices": [0, 1]}, "strategy.devices: Mine trains on one device"),
+        (Single, {"devices": "x"}, "strategy.devices: Mine trains on one device, not on x"),
+        (Single, {"devices": 1}, None),
+        (FSDP, {"tensor_parallel": {"sizze": 2}}, "tensor_parallel.sizze: unknown key"),
+        (FSDP, {"tensor_parallel": {"size": "x"}}, "strategy.tensor_parallel.size: expected"),
+        (FSDP, {"tensor_parallel": 2}, "strategy.tensor_parallel: expected size and plan"),
+        (FSDP, {"tensor_parallel": {"size": 2}}, None),
+    ],
+)
+def test_a_class_derived_from_ours_is_held_against_the_values_that_it_takes(base, given, message):
+    mine = type("Mine", (base,), {})
+    told = [str(problem) for problem in mine.problems(**{"devices": 2, **given})]
+    if message is None:
+        assert told == []
+    else:
+        assert message in told[0]
 
 
 def test_a_prediction_takes_a_class_that_is_typed(train, project):

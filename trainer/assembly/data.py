@@ -81,7 +81,11 @@ def build_data(
         # evaluation, and the draws of others do not depend on it.
         with seeded(torch.device("cpu"), derived_seed(config.seed, "data", split)):
             sets[split] = _open(config, split, node) if node else None
-            follow_names(sets[split], classes or names_of(sets.get("train")), key_of(split))
+            if classes:
+                follow_names(sets[split], classes, key_of(split))
+            else:
+                of_train = names_of(sets.get("train"))
+                follow_names(sets[split], of_train, key_of(split), "of data.train")
             _try_transforms(sets[split])
     if "train" in sets and sets["train"] is None:
         raise ConfigError("data.train", "is null: there is nothing to train on")
@@ -114,8 +118,13 @@ def class_names(sets: Mapping[str, Any]) -> list[str] | None:
     return next(filter(None, map(names_of, sets.values())), None)
 
 
-def follow_names(dataset: Any, classes: Sequence[str] | None, key: str) -> None:
-    """Number a data set's classes as `classes` does, the names of a run.
+def follow_names(
+    dataset: Any,
+    classes: Sequence[str] | None,
+    key: str,
+    whose: str = "that the run was trained on",
+) -> None:
+    """Number a data set's classes as `classes` does; `whose` they are, for the message.
 
     Raises ClassNamesError if it has other names, or if its labels cannot be renumbered.
     """
@@ -133,7 +142,7 @@ def follow_names(dataset: Any, classes: Sequence[str] | None, key: str) -> None:
     if unknown or not can_renumber:
         wrong = f"{_quoted(unknown)} among them" if unknown else "in another order"
         raise ClassNamesError(
-            f"{key}: its classes are not those that the run was trained on, {wrong}: it has "
+            f"{key}: its classes are not those {whose}, {wrong}: it has "
             f"{len(names)} ({_quoted(names)}), the run {len(classes)} ({_quoted(classes)}): with "
             "other names their numbers would mean something else; give them the names of the run"
         )

@@ -7,12 +7,15 @@ run, which only ask the class, do without it.
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from regimen.conf.check import check
+from regimen.conf.errors import raise_problems
 from regimen.conf.schema_trainer import TensorParallelConfig
 from regimen.data.batch import map_tensors
 from regimen.trainer.errors import ModelError
@@ -63,7 +66,7 @@ class FSDP(MultiProcess):
             max_restarts=max_restarts,
             sync_batchnorm=sync_batchnorm,
         )
-        self._plan = TensorParallelConfig(**(tensor_parallel or {})).plan
+        self._plan = _tensor_options(tensor_parallel).plan
         self.mesh = self.mesh_of(
             self.group.world_size, shard_size=shard_size, tensor_parallel=tensor_parallel
         )
@@ -88,7 +91,7 @@ class FSDP(MultiProcess):
         **others: Any,
     ) -> Mesh:
         """Return the grid of a run's processes. Raises ModelError if they do not make one."""
-        return Mesh.of(processes, shard_size, TensorParallelConfig(**(tensor_parallel or {})).size)
+        return Mesh.of(processes, shard_size, _tensor_options(tensor_parallel).size)
 
     @classmethod
     def check_model(
@@ -96,7 +99,7 @@ class FSDP(MultiProcess):
     ) -> None:
         """Raise ModelError for a plan that does not fit the model."""
         if tensor_parallel is not None:
-            options = TensorParallelConfig(**tensor_parallel)
+            options = _tensor_options(tensor_parallel)
             tensor_styles(model, options.plan, options.size)
 
     def setup(self) -> None:
@@ -240,6 +243,20 @@ class FSDP(MultiProcess):
             else:
                 split[key] = self.split_like(value, parameters)
         return split
+
+
+def _tensor_options(given: Mapping[str, Any] | None) -> TensorParallelConfig:
+    """Return the values of `tensor_parallel`, which nobody has looked at for a user's class.
+
+    Raises ModelError.
+    """
+    key = "strategy.tensor_parallel"
+    values = {} if given is None else given
+    if not isinstance(values, Mapping):
+        raise ModelError(key, f"expected size and plan, got {values!r}")
+    found = check(dict(values), TensorParallelConfig)
+    raise_problems((replace(one, key=f"{key}.{one.key}") for one in found), ModelError)
+    return TensorParallelConfig(**values)
 
 
 def _style(name: str, module: nn.Module) -> Any:

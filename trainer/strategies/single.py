@@ -16,6 +16,13 @@ class Single(Strategy):
     """
 
     def __init__(self, *, accelerator: str = "auto", devices: Devices = "auto") -> None:
+        number = devices if isinstance(devices, int | str) else len(devices)
+        if number not in (0, 1, "auto"):  # of the class of Regimen the schema has looked at it
+            raise ModelError(
+                "strategy.devices",
+                f"{type(self).__name__} trains on one device, not on {devices}",
+                "strategy=ddp, fsdp or dp take several",
+            )
         device = first_device(devices, accelerator)
         count = device_count(device.type)
         if (

@@ -14,6 +14,8 @@ from regimen.trainer.components.components import Components
 from regimen.trainer.device import is_async
 from regimen.trainer.optimizers.state import supports_found_inf
 
+_MOST_FLAGS = 1000  # that are kept one by one, where nothing is logged for long
+
 
 class UpdateBackup:
     """Copies of what an update changes before it is known to be finite.
@@ -160,10 +162,13 @@ class DeviceGuard(Guard):
         super().__init__(backup)
         # 0 until a norm is not finite, then 1: `found_inf` as the optimizers' kernels take it.
         self._found_inf = torch.zeros((), device=device)
-        self._earlier: list[Tensor] = []  # the flag before each update, since `undo_skipped`
+        # The flags before each update since `undo_skipped`; sums of them, where there were many.
+        self._earlier: list[Tensor] = []
 
     def begin_update(self) -> None:
         """Copy what the update changes, unless an earlier update was left out."""
+        if len(self._earlier) >= _MOST_FLAGS:
+            self._earlier = [torch.stack(self._earlier).sum()]  # on the device: nothing waits
         self._earlier.append(self._found_inf)
         self._backup.rebind_buffers()
         self._backup.save(left_out=self._found_inf)

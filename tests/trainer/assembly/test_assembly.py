@@ -221,6 +221,20 @@ def test_a_data_set_without_names_or_with_the_runs_stays_as_it_is():
     follow_names(Named(["a", "b"]), None, "data.test")
 
 
+def test_where_a_run_begins_other_names_are_not_those_of_train(tmp_path, monkeypatch):
+    code = "class Sorted(list):\n    def __init__(self, classes): self.classes = classes\n"
+    (tmp_path / "my_sorted.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    names = {"train": "a, b", "val": "b, a", "test": "a, b"}
+    nodes = [f"data.{s}={{_target_: my_sorted.Sorted, classes: [{n}]}}" for s, n in names.items()]
+    config = composed("transforms=none", *nodes)
+    with pytest.raises(ClassNamesError, match="not those of data.train, in another"):
+        build_data(config)
+    with pytest.raises(ClassNamesError, match="not those that the run was trained on"):
+        build_data(config, ["val"], ["a", "b"])
+
+
 def test_what_a_data_set_draws_when_it_is_opened_is_its_own(tmp_path, monkeypatch):
     (tmp_path / "my_drawn.py").write_text(DRAWN)
     monkeypatch.chdir(tmp_path)

@@ -23,6 +23,7 @@ from regimen.trainer.tasks.losses import Term
 from regimen.trainer.tasks.metrics import R2
 from regimen.trainer.tasks.supervised import Scores
 from regimen.trainer.trainer import Trainer
+from regimen.trainer.update.guard import DeviceGuard, UpdateBackup
 from regimen.trainer.update.loss import scaled_loss
 from regimen.trainer.update.means import MeanAccumulator
 from toys import (
@@ -422,3 +423,13 @@ def test_a_group_that_is_added_later_is_clipped_and_counts_in_the_norm() -> None
         gradients = torch.autograd.grad(loss, list(trained.parameters()))
         norms.append(float(nn.utils.get_total_norm(gradients)))
     assert list(lines.of("train/grad_norm").values()) == pytest.approx(norms, rel=1e-9)
+
+
+def test_flags_of_many_updates_between_two_looks_at_them_stay_few() -> None:
+    guard = DeviceGuard(UpdateBackup([]), torch.device("cpu"))
+    for update in range(2500):
+        guard.begin_update()
+        guard.is_nonfinite(torch.tensor(1.0 if update < 2000 else float("nan")))
+        assert len(guard._earlier) <= 1000
+    assert guard.undo_skipped() == 500
+    assert guard.undo_skipped() == 0
