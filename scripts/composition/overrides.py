@@ -78,6 +78,19 @@ class Dimension:
         return self.key.lstrip("+")
 
 
+@dataclass(frozen=True, slots=True)
+class _Sets:
+    """An override, and what it sets."""
+
+    override: Override
+    key: str  # dotted
+    keys: frozenset[str]  # of the values: a section sets those within it, one by one
+
+    def covers(self, earlier: "_Sets") -> bool:
+        """Return whether all keys that an earlier override sets are set by this one, too."""
+        return all(above(key, self.keys) for key in earlier.keys)
+
+
 @dataclass(slots=True)
 class Overrides:
     """The overrides of a composition, and their problems."""
@@ -183,28 +196,30 @@ class Overrides:
     def effective(
         self, overrides: Sequence[Override], has_choice: Callable[[], set[str]]
     ) -> list[Override]:
-        """Leave out each override that a later one makes void, since the last word wins.
+        """Return the overrides without those that a later one makes void: the last word wins.
 
-        A choice in a group takes the place of an earlier one, and of a node that was set there;
-        values within the group stay. No choice (null, `~group`) makes values within void as well,
-        and so does a value: Hydra applies all choices before all values, and a sweep would make
-        jobs of each value that it replaces.
+        Hydra itself would apply all choices of groups before all values, so that an earlier value
+        would win over a later choice; and a sweep would make a job of each value that is replaced.
         """
-        kept = list[tuple[str, set[str], Override]]()  # with its key, and the keys that it sets
+        kept = list[_Sets]()
         for override in overrides:
             key = override.get_key_element().lstrip("+~").replace("/", ".")
-            keys = set[str]()
-            for value in _values_given(override):
-                keys |= _keys_set_by(value, key)
-            chooses = self._chooses(override)
-            if chooses and override.is_add() and self._is_list(override, has_choice):
-                pass  # one more choice, beside the earlier ones
-            elif chooses and (override.key_or_group in NEEDED or not _is_empty(override)):
-                kept = [earlier for earlier in kept if earlier[0] != key]
+            later = _Sets(override, key, _keys_set_by_override(override, key))
+            if not self._chooses(override):
+                # `a.b=1` makes void what sets a.b, or only keys within it.
+                kept = [earlier for earlier in kept if not later.covers(earlier)]
+            elif override.is_add() and self._is_list(override, has_choice):
+                pass  # `+callbacks=ema`: one more choice, beside the earlier ones
+            elif _is_empty(override) and override.key_or_group not in NEEDED:
+                # `lr_scheduler=null`, `~lr_scheduler`: values within the group have nowhere to go.
+                kept = [earlier for earlier in kept if not later.covers(earlier)]
             else:
-                kept = [earlier for earlier in kept if not all(above(k, keys) for k in earlier[1])]
-            kept.append((key, keys, override))
-        return [override for _, _, override in kept]
+                # `optimizer=adam` takes the place of `optimizer=sgd`, and of a node that was set
+                # there; `optimizer.lr=1` stays, whichever optimizer it is for. A needed group
+                # cannot be empty: that is a mistake, which is reported later.
+                kept = [earlier for earlier in kept if earlier.key != key]
+            kept.append(later)
+        return [each.override for each in kept]
 
     def _chooses(self, override: Override) -> bool:
         """Return whether an override chooses in a group; a dict would be a value of its key."""
@@ -326,6 +341,14 @@ def _values_given(override: Override) -> list[Any]:
 
 def _is_empty(override: Override) -> bool:
     return override.is_delete() or override.value() in (None, [])
+
+
+def _keys_set_by_override(override: Override, key: str) -> frozenset[str]:
+    """Return the keys that an override sets; of a sweep those of each of its values."""
+    keys = set[str]()
+    for value in _values_given(override):
+        keys |= _keys_set_by(value, key)
+    return frozenset(keys)
 
 
 def _keys_set_by(value: Any, key: str) -> set[str]:

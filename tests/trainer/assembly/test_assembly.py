@@ -229,7 +229,7 @@ def test_where_a_run_begins_other_names_are_not_those_of_train(tmp_path, monkeyp
     names = {"train": "a, b", "val": "b, a", "test": "a, b"}
     nodes = [f"data.{s}={{_target_: my_sorted.Sorted, classes: [{n}]}}" for s, n in names.items()]
     config = composed("transforms=none", *nodes)
-    with pytest.raises(ClassNamesError, match="not those of data.train, in another"):
+    with pytest.raises(ClassNamesError, match=r"not those of data\.train, in another"):
         build_data(config)
     with pytest.raises(ClassNamesError, match="not those that the run was trained on"):
         build_data(config, ["val"], ["a", "b"])
