@@ -68,8 +68,9 @@ def check_options(options: TrainerConfig) -> list[Problem]:
         hint = problem.hint
         if hint is not None and not hint.startswith(("did you mean", "it is called")):
             hint = None
-        key = f"TrainerOptions.{problem.key}"
-        translated.append(Problem(key, in_python(problem.message), hint))
+        translated.append(
+            Problem(f"TrainerOptions.{problem.key}", in_python(problem.message), hint)
+        )
     return translated
 
 

@@ -247,8 +247,9 @@ class _Examination:
 
     def _note(self, node: yaml.Node, key: str, message: str) -> None:
         """Note a mistake; the file has values all the same."""
-        place = f"{self._file}:{node.start_mark.line + 1}"
-        self._document.problems.append(Problem(key, message, file=place))
+        self._document.problems.append(
+            Problem(key, message, file=f"{self._file}:{node.start_mark.line + 1}")
+        )
 
     def _refuse(self, node: yaml.Node, key: str, message: str) -> None:
         """Note a mistake that leaves the file without values."""

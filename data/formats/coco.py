@@ -323,8 +323,10 @@ def read_yolo(
             where = f"{file}: line {line_number}"
             label, box = _yolo_line(line, where)
             if label not in number_of:
-                known = f"{len(number_of)} classes are known: {', '.join(names[:10])}"
-                raise DataError(f"{where}: class {label} is unknown, {known}")
+                raise DataError(
+                    f"{where}: class {label} is unknown, {len(number_of)} classes are known: "
+                    f"{', '.join(names[:10])}"
+                )
             clipped = check.clip(box, (1.0, 1.0), _SHARE_MARGIN, where)
             if clipped is not None:
                 picture.add(clipped, number_of[label])

@@ -275,6 +275,12 @@ def help_of(command: type[RunOptions]) -> str:
     lines = [str(getdoc(command)), ""]
     for name, key in declared(command).items():
         default = "" if key.default is REQUIRED else format_scalar(key.default)
-        text = f"{f'{name}={default}':<24} {key.doc} ({describe_type(key)})"
-        lines.append(textwrap.fill(text, 98, initial_indent="  ", subsequent_indent=" " * 27))
+        lines.append(
+            textwrap.fill(
+                f"{f'{name}={default}':<24} {key.doc} ({describe_type(key)})",
+                98,
+                initial_indent="  ",
+                subsequent_indent=" " * 27,
+            )
+        )
     return "\n".join(lines)

@@ -453,9 +453,13 @@ def refuse_untyped(section: str, values: Mapping[str, Any], texts: Iterable[str]
         if typed.get(name) != value:
             key = f"{section}.{name}"
             spelled = re.sub(r'"(\w+)": ', r"\1: ", json.dumps(value))
-            message = "comes from the command line only: it could run any program"
-            hint = f"if you trust it: {shlex.quote(f'{key}={spelled}')}"
-            problems.append(Problem(key, message, hint))
+            problems.append(
+                Problem(
+                    key,
+                    "comes from the command line only: it could run any program",
+                    f"if you trust it: {shlex.quote(f'{key}={spelled}')}",
+                )
+            )
     raise_problems(problems)
 
 

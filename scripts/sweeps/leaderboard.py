@@ -232,8 +232,8 @@ def show(folder: Path, ranking: Ranking, group_by: Sequence[str], varied: Sequen
             overrides = dict(group)
             cells = [overrides.get(key, "") for key in keys]
             rows.append(cells + _statistics(values, format_value))
-        title = f"{ranking.name} over {', '.join(group_by)}"
-        print("", title, *format_table(rows, columns, last=2), sep="\n")
+        table = format_table(rows, columns, last=2)
+        print("", f"{ranking.name} over {', '.join(group_by)}", *table, sep="\n")
     for job in ranking.jobs:
         if job.failed:
             print(one_line(f"job {job.number} {job.state} (exit {job.code}): {job.reason}"))

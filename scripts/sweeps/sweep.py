@@ -362,8 +362,11 @@ def say_progress(job: Job, metric: str) -> None:
     if last:
         value = f", {metric} {last[metric]}" if metric in last else ""
         epochs = (job.config.get("trainer") or {}).get("max_epochs")
-        where = f"epoch {last.get('epoch')} of {epochs}, step {last.get('step')}"
-        print(f"job {job.number}: {where}{value}", flush=True)
+        print(
+            f"job {job.number}: epoch {last.get('epoch')} of {epochs}, "
+            f"step {last.get('step')}{value}",
+            flush=True,
+        )
 
 
 def flags(arguments: Arguments) -> list[str]:

@@ -30,6 +30,6 @@ class EpochLines(Callback):
             epoch += f"/{trainer.options.max_epochs}"
         values = ", ".join(f"{key} {value:.4g}" for key, value in metrics.items())
         line = f"{epoch}, step {state.global_step}: {values}"
-        print(line, file=sys.stderr, flush=True)
         if trainer.run is not None:
             trainer.run.note(line)
+        print(line, file=sys.stderr, flush=True)

@@ -126,8 +126,9 @@ class MultiProcess(Strategy):
             return [Problem("strategy.devices", f"{expected}, got {devices!r}")]
         found: list[Problem] = []
         if not isinstance(max_restarts, int) or max_restarts < 0:
-            message = f"expected an integer >= 0, got {max_restarts!r}"
-            found.append(Problem("strategy.max_restarts", message))
+            found.append(
+                Problem("strategy.max_restarts", f"expected an integer >= 0, got {max_restarts!r}")
+            )
         with collect_problems(found):
             first_device(devices, accelerator)
             processes = count_devices(devices, accelerator)

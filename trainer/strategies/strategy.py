@@ -57,8 +57,11 @@ def instances(model: nn.Module, classes: Sequence[str], key: str) -> list[nn.Mod
     names = {type(module).__name__ for module in model.modules()}
     for name in classes:
         if name not in names:
-            message = f"the model has no module of class {name}"
-            raise ModelError(key, message, f"there are {', '.join(sorted(names))}")
+            raise ModelError(
+                key,
+                f"the model has no module of class {name}",
+                f"there are {', '.join(sorted(names))}",
+            )
     return [module for module in model.modules() if type(module).__name__ in classes]
 
 

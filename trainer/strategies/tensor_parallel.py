@@ -50,13 +50,22 @@ def tensor_styles(
         style = _ALIASES.get(given, given)
         names = [name for name in layers if fnmatchcase(name, pattern)]
         if style not in STYLES:
-            message = f"{pattern}: there is no style {given!r} here"
-            problems.append(Problem(PLAN, message, f"there are {', '.join(STYLES)}"))
+            problems.append(
+                Problem(
+                    PLAN,
+                    f"{pattern}: there is no style {given!r} here",
+                    f"there are {', '.join(STYLES)}",
+                )
+            )
         elif not names:
             patterns = list(dict.fromkeys(re.sub(r"\d+", "*", name) for name in layers))
-            message = f"{pattern}: the model has no Linear or Embedding of such a name"
-            hint = f"there are {truncated_list(patterns) or 'none'}"
-            problems.append(Problem(PLAN, message, hint))
+            problems.append(
+                Problem(
+                    PLAN,
+                    f"{pattern}: the model has no Linear or Embedding of such a name",
+                    f"there are {truncated_list(patterns) or 'none'}",
+                )
+            )
         else:
             styles |= dict.fromkeys(names, style)
     problems += _uneven(layers, styles, size)
