@@ -284,11 +284,15 @@ class Group:
         if self.control is None:
             return tensor
         total = tensor.clone()
-        if total.device.type == "cpu" and self._devices_only:
-            # All processes instead of those of `data`: each neighbour adds the same.
-            dist.all_reduce(total, group=self.control)
-            return total / self.tensor_size if self.tensor_size > 1 else total
-        dist.all_reduce(total, group=self.data)
+        is_on_host = total.device.type == "cpu"
+        if not (is_on_host and self._devices_only):
+            dist.all_reduce(total, group=self.data)  # one process of each tensor group
+            return total
+        # The backend of `data` knows no host tensors. `control` does, and holds all processes: each
+        # sample is added once for each process of a tensor group.
+        dist.all_reduce(total, group=self.control)
+        if self.tensor_size > 1:
+            total = total / self.tensor_size
         return total
 
     def broadcast(self, value: Any) -> Any:

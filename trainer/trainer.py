@@ -244,6 +244,7 @@ class Trainer:
                 self._begin(resume)
             while not self._ended:
                 length = self.steps_per_epoch
+                is_stopped = False
                 with self.random.isolated():
                     self.hooks.emit("on_epoch_start")
                 for micro_batches in self._epoch(length):
@@ -252,11 +253,14 @@ class Trainer:
                     self.hooks.emit("on_update_end")
                     # The last update of an epoch has its boundary behind `on_epoch_end`. Where the
                     # length is not known it has one here, too; nothing is logged twice.
-                    if self.state.position != length and self._boundary():
+                    is_last = self.state.position == length
+                    if not is_last:
+                        is_stopped = self._boundary()
+                    if is_stopped:
                         break
-                else:
-                    if not self.state.stop_code:  # else a signal ended the wait for a batch
-                        self._end_epoch()
+                # The epoch is complete, unless a signal has ended the wait for a batch.
+                if not is_stopped and not self.state.stop_code:
+                    self._end_epoch()
             self.updater.check_deferred_nonfinite()
             with self.timer.spending("start and end"), self.random.isolated():
                 self.hooks.emit("on_fit_end")

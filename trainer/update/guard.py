@@ -45,34 +45,40 @@ class UpdateBackup:
         `left_out`: a flag on the device, which is set once an earlier update was left out. The
         copies are then those from before that update, and stay.
         """
-        self._buffers = [
-            (owner, name, buffer)
-            for owner in self._owners
-            for name, buffer in owner.items()
-            # Sparse ones (a graph, say) are constants; they cannot be joined.
-            if buffer is not None and buffer.numel() and buffer.layout is torch.strided
-        ]
+        self._buffers = self._find_buffers()
         if not self._buffers and not self._optimizers:
             return
         states = [{p: _structure(s) for p, s in o.state.items()} for o in self._optimizers]
         tensors = self._tensors_of(states)
         layout = [_layout_of(tensor) for tensor in tensors]
-        earlier = self._copies if layout == self._layout else []
-        # Where the layout has changed (the last update has created state), the earlier copies
-        # cannot stay element by element: the host has to wait for the flag, and keeps all or none.
-        if left_out is not None and self._copies and not earlier and left_out.item():
+
+        keeps_layout = bool(self._copies) and layout == self._layout
+        changes_layout = bool(self._copies) and layout != self._layout
+        # The last update has created state: the device cannot choose between vectors of other
+        # lengths. The host waits for the flag, after the first update only, and keeps all or none.
+        if left_out is not None and changes_layout and left_out.item():
             return
+        copies = _joined(tensors)
+        if left_out is not None and keeps_layout:
+            # The device chooses, and nothing waits: the earlier copies where the flag is set.
+            stays = left_out.bool()
+            for number, earlier in enumerate(self._copies):
+                copies[number] = torch.where(stays.to(earlier.device), earlier, copies[number])
+
         self._tensors = tensors
         self._states = states
         self._layout = layout
-        with torch.no_grad():
-            groups = _by_device_and_dtype(tensors)
-            copies = [torch.cat([t.reshape(-1) for t in group]) for group in groups]
-        if left_out is not None and earlier:
-            stays = left_out.bool()
-            pairs = zip(earlier, copies, strict=True)
-            copies = [torch.where(stays.to(old.device), old, new) for old, new in pairs]
         self._copies = copies
+
+    def _find_buffers(self) -> list[tuple[dict[str, Any], str, Tensor]]:
+        """Return the buffers that there are now, each with the dict that holds it and its name."""
+        found = []
+        for owner in self._owners:
+            for name, buffer in owner.items():
+                # Sparse ones (a graph, say) are constants; they cannot be joined.
+                if buffer is not None and buffer.numel() and buffer.layout is torch.strided:
+                    found.append((owner, name, buffer))
+        return found
 
     def _tensors_of(self, states: Sequence[Mapping[Any, Any]]) -> list[Tensor]:
         """Return all tensors to copy; of a sharded one, this process's shard."""
@@ -241,6 +247,13 @@ def _by_device_and_dtype(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     for tensor in tensors:
         groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
     return list(groups.values())
+
+
+@torch.no_grad()
+def _joined(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return copies of tensors as vectors, one for each device and dtype."""
+    groups = _by_device_and_dtype(tensors)
+    return [torch.cat([tensor.reshape(-1) for tensor in group]) for group in groups]
 
 
 def _tensors_in(values: Any) -> list[Tensor]:
