@@ -14,11 +14,7 @@ from torch.optim import Optimizer
 from regimen.conf.schema_trainer import TrainerConfig
 from regimen.data.batch import MicroBatch
 from regimen.trainer import evaluation, snapshot
-from regimen.trainer.callback import (
-    Callback,
-    Hooks,
-    Results,
-)
+from regimen.trainer.callback import Callback, Hooks, Results
 from regimen.trainer.checkpoints import reader
 from regimen.trainer.checkpoints.archive import on_host
 from regimen.trainer.components.components import build_components, start_remarks
