@@ -25,6 +25,7 @@ from regimen.trainer.errors import (
 from regimen.trainer.options import count
 from regimen.trainer.strategies.strategy import NULL_CONTEXT, Strategy
 from regimen.trainer.task import Metric, as_output, diagnose_step_output
+from regimen.trainer.update.guard import UpdateBackup
 from regimen.trainer.update.means import MeanAccumulator
 from regimen.trainer.update.updater import warn_without_labels
 
@@ -66,7 +67,7 @@ def evaluate(
 
     done = 0
     stream = source.epoch(0, 0, limit)
-    with in_callers_words(components.options), evaluation_mode(components, step):
+    with in_callers_words(components.options), evaluation_mode(components, stage, step):
         while (micro_batch := components.reader.next(stream)) is not None:
             _add_batch(components, micro_batch, means, hooks if shows_batches else None)
             done += 1
@@ -136,7 +137,7 @@ def predict(components: Components, data: Any, batch_size: int) -> Any:
     """
     task = components.task
     answers = []
-    with torch.inference_mode(), evaluation_mode(components, components.state.global_step):
+    with evaluation_mode(components), torch.inference_mode():
         for batch in _batches_of(components, data, batch_size):
             batch = components.to_device(batch)
             try:
@@ -192,13 +193,15 @@ def _refuse_shuffled(shuffles: bool) -> None:
 
 
 @contextmanager
-def evaluation_mode(components: Components, step: int | None = None) -> Iterator[None]:
-    """Bring the model into the state of an evaluation, without gradients.
+def evaluation_mode(
+    components: Components, stage: str = "predict", step: int | None = None
+) -> Iterator[None]:
+    """Bring model and task into the state of an evaluation, without gradients.
 
-    It has the weights to evaluate, the buffers of the main process on all, and random states
+    The model has the weights to evaluate, the buffers of the main process on all, and random states
     derived from the seed and `step` (default: the run's): the training that follows is not changed,
-    and a repeated evaluation draws the same numbers. Each module's mode and the buffers of the
-    task's modules are as before afterwards.
+    and a repeated evaluation draws the same numbers. The task is told the `stage`. Each module's
+    mode, the task's state between batches and the buffers of its modules are as before afterwards.
     """
     strategy = components.strategy
     task_modules = list(components.task.own_modules().values())
@@ -208,12 +211,16 @@ def evaluation_mode(components: Components, step: int | None = None) -> Iterator
         step = components.state.global_step
     seed = rng.derived_seed(components.options.seed, "evaluation", step, strategy.group.data_rank)
     saved = nn.ModuleList([components.model, *task_modules])
+    before = UpdateBackup(task_modules, task=components.task)
+    before.save()
     with torch.no_grad(), rng.seeded(strategy.device, seed):
         called.eval()
         try:
             with evaluation_weights(components), strategy.evaluating(saved):
+                components.task.on_evaluation_start(stage)
                 yield
         finally:
+            before.restore()
             for module, mode in modes:  # a frozen module stays in evaluation mode
                 module.training = mode
 

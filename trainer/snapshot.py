@@ -166,6 +166,10 @@ def _load_other_processes(
         loader.load_skipped_state(skipped if is_first else [])
     updater.log_accumulator.load_state_dict(saved["sums"], include_values=is_first)
     updater.epoch_accumulator.load_state_dict(saved["epoch_sums"], include_values=is_first)
+    if saved["unsaved"][0].get("attributes"):
+        remarks.append(
+            "the task's state between batches (`persistent`) is that of the first process on all"
+        )
     remarks.append(
         f"saved by {saved['world_size']} processes, resumed by {components.group.data_size}: "
         "the samples of every update stay the same; dropout masks and the last digits do not"

@@ -11,9 +11,9 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor, nn
 
-from regimen.data.batch import dtype_for, inputs_of
+from regimen.data.batch import dtype_for, inputs_of, map_tensors, to_device
 from regimen.trainer.device import module_to_device
-from regimen.trainer.errors import UserCodeError, describe_value, qualified_name
+from regimen.trainer.errors import ModelError, UserCodeError, describe_value, qualified_name
 
 
 class Metric(Protocol):
@@ -136,6 +136,10 @@ class Task:
     # contrastive learning does: an update that is split is then another one. The plan and the log
     # say so.
     couples_samples: bool = False
+    # Names of attributes that are its state between batches: the hidden state of truncated
+    # backpropagation, a memory bank. Tensors and plain values, also in lists, tuples and dicts.
+    # Checkpoints hold them; an evaluation, and an update that is undone, put them back.
+    persistent: Sequence[str] = ()
     # The kind of values that `interpret` returns: "classes" (probabilities [n, classes]),
     # "labels" (probabilities [n, labels]), "values" ([n] or [n, outputs]), "mask" (class indices
     # [n, H, W]), "text" (logits of the next token, [n, vocabulary, length]), or "array" (anything
@@ -169,6 +173,16 @@ class Task:
                 modes[name] = "min"
         return modes
 
+    def on_epoch_start(self, epoch: int) -> None:
+        """Called before the first batch of an epoch, counted from 0; not where a resume goes on."""
+
+    def on_evaluation_start(self, stage: str) -> None:
+        """Called before the first batch of an evaluation, in which the model answers.
+
+        `stage`: `val`, `test`, `val/<set>`, or `predict` where answers are all that is asked for.
+        The attributes in `persistent` are put back after it.
+        """
+
     def training_step(self, model: nn.Module, batch: Any) -> StepOutput | Tensor:
         """Compute the loss of a micro-batch; a tensor stands for `StepOutput(loss)`."""
         raise UserCodeError(missing_step(type(self), "training_step"))
@@ -201,8 +215,32 @@ class Task:
         """Return the metrics with a state, the same each time; `evaluation_step` updates them."""
         return {}
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return copies of the attributes in `persistent`."""
+        return {
+            name: map_tensors(lambda tensor: tensor.detach().clone(), getattr(self, name))
+            for name in self.persistent
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` returned."""
+        for name, value in state.items():
+            setattr(self, name, value)
+
     def to(self, device: torch.device, dtype: torch.dtype | None = None) -> None:
-        """Move modules and metrics to the device of the batches, and modules to `dtype`."""
+        """Move modules, tensors and metrics to the device of the batches.
+
+        Floating-point tensors, and those of modules, become `dtype`. Raises ModelError for a
+        parameter that is in no module: it would not be trained.
+        """
+        for name, value in list(vars(self).items()):
+            if isinstance(value, nn.Parameter):
+                raise ModelError(
+                    f"{qualified_name(self)}.{name} is a parameter outside of a module, which is "
+                    f"not trained: keep it in one, such as self.{name} = nn.ParameterList([...])"
+                )
+            if first_tensor(value) is not None:
+                setattr(self, name, to_device(value, device, dtype))
         for module in self.own_modules().values():
             module_to_device(module if dtype is None else in_format(module, dtype), device)
         for metric in self.metrics().values():

@@ -218,7 +218,7 @@ class Trainer:
         a run that is neither gone on with nor overwritten.
 
         setup, resume (`load_state_dict`), on_fit_start
-        each epoch:             on_epoch_start
+        each epoch:             on_epoch_start, also of the task
             each update:        on_update_start, (forward, backward) x micro-batches -> unscale
                                 -> clip -> on_gradients -> step -> zero -> scheduler, on_update_end
                 boundary:       scalars, on_log -> on_validation_start, _batch, _end -> on_boundary
@@ -242,6 +242,8 @@ class Trainer:
                 length = self.steps_per_epoch
                 is_stopped = False
                 with self.random.isolated():
+                    if not self.state.position:
+                        self.task.on_epoch_start(self.state.epoch)
                     self.hooks.emit("on_epoch_start")
                 for micro_batches in self._epoch(length):
                     self.hooks.emit("on_update_start", micro_batches)

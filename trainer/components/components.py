@@ -203,7 +203,7 @@ def build_components(
         data_facts=data_facts or {},
         state=state,
         train_loader=train_loader,
-        extra_state=ExtraState(model, task),
+        extra_state=ExtraState(model, task, device),
         random=RandomStates(strategy.local_devices, isolated_seed),
         timer=Timer(),
         reader=reader,

@@ -7,7 +7,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from regimen.trainer.task import Task
+from regimen.data.batch import map_tensors
+from regimen.trainer.errors import ModelError, UserCodeError, describe_value, qualified_name
+from regimen.trainer.task import Task, tensors_of
 
 _log = logging.getLogger(__name__)
 
@@ -22,13 +24,28 @@ class _Buffer(NamedTuple):
 class ExtraState:
     """Save state that the model's state dict lacks, and name what cannot be saved.
 
-    Saved are the state of the task's own modules (the weights of a loss, moving centres), and
-    buffers with `persistent=False` that differ from their initial value: constants, such as masks,
-    are not saved. Plain attributes (numbers, tensors) are not saved; those that change are named
-    once in the log.
+    Saved are the state of the task's own modules (the weights of a loss, moving centres), the
+    task's `persistent` attributes, and buffers with `persistent=False` that differ from their
+    initial value: constants, such as masks, are not saved. Other attributes (numbers, tensors) are
+    not saved; those that change are named once in the log.
+
+    `device`: where the task's tensors are. Raises ModelError for an attribute that does not exist.
     """
 
-    def __init__(self, model: nn.Module, task: Task) -> None:
+    def __init__(self, model: nn.Module, task: Task, device: torch.device) -> None:
+        if isinstance(task.persistent, str):
+            raise ModelError(
+                f"{qualified_name(task)}.persistent is a text: give the names of its attributes, "
+                f'such as ("{task.persistent}",)'
+            )
+        for name in task.persistent:
+            if not hasattr(task, name):
+                raise ModelError(
+                    f"{qualified_name(task)}.persistent names {name!r}, and the task has no such "
+                    f"attribute: set self.{name} = None in its __init__, or in its class"
+                )
+        self._task = task
+        self._device = device
         self._task_modules = {
             f"task.{name}.": module for name, module in task.own_modules().items()
         }
@@ -39,8 +56,11 @@ class ExtraState:
         self._fingerprints = dict(self._attributes())
         self._named_in_log: set[str] = set()
 
-    def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """Return this process's state on the host; warn about attributes that changed."""
+    def state_dict(self) -> dict[str, dict[str, Any]]:
+        """Return this process's state on the host; warn about attributes that changed.
+
+        Raises UserCodeError for a persistent attribute that a checkpoint cannot hold.
+        """
         self._warn_of_changed_attributes()
         buffers: dict[str, Tensor] = {}
         for name, buffer in self._nonpersistent_buffers():
@@ -48,10 +68,23 @@ class ExtraState:
             if initial is None or not torch.equal(buffer.value.cpu(), initial):
                 buffers[name] = _on_host(buffer.value)
         task = {name: _on_host(value) for name, value in self._task_state().items()}
-        return {"buffers": buffers, "task": task}
+        attributes = self._task.state_dict()
+        for name, value in attributes.items():
+            if not _is_plain(value):
+                raise UserCodeError(
+                    f"{qualified_name(self._task)}.persistent names {name!r}, which is "
+                    f"{describe_value(value)}: a checkpoint holds tensors, numbers, texts, None, "
+                    "and lists, tuples and dicts of these"
+                )
+        return {
+            "buffers": buffers,
+            "task": task,
+            # Waits for the device.
+            "attributes": map_tensors(Tensor.cpu, attributes),
+        }
 
     @torch.no_grad()
-    def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> list[str]:
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> list[str]:
         """Load what `state_dict` returned; return a message for each entry that does not fit."""
         buffers = dict(self._nonpersistent_buffers())
         for name, buffer in buffers.items():
@@ -68,6 +101,14 @@ class ExtraState:
                 task[name].copy_(value)
             else:
                 misfits.append(name)
+
+        attributes = {}
+        for name, value in state.get("attributes", {}).items():
+            if hasattr(self._task, name):
+                attributes[name] = map_tensors(lambda t: t.to(self._device, copy=True), value)
+            else:
+                misfits.append(f"task.{name}")
+        self._task.load_state_dict(attributes)
         return [f"the checkpoint's {name} is not in this run" for name in misfits]
 
     def _warn_of_changed_attributes(self) -> None:
@@ -78,11 +119,7 @@ class ExtraState:
             is_changed = name in before and before[name] != self._fingerprints[name]
             if is_changed and name not in self._named_in_log:
                 self._named_in_log.add(name)
-                _log.warning(
-                    "%s changes in training but is not a buffer: checkpoints lack it, and a resume "
-                    "starts from its initial value; use register_buffer to save it",
-                    name,
-                )
+                _log.warning("%s", _unsaved_remark(name))
 
     def _task_state(self) -> dict[str, Tensor]:
         state: dict[str, Tensor] = {}
@@ -111,6 +148,34 @@ class ExtraState:
                         yield prefix + name, (id(value), value._version)
                     elif isinstance(value, int | float | complex) and name != "training":
                         yield prefix + name, repr(value)  # as a text NaN equals itself
+        for name, value in vars(self._task).items():
+            if name in self._task.persistent:
+                continue
+            tensors = [(id(tensor), tensor._version) for tensor in tensors_of(value)]
+            if tensors:
+                yield f"task.{name}", tensors
+            elif isinstance(value, int | float | complex):
+                yield f"task.{name}", repr(value)
+
+
+def _unsaved_remark(name: str) -> str:
+    lost = "checkpoints lack it, and a resume starts from its initial value"
+    attribute = name.removeprefix("task.")
+    if name.startswith("task.") and "." not in attribute:
+        return (
+            f"{name} changes in training but is not among the task's persistent attributes: "
+            f'{lost}; persistent = ("{attribute}",) saves it, and evaluations leave it as it was'
+        )
+    return f"{name} changes in training but is not a buffer: {lost}; use register_buffer to save it"
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether a checkpoint can hold a value, and be read without running code."""
+    if isinstance(value, Mapping):
+        return all(isinstance(name, str | int) and _is_plain(v) for name, v in value.items())
+    if isinstance(value, list | tuple):
+        return not hasattr(value, "_fields") and all(_is_plain(v) for v in value)
+    return value is None or isinstance(value, Tensor | bool | int | float | str)
 
 
 def _on_host(value: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from regimen.trainer import fast
 from regimen.trainer.components.components import Components
 from regimen.trainer.device import is_async
 from regimen.trainer.optimizers.state import supports_found_inf
+from regimen.trainer.task import Task
 
 _MOST_FLAGS = 1000  # that are kept one by one, where nothing is logged for long
 
@@ -21,18 +22,23 @@ class UpdateBackup:
     """Copies of what an update changes before it is known to be finite.
 
     These are buffers: a forward pass writes to them (BatchNorm's statistics), or replaces them
-    (`self.centre = new`). And parameters and state of the `early_optimizers`, those that step
-    before the last gradient of an update is known.
+    (`self.centre = new`). The state of the `task` between batches. And parameters and state of the
+    `early_optimizers`, those that step before the last gradient of an update is known.
 
     The tensors of a device and dtype are copied as one vector, with one kernel.
     """
 
     def __init__(
-        self, modules: Iterable[nn.Module], early_optimizers: Sequence[Optimizer] = ()
+        self,
+        modules: Iterable[nn.Module],
+        early_optimizers: Sequence[Optimizer] = (),
+        task: Task | None = None,
     ) -> None:
         # Each module's own dict of buffers, so that a replaced buffer can be put back.
         self._owners = [m._buffers for root in modules for m in root.modules() if m._buffers]
         self._optimizers = early_optimizers
+        self._task = task
+        self._task_state: dict[str, Any] = {}
         self._buffers: list[tuple[dict[str, Any], str, Tensor]] = []
         self._states: list[dict[Any, Any]] = []  # of each optimizer, by parameter
         self._tensors: list[Tensor] = []
@@ -43,8 +49,11 @@ class UpdateBackup:
         """Copy everything, before an update.
 
         `left_out`: a flag on the device, which is set once an earlier update was left out. The
-        copies are then those from before that update, and stay.
+        copies are then those from before that update, and stay, but for the task's state: the run
+        ends there.
         """
+        if self._task is not None:
+            self._task_state = self._task.state_dict()
         self._buffers = self._find_buffers()
         if not self._buffers and not self._optimizers:
             return
@@ -94,6 +103,8 @@ class UpdateBackup:
     @torch.no_grad()
     def restore(self) -> None:
         """Put back what was saved; state that did not exist then is dropped."""
+        if self._task is not None:
+            self._task.load_state_dict(self._task_state)
         for owner, name, buffer in self._buffers:
             owner[name] = buffer
         for group, vector in zip(_by_device_and_dtype(self._tensors), self._copies, strict=True):
@@ -219,7 +230,7 @@ def make_guard(components: Components, early_optimizers: Sequence[Optimizer]) ->
     `early_optimizers`: those that step before the last gradient of an update is known.
     """
     modules = [components.model, *components.task.own_modules().values()]
-    backup = UpdateBackup(modules, early_optimizers)
+    backup = UpdateBackup(modules, early_optimizers, components.task)
     if _device_can_decide(components):
         return DeviceGuard(backup, components.strategy.device)
     return Guard(backup)

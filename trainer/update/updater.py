@@ -81,9 +81,9 @@ class Updater:
         self._last_outputs: dict[str, list[StepOutput]] = {}
         self._phases = _phases_of(components)
         self._norm_names = [phase.norm_name for phase in self._phases]
-        self._refuse_ignored_keys()
+        self._refuse_misfits()
 
-    def _refuse_ignored_keys(self) -> None:
+    def _refuse_misfits(self) -> None:
         components = self._components
         keys = gradients.ignored_keys(components.precision.name, components.options)
         optimizers = [o for phase in self._phases for o in phase.closure_optimizers]
@@ -91,6 +91,12 @@ class Updater:
             raise ModelError(
                 f"{type(optimizers[0]).__name__} computes its gradients by itself, where trainer."
                 f"{', trainer.'.join(keys)} cannot reach them: leave that out"
+            )
+        if components.task.persistent and optimizers:
+            raise ModelError(
+                f"{type(optimizers[0]).__name__} computes the loss of a batch several times, which "
+                f"would advance {qualified_name(components.task)}.persistent each time: take "
+                "another optimizer"
             )
 
     @functools.cached_property
