@@ -90,7 +90,7 @@ class RunningAverage(Average):
 
     def swap(self, model: nn.Module) -> AbstractContextManager[None]:
         """Return the context in which the model has the average's weights, once there is one."""
-        if self.used_for_evaluation and self.begun:
+        if self.begun:
             return self.exchanged(model)
         return nullcontext()
 

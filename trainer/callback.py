@@ -173,7 +173,10 @@ class Average(Callback):
         return True
 
     def swap(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Return the context in which `model` has the average's weights."""
+        """Return the context in which `model` has the average's weights, once there is one.
+
+        It may be entered within another one. Afterwards the weights are as before, bit for bit.
+        """
         raise NotImplementedError
 
     def tensors(self) -> Mapping[str, Tensor]:
@@ -324,6 +327,30 @@ def evaluated_average(callbacks: Mapping[str, Callback]) -> Average | None:
             "use_for_evaluation=false for all but one"
         )
     return averages[0] if averages else None
+
+
+def average_of(callbacks: Mapping[str, Callback], name: str | None = None) -> Average:
+    """Return the average of that name; without one that is evaluated, or the only one.
+
+    Raises ModelError where there is none, or where it is not clear which one is meant.
+    """
+    averages = {key: c for key, c in callbacks.items() if isinstance(c, Average)}
+    evaluated = evaluated_average(averages)
+    if name is None and evaluated is not None:
+        return evaluated
+    if name is None and len(averages) == 1:
+        return next(iter(averages.values()))
+    if name in averages:
+        return averages[name]
+    wanted = "average_weights()" if name is None else f"average_weights({name!r})"
+    if not averages:
+        raise ModelError(
+            f"{wanted}: no callback keeps an average of the weights: add one, such as "
+            "'callbacks=[default,ema]'"
+        )
+    raise ModelError(
+        f"{wanted}: the averages are {', '.join(averages)}: give the name of one of them"
+    )
 
 
 def saver_of(callbacks: Mapping[str, Callback]) -> Saver | None:

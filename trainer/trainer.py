@@ -14,7 +14,12 @@ from torch.optim import Optimizer
 from regimen.conf.schema_trainer import TrainerConfig
 from regimen.data.batch import MicroBatch
 from regimen.trainer import evaluation, snapshot
-from regimen.trainer.callback import Callback, Hooks, Results
+from regimen.trainer.callback import (
+    Callback,
+    Hooks,
+    Results,
+    average_of,
+)
 from regimen.trainer.checkpoints import reader
 from regimen.trainer.checkpoints.archive import on_host
 from regimen.trainer.components.components import build_components, start_remarks
@@ -553,6 +558,16 @@ class Trainer:
     def evaluation_weights(self) -> AbstractContextManager[Any]:
         """Return the context in which the model has the weights to evaluate, or an average's."""
         return evaluation.evaluation_weights(self.components)
+
+    def average_weights(self, name: str | None = None) -> AbstractContextManager[Any]:
+        """Return the context in which the model has the weights of an average (EMA, SWA).
+
+        `name`: of the callback; by default the one that is evaluated, or else the only one. Before
+        that has averaged anything the model keeps its own weights. However the context ends, and
+        also within another one, the weights and buffers are then as before, bit for bit. Raises
+        ModelError where no callback keeps an average.
+        """
+        return average_of(self.callbacks, name).swap(self.model)
 
     def learning_rates(self) -> dict[str, float]:
         """Return each parameter group's learning rate: that of the next update."""

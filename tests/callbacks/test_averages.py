@@ -16,6 +16,7 @@ from regimen.callbacks.swa import SWA
 from regimen.trainer import snapshot
 from regimen.trainer.callback import Callback
 from regimen.trainer.checkpoints.reader import read_checkpoint
+from regimen.trainer.errors import ModelError
 from regimen.trainer.evaluation import evaluate
 
 
@@ -138,6 +139,78 @@ def test_which_weights_are_evaluated_is_explicit(make_trainer, tmp_path, used):
     fresh = make_trainer({"ema": EMA(0.9, use_for_evaluation=used)})
     snapshot.load_weights(fresh.components, payload)
     assert fresh.evaluate(fresh.val_loaders["val"], "val") == evaluated
+
+
+def values_of(model):
+    return copy.deepcopy(model.state_dict())
+
+
+def same(one, other):
+    return all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+@pytest.mark.parametrize("used", [True, False])
+def test_average_weights_are_there_at_every_hook_and_gone_afterwards(make_trainer, used):
+    """Nested, in an evaluation, and however it ends: training is that without them."""
+    ema = EMA(decay=0.8, warmup=False, use_for_evaluation=used)
+
+    class Samples(Callback):
+        def on_update_end(self, trainer):
+            own = values_of(trainer.model)
+            with suppress(RuntimeError), trainer.average_weights():
+                assert same(values_of(trainer.model), ema.tensors())
+                with trainer.average_weights("ema"), trainer.evaluating():
+                    assert same(values_of(trainer.model), ema.tensors())
+                    assert not trainer.model.training
+                trainer.model.train()(torch.randn(5, 3, dtype=torch.float64))  # statistics
+                assert same({"0.weight": trainer.model[0].weight}, ema.tensors())
+                raise RuntimeError("in between")
+            assert same(own, values_of(trainer.model))
+
+        on_fit_start = on_gradients = on_boundary = on_epoch_end = on_fit_end = on_update_end
+
+        def on_validation_start(self, trainer):
+            self.on_update_end(trainer)
+
+        def on_validation_batch(self, trainer, batch, output):
+            self.seen = same(values_of(trainer.model), ema.tensors())
+
+    samples, states = Samples(), []
+    for callbacks in ({"ema": ema, "samples": samples}, {"ema": EMA(0.8, warmup=False)}):
+        trainer = make_trainer(callbacks)
+        generator = torch.random.get_rng_state()
+        trainer.fit()
+        torch.random.set_rng_state(generator)
+        states.append(values_of(trainer.model))
+    assert same(*states)
+    assert samples.seen is used  # in a validation the model has what is evaluated
+
+
+def test_average_weights_say_which_average_is_meant(make_trainer):
+    with pytest.raises(ModelError, match=r"average_weights\(\): no callback keeps an average"):
+        make_trainer({}).average_weights()
+    slow = EMA(0.99, use_for_evaluation=False)
+    both = make_trainer({"fast": EMA(0.5), "slow": slow})
+    both.fit()
+    own = values_of(both.model)
+    with both.average_weights():
+        assert same(values_of(both.model), both.average.tensors())
+    with both.average_weights("slow"):
+        assert same(values_of(both.model), slow.tensors())
+    assert same(own, values_of(both.model))
+    with pytest.raises(ModelError, match=r"average_weights\('mean'\): the averages are fast, slow"):
+        both.average_weights("mean")
+    unclear = make_trainer({n: EMA(use_for_evaluation=False) for n in ("one", "two")})
+    with pytest.raises(ModelError, match=r"average_weights\(\): the averages are one, two"):
+        unclear.average_weights()
+
+
+def test_before_its_first_epoch_swa_leaves_the_model_its_own_weights(make_trainer):
+    trainer = make_trainer({"swa": SWA(start_epoch=100)})
+    trainer.fit()
+    own = values_of(trainer.model)
+    with trainer.average_weights():
+        assert same(own, values_of(trainer.model))
 
 
 def test_buffers_that_are_copied_are_the_models_between_two_averagings(make_trainer):
