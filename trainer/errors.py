@@ -176,10 +176,16 @@ def describe_value(value: Any) -> str:
     return type(value).__name__
 
 
-def qualified_name(thing: Any) -> str:
-    """Return the dotted name of an object's class; a wrapper of torch's stands for its model."""
+def unwrapped(thing: Any) -> Any:
+    """Return the model within torch's wrappers: DDP, a compiled one."""
     while type(thing).__module__.startswith(("torch._dynamo", "torch.nn.parallel")):
         thing = thing._orig_mod if hasattr(thing, "_orig_mod") else thing.module
+    return thing
+
+
+def qualified_name(thing: Any) -> str:
+    """Return the dotted name of an object's class; a wrapper of torch's stands for its model."""
+    thing = unwrapped(thing)
     return f"{type(thing).__module__}.{type(thing).__qualname__}"
 
 

@@ -1,5 +1,6 @@
 """Training with the loss that a model computes itself, as those of transformers do."""
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -7,24 +8,35 @@ from torch import Tensor, nn
 
 from regimen.data.batch import IGNORED
 from regimen.trainer.device import count_true
-from regimen.trainer.errors import ModelError, describe_value, qualified_name
+from regimen.trainer.errors import ModelError, describe_value, qualified_name, unwrapped
 from regimen.trainer.task import Metric, StepOutput, Task
 from regimen.trainer.tasks.supervised import Supervised
+
+# Names by which models take their labels.
+_LABELS = ("labels", "targets", "target", "y")
 
 
 class OwnLoss(Task):
     """Train on batches `(inputs, labels)` with the loss that the model returns.
 
-    The model is called as `model(inputs, labels=labels)` and returns `(loss, output)`, where the
-    loss is a mean over the labels that are not -100 (or over all, of real numbers). An update has
-    that mean over all its micro-batches. Scores, metrics and the meaning of the output are those of
-    `task`, whose own loss is not computed.
+    The model is called as `model(inputs, labels=labels)` and returns `(loss, output)`,
+    `(output, loss)` or a dict with `loss`, whose output is `logits` or the only other entry. The
+    loss is a scalar, the mean over the labels that are not `ignore_index` (or over all, of real
+    numbers). An update has that mean over all its micro-batches. Scores, metrics and the meaning of
+    the output are those of `task`, whose own loss is not computed.
+
+    `labels`: the parameter of the model's forward that takes the labels; None: `labels`, `targets`,
+    `target` or `y`.
     """
 
     count_names: Sequence[str] = ("",)
 
-    def __init__(self, task: Supervised) -> None:
+    def __init__(
+        self, task: Supervised, labels: str | None = None, ignore_index: int = IGNORED
+    ) -> None:
         self._task = task
+        self._labels = labels
+        self._ignore_index = ignore_index
         self.output_kind = task.output_kind
 
     def metric_names(self) -> list[str]:
@@ -45,24 +57,26 @@ class OwnLoss(Task):
         labels = batch[1]
         if labels.is_floating_point():
             return {"": len(labels)}
-        return {"": count_true(labels != IGNORED)}
+        return {"": count_true(labels != self._ignore_index)}
 
     def training_step(self, model: nn.Module, batch: Any) -> StepOutput:
         """Let the model compute its loss; compute the scores."""
         inputs, labels = batch
+        name = self._labels or _labels_of(model)
         losses: list[Tensor] = []
 
         def model_with_labels(values: Any) -> Any:
-            result = model(values, labels=labels)
-            is_pair = isinstance(result, tuple) and len(result) == 2
-            if not (is_pair and isinstance(result[0], Tensor)):
+            result = model(values, **{name: labels})
+            loss, output = _loss_and_output(result)
+            if loss is None or output is None:
                 raise ModelError(
-                    f"{qualified_name(model)}.forward(inputs, labels=...) returned "
-                    f"{describe_value(result)}, and "
-                    "not (loss, output): task.task alone computes a loss from an output"
+                    f"{qualified_name(model)}.forward(inputs, {name}=...) returned "
+                    f"{describe_value(result)}, and not (loss, output), (output, loss) or a dict "
+                    "with `loss` and `logits`, where the loss is a scalar: task.task alone "
+                    "computes a loss from an output"
                 )
-            losses.append(result[0])
-            return result[1]
+            losses.append(loss)
+            return output
 
         output = self._task.answer(model_with_labels, inputs)  # type: ignore[arg-type]
         target = self._task.target_of(labels)
@@ -78,8 +92,56 @@ class OwnLoss(Task):
 
     def prediction_step(self, model: nn.Module, batch: Any) -> Any:
         """Return the model's output, as the task does."""
-        return self._task.prediction_step(model, batch)
+
+        def model_without_loss(*values: Any, **named: Any) -> Any:
+            result = model(*values, **named)
+            if isinstance(result, Tensor):
+                return result
+            return _loss_and_output(result)[1]
+
+        model_without_loss.forward = model.forward  # type: ignore[attr-defined]  # its parameters
+        return self._task.prediction_step(model_without_loss, batch)  # type: ignore[arg-type]
 
     def interpret(self, output: Any) -> Any:
         """Convert an output to the values of the task's kind."""
         return self._task.interpret(output)
+
+
+def _labels_of(model: nn.Module) -> str:
+    """Return the parameter by which a model takes its labels. Raises ModelError for none."""
+    parameters = inspect.signature(unwrapped(model).forward).parameters
+    for name in _LABELS:
+        if name in parameters:
+            return name
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return _LABELS[0]
+    raise ModelError(
+        "task.labels",
+        f"{qualified_name(model)}.forward({', '.join(parameters)}) has none of the parameters "
+        f"{', '.join(_LABELS)}",
+        "name the one that takes the labels: task.labels=...",
+    )
+
+
+def _loss_and_output(result: Any) -> tuple[Tensor | None, Any]:
+    """Return loss and output of what a model has returned; None for what is not there."""
+    if isinstance(result, Mapping):
+        outputs = {name: value for name, value in result.items() if value is not None}
+        loss = outputs.pop("loss", None)
+        if "logits" in outputs:
+            output = outputs["logits"]
+        elif len(outputs) == 1:
+            (output,) = outputs.values()
+        else:
+            output = None
+    elif isinstance(result, list | tuple) and len(result) == 2:
+        loss, output = result
+        if not _is_scalar(loss):
+            output, loss = result
+    else:
+        return None, None
+    return (loss if _is_scalar(loss) else None), output
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.ndim == 0

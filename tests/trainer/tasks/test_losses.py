@@ -13,7 +13,17 @@ from regimen.trainer.tasks.classification import Classification
 from regimen.trainer.tasks.losses import Losses, Term, vector
 from regimen.trainer.tasks.own_loss import OwnLoss
 from regimen.trainer.tasks.penalties import GradientPenalty
-from toys import CLASSES, SAMPLES, Samples, assert_equal, by_hand, distance, of_output, points
+from toys import (
+    CLASSES,
+    SAMPLES,
+    Samples,
+    assert_equal,
+    by_hand,
+    distance,
+    in_group,
+    of_output,
+    points,
+)
 
 
 def soft_points():
@@ -206,8 +216,30 @@ def test_labels_of_places_give_the_loss_of_torch(kind, shape, reduction):
     torch.testing.assert_close(*gradients, rtol=0, atol=1e-12)
 
 
+def as_dict(loss, logits):
+    return {"loss": loss, "logits": logits, "hidden_states": (logits, logits), "cache": None}
+
+
+def as_output_alone(loss, logits):
+    return {"prediction": logits, "loss": loss}
+
+
+def turned(loss, logits):
+    return logits, loss
+
+
+FORMS = [
+    pytest.param(lambda loss, logits: (loss, logits), id="loss, output"),
+    pytest.param(turned, id="output, loss"),
+    pytest.param(as_dict, id="dict"),
+    pytest.param(as_output_alone, id="dict of two"),
+]
+
+
 class Answering(nn.Module):
     """Return logits, or with labels the mean over those that are not -100, as transformers do."""
+
+    form = staticmethod(lambda loss, logits: (loss, logits))
 
     def __init__(self):
         super().__init__()
@@ -215,11 +247,28 @@ class Answering(nn.Module):
 
     def forward(self, inputs, labels=None):
         logits = self.body(inputs)
-        return logits if labels is None else (F.cross_entropy(logits, labels), logits)
+        return logits if labels is None else self.form(F.cross_entropy(logits, labels), logits)
 
 
+class Targets(nn.Module):
+    """Return (logits, loss), as nanoGPT does: the loss is None without targets."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = toys.network()
+
+    def forward(self, inputs, targets=None):
+        logits = self.body(inputs)
+        loss = None
+        if targets is not None:
+            loss = F.cross_entropy(logits, targets, ignore_index=-1)
+        return logits, loss
+
+
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("pieces", [1, 2])
-def test_a_model_with_its_own_loss_trains_as_the_same_loss_of_a_task(pieces):
+def test_a_model_with_its_own_loss_trains_as_the_same_loss_of_a_task(pieces, form, monkeypatch):
+    monkeypatch.setattr(Answering, "form", staticmethod(form))
     data = points()
     data.y[1:7] = -100  # uneven over the parts of a batch
 
@@ -233,6 +282,73 @@ def test_a_model_with_its_own_loss_trains_as_the_same_loss_of_a_task(pieces):
     by_model = run(OwnLoss(Classification(CLASSES)), pieces)
     assert_equal(by_task.model, by_model.model)
     assert by_model.metrics == pytest.approx(by_task.metrics, rel=1e-12)
+
+
+@pytest.mark.parametrize("labels", [None, "targets"])
+def test_a_model_names_its_labels_and_its_ignored_label_as_it_likes(labels):
+    data = points()
+    data.y[1:7] = -1
+    wanted = points()
+    wanted.y[1:7] = -100
+    task = Classification(CLASSES, nn.CrossEntropyLoss(ignore_index=-1))
+    own = OwnLoss(task, labels, ignore_index=-1)
+    by_model = toys.trainer_of(own, data, 2, model=Targets())
+    by_task = toys.trainer_of(Classification(CLASSES), wanted, 1, model=Answering())
+    by_model.fit()
+    by_task.fit()
+    assert_equal(by_task.model, by_model.model)
+    torch.testing.assert_close(by_model.predict(data.x), by_task.predict(data.x))
+
+
+def test_a_wrapped_model_is_asked_for_its_own_parameters(ranks):
+    def train(strategy):
+        trainer = toys.trainer_of(
+            OwnLoss(Classification(CLASSES)), points(), model=Targets(), strategy=strategy
+        )
+        trainer.fit()
+        return trainer.model
+
+    wanted = train(None)
+    for model in ranks(2, in_group(train)):
+        assert_equal(model, wanted)
+
+
+class Returning(nn.Module):
+    """Return what it was made with."""
+
+    def __init__(self, value):
+        super().__init__()
+        self.value = value
+
+    def forward(self, inputs, labels=None):
+        return self.value
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        pytest.param((torch.ones(2), torch.ones(2, 3)), id="a loss for each sample"),
+        pytest.param((torch.ones(2, 3), None), id="no loss"),
+        pytest.param({"logits": torch.ones(2, 3)}, id="a dict without loss"),
+        pytest.param({"loss": torch.ones(()), "a": torch.ones(2), "b": torch.ones(2)}, id="which"),
+        pytest.param((torch.ones(()), torch.ones(2, 3), 1), id="three"),
+        pytest.param(torch.ones(()), id="the loss alone"),
+        pytest.param({"loss": 1.0, "logits": torch.ones(2, 3)}, id="a number"),
+    ],
+)
+def test_what_holds_no_scalar_loss_and_one_output_is_refused(value):
+    batch = (torch.ones(2, 3), torch.tensor([0, 1]))
+    with pytest.raises(ModelError, match=r"labels=\.\.\.\) returned .* where the loss is a scalar"):
+        OwnLoss(Classification(3)).training_step(Returning(value), batch)
+
+
+def test_a_model_that_takes_no_labels_is_named():
+    class Plain(nn.Module):
+        def forward(self, inputs, mask=None):
+            return inputs
+
+    with pytest.raises(ModelError, match=r"Plain\.forward\(inputs, mask\) has none of .*labels"):
+        OwnLoss(Classification(3)).training_step(Plain(), (torch.ones(2, 3), torch.tensor([0, 1])))
 
 
 def test_a_model_without_a_loss_of_its_own_is_named():
