@@ -34,6 +34,7 @@ GIVEN = {
     "callbacks=mirror": ["callbacks.mirror.to=file:///copy"],
     "model=finetune": ["model.weights=weights.pt"],
     "optimizer/param_groups=layer_decay": ["model=vit_tiny"],
+    "optimizer=several": ["+optimizer.optimizers.all={_target_: torch.optim.SGD, lr: 0.1}"],
 }
 # Options that belong to a model of their own, and the experiment that has it.
 HOMES = {"optimizer=gan": "gan", "task=gan": "gan"}

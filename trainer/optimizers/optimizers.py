@@ -263,7 +263,11 @@ def sections(node: Mapping[str, Any]) -> list[Section]:
     """
     children = node.get("optimizers", {SINGLE: node})
     if not isinstance(children, Mapping) or not any(children.values()):
-        refuse("optimizer.optimizers", f"must be a dict of optimizers by name, not {children!r}")
+        refuse(
+            "optimizer.optimizers",
+            f"must be a dict of optimizers by name, not {children!r}: such as "
+            "{critic: {_target_: torch.optim.Adam, lr: 1.0e-4, params: {match: '^critic'}}}",
+        )
     defaults = {k: v for k, v in node.items() if k not in ("optimizers", *SETTINGS)}
     configured = []
     for name, child in children.items():
