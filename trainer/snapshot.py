@@ -1,6 +1,7 @@
 """A run between two updates, as one dict: what a checkpoint holds (I5)."""
 
 import logging
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ from regimen.trainer.distributed import Group
 from regimen.trainer.errors import CheckpointError
 from regimen.trainer.options import updates_left
 from regimen.trainer.state import LogPoint
+from regimen.trainer.task import batches_per_update
 from regimen.trainer.update.updater import Updater
 
 _log = logging.getLogger(__name__)
@@ -201,11 +203,14 @@ def _find_position(components: Components, saved: Mapping[str, Any]) -> list[str
     if state.position and batch_size is not None and length is not None:
         # A checkpoint of an earlier version, whose batch size was this one.
         if "epoch_samples" not in saved["counters"]:
-            state.epoch_samples = state.position * batch_size
+            state.epoch_samples = state.position * batch_size * batches_per_update(components.task)
         sampler = components.train_loader.sampler
-        position = sampler.resume(state.epoch, state.epoch_samples, length)
-        if position is not None:
-            state.position = position
+        batches_each = batches_per_update(components.task)
+        batch = sampler.resume(state.epoch, state.epoch_samples, length * batches_each)
+        if batch is not None:
+            # With another batch size less than an update may be left over, and is left out.
+            state.position = math.ceil(batch / batches_each)
+            state.epoch_samples += (state.position * batches_each - batch) * batch_size
     changes = [f"{name}: {then[name]} -> {now[name]}" for name in now if then[name] != now[name]]
     if not changes:
         return []

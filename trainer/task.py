@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Final, Protocol
@@ -130,6 +131,9 @@ class Task:
     # Names of the optimizers that take turns on each update's batch (for example those of a GAN),
     # each with its own loss. Empty: all step together on one loss.
     turns: Sequence[str] = ()
+    # Whether each turn has a batch of `loader.batch_size` samples of its own; else all turns of an
+    # update have the same one. An epoch ends where less than a batch for each turn is left.
+    fresh_batches: bool = False
     # Names of the loss terms whose denominators depend on the data; `counts` returns these.
     count_names: Sequence[str] = ()
     # Whether the loss of a sample depends on the other samples of its micro-batch, as that of
@@ -188,7 +192,10 @@ class Task:
         raise UserCodeError(missing_step(type(self), "training_step"))
 
     def turn_step(self, model: nn.Module, batch: Any, turn: str) -> StepOutput | Tensor:
-        """Compute the loss of a micro-batch for the optimizer whose turn it is."""
+        """Compute the loss of a micro-batch for the optimizer whose turn it is.
+
+        An override may have a further parameter, `index`: how many turns of the update were before.
+        """
         raise UserCodeError(missing_step(type(self), "turn_step"))
 
     def evaluation_step(self, model: nn.Module, batch: Any) -> StepOutput | Tensor:
@@ -293,6 +300,40 @@ def in_format(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     # `Module.to(torch.float64)` would discard imaginary parts.
     converted: nn.Module = module._apply(lambda t: t.to(dtype_for(t, dtype)))  # type: ignore[no-untyped-call]
     return converted
+
+
+def take_turn(task: Task, model: nn.Module, batch: Any, index: int) -> Any:
+    """Return what `turn_step` returns for the turn of that number, counted from 0."""
+    turn = task.turns[index]
+    if _takes_index(type(task).turn_step):
+        return task.turn_step(model, batch, turn, index=index)  # type: ignore[call-arg]
+    return task.turn_step(model, batch, turn)
+
+
+@functools.cache
+def _takes_index(turn_step: Callable[..., Any]) -> bool:
+    return "index" in inspect.signature(turn_step).parameters
+
+
+def batches_per_update(task: Task) -> int:
+    """Return of how many batches of the loader an update consists: of one for each fresh turn."""
+    return len(task.turns) if task.fresh_batches and task.turns else 1
+
+
+def updates_in(batches: int, task: Task) -> int:
+    """Return how many updates an epoch of that many batches has.
+
+    Raises ModelError where there are too few for a single one.
+    """
+    updates = batches // batches_per_update(task)
+    if not updates:
+        raise ModelError(
+            "task.fresh_batches",
+            f"gives each of the {len(task.turns)} turns of an update a batch of its own, and an "
+            f"epoch has {batches}",
+            "lower loader.batch_size, or set task.fresh_batches=false",
+        )
+    return updates
 
 
 def missing_step(kind: type, step: str) -> str:

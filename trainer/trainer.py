@@ -30,7 +30,7 @@ from regimen.trainer.components.setup import (
     refuse_misplaced,
     refuse_monitors,
 )
-from regimen.trainer.components.sources import as_val_sources, order_remark
+from regimen.trainer.components.sources import as_val_sources, in_updates, order_remark
 from regimen.trainer.errors import ModelError, SampleError
 from regimen.trainer.lr_schedulers.schedule import Interval
 from regimen.trainer.media import Media, PRCurve, as_image, histogram_of
@@ -47,7 +47,7 @@ from regimen.trainer.runs.from_python import PythonRun
 from regimen.trainer.runs.interrupt import stopping_on_interrupt
 from regimen.trainer.state import MAX_TIME, LogPoint
 from regimen.trainer.strategies.strategy import NULL_CONTEXT, Strategy
-from regimen.trainer.task import Task
+from regimen.trainer.task import Task, batches_per_update
 from regimen.trainer.update.updater import Updater
 
 _log = logging.getLogger(__name__)
@@ -369,14 +369,11 @@ class Trainer:
     def draw(
         self, epoch: int, start: int = 0, stop: int | None = None
     ) -> Iterator[list[MicroBatch]]:
-        """Yield the micro-batches of an epoch's updates `start` to `stop`, on the device."""
-        group: list[MicroBatch] = []
-        for micro_batch in self.train_loader.epoch(epoch, start, stop):
-            micro_batch.batch = self.to_device(micro_batch.batch)
-            group.append(micro_batch)
-            if len(group) == micro_batch.batch_slice.micro_batches:
-                yield group
-                group = []
+        """Return the micro-batches of an epoch's updates `start` to `stop`, on the device."""
+        each = batches_per_update(self.task)
+        last = None if stop is None else stop * each
+        stream = self.train_loader.epoch(epoch, start * each, last)
+        return in_updates(stream, each, self.to_device)
 
     def to_device(self, batch: Any) -> Any:
         """Move a batch to this process's device, in the run's number format."""
@@ -385,7 +382,9 @@ class Trainer:
     def update(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Apply one optimizer update, or skip it, and count; `Updater.apply` draws it."""
         applied = self.updater.apply(micro_batches)
-        self.state.count(len(micro_batches), micro_batches[0].batch_slice.total, applied)
+        slices = [micro_batch.batch_slice for micro_batch in micro_batches]
+        samples = sum(one.total for one in slices if one.micro_batch == 0)
+        self.state.count(len(slices), samples, applied)
         if applied:
             self.optimizers.record_rates()
             self.lr_schedule.after_update()

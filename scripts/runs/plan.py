@@ -27,7 +27,12 @@ from regimen.trainer.inference.predictor import Predictor
 from regimen.trainer.lr_schedulers.schedule import curve
 from regimen.trainer.optimizers.optimizers import GroupRow
 from regimen.trainer.runs.directory import make_folder
-from regimen.trainer.task import as_output, batch_dependence_warning
+from regimen.trainer.task import (
+    as_output,
+    batch_dependence_warning,
+    batches_per_update,
+    take_turn,
+)
 from regimen.trainer.trainer import Trainer
 
 _LEARNING_RATES = 5  # about how many of a group are shown
@@ -141,7 +146,7 @@ def _loss(task: Any, model: Any, batch: Any) -> Any:
     if batch is None:
         raise DataError("no sample can be read")
     if task.turns:
-        return as_output(task.turn_step(model, batch, task.turns[0]), task, "turn_step").loss
+        return as_output(take_turn(task, model, batch, 0), task, "turn_step").loss
     return as_output(task.training_step(model, batch), task, "training_step").loss
 
 
@@ -312,8 +317,9 @@ def _updates(experiment: Experiment) -> tuple[int, list[str]]:
 
     # A sampler may draw more or fewer than there are.
     samples = trainer.train_loader.sampler.samples
-    if samples is not None and steps is not None and steps < len(trainer.train_loader):
-        samples = min(samples, steps * loader_options.batch_size)
+    batches = batches_per_update(trainer.task)
+    if samples is not None and steps is not None and steps * batches < len(trainer.train_loader):
+        samples = min(samples, steps * batches * loader_options.batch_size)
     largest, lines = batch_split(
         loader_options.batch_size,
         trainer.strategy.data_parallel_size,
@@ -321,6 +327,9 @@ def _updates(experiment: Experiment) -> tuple[int, list[str]]:
         samples,
         loader_options.drop_last,
     )
+    if batches > 1:
+        turns = ", ".join(trainer.task.turns)
+        lines.insert(0, f"{batches} batches an update, one for each turn: {turns}")
     return largest, [", ".join(limits), *lines]
 
 

@@ -201,7 +201,7 @@ def section(name: str, *overrides: str) -> Any:
 def optimizer_nodes() -> dict[str, Any]:
     """Return the nodes of the shipped optimizers, and of some more, by name."""
     folder = Path(__file__).resolve().parents[2] / "conf" / "optimizer"
-    names = {path.stem for path in folder.glob("*.yaml")} - {"gan", "several"}  # in turns; names none
+    names = {path.stem for path in folder.glob("*.yaml")} - {"gan", "several"}
     sgd = {"_target_": "torch.optim.SGD", "lr": 0.1}
     return {
         **{name: section("optimizer", f"optimizer={name}") for name in sorted(names)},

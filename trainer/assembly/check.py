@@ -40,7 +40,6 @@ from regimen.trainer.callback import Callback
 from regimen.trainer.lr_schedulers.build import AUTO
 from regimen.trainer.optimizers.optimizers import UNSHARDED, Optimizers, Section, sections
 from regimen.trainer.optimizers.state import needs_closure
-from regimen.trainer.options import horizon
 from regimen.trainer.state import monitored_names
 from regimen.trainer.strategies.multi_process import MultiProcess
 from regimen.trainer.strategies.strategy import Strategy
@@ -50,8 +49,7 @@ from regimen.trainer.task import Task, missing_step
 from regimen.trainer.update.gradients import ignored_keys
 
 # Placeholders for facts that are known only once the data are open.
-_TOTAL_STEPS = 1000
-_STEPS_PER_EPOCH = 100
+_BATCHES = 100
 _CLASSES = 10
 _SECTIONS = ("model", "task", "optimizer", "lr_scheduler", "strategy")
 # Keys with mistakes in spite of which the section is built: a task without its loss, and an
@@ -130,9 +128,8 @@ def _sound_nodes(nodes: Named, key: str, broken: Collection[str]) -> Named:
 
 def placeholder_assembly(config: Config) -> Assembly:
     """Return the parts of a run without data, device or storage."""
-    total = None if horizon(config.trainer, _STEPS_PER_EPOCH) is None else _TOTAL_STEPS
     counted = with_counted_classes(config, _CLASSES)
-    return Assembly(counted, Strategy("meta"), _CLASSES, total, _STEPS_PER_EPOCH, guessed=True)
+    return Assembly(counted, Strategy("meta"), _CLASSES, _BATCHES, guessed=True)
 
 
 def _compile_problems(choice: bool | dict[str, Any]) -> Iterator[Problem]:
@@ -242,6 +239,8 @@ def _task_problems(parts: Assembly) -> Iterator[Problem]:
             yield Problem("task._target_", missing_step(type(task), step))
         yield from name_problems(task)
         yield from monitor_problems(parts.config, task)
+    if task.fresh_batches and not task.turns:
+        yield Problem("task.fresh_batches", "is true, and the task takes no turns", "leave it out")
     names = [section.name for section in _sections(parts.config)]
     if names and task.turns and set(task.turns) != set(names):
         yield Problem(

@@ -49,7 +49,7 @@ from regimen.trainer.device import (
 )
 from regimen.trainer.errors import ResourceError, describe_value
 from regimen.trainer.evaluation import check_metrics, evaluate
-from regimen.trainer.options import count, horizon
+from regimen.trainer.options import count
 from regimen.trainer.rng import seed_everything
 from regimen.trainer.strategies.strategy import Strategy
 from regimen.trainer.targets.instantiate import parameters_of
@@ -99,14 +99,12 @@ def build(
     data = open_data(config, strategy, classes=classes)
     config = with_counted_classes(config, data.num_classes)
     loader = train_loader(config, data, strategy)
-    steps = count(options.limit_train_batches, len(loader))
 
     parts = Assembly(
         config,
         strategy,
         data.num_classes,
-        total_steps=horizon(options, steps),
-        steps_per_epoch=steps,
+        batches=count(options.limit_train_batches, len(loader)),
         classes=class_names(data.sets),
     )
     # Builds the model, the first part that draws random numbers.

@@ -25,14 +25,16 @@ from regimen.trainer.errors import ModelError, is_shape_error, short_message
 from regimen.trainer.lr_schedulers.build import build_lr_schedule
 from regimen.trainer.lr_schedulers.schedule import LRSchedule
 from regimen.trainer.optimizers.optimizers import Optimizers, build_optimizers
+from regimen.trainer.options import horizon
 from regimen.trainer.strategies.ddp import DDP
 from regimen.trainer.strategies.multi_process import MultiProcess
 from regimen.trainer.strategies.single import Single
 from regimen.trainer.strategies.strategy import Strategy, instances
 from regimen.trainer.targets.allow_list import TargetError, locate
 from regimen.trainer.targets.instantiate import instantiate
-from regimen.trainer.task import Task, named_modules
+from regimen.trainer.task import Task, named_modules, updates_in
 
+_GUESSED_STEPS = 1000  # stands for the updates of a run before its data are open
 # Arguments that a sampler is given if its signature asks for them.
 OFFERED = ("dataset", "data_source", "targets", "seed")
 # What the nodes of a section must build, in words, and either its class or alternatives: the
@@ -179,8 +181,7 @@ class Assembly:
     config: Config
     strategy: Strategy
     num_classes: int | None = None
-    total_steps: int | None = None
-    steps_per_epoch: int | None = None
+    batches: int | None = None  # of an epoch, each of `loader.batch_size` samples
     classes: Sequence[str] | None = None  # names of the classes, if the data have any
     guessed: bool = False  # the numbers are placeholders of a check, which opens no data
 
@@ -244,6 +245,17 @@ class Assembly:
                 name_classes(self.classes or [])
         task.to(self.strategy.device, self.precision.dtype)
         return task
+
+    @cached_property
+    def steps_per_epoch(self) -> int | None:
+        """Updates of an epoch."""
+        return None if self.batches is None else updates_in(self.batches, self.task)
+
+    @cached_property
+    def total_steps(self) -> int | None:
+        """Updates of the whole run; None if only the time ends it."""
+        total = horizon(self.config.trainer, self.steps_per_epoch)
+        return _GUESSED_STEPS if self.guessed and total is not None else total
 
     @cached_property
     def optimizers(self) -> Optimizers:

@@ -25,7 +25,7 @@ from regimen.trainer.options import TrainerOptions, batches_of, horizon
 from regimen.trainer.rng import RandomStates, derived_seed
 from regimen.trainer.state import Timer, TrainState
 from regimen.trainer.strategies.strategy import Strategy
-from regimen.trainer.task import Task, batch_dependence_warning, named_modules
+from regimen.trainer.task import Task, batch_dependence_warning, named_modules, updates_in
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +90,8 @@ class Components:
     def steps_per_epoch(self) -> int | None:
         """Updates of an epoch; None for a stream of unknown length."""
         limit = self.options.limit_train_batches
-        return batches_of(self.train_loader, limit, "trainer.limit_train_batches")
+        batches = batches_of(self.train_loader, limit, "trainer.limit_train_batches")
+        return None if batches is None else updates_in(batches, self.task)
 
     @property
     def total_steps(self) -> int | None:

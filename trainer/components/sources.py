@@ -2,7 +2,7 @@
 
 import copy
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -255,6 +255,28 @@ def as_val_sources(given: Any, limit: int | float | None, seed: int) -> dict[str
         for stage, loader in by_stage(given).items()
         if loader is not None
     }
+
+
+def in_updates(
+    stream: Iterable[MicroBatch], batches_each: int, convert: Callable[[Any], Any]
+) -> Iterator[list[MicroBatch]]:
+    """Yield the micro-batches of each update, which consists of `batches_each` batches.
+
+    One that is not whole at the end is left out. `convert`: applied to each batch as it comes.
+    """
+    group: list[MicroBatch] = []
+    batches = 0  # that are whole, in `group`
+    for micro_batch in stream:
+        micro_batch.batch = convert(micro_batch.batch)
+        group.append(micro_batch)
+        batch_slice = micro_batch.batch_slice
+        if batch_slice.micro_batch + 1 < batch_slice.micro_batches:
+            continue
+        batches += 1
+        if batches == batches_each:
+            yield group
+            group = []
+            batches = 0
 
 
 class StopAwareReader:

@@ -21,15 +21,18 @@ class GAN(Task):
     depend on how it is split. The model is called as `model(x, part=...)`; the parts have the names
     of the optimizers. The generator's loss is the non-saturating one (Goodfellow et al. 2014). `r1`
     is the weight of a penalty on the discriminator's gradient at real images (Mescheder et al.
-    2018).
+    2018). `fresh_batches`: each turn has a batch of its own, as in WGAN-GP, where `turns` has the
+    critic several times.
     """
 
     def __init__(
         self,
         turns: Sequence[Literal["discriminator", "generator"]] = (DISCRIMINATOR, GENERATOR),
         r1: float = 0.0,
+        fresh_batches: bool = False,
     ) -> None:
         self.turns = turns
+        self.fresh_batches = fresh_batches
         self._r1 = r1
 
     def metric_names(self) -> list[str]:

@@ -1,9 +1,10 @@
 """One optimizer update: the exact mean over the samples of all its micro-batches (I3)."""
 
 import functools
+import itertools
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -22,7 +23,7 @@ from regimen.trainer.errors import (
     qualified_name,
 )
 from regimen.trainer.optimizers.state import needs_closure
-from regimen.trainer.task import StepOutput, as_output, diagnose_step_output
+from regimen.trainer.task import StepOutput, as_output, diagnose_step_output, take_turn
 from regimen.trainer.update import gradients
 from regimen.trainer.update.gradients import ADVICE
 from regimen.trainer.update.guard import Guard, make_guard
@@ -41,9 +42,11 @@ _WHY_NO_LABEL_COUNTS = (
 class Phase:
     """Optimizers that step together on one loss: all of them, or one of a GAN's, by its name."""
 
-    def __init__(self, name: str, optimizers: Sequence[Optimizer]) -> None:
+    def __init__(self, name: str, optimizers: Sequence[Optimizer], index: int = 0) -> None:
         self.name = name  # empty if it has all optimizers
+        self.index = index  # how many turns of the update are before
         self.step_name = "turn_step" if name else "training_step"  # the task's method
+        self.key = f"{name}.{index}" if index else name  # a turn may come twice
         self.loss_name = f"loss_{name}" if name else "loss"
         self.norm_name = f"grad_norm_{name}" if name else "grad_norm"
         self.optimizers = optimizers
@@ -60,6 +63,7 @@ class PhaseResult(NamedTuple):
     """What a phase of an update has computed, to be logged once the whole update is applied."""
 
     phase: Phase
+    micro_batches: MicroBatches
     outputs: list[StepOutput]  # of each micro-batch
     norm: Tensor  # of the gradients, before clipping
 
@@ -78,7 +82,7 @@ class Updater:
         # For callbacks that ask for an update's batch and outputs.
         self._keeps_batches = hooks.asks_for_batches
         self._last_batches: MicroBatches = ()
-        self._last_outputs: dict[str, list[StepOutput]] = {}
+        self._last_outputs: dict[Phase, list[StepOutput]] = {}
         self._phases = _phases_of(components)
         self._norm_names = [phase.norm_name for phase in self._phases]
         self._refuse_misfits()
@@ -137,8 +141,8 @@ class Updater:
             self._last_batches = micro_batches
             self._last_outputs = {}
         results = []
-        for phase in self._phases:
-            outputs, losses = self._accumulate(phase, micro_batches)
+        for phase, batches in self._with_batches(micro_batches):
+            outputs, losses = self._accumulate(phase, batches)
             components.timer.lap("forward + backward")
 
             for optimizer in phase.plain_optimizers:
@@ -150,24 +154,24 @@ class Updater:
             norm = gradients.total_norm(parameters, options.clip_grad_norm_type)
             # The host waits for the device here, once per phase, unless the device decides.
             if guard.is_nonfinite(norm):
-                return self._skip(micro_batches, losses)
+                return self._skip(batches, losses)
             gradients.clip(options, components.optimizers, parameters, norm)
             if options.gradient_noise is not None:
-                gradients.add_noise(options, parameters, components.state.updates, phase.name)
+                gradients.add_noise(options, parameters, components.state.updates, phase.key)
             self._hooks.emit("on_gradients")
 
             for optimizer in phase.plain_optimizers:
                 guard.step(optimizer)
             if phase.closure_optimizers:
-                self._step_with_closure(phase, micro_batches, losses)
+                self._step_with_closure(phase, batches, losses)
                 # The gradients of its own evaluations were not looked at: their result is.
                 if guard.is_nonfinite(gradients.largest_entry(parameters)):
-                    return self._skip(micro_batches, losses)
+                    return self._skip(batches, losses)
             scaler.update()
             components.optimizers.zero_grad()
-            results.append(PhaseResult(phase, outputs, norm))
+            results.append(PhaseResult(phase, batches, outputs, norm))
         guard.end_update()
-        self._record(results, micro_batches)
+        self._record(results)
         components.timer.lap("optimizer")
         return True
 
@@ -175,11 +179,22 @@ class Updater:
         """Compute an update's gradients and drop them: for `Strategy.warm_up` and a dry run."""
         means = MeanAccumulator(self._components.strategy.device)  # only to find mistakes
         self.guard.begin_update()
-        for phase in self._phases:
-            outputs, _ = self._accumulate(phase, micro_batches)
+        for phase, batches in self._with_batches(micro_batches):
+            outputs, _ = self._accumulate(phase, batches)
             self._components.optimizers.zero_grad()
-            self._add_outputs(means, phase, micro_batches, outputs)
+            self._add_outputs(means, phase, batches, outputs)
         self.guard.restore()
+
+    def _with_batches(self, micro_batches: MicroBatches) -> Iterator[tuple[Phase, MicroBatches]]:
+        """Yield each phase with its micro-batches: all of the update, or those of its own batch."""
+        own = [
+            list(group)
+            for _, group in itertools.groupby(micro_batches, lambda m: m.batch_slice.update)
+        ]
+        for phase in self._phases:
+            # A dry run computes a part of an update only.
+            is_fresh = self._components.task.fresh_batches and len(own) == len(self._phases)
+            yield phase, own[phase.index] if is_fresh else micro_batches
 
     def _accumulate(
         self, phase: Phase, micro_batches: MicroBatches
@@ -216,7 +231,7 @@ class Updater:
             raise
         self._exchange_task_gradients()
         if self._keeps_batches:
-            self._last_outputs[phase.name] = outputs
+            self._last_outputs[phase] = outputs
         return outputs, losses
 
     def _training_step(self, phase: Phase, batch: Any) -> StepOutput:
@@ -225,7 +240,7 @@ class Updater:
         with components.precision.autocast():
             model = components.training_model
             if phase.name:
-                result = task.turn_step(model, batch, phase.name)
+                result = take_turn(task, model, batch, phase.index)
             else:
                 result = task.training_step(model, batch)
             return as_output(result, task, phase.step_name)
@@ -302,10 +317,10 @@ class Updater:
         components.optimizers.zero_grad()
         return False
 
-    def _record(self, results: Sequence[PhaseResult], micro_batches: MicroBatches) -> None:
+    def _record(self, results: Sequence[PhaseResult]) -> None:
         """Add what an applied update has computed to the means that are logged."""
         is_first = self._components.group.data_rank == 0
-        for phase, outputs, norm in results:
+        for phase, micro_batches, outputs, norm in results:
             self._add_outputs(self.log_accumulator, phase, micro_batches, outputs)
             # The norm is the same on every process: it counts once.
             if is_first:
@@ -423,7 +438,11 @@ def _phases_of(components: Components) -> list[Phase]:
     if not turns:
         return [Phase("", list(optimizers.values()))]
     # A turn without an optimizer is refused by the first update: an evaluation needs none.
-    return [Phase(name, [optimizers[name]]) for name in turns if name in optimizers]
+    return [
+        Phase(name, [optimizers[name]], index)
+        for index, name in enumerate(turns)
+        if name in optimizers
+    ]
 
 
 def warn_without_labels(components: Components, stage: str, means: MeanAccumulator) -> None:
