@@ -14,6 +14,10 @@ from regimen.conf.other_words import RESOLVERS as OTHERS
 
 RESERVED = ("total_steps", "steps_per_epoch")  # open until the length of the training is known
 CLASSES = "data.num_classes"  # if it is null, open until the classes are counted in the data
+# `${data.train.NAME}`: an attribute of the training set, open until that is, unless its node has
+# such a key. Not for what the data are made with.
+OF_TRAINING_SET = re.compile(r"(?<!\\)\$\{(data\.train\.[A-Za-z_]\w*)\}")
+_MAKES_DATA = ("data.", "transforms.train.", "transforms.eval.")
 MAX_SIZE = 200_000  # characters and values, once everything is written out
 MAX_CHAIN = 100  # keys, each within or referring to the next
 MAX_INTERPOLATIONS = 1000  # in all texts together: OmegaConf takes half a millisecond for one
@@ -22,6 +26,24 @@ _REFERRING = ("oc.select", "oc.dict.keys", "oc.dict.values")  # resolvers whose 
 RESOLVERS = ("oc.env", "oc.decode", "now", *_REFERRING)
 # The body of an interpolation: a resolver and the first of its arguments, or a key alone.
 _REFERENCE = re.compile(r"(?s)^(?:\s*([\w.]+)\s*:)?([^,]*)")
+
+
+def open_attributes(root: Any) -> dict[str, list[str]]:
+    """Return the attributes of the training set that interpolations ask for, as `data.train.NAME`.
+
+    With each, the keys that ask for it.
+    """
+    data = root.get("data")
+    node = data.get("train") if isinstance(data, dict) else None
+    if not isinstance(node, dict) or "_target_" not in node:
+        return {}
+    found: dict[str, list[str]] = {}
+    for key, text in leaves(root):
+        if isinstance(text, str) and not key.startswith(_MAKES_DATA):
+            for attribute in OF_TRAINING_SET.findall(text):
+                if attribute.rpartition(".")[2] not in node:
+                    found.setdefault(attribute, []).append(key)
+    return found
 
 
 def join(key: str, name: object) -> str:
@@ -101,11 +123,11 @@ def excessive(root: Any) -> Iterator[Problem]:
         )
 
 
-def fill(node: Any, values: Mapping[str, int | None]) -> Any:
+def fill(node: Any, values: Mapping[str, Any]) -> Any:
     """Return a copy of plain containers with the reserved interpolations replaced.
 
     `values`: by name, such as `total_steps`; an interpolation without a value stays. A text that is
-    nothing but the interpolation becomes the number itself.
+    nothing but the interpolation becomes the value itself.
     """
     replacements = {f"${{{name}}}": value for name, value in values.items() if value is not None}
 
@@ -129,6 +151,7 @@ class Interpolations:
         self.problems = list(excessive(root))
         self.read = set[str]()  # the keys that are referred to
         self._nodes = dict(walk(root))  # everything, by key
+        self._attributes = open_attributes(root)
         self._origins = dict[str, str]()  # keys that are a single `${...}`: the key it refers to
         self._from_environment = set[str]()  # keys to which `oc.env` contributes
         self._sizes = dict[str, int]()
@@ -187,6 +210,8 @@ class Interpolations:
             ((resolver, reference),) = _REFERENCE.findall(body)
             self._check_resolver(key, resolver, body)
             if body in RESERVED or (resolver and resolver not in _REFERRING):
+                continue
+            if body in self._attributes and not key.startswith(_MAKES_DATA):
                 continue
             target = self._absolute(reference.strip(), key)
             if target is None:

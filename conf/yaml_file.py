@@ -14,7 +14,14 @@ from typing import Any, ClassVar
 import yaml
 
 from regimen.conf.errors import ConfigError, Problem, shortened
-from regimen.conf.interpolation import CLASSES, RESERVED, excessive, join, mapped
+from regimen.conf.interpolation import (
+    CLASSES,
+    RESERVED,
+    excessive,
+    join,
+    mapped,
+    open_attributes,
+)
 
 MAX_BYTES = 1_000_000
 MAX_DEPTH = 40
@@ -299,7 +306,7 @@ class _Dumper(yaml.SafeDumper):
 def dump(config: dict[str, Any]) -> str:
     """Return plain containers as YAML that `--config-name` reads back to the very same values."""
     data = config.get("data")
-    open_names = list(RESERVED)
+    open_names = [*RESERVED, *open_attributes(config)]
     if isinstance(data, dict) and data.get("num_classes", 0) is None:
         open_names.append(CLASSES)
     plain = _escaped(config, open_names)

@@ -27,16 +27,17 @@ def evaluate(argv: Sequence[str]) -> int:
     with importing():
         from regimen.trainer.assembly.check import check_targets
         from regimen.trainer.files.atomic import write_json
+        from regimen.trainer.inference.predictor import classes_of, with_attributes_of
 
         if keys.artefact is not None:
             from regimen.trainer.export.artefact import evaluate_artefact
-            from regimen.trainer.inference.predictor import classes_of
         else:
             from regimen.trainer.inference.run import evaluate_run
 
     with composed.locating():
         config = parse(composed.config)
         run_dir = Path(keys.run)
+        config = with_attributes_of(run_dir, config)
         check_targets(config)
         if keys.artefact is not None:
             tested = {"artefact": keys.artefact}

@@ -31,11 +31,13 @@ from regimen.conf.errors import (
 )
 from regimen.conf.interpolation import (
     CLASSES,
+    OF_TRAINING_SET,
     RESERVED,
     Interpolations,
     excessive,
     leaves,
     mapped,
+    open_attributes,
     walk,
 )
 from regimen.conf.schema import Values
@@ -470,7 +472,18 @@ def _unresolved(cfg: DictConfig, key: str) -> Problem | None:
 
 def escape_reserved(node: Any) -> Any:
     """Escape the reserved interpolations, so that resolution leaves them as they are."""
-    return mapped(node, lambda v: _RESERVED.sub(r"\\${\1}", v) if isinstance(v, str) else v)
+    attributes = open_attributes(node) if isinstance(node, dict) else {}
+
+    def escape_attribute(match: re.Match[str]) -> str:
+        return rf"\{match[0]}" if match[1] in attributes else match[0]
+
+    def escape(value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        value = _RESERVED.sub(r"\\${\1}", value)
+        return OF_TRAINING_SET.sub(escape_attribute, value)
+
+    return mapped(node, escape)
 
 
 def _with_open_classes(raw: Values) -> Values:

@@ -39,6 +39,7 @@ from regimen.trainer.inference.predictor import (
     Row,
     Rows,
     read_inference_metadata,
+    with_attributes_of,
 )
 from regimen.trainer.inference.run import (
     as_trained,
@@ -56,8 +57,9 @@ def answer(request: RunRequest) -> int:
     config = parse(request.config)
     # Any number of samples may be broken: training's limit does not apply.
     config = replace(config, data=replace(config.data, on_error=keys.on_error, max_skipped=1 << 62))
-    check_targets(config)
     run_dir = Path(keys.run)
+    config = with_attributes_of(run_dir, config)
+    check_targets(config)
     facts = read_inference_metadata(run_dir)
     dataset = _dataset(keys, config, facts, request.files)
     generation = _generation(keys, config, dataset)

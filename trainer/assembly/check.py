@@ -24,7 +24,7 @@ from regimen.conf.errors import (
     problems_at,
     raise_problems,
 )
-from regimen.conf.interpolation import is_related, leaves
+from regimen.conf.interpolation import is_related, leaves, open_attributes
 from regimen.conf.other_words import our_key
 from regimen.conf.schema import OWN_KEYS, Config, Named
 from regimen.trainer.assembly.data import build_transforms, data_problems, key_of
@@ -61,6 +61,11 @@ _PARTS = re.compile(
     r"|transforms\.\w+\.[^.]+"
     r"|(optimizer\.(.+\.)?)?lr_scheduler|.*\.(optimizers|schedulers)\.[^.]+"
 )
+# Parts that are built when the training set is open, and may ask for its attributes.
+_ASKING = re.compile(
+    r"(model|task|optimizer|lr_scheduler)(?=\.)|callbacks\.[^.]+|transforms\.device\.[^.]+"
+    r"|loader\.(sampler|batch_sampler|collate_fn|worker_init_fn)"
+)
 # In nodes of optimizers and schedules: keys of ours, and arguments that we compute from theirs.
 _CONVERTED = (*chain(*OWN_KEYS.values()), "milestones", "step_size", "max_lr")
 # Losses of torch whose targets are class numbers, and those whose targets have the output's shape.
@@ -80,6 +85,20 @@ def check_targets(config: Config, wrong: Collection[str] = ()) -> None:
     """
     problems = [*_compile_problems(config.trainer.compile), *_node_problems(config)]
     broken = {problem.key for problem in problems}
+    # Parts that need a value of the open data are built, and checked as a whole, once it is there.
+    for key in chain(*open_attributes(asdict(config)).values()):
+        part = _ASKING.match(key)
+        if part is not None:
+            broken.add(part[0])
+            continue
+        problems.append(
+            Problem(
+                key,
+                "asks for an attribute of data.train, which is not open when this is needed",
+                "model, task, optimizer, lr_scheduler, callbacks, transforms.device and the nodes "
+                "of loader may",
+            )
+        )
     for name in _SECTIONS:
         if getattr(config, name) == {}:
             broken.add(name)

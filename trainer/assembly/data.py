@@ -6,12 +6,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 
 from regimen.conf.errors import ConfigError, Problem, raise_problems
-from regimen.conf.interpolation import mapped
+from regimen.conf.interpolation import mapped, open_attributes
 from regimen.conf.schema import Config, Node
 from regimen.data.decode import fast_resize
 from regimen.data.errors import ClassNamesError, DataError
@@ -39,6 +40,7 @@ class Data(NamedTuple):
 
     sets: dict[str, Any]
     num_classes: int | None
+    attributes: Mapping[str, Any] = MappingProxyType({})  # that are asked for: `data.train.NAME`
 
     def describe(self) -> list[dict[str, Any]]:
         """Return the facts about each set that the manifest shows."""
@@ -89,7 +91,61 @@ def build_data(
             _try_transforms(sets[split])
     if "train" in sets and sets["train"] is None:
         raise ConfigError("data.train", "is null: there is nothing to train on")
-    return Data(sets, _num_classes(config, sets))
+    num_classes = _num_classes(config, sets)
+    if sets.get("train") is None:  # an evaluation
+        return Data(sets, num_classes)
+    return Data(sets, num_classes, _attributes(config, sets["train"]))
+
+
+def _attributes(config: Config, dataset: Any) -> dict[str, Any]:
+    """Return the attributes of the training set that the configuration asks for.
+
+    Raises ConfigError for what it does not have as a plain value.
+    """
+    values = {}
+    for full_name, keys in open_attributes(asdict(config)).items():
+        name = full_name.rpartition(".")[2]
+        try:
+            values[full_name] = _plain(_attribute(dataset, name))
+        except (AttributeError, TypeError) as error:
+            offered = [f"${{data.train.{one}}}" for one in _offered(dataset)]
+            raise ConfigError(
+                keys[0],
+                f"{type(dataset).__name__}, the training set, has no number, text or list of these "
+                f"called {name!r}: {error}",
+                f"it has {', '.join(offered) or 'none at all'}",
+            ) from error
+    return values
+
+
+def _attribute(dataset: Any, name: str) -> Any:
+    """Return an attribute of a data set, or of the one within it (as torch's Subset has one)."""
+    while not hasattr(dataset, name) and hasattr(dataset, "dataset"):
+        dataset = dataset.dataset
+    return getattr(dataset, name)
+
+
+def _plain(value: Any) -> Any:
+    """Return a number, a text or a list of these, of Python's own types. Raises TypeError."""
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if getattr(value, "ndim", None) == 0:  # of numpy or torch, on the host
+        value = value.item()
+    if not isinstance(value, bool | int | float | str):
+        raise TypeError(f"it is a {type(value).__name__}")
+    return value
+
+
+def _offered(dataset: Any) -> list[str]:
+    """Return the names of the plain values that a data set has."""
+    names = []
+    for name in dir(dataset):
+        if name.startswith("_"):
+            continue
+        with suppress(Exception):  # a property of the user's may fail
+            _plain(getattr(dataset, name))
+            names.append(name)
+    return names
 
 
 def open_data(

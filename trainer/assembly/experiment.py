@@ -32,6 +32,7 @@ from regimen.trainer.assembly.parts import (
     Assembly,
     build_node,
     build_strategy,
+    with_attributes,
     with_counted_classes,
 )
 from regimen.trainer.assembly.summary import state_bytes
@@ -97,6 +98,7 @@ def build(
     switches = set_switches(options)
     seed_everything(config.seed)
     data = open_data(config, strategy, classes=classes)
+    config = with_attributes(config, data.attributes)
     config = with_counted_classes(config, data.num_classes)
     loader = train_loader(config, data, strategy)
 

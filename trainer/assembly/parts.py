@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from regimen.conf.errors import ConfigError, Problem, collect_problems, problems_at, raise_problems
-from regimen.conf.interpolation import CLASSES, fill, mapped
+from regimen.conf.interpolation import CLASSES, fill, mapped, open_attributes
 from regimen.conf.schema import Config, Node
 from regimen.data.errors import DataError
 from regimen.trainer.callback import Callback, Saver, check_hooks
@@ -139,6 +139,33 @@ def with_counted_classes(config: Config, num_classes: int | None) -> Config:
         **sections,
         loader=replace(config.loader, **loader),
         transforms=replace(config.transforms, **filled(config.transforms, "device")),
+    )
+
+
+def with_attributes(config: Config, values: Mapping[str, Any]) -> Config:
+    """Return a configuration with the attributes of the training set that it asks for.
+
+    `values`: by `data.train.NAME`. Raises ConfigError where one of them is not known.
+    """
+    plain = asdict(config)
+    attributes = open_attributes(plain)
+    if not attributes:
+        return config
+    for name in sorted(attributes.keys() - values.keys()):
+        raise ConfigError(
+            attributes[name][0],
+            f"${{{name}}} is not known: training stores it in the run's inference.json",
+        )
+    sections = ("model", "task", "optimizer", "lr_scheduler", "callbacks")
+    filled = {name: fill(plain[name], values) for name in sections}
+    loader_nodes = ("sampler", "batch_sampler", "collate_fn", "worker_init_fn")
+    loader = {name: fill(plain["loader"][name], values) for name in loader_nodes}
+    device = fill(plain["transforms"]["device"], values)
+    return replace(
+        config,
+        **filled,
+        loader=replace(config.loader, **loader),
+        transforms=replace(config.transforms, device=device),
     )
 
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -18,7 +19,7 @@ from regimen.data.keys import preserved_rng
 from regimen.data.loading.loader import Loader
 from regimen.data.transforms import Pipeline
 from regimen.trainer.assembly.data import Data, names_of
-from regimen.trainer.assembly.parts import with_classes
+from regimen.trainer.assembly.parts import with_attributes, with_classes
 from regimen.trainer.components.components import Components
 from regimen.trainer.device import accumulate_dtype
 from regimen.trainer.errors import SHAPE_ERRORS, ModelError, explain_shape_error
@@ -35,7 +36,7 @@ OUTPUT = "output"  # the name of an output that is one tensor
 _FORM: Mapping[str, Any] = {
     "classes": list | None,
     "num_classes": int | None,
-    **dict.fromkeys(("inputs", "outputs", "transforms", "model"), dict),
+    **dict.fromkeys(("inputs", "outputs", "transforms", "model", "attributes"), dict),
 }
 _INPUTS: Mapping[str, Mapping[str, Any]] = {
     "picture": {"channels": int, "size": list | None},
@@ -64,10 +65,11 @@ class InferenceMetadata(NamedTuple):
     outputs: dict[str, Any]  # `Task.output_kind`, the threshold of labels, the scale of values
     transforms: dict[str, Any]  # those of evaluation, as in the configuration
     model: dict[str, Any]
+    attributes: Mapping[str, Any] = MappingProxyType({})  # of the training set: `data.train.NAME`
 
     def write(self, folder: Path) -> None:
         """Write `inference.json` into a run's folder, whole or not at all."""
-        write_json(folder / INFERENCE, self._asdict())
+        write_json(folder / INFERENCE, {**self._asdict(), "attributes": dict(self.attributes)})
 
 
 def inference_metadata(config: Config, data: Data, task: Task) -> InferenceMetadata:
@@ -88,13 +90,14 @@ def inference_metadata(config: Config, data: Data, task: Task) -> InferenceMetad
         outputs=outputs,
         transforms=dict(config.transforms.eval),
         model=with_classes(config.model, data.num_classes),
+        attributes=data.attributes,
     )
 
 
 def read_inference_metadata(folder: Path) -> InferenceMetadata:
     """Read a run's `inference.json`. Raises RunDirectoryError."""
     path = folder / INFERENCE
-    values = read_json(path)
+    values = {"attributes": {}, **read_json(path)}  # an older run has none
     fault = next(_faults(values), None)
     if fault is not None:
         raise RunDirectoryError(
@@ -146,6 +149,14 @@ def classes_of(folder: Path) -> list[str] | None:
     """Return the names of a run's classes; None without names. Raises RunDirectoryError."""
     names: list[str] | None = read_json(folder / INFERENCE).get("classes")
     return names
+
+
+def with_attributes_of(folder: Path, config: Config) -> Config:
+    """Return a run's configuration with the attributes of its training set that it asks for.
+
+    Raises ConfigError where they are not known.
+    """
+    return with_attributes(config, read_json(folder / INFERENCE).get("attributes", {}))
 
 
 def class_count_of(folder: Path, here: int | None) -> int | None:

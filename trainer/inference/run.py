@@ -56,6 +56,7 @@ from regimen.trainer.inference.predictor import (
     class_count_of,
     classes_of,
     read_inference_metadata,
+    with_attributes_of,
 )
 from regimen.trainer.inference.rows import records_of, table_of
 from regimen.trainer.runs.directory import refuse_links, versions
@@ -110,6 +111,7 @@ def load_run(
     strategy = {"_target_": STRATEGIES["single"], "accelerator": device, "devices": devices}
     config = replace(config, strategy=strategy)
     if describes_model:
+        config = with_attributes_of(folder, config)
         check_targets(config)
     return Run(folder, config, model, task)
 
