@@ -46,6 +46,7 @@ class DataConfig:
     root: str | None = path(
         None, "folder of the data, or where it is downloaded to", affects_result=False
     )
+    shared: Values = option({}, "arguments of all data sets; a set's own wins")
     train: Node | None = node(None, "training set")
     val: Node | None = node(
         None, "validation set, or several by name; null = none", named_nodes=True
@@ -91,6 +92,9 @@ class DataConfig:
 
     def conflicts(self) -> Iterator[Problem]:
         """Yield the keys of folds and of decoding that do not go together, and wrong values."""
+        if self.shared:
+            message = "is merged into the data sets where a configuration is composed"
+            yield Problem("shared", message, "give it to `compose`, or write it into each set")
         if self.decode != "full" and self.cache != "none":
             message = f"is {self.decode}, but data.cache={self.cache} keeps whole images"
             yield Problem("decode", message, "set data.decode=full or data.cache=none")

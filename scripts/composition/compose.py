@@ -212,6 +212,7 @@ class Composition:
         for override in values:
             self._apply(override)
         self._tree.drop_leftovers([key_of(text).replace("/", ".") for text in chosen])
+        self._tree.share_arguments()
         tree = with_defaults(self._tree.values)
         self._interpolations = Interpolations(tree)
         self.problems += self._tree.problems

@@ -59,6 +59,7 @@ class Tree:
         self.declared = set[str]()  # keys in the files of the groups of open sections
         self.problems = list[Problem]()
         self._primary = Values()  # keys and values of the open sections in the primary file
+        self._shared = dict[str, str]()  # arguments of data sets that `data.shared` holds: its key
         self._replaced_targets = dict[str, set[Source]]()  # by node: the sources of earlier targets
 
     def merge(
@@ -180,6 +181,19 @@ class Tree:
             if came_with_target and not accepts_argument(node, str(name)):
                 del node[name]
 
+    def share_arguments(self) -> None:
+        """Give each data set the arguments of `data.shared` that it has not itself."""
+        data = self.values.get("data")
+        if not isinstance(data, dict) or not isinstance(data.get("shared"), dict):
+            return
+        shared = data.pop("shared")
+        for split in _SPLITS:
+            for key, node in _data_sets(data.get(split), f"data.{split}"):
+                for name, value in shared.items():
+                    if name not in node:
+                        node[name] = copy.deepcopy(value)
+                        self._shared[join(key, name)] = f"data.shared.{name}"
+
     def _replace_by_named_sets(self, split: str) -> None:
         """Let data sets by name, merged into the data set of a group, take its place."""
         node = self.node(f"data.{split}")
@@ -252,11 +266,30 @@ class Tree:
 
     def source_of(self, key: str) -> str | None:
         """Return where a key was set last: the command line, or file:line; None if nowhere."""
+        taken = above(key, self._shared)
+        if taken:
+            key = self._shared[taken] + key.removeprefix(taken)
         typed = [source for source in self._sources_below(key) if source.package is None]
         if typed:
             return typed[-1].shown
         key = above(key, self.sources)
         return self.sources[key].location(key) if key else None
+
+
+def _data_sets(node: Any, key: str) -> Iterator[tuple[str, Values]]:
+    """Yield the data set of a split by its key, or several by name; none for null."""
+    if not isinstance(node, dict):
+        return
+    is_named = bool(node) and "_target_" not in node and all(map(_is_section, node.values()))
+    if not is_named:
+        yield key, node
+        return
+    for name, one in node.items():
+        yield join(key, name), one
+
+
+def _is_section(value: Any) -> bool:
+    return isinstance(value, dict)
 
 
 def _is_read(key: str, interpolations: Interpolations) -> bool:
