@@ -14,12 +14,7 @@ from torch.optim import Optimizer
 from regimen.conf.schema_trainer import TrainerConfig
 from regimen.data.batch import MicroBatch
 from regimen.trainer import evaluation, snapshot
-from regimen.trainer.callback import (
-    Callback,
-    Hooks,
-    Results,
-    average_of,
-)
+from regimen.trainer.callback import Callback, Hooks, Results, average_of
 from regimen.trainer.checkpoints import reader
 from regimen.trainer.checkpoints.archive import on_host
 from regimen.trainer.components.components import build_components, start_remarks
@@ -35,12 +30,7 @@ from regimen.trainer.errors import ModelError, SampleError
 from regimen.trainer.lr_schedulers.schedule import Interval
 from regimen.trainer.media import Media, PRCurve, as_image, histogram_of
 from regimen.trainer.optimizers.optimizers import Optimizers
-from regimen.trainer.options import (
-    is_reached,
-    log_is_due,
-    validation_is_due,
-    validation_limit,
-)
+from regimen.trainer.options import is_reached, log_is_due, validation_is_due, validation_limit
 from regimen.trainer.runs import from_python
 from regimen.trainer.runs.directory import make_folder
 from regimen.trainer.runs.from_python import PythonRun
