@@ -2,13 +2,16 @@
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from regimen.callbacks.support import AUTO, Monitor, check_least, require
 from regimen.conf.errors import problems_at
+from regimen.trainer import snapshot
 from regimen.trainer.callback import Saver, keeps_weights
 from regimen.trainer.checkpoints import shards
 from regimen.trainer.checkpoints.archive import on_host, write_safetensors
@@ -48,6 +51,10 @@ class Checkpoint(Saver):
     are kept anyway. `save_last`: also name the newest `last.pt`. `save_weights`: also write the
     weights of the best that were evaluated to `best.safetensors`.
 
+    `borrow`: leave out weights that were read from files and stay frozen; a checkpoint then has the
+    folder and the sha256 of the files, which whoever loads it reads again and compares. None: as
+    the model says (that of `model=lora` does).
+
     `background`: a save costs the loop a copy of the state in host memory, and a thread writes it,
     one save at a time. The loop waits for the first save, and for the last one, whatever ends the
     run.
@@ -63,6 +70,7 @@ class Checkpoint(Saver):
     mode: str = AUTO
     save_last: bool = True
     save_weights: bool = False
+    borrow: bool | None = None
     background: bool = True
     persistent = ("ranking",)  # it includes the checkpoint that is being saved
     affects_result = False
@@ -100,6 +108,18 @@ class Checkpoint(Saver):
         with problems_at(f"callbacks.{self.name}"):
             self._judge.resolve(task, stages)
 
+    def explain(self, trainer: Trainer) -> Iterator[str]:
+        """Say which weights checkpoints leave out, and where they are; a collective."""
+        counts = Counter[Path]()
+        for source in snapshot.left_out(trainer.components).values():
+            if source is not None:
+                counts[source.folder] += 1
+        for folder, count in counts.items():
+            yield (
+                f"checkpoints leave out {count} frozen weights, which are read again from {folder} "
+                f"(callbacks.{self.name}.borrow=false: they hold all)"
+            )
+
     def setup(self, trainer: Trainer) -> None:
         """Find the folder and the metric."""
         self.check_task(trainer.task, trainer.val_loaders)
@@ -112,6 +132,9 @@ class Checkpoint(Saver):
 
     def on_fit_start(self, trainer: Trainer) -> None:
         """Protect the checkpoint that this run goes on from, and finish the save that wrote it."""
+        for remark in self.explain(trainer):
+            if trainer.is_main:
+                _log.info("%s", remark)
         store = self._store
         group = trainer.group
         if not trainer.resumed or store is None:
@@ -151,6 +174,8 @@ class Checkpoint(Saver):
     def on_boundary(self, trainer: Trainer) -> None:
         """Take note of a save that has ended meanwhile; save if it is time to."""
         state = trainer.state
+        if trainer.components.borrowed:
+            trainer.components.borrowed.watch()
         has_logged = state.logged_at == state.global_step
         if has_logged or trainer.group.world_size == 1:
             # A collective of several processes, which log at the same boundaries.

@@ -92,6 +92,20 @@ def leaves(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:
             yield child_key, child
 
 
+def followers(values: Mapping[str, Any], key: str) -> list[str]:
+    """Return the arguments of data sets with a key's value, in a configuration that is resolved.
+
+    The tokenizer of a language model's data is in the folder that `model.name` says.
+    """
+    known = dict(leaves(values))
+    found = []
+    for name, value in leaves({"data": values.get("data")}):
+        is_argument = re.fullmatch(r"data(\.\w*[a-z_]\w*){2,}", name) is not None
+        if is_argument and key in known and value == known[key]:
+            found.append(name)
+    return found
+
+
 def mapped(node: Any, change: Callable[[Any], Any]) -> Any:
     """Return a copy of plain containers in which each part is changed, inner parts first."""
     if isinstance(node, dict):

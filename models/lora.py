@@ -10,6 +10,7 @@ from regimen.conf.errors import truncated_list
 from regimen.data.errors import import_package, short_line
 from regimen.models.layers import NetworkError
 from regimen.models.transformers_adapter import build as build_transformers
+from regimen.trainer.checkpoints.borrowed import lend_by_default
 
 
 def build(
@@ -40,6 +41,7 @@ def build(
     linear = [name for name, layer in base.named_modules() if isinstance(layer, nn.Linear)]
     tied = _tied_modules(base)
     given = targets if isinstance(targets, str) else list(targets)
+    former = dict(model.named_parameters(remove_duplicate=False))
     try:
         adapter = peft.LoraConfig(
             r=rank, lora_alpha=alpha, target_modules=given, lora_dropout=dropout
@@ -61,6 +63,7 @@ def build(
                 "one of them would part",
                 "leave it out",
             )
+    lend_by_default(model, former)
     return model
 
 

@@ -14,12 +14,14 @@ from torch import Tensor, nn
 
 from regimen.conf.errors import truncated_list
 from regimen.models.layers import NetworkError
+from regimen.trainer.checkpoints.borrowed import mark_as_read
 from regimen.trainer.checkpoints.reader import model_only
 from regimen.trainer.errors import CheckpointError
 from regimen.trainer.files.names import ForeignNameError, path_below
 
 log = logging.getLogger(__name__)
 Head = nn.Linear | nn.Conv2d
+_TORCHVISION = "torchvision:"  # before the name of weights of torchvision's
 _weights_wanted: ContextVar[bool] = ContextVar("initial_weights_wanted", default=True)
 
 
@@ -75,7 +77,9 @@ def fine_tune(
         raise CheckpointError(f"{weights} has no name with the prefix {prefix!r}")
 
     outcome = load_weights(model, state, drop, head)
-    report = f"{len(outcome.pop('loaded'))} tensors loaded"
+    loaded = outcome.pop("loaded")
+    mark_as_read(model, set(loaded), [file_of(weights, checkpoint)], "model.weights", weights)
+    report = f"{len(loaded)} tensors loaded"
     for kind, names in outcome.items():
         if names:
             report += f"; {kind}: {truncated_list(names, 4)}"
@@ -166,16 +170,15 @@ def read_weights(source: str, checkpoint: str = "best", average: bool = True) ->
     `torchvision:ResNet18_Weights.DEFAULT`. `average`: return the average of the weights (EMA, SWA)
     if a checkpoint has one.
     """
-    if source.startswith("torchvision:"):
-        name = source.removeprefix("torchvision:")
-        try:
-            entry = torchvision.models.get_weight(name)
-        except (KeyError, ValueError) as error:
-            raise NetworkError(
-                f"model.weights: torchvision has no weights named {name!r}; "
-                "the form is torchvision:ResNet18_Weights.DEFAULT"
-            ) from error
-        return fetch(entry)
+    if source.startswith(_TORCHVISION):
+        return fetch(_torchvision_entry(source))
+    return model_only(file_of(source, checkpoint), average)
+
+
+def file_of(source: str, checkpoint: str = "best") -> Path:
+    """Return the file that `read_weights` reads. Raises NetworkError where there is none."""
+    if source.startswith(_TORCHVISION):
+        return cached_file(_torchvision_entry(source))
     path = Path(source).expanduser()
     if path.is_dir():
         try:
@@ -184,7 +187,24 @@ def read_weights(source: str, checkpoint: str = "best", average: bool = True) ->
             raise NetworkError(f"model.weights: {error}") from error
     if not path.is_file():
         raise NetworkError(f"model.weights: no file {path}")
-    return model_only(path, average)
+    return path
+
+
+def _torchvision_entry(source: str) -> Any:
+    name = source.removeprefix(_TORCHVISION)
+    try:
+        return torchvision.models.get_weight(name)
+    except (KeyError, ValueError) as error:
+        raise NetworkError(
+            f"model.weights: torchvision has no weights named {name!r}; "
+            "the form is torchvision:ResNet18_Weights.DEFAULT"
+        ) from error
+
+
+def cached_file(entry: Any) -> Path:
+    """Return where torch keeps the file of a torchvision weights entry, once it is fetched."""
+    name: str = entry.url.rpartition("/")[2]
+    return Path(torch.hub.get_dir()) / "checkpoints" / name
 
 
 def fetch(entry: Any) -> dict[str, Tensor]:
@@ -194,7 +214,7 @@ def fetch(entry: Any) -> dict[str, Tensor]:
     except (OSError, RuntimeError) as error:
         raise CheckpointError(
             f"model.weights: cannot get {entry} from {entry.url}: {error}; where there is no "
-            f"network, put the file in {Path(torch.hub.get_dir()) / 'checkpoints'}"
+            f"network, put the file in {cached_file(entry).parent}"
         ) from error
 
 

@@ -9,7 +9,14 @@ import torchvision
 from torch import Tensor, nn
 
 from regimen.models.layers import NetworkError
-from regimen.models.pretrained import fetch, resize_head, resize_input, weights_wanted
+from regimen.models.pretrained import (
+    cached_file,
+    fetch,
+    resize_head,
+    resize_input,
+    weights_wanted,
+)
+from regimen.trainer.checkpoints.borrowed import mark_as_read
 
 # Networks with auxiliary outputs, which would make the output a tuple in training. Their builders
 # set `transform_input` only if they load trained weights themselves.
@@ -57,10 +64,16 @@ def build(
             )
         options["num_classes"] = trained_classes
         model = builder(**options | arguments)
+        shapes = {}
         if weights_wanted():
+            state = fetch(entry)
             # The weights of the Inceptions include the auxiliary outputs, which were not built.
-            model.load_state_dict(fetch(entry), strict=name not in _INCEPTIONS)
+            model.load_state_dict(state, strict=name not in _INCEPTIONS)
+            shapes = {key: value.shape for key, value in state.items()}
         resize_head(model, num_classes, trained_classes)
+        # A head of another size has new values.
+        read = {n for n, p in model.named_parameters() if shapes.get(n) == p.shape}
+        mark_as_read(model, read, [cached_file(entry)], "model.weights", weights)
     if in_channels != 3:
         resize_input(model, in_channels, weights is not None)
     if family == "segmentation":

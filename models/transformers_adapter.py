@@ -1,14 +1,17 @@
 """Models of transformers by name; transformers is optional and imported when a model is built."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from regimen.conf.json_text import plain_json
 from regimen.data.errors import import_package, short_line
 from regimen.models.layers import NetworkError
 from regimen.models.pretrained import weights_wanted
+from regimen.trainer.checkpoints.borrowed import mark_as_read
 from regimen.trainer.errors import CheckpointError
 
 
@@ -102,17 +105,49 @@ def build(
             raise NetworkError(f"model.name={name}: {short_line(error)}") from error
 
     try:
-        model = auto_model.from_pretrained(
+        model, read = auto_model.from_pretrained(
             name,
             config=model_config,
             dtype=torch.float32,
             use_safetensors=True,
             ignore_mismatched_sizes=True,  # a head for other classes is initialized anew
             trust_remote_code=False,
+            output_loading_info=True,
         )
+        files = _weight_files(name, model_config)
     except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(f"model.name={name}: {short_line(error)}") from error
-    return Logits(model)
+    # A head of another size is listed with both shapes.
+    others = {key if isinstance(key, str) else key[0] for key in read["mismatched_keys"]}
+    others |= set(read["missing_keys"])
+    names = {parameter for parameter, _ in model.named_parameters(remove_duplicate=False)}
+    network = Logits(model)
+    found = {f"model.{parameter}" for parameter in names - others}
+    mark_as_read(network, found, files, "model.name", name)
+    return network
+
+
+def _weight_files(name: str, config: Any) -> list[Path]:
+    """Return the files that `from_pretrained` reads; none where it is told to read others."""
+    hub = import_package("huggingface_hub", "transformers")
+
+    def find(file: str) -> Path | None:
+        path = Path(name, file)
+        if Path(name).is_dir():
+            return path if path.is_file() else None
+        cached = hub.try_to_load_from_cache(name, file)
+        return Path(cached) if isinstance(cached, str) else None
+
+    if getattr(config, "transformers_weights", None) or find("adapter_config.json"):
+        return []
+    weights = find("model.safetensors")
+    if weights is not None:
+        return [weights]
+    index = find("model.safetensors.index.json")
+    if index is None:
+        return []
+    shards = set(plain_json(index.read_bytes())["weight_map"].values())
+    return [index.parent / shard for shard in sorted(shards)]
 
 
 def _check_positions(name: str, config: Any, context: int | None) -> None:

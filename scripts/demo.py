@@ -26,7 +26,8 @@ def demo(argv: Sequence[str]) -> int:
     # They log a line for each request that gradio sends to itself.
     for name in ("httpx", "httpx2"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    run = load_run(keys.run, keys.device, arguments.allow_targets)
+    moved = dict(text.split("=", 1) for text in arguments.overrides)
+    run = load_run(keys.run, keys.device, arguments.allow_targets, moved=moved)
     page = page_of(run, keys.checkpoint, keys.top_k)
     try:
         serve(page, keys.host, keys.port)

@@ -25,20 +25,18 @@ def evaluate(argv: Sequence[str]) -> int:
     _refuse_processes(arguments.overrides)
     composed = compose(arguments, trains=False)
     with importing():
-        from regimen.trainer.assembly.check import check_targets
         from regimen.trainer.files.atomic import write_json
         from regimen.trainer.inference.predictor import classes_of, with_attributes_of
+        from regimen.trainer.inference.run import check_run, evaluate_run
 
         if keys.artefact is not None:
             from regimen.trainer.export.artefact import evaluate_artefact
-        else:
-            from regimen.trainer.inference.run import evaluate_run
 
     with composed.locating():
         config = parse(composed.config)
         run_dir = Path(keys.run)
         config = with_attributes_of(run_dir, config)
-        check_targets(config)
+        check_run(config, run_dir, keys.checkpoint)
         if keys.artefact is not None:
             tested = {"artefact": keys.artefact}
             split, metrics = evaluate_artefact(

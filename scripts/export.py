@@ -48,5 +48,6 @@ def _parse(command: type[OutputOptions], argv: Sequence[str]) -> dict[str, Any]:
     with importing():
         from regimen.trainer.inference.run import load_run
 
-    run = load_run(keys.run, "cpu", arguments.allow_targets)
+    moved = dict(text.split("=", 1) for text in arguments.overrides)
+    run = load_run(keys.run, "cpu", arguments.allow_targets, moved=moved)
     return asdict(keys) | {"run": run, "out": Path(keys.out) if keys.out else None}

@@ -192,6 +192,8 @@ class Saver(Callback):
     """
 
     of_run = True
+    # Whether checkpoints leave out frozen weights that were read from files.
+    borrow: bool | None = None  # None: as the model says
 
     @property
     def monitor(self) -> str | None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from regimen.trainer.callback import Average, Callback, saver_of
-from regimen.trainer.checkpoints import reader, shards
+from regimen.trainer.checkpoints import borrowed, reader, shards
 from regimen.trainer.checkpoints.archive import on_host
 from regimen.trainer.checkpoints.store import CheckpointStore
 from regimen.trainer.components.components import Components
@@ -42,7 +42,15 @@ def capture(
     model = components.model
     average = components.average
     saver = saver_of(components.callbacks)
-    callbacks = unshard({name: c.state_dict() for name, c in components.callbacks.items()})
+    sources = left_out(components)
+    states = {}
+    for name, callback in components.callbacks.items():
+        state = dict(callback.state_dict())
+        if isinstance(callback, Average) and "model" in state:
+            # The average of what never changes is exactly that.
+            state["model"] = borrowed.without(state["model"], sources)
+        states[name] = state
+    callbacks = unshard(states)
     averaged = {} if average is None else callbacks.pop(average.name, {})
     local_buffers = {} if strategy.shares_buffers else dict(model.named_buffers())
     skipped = {}
@@ -52,7 +60,7 @@ def capture(
 
     gather = strategy.group.gather_data
     payload = {
-        "model": unshard(dict(model.state_dict())),
+        "model": unshard(borrowed.without(model.state_dict(), sources)),
         "optimizer": unshard(components.optimizers.state_dict()),
         "lr_scheduler": components.lr_schedule.state_dict(),
         "scaler": components.precision.state_dict(),
@@ -65,7 +73,7 @@ def capture(
             "epoch_sums": gather(updater.epoch_accumulator.state_dict()),
             "loader": gather(skipped),
             "own": gather(on_host(local_buffers)),
-            "unsaved": gather(on_host(components.extra_state.state_dict())),
+            "unsaved": gather(on_host(components.extra_state.state_dict(sources))),
             "metrics": dict(components.metrics),
             "data": components.data_facts,
             "lengths": _lengths(components),
@@ -79,7 +87,25 @@ def capture(
     }
     if not components.is_main:
         return payload
+    if sources:
+        payload[borrowed.KEY] = borrowed.entries_of(sources)
     return dict(on_main(payload))
+
+
+def left_out(components: Components) -> dict[str, borrowed.WeightsSource | None]:
+    """Return the parameters that a checkpoint leaves out now; the main process knows the sources.
+
+    A collective where weights were read from files.
+    """
+    saver = saver_of(components.callbacks)
+    # What changes weights may change frozen ones, too.
+    changes = any(callback.changes_weights for callback in components.callbacks.values())
+    if saver is None or changes or not components.borrowed:
+        return {}
+    sources = components.borrowed.names(saver.borrow) if components.is_main else {}
+    # A collective: what is left out is gathered by no process.
+    names = components.group.broadcast([*sources])
+    return {name: sources.get(name) for name in names}
 
 
 def load(
@@ -111,7 +137,10 @@ def load(
     strategy = components.strategy
     parameters = dict(model.named_parameters())
     payload = shards.read(payload, parameters)
-    strategy.load_model_state(model, payload["model"])
+    # The weights that the checkpoint leaves out the model has read already: see `check_fit`.
+    weights = borrowed.completed(payload["model"], model.state_dict())
+    strategy.load_model_state(model, weights)
+    components.borrowed.continue_from(borrowed.read_entries(payload))
     optimizers = strategy.split_like(payload["optimizer"], parameters)
     remarks += components.optimizers.load_state_dict(optimizers, hyper_parameters)
     schedule = dict(payload["lr_scheduler"])
@@ -268,17 +297,28 @@ def _read_newest(place: Path) -> tuple[Path, dict[str, Any]] | None:
     return path, payload
 
 
+def check_fit(components: Components, payload: Mapping[str, Any], path: Path | None = None) -> None:
+    """Raise CheckpointError unless a checkpoint's weights, and those it borrows, are the model's.
+
+    Before anything is changed.
+    """
+    where = "" if path is None else f"{path}: "
+    components.borrowed.check(borrowed.read_entries(payload, where), where)
+    reader.compare_names(payload, components.model.state_dict(), path)
+
+
 def load_weights(
     components: Components, payload: Mapping[str, Any], path: Path | None = None
 ) -> None:
     """Give the model the weights of a checkpoint, its averages and its task's, nothing else."""
     model = components.model
-    reader.compare_names(payload, model.state_dict(), path)
+    check_fit(components, payload, path)
     parameters = dict(model.named_parameters())
     needed = ("model", "callbacks", "ema", "shards", "state")
     payload = shards.read({key: payload[key] for key in needed if key in payload}, parameters)
     with reader.loading("the weights"):
-        components.strategy.load_model_state(model, payload["model"])
+        weights = borrowed.completed(payload["model"], model.state_dict())
+        components.strategy.load_model_state(model, weights)
         extra_states = payload.get("state", {}).get("unsaved")
         if extra_states:
             components.extra_state.load_state_dict(extra_states[0])

@@ -533,7 +533,7 @@ class Trainer:
         self.strategy.warm_up(
             self.training_model, lambda: self.updater.dry_run_backward(first_update())
         )
-        reader.compare_names(state, self.model.state_dict())
+        snapshot.check_fit(self.components, state)
         with reader.loading("the state"):
             return snapshot.load(self.components, self.updater, state, hyper_parameters, same_run)
 

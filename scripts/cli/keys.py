@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
 from regimen.conf.check import describe_type, parsed
-from regimen.conf.errors import Problem, nearest
+from regimen.conf.errors import ConfigError, Problem, nearest
 from regimen.conf.fields import REQUIRED, Check, count, declared, members, natural, option, positive
+from regimen.conf.interpolation import followers
 from regimen.conf.schema import Config
-from regimen.conf.yaml_file import format_scalar
+from regimen.conf.yaml_file import format_scalar, plain_values
 from regimen.scripts.cli.arguments import AnsweredError, Arguments, parse_arguments
 from regimen.scripts.cli.console import print_banner
 from regimen.trainer.runs.directory import refuse_links
@@ -28,6 +29,8 @@ from regimen.trainer.runs.directory import refuse_links
 Format = Literal[
     "onnx", "torch_export", "torchscript", "aoti", "safetensors", "huggingface", "peft"
 ]
+# Keys of a run that say where weights are which its checkpoints borrow: all commands take them.
+WEIGHTS = ("model.name", "model.weights")
 _DEVICE = r"[a-z]+(:\d+)?"
 _SAVED = r"logits|probabilities|embeddings:\S+"
 _KINDS = "logits, probabilities or embeddings:MODULE"
@@ -172,6 +175,8 @@ class Export(OutputOptions):
 
     regimen export run=RUN_DIR format=onnx|torch_export|torchscript|aoti [key=value ...]
     regimen export run=RUN_DIR format=safetensors|huggingface|peft [key=value ...]
+
+    model.name=DIR says where the weights are now that the run's checkpoints borrow.
     """
 
     format: Format = option(
@@ -242,14 +247,18 @@ def read_keys(command: type[T], argv: Sequence[str]) -> tuple[T, Arguments]:
         # The configuration of a run has no groups to choose in.
         override = re.sub(r"^\+*strategy=(\w+)$", r"strategy.name=\1", override)
         key, equals, text = override.partition("=")
+        is_place = bool(equals) and key in WEIGHTS
+        is_of_run = key in roots or nearest(key, [*known, *roots]) not in known
         if equals and key in known:
             raw[key] = _value(text, members(known[key].type))
-        elif command.overrides and (key in roots or nearest(key, [*known, *roots]) not in known):
+        elif is_place or (command.overrides and is_of_run):
             others.append(override)
         else:
             raw[key] = text  # an unknown key, which `parsed` refuses
     keys = parsed(raw, command)
     refuse_links(Path(keys.run), "run")
+    if command.overrides:
+        others = [*_following(others, Path(keys.run, "config.yaml")), *others]
     composing = Arguments(
         tuple(others),
         config_name="config",
@@ -257,6 +266,21 @@ def read_keys(command: type[T], argv: Sequence[str]) -> tuple[T, Arguments]:
         allow_targets=arguments.allow_targets,
     )
     return keys, composing
+
+
+def _following(overrides: Sequence[str], config: Path) -> list[str]:
+    """Return overrides of the data for those that say where weights are now.
+
+    The configuration of a run is stored resolved: the tokenizer would be looked for where it was.
+    """
+    found = []
+    for override in overrides:
+        key, _, text = override.partition("=")
+        if key in WEIGHTS:
+            with suppress(OSError, ConfigError, ValueError):  # reported where it is composed
+                values = plain_values(config.read_text(encoding="utf-8"), str(config))
+                found += [f"{name}={text}" for name in followers(values, key)]
+    return found
 
 
 def _value(text: str, kinds: Collection[Any]) -> Any:

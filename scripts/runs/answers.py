@@ -23,7 +23,6 @@ from regimen.data.loading.fetch import path_of
 from regimen.data.text import Prompts, find_prompts
 from regimen.scripts.cli.arguments import RunRequest
 from regimen.scripts.cli.keys import Prediction
-from regimen.trainer.assembly.check import check_targets
 from regimen.trainer.assembly.data import build_data, build_pipeline, nodes_of
 from regimen.trainer.assembly.experiment import eval_loader
 from regimen.trainer.assembly.parts import build_strategy
@@ -43,6 +42,7 @@ from regimen.trainer.inference.predictor import (
 )
 from regimen.trainer.inference.run import (
     as_trained,
+    check_run,
     find_checkpoint,
     load_components,
     origin_of,
@@ -59,7 +59,7 @@ def answer(request: RunRequest) -> int:
     config = replace(config, data=replace(config.data, on_error=keys.on_error, max_skipped=1 << 62))
     run_dir = Path(keys.run)
     config = with_attributes_of(run_dir, config)
-    check_targets(config)
+    check_run(config, run_dir, keys.checkpoint)
     facts = read_inference_metadata(run_dir)
     dataset = _dataset(keys, config, facts, request.files)
     generation = _generation(keys, config, dataset)

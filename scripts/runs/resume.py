@@ -11,6 +11,7 @@ from typing import Any
 from regimen.conf.addresses import is_address
 from regimen.conf.check import with_defaults
 from regimen.conf.errors import ConfigError, problems_at
+from regimen.conf.interpolation import leaves
 from regimen.conf.schema import Values
 from regimen.conf.schema_trainer import name_strategy_class
 from regimen.conf.yaml_file import plain_values
@@ -18,6 +19,7 @@ from regimen.scripts.cli.arguments import RUNS
 from regimen.scripts.composition.overrides import START_KEYS, trains_the_same
 from regimen.trainer import snapshot
 from regimen.trainer.assembly.data import changed_data
+from regimen.trainer.checkpoints.borrowed import read_entries
 from regimen.trainer.checkpoints.reader import check_payload, read_checkpoint
 from regimen.trainer.checkpoints.store import CheckpointStore
 from regimen.trainer.errors import CheckpointError
@@ -210,6 +212,7 @@ def _compare(resume: Resume, raw: Values) -> Resume:
     # Keys of a single start are not compared: they are null on both sides.
     ignored = dict.fromkeys(START_KEYS)
     saved_with_changes = copy.deepcopy(saved)
+    moved = _moved_keys(resume.payload, saved, raw)
     refused = []
     filled = with_defaults(saved) | ignored
     for key, (old, new) in changes(filled, raw | ignored).items():
@@ -218,7 +221,7 @@ def _compare(resume: Resume, raw: Values) -> Resume:
             resume.horizon_changed = True
             is_allowed = new is None or _is_longer(old, new)
         else:
-            is_allowed = _is_harmless(key, filled, raw)
+            is_allowed = key in moved or _is_harmless(key, filled, raw)
         if not is_allowed:
             refused.append(text)
             continue
@@ -239,6 +242,22 @@ def _compare(resume: Resume, raw: Values) -> Resume:
     elif refused:
         resume.config = saved_with_changes | {key: raw.get(key) for key in START_KEYS}
     return resume
+
+
+def _moved_keys(payload: Mapping[str, Any], saved: Values, raw: Values) -> set[str]:
+    """Return the keys that may change since they say where weights are that a checkpoint borrows.
+
+    The hash of what is there now is compared before anything is loaded. Data follow the model: a
+    tokenizer that was in the folder of the weights is in the new folder, too.
+    """
+    now = dict(leaves(raw))
+    keys = set()
+    for entry in read_entries(payload):
+        for key, value in leaves(saved):
+            follows = key.startswith("data.") and now.get(key) == now.get(entry["key"])
+            if value == entry["name"] and (key.startswith("model.") or follows):
+                keys.add(key)
+    return keys
 
 
 def _is_longer(old: Any, new: Any) -> bool:

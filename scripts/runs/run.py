@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from regimen.callbacks.trial import Trial
+from regimen.conf.addresses import is_address
 from regimen.conf.check import parse
 from regimen.conf.errors import ConfigError, Problem, raise_problems
 from regimen.conf.schema import Config
@@ -29,7 +30,8 @@ from regimen.trainer.assembly.data import with_statistics
 from regimen.trainer.assembly.experiment import Experiment, build, find_accumulation_steps
 from regimen.trainer.assembly.parts import build_strategy
 from regimen.trainer.callback import Callback, Results, keeps_weights
-from regimen.trainer.checkpoints.reader import compare_names, read_checkpoint
+from regimen.trainer.checkpoints import borrowed
+from regimen.trainer.checkpoints.reader import read_checkpoint
 from regimen.trainer.device import product_name
 from regimen.trainer.distributed import attempt
 from regimen.trainer.errors import CheckpointError, Interrupted, StorageError
@@ -115,7 +117,8 @@ def run(request: RunRequest, note: Path | None = None) -> int:
     The main process writes the path of the run directory to the file `note`, for the launcher.
     """
     config = parse(request.config)
-    check_targets(config)
+    with _explaining_missing(request):
+        check_targets(config)
     strategy = build_strategy(config)
     remark = strategy.explain()
     if remark:
@@ -140,6 +143,20 @@ def run(request: RunRequest, note: Path | None = None) -> int:
     finally:
         strategy.group.leave()
     return 0
+
+
+@contextmanager
+def _explaining_missing(request: RunRequest) -> Iterator[None]:
+    """Let a resumed run say that what its checkpoint borrows is gone, if that is the mistake."""
+    try:
+        yield
+    except ConfigError as error:
+        resume = request.config["resume"]
+        if resume is None or is_address(resume):
+            raise
+        payload = find_resume(request.config).payload
+        with borrowed.explaining_missing(payload, request.config["model"], "resume: "):
+            raise error
 
 
 def _log_device(strategy: Strategy) -> None:
@@ -256,8 +273,8 @@ def _build(request: RunRequest, strategy: Strategy) -> BuiltRun | None:
 
     experiment = _build_experiment(request, config, resume, strategy)
     if resume.payload:
-        # Names are compared before any file of the run is changed.
-        compare_names(resume.payload, experiment.trainer.model.state_dict(), resume.checkpoint)
+        # Weights are compared before any file of the run is changed.
+        snapshot.check_fit(experiment.trainer.components, resume.payload, resume.checkpoint)
     if not config.dry_run:
         return BuiltRun(request, experiment, resume)
     if group.is_main:
@@ -287,8 +304,12 @@ def _build_experiment(
             callbacks["trial"] = Trial(trial.storage, trial.study, trial.number)
     payload = resume.payload
     saved_data = {} if payload is None else payload["state"].get("data", {})
-    # Initial weights are not loaded if those of a checkpoint replace them.
-    with nullcontext() if payload is None else no_initial_weights():
+    # Initial weights are not loaded if those of a checkpoint replace all of them.
+    replaced = payload is not None and borrowed.KEY not in payload
+    with (
+        no_initial_weights() if replaced else nullcontext(),
+        borrowed.explaining_missing(payload, config.model, "resume: "),
+    ):
         config = with_statistics(config, payload)
         try:
             return build(

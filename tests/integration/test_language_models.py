@@ -5,6 +5,7 @@ import torch
 
 pytest.importorskip("peft", reason="the extra peft is not installed")
 
+from regimen.scripts.convert import convert
 from same_run import logged, state_of
 from toy_chat import conversations, write_model, write_rows
 
@@ -48,7 +49,8 @@ def test_adapters_are_trained_and_the_base_stays(folders, trained):
     from safetensors.torch import load_file
 
     base = load_file(folders / "model/model.safetensors")
-    after = weights(trained)
+    convert([str(trained / "checkpoints/last.pt"), str(trained / "whole.pt"), "--whole"])
+    after = torch.load(trained / "whole.pt", weights_only=True)["model"]
     kept = {
         name.removeprefix("model.").replace(".base_layer", ""): value
         for name, value in after.items()

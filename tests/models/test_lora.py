@@ -12,9 +12,11 @@ from regimen.models.layers import NetworkError
 from regimen.models.lora import build
 from regimen.models.pretrained import no_initial_weights
 from regimen.models.transformers_adapter import build as build_transformers
+from regimen.trainer.checkpoints.borrowed import sources_of
 from regimen.trainer.optimizers.optimizers import build_optimizers
 from toy_chat import write_model
 
+SMALL = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
 ADAMW = {"_target_": "torch.optim.AdamW", "lr": 0.01}
 
 
@@ -170,3 +172,25 @@ def test_code_of_a_models_folder_is_not_run(tmp_path):
     (tmp_path / "own.py").write_text("raise SystemExit('run')")
     with pytest.raises(NetworkError, match=r"model\.name=.*custom code"):
         build(str(tmp_path), 512)
+
+
+def test_a_model_knows_which_files_its_weights_were_read_from(folder, tmp_path):
+    import transformers
+
+    plain = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    plain.save_pretrained(tmp_path, max_shard_size="150KB")
+    (source,) = sources_of({"": build(str(tmp_path), 512, rank=2)})
+    assert len(source.files) > 1
+    assert sorted(source.files) == sorted(tmp_path.glob("*.safetensors"))
+    # Tied weights under both names, and adapted layers under their new ones.
+    model = build(folder, 512, rank=2)
+    ((source, names),) = sources_of({"": model}).items()
+    assert source.by_default
+    assert names == {name for name in model.state_dict() if "lora_" not in name}
+    # A head that is new was read from nowhere.
+    model = build(folder, 3, rank=2, auto="AutoModelForSequenceClassification")
+    ((_, names),) = sources_of({"": model}).items()
+    frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
+    assert frozen - names == {"model.score.base_layer.weight"}
+    for other in (build(folder, 512, pretrained=False), build("llama", 512, config=SMALL)):
+        assert not sources_of({"": other})

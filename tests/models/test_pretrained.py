@@ -20,6 +20,7 @@ from regimen.models.timm_adapter import build as from_timm
 from regimen.models.torchvision_adapter import build as from_torchvision
 from regimen.models.transformers_adapter import build as from_transformers
 from regimen.trainer.checkpoints.archive import write_safetensors
+from regimen.trainer.checkpoints.borrowed import sources_of
 from regimen.trainer.errors import CheckpointError
 
 
@@ -268,3 +269,18 @@ def test_invalid_arguments_raise_errors_that_name_the_key(tmp_path):
     for name, given in (("bertt", {"config": TINY}), (str(tmp_path / "absent" / "folder"), {})):
         with pytest.raises(NetworkError, match=r"model\.name="):
             from_transformers(name, 3, **given)
+
+
+def test_what_torchvision_weights_were_read_into_is_known(monkeypatch, tmp_path):
+    state = torchvision.models.resnet18().state_dict()
+    path = tmp_path / "resnet18.pth"
+    torch.save(state, path)
+    adapter = "regimen.models.torchvision_adapter"
+    monkeypatch.setattr(f"{adapter}.fetch", lambda entry: state)
+    monkeypatch.setattr(f"{adapter}.cached_file", lambda entry: path)
+    for classes, head in ((1000, {"fc.weight", "fc.bias"}), (3, set())):
+        model = from_torchvision("resnet18", classes, weights="DEFAULT")
+        ((source, names),) = sources_of({"": model}).items()
+        assert [*source.files] == [path]
+        others = {name for name, _ in model.named_parameters() if not name.startswith("fc.")}
+        assert names == others | head

@@ -19,6 +19,7 @@ from regimen.trainer.checkpoints.archive import (
     read_archive,
     read_safetensors,
 )
+from regimen.trainer.checkpoints.borrowed import left_out, read_entries
 from regimen.trainer.errors import CheckpointError, device_failed
 from regimen.trainer.files.atomic import regular, write_json
 from regimen.trainer.files.names import ForeignNameError, checked_name, path_below
@@ -167,6 +168,11 @@ def model_only(path: Path, average: bool = False) -> dict[str, Tensor]:
     payload: Any = read_safetensors(path) if path.suffix == ".safetensors" else read_archive(path)
     if isinstance(payload, Mapping) and "format_version" in payload:
         payload = read_checkpoint(path)
+        for entry in read_entries(payload, f"{path}: "):
+            raise CheckpointError(
+                f"{path}: its frozen weights are in {entry['folder']}: `regimen convert --whole` "
+                "writes a file that holds all weights"
+            )
         payload = checkpoint_shards.read({k: payload[k] for k in _WEIGHTS if k in payload})
         averaged = _averaged_model(payload) if average else None
         if averaged is not None:
@@ -207,8 +213,11 @@ def compare_names(
     Raises CheckpointError with the first difference in the model's order, and a count of the rest.
     """
     saved = payload["model"]
+    elsewhere = left_out(payload)
     differences = []
     for name in {**model_state, **saved}:
+        if name in elsewhere and name not in saved:
+            continue  # the model has read it itself
         actual = describe_weight(saved.get(name))
         expected = describe_weight(model_state.get(name))
         if actual != expected:
@@ -232,6 +241,7 @@ def check_payload(payload: Mapping[str, Any], path: Path | None) -> None:
     """
     for problem in _payload_problems(payload):
         raise CheckpointError(f"{_prefix(path)}not a checkpoint of a run: {problem}")
+    read_entries(payload, _prefix(path))
 
 
 def _prefix(path: Path | None) -> str:

@@ -13,6 +13,7 @@ from regimen.conf.python_words import in_python
 from regimen.conf.schema_trainer import TrainerConfig
 from regimen.data.batch import to_device
 from regimen.trainer.callback import Average, Callback, evaluated_average
+from regimen.trainer.checkpoints.borrowed import BorrowedWeights
 from regimen.trainer.components.extra_state import ExtraState
 from regimen.trainer.components.precision import Precision
 from regimen.trainer.components.setup import is_from_python, set_up
@@ -55,6 +56,7 @@ class Components:
     state: TrainState
     train_loader: Any  # a source of updates; None in an evaluation
     extra_state: ExtraState
+    borrowed: BorrowedWeights
     random: RandomStates
     timer: Timer
     reader: StopAwareReader
@@ -185,6 +187,8 @@ def build_components(
             _bound(train_loader, steps, strategy, _parameter_dtype(model))
         )
 
+    parts = {f"task.{name}.": module for name, module in task.own_modules().items()}
+
     def isolated_seed() -> int:
         return derived_seed(options.seed, "isolated", state.updates, group.data_rank)
 
@@ -205,6 +209,7 @@ def build_components(
         state=state,
         train_loader=train_loader,
         extra_state=ExtraState(model, task, device),
+        borrowed=BorrowedWeights({"": model, **parts}),
         random=RandomStates(strategy.local_devices, isolated_seed),
         timer=Timer(),
         reader=reader,

@@ -1,7 +1,7 @@
 """State of a run that no state dict of the model holds: what is saved beside it, what is lost."""
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -56,8 +56,10 @@ class ExtraState:
         self._fingerprints = dict(self._attributes())
         self._named_in_log: set[str] = set()
 
-    def state_dict(self) -> dict[str, dict[str, Any]]:
+    def state_dict(self, left_out: Container[str] = ()) -> dict[str, dict[str, Any]]:
         """Return this process's state on the host; warn about attributes that changed.
+
+        left_out: names of the task's parameters that are not returned.
 
         Raises UserCodeError for a persistent attribute that a checkpoint cannot hold.
         """
@@ -67,7 +69,10 @@ class ExtraState:
             initial = self._initial.get(name)
             if initial is None or not torch.equal(buffer.value.cpu(), initial):
                 buffers[name] = _on_host(buffer.value)
-        task = {name: _on_host(value) for name, value in self._task_state().items()}
+        task = {}
+        for name, value in self._task_state().items():
+            if name not in left_out:
+                task[name] = _on_host(value)
         attributes = self._task.state_dict()
         for name, value in attributes.items():
             if not _is_plain(value):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import cached_property
 from itertools import islice
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from regimen.conf.addresses import wrong_addresses
 from regimen.conf.check import parse, parse_sound
 from regimen.conf.errors import ConfigError, raise_problems
-from regimen.conf.interpolation import leaves
+from regimen.conf.interpolation import followers, leaves
 from regimen.conf.schema import Config
 from regimen.conf.schema_trainer import STRATEGIES
 from regimen.conf.yaml_file import plain_values
@@ -39,7 +40,8 @@ from regimen.trainer.assembly.data import (
     with_statistics,
 )
 from regimen.trainer.assembly.experiment import build_evaluator, build_split
-from regimen.trainer.assembly.parts import build_strategy
+from regimen.trainer.assembly.parts import build_strategy, with_classes
+from regimen.trainer.checkpoints import borrowed
 from regimen.trainer.checkpoints.archive import DamagedCheckpointError, digest
 from regimen.trainer.checkpoints.reader import check_payload, read_checkpoint
 from regimen.trainer.components.components import Components
@@ -74,6 +76,7 @@ def load_run(
     allow_targets: Iterable[str] = (),
     model: nn.Module | None = None,
     task: Task | None = None,
+    moved: Mapping[str, str] | None = None,
 ) -> Run:
     """Open the run in a directory; nothing but its configuration is read yet.
 
@@ -82,6 +85,7 @@ def load_run(
     model: a model with the layers of the run's; its weights are replaced. Needed for the run of a
     `Trainer` from Python, whose files describe no model.
     task: interprets the outputs. Needed for the run of a `Trainer` with a task class of the user's.
+    moved: where weights are now that the run's checkpoints do not hold: `{"model.name": DIR}`.
     Raises RunDirectoryError if there is no run, ConfigError if its configuration is invalid.
     """
     folder = Path(path).expanduser()
@@ -99,6 +103,8 @@ def load_run(
     allow(allow_targets)
     close([str(folder)])
     raise_problems(wrong_addresses(leaves(values)))
+    for key, place in (moved or {}).items():
+        _move(values, key, place)
     describes_model = "model" in values
     if not describes_model and model is None:
         raise ConfigError(
@@ -112,8 +118,20 @@ def load_run(
     config = replace(config, strategy=strategy)
     if describes_model:
         config = with_attributes_of(folder, config)
-        check_targets(config)
+        check_run(config, folder)
     return Run(folder, config, model, task)
+
+
+def _move(values: Any, key: str, place: str) -> None:
+    """Set a key, and the arguments of data sets that have its value, in place."""
+    if key not in dict(leaves(values)):
+        raise ConfigError(key, "is no key of the run", "model.name and model.weights name weights")
+    for name in (key, *followers(values, key)):
+        *sections, last = name.split(".")
+        node = values
+        for section in sections:
+            node = node[section]
+        node[last] = place
 
 
 class Run:
@@ -138,7 +156,11 @@ class Run:
     @cached_property
     def facts(self) -> InferenceMetadata:
         """The metadata of the run's data: classes, the form of inputs and outputs."""
-        return read_inference_metadata(self.path)
+        facts = read_inference_metadata(self.path)
+        if not self.config.model:
+            return facts
+        # Its weights may be elsewhere by now: see `moved` of `load_run`.
+        return facts._replace(model=with_classes(self.config.model, facts.num_classes))
 
     @cached_property
     def metrics(self) -> list[dict[str, float]]:
@@ -326,6 +348,21 @@ def prompts_for(
     return Prompts(names, texts, facts.classes, inputs["context"], transform, inputs["encoding"])
 
 
+def check_run(config: Config, run_dir: Path, checkpoint: str = "best") -> None:
+    """Check the targets of a finished run's configuration, as `check_targets` does.
+
+    Raises CheckpointError where what the checkpoint borrows is gone.
+    """
+    try:
+        check_targets(config)
+    except ConfigError as error:
+        payload = None
+        with suppress(CheckpointError):
+            payload = read_checkpoint(find_checkpoint(run_dir, checkpoint))
+        with borrowed.explaining_missing(payload, config.model, f"{run_dir}: "):
+            raise error
+
+
 def load_components(
     run_dir: Path, config: Config, num_classes: int | None, strategy: Strategy, checkpoint: str
 ) -> Components:
@@ -341,11 +378,31 @@ def load_components(
             f"{error}; checkpoint=NAME takes another of {_names(path.parent)}"
         ) from error
     check_payload(payload, path)
-    with no_initial_weights():  # the checkpoint brings its own
+    # The checkpoint brings its own weights, but for those that it borrows.
+    with (
+        nullcontext() if borrowed.KEY in payload else no_initial_weights(),
+        borrowed.explaining_missing(payload, config.model, f"{path}: "),
+    ):
         components = build_evaluator(config, num_classes, strategy, classes=classes_of(run_dir))
     snapshot.load_weights(components, payload, path)
     components.state.global_step = snapshot.log_point_of(payload).step
     return components
+
+
+def whole(path: Path, payload: dict[str, Any], moved: Mapping[str, str]) -> dict[str, Any]:
+    """Return the content of a run's checkpoint with the weights that it borrows.
+
+    `moved`: as in `load_run`. Raises CheckpointError for a file that is not in a run.
+    """
+    run_dir = path.absolute().parent.parent
+    if not (run_dir / "config.yaml").is_file():
+        raise CheckpointError(
+            f"{path}: what it borrows is read by building the model, and {run_dir} is no run that "
+            "describes it: convert it in the folder of its run"
+        )
+    model = load_run(run_dir, "cpu", moved=moved).components(str(path)).model
+    lent = {name: model.state_dict()[name] for name in borrowed.left_out(payload)}
+    return borrowed.with_weights(payload, lent)
 
 
 def origin_of(run_dir: Path, components: Components, checkpoint: str) -> dict[str, Any]:

@@ -106,7 +106,7 @@ def test_what_is_exported_is_the_average_that_was_evaluated(run, tmp_path):
     for name, value in found.items():
         ours = name.removeprefix("base_model.").replace(".weight", ".default.weight")
         assert torch.equal(value, average[ours])
-    assert not all(torch.equal(last[name], average[name]) for name in average)
+    assert not all(torch.equal(value, average[name]) for name, value in last.items())
 
 
 @pytest.mark.parametrize("name", ["peft", "huggingface"])

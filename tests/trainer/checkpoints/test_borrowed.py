@@ -1,0 +1,364 @@
+"""Frozen weights that are read from files: what a checkpoint leaves out, and when it does not."""
+
+import hashlib
+import logging
+import subprocess
+from functools import partial
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import toys
+from regimen import load_run
+from regimen.callbacks.checkpoint import Checkpoint
+from regimen.callbacks.ema import EMA
+from regimen.callbacks.swa import SWA
+from regimen.callbacks.unfreeze import Unfreeze
+from regimen.conf.errors import ConfigError
+from regimen.models.pretrained import fine_tune
+from regimen.scripts.convert import convert
+from regimen.trainer.callback import Callback
+from regimen.trainer.checkpoints.borrowed import KEY, mark_as_read, sources_of
+from regimen.trainer.checkpoints.reader import check_payload, model_only, read_checkpoint
+from regimen.trainer.errors import CheckpointError
+from regimen.trainer.strategies.ddp import DDP
+from regimen.trainer.strategies.fsdp import FSDP
+from regimen.trainer.tasks.classification import Classification
+from toys import StopAt, differences, in_group, points, through_a_file, trainer_of
+
+BASE = {"0.weight", "0.bias"}
+LAST = "checkpoints/last.pt"
+
+
+class Freeze(Callback):
+    """Freeze or thaw the first layer at a step."""
+
+    freezes = True
+
+    def __init__(self, **steps):
+        self.steps = {step: name == "thaw" for name, step in steps.items()}
+
+    def on_update_end(self, trainer):
+        if trainer.state.global_step in self.steps:
+            trainer.model[0].requires_grad_(self.steps[trainer.state.global_step])
+
+
+@pytest.fixture
+def file(tmp_path):
+    """The weights of the first layer, and of a norm, in a file."""
+    torch.manual_seed(5)
+    layer = nn.Linear(5, 7).double()
+    path = tmp_path / "base" / "base.safetensors"
+    path.parent.mkdir()
+    save_file({f"0.{name}": value.detach() for name, value in layer.named_parameters()}, path)
+    return path
+
+
+def network(file, frozen=True):
+    torch.manual_seed(3)
+    layers = [nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Tanh(), nn.Linear(7, 3)]
+    model = fine_tune(nn.Sequential(*layers).double(), str(file), strict=False)
+    model[0].requires_grad_(not frozen)
+    return model
+
+
+def make(file, callbacks=(), frozen=True, strategy=None, stop=None, borrow=True, **options):
+    """A trainer whose callbacks are named, with a checkpoint after each second update."""
+    named = {**dict(callbacks), "stop": StopAt(stop)}
+    saver = Checkpoint(monitor=None, every_n_steps=2, every_n_epochs=None, borrow=borrow)
+    if borrow != "none":
+        named["checkpoint"] = saver
+    return trainer_of(
+        Classification(3),
+        points(),
+        model=network(file, frozen),
+        strategy=strategy,
+        callbacks=named,
+        **{"max_epochs": 2, "log_every_n_steps": 1, **options},
+    )
+
+
+def saved(trainer):
+    return through_a_file(trainer.state_dict())
+
+
+def test_a_checkpoint_has_the_hash_in_place_of_what_stays(file):
+    trainer = make(file)
+    trainer.fit()
+    state = saved(trainer)
+    (entry,) = state[KEY]
+    assert entry["folder"] == str(file.parent)
+    assert entry["sha256"] == hashlib.sha256(file.read_bytes()).hexdigest()
+    assert set(entry["parameters"]) == BASE
+    # Buffers stay: BatchNorm's change in every update.
+    assert state["model"].keys() == trainer.model.state_dict().keys() - BASE
+
+
+@pytest.mark.parametrize("borrow", [False, None, "none"])
+def test_it_holds_all_unless_it_is_told_to_borrow(file, borrow):
+    trainer = make(file, borrow=borrow)
+    trainer.fit()
+    state = saved(trainer)
+    assert KEY not in state
+    assert state["model"].keys() == trainer.model.state_dict().keys()
+
+
+def test_what_is_trained_is_saved_from_then_on(file):
+    for callbacks, at_first, at_last in (
+        ({"freeze": Freeze(thaw=3)}, BASE, set()),
+        ({"freeze": Freeze(thaw=3, freeze=5)}, BASE, set()),  # frozen again, with other values
+        ({"u": Unfreeze({"a": {"pattern": "0.*", "step": 3}})}, BASE, set()),
+        ({"u": Unfreeze({"a": {"pattern": "0.*"}})}, BASE, BASE),  # for ever
+    ):
+        is_unfreeze = "u" in callbacks
+        trainer = make(file, callbacks, frozen=not is_unfreeze, stop=2)
+        trainer.fit()
+        every = trainer.model.state_dict().keys()
+        assert every - saved(trainer)["model"].keys() == at_first
+        trainer.callbacks["stop"].update = None
+        trainer.fit()
+        assert every - saved(trainer)["model"].keys() == at_last
+
+
+def test_what_was_trained_before_it_is_frozen_is_saved(file):
+    trainer = make(file, {"freeze": Freeze(freeze=2)}, frozen=False)
+    trainer.fit()
+    assert KEY not in saved(trainer)
+
+
+@pytest.mark.parametrize(
+    "average", [None, EMA(decay=0.8), SWA(start_epoch=0), EMA(decay=0.8, use_for_evaluation=False)]
+)
+def test_a_resume_is_that_of_whole_checkpoints(file, average):
+    """Bit for bit, in the middle of an epoch; the average of what stays is not repeated."""
+
+    def callbacks():
+        if average is None:
+            return {}
+        kind, options = type(average), {"use_for_evaluation": average.used_for_evaluation}
+        more = {"decay": 0.8} if kind is EMA else {"start_epoch": 0}
+        return {"average": kind(**more, **options)}
+
+    whole = make(file, callbacks(), borrow=False)
+    whole.fit()
+    begun = make(file, callbacks(), stop=4)
+    begun.fit()
+    state = saved(begun)
+    for weights in (state["ema"], state["callbacks"].get("average", {})):
+        assert not BASE & weights.get("model", {}).keys()
+    resumed = make(file, callbacks())
+    resumed.load_state_dict(state)
+    resumed.fit()
+    resumed.callbacks["checkpoint"].borrow = False
+    found = differences(saved(whole), saved(resumed))
+    assert [name for name in found if "checkpoint" not in name and "made_with" not in name] == []
+
+
+def test_a_file_that_changes_in_the_meantime_is_no_longer_borrowed(file, caplog):
+    trainer = make(file, stop=2)
+    trainer.fit()
+    assert KEY in saved(trainer)
+    before = trainer.model[0].weight.clone()
+    file.write_bytes(file.read_bytes()[:-8] + b"otherway")
+    state = saved(trainer)
+    assert KEY not in state
+    assert torch.equal(state["model"]["0.weight"], before)
+    assert [r.message for r in caplog.records if "checkpoints hold all" in r.message]
+    # Nor when it is as it was: the whole checkpoint is the one that a run goes on from.
+    other = make(file)
+    other.load_state_dict(state)
+    other.fit()
+    assert KEY not in saved(other)
+
+
+def test_another_file_is_refused_with_both_hashes(file):
+    trainer = make(file)
+    trainer.fit()
+    state = saved(trainer)
+    expected = hashlib.sha256(file.read_bytes()).hexdigest()
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    other = make(file)
+    before = {name: value.clone() for name, value in other.model.state_dict().items()}
+    with pytest.raises(CheckpointError, match=r"model\.weights=FILE") as caught:
+        other.load_state_dict(state)
+    assert expected in str(caught.value)
+    assert hashlib.sha256(content).hexdigest() in str(caught.value)
+    assert all(torch.equal(before[n], v) for n, v in other.model.state_dict().items())
+    # A model that was not built from a file has no weights to lend.
+    plain = trainer_of(Classification(3), points(), model=nn.Sequential(*other.model))
+    with pytest.raises(CheckpointError, match="built without reading weights"):
+        plain.load_state_dict(state)
+
+
+def test_a_copy_elsewhere_is_taken(file, tmp_path):
+    trainer = make(file)
+    trainer.fit()
+    state = saved(trainer)
+    moved = tmp_path / "moved.safetensors"
+    moved.write_bytes(file.read_bytes())
+    file.unlink()
+    other = make(moved)
+    other.load_state_dict(state)
+    toys.assert_equal(other.model, trainer.model, 0)
+    assert saved(other)[KEY][0]["folder"] == str(tmp_path)
+
+
+def test_the_hash_of_several_files_is_that_of_sha256sum(tmp_path):
+    paths = [tmp_path / f"model-0000{number}.safetensors" for number in (2, 1)]
+    for path in paths:
+        path.write_text(path.name)
+    module = nn.Linear(2, 2)
+    mark_as_read(module, {"weight"}, paths, "model.name", "x")
+    mark_as_read(module, {"bias"}, [tmp_path / "nowhere"], "model.name", "x")  # nothing to lend
+    (source,) = sources_of({"": module})
+    line = "sha256sum model-*.safetensors | sha256sum"
+    summed = subprocess.run(line, shell=True, cwd=tmp_path, capture_output=True, text=True)
+    assert source.sha256() == summed.stdout.split()[0]
+
+
+def test_files_are_hashed_once(file, monkeypatch):
+    trainer = make(file)
+    trainer.fit()
+    state = saved(trainer)
+    monkeypatch.setattr("regimen.trainer.checkpoints.borrowed.digest", None)
+    saved(trainer)
+    other = make(file)
+    other.load_state_dict(state)  # size and time are those of the checkpoint
+    assert saved(other)[KEY] == state[KEY]
+
+
+def test_the_weights_that_were_read_last_count(file, tmp_path):
+    model = network(file)
+    second = tmp_path / "second.safetensors"
+    save_file({"0.weight": torch.ones(7, 5).double()}, second)
+    fine_tune(model, str(second), strict=False)
+    names = {source.files[0].name: names for source, names in sources_of({"a.": model}).items()}
+    assert names == {"second.safetensors": {"a.0.weight"}, "base.safetensors": {"a.0.bias"}}
+
+
+class Taught(Classification):
+    """Learn from a frozen teacher, too."""
+
+    def __init__(self, teacher):
+        super().__init__(3)
+        self.teacher = teacher
+
+    def training_step(self, model, batch):
+        self.teacher(batch[0])
+        return super().training_step(model, batch)
+
+
+def test_a_frozen_teacher_of_the_task_is_borrowed(file):
+    def taught():
+        teacher = network(file).requires_grad_(False).eval()
+        named = {"checkpoint": Checkpoint(monitor=None, borrow=True)}
+        return trainer_of(Taught(teacher), points(), callbacks=named)
+
+    trainer = taught()
+    trainer.fit()
+    state = saved(trainer)
+    assert set(state[KEY][0]["parameters"]) == {f"task.teacher.{name}" for name in BASE}
+    kept = state["state"]["unsaved"][0]["task"]
+    assert "task.teacher.3.weight" in kept
+    assert not set(state[KEY][0]["parameters"]) & kept.keys()
+    other = taught()
+    other.load_state_dict(state)
+    toys.assert_equal(other.task.teacher, trainer.task.teacher, 0)
+
+
+@pytest.mark.parametrize(
+    "entries",
+    ["x", ["x"], [{"folder": "x"}], [{"parameters": [1]}]],
+)
+def test_a_stranger_s_entries_are_checked(file, entries):
+    trainer = make(file)
+    trainer.fit()
+    state = saved(trainer)
+    if isinstance(entries, list) and isinstance(entries[0], dict) and "parameters" in entries[0]:
+        entries = [{**state[KEY][0], **entries[0]}]
+    state[KEY] = entries
+    with pytest.raises(CheckpointError, match="borrowed"):
+        check_payload(state, None)
+
+
+def test_weights_alone_are_not_in_it(file, tmp_path):
+    trainer = make(file, run_dir=tmp_path / "run")
+    trainer.fit()
+    with pytest.raises(CheckpointError, match=r"convert --whole"):
+        model_only(tmp_path / "run")
+    with pytest.raises(ConfigError, match="Python, whose files describe no model"):
+        convert(["--whole", str(tmp_path / "run" / LAST), str(tmp_path / "whole.pt")])
+
+
+def test_a_run_from_python_is_opened_with_a_model_that_has_read_them(file, tmp_path):
+    trainer = make(file, {"ema": EMA(decay=0.8)}, run_dir=tmp_path / "run")
+    trainer.fit()
+    expected = trainer.callbacks["ema"].tensors()
+    opened = load_run(tmp_path / "run", "cpu", model=network(file)).model("last")
+    assert all(torch.equal(value, expected[name]) for name, value in opened.state_dict().items())
+    with pytest.raises(CheckpointError, match="built without reading weights"):
+        load_run(tmp_path / "run", "cpu", model=nn.Sequential(*network(file))).model("last")
+    best = trainer.load_best()
+    assert best.step == trainer.state.global_step
+
+
+def in_two(strategy, file, folder, stop=None, resume=None):
+    """Train on a process's part, and return the weights of all and what a checkpoint has."""
+    trainer = make_sharded(strategy, file, folder, stop)
+    if resume is not None:
+        trainer.load_state_dict(read_checkpoint(resume))
+    trainer.fit()
+    whole = strategy.gather_tensors(dict(trainer.model.state_dict()))
+    return {name: value.clone() for name, value in whole.items()}
+
+
+def make_sharded(strategy, file, folder, stop):
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).double()
+    fine_tune(model, str(file), strict=False)
+    model[0].requires_grad_(False)
+    folder.mkdir(exist_ok=True)
+    trainer = trainer_of(
+        Classification(3),
+        points(),
+        model=model,
+        make=partial(torch.optim.AdamW, lr=0.05),
+        strategy=strategy,
+        callbacks={
+            "ema": EMA(decay=0.8),
+            "stop": StopAt(stop),
+            "checkpoint": Checkpoint(monitor=None, borrow=True),
+        },
+        max_epochs=2,
+    )
+    trainer.use_run_dir(folder)
+    return trainer
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"), [(DDP, {}), (FSDP, {}), (FSDP, {"sharded_checkpoint": True})]
+)
+def test_two_processes_borrow_as_one_does(ranks, file, tmp_path, kind, options):
+    logging.disable(logging.NOTSET)
+    folder = tmp_path / "run"
+    begin = partial(in_two, file=file, folder=folder, stop=4)
+    ranks(2, in_group(begin, kind=kind, **options))
+    payload = read_checkpoint(folder / LAST)
+    assert set(payload[KEY][0]["parameters"]) == BASE
+    assert payload["model"].keys() == payload["ema"]["model"].keys() == {"2.weight", "2.bias"}
+    end = partial(in_two, file=file, folder=tmp_path / "resumed", resume=folder / LAST)
+    first, second = ranks(2, in_group(end, kind=kind, **options))
+    alone = trainer_of(
+        Classification(3),
+        points(),
+        model=make_sharded(None, file, tmp_path / "x", None).model,
+        make=partial(torch.optim.AdamW, lr=0.05),
+    )
+    alone.fit()
+    for name, value in alone.model.state_dict().items():
+        for found in (first, second):
+            torch.testing.assert_close(found[name], value, rtol=0, atol=1e-12)
