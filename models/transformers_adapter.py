@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from regimen.conf.json_text import plain_json
 from regimen.data.errors import import_package, short_line
+from regimen.data.tokenizers import remote_code_allowed, remote_code_error
 from regimen.models.layers import NetworkError
 from regimen.models.pretrained import weights_wanted
 from regimen.trainer.checkpoints.borrowed import mark_as_read
@@ -68,7 +69,8 @@ def build(
     """Build a model by the class `auto`: `name` is a folder, a name on the hub, or a model type.
 
     With `config` it is a model type, such as `bert`, built without weights from these values; no
-    network is needed. Weights are read from .safetensors files only, and no code of the hub runs.
+    network is needed. Weights are read from .safetensors files only, and code that comes with them
+    runs only where `regimen.data.tokenizers.allow_remote_code` allows it.
 
     context: tokens of a sample; more than a model has learnt positions for are refused.
     """
@@ -76,6 +78,7 @@ def build(
     if not auto.startswith("AutoModelFor") or not hasattr(transformers, auto):
         raise NetworkError(f"model.auto: transformers has no {auto!r}; try AutoModelForCausalLM")
     auto_model = getattr(transformers, auto)
+    runs_code = remote_code_allowed()
     is_causal = auto == "AutoModelForCausalLM"
     size = {"vocab_size" if is_causal else "num_labels": num_classes}
     try:
@@ -85,9 +88,12 @@ def build(
             # The vocabulary size of a stored language model is not changed.
             options = {} if is_causal else size
             model_config = transformers.AutoConfig.from_pretrained(
-                name, trust_remote_code=False, **options
+                name, trust_remote_code=runs_code, **options
             )
     except (OSError, ValueError, KeyError) as error:
+        refused = remote_code_error("model.name", name, error)
+        if refused is not None:
+            raise refused from error
         raise NetworkError(f"model.name={name}: {short_line(error)}") from error
     vocabulary = getattr(model_config.get_text_config(), "vocab_size", None)
     needed = num_classes or 0  # not known where nothing counts the tokens of the data
@@ -100,8 +106,11 @@ def build(
     _check_positions(name, model_config.get_text_config(), context)
     if config is not None or not pretrained or not weights_wanted():
         try:
-            return Logits(auto_model.from_config(model_config, trust_remote_code=False))
+            return Logits(auto_model.from_config(model_config, trust_remote_code=runs_code))
         except (OSError, ValueError, KeyError) as error:
+            refused = remote_code_error("model.name", name, error)
+            if refused is not None:
+                raise refused from error
             raise NetworkError(f"model.name={name}: {short_line(error)}") from error
 
     try:
@@ -111,11 +120,14 @@ def build(
             dtype=torch.float32,
             use_safetensors=True,
             ignore_mismatched_sizes=True,  # a head for other classes is initialized anew
-            trust_remote_code=False,
             output_loading_info=True,
+            trust_remote_code=runs_code,
         )
         files = _weight_files(name, model_config)
     except (OSError, ValueError, KeyError) as error:
+        refused = remote_code_error("model.name", name, error)
+        if refused is not None:
+            raise refused from error
         raise CheckpointError(f"model.name={name}: {short_line(error)}") from error
     # A head of another size is listed with both shapes.
     others = {key if isinstance(key, str) else key[0] for key in read["mismatched_keys"]}

@@ -27,7 +27,13 @@ def demo(argv: Sequence[str]) -> int:
     for name in ("httpx", "httpx2"):
         logging.getLogger(name).setLevel(logging.WARNING)
     moved = dict(text.split("=", 1) for text in arguments.overrides)
-    run = load_run(keys.run, keys.device, arguments.allow_targets, moved=moved)
+    run = load_run(
+        keys.run,
+        keys.device,
+        allow_targets=arguments.allow_targets,
+        moved=moved,
+        allow_remote_code=arguments.allow_remote_code,
+    )
     page = page_of(run, keys.checkpoint, keys.top_k)
     try:
         serve(page, keys.host, keys.port)
@@ -128,6 +134,10 @@ def _input_form(facts: Any) -> list[Any]:
         # The file is passed on unchanged: Pillow opens the formats that we list, no other.
         picture.preprocess = lambda payload: payload and payload.path
         return [picture]
+    if form["kind"] == "texts":
+        return [gradio.Textbox(label=name) for name in form["columns"]]
+    if form["kind"] == "words":
+        return [gradio.Textbox(label="words between blanks")]
     if form["kind"] != "table":
         return [gradio.JSON([0.0], label="the numbers of a sample, in lists")]
     columns = []
@@ -155,7 +165,9 @@ def _answer(run: Any, inputs: Sequence[Any], checkpoint: str, top_k: int) -> Any
     if form["kind"] == "table":
         names = [column["name"] for column in form["features"]]
         sample = dict(zip(names, inputs, strict=True))
-    elif form["kind"] != "picture":
+    elif form["kind"] == "texts":
+        sample = dict(zip(form["columns"], inputs, strict=True))
+    elif form["kind"] not in ("picture", "words"):
         sample = torch.tensor(sample, dtype=torch.float32)
     (row,) = run.predict([sample], top_k=top_k, checkpoint=checkpoint)
     if kind == "mask":
@@ -163,6 +175,7 @@ def _answer(run: Any, inputs: Sequence[Any], checkpoint: str, top_k: int) -> Any
     if kind == "labels":
         return dict(zip(row["prediction"], row["probability"], strict=True))
     if kind == "classes":
-        cells = list(row.values())  # a name, its probability, the next name, ...
+        # Behind the texts, if there are any: a name, its probability, the next name, ...
+        cells = list(row.values())[list(row).index("prediction") :]
         return dict(zip(cells[::2], cells[1::2], strict=True))
     return row

@@ -49,5 +49,11 @@ def _parse(command: type[OutputOptions], argv: Sequence[str]) -> dict[str, Any]:
         from regimen.trainer.inference.run import load_run
 
     moved = dict(text.split("=", 1) for text in arguments.overrides)
-    run = load_run(keys.run, "cpu", arguments.allow_targets, moved=moved)
+    run = load_run(
+        keys.run,
+        "cpu",
+        allow_targets=arguments.allow_targets,
+        moved=moved,
+        allow_remote_code=arguments.allow_remote_code,
+    )
     return asdict(keys) | {"run": run, "out": Path(keys.out) if keys.out else None}

@@ -13,6 +13,7 @@ from regimen.trainer.assembly.check import check_targets
 CONF = Path(__file__).resolve().parents[1] / "conf"
 FILES = sorted(path.relative_to(CONF) for path in CONF.rglob("*.yaml"))
 BASE = "resnet18"  # the experiment that a file of another group is tried in
+TINY_BERT = ["model.name=bert", "model.config={hidden_size: 24}"]
 TINY_LLAMA = ["model.name=llama", "model.config={hidden_size: 64, num_hidden_layers: 1}"]
 # What a person has to give with a file, because it has no sensible default.
 GIVEN = {
@@ -24,13 +25,17 @@ GIVEN = {
     "data=mask_folder": ["data.root=images", "data.num_classes=3"],
     "data=shards": ["data.root=images"],
     "data=table": ["data.path=t.csv", "data.target=price", "data.channels=3"],
+    "data=tagged_words": ["data.root=words"],
+    "data=texts": ["data.root=texts"],
     "data=tokens": ["data.root=book.txt"],
     "model=lora": TINY_LLAMA,
-    "model=transformers": ["model.name=bert", "model.config={hidden_size: 24}"],
+    "model=transformers": TINY_BERT,
     "data=cifar10_folder": ["data.root=images"],
     "experiment=chat": ["data.root=chats", *TINY_LLAMA],
     "experiment=detection": ["data.root=images"],
+    "experiment=glue": ["data.root=texts", *TINY_BERT],
     "experiment=images": ["data.root=images"],
+    "experiment=tags": ["data.root=words", *TINY_BERT],
     "callbacks=mirror": ["callbacks.mirror.to=file:///copy"],
     "model=finetune": ["model.weights=weights.pt"],
     "optimizer/param_groups=layer_decay": ["model=vit_tiny"],
@@ -45,6 +50,9 @@ EXTRA = {
     "callbacks=mlflow": "mlflow",
     "callbacks=wandb": "wandb",
     "model=timm": "timm",
+    "experiment=glue": "transformers",
+    "experiment=tags": "seqeval",
+    "task=token_classification": "seqeval",
     "model=transformers": "transformers",
     "task/metrics=torchmetrics": "torchmetrics",
 }

@@ -261,13 +261,11 @@ class Task:
         these are passed by keyword.
         """
         inputs = inputs_of(batch)
-        if not isinstance(inputs, Mapping):
+        if not isinstance(inputs, Mapping) or not takes_names(model, inputs):
             return model(inputs)
         parameters = inspect.signature(model.forward).parameters.values()
         accepts_any_key = any(p.kind is p.VAR_KEYWORD for p in parameters)
         names = {p.name for p in parameters if p.kind is not p.VAR_POSITIONAL}
-        if not names & inputs.keys():
-            return model(inputs)
         if not accepts_any_key:
             inputs = {name: value for name, value in inputs.items() if name in names}
         return model(**inputs)
@@ -275,6 +273,13 @@ class Task:
     def interpret(self, output: Any) -> Any:
         """Convert the result of `prediction_step` to the values that `output_kind` describes."""
         return output
+
+
+def takes_names(model: nn.Module, inputs: Mapping[str, Any]) -> bool:
+    """Return whether a model's forward has parameters of the names of some inputs."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    names = {p.name for p in parameters if p.kind is not p.VAR_POSITIONAL}
+    return not names.isdisjoint(inputs)
 
 
 def first_tensor(batch: Any) -> Tensor | None:

@@ -10,6 +10,7 @@ from typing import Any
 from tensorboard.backend.event_processing.event_file_loader import (  # type: ignore[import-untyped]
     EventFileLoader,
 )
+from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
 from regimen.callbacks.support import require
@@ -42,7 +43,9 @@ class Graph(Recorder):
     def on_update_start(self, trainer: Trainer, micro_batches: Sequence[MicroBatch]) -> None:
         """Keep the first sample of the run."""
         if not trainer.state.updates and trainer.is_main:
-            self._inputs = inputs_of(micro_batches[0].batch)[:1].clone()
+            inputs = inputs_of(micro_batches[0].batch)
+            if isinstance(inputs, Tensor):  # torch's tracer passes no arguments by name
+                self._inputs = inputs[:1].clone()
 
     def on_log(self, trainer: Trainer, scalars: Mapping[str, float]) -> None:
         """Trace the model at the first log line."""

@@ -18,7 +18,7 @@ from regimen.conf.errors import one_line
 from regimen.trainer.callback import Callback
 from regimen.trainer.media import Image
 from regimen.trainer.runs.status import INFERENCE, RunDirectoryError, read_json
-from regimen.trainer.tasks.supervised import Supervised
+from regimen.trainer.tasks.supervised import LABELS, Supervised, pair_of
 from regimen.trainer.trainer import Trainer
 
 # Pixels.
@@ -68,6 +68,8 @@ class ValidationPicture(Callback):
     def on_validation_batch(self, trainer: Trainer, batch: Any, output: Any) -> None:
         """Collect from a batch that is shown."""
         if self._due and output is not None and (trainer.is_main or not self.on_main_only):
+            if isinstance(batch, Mapping) and LABELS in batch:
+                batch = pair_of(batch)
             self.collect(trainer, batch, output)
 
     def on_validation_end(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:

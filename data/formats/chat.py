@@ -21,7 +21,7 @@ from regimen.data.errors import (
 )
 from regimen.data.packing import PackedDocuments, TokenizedText
 from regimen.data.splits import Split, is_part_of_train, rows_of_train, split_file
-from regimen.data.tokenizer import load_tokenizer
+from regimen.data.tokenizers import load_fast_tokenizer
 
 logger = logging.getLogger(__name__)
 TooLong = Literal["error", "cut", "drop"]
@@ -58,7 +58,7 @@ class Encoder:
     which the completion is learnt; `{"text"}`, all of which is learnt. The last two end with the
     tokenizer's end token. A prompt and a completion that are lists of messages are a conversation.
 
-    tokenizer: a folder, or a name on the hub; no code of it is run.
+    tokenizer: a folder, or a name on the hub.
     template: a file with a chat template to use in place of the tokenizer's.
     variables: further variables of the template.
     control_tokens: of the tokenizer, in the text of a message: "error", or "keep" them. There the
@@ -71,14 +71,7 @@ class Encoder:
     control_tokens: ControlTokens = "error"
 
     def __post_init__(self) -> None:
-        self._tokenizer = load_tokenizer(self.tokenizer)
-        if not self._tokenizer.is_fast:
-            raise ConfigError(
-                "data.tokenizer",
-                f"{self.tokenizer}: {type(self._tokenizer).__name__} does not tell the characters "
-                "of its tokens, by which the learnt ones are found",
-                "take one with a tokenizer.json",
-            )
+        self._tokenizer = load_fast_tokenizer(self.tokenizer, "the learnt ones are found")
         self._template = self._tokenizer.chat_template
         if self.template is not None:
             try:

@@ -12,7 +12,7 @@ from regimen.conf.errors import problems_at
 from regimen.data.decode import Channels, Range, decode_image, read_content
 from regimen.data.errors import DataError, as_data_error, check_regular, import_package
 from regimen.data.splits import Split, class_names, is_part_of_train, rows_of_train
-from regimen.data.tokenizer import load_tokenizer
+from regimen.data.tokenizers import load_tokenizer
 from regimen.data.transforms import Transform, on_inputs
 
 _NAMES = {"train": ("train",), "val": ("validation", "val", "valid", "dev"), "test": ("test",)}

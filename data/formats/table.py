@@ -8,7 +8,7 @@ import lzma
 import math
 import re
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any, Literal
@@ -32,9 +32,9 @@ _OPENERS: Mapping[str, Callable[..., IO[str]]] = {
     ".xz": lzma.open,
 }
 _TEXT_SUFFIXES = tuple(kind + packed for kind in (".csv", ".tsv") for packed in _OPENERS)
-_SUFFIXES = (*_TEXT_SUFFIXES, ".parquet")
+SUFFIXES = (*_TEXT_SUFFIXES, ".parquet")
 # Cells without a value: the marks of pandas, and a question mark.
-_MISSING = frozenset(
+MISSING = frozenset(
     {"", "#N/A", "#N/A N/A", "#NA", "-1.#IND", "-1.#QNAN", "-NaN", "-nan", "1.#IND", "1.#QNAN"}
     | {"<NA>", "N/A", "NA", "NULL", "NaN", "None", "n/a", "nan", "null", "?"}
 )
@@ -194,12 +194,14 @@ class Columns:
         return matches.astype(np.float64)
 
 
-def read_columns(path: str | Path, dialect: Dialect | None = None) -> Columns:
-    """Read a whole file. Raises DataError."""
+def read_columns(
+    path: str | Path, dialect: Dialect | None = None, missing: Collection[str] = MISSING
+) -> Columns:
+    """Read a whole file. `missing`: the cells of a text file without a value. Raises DataError."""
     path = Path(path).expanduser()
     file_name = path.name.lower()
-    if not file_name.endswith(_SUFFIXES):
-        raise DataError(f"data.path: {path} is none of {', '.join(_SUFFIXES)}")
+    if not file_name.endswith(SUFFIXES):
+        raise DataError(f"data.path: {path} is none of {', '.join(SUFFIXES)}")
     check_regular(path)
     dialect = dialect or Dialect()
     if file_name.endswith(".parquet"):
@@ -213,7 +215,8 @@ def read_columns(path: str | Path, dialect: Dialect | None = None) -> Columns:
         if form == "parquet":
             names, columns, lines = _read_parquet(path)
         else:
-            names, columns, lines = _read_text(path, "\t" if form == "tsv" else ",", dialect)
+            default = "\t" if form == "tsv" else ","
+            names, columns, lines = _read_text(path, default, dialect, missing)
 
     cells = dict[str, Cells]()
     for position, (name, column) in enumerate(zip(names, columns, strict=True)):
@@ -233,7 +236,7 @@ def read_columns(path: str | Path, dialect: Dialect | None = None) -> Columns:
 
 
 def _read_text(
-    path: Path, default_delimiter: str, dialect: Dialect
+    path: Path, default_delimiter: str, dialect: Dialect, missing: Collection[str]
 ) -> tuple[list[str], list[Cells], list[int]]:
     """Return the names of the columns, their cells, and the line number of each row."""
     opener = _OPENERS.get(path.suffix.lower(), open)
@@ -273,7 +276,7 @@ def _read_text(
     columns: list[Cells] = [[] for _ in names]
     for row in rows[1:]:
         for column, cell in zip(columns, row, strict=True):
-            column.append(None if cell in _MISSING else cell)
+            column.append(None if cell in missing else cell)
     return names, columns, lines[1:]
 
 
@@ -302,11 +305,12 @@ def _detect_delimiter(path: Path, header: str, default: str) -> str:
 
 def _read_parquet(path: Path) -> tuple[list[str], list[Cells], Sequence[int]]:
     table = import_package("pyarrow.parquet", "parquet").read_table(path)
-    columns: list[Cells] = [list(map(_as_text, column.to_pylist())) for column in table.columns]
+    columns: list[Cells] = [list(map(as_text, column.to_pylist())) for column in table.columns]
     return table.column_names, columns, range(1, len(table) + 1)
 
 
-def _as_text(value: Any) -> str | None:
+def as_text(value: Any) -> str | None:
+    """Return a value as a text file has it; None if it is missing."""
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return None
     if isinstance(value, bool):
@@ -398,12 +402,12 @@ def table(
     """
     place = Path(path).expanduser()
     dialect = Dialect(delimiter, decimal, thousands, encoding)
-    train_file = split_file(place, "train", _SUFFIXES)
+    train_file = split_file(place, "train", SUFFIXES)
     if train_file is None:
         raise DataError(f"data.path={path}: no such file, nor a folder with a train.csv")
     train = read_columns(train_file, dialect)
-    test_file = split_file(place, "test", _SUFFIXES)
-    val_file = None if folds else split_file(place, "val", _SUFFIXES)
+    test_file = split_file(place, "test", SUFFIXES)
+    val_file = None if folds else split_file(place, "val", SUFFIXES)
 
     saved = statistics or {}
     saved_names = [feature["name"] for feature in saved.get("features", ())]

@@ -87,6 +87,12 @@ def collate(samples: Sequence[Any]) -> Any:
     return default_collate(list(samples))
 
 
+def collate_of(dataset: Any) -> Collate:
+    """Return the data set's own `collate_batch`, where its samples do not stack; else `collate`."""
+    own: Collate | None = getattr(dataset, "collate_batch", None)
+    return own or collate
+
+
 @dataclass(frozen=True, slots=True)
 class Skipped:
     """A sample that could not be loaded and was left out."""

@@ -28,7 +28,7 @@ from regimen.data.loading.fetch import (
     Fetcher,
     Skipped,
     Workers,
-    collate,
+    collate_of,
     never_interrupted,
     overrides_method,
 )
@@ -168,9 +168,8 @@ class Loader:
         replacements: Sequence[int] | Indices = range(len(self.dataset))
         if self.on_error == "replace":
             replacements = replacement_samples(self.sampler.updates)
-        self._fetcher = Fetcher(
-            self.dataset, self.collate_fn or collate, self.seed, self.on_error, replacements
-        )
+        collate_fn = self.collate_fn or collate_of(self.dataset)
+        self._fetcher = Fetcher(self.dataset, collate_fn, self.seed, self.on_error, replacements)
         self._pins = self.pin_memory and pins(default_device())
         self._workers: Workers | None = None
         self._epoch_open = False  # an epoch of the workers was begun and has not ended

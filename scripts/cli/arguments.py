@@ -79,6 +79,9 @@ class Arguments:
         action="append",
         help="a package that _target_ may name",
     )
+    allow_remote_code: bool = flag(
+        "--allow-remote-code", help="run Python code that a model or tokenizer of transformers has"
+    )
     shell_completion: bool = flag("--shell-completion", "-sc", help="install=bash, zsh or fish")
 
     @property
@@ -173,6 +176,7 @@ class RunRequest:
     choices: Values  # the choice of each config group
     arguments: list[str]  # as typed, for `resume_command`
     allowed: list[str] = field(default_factory=list)  # packages of --allow-target
+    allows_remote_code: bool = False  # --allow-remote-code
     prediction: Values | None = None  # the keys of `predict`; None: train
     files: list[str] = field(default_factory=list)  # lines that `predict` read from standard input
 

@@ -264,6 +264,7 @@ def read_keys(command: type[T], argv: Sequence[str]) -> tuple[T, Arguments]:
         config_name="config",
         config_dirs=(keys.run,),
         allow_targets=arguments.allow_targets,
+        allow_remote_code=arguments.allow_remote_code,
     )
     return keys, composing
 

@@ -41,6 +41,7 @@ from regimen.conf.interpolation import (
     walk,
 )
 from regimen.conf.schema import Values
+from regimen.data.tokenizers import allow_remote_code
 from regimen.scripts.cli.arguments import Arguments, RunRequest, key_of, parse_arguments
 from regimen.scripts.composition.folders import REFUSED, Folders, opened
 from regimen.scripts.composition.overrides import (
@@ -77,6 +78,7 @@ def compose(argv: Sequence[str] | Arguments, trains: bool = True) -> "Compositio
     """
     arguments = argv if isinstance(argv, Arguments) else parse_arguments(argv)
     allow(arguments.allow_targets)
+    allow_remote_code(arguments.allow_remote_code)
     allow_protocols(arguments.overrides)
     folders_of_user = list(arguments.config_dirs)
     if arguments.config_path:
@@ -342,7 +344,15 @@ class Composition:
     def request(self, argv: Sequence[str], **how: Any) -> RunRequest:
         """Return what a run does with the configuration; `argv`: as typed."""
         allowed = list(self.arguments.allow_targets)
-        return RunRequest(self.config, self.overrides, self.choices, list(argv), allowed, **how)
+        return RunRequest(
+            self.config,
+            self.overrides,
+            self.choices,
+            list(argv),
+            allowed,
+            self.arguments.allow_remote_code,
+            **how,
+        )
 
     def further(self) -> list[Problem]:
         """Return the mistakes in the targets of what is sound so far; imports them, and torch."""

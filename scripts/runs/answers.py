@@ -17,6 +17,7 @@ from regimen.conf.check import parse
 from regimen.conf.errors import ConfigError, Problem, one_line, raise_problems
 from regimen.conf.schema import Config
 from regimen.data.errors import DataError
+from regimen.data.formats.new_texts import find_texts
 from regimen.data.formats.table import Dialect, Table, read_columns
 from regimen.data.image_folder import find_pictures
 from regimen.data.loading.fetch import path_of
@@ -99,6 +100,8 @@ def _dataset(keys: Prediction, config: Config, facts: InferenceMetadata, lines: 
         form = facts.inputs
         if answers_text or form["kind"] == "text":
             return prompts_for(facts, config, *find_prompts(source, lines))
+        if form["kind"] in ("texts", "words"):
+            return find_texts(form, source, lines)
         if form["kind"] == "table":
             pipeline = build_pipeline(config, "eval")
             columns = read_columns(source, Dialect(**form.get("dialect", {})))
@@ -152,7 +155,7 @@ class PredictionWriter:
         self._dataset = dataset
         self._table = Path(keys.out)
         prompts = dataset.texts if isinstance(dataset, Prompts) else None
-        self._rows_of = Rows(facts, keys.top_k or 1, self._write_mask, prompts)
+        self._rows_of = Rows(facts, keys.top_k or 1, self._write_mask, prompts, dataset)
         self.rows = list[Row]()
         self._arrays = dict[str, Any]()  # by the name of an output, a row for each sample
 
@@ -177,6 +180,13 @@ class PredictionWriter:
             missing = np.nan if np.issubdtype(rows.dtype, np.floating) else 0
             shape = (len(self._dataset), *rows.shape[1:])
             self._arrays[name] = np.full(shape, missing, rows.dtype)
+        if rows.shape[1:] != self._arrays[name].shape[1:]:
+            raise ConfigError(
+                "save",
+                f"the outputs of samples have different shapes, such as {[*rows.shape[1:]]} and "
+                f"{[*self._arrays[name].shape[1:]]}, which one array does not hold",
+                "of texts, data.val.padding=max_length (data.test.padding) gives all one length",
+            )
         self._arrays[name][list(indices)] = rows
 
     def write(self, origin: Mapping[str, Any]) -> None:

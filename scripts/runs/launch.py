@@ -24,6 +24,7 @@ from typing import Any
 
 from regimen.conf.addresses import allow_protocols
 from regimen.conf.errors import ConfigError, Problem, raise_problems
+from regimen.data.tokenizers import allow_remote_code
 from regimen.scripts.cli.arguments import RunRequest
 from regimen.scripts.cli.console import (
     describe,
@@ -277,6 +278,7 @@ def _run(files: RankFiles) -> int:
     sys.path[:] = content["path"]
     request = RunRequest(**content["request"])
     allow(request.allowed)
+    allow_remote_code(request.allows_remote_code)
     allow_protocols(request.overrides)
     with importing():
         from regimen.trainer.distributed import STORE

@@ -14,6 +14,7 @@ from regimen.data.errors import DataError
 from regimen.data.image_folder import Pictures
 from regimen.data.mixture import Mixture
 from regimen.data.packing import PackedDocuments
+from regimen.data.tokenized import TokenizedSamples
 from regimen.scripts.cli.arguments import RunRequest
 from regimen.trainer.assembly.data import device_cache_bytes
 from regimen.trainer.assembly.experiment import Experiment, accumulation_sensitive_parts
@@ -262,7 +263,7 @@ def _notes(experiment: Experiment, memory: Mapping[str, int | None]) -> Iterator
         if isinstance(dataset, Pictures):
             for remark in dataset.explain_depth():
                 yield f"data.{split}: {remark}"
-        if isinstance(dataset, PackedDocuments):
+        if isinstance(dataset, PackedDocuments | TokenizedSamples):
             for remark in dataset.explain():
                 yield f"data.{split}: {remark}"
     steps = experiment.config.trainer.micro_batches

@@ -378,6 +378,8 @@ def flags(arguments: Arguments) -> list[str]:
         words.append(f"--config-path={arguments.config_path}")
     words += [f"--config-dir={folder}" for folder in arguments.config_dirs]
     words += [f"--allow-target={package}" for package in arguments.allow_targets]
+    if arguments.allow_remote_code:
+        words.append("--allow-remote-code")
     return words
 
 

@@ -131,3 +131,15 @@ def test_a_tokenizer_with_more_tokens_than_the_model_starts_nothing(train, folde
     model = write_model(tmp_path / "model", vocab_size=400)
     run = train(line(folders, tmp_path / "run", f"model.name={model}"), 2)
     assert "vocabulary of 400 tokens, and the data have " in run.error
+
+
+@pytest.mark.slow
+def test_a_loss_in_chunks_changes_nothing_on_two_processes(train, folders, trained, tmp_path):
+    if not hasattr(torch.nn.functional, "linear_cross_entropy"):
+        pytest.skip("this torch has no linear_cross_entropy")
+    chunked = ["trainer.precision=fp64", "task.chunked_loss=true"]
+    train(line(folders, tmp_path / "run", *chunked, "strategy=ddp", "strategy.devices=2"))
+    assert losses(tmp_path / "run") == pytest.approx(losses(trained), rel=1e-12)
+    other = weights(tmp_path / "run")
+    for name, value in weights(trained).items():
+        torch.testing.assert_close(other[name], value, rtol=0, atol=1e-10)

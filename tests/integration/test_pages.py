@@ -54,6 +54,9 @@ NOT_HERE = {  # by what they begin with, or hold
     "experiment=chat": "tests/integration/test_language_models.py, with its folders",
     "format=peft": "tests/trainer/export/test_huggingface.py, with a run of transformers",
     "format=huggingface": "the same",
+    "experiment=glue": "tests/integration/test_texts.py, with its folders",
+    "experiment=tags": "the same",
+    "source=new.": "the same",
     "--config-dir examples/airbench/conf": "in the clone; tests/integration/test_projects.py",
     "--config-dir examples/detection/conf": "in the clone; tests/integration/test_projects.py",
     "experiment=resnet18_cifar10 data.root": "downloads",
@@ -250,6 +253,8 @@ NOT_COMPOSED = (  # what a page shows within its text: names of the reader, mist
 EXTRAS = (
     "experiment=chat",
     "experiment=detection",
+    "experiment=glue",
+    "experiment=tags",
     "torchmetrics",
     "timm",
     "transformers",

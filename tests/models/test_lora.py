@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 pytest.importorskip("peft", reason="the extra peft is not installed")
 
+from regimen.conf.errors import ConfigError
 from regimen.models.layers import NetworkError
 from regimen.models.lora import build
 from regimen.models.pretrained import no_initial_weights
@@ -170,7 +171,7 @@ def test_code_of_a_models_folder_is_not_run(tmp_path):
     config = {"model_type": "own", "auto_map": {"AutoConfig": "own.Own"}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "own.py").write_text("raise SystemExit('run')")
-    with pytest.raises(NetworkError, match=r"model\.name=.*custom code"):
+    with pytest.raises(ConfigError, match=r"model\.name: .*code of its own, which is not run"):
         build(str(tmp_path), 512)
 
 

@@ -25,6 +25,7 @@ from regimen.data.orders import labels_of
 from regimen.data.packing import PackedDocuments
 from regimen.data.sources import TensorSamples, fingerprint
 from regimen.data.streams import as_dataset
+from regimen.data.tokenized import TokenizedSamples
 from regimen.data.transforms import Pipeline
 from regimen.trainer.assembly.parts import build_named, with_classes
 from regimen.trainer.rng import derived_seed, seeded
@@ -190,7 +191,7 @@ def follow_names(
     targets = getattr(dataset, "targets", None)
     has_class_numbers = isinstance(targets, torch.Tensor) and targets.ndim == 1
     is_ours = isinstance(dataset, Pictures | TensorSamples | ArrowRows)
-    can_renumber = is_ours and has_class_numbers
+    can_renumber = (is_ours and has_class_numbers) or isinstance(dataset, TokenizedSamples)
     if not can_renumber and names == [*classes[: len(names)]]:
         return  # the numbers agree
 
@@ -202,6 +203,9 @@ def follow_names(
             f"{len(names)} ({_quoted(names)}), the run {len(classes)} ({_quoted(classes)}): with "
             "other names their numbers would mean something else; give them the names of the run"
         )
+    if isinstance(dataset, TokenizedSamples):
+        dataset.renumber(classes)
+        return
     numbers = torch.tensor([classes.index(name) for name in names])
     if isinstance(dataset, ArrowRows):
         # The numbers are on the host: nothing waits.

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from regimen.data.errors import import_package, reason, short_line
+from regimen.data.tokenizers import remote_code_allowed
 from regimen.models.transformers_adapter import Logits
 from regimen.trainer.checkpoints.archive import write_safetensors
 from regimen.trainer.errors import ModelError
@@ -80,7 +81,9 @@ def write_tokenizer(data: Any, folder: Path) -> str | None:
         return "the data of the run name no tokenizer: none is in the folder"
     transformers = import_package("transformers", "transformers")
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
+            name, trust_remote_code=remote_code_allowed()
+        )
         if node.get("template"):
             tokenizer.chat_template = Path(node["template"]).expanduser().read_text("utf-8")
     except (OSError, ValueError, KeyError) as error:

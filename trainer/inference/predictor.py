@@ -17,6 +17,7 @@ from regimen.conf.schema import Config
 from regimen.data.batch import inputs_of
 from regimen.data.keys import preserved_rng
 from regimen.data.loading.loader import Loader
+from regimen.data.tokenized import TokenizedSamples
 from regimen.data.transforms import Pipeline
 from regimen.trainer.assembly.data import Data, names_of
 from regimen.trainer.assembly.parts import with_attributes, with_classes
@@ -42,6 +43,8 @@ _INPUTS: Mapping[str, Mapping[str, Any]] = {
     "picture": {"channels": int, "size": list | None},
     "table": {"features": list, "missing": str},
     "text": {"encoding": str, "context": int},
+    "texts": {"columns": list, "tokenizer": str, "length": int, "too_long": str},
+    "words": {"tokenizer": str, "length": int, "too_long": str},
 }
 _OUTPUTS: Mapping[str, Any] = {"threshold": int | float, "scale": list}
 _NUMBER = int | float
@@ -399,16 +402,25 @@ class Rows(NamedTuple):
     """Turn outputs into rows of a table, by the kind of the task's outputs.
 
     mask_of: writes a mask and returns its path, given the sample's index and the mask. prompts: of
-    all samples, by index; None if the outputs are not text.
+    all samples, by index; None if the outputs are not text. samples: the data set, whose texts
+    stand beside the answers.
     """
 
     facts: InferenceMetadata
     top_k: int = 1
     mask_of: Callable[[int, Tensor], Any] = lambda index, mask: mask.tolist()  # on the host
     prompts: Sequence[str] | None = None
+    samples: Any = None
 
     def __call__(self, answers: Answers) -> list[Row]:
         """Return a row for each sample that was read. Nothing waits: outputs are on the host."""
+        rows = self._answers(answers)
+        if not isinstance(self.samples, TokenizedSamples):
+            return rows
+        texts = map(self.samples.shown_of, answers.indices)
+        return [_beside(text, row) for text, row in zip(texts, rows, strict=True)]
+
+    def _answers(self, answers: Answers) -> list[Row]:
         kind = self.facts.outputs["kind"]
         values = answers.values
         count = len(answers.indices)
@@ -429,6 +441,11 @@ class Rows(NamedTuple):
         samples = zip(answers.indices, output, strict=True)
         if kind == "mask":
             return [{"prediction": self.mask_of(index, mask)} for index, mask in samples]
+        if kind == "tags" and isinstance(self.samples, TokenizedSamples):
+            return [
+                {"prediction": self._tags(tags, self.samples.word_places(index))}
+                for index, tags in samples
+            ]
         if kind == "text" and self.prompts is not None:
             return [
                 {"prompt": self.prompts[index], "prediction": self._text(tokens.tolist())}
@@ -448,6 +465,11 @@ class Rows(NamedTuple):
             row[f"probability{place + 1}"] = probabilities[place]
         return row
 
+    def _tags(self, numbers: Tensor, places: Sequence[int] | None) -> list[str]:
+        """Return the tags of words, given the class at each place and the places of the words."""
+        chosen = numbers if places is None else numbers[list(places)]
+        return [self._name(number) for number in chosen.tolist()]
+
     def _name(self, number: int) -> str:
         names = self.facts.classes or ()
         return names[number] if number < len(names) else str(number)
@@ -456,6 +478,12 @@ class Rows(NamedTuple):
         if self.facts.inputs.get("encoding") == "bytes":
             return bytes(tokens).decode(errors="replace")  # they may end within a character
         return "".join(map(self._name, tokens))
+
+
+def _beside(text: Row, answer: Row) -> Row:
+    """Return the columns of a text, then those of the answer; one of the same name is renamed."""
+    taken = {"file", *answer}
+    return {f"{name}_given" if name in taken else name: text[name] for name in text} | answer
 
 
 def _columns(values: Mapping[str, Tensor], count: int, most: float = _COLUMNS) -> list[Row]:

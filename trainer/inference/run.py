@@ -24,10 +24,12 @@ from regimen.conf.interpolation import followers, leaves
 from regimen.conf.schema import Config
 from regimen.conf.schema_trainer import STRATEGIES
 from regimen.conf.yaml_file import plain_values
+from regimen.data import tokenizers
 from regimen.data.decode import pil_to_channels, read_image
 from regimen.data.errors import DataError
+from regimen.data.formats.new_texts import given_texts
 from regimen.data.image_folder import Pictures
-from regimen.data.loading.fetch import collate
+from regimen.data.loading.fetch import Collate, collate
 from regimen.data.loading.loader import Loader
 from regimen.data.text import Prompts
 from regimen.models.pretrained import no_initial_weights
@@ -77,6 +79,7 @@ def load_run(
     model: nn.Module | None = None,
     task: Task | None = None,
     moved: Mapping[str, str] | None = None,
+    allow_remote_code: bool = False,
 ) -> Run:
     """Open the run in a directory; nothing but its configuration is read yet.
 
@@ -86,6 +89,7 @@ def load_run(
     `Trainer` from Python, whose files describe no model.
     task: interprets the outputs. Needed for the run of a `Trainer` with a task class of the user's.
     moved: where weights are now that the run's checkpoints do not hold: `{"model.name": DIR}`.
+    allow_remote_code: run the code that a model or tokenizer of transformers brings.
     Raises RunDirectoryError if there is no run, ConfigError if its configuration is invalid.
     """
     folder = Path(path).expanduser()
@@ -101,6 +105,7 @@ def load_run(
     if not isinstance(values, dict) or not values:
         raise RunDirectoryError(f"{source} holds no configuration; {way_out}")
     allow(allow_targets)
+    tokenizers.allow_remote_code(allow_remote_code)
     close([str(folder)])
     raise_problems(wrong_addresses(leaves(values)))
     for key, place in (moved or {}).items():
@@ -207,12 +212,18 @@ class Run:
         """Return a row for each picture, as `predict` writes them: prediction, probability...
 
         images: file names, PIL pictures, uint8 tensors or arrays [C, H, W] (arrays [H, W] and
-        [H, W, C] too). For a run on a table: rows, as a DataFrame, dicts by column or one such
-        dict, in the words and units of the file. For a table and any other run: a tensor or an
-        array [n, ...] of inputs after the transforms.
+        [H, W, C] too). For a run on texts: texts, or dicts by column. For a run on a table: rows,
+        as a DataFrame, dicts by column or one such dict, in the words and units of the file. For a
+        table and any other run: a tensor or an array [n, ...] of inputs after the transforms.
         batch_size: default `loader.eval_batch_size`, or `loader.batch_size`.
         Raises DataError for anything else.
         """
+        if self.facts.inputs["kind"] in ("texts", "words"):
+            texts = given_texts(self.facts.inputs, _as_list(images))
+            predictor = Predictor(self.components(checkpoint))
+            rows = Rows(self.facts, top_k, samples=texts)
+            given = map(texts.__getitem__, range(len(texts)))
+            return self._rows(predictor, given, rows, batch_size, texts.collate_batch)
         samples = self._samples(images)
         predictor = Predictor(self.components(checkpoint))
         return self._rows(predictor, samples, Rows(self.facts, top_k), batch_size)
@@ -252,7 +263,12 @@ class Run:
         return (micro.batch for micro in loader.epoch(0))
 
     def _rows(
-        self, predictor: Predictor, samples: Iterator[Any], rows: Rows, batch_size: int | None
+        self,
+        predictor: Predictor,
+        samples: Iterator[Any],
+        rows: Rows,
+        batch_size: int | None,
+        into_batch: Collate = collate,
     ) -> list[Row]:
         """Return the row of each sample, computed batch by batch."""
         size = batch_size or self.config.loader.eval_batch_size or self.config.loader.batch_size
@@ -260,7 +276,7 @@ class Run:
         with torch.inference_mode(), predictor.ready():
             while batch := list(islice(samples, size)):
                 numbers = range(len(table), len(table) + len(batch))
-                inputs = predictor.components.to_device(collate(batch))
+                inputs = predictor.components.to_device(into_batch(batch))
                 table += rows(predictor.ask(inputs, numbers))
         return table
 
@@ -310,6 +326,14 @@ class Run:
                     f"takes uint8 [{channels}, height, width]"
                 )
             yield form.resize_and_transform(tensor)
+
+
+def _as_list(given: Any) -> list[Any]:
+    """Return texts as a list: a single one, a table of them, or any sequence."""
+    if isinstance(given, str):
+        return [given]
+    records = records_of(given)
+    return list(given) if records is None else list(records)
 
 
 def pictures_for(facts: InferenceMetadata, config: Config, paths: Sequence[str]) -> Pictures:

@@ -3,12 +3,14 @@
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from regimen.data.batch import IGNORED
 from regimen.trainer.errors import ModelError, SampleError, describe_value, qualified_name
 from regimen.trainer.task import StepOutput
+from regimen.trainer.tasks.chunked_loss import ChunkedLoss
 from regimen.trainer.tasks.language_model import LanguageModel
 from regimen.trainer.tasks.losses import Loss
 from regimen.trainer.tasks.supervised import Metrics
@@ -21,16 +23,33 @@ class Chat(LanguageModel):
     the mean over the learnt tokens of the whole update, however it is split. The model is called
     with all other tensors by name, and returns logits [n, length, vocabulary] or an object with
     `logits`. Reports `token_accuracy` and `perplexity`.
+
+    chunked_loss: compute the training loss without keeping the logits, for models of transformers;
+        training then reports no `token_accuracy`. An evaluation computes logits all the same.
     """
 
     output_kind = "array"
 
-    def __init__(self, loss: Loss | None = None, metrics: Metrics | None = None) -> None:
+    def __init__(
+        self,
+        loss: Loss | None = None,
+        metrics: Metrics | None = None,
+        chunked_loss: bool = False,
+    ) -> None:
+        loss = loss or nn.CrossEntropyLoss()
         super().__init__(0, loss, IGNORED, metrics)
+        self._chunked = ChunkedLoss(loss) if chunked_loss else None
         self.num_classes = None  # that of the model, which may be more than the tokenizer's tokens
 
     def training_step(self, model: nn.Module, batch: Any) -> StepOutput:
-        """Compute loss and scores of a batch."""
+        """Compute loss and scores of a batch; of a chunked loss nothing but the loss."""
+        if self._chunked is not None:
+            inputs, target = _inputs_and_targets(batch)
+            counts = self.losses.counts(target)
+            total = self._chunked(model, inputs, target)
+            # A micro-batch without a label has the loss 0.
+            mean = total / torch.as_tensor(counts[""]).clamp(min=1)
+            return StepOutput({"": mean}, counts)
         return super().training_step(model, _inputs_and_targets(batch))
 
     def evaluation_step(self, model: nn.Module, batch: Any) -> StepOutput:

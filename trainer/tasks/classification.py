@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from regimen.trainer.device import count_true
 from regimen.trainer.errors import ModelError
 from regimen.trainer.tasks.losses import Loss
-from regimen.trainer.tasks.supervised import Metrics, Scores, Shape, Supervised
+from regimen.trainer.tasks.supervised import Metrics, Scores, Shape, Supervised, call_model
 
 
 class Classification(Supervised):
@@ -45,8 +45,8 @@ class Classification(Supervised):
         """Return the logits [n, classes]."""
         is_views = getattr(inputs, "ndim", 0) == 5  # inputs of a text are a dict, without `ndim`
         if not (is_views and self._average_views):
-            return model(inputs)
-        logits = model(inputs.flatten(0, 1))  # [n * views, classes]
+            return call_model(model, inputs)
+        logits = call_model(model, inputs.flatten(0, 1))  # [n * views, classes]
         return logits.view(*inputs.shape[:2], -1).mean(1)
 
     def interpret(self, output: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from regimen.trainer.device import count_true
 from regimen.trainer.tasks.losses import Loss
 from regimen.trainer.tasks.metrics import Perplexity
-from regimen.trainer.tasks.supervised import Metrics, Scores, Shape, Supervised
+from regimen.trainer.tasks.supervised import Metrics, Scores, Shape, Supervised, call_model
 
 
 class LanguageModel(Supervised):
@@ -35,7 +35,7 @@ class LanguageModel(Supervised):
 
     def answer(self, model: nn.Module, inputs: Any) -> Any:
         """Return logits [n, vocabulary, length]: torch's losses expect classes in dimension 1."""
-        return model(inputs).transpose(1, 2)
+        return call_model(model, inputs).transpose(1, 2)
 
     def shape(self, target: Tensor) -> Shape:
         """Return [n, vocabulary, length]."""

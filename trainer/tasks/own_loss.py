@@ -8,22 +8,29 @@ from torch import Tensor, nn
 
 from regimen.data.batch import IGNORED
 from regimen.trainer.device import count_true
-from regimen.trainer.errors import ModelError, describe_value, qualified_name, unwrapped
+from regimen.trainer.errors import (
+    ModelError,
+    SampleError,
+    describe_value,
+    qualified_name,
+    unwrapped,
+)
 from regimen.trainer.task import Metric, StepOutput, Task
-from regimen.trainer.tasks.supervised import Supervised
+from regimen.trainer.tasks.language_model import LanguageModel
+from regimen.trainer.tasks.supervised import Supervised, pair_of
 
 # Names by which models take their labels.
 _LABELS = ("labels", "targets", "target", "y")
 
 
 class OwnLoss(Task):
-    """Train on batches `(inputs, labels)` with the loss that the model returns.
+    """Train on batches `(inputs, labels)`, or named tensors, with the loss that the model returns.
 
-    The model is called as `model(inputs, labels=labels)` and returns `(loss, output)`,
-    `(output, loss)` or a dict with `loss`, whose output is `logits` or the only other entry. The
-    loss is a scalar, the mean over the labels that are not `ignore_index` (or over all, of real
-    numbers). An update has that mean over all its micro-batches. Scores, metrics and the meaning of
-    the output are those of `task`, whose own loss is not computed.
+    The model is called as `model(inputs, labels=labels)`, or `model(**batch)`, and returns
+    `(loss, output)`, `(output, loss)`, an object with `loss` and `logits`, or a dict with `loss`,
+    whose output is `logits` or the only other entry. The loss is a scalar, the mean over the labels that are not `ignore_index` (or over
+    all, of real numbers). An update has that mean over all its micro-batches. Scores, metrics and
+    the meaning of the output are those of `task`, whose own loss is not computed.
 
     `labels`: the parameter of the model's forward that takes the labels; None: `labels`, `targets`,
     `target` or `y`.
@@ -54,19 +61,19 @@ class OwnLoss(Task):
 
     def counts(self, batch: Any) -> Mapping[str, Tensor | int]:
         """Return the number of labels that the model's mean is over."""
-        labels = batch[1]
+        _, labels = self._pair_of(batch)
         if labels.is_floating_point():
             return {"": len(labels)}
         return {"": count_true(labels != self._ignore_index)}
 
     def training_step(self, model: nn.Module, batch: Any) -> StepOutput:
         """Let the model compute its loss; compute the scores."""
-        inputs, labels = batch
+        inputs, labels = self._pair_of(batch)
         name = self._labels or _labels_of(model)
         losses: list[Tensor] = []
 
-        def model_with_labels(values: Any) -> Any:
-            result = model(values, **{name: labels})
+        def model_with_labels(*values: Any, **named: Any) -> Any:
+            result = model(*values, **named, **{name: labels})
             loss, output = _loss_and_output(result)
             if loss is None or output is None:
                 raise ModelError(
@@ -87,7 +94,7 @@ class OwnLoss(Task):
     def evaluation_step(self, model: nn.Module, batch: Any) -> StepOutput:
         """Compute loss, scores and metrics."""
         result = self.training_step(model, batch)
-        self._task.update_metrics(result.output, self._task.target_of(batch[1]))
+        self._task.update_metrics(result.output, self._task.target_of(self._pair_of(batch)[1]))
         return result
 
     def prediction_step(self, model: nn.Module, batch: Any) -> Any:
@@ -101,6 +108,15 @@ class OwnLoss(Task):
 
         model_without_loss.forward = model.forward  # type: ignore[attr-defined]  # its parameters
         return self._task.prediction_step(model_without_loss, batch)  # type: ignore[arg-type]
+
+    def _pair_of(self, batch: Any) -> tuple[Any, Any]:
+        """Return inputs and labels of a batch. Raises SampleError."""
+        if isinstance(batch, Mapping) and isinstance(self._task, LanguageModel):
+            raise SampleError(
+                "a batch of named tensors has labels that are not shifted, which a language model "
+                "would count in another way: train on it with task=chat"
+            )
+        return pair_of(batch)
 
     def interpret(self, output: Any) -> Any:
         """Convert an output to the values of the task's kind."""
@@ -139,7 +155,8 @@ def _loss_and_output(result: Any) -> tuple[Tensor | None, Any]:
         if not _is_scalar(loss):
             output, loss = result
     else:
-        return None, None
+        loss = getattr(result, "loss", None)
+        output = getattr(result, "logits", None)
     return (loss if _is_scalar(loss) else None), output
 
 

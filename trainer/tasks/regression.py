@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from regimen.trainer.tasks.losses import Loss
 from regimen.trainer.tasks.metrics import R2
-from regimen.trainer.tasks.supervised import Metrics, Scores, Shape, Supervised
+from regimen.trainer.tasks.supervised import Metrics, Scores, Shape, Supervised, call_model
 
 
 class Regression(Supervised):
@@ -25,7 +25,7 @@ class Regression(Supervised):
 
     def answer(self, model: nn.Module, inputs: Any) -> Tensor:
         """Return the values [n], or [n, outputs]."""
-        return _squeeze_single_column(model(inputs))
+        return _squeeze_single_column(call_model(model, inputs))
 
     def target_of(self, target: Tensor) -> Tensor:
         """Return the values [n], or [n, outputs]."""

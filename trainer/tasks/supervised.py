@@ -1,6 +1,6 @@
 """Base class of tasks that compare a model's output with a target."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from regimen.data.batch import inputs_of
 from regimen.trainer.errors import ModelError, SampleError, describe_value, qualified_name
-from regimen.trainer.task import Metric, StepOutput, Task
+from regimen.trainer.task import Metric, StepOutput, Task, takes_names
 from regimen.trainer.tasks.losses import Loss, Losses
 from regimen.trainer.tasks.metrics import ConfusionMatrix, PerClassAccuracy, Perplexity
 
@@ -17,8 +17,29 @@ Metrics = Mapping[str, Metric | None]
 Shape = Sequence[Any]  # of integers, as `Tensor.shape` is
 
 
+LABELS = "labels"  # the target in a batch of named tensors, as in those of transformers
+
+
+class NamedInputs(dict[str, Any]):
+    """Inputs that a model takes by name: `model(**inputs)`."""
+
+
+def call_model(model: Callable[..., Any], inputs: Any) -> Any:
+    """Return the model's output for inputs; of an object with `logits`, as of transformers, these.
+
+    `NamedInputs` are passed by name, any others as they are.
+    """
+    output = model(**inputs) if isinstance(inputs, NamedInputs) else model(inputs)
+    return getattr(output, "logits", output)
+
+
 def pair_of(batch: Any) -> tuple[Any, Any]:
-    """Return inputs and targets of a batch. Raises SampleError where a sample is no such pair."""
+    """Return inputs and targets of a batch: `(inputs, target)`, or named tensors with `labels`.
+
+    Raises SampleError for a batch that is neither.
+    """
+    if isinstance(batch, Mapping) and LABELS in batch:
+        batch = (named_inputs(batch), batch[LABELS])
     if not isinstance(batch, list | tuple) or len(batch) != 2:
         returned = "nothing (None)"
         if batch is not None:
@@ -27,7 +48,7 @@ def pair_of(batch: Any) -> tuple[Any, Any]:
         example = ", ".join(f"sample[{name!r}]" for name in names) or "inputs, target"
         raise SampleError(
             f"the data set returned {returned}, and this task takes pairs: let __getitem__ return "
-            f"({example}), or write a task of your own"
+            f"({example}), a dict whose {LABELS!r} are the target, or write a task of your own"
         )
     inputs, target = batch
     is_text = isinstance(target, list | tuple) and any(isinstance(t, str) for t in target)
@@ -42,8 +63,16 @@ def pair_of(batch: Any) -> tuple[Any, Any]:
     return inputs, target
 
 
+def named_inputs(batch: Mapping[str, Any]) -> NamedInputs:
+    """Return what a model is given of a batch of named tensors: all but the labels."""
+    return NamedInputs({name: value for name, value in batch.items() if name != LABELS})
+
+
 class Supervised(Task):
-    """Train on batches `(inputs, target)` with a loss, scores that are means, and metrics.
+    """Train with a loss, scores that are means, and metrics.
+
+    Batches are `(inputs, target)`; or, as those of transformers and its collators, dicts of named
+    tensors, of which `labels` are the target and the model is given all others by name.
 
     A subclass may override `answer`, which calls the model, `scores` and `score_names`, the values
     reported besides the loss, and `shape` or `check`, which say which outputs fit.
@@ -77,7 +106,7 @@ class Supervised(Task):
 
     def answer(self, model: nn.Module, inputs: Any) -> Any:
         """Return the model's output for inputs, in the shape that the losses expect."""
-        return model(inputs)
+        return call_model(model, inputs)
 
     def target_of(self, target: Any) -> Any:
         """Return a batch's target in the shape that the losses expect."""
@@ -144,14 +173,14 @@ class Supervised(Task):
         return {**super().own_modules(), **self.losses.modules}
 
     def training_step(self, model: nn.Module, batch: Any) -> StepOutput:
-        """Compute loss and scores of `(inputs, target)`."""
+        """Compute loss and scores of a batch."""
         inputs, target = pair_of(batch)
         target = self.target_of(target)
         inputs = self.losses.prepare_inputs(inputs)
         return self._compute(self.answer(model, inputs), target, inputs, model)
 
     def evaluation_step(self, model: nn.Module, batch: Any) -> StepOutput:
-        """Compute loss, scores and metrics of `(inputs, target)`."""
+        """Compute loss, scores and metrics of a batch."""
         inputs, target = pair_of(batch)
         target = self.target_of(target)
         output = self.answer(model, inputs)
@@ -175,6 +204,8 @@ class Supervised(Task):
 
     def prediction_step(self, model: nn.Module, batch: Any) -> Any:
         """Return the model's output for a batch, with or without targets."""
+        if isinstance(batch, Mapping) and (LABELS in batch or takes_names(model, batch)):
+            return self.answer(model, named_inputs(batch))
         return self.answer(model, inputs_of(batch))
 
     def _compute(self, output: Any, target: Any, inputs: Any, model: nn.Module) -> StepOutput:

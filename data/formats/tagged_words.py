@@ -1,0 +1,202 @@
+"""Sentences whose words have tags, from jsonl files and from those in CoNLL's columns."""
+
+import logging
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from regimen.data.batch import IGNORED
+from regimen.data.errors import DataError, as_data_error, check_regular
+from regimen.data.formats.chat import read_rows
+from regimen.data.splits import Split, is_part_of_train, rows_of_train, split_file
+from regimen.data.tokenized import Padding, TokenizedSamples, TooLong, encode
+from regimen.data.tokenizers import load_fast_tokenizer
+
+logger = logging.getLogger(__name__)
+ENDINGS = (".jsonl", ".conll", ".txt")
+
+
+class Sentence(NamedTuple):
+    """The words of a sentence, their tags if it has any, and its place (FILE:LINE)."""
+
+    name: str
+    words: list[str]
+    tags: list[str] | None
+
+
+def tagged_words(
+    root: str,
+    split: Split,
+    tokenizer: str | None,
+    length: int = 256,
+    padding: Padding = "longest",
+    too_long: TooLong = "error",
+    val_fraction: float = 0.1,
+    split_seed: int = 0,
+    fold: int = 0,
+    folds: int = 0,
+) -> TokenizedSamples | None:
+    """Open one split of sentences with a tag for each word.
+
+    root: a folder with train, val and test, or a single file: .jsonl with lines `{"words": [...],
+        "tags": [...]}`, or .conll or .txt with a word and its tag on a line, an empty line between
+        sentences.
+    too_long: of a sentence with more than `length` tokens: "error", or "cut" its end off, whose
+        words are then neither learnt nor counted.
+
+    `labels` are the number of a word's tag at its first token, and -100 elsewhere. Tags are those
+    of train. Without a file for `val`, a part of train is taken; with `folds` val is fold number
+    `fold` of train. None if there is no such split. Raises DataError, with the file and the line,
+    and ConfigError.
+    """
+    folder = Path(root).expanduser()
+    train = split_file(folder, "train", ENDINGS)
+    if train is None and split == "train":
+        raise DataError(
+            f"data.root={root}: no such file, nor a folder with a train as {', '.join(ENDINGS)}"
+        )
+    has_val = split_file(folder, "val", ENDINGS) is not None
+    cuts = train is not None and is_part_of_train(split, has_val, val_fraction, folds)
+    own = train if cuts else split_file(folder, split, ENDINGS)
+    if own is None:
+        return None
+
+    sentences = read_sentences(own)
+    # An evaluation may open a folder without train: the run says which numbers tags have.
+    known = sentences if train in (None, own) else read_sentences(train)
+    classes = sorted({tag for sentence in known for tag in sentence.tags or ()})
+    if cuts:
+        strata = np.zeros(len(sentences))
+        chosen = rows_of_train(split, strata, val_fraction, split_seed, fold, folds)
+        sentences = [sentences[number] for number in chosen]
+    samples = tokenized_words(sentences, tokenizer, length, padding, too_long)
+    samples.token_labels = _labels(sentences, classes, samples)
+    samples.classes = classes
+    return samples
+
+
+def tokenized_words(
+    sentences: Sequence[Sentence],
+    tokenizer: str | None,
+    length: int,
+    padding: Padding = "longest",
+    too_long: TooLong = "error",
+) -> TokenizedSamples:
+    """Return sentences as samples without labels. Raises DataError and ConfigError."""
+    names = [sentence.name for sentence in sentences]
+    words = [sentence.words for sentence in sentences]
+    loaded = load_fast_tokenizer(tokenizer, "the words of the tokens are found")
+    encoded = encode(loaded, [words], names, length, too_long, in_words=True)
+    is_first = np.zeros(encoded.starts[-1], dtype=bool)
+    for number, words_of_tokens in enumerate(encoded.words):
+        start = encoded.starts[number]
+        previous = None
+        for place, word in enumerate(words_of_tokens):
+            if word is not None and word != previous:
+                is_first[start + place] = True
+                previous = word
+        reached = len(words[number])
+        if number in encoded.cut:
+            reached = 1 + (previous or 0)
+        _check_words(sentences[number], words_of_tokens, reached)
+    remarks = []
+    if encoded.cut:
+        remarks.append(
+            f"{len(encoded.cut):,} sentences are longer than data.length={length}: the words at "
+            "their ends are neither learnt nor counted"
+        )
+        logger.warning("warning: %s", remarks[0])
+    form = {"kind": "words", "tokenizer": tokenizer, "length": length, "too_long": too_long}
+    return TokenizedSamples(
+        encoded,
+        names,
+        {"words": words},
+        form,
+        is_first=is_first,
+        length=length if padding == "max_length" else None,
+        remarks=remarks,
+    )
+
+
+def _check_words(sentence: Sentence, words_of_tokens: Sequence[int | None], reached: int) -> None:
+    """Raise DataError for one of the first `reached` words that has no token."""
+    found = {*words_of_tokens}
+    for number in range(reached):
+        if number not in found:
+            raise DataError(
+                f"{sentence.name}: word {number + 1}, {sentence.words[number]!r}, has no token: "
+                "take it out"
+            )
+
+
+def _labels(
+    sentences: Sequence[Sentence], classes: Sequence[str], samples: TokenizedSamples
+) -> Any:
+    """Return the class at the first token of each word, and -100 elsewhere [tokens]."""
+    numbers = {tag: number for number, tag in enumerate(classes)}
+    starts = samples.encoded.starts
+    labels = np.full(starts[-1], IGNORED)
+    for index, sentence in enumerate(sentences):
+        for tag in sentence.tags or ():
+            if tag not in numbers:
+                raise DataError(f"{sentence.name}: tag {tag!r} is not among those of train")
+        places = samples.word_places(index) or []
+        # Fewer places than tags: of a sentence whose end is cut off.
+        for place, tag in zip(places, sentence.tags or (), strict=False):
+            labels[starts[index] + place] = numbers[tag]
+    return labels
+
+
+def read_sentences(path: Path, tagged: bool = True) -> list[Sentence]:
+    """Read a file of sentences; `tagged`: with tags. Raises DataError."""
+    check_regular(path)
+    if path.suffix.lower() == ".jsonl":
+        sentences = list(_of_jsonl(path, tagged))
+    else:
+        sentences = list(_of_columns(path, tagged))
+    if not sentences:
+        raise DataError(f"{path}: holds no sentence")
+    return sentences
+
+
+def _of_jsonl(path: Path, tagged: bool) -> Iterator[Sentence]:
+    for row in read_rows(path):
+        words = _texts(row.name, row.values, "words")
+        tags = None
+        if tagged:
+            tags = _texts(row.name, row.values, "tags")
+            if len(tags) != len(words):
+                raise DataError(f"{row.name}: {len(words)} words have {len(tags)} tags")
+        yield Sentence(row.name, words, tags)
+
+
+def _texts(name: str, values: Any, key: str) -> list[str]:
+    texts = values.get(key)
+    if not isinstance(texts, list) or not texts:
+        raise DataError(f"{name}: {key!r} is {texts!r:.60}, expected a list of texts")
+    for number, text in enumerate(texts, start=1):
+        if not isinstance(text, str) or not text.strip():
+            raise DataError(f"{name}: {key!r}, number {number}, is {text!r:.60} and no text")
+    return texts
+
+
+def _of_columns(path: Path, tagged: bool) -> Iterator[Sentence]:
+    """Yield the sentences of a file in CoNLL's columns: the word comes first, its tag last."""
+    with as_data_error(str(path), OSError, UnicodeDecodeError):
+        lines = path.read_text("utf-8-sig").split("\n")
+    words = list[str]()
+    tags = list[str]()
+    for number, line in enumerate([*lines, ""], start=1):
+        cells = line.split()
+        if not cells or cells[0] == "-DOCSTART-":
+            if words:
+                yield Sentence(f"{path}:{number - len(words)}", words, tags if tagged else None)
+            words = []
+            tags = []
+            continue
+        if tagged and len(cells) < 2:
+            raise DataError(f"{path}:{number}: {line!r:.60} is a word without a tag")
+        words.append(cells[0])
+        tags.append(cells[-1])

@@ -1,0 +1,248 @@
+"""Texts, or pairs of them, with a label or a number, from columns of tables and jsonl files."""
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from regimen.conf.errors import ConfigError
+from regimen.data.batch import IGNORED
+from regimen.data.errors import DataError
+from regimen.data.formats.chat import read_rows
+from regimen.data.formats.huggingface import open_tables, split_of
+from regimen.data.formats.table import SUFFIXES, as_text, read_columns
+from regimen.data.splits import Split, class_names, is_part_of_train, rows_of_train, split_file
+from regimen.data.tokenized import Padding, TokenizedSamples, TooLong, encode
+from regimen.data.tokenizers import load_tokenizer
+
+logger = logging.getLogger(__name__)
+ENDINGS = (".jsonl", *SUFFIXES)  # of the files that are read
+_SAVED = ("dataset_dict.json", "state.json")  # files of a folder of `datasets`
+
+
+@dataclass(frozen=True, slots=True)
+class Records:
+    """The rows of a file: their names, for messages, and their values by column."""
+
+    source: str
+    names: Sequence[str]
+    columns: Mapping[str, Sequence[Any]]
+
+    def column(self, name: str, key: str) -> Sequence[Any]:
+        """Return the column that a key of the configuration names. Raises DataError."""
+        if name not in self.columns:
+            available = ", ".join(map(repr, self.columns))
+            raise DataError(f"{key}: {self.source} has no column {name!r}; it has {available}")
+        return self.columns[name]
+
+    def texts(self, name: str) -> list[str]:
+        """Return a column of texts. Raises DataError for a value that is none."""
+        values = self.column(name, "data.input")
+        for row, value in zip(self.names, values, strict=True):
+            if not isinstance(value, str):
+                raise DataError(f"{row}: column {name!r} is {value!r:.60}, which is no text")
+        return list(values)
+
+    def rows(self, numbers: Sequence[int]) -> "Records":
+        """Return some of the rows."""
+        columns = {name: [values[n] for n in numbers] for name, values in self.columns.items()}
+        return Records(self.source, [self.names[n] for n in numbers], columns)
+
+
+def texts(
+    root: str,
+    split: Split,
+    input: str | Sequence[str],
+    tokenizer: str | None,
+    target: str = "label",
+    target_kind: Literal["class", "number"] = "class",
+    length: int = 128,
+    padding: Padding = "longest",
+    too_long: TooLong = "cut",
+    val_fraction: float = 0.1,
+    split_seed: int = 0,
+    fold: int = 0,
+    folds: int = 0,
+    num_classes: int | None = None,
+) -> TokenizedSamples | None:
+    """Open one split of texts with a label.
+
+    root: a folder with train, val and test as .csv, .tsv, .parquet or .jsonl, or a single such
+        file, or a folder that `datasets` has saved.
+    input: the column of the text, or those of two texts, which the tokenizer joins.
+    target: the column of the label. Classes are those of train, where there is one.
+    too_long: of a text with more than `length` tokens: "cut" its end off, or "error".
+
+    Without a file for `val`, a part of train is taken; with `folds` val is fold number `fold` of
+    train. A test split may be without labels. None if there is no such split. Raises DataError,
+    with the file and the line, and ConfigError.
+    """
+    columns = input_columns(input)
+    train = find_split(root, "train")
+    if train is None and split == "train":
+        raise DataError(
+            f"data.root={root}: no such file, nor a folder with a train as {', '.join(ENDINGS)}, "
+            "nor one that datasets has saved"
+        )
+    own = find_split(root, split)
+    has_val = find_split(root, "val") is not None
+    cuts = train is not None and is_part_of_train(split, has_val, val_fraction, folds)
+    if own is None and not cuts:
+        return None
+
+    records = read_records(train if cuts else own)
+    may_lack = split == "test"
+    classes = None
+    if target_kind == "class":
+        # An evaluation may open a folder without train: the run says which numbers classes have.
+        known = records if cuts or train is None else read_records(train)
+        labels: Sequence[Any] = ()
+        if known is not records or not may_lack or target in known.columns:
+            labels = known.column(target, "data.target")
+        names = set[str]()
+        for label in labels:
+            name = as_text(label)
+            if name is not None:
+                names.add(name)
+        classes = []
+        if names:
+            classes = class_names(names, num_classes, len(known.names), f"data.root={root}")
+    if cuts:
+        strata = np.zeros(len(records.names))
+        if classes is not None:
+            strata = _targets(records, target, classes).numpy()
+        chosen = rows_of_train(split, strata, val_fraction, split_seed, fold, folds)
+        records = records.rows(chosen.tolist())
+    targets = _targets(records, target, classes, may_lack)
+    samples = tokenized(records, columns, tokenizer, length, padding, too_long)
+    samples.targets = targets
+    samples.classes = classes
+    return samples
+
+
+def input_columns(given: str | Sequence[str]) -> list[str]:
+    """Return the names of one or two columns of texts. Raises ConfigError."""
+    columns = [given] if isinstance(given, str) else list(given)
+    if not 1 <= len(columns) <= 2 or len({*columns}) < len(columns):
+        raise ConfigError(
+            "data.input",
+            f"is {columns}",
+            "give the column of a text, or two different ones, as [premise,hypothesis]",
+        )
+    return columns
+
+
+def find_split(root: str, split: Split) -> Any:
+    """Return the file of a split, or its table of `datasets`; None if there is neither."""
+    folder = Path(root).expanduser()
+    if any((folder / name).is_file() for name in _SAVED):
+        return split_of(open_tables(root, None), split)
+    return split_file(folder, split, ENDINGS)
+
+
+def read_records(source: Any) -> Records:
+    """Read a file, or a table of `datasets`, whole. Raises DataError."""
+    if not isinstance(source, Path):
+        return _of_table(source)
+    if not source.name.lower().endswith(".jsonl"):
+        # Only an empty cell has no value: `None` may be a text, and `NA` the name of a class.
+        table = read_columns(source, missing=("",))
+        return Records(str(source), [f"{source}:{line}" for line in table.lines], table.cells)
+    rows = list(read_rows(source))
+    if not rows:
+        raise DataError(f"{source}: holds no row")
+    keys = list(dict.fromkeys(key for row in rows for key in row.values))
+    columns = {key: [row.values.get(key) for row in rows] for key in keys}
+    return Records(str(source), [row.name for row in rows], columns)
+
+
+def _of_table(table: Any) -> Records:
+    columns = {}
+    for name, feature in table.features.items():
+        values = list(table[name])
+        class_labels = getattr(feature, "names", None)
+        if class_labels is not None:  # -1 stands for a row without a label
+            values = [class_labels[n] if n is not None and n >= 0 else None for n in values]
+        columns[name] = values
+    source = f"{table.split or 'table'} of {table.info.dataset_name or 'the data set'}"
+    return Records(source, [f"{source}:{row}" for row in range(len(table))], columns)
+
+
+def _targets(
+    records: Records, name: str, classes: list[str] | None, may_lack: bool = False
+) -> Tensor:
+    """Return class numbers, or values [n]. `may_lack`: all labels may be missing, then -100.
+
+    Raises DataError.
+    """
+    if may_lack and all(label is None for label in records.columns.get(name, ())):
+        logger.warning("warning: %s has no labels in column %r", records.source, name)
+        return torch.full((len(records.names),), IGNORED)
+    values = list[float]()
+    numbers = {label: number for number, label in enumerate(classes or ())}
+    for row, value in zip(records.names, records.column(name, "data.target"), strict=True):
+        text = as_text(value)
+        if text is None:
+            raise DataError(f"{row}: no value in column {name!r}, which data.target names")
+        if classes is None:
+            values.append(_number(row, name, text))
+        elif text in numbers:
+            values.append(numbers[text])
+        else:
+            raise DataError(f"{row}: class {text!r} of column {name!r} is not among those of train")
+    return torch.tensor(values, dtype=torch.float32 if classes is None else torch.int64)
+
+
+def _number(row: str, name: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise DataError(
+            f"{row}: {text!r} of column {name!r} is no finite number: data.target_kind=class says "
+            "that labels are names"
+        )
+    return value
+
+
+def tokenized(
+    records: Records,
+    columns: Sequence[str],
+    tokenizer: str | None,
+    length: int,
+    padding: Padding = "longest",
+    too_long: TooLong = "cut",
+) -> TokenizedSamples:
+    """Return texts, or pairs of texts, as samples without labels. Raises DataError, ConfigError."""
+    shown = {name: records.texts(name) for name in columns}
+    encoded = encode(
+        load_tokenizer(tokenizer), list(shown.values()), records.names, length, too_long
+    )
+    remarks = []
+    if encoded.cut:
+        remarks.append(
+            f"{len(encoded.cut):,} texts are longer than data.length={length}: their ends are "
+            "cut off"
+        )
+    form = {
+        "kind": "texts",
+        "columns": list(columns),
+        "tokenizer": tokenizer,
+        "length": length,
+        "too_long": too_long,
+    }
+    return TokenizedSamples(
+        encoded,
+        records.names,
+        shown,
+        form,
+        length=length if padding == "max_length" else None,
+        remarks=remarks,
+    )

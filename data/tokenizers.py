@@ -1,0 +1,65 @@
+"""Tokenizers of transformers. Code that a folder of one brings runs only if that is allowed."""
+
+from typing import Any
+
+from regimen.conf.errors import ConfigError
+from regimen.data.errors import import_package, short_line
+
+_allowed = False
+
+
+def allow_remote_code(allowed: bool) -> None:
+    """Let this process run code of tokenizers and models, as `--allow-remote-code` does, or not."""
+    global _allowed
+    _allowed = allowed
+
+
+def remote_code_allowed() -> bool:
+    """Return whether code that a tokenizer or a model brings may run in this process."""
+    return _allowed
+
+
+def remote_code_error(key: str, name: str, error: Exception) -> ConfigError | None:
+    """Return the refusal of a folder that brings code; None if `error` has another reason."""
+    if "trust_remote_code" not in str(error):
+        return None
+    return ConfigError(
+        key,
+        f"{name} is written in Python code of its own, which is not run",
+        "take one of a class that transformers has; if you trust the code, --allow-remote-code "
+        "on the command line runs it",
+    )
+
+
+def load_tokenizer(name: str | None) -> Any:
+    """Load a tokenizer from a folder or by its name on the hub. Raises ConfigError."""
+    if name is None:
+        raise ConfigError(
+            "data.tokenizer",
+            "is null: nothing names a tokenizer",
+            "set data.tokenizer=DIR, or model.name=DIR of a model that has one",
+        )
+    transformers = import_package("transformers", "transformers")
+    try:
+        return transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=_allowed)
+    except (OSError, ValueError, KeyError) as error:
+        refused = remote_code_error("data.tokenizer", name, error)
+        if refused is not None:
+            raise refused from error
+        raise ConfigError("data.tokenizer", f"{name}: {short_line(error)}") from error
+
+
+def load_fast_tokenizer(name: str | None, purpose: str) -> Any:
+    """Load a tokenizer that knows the characters of its tokens, by which `purpose`.
+
+    Raises ConfigError.
+    """
+    tokenizer = load_tokenizer(name)
+    if not tokenizer.is_fast:
+        raise ConfigError(
+            "data.tokenizer",
+            f"{name}: {type(tokenizer).__name__} does not tell the characters of its tokens, by "
+            f"which {purpose}",
+            "take one with a tokenizer.json",
+        )
+    return tokenizer

@@ -1,0 +1,341 @@
+"""Texts with a label and words with tags: what is read, padded, numbered and refused."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="the extra transformers is not installed")
+
+import transformers
+
+from regimen.conf.errors import ConfigError
+from regimen.data.errors import ClassNamesError, DataError
+from regimen.data.formats.new_texts import find_texts, given_texts
+from regimen.data.formats.tagged_words import tagged_words
+from regimen.data.formats.texts import texts
+from regimen.data.loading.loader import Loader
+from regimen.data.orders import Sequential
+from regimen.data.samplers import UpdateSampler
+from regimen.trainer.assembly.data import follow_names
+from toy_texts import TAGS, make_tokenizer, pairs, sentences, write_jsonl, write_table
+
+PAIR = ["premise", "hypothesis"]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    make_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+def batches(dataset, size, **options):
+    sampler = UpdateSampler(Sequential(len(dataset)), batch_size=size)
+    loader = Loader(dataset, sampler, seed=0, **options)
+    return [micro.batch for micro in loader.epoch(0)]
+
+
+def test_pairs_are_what_the_tokenizer_makes_of_them(tokenizer, tmp_path):
+    rows = pairs(10)
+    write_table(tmp_path / "train.csv", rows)
+    dataset = texts(str(tmp_path), "train", PAIR, tokenizer, length=64, val_fraction=0)
+    made = make_tokenizer()
+    for batch, start in zip(batches(dataset, 4), (0, 4, 8), strict=True):
+        given = rows[start : start + 4]
+        first, second = ([row[name] for row in given] for name in PAIR)
+        expected = made(first, second, padding="longest", return_tensors="pt")
+        assert batch["labels"].tolist() == [int(row["label"] == "same") for row in given]
+        for name in made.model_input_names:
+            assert torch.equal(batch[name], expected[name])
+    assert dataset.classes == ["other", "same"]
+    assert dataset.path(1) == f"{tmp_path}/train.csv:3"
+    assert dataset.shown_of(1) == {name: rows[1][name] for name in PAIR}
+
+
+def test_one_length_for_all(tokenizer, tmp_path):
+    write_table(tmp_path / "train.csv", pairs(10))
+    options = {"length": 64, "val_fraction": 0}
+    longest, padded = (
+        texts(str(tmp_path), "train", PAIR, tokenizer, padding=padding, **options)
+        for padding in ("longest", "max_length")
+    )
+    for number in range(10):
+        whole = longest[number]
+        size = len(whole["input_ids"])
+        for name, values in padded[number].items():
+            assert name == "labels" or len(values) == 64
+            assert torch.equal(values[:size] if values.ndim else values, whole[name])
+        assert not padded[number]["attention_mask"][size:].any()
+    assert longest.fingerprint() != padded.fingerprint()
+
+
+def test_collators_of_transformers_take_the_samples(tokenizer, tmp_path):
+    write_table(tmp_path / "train.csv", pairs(6))
+    dataset = texts(str(tmp_path), "train", PAIR, tokenizer, length=64, val_fraction=0)
+    collator = transformers.DataCollatorWithPadding(make_tokenizer())
+    for own, theirs in zip(
+        batches(dataset, 3), batches(dataset, 3, collate_fn=collator), strict=True
+    ):
+        assert own.keys() == theirs.keys()
+        assert all(torch.equal(own[name], theirs[name]) for name in own)
+    write_jsonl(tmp_path / "words.jsonl", sentences(6))
+    words = tagged_words(str(tmp_path / "words.jsonl"), "train", tokenizer, 64, val_fraction=0)
+    collator = transformers.DataCollatorForTokenClassification(make_tokenizer())
+    for own, theirs in zip(batches(words, 3), batches(words, 3, collate_fn=collator), strict=True):
+        assert all(torch.equal(own[name], theirs[name]) for name in own)
+
+
+@pytest.mark.parametrize("kind", ["csv", "tsv", "jsonl", "parquet", "saved"])
+def test_every_kind_of_file_holds_the_same(tokenizer, tmp_path, kind):
+    rows = pairs(8)
+    if kind == "csv":
+        write_table(tmp_path / "train.csv", rows)
+    elif kind == "tsv":
+        lines = [
+            "\t".join(row.values()) for row in [dict(zip(rows[0], rows[0], strict=True)), *rows]
+        ]
+        (tmp_path / "train.tsv").write_text("\n".join(lines))
+    elif kind == "jsonl":
+        write_jsonl(tmp_path / "train.jsonl", rows)
+    elif kind == "parquet":
+        pyarrow = pytest.importorskip("pyarrow", reason="the extra parquet is not installed")
+        from pyarrow import parquet
+
+        parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "train.parquet")
+    else:
+        datasets = pytest.importorskip("datasets", reason="the extra huggingface is missing")
+        numbered = [{**row, "label": int(row["label"] == "same")} for row in rows]
+        features = datasets.Features(
+            {**{name: datasets.Value("string") for name in PAIR},
+             "label": datasets.ClassLabel(names=["other", "same"])}
+        )  # fmt: skip
+        table = datasets.Dataset.from_list(numbered, features=features)
+        unlabelled = [{**row, "label": -1} for row in numbered[:3]]
+        test = datasets.Dataset.from_list(unlabelled, features=features)
+        datasets.DatasetDict({"train": table, "test": test}).save_to_disk(tmp_path)
+        tested = texts(str(tmp_path), "test", PAIR, tokenizer, length=64)
+        assert tested.targets.tolist() == [-100] * 3
+    dataset = texts(str(tmp_path), "train", PAIR, tokenizer, length=64, val_fraction=0)
+    assert dataset.targets.tolist() == [int(row["label"] == "same") for row in rows]
+    assert [dataset.shown_of(n)["premise"] for n in range(8)] == [row["premise"] for row in rows]
+
+
+def test_val_is_cut_from_train_or_a_fold_of_it(tokenizer, tmp_path):
+    path = str(write_table(tmp_path / "all.csv", pairs(40)))
+    train, val = (texts(path, split, PAIR, tokenizer, length=64) for split in ("train", "val"))
+    assert (len(train), len(val)) == (36, 4)
+    assert not {*train.names} & {*val.names}
+    assert texts(path, "test", PAIR, tokenizer, length=64) is None
+    folds = [texts(path, "val", PAIR, tokenizer, length=64, fold=n, folds=4) for n in range(4)]
+    assert len({name for fold in folds for name in fold.names}) == 40
+
+
+def test_numbers_as_targets(tokenizer, tmp_path):
+    rows = [{"text": "good film", "score": "4.5"}, {"text": "bad film", "score": "1"}]
+    path = str(write_table(tmp_path / "all.csv", rows))
+    options = {"target": "score", "target_kind": "number", "length": 64, "val_fraction": 0}
+    dataset = texts(path, "train", "text", tokenizer, **options)
+    assert dataset.targets.tolist() == [4.5, 1.0]
+    assert dataset.targets.dtype == torch.float32
+    write_table(tmp_path / "all.csv", [*rows, {"text": "rain", "score": "nan"}])
+    with pytest.raises(DataError, match=r"all\.csv:4: 'nan' of column 'score' is no finite"):
+        texts(path, "train", "text", tokenizer, **options)
+
+
+def test_ends_are_cut_off_and_told(tokenizer, tmp_path):
+    rows = [{"text": "rain " * 9, "label": "a"}, {"text": "rain", "label": "b"}]
+    path = str(write_jsonl(tmp_path / "all.jsonl", rows))
+    options = {"length": 6, "val_fraction": 0}
+    dataset = texts(path, "train", "text", tokenizer, **options)
+    assert [len(dataset[n]["input_ids"]) for n in range(2)] == [6, 3]
+    assert "1 texts are longer than data.length=6: their ends are cut off" in dataset.explain()
+    with pytest.raises(DataError, match=r"all\.jsonl:1: 11 tokens are more than data\.length=6"):
+        texts(path, "train", "text", tokenizer, too_long="error", **options)
+
+
+def test_words_are_labelled_at_their_first_token(tokenizer, tmp_path):
+    rows = [{"words": ["annas", "saw", "new", "york"], "tags": ["B-PER", "O", "B-LOC", "I-LOC"]}]
+    path = str(write_jsonl(tmp_path / "all.jsonl", rows))
+    dataset = tagged_words(path, "train", tokenizer, 64, val_fraction=0)
+    # [CLS] anna ##s saw new york [SEP]
+    expected = [
+        -100,
+        TAGS.index("B-PER"),
+        -100,
+        TAGS.index("O"),
+        *map(TAGS.index, ("B-LOC", "I-LOC")),
+    ]
+    assert dataset[0]["labels"].tolist() == [*expected, -100]
+    assert dataset.classes == TAGS
+    assert dataset.word_places(0) == [1, 3, 4, 5]
+    cut = tagged_words(path, "train", tokenizer, 5, too_long="cut", val_fraction=0)
+    assert cut[0]["labels"].tolist() == [*expected[:4], -100]
+    assert "1 sentences are longer" in cut.explain()[1]
+
+
+def test_columns_of_conll_are_the_same_sentences(tokenizer, tmp_path):
+    rows = sentences(9)
+    write_jsonl(tmp_path / "a/train.jsonl", rows)
+    text = "-DOCSTART- -X- O\n\n"
+    for row in rows:
+        words = zip(row["words"], row["tags"], strict=True)
+        text += "".join(f"{word} NN {tag}\n" for word, tag in words) + "\n"
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b/train.conll").write_text(text)
+    one, other = (
+        tagged_words(str(tmp_path / name), "train", tokenizer, 64, val_fraction=0) for name in "ab"
+    )
+    assert one.fingerprint() == other.fingerprint()
+    assert other.path(0).endswith("train.conll:3")
+
+
+def test_a_run_numbers_the_classes_of_a_folder_without_train(tokenizer, tmp_path):
+    write_jsonl(tmp_path / "test.jsonl", [{"text": "rain", "label": "wet"}])
+    dataset = texts(str(tmp_path), "test", "text", tokenizer, length=64)
+    assert dataset[0]["labels"] == 0
+    follow_names(dataset, ["dry", "wet"], "data.test")
+    assert dataset[0]["labels"] == 1
+    with pytest.raises(ClassNamesError, match="'wet' among them"):
+        follow_names(
+            texts(str(tmp_path), "test", "text", tokenizer, length=64), ["dry"], "data.test"
+        )
+    write_jsonl(tmp_path / "ner/test.jsonl", [{"words": ["anna", "saw"], "tags": ["B-PER", "O"]}])
+    words = tagged_words(str(tmp_path / "ner"), "test", tokenizer, 64)
+    follow_names(words, TAGS, "data.test")
+    assert words[0]["labels"].tolist() == [-100, 1, 3, -100]
+    assert words.classes == TAGS
+
+
+LABELLED = [{"text": "rain", "label": "a"}, {"text": "film", "label": "b"}]
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        pytest.param(
+            [{"text": 5, "label": "a"}], r":1: column 'text' is 5, which is no text", id="type"
+        ),
+        pytest.param([{"label": "a"}], r"data\.input: .*no column 'text'", id="no column"),
+        pytest.param(
+            [{"text": "x"}], r"data\.target: .*no column 'label'; it has 'text'", id="no target"
+        ),
+        pytest.param(
+            [{"text": "x", "label": None}], r":1: no value in column 'label'", id="no label"
+        ),
+        pytest.param(
+            [*LABELLED, {"text": "x"}], r":3: no value in column 'label'", id="one label missing"
+        ),
+        pytest.param([], "holds no row", id="empty"),
+        pytest.param(["text"], r":1: is no object", id="list"),
+    ],
+)
+def test_bad_rows_are_named(tokenizer, tmp_path, rows, message):
+    path = str(write_jsonl(tmp_path / "all.jsonl", rows))
+    with pytest.raises(DataError, match=message):
+        texts(path, "train", "text", tokenizer, length=64, val_fraction=0)
+
+
+def test_a_label_that_train_lacks(tokenizer, tmp_path):
+    write_jsonl(tmp_path / "train.jsonl", LABELLED)
+    write_jsonl(tmp_path / "val.jsonl", [*LABELLED, {"text": "rain", "label": "c"}])
+    with pytest.raises(DataError, match=r"val\.jsonl:3: class 'c' of column 'label' is not among"):
+        texts(str(tmp_path), "val", "text", tokenizer, length=64)
+    write_jsonl(tmp_path / "ner/train.jsonl", [{"words": ["a"], "tags": ["O"]}])
+    write_jsonl(tmp_path / "ner/val.jsonl", [{"words": ["a"], "tags": ["B-X"]}])
+    with pytest.raises(DataError, match=r"val\.jsonl:1: tag 'B-X' is not among those of train"):
+        tagged_words(str(tmp_path / "ner"), "val", tokenizer, 64)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        pytest.param({"words": ["a", "b"], "tags": ["O"]}, "2 words have 1 tags", id="lengths"),
+        pytest.param(
+            {"words": [], "tags": []}, "'words' is .*expected a list of texts", id="empty"
+        ),
+        pytest.param({"words": "a b", "tags": "O O"}, "expected a list of texts", id="texts"),
+        pytest.param(
+            {"words": ["a", 5], "tags": ["O", "O"]}, "number 2, is 5 and no text", id="number"
+        ),
+        pytest.param(
+            {"words": ["a", " "], "tags": ["O", "O"]}, "number 2, is ' ' and no", id="blank"
+        ),
+        pytest.param({"words": ["a"]}, "'tags' is None", id="no tags"),
+        pytest.param(
+            {"words": ["a", "\u200b"], "tags": ["O", "O"]}, "word 2, .*has no token", id="no token"
+        ),
+        pytest.param({"words": ["rain"] * 70, "tags": ["O"] * 70}, "72 tokens are more", id="long"),
+    ],
+)
+def test_bad_sentences_are_named(tokenizer, tmp_path, row, message):
+    good = {"words": ["anna"], "tags": ["O"]}
+    path = str(write_jsonl(tmp_path / "all.jsonl", [good, row]))
+    with pytest.raises(DataError, match=rf"all\.jsonl:2: .*{message}"):
+        tagged_words(path, "train", tokenizer, 64, val_fraction=0)
+    conll = tmp_path / "all.conll"
+    conll.write_text("anna O\nsaw\n")
+    with pytest.raises(DataError, match=r"all\.conll:2: 'saw' is a word without a tag"):
+        tagged_words(str(conll), "train", tokenizer, 64, val_fraction=0)
+
+
+def test_mistakes_of_the_configuration(tokenizer, tmp_path):
+    path = str(write_jsonl(tmp_path / "all.jsonl", LABELLED))
+    for given in ([], ["text", "text"], ["a", "b", "c"]):
+        with pytest.raises(ConfigError, match=r"data\.input"):
+            texts(path, "train", given, tokenizer)
+    with pytest.raises(ConfigError, match=r"data\.length: is 128, and .* takes 64 tokens"):
+        texts(path, "train", "text", tokenizer)
+    with pytest.raises(ConfigError, match=r"data\.length: is 2, of which .* take 2"):
+        texts(path, "train", "text", tokenizer, length=2)
+    with pytest.raises(ConfigError, match="names a tokenizer"):
+        texts(path, "train", "text", None)
+    make_tokenizer(pad_token=None).save_pretrained(tmp_path / "bare")
+    with pytest.raises(ConfigError, match="has no padding token"):
+        texts(path, "train", "text", str(tmp_path / "bare"), length=64)
+    with pytest.raises(DataError, match=r"data\.root=.*nowhere: no such file"):
+        texts(str(tmp_path / "nowhere"), "train", "text", tokenizer)
+    with pytest.raises(DataError, match=r"data\.root=.*nowhere: no such file"):
+        tagged_words(str(tmp_path / "nowhere"), "train", tokenizer)
+
+
+def test_new_texts_for_a_run(tokenizer, tmp_path):
+    form = {
+        "kind": "texts",
+        "columns": ["text"],
+        "tokenizer": tokenizer,
+        "length": 64,
+        "too_long": "cut",
+    }
+    (tmp_path / "new.txt").write_text("good film\n\nbad film\n")
+    dataset = find_texts(form, str(tmp_path / "new.txt"), [])
+    assert dataset.path(1) == f"{tmp_path}/new.txt:3"
+    assert dataset[0].keys() == {"input_ids", "token_type_ids", "attention_mask"}
+    assert len(find_texts(form, "-", ["good film", "", "bad"])) == 2
+    assert [given_texts(form, ["rain"])[0]["input_ids"].tolist()] == make_tokenizer()(["rain"])[
+        "input_ids"
+    ]
+    for source, message in (("nowhere.csv", "is no file of texts"), ("-", "holds no text")):
+        with pytest.raises(DataError, match=message):
+            find_texts(form, source, [])
+    two = {**form, "columns": PAIR}
+    assert len(given_texts(two, pairs(3))) == 3
+    with pytest.raises(DataError, match="the run takes pairs of texts"):
+        given_texts(two, ["one"])
+    words = {"kind": "words", "tokenizer": tokenizer, "length": 64, "too_long": "error"}
+    expected = given_texts(words, [["anna", "saw"]])[0]["input_ids"]
+    assert np.array_equal(given_texts(words, ["anna saw"])[0]["input_ids"], expected)
+    path = write_jsonl(tmp_path / "new.jsonl", [{"words": ["anna", "saw"]}])
+    assert np.array_equal(find_texts(words, str(path), [])[0]["input_ids"], expected)
+    with pytest.raises(DataError, match="neither a text nor a list of words"):
+        given_texts(words, [[]])
+
+
+def test_json_of_a_row_is_kept_as_it_is(tokenizer, tmp_path):
+    # `None`, `NA` and `?` are texts and classes, too.
+    rows = [{"text": "None", "label": "NA"}, {"text": "?", "label": "none"}]
+    path = str(write_table(tmp_path / "all.csv", rows))
+    dataset = texts(path, "train", "text", tokenizer, length=64, val_fraction=0)
+    assert dataset.classes == ["NA", "none"]
+    assert json.dumps(dataset.shown_of(1)) == '{"text": "?"}'
