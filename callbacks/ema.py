@@ -119,6 +119,10 @@ class EMA(RunningAverage):
     dominate the average of a short run. `use_buffers`: average BatchNorm's statistics too, instead
     of copying them. `use_for_evaluation`: validation and test, and so the choice of the best
     checkpoint, use the average; training never does. A checkpoint holds both `model` and `ema`.
+    `start_epoch`: in the epochs before it the average is a copy of the weights.
+    `batch_size`, `epochs`: those of the run, together or not at all. With them the decay is
+    1 - (1 - decay) * batch_size * update_every / epochs, at least 0, as torchvision's references
+    for classification compute it: the average covers the same share of any run on one data set.
     """
 
     decay: float = 0.999
@@ -126,11 +130,26 @@ class EMA(RunningAverage):
     update_every: int = 1
     use_buffers: bool = True
     use_for_evaluation: bool = True
+    start_epoch: int = 0
+    batch_size: int | None = None
+    epochs: int | None = None
 
     def __post_init__(self) -> None:
         super().__init__(self.use_for_evaluation, self.use_buffers)
         require(0 <= self.decay < 1, f"decay={self.decay}: choose at least 0 and less than 1")
         check_least(update_every=self.update_every)
+        require(self.start_epoch >= 0, f"start_epoch={self.start_epoch}: choose at least 0")
+        check_least(batch_size=self.batch_size, epochs=self.epochs)
+        self._decay = self.decay
+        if self.batch_size is not None and self.epochs is not None:
+            share = self.batch_size * self.update_every / self.epochs
+            self._decay = max(0.0, 1 - (1 - self.decay) * share)
+        else:
+            require(
+                self.batch_size is self.epochs,  # both are null
+                f"batch_size={self.batch_size}, epochs={self.epochs}: the decay is scaled by both, "
+                "give the other one, or set both to null",
+            )
 
     def on_update_end(self, trainer: Trainer) -> None:
         """Update the average, unless the update was skipped.
@@ -142,9 +161,11 @@ class EMA(RunningAverage):
         if trainer.state.skipped_in_a_row or step % self.update_every != 0:
             self.take_buffers()  # these change in every update
             return
-        decay = self.decay
+        decay = self._decay
         if self.warmup:
             decay = min(decay, (1 + step) / (10 + step))
+        if trainer.state.epoch < self.start_epoch:
+            decay = 0.0
         self.update(get_ema_multi_avg_fn(decay))  # type: ignore[no-untyped-call]
 
 

@@ -27,7 +27,7 @@ from regimen.conf.schema_trainer import STRATEGIES, StrategyConfig, TrainerConfi
 MAX_WORKERS = 1024  # more than any machine has use for: starting them would take its memory
 # Keys of ours beside a target's arguments, in a section and in what is nested in it.
 OWN_KEYS = {
-    "optimizer": ("param_groups", "params", "lr_scheduler", "optimizers"),
+    "optimizer": ("param_groups", "params", "lr_scheduler", "optimizers", "lr_per_samples"),
     "lr_scheduler": ("interval", "monitor", "warmup", "functions", "schedulers"),
 }
 Values = dict[str, Any]  # a section, or all of a configuration, as plain containers
@@ -229,6 +229,9 @@ class OptimizerKeys:
     """Keys that nearly every optimizer has; checked wherever they occur in `optimizer`."""
 
     lr: float | None = natural(None, "learning rate")
+    lr_per_samples: int | None = count(
+        None, "lr is given for so many samples an update, and scaled to loader.batch_size"
+    )
     weight_decay: float | None = natural(None, "weight decay")
     param_groups: Values | None = option(None, "rules: other values for some parameters")
     optimizers: "dict[str, OptimizerKeys | None] | None" = option(
@@ -354,3 +357,15 @@ class Config:
     def __post_init__(self) -> None:
         """Take the short name of a strategy for its class, as older runs have stored it."""
         self.strategy = strategy_node(self.strategy)
+
+    def conflicts(self) -> Iterator[Problem]:
+        """Name the keys of different sections that exclude each other."""
+        if self.loader.batch_sampler is None:
+            return
+        optimizers = {"optimizer": self.optimizer}
+        for name, inner in (self.optimizer.get("optimizers") or {}).items():
+            optimizers[f"optimizer.optimizers.{name}"] = inner or {}
+        for key, values in optimizers.items():
+            if values.get("lr_per_samples") is not None:
+                message = "scales by loader.batch_size, but loader.batch_sampler makes the batches"
+                yield Problem(f"{key}.lr_per_samples", message, "give the rate itself: lr")

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from regimen.conf.errors import ConfigError
 from regimen.data.errors import DataError
 from regimen.data.keys import ORDER, Indices, Permutation, random_state
 from regimen.data.splits import stratified_split
@@ -167,6 +168,53 @@ class Subset:
         if not self.shuffle:
             return self.indices
         return self.indices[random_state(self.seed, ORDER, epoch).permutation(len(self))]
+
+
+class Repeated:
+    """Repeated augmentation: each sample that an epoch draws occurs `repeats` times.
+
+    An epoch is as long as in DeiT (Touvron et al. 2021), the largest multiple of `round_to` that
+    is at most the number of samples, so each epoch draws another one in `repeats` of them. Nothing
+    is padded; the last sample may occur less often. The occurrence is part of the key of a
+    sample's augmentation: no two are augmented alike.
+
+    All occurrences of a sample lie within `spread` samples (at its ends, within two such parts),
+    which should be an update. In it they are spread / repeats apart. So the micro-batches of
+    `repeats` processes hold different samples, and MixUp, which pairs neighbours, mixes no sample
+    with itself.
+    """
+
+    def __init__(
+        self, dataset: Sized, seed: int, spread: int, repeats: int = 3, round_to: int = 256
+    ) -> None:
+        for name, value in {"spread": spread, "repeats": repeats, "round_to": round_to}.items():
+            if value < 1:
+                raise ConfigError(
+                    f"loader.sampler.{name}", f"expected an integer >= 1, got {value!r}"
+                )
+        self.seed = seed
+        self._spread = spread
+        self._repeats = repeats
+        self._samples = len(dataset)
+        self._length = self._samples - self._samples % round_to
+        if not self._length:
+            raise DataError(
+                f"loader.sampler.round_to={round_to}: an epoch has a multiple of so many samples, "
+                f"and the training set has {self._samples}; set loader.sampler.round_to=1"
+            )
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __call__(self, epoch: int) -> Indices:
+        """Return the epoch's samples, each of them `repeats` times."""
+        shuffled = random_state(self.seed, ORDER, epoch).permutation(self._samples)
+        places = np.arange(self._length)
+        part = places // self._spread
+        column = places % self._spread % self._repeats
+        # A stable sort by part, then by column: it deals the places of a part out, in sequence.
+        dealt = np.lexsort((column, part))
+        return shuffled[dealt // self._repeats].astype(np.int64, copy=False)
 
 
 def occurrences_in(order: Indices) -> Indices | None:

@@ -25,6 +25,12 @@ _TORCHVISION = "torchvision:"  # before the name of weights of torchvision's
 _weights_wanted: ContextVar[bool] = ContextVar("initial_weights_wanted", default=True)
 
 
+class WeightsError(CheckpointError):
+    """Trained weights that the configuration names and that cannot be had."""
+
+    exit_code = 2
+
+
 @contextmanager
 def no_initial_weights() -> Iterator[None]:
     """Build models without reading their initial weights.
@@ -53,6 +59,7 @@ def fine_tune(
     head: str | None = None,
     strict: bool = True,
     average: bool = True,
+    freeze_batch_norm: bool = False,
 ) -> nn.Module:
     """Load the weights of a file, a run directory or torchvision into `model`, and return it.
 
@@ -66,22 +73,29 @@ def fine_tune(
             convolution layer).
         strict: raise CheckpointError for names that only the weights or only the network have.
         average: load the average of the weights (EMA, SWA) if the checkpoint has one.
+        freeze_batch_norm: keep the statistics, scales and shifts of BatchNorm, also in training.
     """
-    if not weights_wanted():
-        return model
-    state = {}
-    for name, value in read_weights(weights, checkpoint, average).items():
-        if name.startswith(prefix):
-            state[name.removeprefix(prefix)] = value
-    if not state:
-        raise CheckpointError(f"{weights} has no name with the prefix {prefix!r}")
+    if weights_wanted():
+        state = {}
+        for name, value in read_weights(weights, checkpoint, average).items():
+            if name.startswith(prefix):
+                state[name.removeprefix(prefix)] = value
+        if not state:
+            raise CheckpointError(f"{weights} has no name with the prefix {prefix!r}")
+        outcome = load_weights(model, state, drop, head)
+        file = file_of(weights, checkpoint)
+        mark_as_read(model, set(outcome["loaded"]), [file], "model.weights", weights)
+        _report(weights, outcome, strict)
+    if freeze_batch_norm:
+        _freeze_norms(model)
+    return model
 
-    outcome = load_weights(model, state, drop, head)
-    loaded = outcome.pop("loaded")
-    mark_as_read(model, set(loaded), [file_of(weights, checkpoint)], "model.weights", weights)
-    report = f"{len(loaded)} tensors loaded"
+
+def _report(weights: str, outcome: dict[str, list[str]], strict: bool) -> None:
+    """Log what `load_weights` returned. Raises CheckpointError for names of one side if strict."""
+    report = f"{len(outcome['loaded'])} tensors loaded"
     for kind, names in outcome.items():
-        if names:
+        if names and kind != "loaded":
             report += f"; {kind}: {truncated_list(names, 4)}"
     differs = bool(outcome["missing"] or outcome["unexpected"])
     if strict and differs:
@@ -91,7 +105,38 @@ def fine_tune(
         )
     level = logging.WARNING if differs else logging.INFO
     log.log(level, "initial weights %s: %s", weights, report)
-    return model
+
+
+class FrozenBatchNorm(nn.Module):
+    """A BatchNorm that computes in training what it does in evaluation, and never changes.
+
+    Its state has the names of the BatchNorm's, so that either can be loaded into the other.
+    """
+
+    running_mean: Tensor
+    running_var: Tensor
+    weight: Tensor
+    bias: Tensor
+
+    def __init__(self, norm: nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d) -> None:
+        super().__init__()
+        self.eps = norm.eps
+        for name, value in norm.state_dict().items():
+            self.register_buffer(name, value)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise by the trained statistics."""
+        return nn.functional.batch_norm(
+            x, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps
+        )
+
+
+def _freeze_norms(model: nn.Module) -> None:
+    kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+    for module in list(model.modules()):
+        for name, norm in list(module.named_children()):
+            if isinstance(norm, kinds) and norm.affine and norm.track_running_stats:
+                setattr(module, name, FrozenBatchNorm(norm))
 
 
 def load_weights(
@@ -186,7 +231,10 @@ def file_of(source: str, checkpoint: str = "best") -> Path:
         except ForeignNameError as error:
             raise NetworkError(f"model.weights: {error}") from error
     if not path.is_file():
-        raise NetworkError(f"model.weights: no file {path}")
+        raise NetworkError(
+            f"model.weights: no file {path}; it takes a .pt or .safetensors file, a run directory, "
+            "or weights to download, such as torchvision:ResNet50_Weights.DEFAULT"
+        )
     return path
 
 
@@ -212,9 +260,10 @@ def fetch(entry: Any) -> dict[str, Tensor]:
     try:
         return dict(entry.get_state_dict(progress=False, check_hash=True))
     except (OSError, RuntimeError) as error:
-        raise CheckpointError(
+        raise WeightsError(
             f"model.weights: cannot get {entry} from {entry.url}: {error}; where there is no "
-            f"network, put the file in {cached_file(entry).parent}"
+            f"network, put the file in {cached_file(entry).parent}, or "
+            "set model.weights of model=finetune to a file of yours"
         ) from error
 
 

@@ -30,7 +30,7 @@ def build(
 
     `weights` names an entry of the model's weights, such as `DEFAULT` or `IMAGENET1K_V2`. The head
     is initialized anew if its number of classes differs. Segmentation models return their main
-    output, a tensor.
+    output, a tensor; with `aux_loss=True` in training a dict of it, `out`, and of `aux`.
     """
     names = torchvision.models.list_models()
     if name not in names:
@@ -67,6 +67,8 @@ def build(
         shapes = {}
         if weights_wanted():
             state = fetch(entry)
+            if getattr(model, "aux_classifier", 0) is None:
+                state = {k: v for k, v in state.items() if not k.startswith("aux_classifier.")}
             # The weights of the Inceptions include the auxiliary outputs, which were not built.
             model.load_state_dict(state, strict=name not in _INCEPTIONS)
             shapes = {key: value.shape for key, value in state.items()}
@@ -81,5 +83,9 @@ def build(
     return model  # type: ignore[no-any-return]
 
 
-def _main_output(model: nn.Module, inputs: Any, output: Mapping[str, Tensor]) -> Tensor:
+def _main_output(
+    model: nn.Module, inputs: Any, output: Mapping[str, Tensor]
+) -> Tensor | dict[str, Tensor]:
+    if model.training and "aux" in output:
+        return {"out": output["out"], "aux": output["aux"]}
     return output["out"]

@@ -103,6 +103,24 @@ WARMUP = {step: min(0.4, (1 + step) / (10 + step)) for step in (2, 4, 6, 8, 10)}
     [
         pytest.param(PLAIN, dict.fromkeys(range(1, 11), 0.8), None, id="plain"),
         pytest.param({"decay": 0.4, "update_every": 2}, WARMUP, None, id="warmup, every second"),
+        pytest.param(
+            {**PLAIN, "start_epoch": 1},
+            {5: 0.0, **dict.fromkeys(range(6, 11), 0.8)},
+            None,
+            id="copied in the first epoch",
+        ),
+        pytest.param(
+            {"decay": 0.98, "warmup": False, "update_every": 2, "batch_size": 6, "epochs": 2},
+            dict.fromkeys((2, 4, 6, 8, 10), 1 - 0.02 * 6 * 2 / 2),
+            None,
+            id="for batch and epochs",
+        ),
+        pytest.param(
+            {"decay": 0.5, "warmup": False, "batch_size": 6, "epochs": 1},
+            {10: 0.0},
+            None,
+            id="less than none",
+        ),
         pytest.param(PLAIN, dict.fromkeys((1, 2, 4, 5, 6, 7, 9, 10), 0.8), 2, id="skipped"),
     ],
 )
@@ -118,6 +136,15 @@ def test_an_ema_is_the_average_written_out_by_hand(make_trainer, options, decays
             for name, (kept, now) in pairs.items()
         }
     torch.testing.assert_close(ema.state_dict()["model"], expected, rtol=1e-14, atol=1e-14)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"batch_size": 8}, {"epochs": 3}, {"batch_size": 0, "epochs": 3}, {"start_epoch": -1}],
+)
+def test_an_ema_of_half_a_run_is_refused(options):
+    with pytest.raises(CallbackError, match=r"choose at least|the decay is scaled by both"):
+        EMA(**options)
 
 
 @pytest.mark.parametrize("used", [True, False])

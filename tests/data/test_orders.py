@@ -9,12 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils import data as torch_data
 
+from regimen.conf.errors import ConfigError
 from regimen.data import samplers
 from regimen.data.errors import DataError
 from regimen.data.mixture import Mixture
 from regimen.data.orders import (
     ClassBalanced,
     LowMemory,
+    Repeated,
     Sequential,
     Shuffled,
     Subset,
@@ -85,6 +87,7 @@ ORDERS = {
     "balanced": lambda seed: ClassBalanced(Labelled(), seed),
     "subset": lambda seed: Subset(Labelled(), seed, size=0.4),
     "low-memory": lambda seed: LowMemory(Labelled(), seed),
+    "repeated": lambda seed: Repeated(Labelled(), seed, spread=16, round_to=16),
     **{name: lambda seed, make=make: as_order(make(), seed) for name, make in READ.items()},
 }
 
@@ -163,6 +166,41 @@ def test_subset_is_stratified_and_the_same_for_every_seed():
     assert still(4).tolist() == sorted(one(0))
     assert len(Subset(Labelled(), 0, size=2)) == 2
     assert len(Subset(Labelled(), 0, size=1.0)) == 100
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    samples=st.integers(1, 90),
+    repeats=st.integers(1, 5),
+    batch=st.integers(1, 20),
+    round_to=st.integers(1, 16),
+)
+def test_repeated_augmentation_makes_the_updates_of_deit(samples, repeats, batch, round_to):
+    """Of its sampler over all processes: each sample so often in a row, cut to the length."""
+    length = samples // round_to * round_to
+    if not length:
+        with pytest.raises(DataError, match=rf"round_to={round_to}.*has {samples}"):
+            Repeated(range(samples), 3, batch, repeats, round_to)
+        return
+    order = Repeated(range(samples), 3, batch, repeats, round_to)
+    assert len(order) == len(order(0)) == length
+    for epoch in (0, 1):
+        in_a_row = np.repeat(Shuffled(samples, 3)(epoch), repeats)[:length]
+        updates = UpdateSampler(order, batch_size=batch).updates
+        for update in range(len(updates)):
+            ours = updates.samples(epoch, update)
+            theirs = in_a_row[update * batch : (update + 1) * batch]
+            assert sorted(ours) == sorted(theirs)
+            if repeats > 1 and batch >= 4 * repeats and len(ours) == batch:
+                # MixUp pairs neighbours: none is paired with itself.
+                assert not (ours[1:] == ours[:-1]).any()
+
+
+@pytest.mark.parametrize("name", ["spread", "repeats", "round_to"])
+def test_repeated_augmentation_of_nothing_is_refused(name):
+    given = {"spread": 8, "repeats": 2, "round_to": 4, name: 0}
+    with pytest.raises(ConfigError, match=rf"loader\.sampler\.{name}: expected an integer >= 1"):
+        Repeated(range(20), 1, **given)
 
 
 def test_orders_of_a_seed_are_the_same_in_every_version():
@@ -305,6 +343,7 @@ REPEATING = {
     "with-replacement": lambda: as_order(
         torch_data.RandomSampler(range(30), replacement=True, num_samples=50), 1
     ),
+    "repeated-augmentation": lambda: Repeated(Labelled(), 1, spread=9, repeats=4, round_to=10),
     "repeated": lambda: as_order([i for i in range(12) for _ in range(3)], 1),
     "batches": lambda: as_updates([[1, 2, 1], [2, 3], [1, 1, 4, 2]], 1),
     "per-class": lambda: PerClass(Labelled(), 1, classes=3, samples_per_class=2),

@@ -6,6 +6,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
+import torchvision
 
 from same_run import logged
 from toy_pictures import write_digits
@@ -34,6 +35,31 @@ def test_a_run_s_weights_for_other_classes(train, evaluated, tmp_path):
     assert [again[key] == last[key] for key in ("test/accuracy", "test/loss")] == [True, True]
     train([*line, "trainer.max_epochs=3", "resume=auto"])
     assert max(line["step"] for line in logged(run_dir)) == 3 * 6
+
+
+@pytest.mark.slow
+def test_photographs_with_a_pretrained_network(train, digit_photographs, tmp_path):
+    """In one line, here with weights from a file and few of them."""
+    weights = tmp_path / "resnet18.pt"
+    torch.manual_seed(1)
+    trained = torchvision.models.resnet18().state_dict()
+    torch.save(trained, weights)
+    run_dir = tmp_path / "run"
+    line = ["experiment=images_finetune", f"data.root={digit_photographs}", "data.image_size=32"]
+    line += ["model.model.name=resnet18", "loader.num_workers=0", "trainer.max_epochs=2"]
+    line += ["trainer.log_every_n_steps=1", f"run_dir={run_dir}"]
+    gone = train([*line, "model.weights=gone.pt"], 2)
+    assert "model.weights: no file gone.pt; it takes a .pt or .safetensors file" in gone.error
+    train([*line, f"model.weights={weights}"])
+    assert "resized: fc.weight, fc.bias" in (run_dir / "train.log").read_text()
+    rates = [line for line in logged(run_dir) if "lr/head" in line]
+    assert rates
+    for line in rates:
+        assert line["lr/head"] == pytest.approx(10 * line["lr/default"])
+    saved = torch.load(run_dir / "checkpoints" / "last.pt", weights_only=True)["model"]
+    assert saved.keys() == trained.keys()
+    same = {name for name in saved if torch.equal(saved[name], trained[name])}
+    assert same == {name for name in saved if "bn" in name or "downsample.1" in name}
 
 
 def test_a_table_is_learned_and_predicted_for(train, tmp_path):

@@ -61,6 +61,7 @@ NOT_HERE = {  # by what they begin with, or hold
     "--config-dir examples/detection/conf": "in the clone; tests/integration/test_projects.py",
     "experiment=resnet18_cifar10 data.root": "downloads",
     "model.weights=torchvision:": "downloads",
+    "experiment=images_finetune": "downloads; tests/integration/test_finetuning.py, with a file",
 }
 NEEDS_RESNET = ("unfreeze", "run_dir=runs/base")  # which names its layers, or is fine-tuned
 SMALLER = {  # fewer jobs, trials and samples
@@ -255,6 +256,10 @@ EXTRAS = (
     "experiment=detection",
     "experiment=glue",
     "experiment=tags",
+    "experiment=resnet50_a3",
+    "experiment=vit_s16_90",
+    "experiment=deit_s",
+    "experiment=convnext_t",
     "torchmetrics",
     "timm",
     "transformers",

@@ -1,5 +1,7 @@
 """Our networks: shapes, each one's own promise, and ResNet against torchvision's."""
 
+import math
+
 import pytest
 import torch
 import torchvision
@@ -14,7 +16,7 @@ from regimen.models.resnet import ResNet
 from regimen.models.sequential import from_layers
 from regimen.models.small_cnn import SmallCNN
 from regimen.models.unet import UNet
-from regimen.models.vit import ViT
+from regimen.models.vit import ViT, sincos_positions
 
 
 @pytest.mark.parametrize(
@@ -27,6 +29,12 @@ from regimen.models.vit import ViT
         pytest.param(lambda: SmallCNN(10), (3, 1, 1, 1), (3, 10), id="cnn-one-pixel"),
         pytest.param(lambda: ResNet(18, 10, 1), (3, 1, 16, 16), (3, 10), id="resnet-grey"),
         pytest.param(lambda: ViT(10, depth=2), (3, 1, 16, 16), (3, 10), id="vit"),
+        pytest.param(
+            lambda: ViT(10, depth=2, pool="mean", positions="sincos"),
+            (3, 1, 16, 16),
+            (3, 10),
+            id="vit-mean",
+        ),
         pytest.param(lambda: UNet(5), (3, 1, 16, 16), (3, 5, 16, 16), id="unet"),
         pytest.param(lambda: UNet(5, depth=3), (3, 1, 13, 7), (3, 5, 13, 7), id="unet-odd"),
         pytest.param(lambda: GAN(3, 8), (3, 3, 8, 8), (3, 1), id="gan-colour"),
@@ -55,6 +63,37 @@ def test_attention_equals_torchs():
     theirs.load_state_dict(named)
     x = torch.randn(2, 5, 12)
     torch.testing.assert_close(ours(x), theirs(x, x, x, need_weights=False)[0])
+
+
+def test_fixed_positions_are_sines_of_column_and_row():
+    """Element by element, as the formula is written."""
+    positions = sincos_positions(2, 3, 12)
+    for place in range(6):
+        row, column = divmod(place, 3)
+        for k in range(3):
+            frequency = 10_000 ** -(k / 2)
+            expected = [
+                *(math.sin(column * frequency), math.cos(column * frequency)),
+                *(math.sin(row * frequency), math.cos(row * frequency)),
+            ]
+            assert positions[place, k::3].tolist() == pytest.approx(expected, abs=1e-6)
+    with_token = ViT(10, depth=1, positions="sincos")
+    assert with_token.pos_embed[0, 0].abs().max() == 0
+    assert torch.equal(with_token.pos_embed[0, 1:], sincos_positions(4, 4, 192))
+    assert "pos_embed" not in dict(with_token.named_parameters())
+    with pytest.raises(NetworkError, match="multiple of 4"):
+        ViT(10, dim=6, positions="sincos")
+
+
+def test_the_mean_over_the_patches_is_that_of_the_normalised_outputs():
+    torch.manual_seed(0)
+    model = ViT(5, depth=1, pool="mean").eval()
+    assert model.cls_token is None
+    assert model.pos_embed.shape[1] == 16
+    seen = []
+    model.norm.register_forward_hook(lambda module, inputs, output: seen.append(output))
+    out = model(torch.randn(2, 1, 16, 16))
+    torch.testing.assert_close(out, model.head(seen[0].sum(1) / 16))
 
 
 def test_gpt_sees_no_future():

@@ -173,6 +173,49 @@ def test_weights_are_not_fetched_on_meta_nor_for_a_checkpoints_sake(monkeypatch)
         assert same(fine_tune(net(), "gone.pt"), net())
 
 
+def test_frozen_norms_compute_the_same_in_training_and_keep_their_names(saved):
+    expected = net(seed=1)
+    for norm in expected.modules():
+        if isinstance(norm, nn.BatchNorm2d):
+            norm.running_mean.normal_()
+            norm.running_var.uniform_(0.5, 2)
+            norm.weight.data.uniform_(0.5, 2)
+    torch.save(expected.state_dict(), saved)
+    model = fine_tune(net(), str(saved), freeze_batch_norm=True).train()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    assert before.keys() == expected.state_dict().keys()
+    images = torch.randn(3, 1, 16, 16)
+    torch.testing.assert_close(model(images), expected.eval()(images))
+    model(images).square().mean().backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    moved = {n for n, v in model.state_dict().items() if not torch.equal(v, before[n])}
+    frozen = {n for n in before if ".bn" in n}
+    assert moved == before.keys() - frozen
+    assert len(frozen) == 10
+
+    # What it has trained is loaded into a network with BatchNorm, and the reverse.
+    torch.save(model.state_dict(), saved)
+    assert same(fine_tune(net(), str(saved)), model)
+    with no_initial_weights():  # as before a checkpoint is loaded
+        again = fine_tune(net(), "gone.pt", freeze_batch_norm=True)
+    again.load_state_dict(model.state_dict())
+    torch.testing.assert_close(again.train()(images), model(images))
+
+
+def test_auxiliary_outputs_are_returned_in_training_alone(monkeypatch):
+    model = from_torchvision("fcn_resnet50", num_classes=4, aux_loss=True)
+    images = torch.zeros(2, 3, 32, 32)
+    assert {n: v.shape[1] for n, v in model(images).items()} == {"out": 4, "aux": 4}
+    assert model.eval()(images).shape == (2, 4, 32, 32)
+    # Trained weights include the auxiliary output, which may not be built.
+    state = from_torchvision("fcn_resnet50", num_classes=21, aux_loss=True).state_dict()
+    monkeypatch.setattr(torchvision_adapter, "fetch", lambda entry: state)
+    plain = from_torchvision("fcn_resnet50", num_classes=4, weights="DEFAULT")
+    assert plain.train()(images).shape == (2, 4, 32, 32)
+    both = from_torchvision("fcn_resnet50", num_classes=4, weights="DEFAULT", aux_loss=True)
+    assert both(images)["aux"].shape == (2, 4, 32, 32)
+
+
 def test_a_failed_download_names_the_folder_for_the_file(monkeypatch):
     def refuse(*args, **kwargs):
         raise OSError("network is unreachable")
@@ -182,8 +225,9 @@ def test_a_failed_download_names_the_folder_for_the_file(monkeypatch):
         lambda: from_torchvision("resnet18", 5, weights="DEFAULT"),
         lambda: read("torchvision:ResNet18_Weights.DEFAULT"),
     ):
-        with pytest.raises(CheckpointError, match=f"unreachable.*{get_dir()}"):
+        with pytest.raises(CheckpointError, match=f"unreachable.*{get_dir()}.*a file") as caught:
             ask()
+        assert caught.value.exit_code == 2  # what the configuration names
 
 
 def test_segmentation_models_return_their_main_output_and_download_nothing():

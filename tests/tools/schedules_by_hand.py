@@ -23,6 +23,13 @@ LRS = [0.4, 0.1]
 TORCH = "torch.optim.lr_scheduler"
 
 
+def timm_cosine(epoch: int, first: float, last: float) -> float:
+    """Return timm's share of the rate in an epoch of eight, five of which warm up."""
+    if epoch < 5:
+        return first + (1 - first) * epoch / 5
+    return last + (1 - last) * 0.5 * (1 + math.cos(math.pi * epoch / 8))
+
+
 # What each file says for 48 updates in epochs of 6, written out by hand; "E": moves once an epoch.
 BY_HAND: dict[str, tuple[str, Callable[[Optimizer], Any]]] = {
     "chained": (
@@ -32,9 +39,15 @@ BY_HAND: dict[str, tuple[str, Callable[[Optimizer], Any]]] = {
         ),
     ),
     "constant": ("S", lambda o: by_torch.ConstantLR(o, 1.0, 0)),
+    "convnext_t": ("S", lambda o: by_torch.LambdaLR(o, lambda t: t / 120)),  # of 20 epochs
     "cosine": ("S", lambda o: by_torch.CosineAnnealingLR(o, 48)),
     "cosine_restarts": ("E", lambda o: by_torch.CosineAnnealingWarmRestarts(o, 2, 2)),
+    "deit_s": (
+        "E",
+        lambda o: by_torch.LambdaLR(o, lambda e: timm_cosine(max(e - 1, 0), 0.001, 0.01)),
+    ),
     "exponential": ("E", lambda o: by_torch.ExponentialLR(o, 0.9)),
+    "gpt2": ("S", lambda o: by_torch.LambdaLR(o, lambda t: (t + 1) / 2001)),
     "lambda": (
         "S",
         lambda o: by_torch.LambdaLR(o, lambda t: 0.5 * (1 + math.cos(math.pi * t / 48))),
@@ -44,6 +57,16 @@ BY_HAND: dict[str, tuple[str, Callable[[Optimizer], Any]]] = {
     "one_cycle": ("S", lambda o: by_torch.OneCycleLR(o, LRS, 48, cycle_momentum=False)),
     "plateau": ("V", lambda o: by_torch.ReduceLROnPlateau(o, "min", 0.1, 2)),
     "polynomial": ("S", lambda o: by_torch.PolynomialLR(o, 48, 1.0)),
+    "resnet50_a3": (
+        "E",
+        lambda o: by_torch.LambdaLR(o, lambda e: timm_cosine(e, 0.0125, 0.000125)),
+    ),
+    "resnet50_v2": (
+        "E",
+        lambda o: by_torch.SequentialLR(
+            o, [by_torch.LinearLR(o, 0.01, 1.0, 5), by_torch.CosineAnnealingLR(o, 3)], [5]
+        ),
+    ),
     "sequential": (
         "S",
         lambda o: by_torch.SequentialLR(
@@ -51,6 +74,7 @@ BY_HAND: dict[str, tuple[str, Callable[[Optimizer], Any]]] = {
         ),
     ),
     "step": ("E", lambda o: by_torch.StepLR(o, 2, 0.1)),
+    "vit_s16": ("S", lambda o: by_torch.LambdaLR(o, lambda t: t / 10_000)),
     "warmup_cosine": (
         "S",
         lambda o: by_torch.SequentialLR(

@@ -270,7 +270,7 @@ def accumulation_sensitive_parts(trainer: Trainer) -> list[str]:
     layers = list(trainer.model.modules())
     device_steps = trainer.train_loader.transforms.steps.values()
     dependent = []
-    if any(hasattr(layer, "running_mean") for layer in layers):
+    if any(hasattr(layer, "track_running_stats") for layer in layers):
         dependent.append("BatchNorm's statistics")
     if any("Dropout" in type(layer).__name__ and getattr(layer, "p", 1) for layer in layers):
         dependent.append("dropout masks")

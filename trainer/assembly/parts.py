@@ -295,6 +295,7 @@ class Assembly:
             # A fused step skips a non-finite update in its kernel: its state need not be copied.
             prefer_fused=is_async(self.strategy.device),
             others=named_modules(self.task),
+            batch_size=self.config.loader.batch_size,
         )
 
     @cached_property

@@ -49,7 +49,8 @@ SINGLE = "optimizer"  # the name of the only optimizer
 # Optimizers whose fused kernels accept sharded parameters, and those that cannot train shards.
 SHARDED_FUSED = (torch.optim.Adam, torch.optim.AdamW)
 UNSHARDED = (torch.optim.Adafactor,)
-SETTINGS = ("param_groups", "params", "lr_scheduler")  # keys that are no arguments of the target
+# Keys that are no arguments of the target.
+SETTINGS = ("param_groups", "params", "lr_scheduler", "lr_per_samples")
 
 
 class Section(NamedTuple):
@@ -223,11 +224,13 @@ def build_optimizers(
     node: Mapping[str, Any],
     prefer_fused: bool = False,
     others: Mapping[str, nn.Module] | None = None,
+    batch_size: int | None = None,
 ) -> Optimizers:
     """Build the optimizers of an `optimizer` node over `model` and over `others` by name.
 
     Freezes the parameters of rules with `frozen`. `prefer_fused` selects torch's fused kernels
-    where the node leaves the choice open. Raises `ConfigError`.
+    where the node leaves the choice open. `batch_size`: the samples of an update, by which
+    `lr_per_samples` scales learning rates. Raises `ConfigError`.
     """
     configured = sections(node)
     parameters = named_parameters(model, others)
@@ -251,7 +254,10 @@ def build_optimizers(
     raise_problems(problems)
 
     groups = assign_groups(model, parameters, scopes)
-    optimizers = {s.name: _build(s, groups[s.name], prefer_fused) for s in configured}
+    optimizers = {}
+    for section in configured:
+        factor = _rate_factor(section, batch_size)
+        optimizers[section.name] = _build(section, groups[section.name], prefer_fused, factor)
     return Optimizers(optimizers, {p.tensor: p.name for p in parameters}, configured)
 
 
@@ -279,19 +285,42 @@ def sections(node: Mapping[str, Any]) -> list[Section]:
         target = {k: v for k, v in {**defaults, **child}.items() if k not in SETTINGS}
         if not target.get("_target_"):
             refuse(key, "has no _target_, such as torch.optim.AdamW")
-        configured.append(Section(str(name), key, target, {k: child.get(k) for k in SETTINGS}))
+        settings = {k: child.get(k) for k in SETTINGS}
+        if "lr_per_samples" not in child:
+            settings["lr_per_samples"] = node.get("lr_per_samples")
+        configured.append(Section(str(name), key, target, settings))
     return configured
 
 
-def _build(section: Section, groups: Sequence[ParamGroup], prefer_fused: bool) -> Optimizer:
+def _rate_factor(section: Section, batch_size: int | None) -> float:
+    """Return what the learning rates of an optimizer are multiplied by: batch / lr_per_samples."""
+    samples = section.settings["lr_per_samples"]
+    if samples is None:
+        return 1.0
+    key = f"{section.key}.lr_per_samples"
+    if type(samples) is not int or samples < 1:
+        refuse(key, f"must be a number of samples, an integer >= 1, not {samples!r}")
+    if batch_size is None:
+        refuse(key, "the number of samples of an update is not known", "give the rate itself")
+    return batch_size / samples
+
+
+def _build(
+    section: Section, groups: Sequence[ParamGroup], prefer_fused: bool, rate_factor: float
+) -> Optimizer:
     make = partial(construct, Optimizer, section.key)
     # Only an instance shows which hyper-parameters a group can have, and their defaults.
     probe = make(section.target, [nn.Parameter(torch.zeros(1, 1))])
+    if section.settings["lr_per_samples"] is not None and "lr" not in probe.defaults:
+        refuse(f"{section.key}.lr_per_samples", "the optimizer has no learning rate to scale")
     problems = list[Problem]()
     param_groups = []
     for group in groups:
         options = {"params": list(group.parameters.values()), "name": group.name}
-        param_groups.append(options | _hyper_parameters(group, probe.defaults, problems))
+        values = _hyper_parameters(group, probe.defaults, problems)
+        if rate_factor != 1.0:
+            values["lr"] = values.get("lr", probe.defaults["lr"]) * rate_factor
+        param_groups.append(options | values)
     raise_problems(problems)
 
     if prefer_fused and _may_fuse(probe, param_groups):

@@ -218,7 +218,8 @@ def unpack(
                     key: _copy_for(value, parameter, on_host and key in _ON_HOST, casts)
                     for key, value in section["state"].get(name, {}).items()
                 }
-            values = dict(saved_group["hyper_parameters"])
+            # Some are tensors that the optimizer changes in place: the steps of timm's LAMB.
+            values = map_tensors(torch.clone, dict(saved_group["hyper_parameters"]))
             shared = dict(section["shared"])
             loaded.append((optimizer.state, states, shared, options, values))
     except (KeyError, TypeError, AttributeError, ValueError) as error:

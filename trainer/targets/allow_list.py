@@ -105,6 +105,8 @@ _OFFERS = (
 LIBRARIES: Mapping[str, Offer] = {
     **{offer.inside: offer for offer in _OFFERS},
     "torchvision.transforms.v2": Offer("torchvision.transforms"),
+    # Lookahead wraps an optimizer, and Adahessian needs gradients that can be differentiated.
+    "timm.optim": Offer("timm", without=("Adahessian", "Lookahead", "Optim*")),
     **{f"torchmetrics.{part}": Offer("torchmetrics") for part in _METRICS.split()},
     "torchmetrics.audio": Offer("torchmetrics", only=_AUDIO.split()),
     "torchmetrics.image": Offer("torchmetrics", only=_IMAGE.split()),

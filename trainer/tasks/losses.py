@@ -80,6 +80,28 @@ def _spelling_hint(text: Any) -> str:
     )
 
 
+class BinaryCrossEntropy(nn.BCEWithLogitsLoss):
+    """Binary cross-entropy of each class on its own, for class labels and for mixed ones.
+
+    A mean over samples and classes. `target_threshold`: of labels mixed by MixUp or CutMix, classes
+    with a larger share count as 1, all others as 0 (Wightman et al. 2021); null: their shares.
+    """
+
+    def __init__(self, target_threshold: float | None = None) -> None:
+        super().__init__()
+        if target_threshold is not None and not 0 <= target_threshold < 1:
+            raise ModelError(
+                "task.loss.target_threshold", f"expected a share >= 0, < 1, got {target_threshold}"
+            )
+        self.target_threshold = target_threshold
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        """Return the loss of logits (n, classes, ...) and the shares of classes, of that shape."""
+        if self.target_threshold is not None:
+            target = (target > self.target_threshold).to(output.dtype)
+        return super().forward(output, target)
+
+
 @dataclass
 class Term:
     """A weighted term of a sum of losses: `weight * loss(output, target)`."""

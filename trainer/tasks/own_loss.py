@@ -28,9 +28,10 @@ class OwnLoss(Task):
 
     The model is called as `model(inputs, labels=labels)`, or `model(**batch)`, and returns
     `(loss, output)`, `(output, loss)`, an object with `loss` and `logits`, or a dict with `loss`,
-    whose output is `logits` or the only other entry. The loss is a scalar, the mean over the labels that are not `ignore_index` (or over
-    all, of real numbers). An update has that mean over all its micro-batches. Scores, metrics and
-    the meaning of the output are those of `task`, whose own loss is not computed.
+    whose output is `logits` or the only other entry. The loss is a scalar, the mean over the labels
+    that are not `ignore_index` (or over all, of real numbers). An update has that mean over all its
+    micro-batches. Scores, metrics and the meaning of the output are those of `task`, whose own loss
+    is not computed.
 
     `labels`: the parameter of the model's forward that takes the labels; None: `labels`, `targets`,
     `target` or `y`.

@@ -21,7 +21,7 @@ from regimen.data.errors import DataError, WorkerError
 from regimen.data.keys import REPLACEMENT, SAMPLE, key, preserved_rng, seed_rng
 from regimen.data.loading.loader import Loader
 from regimen.data.mixture import Mixture
-from regimen.data.orders import Sequential, Shuffled, Weighted
+from regimen.data.orders import Repeated, Sequential, Shuffled, Weighted
 from regimen.data.samplers import GivenBatches, SamplerOrder, UpdateSampler
 from regimen.data.sources import Digits
 
@@ -86,6 +86,7 @@ def test_augmentation_is_keyed_by_the_sample_whatever_the_order_and_the_split(no
 
 REPEATING = {
     "weighted": lambda data: Weighted(data, 5, [1.0] * 19 + [30.0]),
+    "repeated": lambda data: Repeated(data, 5, spread=6, repeats=3, round_to=4),
     "mixture": lambda data: Mixture({"a": data, "b": range(90)}, {"a": 1, "b": 1}).order(5, True),
     "sampler": lambda data: SamplerOrder([3, 3, 7, 3, 1, 7, 0, 3] * 2, 5),
     "batches": lambda data: GivenBatches([[1, 1, 2], [2, 1], [2, 2, 2]], 5),

@@ -74,7 +74,36 @@ def muon_and_adamw(model: nn.Module) -> list[Optimizer]:
     ]
 
 
+def by_decay(make: Callable[..., Optimizer], decays: Callable[[str], bool], share: float) -> Any:
+    """Return a function that makes an optimizer of `Small` with two groups."""
+
+    def made(parameters: Any) -> Optimizer:
+        named = zip([name for name, _ in network().named_parameters()], parameters, strict=True)
+        groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+        for name, parameter in named:
+            groups[decays(name)].append(parameter)
+        return make(
+            [
+                {"params": groups[True], "weight_decay": share},
+                {"params": groups[False], "weight_decay": 0.0},
+            ]
+        )
+
+    return made
+
+
+def is_weight(name: str) -> bool:
+    return not is_bias_or_norm(name)
+
+
+def lamb(parameters: Any) -> Optimizer:
+    optim = pytest.importorskip("timm.optim")
+    made: Optimizer = by_decay(partial(optim.Lamb, lr=8e-3), is_weight, 0.02)(parameters)
+    return made
+
+
 node = partial(section, "optimizer")
+NORM_BIASES = ("blocks.0.0.bias", "blocks.1.0.bias")
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=5e-4)
 # What each file says, written out by hand.
 BY_HAND: dict[str, Any] = {
@@ -83,12 +112,23 @@ BY_HAND: dict[str, Any] = {
     "adam": partial(torch.optim.Adam, lr=1e-3),
     "adamw": partial(torch.optim.AdamW, lr=1e-3, weight_decay=0.05),
     "adamw_finetune": partial(torch.optim.AdamW, lr=2e-4, weight_decay=0.0),
+    "convnext_t": by_decay(partial(torch.optim.AdamW, lr=4e-3), is_weight, 0.05),
+    # By name: the norms of `Small` are not called so.
+    "deit_s": by_decay(partial(torch.optim.AdamW, lr=5e-4), lambda n: "bias" not in n, 0.05),
+    "gpt2": by_decay(partial(torch.optim.AdamW, lr=6e-4, betas=(0.9, 0.95)), is_weight, 0.1),
+    "lamb": lamb,
     "lbfgs": partial(torch.optim.LBFGS, history_size=10, line_search_fn="strong_wolfe"),
     "nadam": partial(torch.optim.NAdam, lr=2e-3),
     "radam": partial(torch.optim.RAdam, lr=1e-3),
+    "resnet50_v2": by_decay(
+        partial(torch.optim.SGD, lr=0.5, momentum=0.9),
+        lambda n: n not in ("blocks.0.0.weight", "blocks.1.0.weight", *NORM_BIASES),
+        2e-5,
+    ),
     "rmsprop": partial(torch.optim.RMSprop, lr=1e-3, momentum=0.9),
     "sgd": SGD,
     "sgd_nesterov": partial(SGD, nesterov=True),
+    "vit_s16": by_decay(partial(torch.optim.AdamW, lr=1e-3), is_weight, 0.1),
 }
 
 
@@ -96,7 +136,7 @@ BY_HAND: dict[str, Any] = {
 def test_a_shipped_optimizer_does_what_plain_torch_does(name: str) -> None:
     model, other = network(), network()
     begin = [p.detach().clone() for p in model.parameters()]
-    optimizers = build_optimizers(model, node(f"optimizer={name}"))
+    optimizers = build_optimizers(model, node(f"optimizer={name}"), batch_size=512)
     by_hand = muon_and_adamw(other) if name == "muon" else [BY_HAND[name](other.parameters())]
     theirs = train(other, by_hand)
     ours = train(model, list(optimizers.optimizers.values()))
@@ -183,6 +223,51 @@ def test_several_optimizers_take_parameters_by_their_rules_and_the_last_the_rest
     sizes = [(g.name, len(g.options["params"])) for g in optimizers.groups()]
     assert sizes == [("slow.norm", 4), ("slow.head", 2), ("fast", 6)]
     assert optimizers.learning_rates() == {"slow.norm": 0.1, "slow.head": 0.1, "fast": 0.2}
+
+
+@pytest.mark.parametrize(("samples", "batch", "factor"), [(512, 1024, 2.0), (256, 32, 0.125)])
+def test_rates_are_scaled_to_the_samples_of_an_update(
+    samples: int, batch: int, factor: float
+) -> None:
+    rules = {
+        "head": {"match": "^head", "lr": 0.3},
+        "norm": {"kind": "norm", "lr_scale": 10},
+        "none": {"kind": "bias", "weight_decay": 0.0},
+    }
+    chosen = {"_target_": "torch.optim.AdamW", "lr": 0.1, "param_groups": rules}
+    plain = build_optimizers(network(), chosen).learning_rates()
+    assert plain == {"head": 0.3, "norm": 1.0, "none": 0.1, "default": 0.1}
+    scaled = build_optimizers(network(), {**chosen, "lr_per_samples": samples}, batch_size=batch)
+    expected = {name: rate * factor for name, rate in plain.items()}
+    assert scaled.learning_rates() == pytest.approx(expected, rel=1e-12)
+    assert {row.group: row.lr for row in scaled.table()} == scaled.learning_rates()
+
+    # The optimizer's own default rate, and that of several, of which one has its rate as it is.
+    default = build_optimizers(
+        network(), {"_target_": "torch.optim.Adam", "lr_per_samples": samples}, batch_size=batch
+    )
+    assert default.learning_rates() == pytest.approx({"default": 1e-3 * factor})
+    slow = {"_target_": "torch.optim.SGD", "lr": 0.1, "params": {"match": "^head"}}
+    fast = {"_target_": "torch.optim.Adam", "lr": 0.2, "lr_per_samples": None}
+    several = {"lr_per_samples": samples, "optimizers": {"slow": slow, "fast": fast}}
+    rates = build_optimizers(network(), several, batch_size=batch).learning_rates()
+    assert rates == pytest.approx({"slow": 0.1 * factor, "fast": 0.2})
+
+
+@pytest.mark.parametrize(
+    ("samples", "batch", "message"),
+    [
+        (0, 8, "optimizer.lr_per_samples: must be a number of samples, an integer >= 1, not 0"),
+        (1.5, 8, "optimizer.lr_per_samples: must be a number of samples"),
+        (512, None, "optimizer.lr_per_samples: the number of samples of an update is not known"),
+    ],
+)
+def test_a_rate_that_cannot_be_scaled_is_refused(
+    samples: Any, batch: int | None, message: str
+) -> None:
+    chosen = {"_target_": "torch.optim.SGD", "lr": 0.1, "lr_per_samples": samples}
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        build_optimizers(network(), chosen, batch_size=batch)
 
 
 PLAIN: dict[str, Any] = {"_target_": "torch.optim.SGD"}

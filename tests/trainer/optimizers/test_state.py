@@ -67,9 +67,13 @@ def by_name(optimizers: Optimizers) -> dict[str, dict[str, Any]]:
         pytest.param({**LBFGS, "max_iter": 2, "history_size": 3}, id="lbfgs"),
         pytest.param({**ADAM, "param_groups": RULES}, id="groups"),
         pytest.param(PAIR, id="pair"),
+        pytest.param({"_target_": "timm.optim.Lamb", "lr": 0.1, "param_groups": RULES}, id="lamb"),
+        pytest.param({"_target_": "timm.optim.Lion", "lr": 0.1}, id="lion"),
     ],
 )
 def test_a_run_goes_on_as_if_it_had_not_been_cut(node: dict[str, Any]) -> None:
+    if node.get("_target_", "").startswith("timm"):
+        pytest.importorskip("timm")
     model = network()
     whole = trained(node, model)
     saved = whole.state_dict()

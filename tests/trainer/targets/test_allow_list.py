@@ -10,6 +10,7 @@ import types
 from typing import Any
 
 import pytest
+import torch
 
 from regimen.conf.errors import ConfigError
 from regimen.conf.layout import PACKAGES, ROOT
@@ -64,7 +65,8 @@ def test_of_ours_what_yaml_names_and_the_classes_beside_it_can_be_named():
 
 
 def test_what_can_be_named_of_the_libraries_is_public_and_their_own():
-    listed = {name: importlib.import_module(name) for name in LIBRARIES if name != "timm"}
+    certain = [name for name in LIBRARIES if name.partition(".")[0] != "timm"]  # an extra
+    listed = {name: importlib.import_module(name) for name in certain}
     roots = {name.partition(".")[0] for name in listed}
     found = set()
     for name, module in sorted(sys.modules.items()):
@@ -83,6 +85,17 @@ def test_what_can_be_named_of_the_libraries_is_public_and_their_own():
         assert "_deprecated" not in owner
         assert owner.partition(".")[0] == module.partition(".")[0], (module, name)
     assert len(found) > 600
+
+
+def test_of_timm_its_own_optimizers_can_be_named():
+    optim = pytest.importorskip("timm.optim")
+    found = {name for name in vars(optim) if nameable(f"timm.optim.{name}")}
+    assert {"Lamb", "Lars", "Lion", "MADGRAD"} <= found
+    for name in found:
+        kind = getattr(optim, name)
+        assert issubclass(kind, torch.optim.Optimizer), name
+        assert kind.__module__.startswith("timm.optim."), name
+    assert not {"Lookahead", "Adahessian", "AdamW", "create_optimizer_v2"} & found
 
 
 def test_the_name_alone_is_looked_at_first():

@@ -10,7 +10,7 @@ from torch import nn
 import toys
 from regimen.trainer.errors import ModelError, SampleError, _solution
 from regimen.trainer.tasks.classification import Classification
-from regimen.trainer.tasks.losses import Losses, Term, vector
+from regimen.trainer.tasks.losses import BinaryCrossEntropy, Losses, Term, vector
 from regimen.trainer.tasks.own_loss import OwnLoss
 from regimen.trainer.tasks.penalties import GradientPenalty
 from toys import (
@@ -48,6 +48,38 @@ def test_soft_targets(options, steps):
     data, loss = soft_points(), nn.CrossEntropyLoss(**options)
     trainer = trained(loss, steps, data)  # in float64, as the weights are from here on
     assert_equal(trainer.model, by_hand(of_output(loss), data))
+
+
+def classes_apart(threshold):
+    """Return the binary cross-entropy of each class on its own, written out."""
+
+    def loss(output, target):
+        if not target.is_floating_point():
+            target = F.one_hot(target, CLASSES).to(output.dtype)
+        if threshold is not None:
+            target = target.gt(threshold).to(output.dtype)
+        by_class = -target * F.logsigmoid(output) - (1 - target) * F.logsigmoid(-output)
+        return by_class.sum() / (len(output) * CLASSES)
+
+    return loss
+
+
+@pytest.mark.parametrize("steps", [1, 2, 4])
+@pytest.mark.parametrize("threshold", [None, 0.2])
+@pytest.mark.parametrize("make", [points, soft_points])
+def test_binary_cross_entropy_takes_labels_and_mixed_ones(make, threshold, steps):
+    data = make()
+    trainer = trained(BinaryCrossEntropy(threshold), steps, data)
+    assert_equal(trainer.model, by_hand(of_output(classes_apart(threshold)), data))
+    other = classes_apart(None if threshold else 0.2)
+    if make is soft_points:
+        assert distance(trainer.model, by_hand(of_output(other), data)) > 1e-6
+
+
+@pytest.mark.parametrize("threshold", [-0.1, 1, float("nan")])
+def test_a_threshold_that_is_no_share_is_refused(threshold):
+    with pytest.raises(ModelError, match=r"task\.loss\.target_threshold: expected a share"):
+        BinaryCrossEntropy(threshold)
 
 
 def scaled(output, target, scale):

@@ -225,3 +225,65 @@ def test_an_output_of_another_shape_is_refused(task, output, target, named):
     with pytest.raises(ModelError, match=named) as refused:
         task.check(torch.zeros(output), torch.zeros(target))
     assert task.num_classes or "num_classes" not in str(refused.value)
+
+
+class TwoOutputs(nn.Module):
+    """A network of pixels with an auxiliary output in training, as torchvision's FCN."""
+
+    def __init__(self, aux=True):
+        super().__init__()
+        torch.manual_seed(3)
+        self.body = nn.Conv2d(2, 6, 3, padding=1)
+        self.out = nn.Conv2d(6, 3, 1)
+        self.aux = nn.Conv2d(6, 3, 1) if aux else None
+        self.double()
+
+    def forward(self, x):
+        hidden = self.body(x).tanh()
+        if self.training and self.aux is not None:
+            return {"out": self.out(hidden), "aux": self.aux(hidden)}
+        return self.out(hidden)
+
+
+def masks():
+    draws = torch.Generator().manual_seed(2)
+    images = torch.randn(toys.SAMPLES, 2, 4, 5, generator=draws, dtype=torch.float64)
+    labels = torch.randint(3, (toys.SAMPLES, 4, 5), generator=draws)
+    labels[torch.rand(labels.shape, generator=draws) < 0.3] = 255  # so many pixels do not count
+    labels[2] = 255
+    return toys.Samples(images, labels)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 4])
+def test_an_auxiliary_output_has_a_weighted_loss(steps):
+    def objective(model, x, y):
+        outputs = model(x)
+        main = F.cross_entropy(outputs["out"], y, ignore_index=255)
+        return main + 0.4 * F.cross_entropy(outputs["aux"], y, ignore_index=255)
+
+    data = masks()
+    task = Segmentation(3, aux_weight=0.4)
+    trainer = toys.trainer_of(task, data, steps, model=TwoOutputs(), val=loader(data))
+    trainer.fit()
+    assert_equal(trainer.model, toys.by_hand(objective, data, TwoOutputs()))
+    assert "loss_aux" not in task.metric_names()
+
+
+@pytest.mark.parametrize(
+    ("weight", "aux", "message"),
+    [
+        (None, True, r"task\.aux_weight: is null, but the network returns an auxiliary output"),
+        (0.4, False, r"task\.aux_weight: is 0\.4, but the network returns no auxiliary output"),
+    ],
+)
+def test_an_auxiliary_output_without_a_weight_or_the_reverse_is_refused(weight, aux, message):
+    data = masks()
+    task = Segmentation(3, aux_weight=weight)
+    with pytest.raises(ModelError, match=message):
+        task.training_step(TwoOutputs(aux), (data.x, data.y))
+
+
+@pytest.mark.parametrize("weight", [0, -1.0, float("inf"), float("nan")])
+def test_a_weight_that_is_none_is_refused(weight):
+    with pytest.raises(ModelError, match=r"task\.aux_weight: expected a number > 0"):
+        Segmentation(3, aux_weight=weight)
