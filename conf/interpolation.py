@@ -93,14 +93,14 @@ def leaves(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def followers(values: Mapping[str, Any], key: str) -> list[str]:
-    """Return the arguments of data sets with a key's value, in a configuration that is resolved.
+    """Return the arguments of data sets and of the task with a key's value, in a resolved tree.
 
     The tokenizer of a language model's data is in the folder that `model.name` says.
     """
     known = dict(leaves(values))
     found = []
-    for name, value in leaves({"data": values.get("data")}):
-        is_argument = re.fullmatch(r"data(\.\w*[a-z_]\w*){2,}", name) is not None
+    for name, value in leaves({"data": values.get("data"), "task": values.get("task")}):
+        is_argument = re.fullmatch(r"(data\.\w+|task)(\.\w*[a-z_]\w*)+", name) is not None
         if is_argument and key in known and value == known[key]:
             found.append(name)
     return found

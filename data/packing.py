@@ -1,15 +1,15 @@
 """Documents of tokens in rows of one length, packed so that few places stay empty."""
 
 import hashlib
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from regimen.data.batch import IGNORED
+from regimen.data.questions import Question, Questions
 
 
 class TokenizedText(NamedTuple):
@@ -61,6 +61,8 @@ class PackedDocuments:
         transformers whose forward takes them, and no `attention_mask`, attend from a token to those
         of its own document only.
     labels: the token at each place if it is learnt, else -100. They are not shifted.
+    prompts: only with `questions`: those of the row's documents, as `Questions.tensors` returns
+        them.
 
     `pack`: several documents share a row; without, each has its own. How documents are packed
     depends on their lengths and `context` alone, so it is the same in every epoch and process.
@@ -73,8 +75,15 @@ class PackedDocuments:
         pack: bool = True,
         num_classes: int | None = None,
         remarks: Sequence[str] = (),
+        questions: Sequence[Question | None] | None = None,
+        end_tokens: Sequence[int] = (),
+        form: Mapping[str, Any] | None = None,
     ) -> None:
-        """`num_classes`: tokens of the vocabulary. `remarks`: on the data, for `explain`."""
+        """`num_classes`: tokens of the vocabulary. `remarks`: on the data, for `explain`.
+
+        `questions`: one for each document, of which any of the `end_tokens` ends an answer. `form`:
+        of the samples, for `predict`.
+        """
         lengths = [len(document.tokens) for document in documents]
         self.context = context
         self.num_classes = num_classes
@@ -88,11 +97,21 @@ class PackedDocuments:
         is_learnt[self._starts[:-1]] = False
         self._labels = np.where(is_learnt, self._tokens, IGNORED)
         self._remarks = list(remarks)
+        self._form = {"kind": "array", **(form or {})}
+        self._questions: Questions | None = None
+        if questions is not None:
+            asked = [sum(questions[number] is not None for number in row) for row in self.rows]
+            self._questions = Questions(questions, end_tokens, places=max(asked))
+
+    @property
+    def longest_prompt(self) -> int | None:
+        """Tokens of the longest prompt; None if the samples hold no prompts."""
+        return None if self._questions is None else self._questions.longest_prompt
 
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
+    def __getitem__(self, index: int) -> dict[str, Any]:
         input_ids = torch.zeros(self.context, dtype=torch.int64)
         position_ids = torch.zeros(self.context, dtype=torch.int64)
         labels = torch.full((self.context,), IGNORED)
@@ -104,11 +123,18 @@ class PackedDocuments:
             position_ids[begin:end] = torch.arange(end - begin)
             labels[begin:end] = torch.from_numpy(self._labels[own])
             begin = end
-        return {"input_ids": input_ids, "position_ids": position_ids, "labels": labels}
+        sample: dict[str, Any] = {
+            "input_ids": input_ids,
+            "position_ids": position_ids,
+            "labels": labels,
+        }
+        if self._questions is not None:
+            sample["prompts"] = self._questions.tensors(self.rows[index])
+        return sample
 
-    def input_form(self) -> dict[str, str]:
+    def input_form(self) -> dict[str, Any]:
         """Return the form of the samples, for `predict`."""
-        return {"kind": "array"}
+        return dict(self._form)
 
     def fingerprint(self) -> str:
         """Return a digest of the tokens, the labels and the rows."""

@@ -80,6 +80,7 @@ KNOWN_TO_ALL = (
     "conf.yaml_file",
     "conf.schema_trainer",
     "data.batch",
+    "data.tokenizers",
 )
 
 # The amount of logic, in expressions as `tests/tools/plainness.py` counts them: no line break

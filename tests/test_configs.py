@@ -43,6 +43,7 @@ GIVEN = {
     "experiment=resnet50_v2": ["data.root=images"],
     "experiment=vit_s16_90": ["data.root=images"],
     "callbacks=mirror": ["callbacks.mirror.to=file:///copy"],
+    "task/metrics=answers": ["task.generate.max_new_tokens=8"],
     "model=finetune": ["model.weights=weights.pt"],
     "optimizer/param_groups=layer_decay": ["model=vit_tiny"],
     "model=vit_s16": ["data.image_size=32"],
@@ -51,7 +52,7 @@ GIVEN = {
     "optimizer=several": ["+optimizer.optimizers.all={_target_: torch.optim.SGD, lr: 0.1}"],
 }
 # Options that belong to a model of their own, and the experiment that has it.
-HOMES = {"optimizer=gan": "gan", "task=gan": "gan"}
+HOMES = {"optimizer=gan": "gan", "task=gan": "gan", "task/metrics=answers": "chat"}
 # Packages that an option needs and the project does not bring.
 EXTRA = {
     "experiment=chat": "peft",
@@ -71,6 +72,7 @@ EXTRA = {
     "model=timm_resnet50": "timm",
     "model=transformers": "transformers",
     "optimizer=lamb": "timm",
+    "task/metrics=answers": "rouge_score",
     "task/metrics=torchmetrics": "torchmetrics",
     "transforms=deit": "timm",
     "transforms=resnet50_a3": "timm",

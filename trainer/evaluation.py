@@ -68,8 +68,10 @@ def evaluate(
     done = 0
     stream = source.epoch(0, 0, limit)
     with in_callers_words(components.options), evaluation_mode(components, stage, step):
+        last_batch = None
         while (micro_batch := components.reader.next(stream)) is not None:
             _add_batch(components, micro_batch, means, hooks if shows_batches else None)
+            last_batch = micro_batch.batch
             done += 1
             if hooks is not None:
                 hooks.emit("on_evaluation_batch", stage, done, batches)
@@ -77,6 +79,8 @@ def evaluate(
             group.agree_on_stop(state, at_once=False)
             if state.stop_code:
                 break
+        if last_batch is not None:
+            _end_alike(components, last_batch)
     if state.stop_code:
         raise EvaluationAbandoned
 
@@ -101,9 +105,7 @@ def _add_batch(
     """Add the loss and metrics of a batch; `hooks` are given it, and what the model answered."""
     task = components.task
     strategy = components.strategy
-    model = components.compiled_model
-    if strategy.evaluates_wrapped:
-        model = components.training_model
+    model = _called_model(components)
     batch = components.to_device(micro_batch.batch)
     output = None
     with components.precision.autocast():
@@ -128,6 +130,24 @@ def _add_batch(
             raise
         if hooks is not None:
             hooks.emit("on_validation_batch", batch, output.output)
+
+
+def _called_model(components: Components) -> nn.Module:
+    """Return the form of the model that an evaluation calls."""
+    if components.strategy.evaluates_wrapped:
+        return components.training_model
+    return components.compiled_model
+
+
+def _end_alike(components: Components, batch: Any) -> None:
+    """Let what was called last be the whole model, where processes call parts of it at will.
+
+    The first backward pass after an evaluation gathers ahead, with FSDP, what was called before its
+    forward pass: on each process the same, or they would wait for each other for ever.
+    """
+    if components.task.writes_texts and components.strategy.evaluates_in_step:
+        with components.precision.autocast():
+            components.task.prediction_step(_called_model(components), components.to_device(batch))
 
 
 def predict(components: Components, data: Any, batch_size: int) -> Any:
@@ -217,8 +237,12 @@ def evaluation_mode(
         called.eval()
         try:
             with evaluation_weights(components), strategy.evaluating(saved):
-                components.task.on_evaluation_start(stage)
-                yield
+                whole: AbstractContextManager[Any] = NULL_CONTEXT
+                if components.task.writes_texts:
+                    whole = strategy.unsharded(components.model)
+                with whole:
+                    components.task.on_evaluation_start(stage)
+                    yield
         finally:
             before.restore()
             for module, mode in modes:  # a frozen module stays in evaluation mode

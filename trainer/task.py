@@ -144,6 +144,9 @@ class Task:
     # backpropagation, a memory bank. Tensors and plain values, also in lists, tuples and dicts.
     # Checkpoints hold them; an evaluation, and an update that is undone, put them back.
     persistent: Sequence[str] = ()
+    # Whether an evaluation calls parts of the model, and each process as often as it likes: sharded
+    # parameters are then gathered once, for the whole of it.
+    writes_texts: bool = False
     # The kind of values that `interpret` returns: "classes" (probabilities [n, classes]),
     # "labels" (probabilities [n, labels]), "values" ([n] or [n, outputs]), "mask" (class indices
     # [n, H, W]), "text" (logits of the next token, [n, vocabulary, length]), or "array" (anything
@@ -201,6 +204,13 @@ class Task:
     def evaluation_step(self, model: nn.Module, batch: Any) -> StepOutput | Tensor:
         """Compute loss and metrics without gradients."""
         return self.training_step(model, batch)
+
+    def check_evaluation(self, model: nn.Module, datasets: Mapping[str, Any]) -> None:
+        """Raise ModelError for a model, or for data sets, that `evaluation_step` cannot use.
+
+        Called before a run: with a model on the meta device and no data set, then with those that
+        are evaluated, by stage.
+        """
 
     def counts(self, batch: Any) -> Mapping[str, Tensor | float]:
         """Return this batch's part of the denominators of `count_names`, on the host if known.

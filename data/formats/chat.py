@@ -4,7 +4,9 @@ import json
 import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -20,6 +22,7 @@ from regimen.data.errors import (
     reason,
 )
 from regimen.data.packing import PackedDocuments, TokenizedText
+from regimen.data.questions import Question
 from regimen.data.splits import Split, is_part_of_train, rows_of_train, split_file
 from regimen.data.tokenizers import load_fast_tokenizer
 
@@ -89,23 +92,96 @@ class Encoder:
         largest: int = max(self._tokenizer.get_vocab().values())
         return 1 + largest
 
+    @cached_property
+    def end_tokens(self) -> list[int]:
+        """The tokens that end an answer: the tokenizer's, and what the template writes after it."""
+        ends = set[int]()
+        if self._tokenizer.eos_token_id is not None:
+            ends.add(self._tokenizer.eos_token_id)
+        added = self._tokenizer.added_tokens_decoder.items()
+        special = [number for number, token in added if token.special]
+        messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "."}]
+        # A template may refuse this conversation, for reasons that no conversation of the data has.
+        with suppress(DataError, ConfigError):
+            document = self._conversation(Row("an answer", {}), messages, range(2))
+            learnt = document.tokens[document.is_learnt]
+            written = learnt[np.isin(learnt, special)]
+            ends.update(written[-1:].tolist())
+        return sorted(ends)
+
     def encode(self, row: Row) -> TokenizedText:
         """Return the tokens of a row. Raises DataError that names the row, and ConfigError."""
-        form = _form_of(row)
-        values = row.values
-        if form == "messages":
-            messages = values["messages"]
-            _check_messages(row, messages)
-            return self._conversation(row, messages, range(len(messages)))
-        if form == "text":
+        if _form_of(row) == "text":
             return self._text(row, "", _text_of(row, "text"))
-        prompt = values["prompt"]
-        completion = values.get("completion")
-        if isinstance(prompt, list) and isinstance(completion, list):
-            messages = [*prompt, *completion]
-            _check_messages(row, messages)
-            return self._conversation(row, messages, range(len(prompt), len(messages)))
+        messages, answers = _messages_of(row)
+        if messages:
+            return self._conversation(row, messages, answers)
         return self._text(row, _text_of(row, "prompt"), _text_of(row, "completion"))
+
+    def question(self, row: Row, context: int) -> Question | None:
+        """Return the last learnt answer of a row, and the prompt that asks for it.
+
+        None for a row without one whose prompt has between 1 and `context` - 1 tokens. The prompt
+        is encoded without what follows, as it is where nobody knows the answer yet. Raises as
+        `encode` does.
+        """
+        if _form_of(row) == "text":
+            return None
+        messages, answers = _messages_of(row)
+        if not messages:
+            prompt = self._prompt(row)
+            reference = self._tokens(_text_of(row, "completion"), [], special=False).tokens
+            return Question(prompt, reference) if 0 < len(prompt) < context else None
+        for number in reversed(answers):
+            if not _is_learnt(messages[number]):
+                continue
+            before = self._render(row, messages[:number], add_generation_prompt=True)
+            prompt = self._tokens(before, [], special=False).tokens
+            if 0 < len(prompt) < context:
+                until = self._render(row, messages[: number + 1])
+                reference = self._tokens(until[len(before) :], [], special=False).tokens
+                return Question(prompt, reference)
+        return None
+
+    def prompt(self, row: Row) -> NDArray[np.int64]:
+        """Return the tokens that ask for an answer to a row, which need not hold one.
+
+        An answer at the end of a row is left out. Raises DataError that names the row, and
+        ConfigError.
+        """
+        form = _form_of(row)
+        if form == "text":
+            raise DataError(f"{row.name}: is a text, which asks for no answer")
+        if form == "prompt" and isinstance(row.values["prompt"], str):
+            prompt = self._prompt(row)
+        else:
+            messages = row.values[form]
+            _check_messages(row, messages)
+            if messages[-1]["role"] == "assistant":
+                messages = messages[:-1]
+            if messages[-1]["role"] not in _FOLLOWS["assistant"]:
+                raise DataError(
+                    f"{row.name}: ends with a message of {messages[-1]['role']!r}, to which there "
+                    "is no answer"
+                )
+            self._require_template(row)
+            text = self._render(row, messages, add_generation_prompt=True)
+            prompt = self._tokens(text, [], special=False).tokens
+        if not len(prompt):
+            raise DataError(f"{row.name}: its prompt is empty")
+        return prompt
+
+    def form(self) -> dict[str, Any]:
+        """Return what it is made of, as plain values, for `predict`."""
+        template = self.template
+        if template is not None:
+            template = str(Path(template).expanduser().absolute())
+        return {
+            "kind": "conversation",
+            "tokenizer": self.tokenizer,
+            "template": template,
+            "variables": dict(self.variables),
+        }
 
     def mark(self, document: TokenizedText) -> str:
         """Return the text of a document with its learnt parts in double angle quotes."""
@@ -121,23 +197,16 @@ class Encoder:
 
     def _conversation(self, row: Row, messages: Sequence[Message], answers: range) -> TokenizedText:
         """Encode messages; of the assistant's those are learnt whose number is in `answers`."""
-        if self._template is None:
-            raise ConfigError(
-                "data.tokenizer",
-                f"{self.tokenizer} has no chat template, which {row.name} needs",
-                "take the tokenizer of a chat model, or set data.template=FILE",
-            )
+        self._require_template(row)
         if self.control_tokens == "error":
             self._refuse_control_tokens(row, messages)
-        bare = [{key: message[key] for key in message if key != "learn"} for message in messages]
-        text = self._render(row, bare)
+        text = self._render(row, messages)
         spans = []
         for number in answers:
-            message = messages[number]
-            if message["role"] != "assistant" or not message.get("learn", True):
+            if not _is_learnt(messages[number]):
                 continue
-            before = self._render(row, bare[:number], add_generation_prompt=True)
-            until = self._render(row, bare[: number + 1])
+            before = self._render(row, messages[:number], add_generation_prompt=True)
+            until = self._render(row, messages[: number + 1])
             if not (text.startswith(until) and until.startswith(before)):
                 raise DataError(
                     f"{row.name}: the chat template of {self.tokenizer} writes message {number + 1}"
@@ -161,14 +230,23 @@ class Encoder:
                     "data.control_tokens=keep"
                 )
 
+    def _require_template(self, row: Row) -> None:
+        if self._template is None:
+            raise ConfigError(
+                "data.tokenizer",
+                f"{self.tokenizer} has no chat template, which {row.name} needs",
+                "take the tokenizer of a chat model, or set data.template=FILE",
+            )
+
     def _render(self, row: Row, messages: Sequence[Message], **options: bool) -> str:
         """Return the text that the template makes of messages."""
+        bare = [{key: message[key] for key in message if key != "learn"} for message in messages]
         options = {"add_generation_prompt": False, **options}
         # A template may refuse a conversation, by jinja's errors or any of Python's.
         with as_data_error(f"{row.name}: the chat template of {self.tokenizer} fails", Exception):
             return str(
                 self._tokenizer.apply_chat_template(
-                    list(messages),
+                    bare,
                     tools=row.values.get("tools"),
                     chat_template=self._template,
                     tokenize=False,
@@ -189,6 +267,16 @@ class Encoder:
             document.is_learnt[-1] = True
             return document
         return TokenizedText(np.append(document.tokens, end), np.append(document.is_learnt, True))
+
+    def _prompt(self, row: Row) -> NDArray[np.int64]:
+        """Encode the prompt of a row that is a text, without an end token after it."""
+        text = _text_of(row, "prompt")
+        tokens = self._tokens(text, [], special=True).tokens
+        bare = self._tokens(text, [], special=False).tokens
+        end = self._tokenizer.eos_token_id
+        if tokens[-1:].tolist() == [end] != bare[-1:].tolist():
+            return tokens[:-1]
+        return tokens
 
     def _tokens(self, text: str, spans: Sequence[Span], special: bool) -> TokenizedText:
         """Encode a text; tokens with a character in one of the spans are learnt."""
@@ -235,6 +323,7 @@ def chat(
     split_seed: int = 0,
     fold: int = 0,
     folds: int = 0,
+    prompts: bool = False,
 ) -> PackedDocuments | None:
     """Open one split of `root`: a folder with train, val and test as .jsonl, or a single file.
 
@@ -245,6 +334,7 @@ def chat(
     too_long: of a conversation with more than `context` tokens: "error", "cut" its end off, or
         "drop" it.
     control_tokens: in the text of a message: "error", or "keep" them.
+    prompts: the samples also hold what their conversations ask for (see `PackedDocuments`).
     """
     if tokenizer is None:
         raise ConfigError(
@@ -252,25 +342,14 @@ def chat(
             "is null: nothing names a tokenizer",
             "set data.tokenizer=DIR, or model.name=DIR of a model that has one",
         )
-    folder = Path(root).expanduser()
-    cuts = is_part_of_train(
-        split, split_file(folder, "val", (".jsonl",)) is not None, val_fraction, folds
-    )
-    path = split_file(folder, "train" if cuts else split, (".jsonl",))
-    if path is None and split == "train":
-        raise DataError(f"data.root={root}: no such file, nor a folder with a train.jsonl")
-    if path is None:
+    found = _rows_of(root, split, val_fraction, split_seed, fold, folds)
+    if found is None:
         return None
-    rows = list(read_rows(path))
-    if not rows:
-        raise DataError(f"{path}: holds no conversation")
-    if cuts:
-        labels = np.zeros(len(rows))
-        chosen = rows_of_train(split, labels, val_fraction, split_seed, fold, folds)
-        rows = [rows[number] for number in chosen]
+    path, rows = found
 
     encoder = Encoder(tokenizer, template, template_variables or {}, control_tokens)
     documents = []
+    questions = []
     dropped = 0
     for row in rows:
         document = encoder.encode(row)
@@ -288,8 +367,14 @@ def chat(
             where = f"its first {context} tokens" if length > context else "it"
             raise DataError(f"{row.name}: no token of {where} is learnt: take the line out")
         documents.append(document)
+        if prompts:
+            questions.append(encoder.question(row, context))
     if not documents:
         raise DataError(f"{path}: all {dropped} conversations are longer than {context} tokens")
+    if prompts and not any(questions):
+        raise DataError(
+            f"{path}: no conversation asks for an answer, and task.generate is set: leave it out"
+        )
     remarks = [f"first conversation, learnt parts in «»: {encoder.mark(documents[0])}"]
     unread = sorted({key for row in rows for key in row.values} - _READ)
     if unread:
@@ -297,7 +382,39 @@ def chat(
     if dropped:
         remarks.append(f"{dropped:,} conversations of more than {context} tokens are left out")
         logger.warning("warning: data.%s: %s (data.too_long=drop)", split, remarks[-1])
-    return PackedDocuments(documents, context, pack, encoder.vocabulary_size, remarks)
+    return PackedDocuments(
+        documents,
+        context,
+        pack,
+        encoder.vocabulary_size,
+        remarks,
+        questions if prompts else None,
+        encoder.end_tokens if prompts else (),
+        encoder.form(),
+    )
+
+
+def _rows_of(
+    root: str, split: Split, val_fraction: float, split_seed: int, fold: int, folds: int
+) -> tuple[Path, list[Row]] | None:
+    """Return the file of a split and its rows. Raises DataError."""
+    folder = Path(root).expanduser()
+    cuts = is_part_of_train(
+        split, split_file(folder, "val", (".jsonl",)) is not None, val_fraction, folds
+    )
+    path = split_file(folder, "train" if cuts else split, (".jsonl",))
+    if path is None and split == "train":
+        raise DataError(f"data.root={root}: no such file, nor a folder with a train.jsonl")
+    if path is None:
+        return None
+    rows = list(read_rows(path))
+    if not rows:
+        raise DataError(f"{path}: holds no conversation")
+    if cuts:
+        labels = np.zeros(len(rows))
+        chosen = rows_of_train(split, labels, val_fraction, split_seed, fold, folds)
+        rows = [rows[number] for number in chosen]
+    return path, rows
 
 
 def read_rows(path: Path) -> Iterator[Row]:
@@ -326,6 +443,29 @@ def _form_of(row: Row) -> str:
     if "learn" in row.values:
         raise DataError(f'{row.name}: "learn" belongs to a message, not to the line')
     return forms[0]
+
+
+def _messages_of(row: Row) -> tuple[list[Message], range]:
+    """Return the messages of a row, and the numbers of those that may be learnt.
+
+    There are none in a row whose prompt is a text.
+    """
+    if "messages" in row.values:
+        messages = row.values["messages"]
+        _check_messages(row, messages)
+        return messages, range(len(messages))
+    prompt = row.values["prompt"]
+    completion = row.values.get("completion")
+    if not isinstance(prompt, list) or not isinstance(completion, list):
+        return [], range(0)
+    messages = [*prompt, *completion]
+    _check_messages(row, messages)
+    return messages, range(len(prompt), len(messages))
+
+
+def _is_learnt(message: Message) -> bool:
+    """Return whether a message is an answer, and learnt."""
+    return message["role"] == "assistant" and bool(message.get("learn", True))
 
 
 def _text_of(row: Row, key: str) -> str:

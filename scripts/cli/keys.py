@@ -248,7 +248,8 @@ def read_keys(command: type[T], argv: Sequence[str]) -> tuple[T, Arguments]:
         override = re.sub(r"^\+*strategy=(\w+)$", r"strategy.name=\1", override)
         key, equals, text = override.partition("=")
         is_place = bool(equals) and key in WEIGHTS
-        is_of_run = key in roots or nearest(key, [*known, *roots]) not in known
+        is_of_config = key.lstrip("+~").partition(".")[0] in roots
+        is_of_run = is_of_config or nearest(key, [*known, *roots]) not in known
         if equals and key in known:
             raw[key] = _value(text, members(known[key].type))
         elif is_place or (command.overrides and is_of_run):

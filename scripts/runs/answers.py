@@ -17,7 +17,9 @@ from regimen.conf.check import parse
 from regimen.conf.errors import ConfigError, Problem, one_line, raise_problems
 from regimen.conf.schema import Config
 from regimen.data.errors import DataError
+from regimen.data.formats.chat import Encoder
 from regimen.data.formats.new_texts import find_texts
+from regimen.data.formats.questions import ANSWER, QuestionFile
 from regimen.data.formats.table import Dialect, Table, read_columns
 from regimen.data.image_folder import find_pictures
 from regimen.data.loading.fetch import path_of
@@ -64,6 +66,8 @@ def answer(request: RunRequest) -> int:
     facts = read_inference_metadata(run_dir)
     dataset = _dataset(keys, config, facts, request.files)
     generation = _generation(keys, config, dataset)
+    if isinstance(dataset, QuestionFile):
+        config = _answering(keys, config)
     strategy = build_strategy(config)
     strategy.setup()
     try:
@@ -71,7 +75,7 @@ def answer(request: RunRequest) -> int:
             classes = facts.num_classes
             components = load_components(run_dir, config, classes, strategy, keys.checkpoint)
             loader = eval_loader(config, dataset, strategy)
-            writer = PredictionWriter(keys, facts, dataset)
+            writer = PredictionWriter(keys, facts, dataset, components.task)
             for answers in Predictor(components, keys.save, generation)(loader):
                 if components.is_main:
                     writer.add(answers)
@@ -97,7 +101,12 @@ def _dataset(keys: Prediction, config: Config, facts: InferenceMetadata, lines: 
     answers_text = facts.outputs["kind"] == "text"
     own_splits = *config.data.validations, *config.data.tests
     if source not in ("val", "test", "predict", *own_splits):
-        form = facts.inputs
+        form = dict(facts.inputs)
+        given = (config.data.train or {}).get("tokenizer")
+        if "tokenizer" in form and given is not None:
+            form["tokenizer"] = given  # where it is by now, which may not be where training was
+        if form["kind"] == "conversation":
+            return _questions(keys, form)
         if answers_text or form["kind"] == "text":
             return prompts_for(facts, config, *find_prompts(source, lines))
         if form["kind"] in ("texts", "words"):
@@ -123,8 +132,43 @@ def _dataset(keys: Prediction, config: Config, facts: InferenceMetadata, lines: 
     return build_data(config, (source,), facts.classes).sets[source]
 
 
+def _questions(keys: Prediction, form: Mapping[str, Any]) -> QuestionFile:
+    """Return the conversations of a file. Raises DataError for one that asks nothing."""
+    if keys.source == "-":
+        raise ConfigError("source", "conversations are read from a file", "source=FILE.jsonl")
+    if not keys.out.endswith(".jsonl"):
+        raise ConfigError(
+            "out",
+            f"{keys.out}: conversations and their answers are no table of cells",
+            "out=answers.jsonl",
+        )
+    encoder = Encoder(form["tokenizer"], form["template"], form["variables"])
+    questions = QuestionFile(keys.source, encoder)
+    if keys.on_error == "raise":
+        for fault in questions.faults.values():
+            raise DataError(fault)
+    return questions
+
+
+def _answering(keys: Prediction, config: Config) -> Config:
+    """Return a configuration whose task answers questions: with the tokens of the keys, or its own.
+
+    Raises ConfigError for keys that have no effect on the likeliest answer.
+    """
+    for key in ("sampling", "top_k", "temperature", "save"):
+        if getattr(keys, key) not in (None, "greedy"):
+            raise ConfigError(key, "has no effect on answers to conversations: they are greedy")
+    generate = dict(config.task.get("generate") or {})
+    if keys.max_new_tokens is not None:
+        generate["max_new_tokens"] = keys.max_new_tokens
+    generate.setdefault("max_new_tokens", Generation().max_new_tokens)
+    return replace(config, task={**config.task, "generate": generate})
+
+
 def _generation(keys: Prediction, config: Config, dataset: Any) -> Generation | None:
     """Return how prompts are continued; None where the samples are no prompts."""
+    if isinstance(dataset, QuestionFile):
+        return None  # the task answers them itself
     options = {}
     for name in ("max_new_tokens", "sampling", "temperature"):
         value = getattr(keys, name)
@@ -150,9 +194,13 @@ class PredictionWriter:
     Masks are written as they come: PNG files with a palette, in a folder beside the table.
     """
 
-    def __init__(self, keys: Prediction, facts: InferenceMetadata, dataset: Any) -> None:
+    def __init__(
+        self, keys: Prediction, facts: InferenceMetadata, dataset: Any, task: Any = None
+    ) -> None:
+        """`task`: that of the run, which turns tokens of answers into texts."""
         self._keys = keys
         self._dataset = dataset
+        self._task = task
         self._table = Path(keys.out)
         prompts = dataset.texts if isinstance(dataset, Prompts) else None
         self._rows_of = Rows(facts, keys.top_k or 1, self._write_mask, prompts, dataset)
@@ -162,6 +210,10 @@ class PredictionWriter:
     def add(self, answers: Answers) -> None:
         """Take the answers for a batch, broken samples among them."""
         rows: dict[int, Row] = {index: {"error": why} for index, why in answers.broken.items()}
+        if isinstance(self._dataset, QuestionFile):
+            rows |= self._answered(answers)
+            self.rows += [{**self._dataset.values(index), **rows[index]} for index in sorted(rows)]
+            return
         rows |= dict(zip(answers.indices, self._rows_of(answers), strict=True))
         for index in sorted(rows):
             name = path_of(self._dataset, index) or str(index)
@@ -169,6 +221,14 @@ class PredictionWriter:
         if answers.indices:
             for name, values in answers.kept.items():
                 self._save(name, answers.indices, values)
+
+    def _answered(self, answers: Answers) -> dict[int, Row]:
+        """Return the answers to questions, by their numbers."""
+        if not answers.indices:
+            return {}
+        tokens = answers.values[OUTPUT].tolist()
+        texts = map(self._task.generator.text, tokens)
+        return {index: {ANSWER: text} for index, text in zip(answers.indices, texts, strict=True)}
 
     def _save(self, name: str, indices: Sequence[int], values: Tensor) -> None:
         """Put the values of some samples into the array of all."""

@@ -247,14 +247,14 @@ def _compare(resume: Resume, raw: Values) -> Resume:
 def _moved_keys(payload: Mapping[str, Any], saved: Values, raw: Values) -> set[str]:
     """Return the keys that may change since they say where weights are that a checkpoint borrows.
 
-    The hash of what is there now is compared before anything is loaded. Data follow the model: a
-    tokenizer that was in the folder of the weights is in the new folder, too.
+    The hash of what is there now is compared before anything is loaded. Data and task follow the
+    model: a tokenizer that was in the folder of the weights is in the new folder, too.
     """
     now = dict(leaves(raw))
     keys = set()
     for entry in read_entries(payload):
         for key, value in leaves(saved):
-            follows = key.startswith("data.") and now.get(key) == now.get(entry["key"])
+            follows = key.startswith(("data.", "task.")) and now.get(key) == now.get(entry["key"])
             if value == entry["name"] and (key.startswith("model.") or follows):
                 keys.add(key)
     return keys

@@ -420,6 +420,8 @@ def _check_with_model(
     with collect_problems(problems):
         strategy, arguments = strategy_class(config)
         strategy.check_model(model, **arguments)
+    with collect_problems(problems):
+        parts.task.check_evaluation(model, {})
     if config.optimizer:
         with collect_problems(problems):
             problems += _dense_problems(parts.optimizers, model)

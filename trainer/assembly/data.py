@@ -267,6 +267,9 @@ def _open(config: Config, split: str, node: Node) -> Any:
     arguments: Node = {}
     if takes_pipeline:
         arguments["transform"] = pipeline
+    is_evaluated = split != "train" or config.trainer.overfit_batches is not None
+    if is_evaluated and config.task.get("generate") and "prompts" in accepted:
+        arguments["prompts"] = True  # which the task answers
     if config.dry_run and "keep_index" in accepted:
         arguments["keep_index"] = False  # a dry run writes no files
     dataset = instantiate(_in_folds(config, split, node), _key_=key_of(split), **arguments)

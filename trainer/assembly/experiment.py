@@ -25,6 +25,7 @@ from regimen.trainer.assembly.data import (
     build_transforms,
     class_names,
     data_facts,
+    key_of,
     open_data,
 )
 from regimen.trainer.assembly.parts import (
@@ -113,6 +114,7 @@ def build(
     checkpointed = parts.checkpointed
     # The names of metrics of single classes are known only with the data.
     raise_problems([*name_problems(parts.task), *monitor_problems(config, parts.task)])
+    parts.task.check_evaluation(parts.model, _evaluated(config, data))
     trainer = Trainer(
         parts.model,
         parts.task,
@@ -140,6 +142,16 @@ def build(
     trainer.random.keep()
     tests = _test_loaders(config, data, strategy)
     return Experiment(config, data, trainer, tests, switches, checkpointed)
+
+
+def _evaluated(config: Config, data: Data) -> dict[str, Any]:
+    """Return the data sets of validation and test that a run has, by key."""
+    if config.trainer.overfit_batches is not None:
+        stages = ["train", *config.data.tests]
+    else:
+        stages = [*config.data.validations, *config.data.tests]
+    sets = {key_of(stage): data.sets.get(stage) for stage in stages}
+    return {key: dataset for key, dataset in sets.items() if dataset is not None}
 
 
 def _val_loaders(config: Config, data: Data, strategy: Strategy) -> dict[str, Loader | None]:

@@ -45,6 +45,7 @@ _INPUTS: Mapping[str, Mapping[str, Any]] = {
     "text": {"encoding": str, "context": int},
     "texts": {"columns": list, "tokenizer": str, "length": int, "too_long": str},
     "words": {"tokenizer": str, "length": int, "too_long": str},
+    "conversation": {"tokenizer": str, "template": str | None, "variables": dict},
 }
 _OUTPUTS: Mapping[str, Any] = {"threshold": int | float, "scale": list}
 _NUMBER = int | float
@@ -64,7 +65,7 @@ class InferenceMetadata(NamedTuple):
 
     classes: list[str] | None  # names, by class number
     num_classes: int | None
-    inputs: dict[str, Any]  # before the transforms: "kind" (picture, table, text, array), its form
+    inputs: dict[str, Any]  # before the transforms: "kind" (picture, table, text, ...), its form
     outputs: dict[str, Any]  # `Task.output_kind`, the threshold of labels, the scale of values
     transforms: dict[str, Any]  # those of evaluation, as in the configuration
     model: dict[str, Any]

@@ -208,6 +208,22 @@ class FSDP(MultiProcess):
         finally:
             _free_gathered(model)
 
+    @contextmanager
+    def unsharded(self, model: nn.Module) -> Iterator[None]:
+        """Keep the parameters that the first forward pass, of all processes, gathers.
+
+        From then on any part of the model may be called, any number of times, by any process.
+        """
+        units = _units(model)
+        for unit in units:
+            unit.set_reshard_after_forward(False, recurse=False)
+        try:
+            yield
+        finally:
+            for unit in units:
+                unit.set_reshard_after_forward(self._reshard_after_forward, recurse=False)
+            _free_gathered(model)
+
     def load_model_state(self, model: nn.Module, state: Mapping[str, Any]) -> None:
         """Load this process's shards of a whole state."""
         model.load_state_dict(self.split_like(state, model.state_dict()))
@@ -278,11 +294,15 @@ def _dimensions(tensor: Any) -> Sequence[str]:
 
 def _free_gathered(model: nn.Module) -> None:
     """Make the next forward pass gather the parameters again, after a write to their shards."""
+    for unit in _units(model):
+        unit.reshard()
+
+
+def _units(model: nn.Module) -> list[Any]:
+    """Return the modules whose parameters are gathered together."""
     from torch.distributed.fsdp import FSDPModule
 
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 def _shard(value: Any, like: Any) -> Any:

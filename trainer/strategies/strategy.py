@@ -186,6 +186,10 @@ class Strategy:
         """Return the context of an evaluation, in which all processes have the saved buffers."""
         return NULL_CONTEXT
 
+    def unsharded(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """Return the context in which each process has whole parameters, once all called it."""
+        return NULL_CONTEXT
+
     def warm_up(self, wrapped: nn.Module, compute: Callable[[], None]) -> None:
         """Before a resume, call `compute` (gradients that are dropped) if the wrapper needs it."""
 

@@ -11,6 +11,7 @@ from regimen.trainer.errors import ModelError, SampleError, describe_value, qual
 from regimen.trainer.task import Metric, StepOutput, Task, takes_names
 from regimen.trainer.tasks.losses import Loss, Losses
 from regimen.trainer.tasks.metrics import ConfusionMatrix, PerClassAccuracy, Perplexity
+from regimen.trainer.tasks.text_metrics import takes_texts
 
 Scores = dict[str, tuple[Tensor, Tensor | int]]
 Metrics = Mapping[str, Metric | None]
@@ -103,6 +104,12 @@ class Supervised(Task):
                 raise ValueError(
                     f"metrics.{name}: {qualified_name(metric)} has no {', '.join(missing)}"
                 )
+            if takes_texts(metric) and not self.writes_texts:
+                raise ModelError(
+                    f"task.metrics.{name}",
+                    f"{qualified_name(metric)} compares texts, and the task writes none",
+                    "task=chat does with task.generate.max_new_tokens=64",
+                )
 
     def answer(self, model: nn.Module, inputs: Any) -> Any:
         """Return the model's output for inputs, in the shape that the losses expect."""
@@ -192,10 +199,23 @@ class Supervised(Task):
     def update_metrics(self, output: Any, target: Any) -> None:
         """Add a batch to the metrics; those that count classes get `labels_of` the target."""
         for metric in self._metrics.values():
+            if takes_texts(metric):
+                continue  # `update_text_metrics`
             if isinstance(metric, (ConfusionMatrix, Perplexity)):
                 metric.update(output, self.labels_of(target))
             else:
                 metric.update(output, target)
+
+    def update_text_metrics(self, answers: Sequence[str], references: Sequence[str]) -> None:
+        """Add the texts that a model wrote, and those that the data have, to the metrics of texts.
+
+        Nothing is added of a batch without a text.
+        """
+        if not answers:
+            return
+        for metric in self._metrics.values():
+            if takes_texts(metric):
+                metric.update(answers, references)
 
     def labels_of(self, target: Tensor) -> Tensor:
         """Return the class at each position of a target; below 0 where the loss ignores it."""
