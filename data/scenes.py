@@ -1,10 +1,15 @@
-"""Several digits in one image, for segmentation and for several labels an image."""
+"""Several digits in one image, for segmentation, detection and several labels an image."""
 
+from hashlib import sha256
 from typing import Literal
 
 import torch
+from torch import Tensor
+from torch.nn.functional import interpolate
 
 from regimen.data.errors import DataError
+from regimen.data.formats.coco import Picture
+from regimen.data.formats.detection_folder import DetectionFolder
 from regimen.data.keys import SPLIT, random_state
 from regimen.data.sources import Digits, TensorSamples
 from regimen.data.splits import Split
@@ -63,3 +68,72 @@ class DigitScenes(TensorSamples):
         else:
             super().__init__(images, present, transform)
             self.classes = digits.classes
+
+
+class DigitBoxes(DetectionFolder):
+    """Scenes of 1 to `most` of scikit-learn's digits of several sizes, with a box around each.
+
+    Scene i shows digit i of the split, and others of it, without overlap. Digits are scaled to
+    squares of `sides` pixels; a box encloses the ink of one. The scenes are drawn once, with
+    `split_seed`. `scenes`: how many, at most one a digit of the split; None: so many.
+    """
+
+    concurrent = True  # nothing is prepared: processes may open it at once
+
+    def __init__(
+        self,
+        split: Split,
+        scenes: int | None = None,
+        image_size: int = 64,
+        sides: tuple[int, int] = (16, 28),
+        most: int = 3,
+        split_seed: int = 0,
+        transform: Transform = None,
+        fold: int = 0,
+        folds: int = 0,
+    ) -> None:
+        least, largest = sides
+        if not 8 <= least <= largest <= image_size or most < 1:
+            raise DataError(
+                f"data.sides=[{least}, {largest}] and data.most={most}: digits of at least 8 and "
+                f"at most data.image_size={image_size} pixels, and at least one in a scene"
+            )
+        digits = Digits(split, 8, split_seed, fold=fold, folds=folds)
+        count = min(len(digits), scenes or len(digits))
+        draws = random_state(split_seed, SPLIT, 2, len(digits))
+        self._images = torch.zeros(count, 3, image_size, image_size, dtype=torch.uint8)
+        pictures = []
+        for i in range(count):
+            picture = Picture(f"scene {i}", (image_size, image_size))
+            shown = [i, *draws.randint(len(digits), size=draws.randint(most))]
+            for digit in shown:
+                side = draws.randint(least, largest + 1)
+                left, top = draws.randint(image_size - side + 1, size=2)
+                place = self._images[i, :, top : top + side, left : left + side]
+                if place.any():  # there is a digit already
+                    continue
+                glyph = digits.inputs[digit][None].float()
+                ink = interpolate(glyph, (side, side), mode="bilinear")[0]
+                place.copy_(ink.expand(3, -1, -1))
+                rows, columns = (ink[0] >= _PAPER).nonzero(as_tuple=True)
+                x1 = left + int(columns.min())
+                y1 = top + int(rows.min())
+                x2 = left + int(columns.max()) + 1
+                y2 = top + int(rows.max()) + 1
+                picture.add((x1, y1, x2, y2), int(digits.targets[digit]))
+            pictures.append(picture)
+        is_train = split == "train"
+        super().__init__(pictures, digits.classes, image_size, 3, transform, is_train)
+
+    def read(self, index: int) -> Tensor:
+        """Return a scene as uint8 (3, H, W)."""
+        return self._images[index]
+
+    def explain_depth(self) -> list[str]:
+        """Return nothing: there are no files."""
+        return []
+
+    def fingerprint(self) -> str:
+        """Return a digest of the scenes and their boxes."""
+        digest = sha256(self._images.numpy().tobytes() + super().fingerprint().encode())
+        return digest.hexdigest()[:16]

@@ -1,8 +1,7 @@
 """`evaluate run=RUN_DIR [checkpoint=best]`: test a finished run again."""
 
-import re
 from collections.abc import Sequence
-from pathlib import Path
+from dataclasses import asdict
 
 from regimen.scripts import commands
 
@@ -17,75 +16,34 @@ def evaluate(argv: Sequence[str]) -> int:
     from regimen.scripts.cli.keys import Evaluation, read_keys
 
     keys, arguments = read_keys(Evaluation, argv)
-    from regimen.conf.check import parse
-    from regimen.conf.errors import one_line
+    from regimen.conf.errors import ConfigError
+    from regimen.scripts.cli.arguments import key_of
     from regimen.scripts.cli.console import importing
     from regimen.scripts.composition.compose import compose  # it imports Hydra
 
-    _refuse_processes(arguments.overrides)
-    composed = compose(arguments, trains=False)
-    with importing():
-        from regimen.trainer.files.atomic import write_json
-        from regimen.trainer.inference.predictor import classes_of, with_attributes_of
-        from regimen.trainer.inference.run import check_run, evaluate_run
-
-        if keys.artefact is not None:
-            from regimen.trainer.export.artefact import evaluate_artefact
-
-    with composed.locating():
-        config = parse(composed.config)
-        run_dir = Path(keys.run)
-        config = with_attributes_of(run_dir, config)
-        check_run(config, run_dir, keys.checkpoint)
-        if keys.artefact is not None:
-            tested = {"artefact": keys.artefact}
-            split, metrics = evaluate_artefact(
-                config, Path(keys.artefact), keys.split, keys.allow_code, classes_of(run_dir)
-            )
-        else:
-            tested = {"checkpoint": keys.checkpoint}
-            split, metrics = evaluate_run(config, run_dir, keys.checkpoint, keys.split)
-    # Printed before they are written: the directory may be somebody else's, and read-only.
-    for name, value in metrics.items():
-        print(f"{one_line(name):<20} {value:.4f}")
-    result = {**tested, "split": split, **metrics}
-    write_json(run_dir / "evaluation.json", result)
-    print(f"written to {one_line(run_dir / 'evaluation.json')}")
-    return 0
-
-
-def _refuse_processes(overrides: Sequence[str]) -> None:
-    """Raise ConfigError for overrides that request several processes: `evaluate` has one."""
-    from regimen.conf.errors import ConfigError
-
-    uses_dp = "strategy.name=dp" in overrides
-    refused = [text for text in overrides if _requests_processes(text, uses_dp)]
-    if refused:
+    # However a run was trained, one process tests it, unless an override asks for several.
+    chosen = [text for text in arguments.overrides if key_of(text) in _CHOICES]
+    if chosen and keys.artefact is not None:
         raise ConfigError(
-            "strategy",
-            f"{' '.join(refused)}: evaluate works in one process, however a run was trained",
-            "leave it out; strategy.name=dp uses several GPUs",
+            "artefact",
+            f"a file is tested in one process, on the CPU: {' '.join(chosen)} has no effect",
+            "leave it out",
         )
+    composed = compose(arguments, trains=False)
+    request = composed.request(argv, evaluation=asdict(keys))
+    if chosen:
+        from regimen.scripts.runs.launch import runner_for
+
+        run = runner_for(request)
+    else:
+        with importing():
+            from regimen.scripts.runs.measure import measure as run
+    with composed.locating():
+        return run(request)
 
 
-def _requests_processes(override: str, uses_dp: bool) -> bool:
-    from regimen.conf.fields import declared
-    from regimen.conf.schema_trainer import STRATEGIES, StrategyConfig
-    from regimen.scripts.cli.arguments import key_of
-
-    key = key_of(override)
-    value = override.partition("=")[2]
-    # Those that have processes have a backend for them.
-    names = declared(StrategyConfig)["backend"].strategies
-    if key == "strategy._target_":
-        return value in [STRATEGIES[name] for name in names]
-    if key in ("strategy", "strategy.name"):
-        return not {*names}.isdisjoint(re.findall(r"\w+", value))
-    # With dp one process has several devices.
-    if key == "strategy.devices" and not uses_dp:
-        # A number other than 1, or a list of several.
-        return re.fullmatch(r"(?!1$)\d+|\[.*,.*\]", value) is not None
-    return False
+# What chooses a number of processes.
+_CHOICES = ("strategy", "strategy.name", "strategy._target_", "strategy.devices")
 
 
 if __name__ == "__main__":

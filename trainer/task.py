@@ -149,8 +149,9 @@ class Task:
     writes_texts: bool = False
     # The kind of values that `interpret` returns: "classes" (probabilities [n, classes]),
     # "labels" (probabilities [n, labels]), "values" ([n] or [n, outputs]), "mask" (class indices
-    # [n, H, W]), "text" (logits of the next token, [n, vocabulary, length]), or "array" (anything
-    # else).
+    # [n, H, W]), "text" (logits of the next token, [n, vocabulary, length]), "boxes" (for each
+    # sample a dict of `boxes` [m, 4] as x1 y1 x2 y2, `scores` [m] and `labels` [m]), or "array"
+    # (anything else).
     output_kind: str = "array"
 
     def metric_names(self) -> Sequence[str]:
@@ -360,12 +361,18 @@ def missing_step(kind: type, step: str) -> str:
     )
 
 
-def batch_dependence_warning(task: Task, micro_batches: int, devices: int) -> str | None:
-    """Say that a split changes the training; None where it does not, or nothing is split."""
-    if not task.couples_samples or micro_batches * devices == 1:
+def batch_dependence_warning(
+    task: Task, model: nn.Module, micro_batches: int, devices: int
+) -> str | None:
+    """Say that a split changes the training; None where it does not, or nothing is split.
+
+    A model that computes its own loss has an attribute `couples_samples`, too.
+    """
+    coupling = [part for part in (task, model) if getattr(part, "couples_samples", False) is True]
+    if not coupling or micro_batches * devices == 1:
         return None
     return (
-        f"{qualified_name(task)} couples the samples of a micro-batch (couples_samples): an "
+        f"{qualified_name(coupling[0])} couples the samples of a micro-batch (couples_samples): an "
         f"update that is split over {devices} devices and {micro_batches} micro-batches is not "
         "that of the whole batch; the same training needs trainer.gradient_accumulation_steps=1 "
         "and one device"

@@ -32,11 +32,12 @@ class Picture:
     """The boxes of one picture.
 
     `size`: width and height in pixels as the annotations state them. None: boxes are given in
-    shares of width and height.
+    shares of width and height. `number`: its id in COCO's file.
     """
 
     path: str
     size: tuple[int, int] | None = None
+    number: int | None = None
     boxes: list[Box] = field(default_factory=list)
     labels: list[int] = field(default_factory=list)
     crowds: list[bool] = field(default_factory=list)  # whether a box stands for a group
@@ -54,10 +55,14 @@ class Picture:
 
 @dataclass(frozen=True)
 class Annotations:
-    """The pictures of a split, and the names of the classes that their boxes have."""
+    """The pictures of a split, and the names of the classes that their boxes have.
+
+    `category_ids`: the number of each class in the files. None: not each class has one.
+    """
 
     pictures: list[Picture]
     classes: list[str]
+    category_ids: list[int] | None = None
 
 
 @dataclass
@@ -206,7 +211,7 @@ def read_coco(
             clipped = check.clip(box, picture.size, _PIXEL_MARGIN, where)
             if clipped is not None:
                 picture.add(clipped, label, bool(entry.get("iscrowd", 0)))
-    return Annotations(list(pictures.values()), names)
+    return Annotations(list(pictures.values()), names, _category_ids(names, number_of))
 
 
 def _entries(content: Mapping[str, Any], key: str, file: Path) -> list[Mapping[str, Any]]:
@@ -265,6 +270,14 @@ def _categories(
     return [*name_of.values()], {i: number for number, i in enumerate(name_of)}
 
 
+def _category_ids(names: Sequence[str], number_of: Mapping[Any, int]) -> list[int] | None:
+    """Return the id of each class in the files; None where one has none that is an integer."""
+    id_of = {number: i for i, number in number_of.items() if isinstance(i, int)}
+    if len(id_of) < len(names):
+        return None
+    return [id_of[number] for number in range(len(names))]
+
+
 def _coco_pictures(
     file: Path, images: Sequence[Mapping[str, Any]], folders: Sequence[Path]
 ) -> dict[Any, Picture]:
@@ -289,7 +302,8 @@ def _coco_pictures(
         else:
             places = ", ".join(map(str, folders))
             raise DataError(f"{where}: there is no file {name} in {places}")
-        found[image["id"]] = Picture(path, size)
+        number = image["id"] if isinstance(image["id"], int) else None
+        found[image["id"]] = Picture(path, size, number)
     return found
 
 
@@ -332,7 +346,7 @@ def read_yolo(
                 picture.add(clipped, number_of[label])
     if unused:
         logger.warning("%s: %d files belong to no picture", labels, len(unused))
-    return Annotations(pictures, names)
+    return Annotations(pictures, names, _category_ids(names, number_of))
 
 
 def _yolo_line(line: str, where: str) -> tuple[int, Box]:

@@ -29,8 +29,11 @@ class DetectionFolder(Pictures):
     image: float32 (C, `image_size`, `image_size`) in [0, 1]. The picture is scaled until its longer
     side fits, and padded with black at the right and below.
     target: `boxes`, `tv_tensors.BoundingBoxes` (n, 4) as x1 y1 x2 y2 in pixels of that image,
-    `labels` int64 (n), and `image_id`, the number of the sample. With `keeps_crowds` also
-    `iscrowd` (n): boxes around groups, which an evaluation ignores. Otherwise these are left out.
+    `labels` int64 (n), and `image_id`, the number of the sample.
+
+    `for_training=False`: the target also has `iscrowd` (n), boxes around groups, which an
+    evaluation ignores and a training leaves out; and what brings an answer back to the picture:
+    its `size` (height, width), and `frame` (2, 2), the corners 0, 0 and width, height in the image.
 
     Transforms are given the pair (uint8 image, target) before the image is scaled, so that those of
     `torchvision.transforms.v2` move the boxes.
@@ -45,16 +48,30 @@ class DetectionFolder(Pictures):
         image_size: int,
         channels: Channels = 3,
         transform: Transform = None,
-        keeps_crowds: bool = False,
+        for_training: bool = True,
+        category_ids: Sequence[int] | None = None,
     ) -> None:
         super().__init__([picture.path for picture in pictures], channels, None, transform)
         self.classes = list(classes)
         self.image_size = image_size
+        # The numbers of classes and pictures in the files of annotations, for answers in their
+        # format: without any, those that they have here.
+        self.category_ids = list(category_ids or range(len(self.classes)))
+        self.numbers = [picture.number for picture in pictures]
         self._boxes = [picture.box_array() for picture in pictures]
         self._labels = [np.array(picture.labels, np.int64) for picture in pictures]
         self._crowds = [np.array(picture.crowds, np.bool_) for picture in pictures]
         self._sizes = [picture.size for picture in pictures]
-        self._keeps_crowds = keeps_crowds
+        self._for_training = for_training
+
+    def input_form(self) -> dict[str, Any]:
+        """Return the form of an image before the transforms, and the side that it is fitted to."""
+        return {**super().input_form(), "fitted": self.image_size}
+
+    def number(self, index: int) -> int:
+        """Return the id of a picture in COCO's file, else the number of the sample."""
+        number = self.numbers[index]
+        return index if number is None else number
 
     def boxes(self, index: int, height: int, width: int) -> Target:
         """Return the target of a sample, for its picture of that size. Raises DataError."""
@@ -69,7 +86,7 @@ class DetectionFolder(Pictures):
                 "rotation?)"
             )
         crowds = self._crowds[index]
-        rows = np.arange(len(boxes)) if self._keeps_crowds else np.flatnonzero(~crowds)
+        rows = np.flatnonzero(~crowds) if self._for_training else np.arange(len(boxes))
         target: Target = {
             "boxes": tv_tensors.BoundingBoxes(
                 torch.from_numpy(boxes[rows]).float(), format="XYXY", canvas_size=(height, width)
@@ -77,24 +94,30 @@ class DetectionFolder(Pictures):
             "labels": torch.from_numpy(self._labels[index][rows]),
             "image_id": torch.tensor(index),
         }
-        if self._keeps_crowds:
-            target["iscrowd"] = torch.from_numpy(crowds.astype(np.int64))
+        if not self._for_training:
+            target["iscrowd"] = torch.from_numpy(crowds[rows].astype(np.int64))
         return target
 
     def __getitem__(self, index: int) -> tuple[Any, Target]:
-        image = tv_tensors.Image(self.decoded(index))
-        return self._finished(image, self.boxes(index, *image.shape[-2:]))
+        image = self.decoded(index)
+        return self.finished(image, self.boxes(index, *image.shape[-2:]))
+
+    def resize_and_transform(self, image: Any) -> tuple[Any, Target]:
+        """Return the sample of a picture, uint8 (C, H, W), without annotations."""
+        height, width = image.shape[-2:]
+        no_box = tv_tensors.BoundingBoxes(
+            torch.zeros(0, 4), format="XYXY", canvas_size=(height, width)
+        )
+        no_label = torch.zeros(0, dtype=torch.int64)
+        target: Target = {"boxes": no_box, "labels": no_label, "image_id": torch.tensor(-1)}
+        if not self._for_training:
+            target["iscrowd"] = no_label
+        return self.finished(image, target)
 
     def stand_in(self) -> tuple[Any, Target]:
         """Return a black sample without a box."""
         side = self.image_size
-        black = torch.zeros(self.channels, side, side, dtype=torch.uint8)
-        boxes = tv_tensors.BoundingBoxes(torch.zeros(0, 4), format="XYXY", canvas_size=(side, side))
-        labels = torch.zeros(0, dtype=torch.int64)
-        target: Target = {"boxes": boxes, "labels": labels, "image_id": torch.tensor(-1)}
-        if self._keeps_crowds:
-            target["iscrowd"] = labels
-        return self._finished(tv_tensors.Image(black), target)
+        return self.resize_and_transform(torch.zeros(self.channels, side, side, dtype=torch.uint8))
 
     def fingerprint(self) -> str:
         """Return a digest of the names of the pictures, the classes and the boxes."""
@@ -105,28 +128,36 @@ class DetectionFolder(Pictures):
             digest.update(b"\n")
         return digest.hexdigest()[:16]
 
-    def _finished(self, image: Any, target: Target) -> tuple[Any, Target]:
+    def finished(self, picture: Tensor, target: Target) -> tuple[Any, Target]:
+        """Return a picture, uint8 (C, H, W), and its target, transformed and fitted."""
+        image: Any = tv_tensors.Image(picture)
+        if not self._for_training:
+            size = (int(picture.shape[-2]), int(picture.shape[-1]))
+            corners = torch.tensor([[0.0, 0.0], [size[1], size[0]]])
+            target["frame"] = tv_tensors.KeyPoints(corners, canvas_size=size)
+            target["size"] = torch.tensor(size)
         if self.transform is not None:
             image, target = self.transform((image, target))
-        image, boxes = fitted(image, target["boxes"], self.image_size)
+        moved = [name for name in ("boxes", "frame") if name in target]
+        image, *places = fitted(self.image_size, image, *[target[name] for name in moved])
         if not image.is_floating_point():
             image = F.to_dtype(image, torch.float32, scale=True)
-        return image, {**target, "boxes": boxes}
+        return image, {**target, **dict(zip(moved, places, strict=True))}
 
 
-def fitted(image: Any, boxes: Any, side: int) -> tuple[Any, Any]:
-    """Scale an image (C, H, W) and its boxes into a square; pad at the right and below.
+def fitted(side: int, image: Any, *places: Any) -> list[Any]:
+    """Scale an image (C, H, W) and boxes or points in it into a square; pad at the right and below.
 
-    `image`, `boxes`: tensors of torchvision's `tv_tensors`.
+    `image`, `places`: tensors of torchvision's `tv_tensors`.
     """
     height, width = image.shape[-2:]
     scale = side / max(height, width)
     inner_height = max(1, round(height * scale))
     inner_width = max(1, round(width * scale))
     padding = [0, 0, side - inner_width, side - inner_height]
-    image = F.pad(F.resize(image, [inner_height, inner_width]), padding)
-    boxes = F.pad(F.resize(boxes, [inner_height, inner_width]), padding)
-    return image, boxes
+    return [
+        F.pad(F.resize(part, [inner_height, inner_width]), padding) for part in (image, *places)
+    ]
 
 
 def collate_boxes(samples: Sequence[tuple[Tensor, Target]]) -> tuple[Tensor, list[Target]]:
@@ -136,8 +167,8 @@ def collate_boxes(samples: Sequence[tuple[Tensor, Target]]) -> tuple[Tensor, lis
     """
     if not isinstance(samples[0], tuple):
         raise DataError(
-            "a picture came without a target: `predict` takes no detector; from Python, "
-            "load_run(RUN).model() answers images that were brought to data.image_size"
+            "a picture came without a target: collate_boxes takes the samples (image, target) of "
+            "a data set such as data=detection"
         )
     images = torch.stack([image.as_subclass(Tensor) for image, _ in samples])
     targets = [
@@ -197,5 +228,6 @@ def detection_folder(
         image_size,
         channels,
         transform,
-        keeps_crowds=split != "train",
+        split == "train",
+        found.category_ids,
     )

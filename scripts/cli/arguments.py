@@ -177,7 +177,8 @@ class RunRequest:
     arguments: list[str]  # as typed, for `resume_command`
     allowed: list[str] = field(default_factory=list)  # packages of --allow-target
     allows_remote_code: bool = False  # --allow-remote-code
-    prediction: Values | None = None  # the keys of `predict`; None: train
+    prediction: Values | None = None  # the keys of `predict`
+    evaluation: Values | None = None  # those of `evaluate`; without both: train
     files: list[str] = field(default_factory=list)  # lines that `predict` read from standard input
 
     def resume_command(self, run_dir: Path) -> str:

@@ -62,13 +62,14 @@ class RunOptions:
 
 @dataclass(kw_only=True, slots=True)
 class Evaluation(RunOptions):
-    """Test a run's checkpoint again, on one device, and write evaluation.json into its directory.
+    """Test a run's checkpoint again, and write evaluation.json into its directory.
 
       evaluate run=RUN_DIR [checkpoint=best|last|PATH] [split=test|val] [key=value ...]
       evaluate run=RUN_DIR artefact=FILE [split=test|val] [allow_code=true]
 
     Further overrides change the run's configuration, e.g. loader.num_workers=2 or
     data.test.root=DIR. It is stored resolved: data.root alone feeds nothing, and is refused.
+    However the run was trained, one process tests it; strategy=ddp strategy.devices=2 starts two.
     """
 
     overrides = True
@@ -98,7 +99,10 @@ class Prediction(RunOptions):
         "a folder (pictures below it), a file, a glob, - (names on standard input), or val, test, "
         "predict of the run's data; of a language model a file with one prompt a line, or -",
     )
-    out: str = option("predictions.csv", "the suffix says which: .csv, .jsonl, .parquet")
+    out: str = option(
+        "predictions.csv",
+        "the suffix says which: .csv, .jsonl, .parquet; of a detector also .json, COCO's results",
+    )
     top_k: int | None = count(None, "the likeliest classes that are written, 1")
     device: str | None = option(
         None,
@@ -118,6 +122,12 @@ class Prediction(RunOptions):
         None, "greedy: the likeliest token; random: of the top_k likeliest, by seed and prompt"
     )
     temperature: float | None = positive(None, "1.0, for sampling=random")
+    score_threshold: float | None = option(
+        None,
+        "of a detector: boxes with a lower score are left out; null: those that the model gives",
+        limits={">=": 0, "<=": 1},
+    )
+    draw: str | None = option(None, "of a detector: a new folder for the pictures with their boxes")
 
     @property
     def saved(self) -> str:
@@ -139,7 +149,11 @@ class Prediction(RunOptions):
             )
         if self.save_to is not None and self.save is None:
             yield Problem("save_to", "there is nothing to save", f"add save={_KINDS}")
-        yield from self._file_problems("out", Path(self.out), (".csv", ".jsonl", ".parquet"))
+        yield from self._file_problems(
+            "out", Path(self.out), (".csv", ".jsonl", ".parquet", ".json")
+        )
+        if self.draw is not None:
+            yield from self._folder_problems(Path(self.draw))
         if self.array is not None:
             yield from self._file_problems("save_to", self.array, (".npy", ".safetensors"))
         if self.out.endswith(".parquet") and importlib.util.find_spec("pyarrow") is None:
@@ -148,6 +162,14 @@ class Prediction(RunOptions):
                 "a .parquet table needs pyarrow",
                 "install the extra: pip install 'torch-regimen[parquet]', or write .csv or .jsonl",
             )
+
+    def _folder_problems(self, path: Path) -> Iterator[Problem]:
+        if not path.parent.is_dir():
+            yield Problem("draw", f"{path}: there is no folder {path.parent}")
+        elif path.exists() and not path.is_dir():
+            yield Problem("draw", f"{path} is no folder")
+        elif path.exists() and any(path.iterdir()) and not self.overwrite:
+            yield Problem("draw", f"{path} is not empty", "overwrite=true writes into it")
 
     def _file_problems(self, key: str, path: Path, suffixes: Sequence[str]) -> Iterator[Problem]:
         if path.suffix not in suffixes:

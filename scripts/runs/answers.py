@@ -13,11 +13,13 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from regimen.callbacks.pictures.boxes import side_by_side, with_boxes
 from regimen.conf.check import parse
 from regimen.conf.errors import ConfigError, Problem, one_line, raise_problems
 from regimen.conf.schema import Config
 from regimen.data.errors import DataError
 from regimen.data.formats.chat import Encoder
+from regimen.data.formats.detection_folder import DetectionFolder
 from regimen.data.formats.new_texts import find_texts
 from regimen.data.formats.questions import ANSWER, QuestionFile
 from regimen.data.formats.table import Dialect, Table, read_columns
@@ -30,7 +32,7 @@ from regimen.trainer.assembly.data import build_data, build_pipeline, nodes_of
 from regimen.trainer.assembly.experiment import eval_loader
 from regimen.trainer.assembly.parts import build_strategy
 from regimen.trainer.checkpoints.archive import write_safetensors
-from regimen.trainer.files.atomic import as_json, replacing, storing, write_json
+from regimen.trainer.files.atomic import as_json, replacing, storing, write_json, write_text
 from regimen.trainer.files.layout import as_bytes, as_csv, encodable
 from regimen.trainer.inference.predictor import (
     OUTPUT,
@@ -64,7 +66,10 @@ def answer(request: RunRequest) -> int:
     config = with_attributes_of(run_dir, config)
     check_run(config, run_dir, keys.checkpoint)
     facts = read_inference_metadata(run_dir)
+    _check_boxes(keys, facts)
     dataset = _dataset(keys, config, facts, request.files)
+    if keys.draw is not None:
+        _check_drawable(Path(keys.draw), dataset)
     generation = _generation(keys, config, dataset)
     if isinstance(dataset, QuestionFile):
         config = _answering(keys, config)
@@ -75,7 +80,9 @@ def answer(request: RunRequest) -> int:
             classes = facts.num_classes
             components = load_components(run_dir, config, classes, strategy, keys.checkpoint)
             loader = eval_loader(config, dataset, strategy)
-            writer = PredictionWriter(keys, facts, dataset, components.task)
+            is_labelled = keys.source in (*config.data.validations, *config.data.tests)
+            has_truth = is_labelled and isinstance(dataset, DetectionFolder)
+            writer = PredictionWriter(keys, facts, dataset, components.task, has_truth)
             for answers in Predictor(components, keys.save, generation)(loader):
                 if components.is_main:
                     writer.add(answers)
@@ -165,6 +172,45 @@ def _answering(keys: Prediction, config: Config) -> Config:
     return replace(config, task={**config.task, "generate": generate})
 
 
+def _check_boxes(keys: Prediction, facts: InferenceMetadata) -> None:
+    """Raise ConfigError for keys that a detector does not take, and for those that only it does."""
+    if facts.outputs["kind"] == "boxes":
+        if keys.saved in ("logits", "probabilities"):
+            raise ConfigError(
+                "save",
+                f"{keys.save}: a detector answers with any number of boxes, which no array holds",
+                "out=boxes.json has them with their scores",
+            )
+        if keys.top_k is not None:
+            raise ConfigError(
+                "top_k", "a box has one class", "model.detections_per_img=NUMBER limits the boxes"
+            )
+        return
+    raise_problems(
+        Problem(key, "only the boxes of a detector take it")
+        for key in ("score_threshold", "draw")
+        if getattr(keys, key) is not None
+    )
+    if Path(keys.out).suffix == ".json":
+        raise ConfigError(
+            "out",
+            f"{keys.out}: .json is COCO's format for boxes, and this run does not find any",
+            ".jsonl has a line of JSON for each sample",
+        )
+
+
+def _check_drawable(folder: Path, dataset: Any) -> None:
+    """Raise ConfigError for samples that are no pictures, and for a folder that holds some."""
+    if not hasattr(dataset, "decoded"):
+        raise ConfigError("draw", f"{type(dataset).__name__} has no pictures to draw into")
+    paths = [path_of(dataset, index) for index in range(len(dataset))]
+    folders = {Path(path).parent.resolve() for path in paths if path is not None}
+    if folder.resolve() in folders:
+        raise ConfigError(
+            "draw", f"{folder} holds pictures of the source", "another folder keeps them apart"
+        )
+
+
 def _generation(keys: Prediction, config: Config, dataset: Any) -> Generation | None:
     """Return how prompts are continued; None where the samples are no prompts."""
     if isinstance(dataset, QuestionFile):
@@ -191,11 +237,17 @@ def _generation(keys: Prediction, config: Config, dataset: Any) -> Generation | 
 class PredictionWriter:
     """Collects the predictions and the values to save of all samples, and writes their files.
 
-    Masks are written as they come: PNG files with a palette, in a folder beside the table.
+    Masks are written as they come: PNG files with a palette, in a folder beside the table. So are
+    pictures with boxes, in the folder `draw`; `has_truth`: beside the true ones.
     """
 
     def __init__(
-        self, keys: Prediction, facts: InferenceMetadata, dataset: Any, task: Any = None
+        self,
+        keys: Prediction,
+        facts: InferenceMetadata,
+        dataset: Any,
+        task: Any = None,
+        has_truth: bool = False,
     ) -> None:
         """`task`: that of the run, which turns tokens of answers into texts."""
         self._keys = keys
@@ -203,8 +255,11 @@ class PredictionWriter:
         self._task = task
         self._table = Path(keys.out)
         prompts = dataset.texts if isinstance(dataset, Prompts) else None
-        self._rows_of = Rows(facts, keys.top_k or 1, self._write_mask, prompts, dataset)
+        threshold = keys.score_threshold or 0.0
+        self._rows_of = Rows(facts, keys.top_k or 1, self._write_mask, prompts, dataset, threshold)
+        self._has_truth = has_truth
         self.rows = list[Row]()
+        self._results = list[Row]()  # a box each, in COCO's format
         self._arrays = dict[str, Any]()  # by the name of an output, a row for each sample
 
     def add(self, answers: Answers) -> None:
@@ -217,7 +272,12 @@ class PredictionWriter:
         rows |= dict(zip(answers.indices, self._rows_of(answers), strict=True))
         for index in sorted(rows):
             name = path_of(self._dataset, index) or str(index)
-            self.rows.append({"file": name, **rows[index]})
+            row = {"file": name, **rows[index]}
+            self.rows.append(row)
+            if self._table.suffix == ".json":
+                self._results += self._coco_results(index, row)
+            if self._keys.draw is not None and "error" not in row:
+                self._draw(Path(self._keys.draw), index, row)
         if answers.indices:
             for name, values in answers.kept.items():
                 self._save(name, answers.indices, values)
@@ -263,13 +323,70 @@ class PredictionWriter:
                 suffix = "" if name == OUTPUT else f".{_file_name_part(name)}.npy"
                 with replacing(path.with_suffix(suffix) if suffix else path) as file:
                     np.save(file, values)
-        columns = list(dict.fromkeys(name for row in self.rows for name in row))
+        if self._table.suffix == ".json":
+            # The format has no place for pictures that cannot be read.
+            broken = {row["file"]: row["error"] for row in self.rows if "error" in row}
+            origin = {**origin, "errors": broken}
+            lines = ",\n".join(map(as_json, self._results))  # a box a line
+            write_text(self._table, f"[{lines}]\n")
+        else:
+            self._write_rows()
+        write_json(self._table.with_name(f"{self._table.name}.meta.json"), origin)
+
+    def _write_rows(self) -> None:
+        rows = self.rows
+        if self._table.suffix == ".csv":
+            rows = [line for row in rows for line in _lines_of(row)]
+        columns = list(dict.fromkeys(name for row in rows for name in row))
         if "error" in columns:  # comes last
             columns.remove("error")
             columns.append("error")
         with replacing(self._table) as file:
-            _write_table(file, self._table.suffix, columns, self.rows)
-        write_json(self._table.with_name(f"{self._table.name}.meta.json"), origin)
+            _write_table(file, self._table.suffix, columns, rows)
+
+    def _coco_results(self, index: int, row: Row) -> list[Row]:
+        """Return the boxes of a sample as COCO's results, with the name of the file."""
+        number_of = getattr(self._dataset, "number", None)
+        number = index if number_of is None else number_of(index)
+        boxes = zip(
+            row.get("category_id", ()),
+            row.get("bbox", ()),
+            row.get("probability", ()),
+            strict=True,
+        )
+        return [
+            {
+                "image_id": number,
+                "file_name": encodable(row["file"]),
+                "category_id": category,
+                "bbox": box,
+                "score": score,
+            }
+            for category, box, score in boxes
+        ]
+
+    def _draw(self, folder: Path, index: int, row: Row) -> None:
+        """Write the picture of a sample with its boxes; beside the true ones, if it has any."""
+        picture = self._dataset.decoded(index)
+        captions = [
+            f"{name} {score:.2f}"
+            for name, score in zip(row["prediction"], row["probability"], strict=True)
+        ]
+        boxes = torch.tensor(row["bbox"], dtype=torch.float64).view(-1, 4)
+        boxes[:, 2:] += boxes[:, :2]
+        tiles = [with_boxes(picture, boxes, captions, row["category_id"])]
+        if self._has_truth:
+            truth = self._dataset.boxes(index, *picture.shape[-2:])
+            labels = truth["labels"].tolist()
+            names = [self._dataset.classes[label] for label in labels]
+            ids = [self._dataset.category_ids[label] for label in labels]
+            tiles.insert(0, with_boxes(picture, truth["boxes"], names, ids))
+        stem = re.sub(r"[^\w-]", "_", Path(row["file"]).stem, flags=re.ASCII)
+        path = folder / f"{index:06d}_{stem[:80]}.png"
+        with storing(path):
+            folder.mkdir(exist_ok=True)
+            with replacing(path) as file:
+                Image.fromarray(side_by_side(tiles)).save(file, "PNG")
 
     def summary(self) -> str:
         """Return how many rows there are, and where. Raises DataError if all files were broken."""
@@ -331,6 +448,28 @@ def _encodable(value: Any) -> Any:
     if isinstance(value, list):
         return [_encodable(part) for part in value]
     return encodable(value) if isinstance(value, str) else value
+
+
+def _lines_of(row: Row) -> list[Row]:
+    """Return a row for each box of a sample; one without a box where it has none."""
+    if "bbox" not in row:
+        return [row]
+    lines = []
+    columns = (row["prediction"], row["probability"], row["category_id"], row["bbox"])
+    for name, score, category, (x, y, width, height) in zip(*columns, strict=True):
+        lines.append(
+            {
+                "file": row["file"],
+                "prediction": name,
+                "probability": score,
+                "category_id": category,
+                "x": x,
+                "y": y,
+                "width": width,
+                "height": height,
+            }
+        )
+    return lines or [{"file": row["file"], "prediction": ""}]
 
 
 def _csv_cell(value: Any) -> Any:

@@ -108,6 +108,10 @@ def runner_for(request: RunRequest, note: Path | None = None) -> Callable[[RunRe
             from regimen.scripts.runs.answers import answer
 
             return answer
+        if request.evaluation is not None:
+            from regimen.scripts.runs.measure import measure
+
+            return measure
         from regimen.scripts.runs.run import run
     return partial(run, note=note)
 

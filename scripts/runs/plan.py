@@ -267,7 +267,9 @@ def _notes(experiment: Experiment, memory: Mapping[str, int | None]) -> Iterator
             for remark in dataset.explain():
                 yield f"data.{split}: {remark}"
     steps = experiment.config.trainer.micro_batches
-    warning = batch_dependence_warning(trainer.task, steps, strategy.data_parallel_size)
+    warning = batch_dependence_warning(
+        trainer.task, trainer.model, steps, strategy.data_parallel_size
+    )
     if warning:
         yield warning
     sensitive = accumulation_sensitive_parts(trainer) if steps > 1 else []

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import toys
 from regimen.callbacks.histograms import Histograms
+from regimen.callbacks.pictures.boxes import Boxes, with_boxes
 from regimen.callbacks.pictures.classes import ConfusionMatrix, PRCurves
 from regimen.callbacks.pictures.generated import GeneratedImages, GeneratedText
 from regimen.callbacks.pictures.graph import Graph
@@ -26,6 +27,7 @@ from regimen.trainer.callback import Callback
 from regimen.trainer.evaluation import evaluate
 from regimen.trainer.rng import RandomStates
 from regimen.trainer.tasks.classification import Classification
+from regimen.trainer.tasks.detection import Detection
 from regimen.trainer.tasks.gan import GAN
 from regimen.trainer.tasks.language_model import LanguageModel
 from regimen.trainer.tasks.multilabel import MultiLabel
@@ -281,6 +283,48 @@ def test_masks_lie_over_their_images():
     painted = overlay(grey, torch.tensor([[0, 1], [2, 255]]), 3)
     assert torch.equal(painted[:, 0, 0], grey[:, 0, 0])  # the background stays as it is
     assert len({tuple(pixel) for pixel in painted.flatten(1).T.tolist()}) == 4
+
+
+class Detected(nn.Module):
+    """A detector that knows one box for each image, and in the second of them another one."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+
+    def forward(self, images, targets=None):
+        if targets is not None:
+            return {"loss": self.weight.sum()}
+        boxes = torch.tensor([[4.0, 4, 12, 12], [20, 20, 30, 30]])
+        labels = torch.tensor([1, 0])
+        answers = []
+        for index in range(len(images)):
+            scores = torch.tensor([0.9, 0.2 + 0.6 * (index == 1)])
+            answers.append({"boxes": boxes, "scores": scores, "labels": labels})
+        return answers
+
+
+def test_boxes_are_shown_beside_the_true_ones():
+    pytest.importorskip("faster_coco_eval")
+    truths = [
+        {"boxes": torch.zeros(0, 4), "labels": torch.zeros(0, dtype=torch.long)},
+        {"boxes": torch.tensor([[4.0, 4, 12, 12]]), "labels": torch.tensor([1])},
+    ]
+    batches = [(torch.rand(2, 3, 32, 32), truths)]
+    gallery, boxes = Gallery(), Boxes(count=2)
+    callbacks = {"g": gallery, "b": boxes}
+    task = Detection(2)
+    trainer_of(callbacks, task=task, model=Detected(), train=batches, max_epochs=1).fit()
+    height, width, _ = gallery.shown["boxes/val"][0][1].shape
+    assert width == 2 * (256 + 4) + 4  # truth and answer of an image in a row
+    assert height > 2 * 256
+    black = torch.zeros(1, 32, 32, dtype=torch.uint8)
+    drawn = with_boxes(black, torch.tensor([[4.0, 4, 12, 12]]), ["one"], [1])
+    inked = drawn.amax(0).nonzero()
+    assert drawn.shape == (3, 256, 256)
+    assert inked.amin(0).tolist() == pytest.approx([32, 32], abs=2)  # enlarged by 8
+    assert inked.amax(0).tolist() == pytest.approx([96, 96], abs=2)
+    assert not with_boxes(black, torch.zeros(0, 4), [], []).any()
 
 
 def test_generated_images_come_from_the_same_noise_each_time():

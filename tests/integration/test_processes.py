@@ -426,3 +426,15 @@ def test_what_happens_to_one_node_ends_all(launch, how, codes, status):
         assert saved_updates(run.run_dir) >= 7
     else:
         assert run.error(tracebacks=None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("experiment", ["regression", "segmentation", "char_lm"])
+def test_an_evaluation_is_the_same_in_two_processes(of_experiment, evaluated, experiment):
+    run = of_experiment(experiment)
+    expected = evaluated(run)
+    found = evaluated(run, "strategy=ddp", "strategy.devices=2")
+    assert found.keys() == expected.keys()
+    words = ("checkpoint", "split")
+    assert [found.pop(name) for name in words] == [expected.pop(name) for name in words]
+    assert found == pytest.approx(expected, rel=1e-6)

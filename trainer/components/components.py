@@ -225,6 +225,7 @@ def start_remarks(
     """
     split = batch_dependence_warning(
         components.task,
+        components.model,
         components.options.micro_batches,
         components.strategy.data_parallel_size,
     )

@@ -24,6 +24,14 @@ from regimen.trainer.assembly.experiment import build_evaluator, eval_loader
 from regimen.trainer.checkpoints.archive import digest, read_safetensors, write_safetensors
 from regimen.trainer.checkpoints.reader import compare_names
 from regimen.trainer.errors import ModelError, short_message
+from regimen.trainer.export.boxes import (
+    FORMATS,
+    BoxNetwork,
+    box_answer,
+    box_difference,
+    describe_boxes,
+    write_boxes,
+)
 from regimen.trainer.export.formats import (
     GRAPHS,
     WEIGHTS,
@@ -52,7 +60,7 @@ from regimen.trainer.files.atomic import (
     write_text,
 )
 from regimen.trainer.inference.predictor import named_tensors
-from regimen.trainer.inference.run import Run, measured, open_splits
+from regimen.trainer.inference.run import Run, measured, open_splits, pictures_for
 from regimen.trainer.runs.status import read_json
 from regimen.trainer.strategies.strategy import Strategy
 from regimen.trainer.targets.instantiate import instantiate
@@ -82,7 +90,7 @@ _OTHER_BASE = (
     "format=huggingface has them all"
 )
 _ANY_SIZE = (256, 256)  # of random pictures, if the transforms bring any picture to one size
-_EVALUATED = ("logits", "classes", "labels", "values", "mask")  # outputs that have metrics
+_EVALUATED = ("logits", "classes", "labels", "values", "mask", "boxes")  # outputs that have metrics
 
 
 def export_run(
@@ -101,6 +109,13 @@ def export_run(
     be exported or whose file has other outputs, CheckpointError, StorageError. Nothing incomplete
     is left.
     """
+    finds_boxes = run.facts.outputs["kind"] == "boxes"
+    if finds_boxes and (name not in FORMATS or write is not None):
+        what = f"format={name}" if write is None else "quantize"
+        raise ModelError(
+            f"{what} does not take a detector, whose answers are lists of any length: "
+            f"regimen export with format={', '.join(FORMATS)} does"
+        )
     if name in GRAPHS:
         check_libraries(name)
     folder = out or run.path / "exports" / (name if write is None else "quantized")
@@ -120,7 +135,8 @@ def export_run(
         elif name in FOLDERS:
             _write_folder(run, made, facts, checkpoint)
         else:
-            graph = _graph_of(run, facts, preprocessing, checkpoint)
+            graph_of = _box_graph_of if finds_boxes else _graph_of
+            graph = graph_of(run, facts, preprocessing, checkpoint)
             write_graph = write or _write_graph
             write_graph(graph, path)
         facts["sha256"] = digest(path)
@@ -151,11 +167,38 @@ def _graph_of(run: Run, facts: Facts, preprocessing: Preprocessing, checkpoint: 
     return Exportable(network, samples, facts)
 
 
+def _box_graph_of(
+    run: Run, facts: Facts, preprocessing: Preprocessing, checkpoint: str
+) -> Exportable:
+    """Return the graph of a detector, and add what is known of it to `facts`.
+
+    Raises ModelError for a run whose data do not bring pictures to a fixed size.
+    """
+    model = run.model(checkpoint)
+    if "fitted" not in run.facts.inputs:
+        raise ModelError(
+            "the size of the detector's pictures is not known: a run on data=detection brings them "
+            "to data.image_size; format=safetensors writes the weights of any other"
+        )
+    task = run.components(checkpoint).task
+    samples, are_real = samples_of(run, run.facts.transforms)
+    if preprocessing == "inside":
+        samples = (samples * 255).round().to(torch.uint8)
+    facts["preprocessing"] = preprocessing
+    facts["verified"] = {"samples": "of the run" if are_real else "random", "batch_sizes": [1]}
+    describe_boxes(facts, samples)
+    return Exportable(BoxNetwork(model, task, preprocessing == "inside"), samples, facts)
+
+
 def _write_graph(graph: Exportable, path: Path) -> None:
     facts = graph.facts
     form = GRAPHS[facts["format"]]
-    form.write(graph, path)
-    facts["verified"]["largest_difference"] = largest_difference(graph, form.load(path))
+    if isinstance(graph.network, BoxNetwork):
+        write_boxes(graph, path)
+        facts["verified"]["largest_difference"] = box_difference(graph, form.load(path))
+    else:
+        form.write(graph, path)
+        facts["verified"]["largest_difference"] = largest_difference(graph, form.load(path))
     facts["notes"] = [form.remark] if form.remark else []
 
 
@@ -271,6 +314,9 @@ def samples_of(run: Run, names: Iterable[str]) -> tuple[Tensor, bool]:
     shape = (_SAMPLES, form["channels"], *(form["size"] or _ANY_SIZE))
     generator = torch.Generator().manual_seed(0)
     pictures = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+    if "fitted" in form:
+        fit = pictures_for(run.facts, config, []).resize_and_transform
+        return torch.stack([inputs_of(fit(picture)) for picture in pictures]), False
     pipeline = build_pipeline(config, "eval")
     return torch.stack([pipeline(picture) for picture in pictures]), False
 
@@ -361,6 +407,9 @@ class _Answering(nn.Module):
         self._num_classes = facts.get("num_classes")
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
+        if self._output == "boxes":
+            (images,) = inputs
+            return [box_answer(self._answer[0], images[n : n + 1]) for n in range(len(images))]
         answer = self._answer[0](*inputs, **named)
         if self._output == "classes":
             return torch.log(answer)  # the task's softmax returns the probabilities again

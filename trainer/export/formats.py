@@ -106,7 +106,7 @@ def build_network(
 class Exportable(NamedTuple):
     """What is written as a graph: the network, samples of its inputs, and the facts about both."""
 
-    network: Network
+    network: nn.Module
     samples: Tensor
     facts: Facts
 
@@ -215,6 +215,7 @@ def _load_onnx(path: Path) -> Answer:
 def _write_torchscript(graph: Exportable, path: Path) -> None:
     """Trace a network; compile its model from source if the trace may lose a branch."""
     network = graph.network
+    assert isinstance(network, Network)  # detectors have their own writer
     trace = partial(torch.jit.trace, strict=False)
     with silently():  # the deprecation is mentioned once, in `remark`
         with warnings.catch_warnings(record=True, action="always", category=_TRACER_WARNING) as log:

@@ -29,6 +29,7 @@ from regimen.trainer.files.atomic import write_json
 from regimen.trainer.rng import derived_seed
 from regimen.trainer.runs.status import INFERENCE, RunDirectoryError, read_json
 from regimen.trainer.task import Task
+from regimen.trainer.tasks.detection import packed
 
 Row = dict[str, Any]
 Sampling = Literal["greedy", "random"]
@@ -47,7 +48,7 @@ _INPUTS: Mapping[str, Mapping[str, Any]] = {
     "words": {"tokenizer": str, "length": int, "too_long": str},
     "conversation": {"tokenizer": str, "template": str | None, "variables": dict},
 }
-_OUTPUTS: Mapping[str, Any] = {"threshold": int | float, "scale": list}
+_OUTPUTS: Mapping[str, Any] = {"threshold": int | float, "scale": list, "category_ids": list}
 _NUMBER = int | float
 _FEATURE: Mapping[str, Any] = {
     "name": str,
@@ -87,6 +88,9 @@ def inference_metadata(config: Config, data: Data, task: Task) -> InferenceMetad
     scale = getattr(datasets[0], "target_scale", None)
     if scale is not None:
         outputs["scale"] = list(scale)  # mean and deviation of the training targets
+    category_ids = getattr(datasets[0], "category_ids", None)
+    if category_ids is not None:
+        outputs["category_ids"] = list(category_ids)  # the numbers of classes in annotations
     return InferenceMetadata(
         classes=next(filter(None, map(names_of, datasets)), None),
         num_classes=data.num_classes,
@@ -129,6 +133,11 @@ def _faults(values: Mapping[str, Any]) -> Iterator[str]:
     scale = outputs.get("scale", [0.0, 1.0])
     if len(scale) != 2 or not _are(scale, _NUMBER):
         yield "its 'scale' is no mean and deviation"
+    if not _are(outputs.get("category_ids", ()), int):
+        yield "its 'category_ids' are no numbers"
+    side = inputs.get("fitted", 1)
+    if not _are([side], int) or not 0 < side <= _LARGEST_SIDE:
+        yield "its 'fitted' is no side of an image"
     size = inputs.get("size") or [1, 1]
     if len(size) != 2 or not _are(size, int) or not 0 < min(size) <= max(size) <= _LARGEST_SIDE:
         yield "its 'size' is no height and width"
@@ -364,6 +373,8 @@ class Predictor:
             if explained is None:
                 raise
             raise explained from error
+        if task.output_kind == "boxes":
+            values = packed(values)
         count = len(indices)
         saved: dict[str, Tensor] = {}
         if self._keep is not None:
@@ -404,7 +415,7 @@ class Rows(NamedTuple):
 
     mask_of: writes a mask and returns its path, given the sample's index and the mask. prompts: of
     all samples, by index; None if the outputs are not text. samples: the data set, whose texts
-    stand beside the answers.
+    stand beside the answers. score_threshold: boxes with a lower score are left out.
     """
 
     facts: InferenceMetadata
@@ -412,6 +423,7 @@ class Rows(NamedTuple):
     mask_of: Callable[[int, Tensor], Any] = lambda index, mask: mask.tolist()  # on the host
     prompts: Sequence[str] | None = None
     samples: Any = None
+    score_threshold: float = 0.0
 
     def __call__(self, answers: Answers) -> list[Row]:
         """Return a row for each sample that was read. Nothing waits: outputs are on the host."""
@@ -427,6 +439,9 @@ class Rows(NamedTuple):
         count = len(answers.indices)
         if not count:
             return []
+        if kind == "boxes":
+            samples = zip(*(values[name] for name in ("boxes", "scores", "labels")), strict=True)
+            return [self._boxes(*sample) for sample in samples]
         output = values.get(OUTPUT)
         if output is None:
             return _columns(values, count)
@@ -458,6 +473,19 @@ class Rows(NamedTuple):
         threshold = float(self.facts.outputs.get("threshold", 0.5))
         above = {self._name(n): p for n, p in enumerate(probabilities) if p > threshold}
         return {"prediction": list(above), "probability": list(above.values())}
+
+    def _boxes(self, boxes: Tensor, scores: Tensor, labels: Tensor) -> Row:
+        """Return the boxes of a sample [m, 4] as lists, those of COCO as x, y, width, height."""
+        rows = (labels >= 0) & (scores >= self.score_threshold)
+        corners = boxes[rows].double()
+        numbers = labels[rows].tolist()
+        ids = self.facts.outputs.get("category_ids") or ()
+        return {
+            "prediction": [self._name(number) for number in numbers],
+            "probability": scores[rows].tolist(),
+            "category_id": [ids[n] if n < len(ids) else n for n in numbers],
+            "bbox": torch.cat([corners[:, :2], corners[:, 2:] - corners[:, :2]], 1).tolist(),
+        }
 
     def _ranked(self, numbers: Sequence[int], probabilities: Sequence[float]) -> Row:
         row: Row = {"prediction": self._name(numbers[0]), "probability": probabilities[0]}

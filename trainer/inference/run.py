@@ -27,6 +27,8 @@ from regimen.conf.yaml_file import plain_values
 from regimen.data import tokenizers
 from regimen.data.decode import pil_to_channels, read_image
 from regimen.data.errors import DataError
+from regimen.data.formats.coco import Picture
+from regimen.data.formats.detection_folder import DetectionFolder, collate_boxes
 from regimen.data.formats.new_texts import given_texts
 from regimen.data.image_folder import Pictures
 from regimen.data.loading.fetch import Collate, collate
@@ -226,7 +228,8 @@ class Run:
             return self._rows(predictor, given, rows, batch_size, texts.collate_batch)
         samples = self._samples(images)
         predictor = Predictor(self.components(checkpoint))
-        return self._rows(predictor, samples, Rows(self.facts, top_k), batch_size)
+        into_batch = collate_boxes if "fitted" in self.facts.inputs else collate
+        return self._rows(predictor, samples, Rows(self.facts, top_k), batch_size, into_batch)
 
     def generate(
         self,
@@ -301,7 +304,7 @@ class Run:
                 given = given.float()
         return iter(given)
 
-    def _pictures(self, images: Any) -> Iterator[Tensor]:
+    def _pictures(self, images: Any) -> Iterator[Any]:
         """Yield pictures, given in any usual form, as the samples of the run's data."""
         form = pictures_for(self.facts, self.config, [])
         channels = form.channels
@@ -347,12 +350,14 @@ def pictures_for(facts: InferenceMetadata, config: Config, paths: Sequence[str])
             "files",
             "source=val or source=test; or describe a data set in data.predict",
         )
+    pipeline = build_pipeline(config, "eval")
+    if "fitted" in inputs:
+        unlabelled = [Picture(path) for path in paths]
+        classes = facts.classes or ()
+        side = inputs["fitted"]
+        return DetectionFolder(unlabelled, classes, side, inputs["channels"], pipeline, False)
     return Pictures(
-        paths,
-        inputs["channels"],
-        inputs["size"],
-        build_pipeline(config, "eval"),
-        value_range=inputs.get("range"),
+        paths, inputs["channels"], inputs["size"], pipeline, value_range=inputs.get("range")
     )
 
 
@@ -504,15 +509,22 @@ def open_splits(
 
 
 def evaluate_run(
-    config: Config, run_dir: Path, checkpoint: str, split: str | None
+    config: Config,
+    run_dir: Path,
+    checkpoint: str,
+    split: str | None,
+    strategy: Strategy | None = None,
 ) -> tuple[str, dict[str, float]]:
     """Return the split (see `open_splits`), and the metrics of `checkpoint` over it.
 
-    Raises CheckpointError, and ConfigError for a split that the data do not have.
+    `strategy` (default: the configuration's, in this process) must be set up; with several
+    processes this is a collective, and all return the same. Raises CheckpointError, and ConfigError
+    for a split that the data do not have.
     """
     path = find_checkpoint(run_dir, checkpoint)
-    strategy = build_strategy(config)
-    strategy.setup()
+    if strategy is None:
+        strategy = build_strategy(config)
+        strategy.setup()
     config = as_trained(config, path)
     opened = open_splits(config, strategy, split, classes_of(run_dir))
     _, num_classes = next(iter(opened.values()))

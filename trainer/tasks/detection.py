@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from regimen.trainer.errors import ModelError, SampleError, describe_value, qualified_name
 from regimen.trainer.task import Metric, StepOutput, Task
@@ -115,13 +116,19 @@ class Detection(Task):
     with both and returns its losses by name, means over the images. In an evaluation it is given
     the images and returns boxes, so an evaluation has no loss.
 
+    A prediction returns boxes, too: in pixels of the original pictures where the targets have their
+    `size` and `frame`, as those of data=detection.
+
     `couples_samples`: for a model whose loss divides by the boxes of the whole micro-batch, as
     torchvision's FCOS does, so that an update that is split is another one. RetinaNet's does not.
     """
 
+    output_kind = "boxes"
+
     def __init__(
         self, num_classes: int, per_class: bool = False, couples_samples: bool = False
     ) -> None:
+        self.num_classes = num_classes
         self.couples_samples = couples_samples
         self.precision = AveragePrecision(num_classes, per_class)
 
@@ -158,6 +165,41 @@ class Detection(Task):
         found = model(images)
         self.precision.update(found, targets)
         return StepOutput({}, output=found)
+
+    def prediction_step(self, model: nn.Module, batch: Any) -> list[Boxes]:
+        """Return the boxes of each image; `batch` may be images alone."""
+        if not isinstance(batch, list | tuple) or len(batch) != 2:
+            found: list[Boxes] = model(batch)
+            return found
+        images, targets = _pair_of(batch)
+        found = model(images)
+        return [
+            _in_picture(answer, target) if "frame" in target else answer
+            for answer, target in zip(found, targets, strict=True)
+        ]
+
+
+def _in_picture(answer: Boxes, target: Boxes) -> Boxes:
+    """Return an answer whose boxes are in pixels of the picture that the image was made of."""
+    start, end = target["frame"].double()
+    height, width = target["size"]
+    size = torch.stack([width, height])
+    corners = answer["boxes"].double().view(-1, 2, 2)
+    corners = ((corners - start) * (size / (end - start))).clamp(size * 0, size)
+    boxes = corners.view(-1, 4)
+    return {**answer, "boxes": boxes.to(answer["boxes"])}
+
+
+def packed(answers: Sequence[Boxes]) -> Boxes:
+    """Return the boxes of n images as tensors [n, m, ...]; where an image has fewer, labels are -1.
+
+    `boxes` [n, m, 4], `scores` [n, m], `labels` [n, m].
+    """
+    fill = {"boxes": 0.0, "scores": 0.0, "labels": -1}
+    return {
+        name: pad_sequence([answer[name] for answer in answers], True, value)
+        for name, value in fill.items()
+    }
 
 
 def _pair_of(batch: Any) -> tuple[Any, Sequence[Boxes]]:

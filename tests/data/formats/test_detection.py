@@ -15,9 +15,11 @@ from regimen.data.formats.detection_folder import collate_boxes, detection_folde
 from regimen.data.loading.loader import Loader
 from regimen.data.orders import Sequential
 from regimen.data.samplers import UpdateSampler
+from regimen.data.scenes import DigitBoxes
 from regimen.data.sources import fingerprint
 from regimen.scripts.composition.compose import compose
 from regimen.trainer.assembly.data import build_data
+from regimen.trainer.tasks.detection import Detection
 from toy_boxes import CLASSES, coco, scene, write_coco, write_pictures, write_yolo
 
 SCENES = [scene(number) for number in range(6)]
@@ -404,3 +406,65 @@ def test_a_pixel_beyond_the_edge_is_rounding(tmp_path):
     content["annotations"][0]["bbox"] = [-0.5, 0, 16, 48.9]
     file.write_text(json.dumps(content))
     assert np.allclose(opened(tmp_path)[0][1]["boxes"][0], [0, 0, 15.5, 48])
+
+
+def test_scenes_of_digits_have_boxes_around_their_ink():
+    scenes = DigitBoxes("val", scenes=40, sides=(12, 20))
+    again = DigitBoxes("val", scenes=40, sides=(12, 20))
+    assert len(scenes) == 40
+    assert scenes.fingerprint() == again.fingerprint()
+    assert scenes.fingerprint() != DigitBoxes("val", scenes=40, split_seed=1).fingerprint()
+    counts = []
+    for index in range(len(scenes)):
+        image, target = scenes[index]
+        outside = image.clone()
+        for x1, y1, x2, y2 in target["boxes"].int().tolist():
+            inside = image[:, y1:y2, x1:x2]
+            assert inside.amax((0, 1)).min() > 0.1  # each column, and each row, has ink
+            assert inside.amax((0, 2)).min() > 0.1
+            outside[:, y1:y2, x1:x2] = 0
+        assert outside.max() < 0.13
+        counts.append(len(target["boxes"]))
+    assert {*counts} == {1, 2, 3}
+    assert {"size", "frame", "iscrowd"} <= scenes[0][1].keys()
+    assert not {"size", "frame", "iscrowd"} & DigitBoxes("train", scenes=1)[0][1].keys()
+    with pytest.raises(DataError, match=r"data.sides=\[30, 20\]"):
+        DigitBoxes("val", sides=(30, 20))
+
+
+def test_categories_and_pictures_keep_the_numbers_of_their_files(tmp_path):
+    layout_beside(tmp_path / "coco", "train", SCENES)
+    layout_beside(tmp_path / "coco", "val", SCENES)
+    val = detection_folder(str(tmp_path / "coco"), "val", 64)
+    assert val.category_ids == [10, 20, 30]
+    assert [val.number(index) for index in range(3)] == [1, 2, 3]
+    reversed_names = CLASSES[::-1]
+    val = detection_folder(str(tmp_path / "coco"), "val", 64, classes=reversed_names)
+    assert val.category_ids == [30, 20, 10]
+    layout_yolo(tmp_path / "yolo", "val", SCENES)
+    layout_yolo(tmp_path / "yolo", "train", SCENES)
+    val = detection_folder(str(tmp_path / "yolo"), "val", 64)
+    assert val.category_ids == [0, 1, 2]
+    assert val.number(2) == 2
+
+
+def test_the_frame_leads_back_to_the_picture_through_a_transform(tmp_path):
+    layout_beside(tmp_path, "train", SCENES)
+    layout_beside(tmp_path, "val", SCENES)
+    resized = v2.Compose([v2.Resize((30, 90)), v2.Pad([3, 5, 0, 2])])
+    plain = detection_folder(str(tmp_path), "val", 64)
+    moved = detection_folder(str(tmp_path), "val", 64, transform=lambda pair: resized(*pair))
+    for index in range(len(SCENES)):
+        (_, expected), (_, target) = plain[index], moved[index]
+        answer = {name: value.as_subclass(torch.Tensor) for name, value in target.items()}
+
+        class Known(torch.nn.Module):
+            def forward(self, images, answer=answer):
+                return [{"boxes": answer["boxes"], "labels": answer["labels"]}]
+
+        batch = collate_boxes([moved[index]])
+        (found,) = Detection.prediction_step(None, Known(), batch)
+        _, boxes = SCENES[index]
+        truth = torch.tensor([box for _, box in boxes], dtype=torch.float32).view(-1, 4)
+        torch.testing.assert_close(found["boxes"], truth, rtol=0, atol=1e-3)
+        assert expected["size"].tolist() == target["size"].tolist() == [48, 64]

@@ -1,0 +1,127 @@
+"""Boxes of labels and answers over the images of a validation, for detectors."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchvision.utils import draw_bounding_boxes
+
+from regimen.callbacks.pictures.picture import (
+    ValidationPicture,
+    class_names,
+    is_picture,
+    pixels,
+    sheet,
+)
+from regimen.callbacks.support import require
+from regimen.trainer.media import Image
+from regimen.trainer.trainer import Trainer
+
+_LEAST_SIDE = 256  # pixels: smaller images are enlarged, so that captions can be read
+_GAP = 8  # pixels between two images
+# Colors of the classes, by their numbers in turn.
+_COLORS = ("#e6194b", "#3cb44b", "#4363d8", "#f58231", "#911eb4", "#46f0f0", "#f032e6", "#bcf60c")
+
+
+class Boxes(ValidationPicture):
+    """Show the first images of the validation, true boxes and answers side by side, as `boxes/val`.
+
+    Boxes with a score below `score_threshold` are not shown.
+    """
+
+    kinds = ("boxes",)
+
+    def __init__(
+        self,
+        count: int = 4,
+        score_threshold: float = 0.5,
+        every_n_validations: int | None = None,
+    ) -> None:
+        super().__init__(count, every_n_validations)
+        require(
+            0 <= score_threshold <= 1, f"score_threshold={score_threshold}: choose one of 0 to 1"
+        )
+        self._threshold = score_threshold
+
+    def collect(self, trainer: Trainer, batch: Any, output: Any) -> None:
+        """Keep the first images with their boxes."""
+        if self.kept or not is_picture(batch[0]):
+            return
+        count = self.wanted
+        truths = batch[1][:count]
+        answers = output[:count]
+        parts = [batch[0][:count].clone()]
+        for samples, names in (
+            (truths, ("boxes", "labels")),
+            (answers, ("boxes", "labels", "scores")),
+        ):
+            parts += [torch.cat([sample[name] for sample in samples]) for name in names]
+            # The numbers of boxes are the tensors' shapes: the host knows them, and nothing waits.
+            parts.append(torch.tensor([len(sample["boxes"]) for sample in samples]))
+        self.kept = [parts]
+
+    def show(self, trainer: Trainer, *parts: Tensor) -> None:
+        """Log the images."""
+        images, true_boxes, true_labels, true_counts, boxes, labels, scores, counts = parts
+        names = class_names(trainer, getattr(trainer.task, "num_classes", 0))
+        ends = true_counts.cumsum(0).tolist()
+        found_ends = counts.cumsum(0).tolist()
+        start = 0
+        found_start = 0
+        tiles = []
+        for image, end, found_end in zip(pixels(images), ends, found_ends, strict=True):
+            truth = slice(start, end)
+            numbers = true_labels[truth].tolist()
+            captions = [_name(names, number) for number in numbers]
+            tiles.append(with_boxes(image, true_boxes[truth], captions, numbers))
+
+            sure = torch.arange(found_start, found_end)
+            sure = sure[scores[sure] >= self._threshold]
+            numbers = labels[sure].tolist()
+            captions = [
+                f"{_name(names, number)} {score:.2f}"
+                for number, score in zip(numbers, scores[sure].tolist(), strict=True)
+            ]
+            tiles.append(with_boxes(image, boxes[sure], captions, numbers))
+            start = end
+            found_start = found_end
+        captions = ["label", "answer"] * len(images)
+        trainer.log_image("boxes/val", sheet(torch.stack(tiles), captions, columns=2))
+
+
+def _name(names: Sequence[str], number: int) -> str:
+    return names[number] if number < len(names) else str(number)
+
+
+def with_boxes(
+    image: Tensor, boxes: Tensor, captions: Sequence[str], numbers: Sequence[int]
+) -> Tensor:
+    """Return an image with boxes and a caption for each, as uint8 [3, H, W].
+
+    `image`: uint8 [1 or 3, H, W]; a small one is enlarged by a whole number. `boxes`: [n, 4], x1 y1
+    x2 y2 in its pixels. `numbers`: of their classes, which choose the colors. On the host.
+    """
+    factor = max(1, math.ceil(_LEAST_SIDE / max(image.shape[1:])))
+    large = image.expand(3, -1, -1).repeat_interleave(factor, 1).repeat_interleave(factor, 2)
+    if not len(boxes):
+        return large
+    drawn: Tensor = draw_bounding_boxes(
+        large,
+        boxes.double() * factor,
+        list(captions),
+        [_COLORS[number % len(_COLORS)] for number in numbers],
+        width=2,
+    )
+    return drawn
+
+
+def side_by_side(tiles: Sequence[Tensor]) -> Image:
+    """Return images [3, H, W] of one size as one [H, W, 3], with a gap between them."""
+    gap = torch.full((3, tiles[0].shape[1], _GAP), 255, dtype=torch.uint8)
+    joined = [tiles[0]]
+    for tile in tiles[1:]:
+        joined += [gap, tile]
+    picture: Image = torch.cat(joined, 2).movedim(0, -1).contiguous().numpy()
+    return picture
