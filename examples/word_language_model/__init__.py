@@ -1,0 +1,1 @@
+"""A recurrent word language model with truncated backpropagation, as a project of one's own."""

@@ -1,0 +1,81 @@
+"""Examples of sequences and tables: each as its loop by hand, and as a run that was resumed."""
+
+import copy
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from examples.word_language_model import by_hand as word_by_hand
+from regimen.conf.check import parse
+from regimen.scripts.composition.compose import compose
+from regimen.trainer.assembly.check import check_targets
+from regimen.trainer.assembly.experiment import build
+from same_run import differences
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ["word_language_model"]
+FILES = [path for name in EXAMPLES for path in (ROOT / "examples" / name).rglob("*.yaml")]
+
+
+def built(example, *overrides):
+    """Return an example's experiment in float64, with nothing that draws or writes."""
+    places = ["--config-dir", f"{ROOT}/examples/{example}/conf", f"experiment={example}"]
+    fixed = ["trainer.precision=fp64", "callbacks=none"]
+    return build(compose([*places, *fixed, *overrides]).config)
+
+
+def assert_close(trained, by_hand):
+    other = by_hand.state_dict()
+    for name, values in trained.state_dict().items():
+        torch.testing.assert_close(values, other[name], rtol=0, atol=1e-10, msg=name)
+
+
+@pytest.mark.parametrize(
+    "path", sorted(FILES), ids=lambda path: str(path.relative_to(ROOT / "examples"))
+)
+def test_a_file_opens_with_its_command_and_its_targets_bind(path):
+    first_line = path.read_text(encoding="utf-8").partition("\n")[0]
+    command = shlex.split(first_line.removeprefix("# train "))
+    assert command[0] == "--config-dir"
+    command[1] = f"{ROOT}/{command[1]}"
+    check_targets(parse(compose(command).config))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_a_resume_from_the_middle_equals_the_whole_run(train, tmp_path, example):
+    command = ["--config-dir", f"examples/{example}/conf", f"experiment={example}"]
+    short = [
+        *("trainer.max_epochs=2", "trainer.limit_train_batches=6", "trainer.limit_val_batches=2"),
+        *("trainer.limit_test_batches=1", "trainer.log_every_n_steps=2"),
+        *("callbacks.checkpoint.every_n_steps=4", "callbacks.checkpoint.save_top_k=-1"),
+    ]
+    whole = tmp_path / "whole"
+    train([*command, *short, f"run_dir={whole}"], folder=ROOT)
+    resumed = shutil.copytree(whole, tmp_path / "resumed")
+    middle = resumed / "checkpoints" / "step-00000004.pt"
+    train([*command, *short, f"resume={middle}"], folder=ROOT)
+    assert differences(whole, resumed, but=["config"]) == []
+
+
+# examples/word_language_model
+@pytest.mark.slow
+@pytest.mark.parametrize("parts", [1, 4])
+def test_columns_go_on_from_batch_to_batch_as_by_hand(parts):
+    experiment = built(
+        "word_language_model",
+        *("model.width=16", "model.dropout=0", "data.columns=200", "data.eval_columns=50"),
+        *("trainer.max_epochs=2", "data.shared.min_count=100"),
+        f"trainer.gradient_accumulation_steps={parts}",
+    )
+    trainer = experiment.trainer
+    model = copy.deepcopy(trainer.model)
+    texts = [experiment.data.sets[split].text for split in ("train", "val")]
+    trainer.fit()
+    word_by_hand.train_by_hand(model, *texts, epochs=2)
+    assert_close(trainer.model, model)
+    loss = word_by_hand.mean_loss(model, texts[1])
+    assert trainer.metrics["val/loss"] == pytest.approx(loss, rel=1e-12)
