@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from examples.nanogpt import by_hand as nanogpt_by_hand
 from examples.word_language_model import by_hand as word_by_hand
 from regimen.conf.check import parse
 from regimen.scripts.composition.compose import compose
@@ -16,7 +17,7 @@ from regimen.trainer.assembly.experiment import build
 from same_run import differences
 
 ROOT = Path(__file__).resolve().parents[2]
-EXAMPLES = ["word_language_model"]
+EXAMPLES = ["word_language_model", "nanogpt"]
 FILES = [path for name in EXAMPLES for path in (ROOT / "examples" / name).rglob("*.yaml")]
 
 
@@ -25,6 +26,21 @@ def built(example, *overrides):
     places = ["--config-dir", f"{ROOT}/examples/{example}/conf", f"experiment={example}"]
     fixed = ["trainer.precision=fp64", "callbacks=none"]
     return build(compose([*places, *fixed, *overrides]).config)
+
+
+def batches_of(trainer, parts):
+    """Train; return the batch of each update, put together from its micro-batches."""
+    seen = []
+    step = trainer.task.training_step
+
+    def training_step(model, batch):
+        seen.append(batch)
+        return step(model, batch)
+
+    trainer.task.training_step = training_step
+    trainer.fit()
+    updates = [seen[first : first + parts] for first in range(0, len(seen), parts)]
+    return [tuple(torch.cat(column) for column in zip(*each, strict=True)) for each in updates]
 
 
 def assert_close(trained, by_hand):
@@ -79,3 +95,20 @@ def test_columns_go_on_from_batch_to_batch_as_by_hand(parts):
     assert_close(trainer.model, model)
     loss = word_by_hand.mean_loss(model, texts[1])
     assert trainer.metrics["val/loss"] == pytest.approx(loss, rel=1e-12)
+
+
+# examples/nanogpt
+@pytest.mark.slow
+@pytest.mark.parametrize("parts", [1, 4])
+def test_rates_decay_and_clipping_are_those_by_hand(parts):
+    trainer = built(
+        "nanogpt",
+        *("model.depth=1", "model.dim=16", "trainer.max_steps=12", "lr_scheduler.warmup.steps=3"),
+        *("lr_scheduler.warmup.start_factor=0.25", "trainer.limit_val_batches=1"),
+        f"trainer.gradient_accumulation_steps={parts}",
+    ).trainer
+    model = copy.deepcopy(trainer.model)
+    batches = batches_of(trainer, parts)
+    assert [tokens.shape for tokens, _ in batches] == [(12, 64)] * 12
+    nanogpt_by_hand.train_by_hand(model, batches, updates=12, warmup=3)
+    assert_close(trainer.model, model)

@@ -1,0 +1,1 @@
+"""nanoGPT's recipe for characters, as a project of one's own."""
