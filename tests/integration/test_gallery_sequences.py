@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from examples.nanogpt import by_hand as nanogpt_by_hand
+from examples.sparse_embeddings import by_hand as sparse_by_hand
 from examples.word_language_model import by_hand as word_by_hand
 from regimen.conf.check import parse
 from regimen.scripts.composition.compose import compose
@@ -17,7 +18,7 @@ from regimen.trainer.assembly.experiment import build
 from same_run import differences
 
 ROOT = Path(__file__).resolve().parents[2]
-EXAMPLES = ["word_language_model", "nanogpt"]
+EXAMPLES = ["word_language_model", "nanogpt", "sparse_embeddings"]
 FILES = [path for name in EXAMPLES for path in (ROOT / "examples" / name).rglob("*.yaml")]
 
 
@@ -112,3 +113,23 @@ def test_rates_decay_and_clipping_are_those_by_hand(parts):
     assert [tokens.shape for tokens, _ in batches] == [(12, 64)] * 12
     nanogpt_by_hand.train_by_hand(model, batches, updates=12, warmup=3)
     assert_close(trainer.model, model)
+
+
+# examples/sparse_embeddings
+@pytest.mark.slow
+@pytest.mark.parametrize("parts", [1, 4])
+def test_only_the_rows_that_a_batch_reads_are_moved_as_by_hand(parts):
+    trainer = built(
+        "sparse_embeddings",
+        *("trainer.max_steps=6", "trainer.limit_val_batches=1"),
+        f"trainer.gradient_accumulation_steps={parts}",
+    ).trainer
+    model = copy.deepcopy(trainer.model)
+    start = model.users.weight.detach().clone()
+    batches = batches_of(trainer, parts)
+    assert [len(ratings) for _, ratings in batches] == [256] * 6
+    sparse_by_hand.train_by_hand(model, [(pairs, y.double()) for pairs, y in batches])
+    assert_close(trainer.model, model)
+    moved = (trainer.model.users.weight != start).any(1).nonzero().flatten()
+    seen = torch.cat([pairs[:, 0] for pairs, _ in batches]).unique()
+    assert moved.tolist() == seen.tolist()

@@ -1,0 +1,1 @@
+"""Ratings by factors with sparse gradients, as a project of one's own."""
