@@ -1,6 +1,7 @@
 """Examples of sequences and tables: each as its loop by hand, and as a run that was resumed."""
 
 import copy
+import itertools
 import shlex
 import shutil
 from pathlib import Path
@@ -8,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from examples.forecasting import by_hand as forecasting_by_hand
+from examples.forecasting.data import HourlyLoad
 from examples.nanogpt import by_hand as nanogpt_by_hand
 from examples.sparse_embeddings import by_hand as sparse_by_hand
 from examples.word_language_model import by_hand as word_by_hand
@@ -18,7 +21,7 @@ from regimen.trainer.assembly.experiment import build
 from same_run import differences
 
 ROOT = Path(__file__).resolve().parents[2]
-EXAMPLES = ["word_language_model", "nanogpt", "sparse_embeddings"]
+EXAMPLES = ["word_language_model", "nanogpt", "sparse_embeddings", "forecasting"]
 FILES = [path for name in EXAMPLES for path in (ROOT / "examples" / name).rglob("*.yaml")]
 
 
@@ -133,3 +136,41 @@ def test_only_the_rows_that_a_batch_reads_are_moved_as_by_hand(parts):
     moved = (trainer.model.users.weight != start).any(1).nonzero().flatten()
     seen = torch.cat([pairs[:, 0] for pairs, _ in batches]).unique()
     assert moved.tolist() == seen.tolist()
+
+
+# examples/forecasting
+@pytest.mark.slow
+@pytest.mark.parametrize("parts", [1, 4])
+def test_forecasts_are_those_by_hand_in_the_units_of_the_measurements(parts):
+    trainer = built(
+        "forecasting",
+        *("trainer.max_epochs=3", "trainer.limit_train_batches=4", "data.shared.horizon=24"),
+        f"trainer.gradient_accumulation_steps={parts}",
+    ).trainer
+    model = copy.deepcopy(trainer.model)
+    batches = batches_of(trainer, parts)
+    optimizer = torch.optim.Adam(model.parameters())
+    for epoch in range(3):
+        part = [(x.double(), y.double()) for x, y in batches[4 * epoch : 4 * epoch + 4]]
+        forecasting_by_hand.train_epoch(model, optimizer, part, epoch)
+    assert_close(trainer.model, model)
+
+    val = HourlyLoad("val", 336, 24)
+    windows = [val[index] for index in range(len(val))]
+    columns = [torch.stack(column).double() for column in zip(*windows, strict=True)]
+    loss, absolute = forecasting_by_hand.errors(model, [columns], model.std)
+    assert trainer.metrics["val/loss"] == pytest.approx(loss, rel=1e-10)
+    assert trainer.metrics["val/mae_load"] == pytest.approx(absolute[0], rel=1e-10)
+    assert trainer.metrics["val/mae_temperature"] == pytest.approx(absolute[1], rel=1e-10)
+
+
+def test_the_scaling_is_that_of_train_and_no_future_is_in_two_splits():
+    sets = [HourlyLoad(split, history=48, horizon=24) for split in ("train", "val", "test")]
+    train = sets[0]
+    assert len({(*data.mean, *data.std) for data in sets}) == 1
+    torch.testing.assert_close(torch.tensor(train.std), train.series.std(0))
+    for before, data in itertools.pairwise(sets):
+        past, _ = data[0]
+        assert torch.equal(past, before.series[-48:])  # known when the first hour is forecast
+    futures = sum(len(data.series) - 48 for data in sets)
+    assert futures == 24 * 7 * 52 - 48

@@ -1,0 +1,1 @@
+"""Forecasts of time series, as a project of one's own."""
