@@ -27,6 +27,7 @@ from regimen.conf.errors import (
 from regimen.conf.interpolation import is_related, leaves, open_attributes
 from regimen.conf.other_words import our_key
 from regimen.conf.schema import OWN_KEYS, Config, Named
+from regimen.conf.schema_trainer import TrainerConfig
 from regimen.trainer.assembly.data import build_transforms, data_problems, key_of
 from regimen.trainer.assembly.parts import (
     OFFERED,
@@ -424,20 +425,29 @@ def _check_with_model(
         parts.task.check_evaluation(model, {})
     if config.optimizer:
         with collect_problems(problems):
-            problems += _dense_problems(parts.optimizers, model)
+            problems += _sparse_problems(parts.optimizers, model, config.trainer)
             _ = parts.schedule
     for name, callback in callbacks.items():
         with collect_problems(problems), problems_at(f"callbacks.{name}"):
             callback.check(model)
 
 
-def _dense_problems(optimizers: Optimizers, model: nn.Module) -> Iterator[Problem]:
-    """Yield the parameters of SparseAdam whose gradients are not sparse: the first of each."""
+def _sparse_problems(
+    optimizers: Optimizers, model: nn.Module, options: TrainerConfig
+) -> Iterator[Problem]:
+    """Find what does not go with sparse gradients, and what takes no others: the first of each."""
     sparse = {
-        layer.weight
-        for layer in model.modules()
+        layer.weight: name
+        for name, layer in model.named_modules()
         if getattr(layer, "sparse", False) and hasattr(layer, "weight")
     }
+    if sparse and options.gradient_noise is not None:
+        layer_name = next(iter(sparse.values())) or "the model"
+        yield Problem(
+            "trainer.gradient_noise",
+            f"is added to all entries of a gradient, and that of {layer_name} is sparse",
+            "leave it out, or build the embedding with sparse=False",
+        )
     for name, optimizer in optimizers.optimizers.items():
         if not isinstance(optimizer, torch.optim.SparseAdam):
             continue

@@ -72,8 +72,17 @@ def clip(
     elif max_norm is not None:
         _clip_norm(parameters, max_norm, norm)
     if options.clip_grad_value is not None:
+        limit = options.clip_grad_value
         for group in _by_mesh(parameters):
-            clip_grad_value_(group, options.clip_grad_value)
+            clip_grad_value_([p for p in group if not _has_sparse_gradient(p)], limit)
+            for parameter in filter(_has_sparse_gradient, group):
+                # Of rows that several samples read, the sum is clipped, as in a dense gradient.
+                parameter.grad = parameter.grad.coalesce()  # type: ignore[union-attr]
+                parameter.grad.values().clamp_(-limit, limit)
+
+
+def _has_sparse_gradient(parameter: Tensor) -> bool:
+    return parameter.grad is not None and parameter.grad.is_sparse
 
 
 def _clip_norm(parameters: Sequence[Tensor], max_norm: float, norm: Tensor) -> None:
@@ -183,4 +192,6 @@ def _describe_samples(micro_batches: Sequence[MicroBatch]) -> str:
 
 
 def _is_nonfinite(tensor: Tensor) -> Tensor:
+    if tensor.is_sparse:  # a gradient of an embedding: what is not stored is 0
+        tensor = tensor.coalesce().values()
     return ~torch.isfinite(tensor)

@@ -13,7 +13,7 @@ from regimen.data.batch import BatchSlice, cached_min, to_device
 from regimen.data.orders import Shuffled
 from regimen.trainer.assembly.check import name_problems
 from regimen.trainer.callback import Callback
-from regimen.trainer.errors import SampleError, UserCodeError
+from regimen.trainer.errors import DivergedError, SampleError, UserCodeError
 from regimen.trainer.lr_schedulers.schedule import LRSchedule
 from regimen.trainer.strategies.strategy import Strategy
 from regimen.trainer.task import SUM, StepOutput
@@ -29,6 +29,7 @@ from regimen.trainer.update.means import MeanAccumulator
 from toys import (
     BATCH,
     CLASSES,
+    FEATURES,
     SAMPLES,
     Log,
     Samples,
@@ -433,3 +434,31 @@ def test_flags_of_many_updates_between_two_looks_at_them_stay_few() -> None:
         assert len(guard._earlier) <= 1000
     assert guard.undo_skipped() == 500
     assert guard.undo_skipped() == 0
+
+
+def sparse_trainer(parts: int = 1, **options: Any) -> Trainer:
+    """Return what trains an embedding with sparse gradients, whose rows several samples read."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(4, FEATURES, sparse=True), nn.Linear(FEATURES, CLASSES))
+    x = torch.arange(SAMPLES) % 3
+    data = Samples(x, points().y)
+    task = Classification(CLASSES)
+    return trainer_of(task, data, parts, model=model.double(), momentum=0.0, **options)
+
+
+@pytest.mark.parametrize("parts", [1, 4])
+@pytest.mark.parametrize("options", [{"clip_grad_value": 0.01}, {"clip_grad_norm": 0.05}], ids=str)
+def test_sparse_gradients_are_clipped_as_dense_ones(parts: int, options: dict[str, float]) -> None:
+    trainer = sparse_trainer(parts, **options)
+    dense = sparse_trainer(**options)
+    dense.model[0].sparse = False
+    trainer.fit()
+    dense.fit()
+    assert_equal(trainer.model, dense.model)
+
+
+def test_a_sparse_gradient_that_is_not_finite_is_named() -> None:
+    trainer = sparse_trainer()
+    trainer.model[0].weight.register_hook(lambda gradient: gradient * math.nan)
+    with pytest.raises(DivergedError, match=r"the gradient of 0\.weight is not finite"):
+        trainer.fit()
