@@ -425,14 +425,14 @@ def _check_with_model(
         parts.task.check_evaluation(model, {})
     if config.optimizer:
         with collect_problems(problems):
-            problems += _sparse_problems(parts.optimizers, model, config.trainer)
+            problems += sparse_problems(parts.optimizers, model, config.trainer)
             _ = parts.schedule
     for name, callback in callbacks.items():
         with collect_problems(problems), problems_at(f"callbacks.{name}"):
             callback.check(model)
 
 
-def _sparse_problems(
+def sparse_problems(
     optimizers: Optimizers, model: nn.Module, options: TrainerConfig
 ) -> Iterator[Problem]:
     """Find what does not go with sparse gradients, and what takes no others: the first of each."""
@@ -449,16 +449,30 @@ def _sparse_problems(
             "leave it out, or build the embedding with sparse=False",
         )
     for name, optimizer in optimizers.optimizers.items():
-        if not isinstance(optimizer, torch.optim.SparseAdam):
-            continue
+        key = f"{optimizers.sections[name].key}._target_"
+        kind = type(optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         dense = [optimizers.names[p] for p in parameters if p not in sparse]
-        if dense:
+        if len(dense) < len(parameters) and _takes_dense_only(kind):
+            first = next(optimizers.names[p] for p in parameters if p in sparse)
             yield Problem(
-                f"{optimizers.sections[name].key}._target_",
+                key,
+                f"{kind.__name__} takes no sparse gradients, and that of {first} is sparse",
+                "give the embedding to torch.optim.SparseAdam (optimizer=several), or build it "
+                "with sparse=False",
+            )
+        if dense and issubclass(kind, torch.optim.SparseAdam):
+            yield Problem(
+                key,
                 f"SparseAdam takes sparse gradients, and that of {dense[0]} is dense",
                 "Embedding(sparse=True) makes them",
             )
+
+
+def _takes_dense_only(kind: type) -> bool:
+    optim = torch.optim
+    takes_sparse = (optim.SGD, optim.Adagrad, optim.SparseAdam, optim.LBFGS)
+    return kind.__module__.startswith("torch.optim.") and not issubclass(kind, takes_sparse)
 
 
 class _Unfilled(TorchFunctionMode):

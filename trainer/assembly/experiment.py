@@ -19,7 +19,12 @@ from regimen.data.loading.workers import workers_of
 from regimen.data.orders import Order, Sequential
 from regimen.data.samplers import Updates, UpdateSampler, as_order, as_updates, default_order
 from regimen.data.transforms import Pipeline
-from regimen.trainer.assembly.check import check_targets, monitor_problems, name_problems
+from regimen.trainer.assembly.check import (
+    check_targets,
+    monitor_problems,
+    name_problems,
+    sparse_problems,
+)
 from regimen.trainer.assembly.data import (
     Data,
     build_transforms,
@@ -113,7 +118,14 @@ def build(
     # Builds the model, the first part that draws random numbers.
     checkpointed = parts.checkpointed
     # The names of metrics of single classes are known only with the data.
-    raise_problems([*name_problems(parts.task), *monitor_problems(config, parts.task)])
+    raise_problems(
+        [
+            *name_problems(parts.task),
+            *monitor_problems(config, parts.task),
+            # Those of a model that could not be built before the data were open.
+            *sparse_problems(parts.optimizers, parts.model, options),
+        ]
+    )
     parts.task.check_evaluation(parts.model, _evaluated(config, data))
     trainer = Trainer(
         parts.model,
