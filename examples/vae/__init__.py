@@ -1,0 +1,1 @@
+"""A variational autoencoder of digits (Kingma and Welling, 2013)."""
