@@ -1,0 +1,1 @@
+"""A Wasserstein GAN with gradient penalty (Gulrajani et al., 2017)."""
