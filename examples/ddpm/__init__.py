@@ -1,0 +1,1 @@
+"""Denoising diffusion of digits (Ho et al., 2020)."""
