@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import examples.ddpm.by_hand as ddpm
+import examples.distillation.by_hand as distillation
 import examples.vae.by_hand as vae
 import examples.wgan_gp.by_hand as wgan_gp
 from regimen.data.batch import concat_batches
@@ -38,10 +39,8 @@ def command_of(name):
     """Return the arguments of the command in an example's README."""
     readme = (ROOT / "examples" / name / "README.md").read_text(encoding="utf-8")
     lines = [line.partition("#")[0].split() for line in readme.splitlines()]
-    (command,) = [
-        line[1:] for line in lines if line[:1] == ["train"] and f"experiment={name}" in line
-    ]
-    return command
+    commands = [words[1:] for words in lines if words[:1] == ["train"]]
+    return next(words for words in commands if f"experiment={name}" in words)
 
 
 def trainer_of(name, *more, callbacks="none", parts=1):
@@ -76,6 +75,11 @@ def in_the_clone(monkeypatch):
 def test_an_example_trains_and_a_resume_from_the_middle_is_the_whole_run(
     train, tmp_path, name, more, shown
 ):
+    check_resume(train, tmp_path, name, more, shown)
+
+
+def check_resume(train, tmp_path, name, more, shown):
+    """Compare a run with one that goes on from its seventh update."""
     typed = [*command_of(name), *more, "trainer.log_every_n_steps=2"]
     typed += ["callbacks.checkpoint.every_n_steps=7", "callbacks.checkpoint.save_top_k=-1"]
     whole = tmp_path / "whole"
@@ -125,3 +129,32 @@ def test_ddpm_by_hand(parts):
     generator = torch.Generator().manual_seed(0)
     expected = ddpm.sample(average.float(), len(samples), 8, generator)
     torch.testing.assert_close(samples.float(), expected, rtol=0, atol=1e-3)
+
+
+@pytest.fixture(scope="module")
+def teacher(train, tmp_path_factory):
+    """A finished run of the teacher, of one epoch."""
+    run = tmp_path_factory.mktemp("runs") / "teacher"
+    typed = ["--config-dir", "examples/distillation/conf", "experiment=teacher"]
+    train([*typed, "trainer.max_epochs=1", f"run_dir={run}"], folder=ROOT)
+    return run
+
+
+@pytest.mark.slow
+def test_distillation_resumes_and_is_as_by_hand(train, teacher, tmp_path):
+    given = f"task.teacher={teacher}"
+    more = [given, "trainer.max_epochs=1", "loader.batch_size=128"]
+    check_resume(train, tmp_path, "distillation", more, ["train/loss_teacher", "test/accuracy"])
+
+    weights = torch.load(teacher / "checkpoints" / "best.pt", weights_only=True)["model"]
+    for parts in (1, 4):
+        trainer = trainer_of("distillation", given, callbacks="[checkpoint]", parts=parts)
+        network = trainer.task.teacher
+        assert {*trainer.optimizers.parameters()} == {*trainer.model.parameters()}
+        model = copy.deepcopy(trainer.model)
+        distillation.train(model, batches_of(trainer), network)
+        trainer.fit()
+        assert_equal(trainer.model, model)
+        assert not network.training
+        for name, tensor in network.state_dict().items():
+            assert torch.equal(tensor.float(), weights[name])
