@@ -44,6 +44,11 @@ class Derived(DDP):
     name = "derived"
 
 
+class Shared(Strategy):
+    name = "shared"
+    shares_parameters = True
+
+
 class Half(Strategy):
     starts_processes = True
 """
@@ -108,6 +113,13 @@ def test_its_mistakes_are_named(project, monkeypatch, words, message):
     monkeypatch.chdir(project)
     typed = ["strategy._target_=my_strategies.Quiet", *(f"strategy.{word}" for word in words)]
     with pytest.raises(ConfigError, match=message):
+        check_targets(parse(compose([*JOB, *typed]).config))
+
+
+def test_averages_are_not_copied_into_weights_that_processes_share(project, monkeypatch):
+    monkeypatch.chdir(project)
+    typed = ["strategy._target_=my_strategies.Shared", "callbacks=[default,ema]"]
+    with pytest.raises(ConfigError, match=r"callbacks\.ema: each process would copy"):
         check_targets(parse(compose([*JOB, *typed]).config))
 
 

@@ -37,7 +37,7 @@ from regimen.trainer.assembly.parts import (
     with_counted_classes,
     wrong_class,
 )
-from regimen.trainer.callback import Callback
+from regimen.trainer.callback import Average, Callback
 from regimen.trainer.lr_schedulers.build import AUTO
 from regimen.trainer.optimizers.optimizers import UNSHARDED, Optimizers, Section, sections
 from regimen.trainer.optimizers.state import needs_closure
@@ -354,6 +354,16 @@ def _strategy_problems(config: Config) -> Iterator[Problem]:
                     f"{node['_target_']} needs whole parameters, and strategy={strategy.name} "
                     "shards them",
                     hint="use strategy=ddp",
+                )
+    if strategy.shares_parameters:
+        for name, node in config.callbacks.items():
+            kind = locate(node["_target_"]) if node else None
+            if isinstance(kind, type) and issubclass(kind, Average):
+                yield Problem(
+                    f"callbacks.{name}",
+                    "each process would copy its own average into the weights that all processes "
+                    f"of strategy={strategy.name} train",
+                    hint="leave it out, or use strategy=ddp",
                 )
     for section in _sections(config):
         kind = locate(path) if (path := section.target.get("_target_")) else None

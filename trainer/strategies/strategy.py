@@ -116,6 +116,7 @@ class Strategy:
     affects_result = False  # True: another one is another training, and no resume may change it
     starts_processes = False  # whether `train` starts one process per device
     shards_parameters = False  # whether no process holds whole parameters
+    shares_parameters = False  # whether all processes train the same memory (Hogwild)
     copies_model = False  # whether a forward pass computes on copies of the model's modules
     evaluates_wrapped = True  # whether evaluation calls the wrapped module
     evaluates_in_step = False  # whether a process must call the model whenever the others do
