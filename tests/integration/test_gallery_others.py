@@ -1,5 +1,6 @@
 """Examples beside the usual: a strategy, and tasks that compare, imitate or learn to learn."""
 
+import copy
 import shutil
 from pathlib import Path
 
@@ -8,13 +9,17 @@ import torch
 from torch import nn
 
 from examples.hogwild.strategy import SeldomAgreeing, _share
+from examples.maml import by_hand as maml_by_hand
+from examples.metric_learning import by_hand as metric_by_hand
+from examples.metric_learning.task import RecallAt1, batch_hard_loss
 from regimen.conf.check import parse
 from regimen.conf.errors import ConfigError
 from regimen.scripts.composition.compose import compose
 from regimen.trainer.assembly.check import check_targets
+from regimen.trainer.assembly.experiment import build
 from regimen.trainer.distributed import Group
 from regimen.trainer.state import TrainState
-from same_run import logged
+from same_run import differences, logged
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -25,6 +30,43 @@ def command_of(example):
 
 def last_values(run):
     return {key: value for line in logged(run) for key, value in line.items()}
+
+
+def built(example, *overrides):
+    """Return an example's experiment in float64, with nothing that draws or writes."""
+    fixed = ["trainer.precision=fp64", "callbacks=none", "trainer.max_epochs=2"]
+    return build(compose([*command_of(example), *fixed, *overrides]).config)
+
+
+def epochs_of(trainer, limit=None):
+    """Return the batches of two epochs; one for each update, where none is split."""
+    epochs = []
+    for epoch in range(2):
+        updates = trainer.draw(epoch, 0, limit)
+        epochs.append([micro_batch.batch for update in updates for micro_batch in update])
+    return epochs
+
+
+def assert_same_weights(trained, by_hand):
+    expected = by_hand.state_dict()
+    for name, values in trained.state_dict().items():
+        torch.testing.assert_close(values, expected[name], rtol=0, atol=1e-10, msg=name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("example", ["maml", "metric_learning"])
+def test_a_resume_from_the_middle_equals_the_whole_run(train, tmp_path, example):
+    whole = tmp_path / "whole"
+    short = [
+        *("trainer.max_epochs=2", "trainer.limit_train_batches=6", "trainer.limit_val_batches=2"),
+        *("trainer.limit_test_batches=1", "trainer.log_every_n_steps=2"),
+        *("callbacks.checkpoint.every_n_steps=4", "callbacks.checkpoint.save_top_k=-1"),
+    ]
+    train([*command_of(example), *short, f"run_dir={whole}"], folder=ROOT)
+    resumed = shutil.copytree(whole, tmp_path / "resumed")
+    middle = resumed / "checkpoints" / "step-00000004.pt"
+    train([*command_of(example), *short, f"resume={middle}"], folder=ROOT)
+    assert differences(whole, resumed, but=["config"]) == []
 
 
 # examples/hogwild
@@ -91,3 +133,54 @@ def test_processes_ask_each_other_at_agreed_updates_only(monkeypatch):
 def test_mistakes_of_hogwild_are_found_before_processes_start(words, message):
     with pytest.raises(ConfigError, match=message):
         check_targets(parse(compose([*HOGWILD, *words]).config))
+
+
+# examples/maml
+@pytest.mark.parametrize("parts", [1, 4])
+def test_gradients_through_the_inner_step_are_those_by_hand(monkeypatch, parts):
+    monkeypatch.chdir(ROOT)
+    words = ["data.train.count=50", "loader.batch_size=10", "data.val.count=20"]
+    split = f"trainer.gradient_accumulation_steps={parts}"
+    trainer = built("maml", *words, split).trainer
+    whole = built("maml", *words).trainer
+    by_hand = copy.deepcopy(trainer.model)
+    maml_by_hand.train_by_hand(by_hand, epochs_of(whole))
+    trainer.fit()
+    assert_same_weights(trainer.model, by_hand)
+
+
+# examples/metric_learning
+def test_the_hardest_triplets_are_those_that_are_found_one_by_one(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    trainer = built("metric_learning", "trainer.limit_train_batches=4").trainer
+    by_hand = copy.deepcopy(trainer.model)
+    metric_by_hand.train_by_hand(by_hand, epochs_of(trainer, limit=4))
+    trainer.fit()
+    assert_same_weights(trainer.model, by_hand)
+
+
+def test_an_anchor_without_a_partner_has_no_loss_and_no_gradient():
+    embeddings = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    for labels, counted in (([0, 0, 1], [True, True, False]), ([0, 0, 0], [False] * 3)):
+        losses = batch_hard_loss(embeddings, torch.tensor(labels))
+        assert (losses > 0).tolist() == counted
+        (gradient,) = torch.autograd.grad(losses.sum(), embeddings)
+        assert gradient.isfinite().all()
+
+
+def test_recall_is_that_of_the_whole_split_in_any_batches_and_processes():
+    embeddings = torch.randn(60, 8, generator=torch.Generator().manual_seed(0))
+    labels = torch.arange(60) % 3
+    values = []
+    for sizes in ([[60]], [[7] * 8 + [4]], [[20, 10], [30]]):
+        rest = list(zip(embeddings, labels, strict=True))
+        metrics = []
+        for process in sizes:
+            metrics.append(RecallAt1())
+            for size in process:
+                part, rest = rest[:size], rest[size:]
+                metrics[-1].update(*(torch.stack(column) for column in zip(*part, strict=True)))
+        metrics[0].merge_state(metrics[1:])
+        values.append(metrics[0].compute())
+    assert 0 < values[0] < 1
+    assert values == [values[0]] * 3
