@@ -1,0 +1,1 @@
+"""Metric learning: embeddings whose nearest neighbours are of the same class."""
