@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from examples.byol import by_hand as byol_by_hand
 from examples.hogwild.strategy import SeldomAgreeing, _share
 from examples.maml import by_hand as maml_by_hand
 from examples.metric_learning import by_hand as metric_by_hand
@@ -54,7 +55,7 @@ def assert_same_weights(trained, by_hand):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("example", ["maml", "metric_learning"])
+@pytest.mark.parametrize("example", ["byol", "maml", "metric_learning"])
 def test_a_resume_from_the_middle_equals_the_whole_run(train, tmp_path, example):
     whole = tmp_path / "whole"
     short = [
@@ -133,6 +134,36 @@ def test_processes_ask_each_other_at_agreed_updates_only(monkeypatch):
 def test_mistakes_of_hogwild_are_found_before_processes_start(words, message):
     with pytest.raises(ConfigError, match=message):
         check_targets(parse(compose([*HOGWILD, *words]).config))
+
+
+# examples/byol
+def test_the_target_follows_as_by_hand(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    moving = "+callbacks.moving_target={_target_: examples.byol.task.MovingTarget, decay: 0.99}"
+    short = ["trainer.limit_train_batches=4", "trainer.limit_val_batches=0"]
+    trainer = built("byol", moving, *short).trainer
+    by_hand = copy.deepcopy(trainer.model)
+    online = nn.Sequential(by_hand.encoder, by_hand.projector)
+    epochs = epochs_of(trainer, limit=4)
+    by_hand.target = byol_by_hand.train_by_hand(online, by_hand.predictor, epochs, updates=8)
+    trainer.fit()
+    assert_same_weights(trainer.model, by_hand)
+
+
+@pytest.mark.slow
+def test_a_probe_reads_the_encoder_of_a_run_and_leaves_it_as_it_is(train, tmp_path):
+    whole, probe = tmp_path / "byol", tmp_path / "probe"
+    short = ["trainer.max_steps=3", "trainer.limit_val_batches=1"]
+    train([*command_of("byol"), *short, f"run_dir={whole}"], folder=ROOT)
+    words = ["experiment=byol_probe", f"model.weights={whole}", f"run_dir={probe}"]
+    train(["--config-dir", f"{ROOT}/examples/byol/conf", *words, *short], folder=ROOT)
+    learnt, probed = (
+        torch.load(run / "checkpoints" / "last.pt", weights_only=True)["model"]
+        for run in (whole, probe)
+    )
+    names = [name for name in probed if name.startswith("encoder.")]
+    assert len(names) == len([name for name in learnt if name.startswith("encoder.")])
+    assert all(torch.equal(probed[name], learnt[name]) for name in names)
 
 
 # examples/maml
