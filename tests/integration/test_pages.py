@@ -60,7 +60,6 @@ NOT_HERE = {  # by what they begin with, or hold
     "--config-dir examples/airbench/conf": "in the clone; tests/integration/test_projects.py",
     "--config-dir examples/": "in the clone; tests/integration/test_gallery*.py",
     "experiment=resnet18_cifar10 data.root": "downloads",
-    "model.weights=torchvision:": "downloads",
     "experiment=images_finetune": "downloads; tests/integration/test_finetuning.py, with a file",
 }
 NEEDS_RESNET = ("unfreeze", "run_dir=runs/base")  # which names its layers, or is fine-tuned
