@@ -53,7 +53,8 @@ def trainer_of(
     """Build a trainer with whatever has a state around the optimizer, as for a GPU."""
     strategy = Strategy(device)
     model = strategy.prepare(normed())
-    optimizers = build_optimizers(model, copy.deepcopy(NODES[name]), prefer_fused=True)
+    node = copy.deepcopy(NODES[name])
+    optimizers = build_optimizers(model, node, prefer_fused=True, batch_size=8)
     first = next(iter(optimizers.optimizers.values()))
     for group in (g for o in optimizers.optimizers.values() for g in o.param_groups):
         if group.get("foreach", 0) is None and not group.get("fused"):
