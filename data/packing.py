@@ -30,7 +30,9 @@ def first_fit_decreasing(lengths: Sequence[int], size: int) -> list[list[int]]:
         raise ValueError(f"a document of {max(lengths)} tokens is longer than a row of {size}")
     # A binary tree over as many rows as there are documents: each node holds the largest room of
     # the rows below it, so the first row with enough room is found by descending once.
-    leaves = 1 << (len(lengths) - 1).bit_length() if lengths else 1
+    leaves = 1
+    while leaves < len(lengths):
+        leaves *= 2
     room = [size] * (2 * leaves)
     rows = list[list[int]]()
     for document in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
@@ -100,8 +102,11 @@ class PackedDocuments:
         self._form = {"kind": "array", **(form or {})}
         self._questions: Questions | None = None
         if questions is not None:
-            asked = [sum(questions[number] is not None for number in row) for row in self.rows]
-            self._questions = Questions(questions, end_tokens, places=max(asked))
+            places = 0  # the most questions of a row
+            for row in self.rows:
+                asked = [number for number in row if questions[number] is not None]
+                places = max(places, len(asked))
+            self._questions = Questions(questions, end_tokens, places)
 
     @property
     def longest_prompt(self) -> int | None:

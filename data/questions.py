@@ -30,9 +30,12 @@ class Questions:
         self._questions = questions
         self._ends = torch.tensor(list(end_tokens), dtype=torch.int64)
         self._places = places
-        asked = [question for question in questions if question is not None]
-        self.longest_prompt = max((len(question.prompt) for question in asked), default=0)
-        self._longest_reference = max((len(question.reference) for question in asked), default=0)
+        self.longest_prompt = 0
+        self._longest_reference = 0
+        for question in questions:
+            if question is not None:
+                self.longest_prompt = max(self.longest_prompt, len(question.prompt))
+                self._longest_reference = max(self._longest_reference, len(question.reference))
 
     def tensors(self, numbers: Sequence[int]) -> dict[str, Tensor]:
         """Return some questions as int64 tensors, whose shapes are the same for any of them.
@@ -46,8 +49,8 @@ class Questions:
         tokens = torch.zeros(self._places, self.longest_prompt, dtype=torch.int64)
         lengths = torch.zeros(self._places, dtype=torch.int64)
         references = torch.full((self._places, self._longest_reference), NO_TOKEN)
-        places = torch.zeros(self._places, dtype=torch.int64)
-        place = 0
+        question_numbers = torch.zeros(self._places, dtype=torch.int64)
+        place = 0  # the next one that is free
         for number in numbers:
             question = self._questions[number]
             if question is None:
@@ -57,12 +60,12 @@ class Questions:
             lengths[place] = length
             reference = torch.from_numpy(question.reference)
             references[place, : len(reference)] = reference
-            places[place] = number
+            question_numbers[place] = number
             place += 1
         return {
             "tokens": tokens,
             "lengths": lengths,
             "references": references,
-            "numbers": places,
+            "numbers": question_numbers,
             "ends": self._ends,
         }

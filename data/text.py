@@ -45,7 +45,9 @@ class StandardLibraryText:
     folds: int = 0
 
     def __post_init__(self) -> None:
-        texts = [text for module in self.modules or MODULES.split() for text in docstrings(module)]
+        texts = list[str]()
+        for module in self.modules or MODULES.split():
+            texts += docstrings(module)
         held_out = len(texts) // 10  # strings for val, and as many for test
         parts = unlabelled_parts(len(texts), held_out, 3, self.split_seed, self.fold, self.folds)
         text = "\n\n".join(texts[i] for i in sorted(parts[self.split]))
@@ -148,14 +150,20 @@ def find_prompts(source: str, lines: Iterable[str] = ()) -> tuple[list[str], lis
                 f"source={source}: {reason(error)}: "
                 "give a text file with one prompt a line, or - for standard input"
             ) from error
+    names, texts = filled_lines(source, lines)
+    if not texts:
+        raise DataError(f"source={source} holds no prompt: one a line")
+    return names, texts
+
+
+def filled_lines(source: str, lines: Iterable[str]) -> tuple[list[str], list[str]]:
+    """Return names (FILE:LINE) and texts of the lines that are not blank."""
     names = []
     texts = []
     for number, line in enumerate(lines, start=1):
         if line.strip():
             names.append(f"{source}:{number}")
             texts.append(line)
-    if not texts:
-        raise DataError(f"source={source} holds no prompt: one a line")
     return names, texts
 
 
@@ -167,5 +175,10 @@ def docstrings(module: str) -> tuple[str, ...]:
         tree = ast.parse(path.read_text("utf-8"))
     except OSError as error:
         raise DataError(f"this Python has no source of its standard library: {path}") from error
-    texts = (ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, _DOCUMENTED))
-    return tuple(text for text in texts if text)
+    texts = []
+    for node in ast.walk(tree):
+        if isinstance(node, _DOCUMENTED):
+            text = ast.get_docstring(node)
+            if text:
+                texts.append(text)
+    return tuple(texts)

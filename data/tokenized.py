@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -78,9 +79,8 @@ class TokenizedSamples:
     def collate_batch(self, samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         """Stack samples, padded to the longest of them."""
         longest = max(len(sample["input_ids"]) for sample in samples)
-        batch: dict[str, Tensor] = default_collate(
-            [self._padded(sample, longest) for sample in samples]
-        )
+        padded = [self._padded(sample, longest) for sample in samples]
+        batch: dict[str, Tensor] = default_collate(padded)
         return batch
 
     def path(self, index: int) -> str:
@@ -101,10 +101,9 @@ class TokenizedSamples:
     def renumber(self, classes: Sequence[str]) -> None:
         """Number the classes by their places in other names, which hold all of them."""
         numbers = np.array([classes.index(name) for name in self.classes or ()])
-        for labels in (None if self.targets is None else self.targets.numpy(), self.token_labels):
-            if labels is not None:
-                is_class = labels >= 0
-                labels[is_class] = numbers[labels[is_class]]
+        for labels in self._labels():
+            is_class = labels >= 0
+            labels[is_class] = numbers[labels[is_class]]
         self.classes = [*classes]
 
     def input_form(self) -> dict[str, Any]:
@@ -114,23 +113,30 @@ class TokenizedSamples:
     def fingerprint(self) -> str:
         """Return a digest of tokens and labels."""
         digest = hashlib.sha256(f"{self.length} {self.classes} {[*self.encoded.columns]}".encode())
-        parts = [*self.encoded.columns.values(), self.encoded.starts, self.token_labels]
-        if self.targets is not None:
-            parts.append(self.targets.numpy())
-        for values in parts:
-            if values is not None:
-                digest.update(values.tobytes())
+        for values in (*self.encoded.columns.values(), self.encoded.starts, *self._labels()):
+            digest.update(values.tobytes())
         return digest.hexdigest()[:16]
 
     def explain(self) -> list[str]:
         """Return what the plan says about the texts."""
         lengths = np.diff(self.encoded.starts)
-        size = "the longest of a micro-batch" if self.length is None else f"{self.length:,} tokens"
+        size = "the longest of a micro-batch"
+        if self.length is not None:
+            size = f"{self.length:,} tokens"
         return [
             f"{len(self):,} texts of {lengths.min():,} to {lengths.max():,} tokens, padded to "
             f"{size}",
             *self.remarks,
         ]
+
+    def _labels(self) -> list[NDArray[Any]]:
+        """Return the labels that there are; they share the memory of the samples'."""
+        labels = list[NDArray[Any]]()
+        if self.token_labels is not None:
+            labels.append(self.token_labels)
+        if self.targets is not None:
+            labels.append(self.targets.numpy())
+        return labels
 
     def _tokens_of(self, index: int) -> slice:
         return slice(self.encoded.starts[index], self.encoded.starts[index + 1])
@@ -163,9 +169,8 @@ def encode(
     """
     check_length(tokenizer, length)
     tokenizer.truncation_side = "right"
-    options = {"is_split_into_words": True} if in_words else {}
     try:
-        encoded = tokenizer(*texts, verbose=False, **options)
+        encoded = tokenizer(*texts, verbose=False, is_split_into_words=in_words)
     except AssertionError as error:  # byte-level tokenizers, of words without blanks
         raise ConfigError(
             "data.tokenizer",
@@ -173,7 +178,9 @@ def encode(
             "save one with add_prefix_space=True",
         ) from error
     columns = {name: list(rows) for name, rows in encoded.items()}
-    words = [encoded.word_ids(number) for number in range(len(names))] if in_words else []
+    words = []
+    if in_words:
+        words = [encoded.word_ids(number) for number in range(len(names))]
     cut = set[int]()
     for number, tokens in enumerate(encoded["input_ids"]):
         if not tokens:
@@ -186,7 +193,10 @@ def encode(
                 "data.length, or data.too_long=cut"
             )
         one = tokenizer(
-            *([part[number]] for part in texts), truncation=True, max_length=length, **options
+            *([part[number]] for part in texts),
+            truncation=True,
+            max_length=length,
+            is_split_into_words=in_words,
         )
         for name, rows in columns.items():
             rows[number] = one[name][0]
@@ -196,7 +206,7 @@ def encode(
     lengths = [len(row) for row in columns["input_ids"]]
     flat = {}
     for name, rows in columns.items():
-        flat[name] = np.fromiter((value for row in rows for value in row), np.int64, sum(lengths))
+        flat[name] = np.fromiter(chain.from_iterable(rows), np.int64, sum(lengths))
     fill = dict.fromkeys(columns, 0)
     fill["input_ids"] = tokenizer.pad_token_id
     if "token_type_ids" in fill:

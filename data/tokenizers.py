@@ -1,5 +1,7 @@
 """Tokenizers of transformers. Code that a folder of one brings runs only if that is allowed."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from regimen.conf.errors import ConfigError
@@ -19,16 +21,24 @@ def remote_code_allowed() -> bool:
     return _allowed
 
 
-def remote_code_error(key: str, name: str, error: Exception) -> ConfigError | None:
-    """Return the refusal of a folder that brings code; None if `error` has another reason."""
-    if "trust_remote_code" not in str(error):
-        return None
-    return ConfigError(
-        key,
-        f"{name} is written in Python code of its own, which is not run",
-        "take one of a class that transformers has; if you trust the code, --allow-remote-code "
-        "on the command line runs it",
-    )
+@contextmanager
+def refuse_remote_code(key: str, name: str) -> Iterator[None]:
+    """Say how code may run where transformers has refused that of a folder: raises ConfigError.
+
+    Errors of other kinds pass.
+    """
+    try:
+        yield
+    except (OSError, ValueError, KeyError) as error:
+        # transformers has no class for it; each of its messages names the argument.
+        if "trust_remote_code" not in str(error):
+            raise
+        raise ConfigError(
+            key,
+            f"{name} is written in Python code of its own, which is not run",
+            "take one of a class that transformers has; if you trust the code, --allow-remote-code "
+            "on the command line runs it",
+        ) from error
 
 
 def load_tokenizer(name: str | None) -> Any:
@@ -41,11 +51,9 @@ def load_tokenizer(name: str | None) -> Any:
         )
     transformers = import_package("transformers", "transformers")
     try:
-        return transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=_allowed)
+        with refuse_remote_code("data.tokenizer", name):
+            return transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=_allowed)
     except (OSError, ValueError, KeyError) as error:
-        refused = remote_code_error("data.tokenizer", name, error)
-        if refused is not None:
-            raise refused from error
         raise ConfigError("data.tokenizer", f"{name}: {short_line(error)}") from error
 
 

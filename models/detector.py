@@ -13,7 +13,7 @@ from torchvision.models.detection.ssd import SSD
 
 from regimen.conf.errors import truncated_list
 from regimen.models.layers import NetworkError
-from regimen.models.pretrained import fetch, read_weights, weights_wanted
+from regimen.models.pretrained import fetch, first_mismatch, read_weights, weights_wanted
 from regimen.trainer.errors import CheckpointError
 
 log = logging.getLogger(__name__)
@@ -39,14 +39,18 @@ class Detector(nn.Module):
     def forward(self, images: Any, targets: Sequence[dict[str, Tensor]] | None = None) -> Any:
         """Map images (n, 3, H, W), and in training their targets, to losses or boxes."""
         if targets is not None:
-            targets = [
-                {"boxes": target["boxes"], "labels": target["labels"] + self.first_class}
-                for target in targets
-            ]
+            shifted = []
+            for target in targets:
+                labels = target["labels"] + self.first_class
+                shifted.append({"boxes": target["boxes"], "labels": labels})
+            targets = shifted
         found = self.network(images, targets)
         if isinstance(found, Mapping):
-            return found
-        return [{**answer, "labels": answer["labels"] - self.first_class} for answer in found]
+            return found  # the losses
+        answers = []
+        for answer in found:
+            answers.append({**answer, "labels": answer["labels"] - self.first_class})
+        return answers
 
 
 def detector(
@@ -72,11 +76,10 @@ def detector(
     mean, std: what is subtracted and divided by; None: those that torchvision trains with.
     Raises NetworkError, and CheckpointError for weights that do not fit.
     """
-    names = [
-        known
-        for known in torchvision.models.list_models(module=torchvision.models.detection)
-        if not known.startswith(_MORE_THAN_BOXES)
-    ]
+    names = []
+    for known in torchvision.models.list_models(module=torchvision.models.detection):
+        if not known.startswith(_MORE_THAN_BOXES):
+            names.append(known)
     if name not in names:
         nearest = get_close_matches(name, names) or names
         raise NetworkError(
@@ -88,7 +91,10 @@ def detector(
             "leave one of both out"
         )
     is_ssd = name.startswith("ssd")
-    prefix = "box_" if name.startswith("fasterrcnn") else ""
+    is_faster_rcnn = name.startswith("fasterrcnn")
+    prefix = ""
+    if is_faster_rcnn:
+        prefix = "box_"
     options: dict[str, Any] = {
         f"{prefix}score_thresh": score_thresh,
         f"{prefix}detections_per_img": detections_per_img,
@@ -100,7 +106,7 @@ def detector(
     if std is not None:
         options["image_std"] = list(std)
     outputs = num_classes
-    if is_ssd or name.startswith("fasterrcnn"):
+    if is_ssd or is_faster_rcnn:
         outputs += 1  # the background
     network = torchvision.models.get_model_builder(name)(
         weights=None,
@@ -159,8 +165,10 @@ def _load(network: nn.Module, state: Mapping[str, Tensor], source: str) -> None:
             f"{truncated_list(missing, 4) or 'none'}; unknown "
             f"{truncated_list(result.unexpected_keys, 4) or 'none'}"
         )
-    begin = f"; anew for the classes: {truncated_list(anew, 4)}" if anew else ""
-    log.info("initial weights %s: %d tensors loaded%s", source, len(fitting), begin)
+    report = f"{len(fitting)} tensors loaded"
+    if anew:
+        report += f"; anew for the classes: {truncated_list(anew, 4)}"
+    log.info("initial weights %s: %s", source, report)
 
 
 def _load_backbone(body: nn.Module, source: str) -> None:
@@ -180,6 +188,7 @@ def _load_backbone(body: nn.Module, source: str) -> None:
     try:
         body.load_state_dict(state, strict=False)
     except RuntimeError as error:
-        mismatch = str(error).splitlines()[1].strip()  # torch lists one a line, after a title
-        raise CheckpointError(f"model.weights_backbone={source}: {mismatch}") from error
+        raise CheckpointError(
+            f"model.weights_backbone={source}: {first_mismatch(error)}"
+        ) from error
     log.info("initial weights %s: %d tensors of the backbone loaded", source, len(state))

@@ -1,6 +1,6 @@
 """Low-rank adapters (LoRA) on models of transformers, by peft; imported when a model is built."""
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -38,7 +38,10 @@ def build(
     peft = import_package("peft", "peft")
     model = build_transformers(name, num_classes, auto, pretrained, config, context)
     base: Any = model.model
-    linear = [name for name, layer in base.named_modules() if isinstance(layer, nn.Linear)]
+    linear = []  # the ends of their names; read before adapters take the place of the layers
+    for layer_name, layer in base.named_modules():
+        if isinstance(layer, nn.Linear):
+            linear.append(layer_name.rpartition(".")[2])
     tied = _tied_modules(base)
     given = targets if isinstance(targets, str) else list(targets)
     former = dict(model.named_parameters(remove_duplicate=False))
@@ -48,7 +51,7 @@ def build(
         )
         peft.inject_adapter_in_model(adapter, base)
     except (ValueError, TypeError) as error:
-        ends = list(dict.fromkeys(layer.rpartition(".")[2] for layer in linear))
+        ends = list(dict.fromkeys(linear))
         raise NetworkError(
             "model.targets" if "arget" in str(error) else "model",
             f"{given!r} with rank {rank}: {short_line(error)}",
@@ -69,10 +72,12 @@ def build(
 
 def _tied_modules(model: nn.Module) -> set[str]:
     """Return the names of the modules that share a parameter with another one."""
-    named = [
-        (name, parameter)
-        for name, module in model.named_modules()
-        for parameter in module.parameters(recurse=False)
-    ]
-    uses = Counter(parameter for _, parameter in named)
-    return {name for name, parameter in named if uses[parameter] > 1}
+    owners = defaultdict[nn.Parameter, list[str]](list)
+    for name, module in model.named_modules():
+        for parameter in module.parameters(recurse=False):
+            owners[parameter].append(name)
+    tied = set[str]()
+    for names in owners.values():
+        if len(names) > 1:
+            tied.update(names)
+    return tied

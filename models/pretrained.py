@@ -153,7 +153,11 @@ def load_weights(
     dropped = _dropped_names([*state, *network], drop)
     if head is None:
         head = _last_layer(model)
-    first_conv = next((n for n, p in model.named_parameters() if p.ndim == 4), None)
+    first_conv = None
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 4:
+            first_conv = name
+            break
 
     selected = {}
     adapted = []
@@ -174,21 +178,26 @@ def load_weights(
     try:
         result = model.load_state_dict(selected, strict=False)
     except RuntimeError as error:
-        first_mismatch = str(error).splitlines()[1].strip()  # torch lists one a line, after a title
-        raise CheckpointError(f"{first_mismatch} exclude names with model.drop") from error
+        raise CheckpointError(f"{first_mismatch(error)} exclude names with model.drop") from error
     if len(result.unexpected_keys) == len(selected):
         raise CheckpointError(
             f"no name of the weights is in the network: {truncated_list(list(state), 4)} "
             f"against {truncated_list(list(network), 4)}; see model.prefix"
         )
+    expected = {*dropped, *resized}  # to be missing
     return {
         "loaded": [name for name in selected if name not in result.unexpected_keys],
         "adapted": adapted,
         "resized": resized,
         "dropped": [name for name in state if name in dropped],
-        "missing": [n for n in result.missing_keys if n not in dropped and n not in resized],
+        "missing": [name for name in result.missing_keys if name not in expected],
         "unexpected": result.unexpected_keys,
     }
+
+
+def first_mismatch(error: RuntimeError) -> str:
+    """Return the first reason of a `load_state_dict` that failed: torch lists one a line."""
+    return str(error).splitlines()[1].strip()  # behind a title
 
 
 def _dropped_names(names: list[str], patterns: Sequence[str]) -> set[str]:
@@ -204,8 +213,11 @@ def _dropped_names(names: list[str], patterns: Sequence[str]) -> set[str]:
 
 
 def _last_layer(model: nn.Module) -> str | None:
-    layers = [name for name, module in model.named_modules() if isinstance(module, Head)]
-    return layers[-1] if layers else None
+    last = None
+    for name, module in model.named_modules():
+        if isinstance(module, Head):
+            last = name
+    return last
 
 
 def read_weights(source: str, checkpoint: str = "best", average: bool = True) -> Mapping[str, Any]:

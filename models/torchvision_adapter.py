@@ -64,17 +64,19 @@ def build(
             )
         options["num_classes"] = trained_classes
         model = builder(**options | arguments)
-        shapes = {}
+        state = {}
         if weights_wanted():
             state = fetch(entry)
             if getattr(model, "aux_classifier", 0) is None:
                 state = {k: v for k, v in state.items() if not k.startswith("aux_classifier.")}
             # The weights of the Inceptions include the auxiliary outputs, which were not built.
             model.load_state_dict(state, strict=name not in _INCEPTIONS)
-            shapes = {key: value.shape for key, value in state.items()}
         resize_head(model, num_classes, trained_classes)
-        # A head of another size has new values.
-        read = {n for n, p in model.named_parameters() if shapes.get(n) == p.shape}
+        read = set[str]()
+        for key, parameter in model.named_parameters():
+            # A head of another size has new values.
+            if key in state and state[key].shape == parameter.shape:
+                read.add(key)
         mark_as_read(model, read, [cached_file(entry)], "model.weights", weights)
     if in_channels != 3:
         resize_input(model, in_channels, weights is not None)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from regimen.conf.json_text import plain_json
 from regimen.data.errors import import_package, short_line
-from regimen.data.tokenizers import remote_code_allowed, remote_code_error
+from regimen.data.tokenizers import refuse_remote_code, remote_code_allowed
 from regimen.models.layers import NetworkError
 from regimen.models.pretrained import weights_wanted
 from regimen.trainer.checkpoints.borrowed import mark_as_read
@@ -82,18 +82,16 @@ def build(
     is_causal = auto == "AutoModelForCausalLM"
     size = {"vocab_size" if is_causal else "num_labels": num_classes}
     try:
-        if config is not None:
-            model_config = transformers.AutoConfig.for_model(name, **{**config, **size})
-        else:
-            # The vocabulary size of a stored language model is not changed.
-            options = {} if is_causal else size
-            model_config = transformers.AutoConfig.from_pretrained(
-                name, trust_remote_code=runs_code, **options
-            )
+        with refuse_remote_code("model.name", name):
+            if config is not None:
+                model_config = transformers.AutoConfig.for_model(name, **{**config, **size})
+            else:
+                # The vocabulary size of a stored language model is not changed.
+                options = {} if is_causal else size
+                model_config = transformers.AutoConfig.from_pretrained(
+                    name, trust_remote_code=runs_code, **options
+                )
     except (OSError, ValueError, KeyError) as error:
-        refused = remote_code_error("model.name", name, error)
-        if refused is not None:
-            raise refused from error
         raise NetworkError(f"model.name={name}: {short_line(error)}") from error
     vocabulary = getattr(model_config.get_text_config(), "vocab_size", None)
     needed = num_classes or 0  # not known where nothing counts the tokens of the data
@@ -106,36 +104,35 @@ def build(
     _check_positions(name, model_config.get_text_config(), context)
     if config is not None or not pretrained or not weights_wanted():
         try:
-            return Logits(auto_model.from_config(model_config, trust_remote_code=runs_code))
+            with refuse_remote_code("model.name", name):
+                return Logits(auto_model.from_config(model_config, trust_remote_code=runs_code))
         except (OSError, ValueError, KeyError) as error:
-            refused = remote_code_error("model.name", name, error)
-            if refused is not None:
-                raise refused from error
             raise NetworkError(f"model.name={name}: {short_line(error)}") from error
 
     try:
-        model, read = auto_model.from_pretrained(
-            name,
-            config=model_config,
-            dtype=torch.float32,
-            use_safetensors=True,
-            ignore_mismatched_sizes=True,  # a head for other classes is initialized anew
-            output_loading_info=True,
-            trust_remote_code=runs_code,
-        )
-        files = _weight_files(name, model_config)
+        with refuse_remote_code("model.name", name):
+            model, outcome = auto_model.from_pretrained(
+                name,
+                config=model_config,
+                dtype=torch.float32,
+                use_safetensors=True,
+                ignore_mismatched_sizes=True,  # a head for other classes is initialized anew
+                output_loading_info=True,
+                trust_remote_code=runs_code,
+            )
+            files = _weight_files(name, model_config)
     except (OSError, ValueError, KeyError) as error:
-        refused = remote_code_error("model.name", name, error)
-        if refused is not None:
-            raise refused from error
         raise CheckpointError(f"model.name={name}: {short_line(error)}") from error
-    # A head of another size is listed with both shapes.
-    others = {key if isinstance(key, str) else key[0] for key in read["mismatched_keys"]}
-    others |= set(read["missing_keys"])
-    names = {parameter for parameter, _ in model.named_parameters(remove_duplicate=False)}
+    initialized = set(outcome["missing_keys"])
+    for entry in outcome["mismatched_keys"]:
+        # A head of another size is listed by its name, or by that and both shapes.
+        initialized.add(entry if isinstance(entry, str) else entry[0])
+    loaded = set[str]()
+    for parameter, _ in model.named_parameters(remove_duplicate=False):
+        if parameter not in initialized:
+            loaded.add(f"model.{parameter}")  # its name in `Logits`
     network = Logits(model)
-    found = {f"model.{parameter}" for parameter in names - others}
-    mark_as_read(network, found, files, "model.name", name)
+    mark_as_read(network, loaded, files, "model.name", name)
     return network
 
 

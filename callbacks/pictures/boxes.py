@@ -77,8 +77,9 @@ class Boxes(ValidationPicture):
             captions = [_name(names, number) for number in numbers]
             tiles.append(with_boxes(image, true_boxes[truth], captions, numbers))
 
-            sure = torch.arange(found_start, found_end)
-            sure = sure[scores[sure] >= self._threshold]
+            found = torch.arange(found_start, found_end)
+            is_sure = scores[found] >= self._threshold
+            sure = found[is_sure]
             numbers = labels[sure].tolist()
             captions = [
                 f"{_name(names, number)} {score:.2f}"

@@ -158,19 +158,28 @@ def _coco_files(tree: Path, split: str) -> list[Path]:
     for name in NAMES[split]:
         files += sorted((tree / name).glob("*.json"))
     for folder in (tree / "annotations", tree):
-        files += [file for file in sorted(folder.glob("*.json")) if pattern.fullmatch(file.stem)]
+        for file in sorted(folder.glob("*.json")):
+            if pattern.fullmatch(file.stem):
+                files.append(file)
     return files
 
 
 def _yolo_folders(tree: Path, split: str) -> list[tuple[Path, Path]]:
     """Return the pairs of folders of pictures and of labels that a split has."""
-    pattern = re.compile(rf"({'|'.join(NAMES[split])})(\d{{4}})?")
-    pairs = [(tree / name / "images", tree / name / "labels") for name in NAMES[split]]
+    names = "|".join(NAMES[split])
+    pattern = re.compile(rf"({names})(\d{{4}})?")
+    candidates = []
+    for name in NAMES[split]:
+        candidates.append((tree / name / "images", tree / name / "labels"))
     if (tree / "images").is_dir():
         for folder in sorted((tree / "images").iterdir()):
             if pattern.fullmatch(folder.name):
-                pairs.append((folder, tree / "labels" / folder.name))
-    return [(images, labels) for images, labels in pairs if images.is_dir() and labels.is_dir()]
+                candidates.append((folder, tree / "labels" / folder.name))
+    pairs = []
+    for images, labels in candidates:
+        if images.is_dir() and labels.is_dir():
+            pairs.append((images, labels))
+    return pairs
 
 
 def _picture_folders(tree: Path, file: Path) -> list[Path]:
@@ -245,7 +254,7 @@ def _categories(
     annotations: Iterable[Mapping[str, Any]],
     classes: Sequence[str] | None,
 ) -> tuple[list[str], dict[Any, int]]:
-    """Return the names of the classes and the number of each category id, sorted by id."""
+    """Return the names of the classes, in the order of their ids, and the number of each id."""
     categories = _entries(content, "categories", file)
     name_of: dict[Any, str] = {}
     for category in sorted(categories, key=lambda category: _value(category, "id", str(file))):
@@ -254,8 +263,7 @@ def _categories(
             raise DataError(f"{file}: category {category['id']} ({name!r}) stands there twice")
         name_of[category["id"]] = name
     if classes is not None:
-        known = {name: number for number, name in enumerate(classes)}
-        return [*classes], {i: known[name] for i, name in name_of.items() if name in known}
+        return [*classes], _class_numbers(name_of, classes)
 
     # Exports of labelling tools have a category for the background, or for all classes together
     # (of the supercategory "none", and itself the others' supercategory), that no box has.
@@ -267,12 +275,22 @@ def _categories(
         if category["id"] not in used and (is_root or name.lower() == "background"):
             del name_of[category["id"]]
             logger.info("%s: category %r has no box: it is no class", file, name)
-    return [*name_of.values()], {i: number for number, i in enumerate(name_of)}
+    names = [*name_of.values()]
+    return names, _class_numbers(name_of, names)
+
+
+def _class_numbers(name_of: Mapping[Any, str], classes: Sequence[str]) -> dict[Any, int]:
+    """Return the place in `classes` of each id in the files whose name is among them."""
+    numbers = {}
+    for category_id, name in name_of.items():
+        if name in classes:
+            numbers[category_id] = classes.index(name)
+    return numbers
 
 
 def _category_ids(names: Sequence[str], number_of: Mapping[Any, int]) -> list[int] | None:
     """Return the id of each class in the files; None where one has none that is an integer."""
-    id_of = {number: i for i, number in number_of.items() if isinstance(i, int)}
+    id_of = {number: key for key, number in number_of.items() if isinstance(key, int)}
     if len(id_of) < len(names):
         return None
     return [id_of[number] for number in range(len(names))]
@@ -353,14 +371,15 @@ def _yolo_line(line: str, where: str) -> tuple[int, Box]:
     words = line.split()
     try:
         label = int(words[0])
-        numbers = [float(word) for word in words[1:]]
+        numbers = [*map(float, words[1:])]
     except ValueError:
-        label, numbers = -1, []
+        numbers = []  # refused below
     if len(numbers) == 4:
         x, y, width, height = numbers
         return label, (x - width / 2, y - height / 2, x + width / 2, y + height / 2)
     if len(numbers) >= 6 and len(numbers) % 2 == 0:
-        xs, ys = numbers[0::2], numbers[1::2]
+        xs = numbers[0::2]
+        ys = numbers[1::2]
         return label, (min(xs), min(ys), max(xs), max(ys))
     raise DataError(
         f"{where}: {line.strip()[:80]!r} is not a class number and x, y, width, height "
@@ -377,7 +396,7 @@ def _yolo_classes(tree: Path, classes: Sequence[str] | None) -> tuple[list[str],
                 f"data.root={tree} has no data.yaml with the names of the classes: write "
                 "`names: [cat, dog]` there, or set data.classes=[cat,dog]"
             )
-        return [*classes], {number: number for number in range(len(classes))}
+        return [*classes], _class_numbers(dict(enumerate(classes)), classes)
     kinds = (OSError, ValueError, yaml.YAMLError, RecursionError)
     with as_data_error(f"{file}: cannot be read as YAML", *kinds):
         content = yaml.safe_load(file.read_text(encoding="utf-8"))
@@ -396,6 +415,5 @@ def _yolo_classes(tree: Path, classes: Sequence[str] | None) -> tuple[list[str],
             f"{file}: nc is {count}, but there are {len(names)} names: the background is no class"
         )
     if classes is None:
-        return names, {number: number for number in range(len(names))}
-    known = {name: number for number, name in enumerate(classes)}
-    return [*classes], {i: known[name] for i, name in enumerate(names) if name in known}
+        classes = names
+    return [*classes], _class_numbers(dict(enumerate(names)), classes)

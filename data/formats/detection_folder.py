@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torchvision import tv_tensors
 from torchvision.transforms.v2 import functional as F
@@ -54,15 +55,22 @@ class DetectionFolder(Pictures):
         super().__init__([picture.path for picture in pictures], channels, None, transform)
         self.classes = list(classes)
         self.image_size = image_size
+        self._for_training = for_training
         # The numbers of classes and pictures in the files of annotations, for answers in their
         # format: without any, those that they have here.
         self.category_ids = list(category_ids or range(len(self.classes)))
-        self.numbers = [picture.number for picture in pictures]
-        self._boxes = [picture.box_array() for picture in pictures]
-        self._labels = [np.array(picture.labels, np.int64) for picture in pictures]
-        self._crowds = [np.array(picture.crowds, np.bool_) for picture in pictures]
-        self._sizes = [picture.size for picture in pictures]
-        self._for_training = for_training
+        self.numbers = list[int | None]()
+        # Arrays: a picture's lists of tuples would take several times the memory.
+        self._boxes = list[NDArray[np.float64]]()
+        self._labels = list[NDArray[np.int64]]()
+        self._crowds = list[NDArray[np.bool_]]()
+        self._sizes = list[tuple[int, int] | None]()
+        for picture in pictures:
+            self.numbers.append(picture.number)
+            self._boxes.append(picture.box_array())
+            self._labels.append(np.array(picture.labels, np.int64))
+            self._crowds.append(np.array(picture.crowds, np.bool_))
+            self._sizes.append(picture.size)
 
     def input_form(self) -> dict[str, Any]:
         """Return the form of an image before the transforms, and the side that it is fitted to."""
@@ -138,26 +146,29 @@ class DetectionFolder(Pictures):
             target["size"] = torch.tensor(size)
         if self.transform is not None:
             image, target = self.transform((image, target))
-        moved = [name for name in ("boxes", "frame") if name in target]
-        image, *places = fitted(self.image_size, image, *[target[name] for name in moved])
+        # The boxes and the frame are scaled as the image is.
+        fitted_target = dict(target)
+        for name in ("boxes", "frame"):
+            if name in target:
+                fitted_target[name] = fitted(self.image_size, image, target[name])
+        image = fitted(self.image_size, image, image)
         if not image.is_floating_point():
             image = F.to_dtype(image, torch.float32, scale=True)
-        return image, {**target, **dict(zip(moved, places, strict=True))}
+        return image, fitted_target
 
 
-def fitted(side: int, image: Any, *places: Any) -> list[Any]:
-    """Scale an image (C, H, W) and boxes or points in it into a square; pad at the right and below.
+def fitted(side: int, image: Any, part: Any) -> Any:
+    """Scale an image (C, H, W), or boxes or points in it, into a square.
 
-    `image`, `places`: tensors of torchvision's `tv_tensors`.
+    It is padded at the right and below. `image`, `part`: tensors of torchvision's `tv_tensors`;
+    `part` is the image, or lies in it.
     """
     height, width = image.shape[-2:]
     scale = side / max(height, width)
     inner_height = max(1, round(height * scale))
     inner_width = max(1, round(width * scale))
     padding = [0, 0, side - inner_width, side - inner_height]
-    return [
-        F.pad(F.resize(part, [inner_height, inner_width]), padding) for part in (image, *places)
-    ]
+    return F.pad(F.resize(part, [inner_height, inner_width]), padding)
 
 
 def collate_boxes(samples: Sequence[tuple[Tensor, Target]]) -> tuple[Tensor, list[Target]]:
@@ -170,11 +181,13 @@ def collate_boxes(samples: Sequence[tuple[Tensor, Target]]) -> tuple[Tensor, lis
             "a picture came without a target: collate_boxes takes the samples (image, target) of "
             "a data set such as data=detection"
         )
-    images = torch.stack([image.as_subclass(Tensor) for image, _ in samples])
-    targets = [
-        {name: value.as_subclass(Tensor) for name, value in target.items()} for _, target in samples
-    ]
-    return images, targets
+    images = []
+    targets = []
+    for image, target in samples:
+        # Plain tensors: `tv_tensors` would run torchvision's code in each operation on them.
+        images.append(image.as_subclass(Tensor))
+        targets.append({name: value.as_subclass(Tensor) for name, value in target.items()})
+    return torch.stack(images), targets
 
 
 def detection_folder(
@@ -220,7 +233,8 @@ def detection_folder(
     pictures = found.pictures
     if cuts:
         # A picture has any number of classes: the cut is not stratified.
-        rows = rows_of_train(split, np.zeros(len(pictures)), val_fraction, split_seed, fold, folds)
+        strata = np.zeros(len(pictures))
+        rows = rows_of_train(split, strata, val_fraction, split_seed, fold, folds)
         pictures = [pictures[row] for row in rows]
     return DetectionFolder(
         pictures,

@@ -8,6 +8,7 @@ from regimen.data.errors import DataError
 from regimen.data.formats.tagged_words import ENDINGS as WORDS_ENDINGS
 from regimen.data.formats.tagged_words import Sentence, read_sentences, tokenized_words
 from regimen.data.formats.texts import ENDINGS, Records, read_records, tokenized
+from regimen.data.text import filled_lines
 from regimen.data.tokenized import TokenizedSamples
 
 Form = Mapping[str, Any]  # what `TokenizedSamples.input_form` returned
@@ -21,9 +22,12 @@ def find_texts(form: Form, source: str, lines: Sequence[str]) -> TokenizedSample
     blanks.
     """
     if source == "-":
-        return given_texts(form, [line for line in lines if line.strip()])
+        _, texts = filled_lines(source, lines)
+        return given_texts(form, texts)
     path = Path(source).expanduser()
-    endings = WORDS_ENDINGS if form["kind"] == "words" else (*ENDINGS, ".txt")
+    endings = (*ENDINGS, ".txt")
+    if form["kind"] == "words":
+        endings = WORDS_ENDINGS
     if not path.is_file() or not path.name.lower().endswith(endings):
         raise DataError(
             f"source={source}: is no file of texts: give one as {', '.join(endings)}, or - for "
@@ -35,13 +39,11 @@ def find_texts(form: Form, source: str, lines: Sequence[str]) -> TokenizedSample
     if path.suffix.lower() != ".txt":
         return _texts(form, read_records(path))
     try:
-        texts = path.read_text("utf-8-sig").split("\n")
+        lines = path.read_text("utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: {error}") from error
-    numbered = [(f"{path}:{n}", text) for n, text in enumerate(texts, start=1) if text.strip()]
-    (column,) = _only_column(form)
-    names = [name for name, _ in numbered]
-    return _texts(form, Records(str(path), names, {column: [text for _, text in numbered]}))
+    names, texts = filled_lines(str(path), lines)
+    return _texts(form, Records(str(path), names, {_only_column(form): texts}))
 
 
 def given_texts(form: Form, given: Sequence[Any]) -> TokenizedSamples:
@@ -53,42 +55,51 @@ def given_texts(form: Form, given: Sequence[Any]) -> TokenizedSamples:
     if form["kind"] == "words":
         sentences = []
         for name, one in zip(names, given, strict=True):
-            words = one["words"] if isinstance(one, Mapping) else one
-            words = words.split() if isinstance(words, str) else list(words)
+            words = one
+            if isinstance(one, Mapping):
+                words = one["words"]
+            if isinstance(words, str):
+                words = words.split()
+            words = list(words)
             if not words or not all(isinstance(word, str) and word.strip() for word in words):
                 raise DataError(f"{name}: {one!r:.60} is neither a text nor a list of words")
             sentences.append(Sentence(name, words, None))
         return _words(form, sentences)
     rows = []
     for name, one in zip(names, given, strict=True):
-        row = {_only_column(form)[0]: one} if isinstance(one, str) else one
+        row = one
+        if isinstance(one, str):
+            row = {_only_column(form): one}
         if not isinstance(row, Mapping):
             raise DataError(f"{name}: {one!r:.60} is neither a text nor a dict by column")
         rows.append(row)
-    columns = {name: [row.get(name) for row in rows] for name in form["columns"]}
+    columns = {}
+    for name in form["columns"]:
+        columns[name] = [row.get(name) for row in rows]
     return _texts(form, Records("the texts", names, columns))
 
 
-def _only_column(form: Form) -> list[str]:
+def _only_column(form: Form) -> str:
+    """Return the column of the run's texts. Raises DataError if it takes pairs of texts."""
     columns: list[str] = form["columns"]
     if len(columns) > 1:
         raise DataError(
             f"the run takes pairs of texts, {', '.join(columns)}: give a table with these columns "
             "(.csv, .jsonl, .parquet), or dicts"
         )
-    return columns
+    return columns[0]
 
 
 def _texts(form: Form, records: Records) -> TokenizedSamples:
     _check_any(records.names)
-    options = {name: form[name] for name in ("tokenizer", "length", "too_long")}
-    return tokenized(records, form["columns"], **options)
+    return tokenized(
+        records, form["columns"], form["tokenizer"], form["length"], too_long=form["too_long"]
+    )
 
 
 def _words(form: Form, sentences: Sequence[Sentence]) -> TokenizedSamples:
     _check_any(sentences)
-    options = {name: form[name] for name in ("tokenizer", "length", "too_long")}
-    return tokenized_words(sentences, **options)
+    return tokenized_words(sentences, form["tokenizer"], form["length"], too_long=form["too_long"])
 
 
 def _check_any(samples: Sequence[Any]) -> None:

@@ -64,9 +64,14 @@ def tagged_words(
         return None
 
     sentences = read_sentences(own)
+    known = sentences
     # An evaluation may open a folder without train: the run says which numbers tags have.
-    known = sentences if train in (None, own) else read_sentences(train)
-    classes = sorted({tag for sentence in known for tag in sentence.tags or ()})
+    if train is not None and train != own:
+        known = read_sentences(train)
+    tags = set[str]()
+    for sentence in known:
+        tags.update(sentence.tags or ())
+    classes = sorted(tags)
     if cuts:
         strata = np.zeros(len(sentences))
         chosen = rows_of_train(split, strata, val_fraction, split_seed, fold, folds)

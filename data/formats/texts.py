@@ -51,8 +51,10 @@ class Records:
 
     def rows(self, numbers: Sequence[int]) -> "Records":
         """Return some of the rows."""
-        columns = {name: [values[n] for n in numbers] for name, values in self.columns.items()}
-        return Records(self.source, [self.names[n] for n in numbers], columns)
+        columns = {}
+        for name, values in self.columns.items():
+            columns[name] = [values[number] for number in numbers]
+        return Records(self.source, [self.names[number] for number in numbers], columns)
 
 
 def texts(
@@ -128,7 +130,9 @@ def texts(
 
 def input_columns(given: str | Sequence[str]) -> list[str]:
     """Return the names of one or two columns of texts. Raises ConfigError."""
-    columns = [given] if isinstance(given, str) else list(given)
+    if isinstance(given, str):
+        given = [given]
+    columns = list(given)
     if not 1 <= len(columns) <= 2 or len({*columns}) < len(columns):
         raise ConfigError(
             "data.input",
@@ -157,8 +161,12 @@ def read_records(source: Any) -> Records:
     rows = list(read_rows(source))
     if not rows:
         raise DataError(f"{source}: holds no row")
-    keys = list(dict.fromkeys(key for row in rows for key in row.values))
-    columns = {key: [row.values.get(key) for row in rows] for key in keys}
+    columns: dict[str, list[Any]] = {}
+    for place, row in enumerate(rows):
+        for key, value in row.values.items():
+            if key not in columns:
+                columns[key] = [None] * len(rows)  # of the rows without this key
+            columns[key][place] = value
     return Records(str(source), [row.name for row in rows], columns)
 
 
@@ -166,12 +174,18 @@ def _of_table(table: Any) -> Records:
     columns = {}
     for name, feature in table.features.items():
         values = list(table[name])
-        class_labels = getattr(feature, "names", None)
-        if class_labels is not None:  # -1 stands for a row without a label
-            values = [class_labels[n] if n is not None and n >= 0 else None for n in values]
+        names = getattr(feature, "names", None)
+        if names is not None:
+            values = [_class_name(names, number) for number in values]
         columns[name] = values
     source = f"{table.split or 'table'} of {table.info.dataset_name or 'the data set'}"
     return Records(source, [f"{source}:{row}" for row in range(len(table))], columns)
+
+
+def _class_name(names: Sequence[str], number: int | None) -> str | None:
+    if number is None or number < 0:  # -1 stands for a row without a label
+        return None
+    return names[number]
 
 
 def _targets(
@@ -196,7 +210,10 @@ def _targets(
             values.append(numbers[text])
         else:
             raise DataError(f"{row}: class {text!r} of column {name!r} is not among those of train")
-    return torch.tensor(values, dtype=torch.float32 if classes is None else torch.int64)
+    dtype = torch.int64
+    if classes is None:
+        dtype = torch.float32
+    return torch.tensor(values, dtype=dtype)
 
 
 def _number(row: str, name: str, text: str) -> float:
