@@ -112,6 +112,21 @@ def is_part_of_train(split: str, has_val: bool, val_fraction: float, folds: int)
     return split != "test" and (folds > 0 or (not has_val and val_fraction > 0))
 
 
+def file_of_split(
+    place: Path, split: str, suffixes: Sequence[str], val_fraction: float, folds: int
+) -> tuple[Path | None, bool]:
+    """Return the file that holds a split, and whether it is train's, of which the split is a part.
+
+    A split without a file is None. Arguments are those of `split_file` and `is_part_of_train`.
+    """
+    has_val = split_file(place, "val", suffixes) is not None
+    if is_part_of_train(split, has_val, val_fraction, folds):
+        train = split_file(place, "train", suffixes)
+        if train is not None:
+            return train, True
+    return split_file(place, split, suffixes), False
+
+
 def rows_of_train(
     split: str, targets: ArrayLike, val_fraction: float, seed: int, fold: int, folds: int
 ) -> Indices:

@@ -41,14 +41,20 @@ def refuse_remote_code(key: str, name: str) -> Iterator[None]:
         ) from error
 
 
-def load_tokenizer(name: str | None) -> Any:
-    """Load a tokenizer from a folder or by its name on the hub. Raises ConfigError."""
+def require_name(name: str | None) -> str:
+    """Return the name of a tokenizer. Raises ConfigError where there is none."""
     if name is None:
         raise ConfigError(
             "data.tokenizer",
             "is null: nothing names a tokenizer",
             "set data.tokenizer=DIR, or model.name=DIR of a model that has one",
         )
+    return name
+
+
+def load_tokenizer(name: str | None) -> Any:
+    """Load a tokenizer from a folder or by its name on the hub. Raises ConfigError."""
+    name = require_name(name)
     transformers = import_package("transformers", "transformers")
     try:
         with refuse_remote_code("data.tokenizer", name):

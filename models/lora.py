@@ -72,7 +72,7 @@ def build(
 
 def _tied_modules(model: nn.Module) -> set[str]:
     """Return the names of the modules that share a parameter with another one."""
-    owners = defaultdict[nn.Parameter, list[str]](list)
+    owners: dict[nn.Parameter, list[str]] = defaultdict(list)
     for name, module in model.named_modules():
         for parameter in module.parameters(recurse=False):
             owners[parameter].append(name)

@@ -3,28 +3,23 @@
 import json
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from regimen.conf.errors import ConfigError, truncated_list
-from regimen.conf.json_text import plain_json
-from regimen.data.errors import (
-    DataError,
-    as_data_error,
-    check_regular,
-    reason,
-)
+from regimen.data.errors import DataError, as_data_error, reason
+from regimen.data.formats.jsonl import Row, read_rows
 from regimen.data.packing import PackedDocuments, TokenizedText
 from regimen.data.questions import Question
-from regimen.data.splits import Split, is_part_of_train, rows_of_train, split_file
-from regimen.data.tokenizers import load_fast_tokenizer
+from regimen.data.splits import Split, file_of_split, rows_of_train
+from regimen.data.tokenizers import load_fast_tokenizer, require_name
 
 logger = logging.getLogger(__name__)
 TooLong = Literal["error", "cut", "drop"]
@@ -43,13 +38,6 @@ _FOLLOWS: Mapping[str, tuple[str | None, ...]] = {
     "tool": ("assistant", "tool"),
 }
 _SHOWN = 600  # characters of the first conversation that the plan shows
-
-
-class Row(NamedTuple):
-    """A line of a file: its name (FILE:LINE), for messages, and its values."""
-
-    name: str
-    values: Mapping[str, Any]
 
 
 @dataclass
@@ -130,16 +118,16 @@ class Encoder:
         messages, answers = _messages_of(row)
         if not messages:
             prompt = self._prompt(row)
-            reference = self._tokens(_text_of(row, "completion"), [], special=False).tokens
+            reference = self._bare_tokens(_text_of(row, "completion"))
             return Question(prompt, reference) if 0 < len(prompt) < context else None
         for number in reversed(answers):
             if not _is_learnt(messages[number]):
                 continue
             before = self._render(row, messages[:number], add_generation_prompt=True)
-            prompt = self._tokens(before, [], special=False).tokens
+            prompt = self._bare_tokens(before)
             if 0 < len(prompt) < context:
                 until = self._render(row, messages[: number + 1])
-                reference = self._tokens(until[len(before) :], [], special=False).tokens
+                reference = self._bare_tokens(until[len(before) :])
                 return Question(prompt, reference)
         return None
 
@@ -166,7 +154,7 @@ class Encoder:
                 )
             self._require_template(row)
             text = self._render(row, messages, add_generation_prompt=True)
-            prompt = self._tokens(text, [], special=False).tokens
+            prompt = self._bare_tokens(text)
         if not len(prompt):
             raise DataError(f"{row.name}: its prompt is empty")
         return prompt
@@ -272,11 +260,16 @@ class Encoder:
         """Encode the prompt of a row that is a text, without an end token after it."""
         text = _text_of(row, "prompt")
         tokens = self._tokens(text, [], special=True).tokens
-        bare = self._tokens(text, [], special=False).tokens
+        bare = self._bare_tokens(text)
         end = self._tokenizer.eos_token_id
-        if tokens[-1:].tolist() == [end] != bare[-1:].tolist():
+        ends_itself = bare[-1:].tolist() == [end]  # the text has the end token as its last
+        if tokens[-1:].tolist() == [end] and not ends_itself:
             return tokens[:-1]
         return tokens
+
+    def _bare_tokens(self, text: str) -> NDArray[np.int64]:
+        """Encode a text without the tokens that a tokenizer puts around one."""
+        return self._tokens(text, [], special=False).tokens
 
     def _tokens(self, text: str, spans: Sequence[Span], special: bool) -> TokenizedText:
         """Encode a text; tokens with a character in one of the spans are learnt."""
@@ -336,12 +329,7 @@ def chat(
     control_tokens: in the text of a message: "error", or "keep" them.
     prompts: the samples also hold what their conversations ask for (see `PackedDocuments`).
     """
-    if tokenizer is None:
-        raise ConfigError(
-            "data.tokenizer",
-            "is null: nothing names a tokenizer",
-            "set data.tokenizer=DIR, or model.name=DIR of a model that has one",
-        )
+    tokenizer = require_name(tokenizer)
     found = _rows_of(root, split, val_fraction, split_seed, fold, folds)
     if found is None:
         return None
@@ -399,10 +387,7 @@ def _rows_of(
 ) -> tuple[Path, list[Row]] | None:
     """Return the file of a split and its rows. Raises DataError."""
     folder = Path(root).expanduser()
-    cuts = is_part_of_train(
-        split, split_file(folder, "val", (".jsonl",)) is not None, val_fraction, folds
-    )
-    path = split_file(folder, "train" if cuts else split, (".jsonl",))
+    path, is_part = file_of_split(folder, split, (".jsonl",), val_fraction, folds)
     if path is None and split == "train":
         raise DataError(f"data.root={root}: no such file, nor a folder with a train.jsonl")
     if path is None:
@@ -410,26 +395,11 @@ def _rows_of(
     rows = list(read_rows(path))
     if not rows:
         raise DataError(f"{path}: holds no conversation")
-    if cuts:
-        labels = np.zeros(len(rows))
-        chosen = rows_of_train(split, labels, val_fraction, split_seed, fold, folds)
+    if is_part:
+        strata = np.zeros(len(rows))
+        chosen = rows_of_train(split, strata, val_fraction, split_seed, fold, folds)
         rows = [rows[number] for number in chosen]
     return path, rows
-
-
-def read_rows(path: Path) -> Iterator[Row]:
-    """Yield the rows of a jsonl file; empty lines are left out. Raises DataError."""
-    check_regular(path)
-    with as_data_error(str(path), OSError, UnicodeDecodeError), path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            name = f"{path}:{number}"
-            with as_data_error(f"{name}: is no JSON", ValueError):
-                values = plain_json(line)
-            if not isinstance(values, dict):
-                raise DataError(f"{name}: is no object, but a {type(values).__name__}")
-            yield Row(name, values)
 
 
 def _form_of(row: Row) -> str:

@@ -59,12 +59,12 @@ class DetectionFolder(Pictures):
         # The numbers of classes and pictures in the files of annotations, for answers in their
         # format: without any, those that they have here.
         self.category_ids = list(category_ids or range(len(self.classes)))
-        self.numbers = list[int | None]()
+        self.numbers: list[int | None] = []
         # Arrays: a picture's lists of tuples would take several times the memory.
-        self._boxes = list[NDArray[np.float64]]()
-        self._labels = list[NDArray[np.int64]]()
-        self._crowds = list[NDArray[np.bool_]]()
-        self._sizes = list[tuple[int, int] | None]()
+        self._boxes: list[NDArray[np.float64]] = []
+        self._labels: list[NDArray[np.int64]] = []
+        self._crowds: list[NDArray[np.bool_]] = []
+        self._sizes: list[tuple[int, int] | None] = []
         for picture in pictures:
             self.numbers.append(picture.number)
             self._boxes.append(picture.box_array())

@@ -8,7 +8,8 @@ import numpy as np
 from torch import Tensor
 
 from regimen.data.errors import DataError, UnreadableError
-from regimen.data.formats.chat import Encoder, Row, read_rows
+from regimen.data.formats.chat import Encoder
+from regimen.data.formats.jsonl import Row, read_rows
 from regimen.data.questions import Question, Questions
 
 ANSWER = "answer"  # the key of what a model writes

@@ -9,8 +9,8 @@ import numpy as np
 
 from regimen.data.batch import IGNORED
 from regimen.data.errors import DataError, as_data_error, check_regular
-from regimen.data.formats.chat import read_rows
-from regimen.data.splits import Split, is_part_of_train, rows_of_train, split_file
+from regimen.data.formats.jsonl import read_rows
+from regimen.data.splits import Split, file_of_split, rows_of_train, split_file
 from regimen.data.tokenized import Padding, TokenizedSamples, TooLong, encode
 from regimen.data.tokenizers import load_fast_tokenizer
 
@@ -57,9 +57,7 @@ def tagged_words(
         raise DataError(
             f"data.root={root}: no such file, nor a folder with a train as {', '.join(ENDINGS)}"
         )
-    has_val = split_file(folder, "val", ENDINGS) is not None
-    cuts = train is not None and is_part_of_train(split, has_val, val_fraction, folds)
-    own = train if cuts else split_file(folder, split, ENDINGS)
+    own, is_part = file_of_split(folder, split, ENDINGS, val_fraction, folds)
     if own is None:
         return None
 
@@ -72,7 +70,7 @@ def tagged_words(
     for sentence in known:
         tags.update(sentence.tags or ())
     classes = sorted(tags)
-    if cuts:
+    if is_part:
         strata = np.zeros(len(sentences))
         chosen = rows_of_train(split, strata, val_fraction, split_seed, fold, folds)
         sentences = [sentences[number] for number in chosen]

@@ -14,8 +14,8 @@ from torch import Tensor
 from regimen.conf.errors import ConfigError
 from regimen.data.batch import IGNORED
 from regimen.data.errors import DataError
-from regimen.data.formats.chat import read_rows
 from regimen.data.formats.huggingface import open_tables, split_of
+from regimen.data.formats.jsonl import read_rows
 from regimen.data.formats.table import SUFFIXES, as_text, read_columns
 from regimen.data.splits import Split, class_names, is_part_of_train, rows_of_train, split_file
 from regimen.data.tokenized import Padding, TokenizedSamples, TooLong, encode
@@ -102,8 +102,10 @@ def texts(
     may_lack = split == "test"
     classes = None
     if target_kind == "class":
+        known = records
         # An evaluation may open a folder without train: the run says which numbers classes have.
-        known = records if cuts or train is None else read_records(train)
+        if train is not None and split != "train" and not cuts:
+            known = read_records(train)
         labels: Sequence[Any] = ()
         if known is not records or not may_lack or target in known.columns:
             labels = known.column(target, "data.target")
@@ -115,13 +117,14 @@ def texts(
         classes = []
         if names:
             classes = class_names(names, num_classes, len(known.names), f"data.root={root}")
+    targets = _targets(records, target, classes, may_lack)
     if cuts:
         strata = np.zeros(len(records.names))
         if classes is not None:
-            strata = _targets(records, target, classes).numpy()
+            strata = targets.numpy()
         chosen = rows_of_train(split, strata, val_fraction, split_seed, fold, folds)
         records = records.rows(chosen.tolist())
-    targets = _targets(records, target, classes, may_lack)
+        targets = targets[chosen]
     samples = tokenized(records, columns, tokenizer, length, padding, too_long)
     samples.targets = targets
     samples.classes = classes

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from regimen.data.errors import DataError, as_data_error, check_regular
 from regimen.data.keys import SPLIT, key
-from regimen.data.splits import Split, is_part_of_train, split_file
+from regimen.data.splits import Split, file_of_split
 from regimen.data.transforms import Transform, acts_on_batches, on_inputs
 
 _SUFFIXES = (".bin", ".npy", ".txt")
@@ -152,9 +152,7 @@ def token_blocks(
     there is no such split. Raises DataError.
     """
     place = Path(root).expanduser()
-    has_val = split_file(place, "val", _SUFFIXES) is not None
-    is_part = is_part_of_train(split, has_val, val_fraction, folds)
-    path = split_file(place, "train" if is_part else split, _SUFFIXES)
+    path, is_part = file_of_split(place, split, _SUFFIXES, val_fraction, folds)
     if path is None and split == "train":
         raise DataError(f"data.root={root}: no such file, nor a folder with a train.bin")
     if path is None:

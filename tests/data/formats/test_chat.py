@@ -9,7 +9,8 @@ pytest.importorskip("transformers", reason="the extra transformers is not instal
 
 from regimen.conf.errors import ConfigError
 from regimen.data.errors import DataError
-from regimen.data.formats.chat import Encoder, Row, chat
+from regimen.data.formats.chat import Encoder, chat
+from regimen.data.formats.jsonl import Row
 from toy_chat import CHATML, conversation, conversations, make_tokenizer, write_rows
 
 # Where templates and tokenizers differ: blanks and line breaks that join what stands beside them,

@@ -17,7 +17,8 @@ import toys
 from regimen.callbacks.pictures.answers import AnswerTable
 from regimen.conf.errors import ConfigError
 from regimen.data.errors import UnreadableError
-from regimen.data.formats.chat import Encoder, Row, chat
+from regimen.data.formats.chat import Encoder, chat
+from regimen.data.formats.jsonl import Row
 from regimen.data.formats.questions import QuestionFile
 from regimen.models.transformers_adapter import Logits
 from regimen.trainer.callback import Callback
