@@ -92,33 +92,27 @@ def texts(
             f"data.root={root}: no such file, nor a folder with a train as {', '.join(ENDINGS)}, "
             "nor one that datasets has saved"
         )
-    own = find_split(root, split)
     has_val = find_split(root, "val") is not None
-    cuts = train is not None and is_part_of_train(split, has_val, val_fraction, folds)
-    if own is None and not cuts:
+    is_part = train is not None and is_part_of_train(split, has_val, val_fraction, folds)
+    source = train
+    if not is_part:
+        source = find_split(root, split)
+    if source is None:
         return None
 
-    records = read_records(train if cuts else own)
+    records = read_records(source)
     may_lack = split == "test"
     classes = None
     if target_kind == "class":
         known = records
         # An evaluation may open a folder without train: the run says which numbers classes have.
-        if train is not None and split != "train" and not cuts:
+        if train is not None and split != "train" and not is_part:
             known = read_records(train)
-        labels: Sequence[Any] = ()
-        if known is not records or not may_lack or target in known.columns:
-            labels = known.column(target, "data.target")
-        names = set[str]()
-        for label in labels:
-            name = as_text(label)
-            if name is not None:
-                names.add(name)
         classes = []
-        if names:
-            classes = class_names(names, num_classes, len(known.names), f"data.root={root}")
+        if known is not records or not may_lack or target in records.columns:
+            classes = _classes(known, target, num_classes, f"data.root={root}")
     targets = _targets(records, target, classes, may_lack)
-    if cuts:
+    if is_part:
         strata = np.zeros(len(records.names))
         if classes is not None:
             strata = targets.numpy()
@@ -189,6 +183,18 @@ def _class_name(names: Sequence[str], number: int | None) -> str | None:
     if number is None or number < 0:  # -1 stands for a row without a label
         return None
     return names[number]
+
+
+def _classes(records: Records, target: str, num_classes: int | None, where: str) -> list[str]:
+    """Return the names of the classes; none if no row has a label. Raises DataError."""
+    names = set[str]()
+    for label in records.column(target, "data.target"):
+        name = as_text(label)
+        if name is not None:
+            names.add(name)
+    if not names:
+        return []
+    return class_names(names, num_classes, len(records.names), where)
 
 
 def _targets(
