@@ -16,6 +16,10 @@ from regimen.data.batch import dtype_for, inputs_of, map_tensors, to_device
 from regimen.trainer.device import module_to_device
 from regimen.trainer.errors import ModelError, UserCodeError, describe_value, qualified_name
 
+# How the names of buffers end that hold the frequencies of rotary positions: angles are these times
+# a position, so that one rounded to bfloat16 is off by radians after some hundred positions.
+_FREQUENCIES = "inv_freq"
+
 
 class Metric(Protocol):
     """A metric that keeps a state, such as a class of torchmetrics.
@@ -312,10 +316,23 @@ def tensors_of(batch: Any) -> Iterator[Tensor]:
 
 
 def in_format(module: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Store a module's floating-point tensors in `dtype`, complex ones in its counterpart."""
-    # `Module.to(torch.float64)` would discard imaginary parts.
-    converted: nn.Module = module._apply(lambda t: t.to(dtype_for(t, dtype)))  # type: ignore[no-untyped-call]
-    return converted
+    """Store a module's floating-point tensors in `dtype`, complex ones in its counterpart.
+
+    The frequencies of rotary positions are never rounded: they keep a more precise format.
+    """
+    frequencies = set[int]()
+    for name, buffer in module.named_buffers():
+        if name.endswith(_FREQUENCIES) and buffer.dtype.itemsize > dtype.itemsize:
+            frequencies.add(id(buffer))
+
+    def converted(tensor: Tensor) -> Tensor:
+        if id(tensor) in frequencies:
+            return tensor
+        # `Module.to(torch.float64)` would discard imaginary parts.
+        return tensor.to(dtype_for(tensor, dtype))
+
+    module._apply(converted)  # type: ignore[no-untyped-call]
+    return module
 
 
 def take_turn(task: Task, model: nn.Module, batch: Any, index: int) -> Any:

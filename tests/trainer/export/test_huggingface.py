@@ -1,6 +1,7 @@
 """Folders for transformers and peft: those libraries read them, and answer as the model does."""
 
 import json
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from regimen.models.transformers_adapter import Logits
 from regimen.scripts.cli.arguments import RunRequest, parse_arguments
 from regimen.scripts.composition.compose import compose
 from regimen.scripts.runs.run import run as train
+from regimen.trainer.components.precision import Precision
 from regimen.trainer.errors import ModelError
 from regimen.trainer.export import artefact
 from regimen.trainer.export.artefact import evaluate_artefact, export_run
@@ -164,13 +166,35 @@ def test_half_precision_is_merged_in_single_precision(run, folders, tmp_path, mo
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             nn.init.normal_(parameter, std=0.01)
-    model = model.to(torch.bfloat16).eval()
+    model = Precision("bf16_true").convert(model).eval()
     monkeypatch.setattr(run, "model", lambda checkpoint: model)
     for name in ("huggingface", "peft"):
         export_run(run, name, tmp_path / name)
     merged = read(transformers, "AutoModelForCausalLM", tmp_path / "huggingface")
     assert merged.dtype == torch.float32
     assert next(model.parameters()).dtype == torch.bfloat16
+
+
+def test_a_model_in_bfloat16_is_the_one_that_transformers_reads_in_it(folders):
+    """Its rotary positions are not rounded, which one knows only far behind the first."""
+    import transformers
+
+    far = torch.randint(512, (1, 400), generator=torch.Generator().manual_seed(5))
+    read_in_it = transformers.AutoModelForCausalLM.from_pretrained(
+        folders / "model", dtype=torch.bfloat16
+    )
+    single = transformers.AutoModelForCausalLM.from_pretrained(
+        folders / "model", dtype=torch.float32
+    )
+    converted = Precision("bf16_true").convert(single)
+    rounded = deepcopy(converted).to(torch.bfloat16)
+    assert {parameter.dtype for parameter in converted.parameters()} == {torch.bfloat16}
+    with torch.no_grad():
+        expected = read_in_it(input_ids=far).logits
+        assert torch.equal(converted(input_ids=far).logits, expected)
+        assert not torch.equal(rounded(input_ids=far).logits, expected)  # so the test can fail
+    wide = Precision("fp64").convert(converted)
+    assert {buffer.dtype for buffer in wide.buffers()} == {torch.float64}
 
 
 def test_an_adapter_of_another_base_is_refused(run, folders, tmp_path, monkeypatch):

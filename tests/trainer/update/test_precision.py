@@ -118,6 +118,20 @@ def test_complex_parameters_keep_their_precision_and_are_not_scaled() -> None:
     assert Precision("fp64").convert(model).weight.dtype == torch.complex128
 
 
+def test_frequencies_of_positions_are_not_rounded_and_other_buffers_are() -> None:
+    class Rotary(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("inv_freq", torch.tensor([0.1, 0.01]), persistent=False)
+            self.register_buffer("table", torch.tensor([0.1, 0.01]), persistent=False)
+
+    exact = torch.tensor([0.1, 0.01])
+    model = Precision("bf16_true").convert(nn.Sequential(Rotary()))
+    assert torch.equal(model[0].inv_freq, exact)
+    assert torch.equal(model[0].table, exact.to(torch.bfloat16))
+    assert torch.equal(Precision("fp64").convert(model)[0].inv_freq, exact.double())
+
+
 @pytest.mark.parametrize(
     "apply",
     [
