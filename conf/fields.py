@@ -113,6 +113,9 @@ def affects_result(schema: type, key: str) -> bool:
     declaration = declared(schema).get(name)
     if declaration is None:
         return True
+    nested = declaration.nested_schema
+    if nested is not None and rest.partition(".")[0] in declared(nested):
+        return affects_result(nested, rest)
     if declaration.of_start or not declaration.affects_result:
         return False
     if not rest:

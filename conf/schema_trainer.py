@@ -29,12 +29,14 @@ STRATEGIES = {
     "ddp": "regimen.trainer.strategies.ddp.DDP",
     "fsdp": "regimen.trainer.strategies.fsdp.FSDP",
 }
-# Keys that have an effect with some strategies only.
+_harmless = partial(option, affects_result=False)
+# Keys that have an effect with some strategies only. Most say where and how fast a run computes;
+# those that change its numbers say so.
 _BOTH = ("ddp", "fsdp")
-_of_dp = partial(option, strategies=("dp",))
-_of_ddp = partial(option, strategies=("ddp",))
-_of_fsdp = partial(option, strategies=("fsdp",))
-_of_both = partial(option, strategies=_BOTH)
+_of_dp = partial(_harmless, strategies=("dp",))
+_of_ddp = partial(_harmless, strategies=("ddp",))
+_of_fsdp = partial(_harmless, strategies=("fsdp",))
+_of_both = partial(_harmless, strategies=_BOTH)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -55,13 +57,17 @@ class CompileOptions:
 
     mode: (
         Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] | None
-    ) = option(None, "a set of options")
-    dynamic: bool | None = option(False, "one kernel for all shapes")
-    fullgraph: bool = option(False, "no breaks of the graph")
-    regions: list[str] | None = option(None, "classes, each of whose modules is compiled by itself")
-    backend: str = option("inductor", "its registered name")
+    ) = _harmless(None, "a set of options")
+    dynamic: bool | None = _harmless(False, "one kernel for all shapes")
+    fullgraph: bool = _harmless(False, "no breaks of the graph")
+    regions: list[str] | None = _harmless(
+        None, "classes, each of whose modules is compiled by itself"
+    )
+    backend: str = _harmless("inductor", "its registered name")
     # A text could be the program to compile with (`cpp.cxx`).
-    options: dict[str, bool | int | float] | None = option(None, "numbers, true and false by name")
+    options: dict[str, bool | int | float] | None = _harmless(
+        None, "numbers, true and false by name"
+    )
 
     def conflicts(self) -> Iterator[Problem]:
         """Name the options that ask other machines, or that a mode sets."""
@@ -233,44 +239,61 @@ class StrategyConfig:
     user's, one derived from these too, is held against its own signature instead.
     """
 
-    name: Literal["single", "dp", "ddp", "fsdp"] = option("single", "in place of its `_target_`")
-    accelerator: str = option("auto", "cpu, or a kind that torch knows: cuda, mps, xpu, ...")
+    name: Literal["single", "dp", "ddp", "fsdp"] = _harmless("single", "in place of its `_target_`")
+    accelerator: str = _harmless("auto", "cpu, or a kind that torch knows: cuda, mps, xpu, ...")
     devices: int | list[int] | Literal["auto"] = count(
-        "auto", "how many, or their numbers; under torchrun the world decides"
+        "auto",
+        "how many, or their numbers; under torchrun the world decides",
+        affects_result=False,
     )
     backend: str = _of_both("auto", "of torch.distributed; auto = the device's own, as nccl")
     timeout: float = positive(
-        1800.0, "seconds after which a silent process has failed", strategies=_BOTH
+        1800.0,
+        "seconds after which a silent process has failed",
+        strategies=_BOTH,
+        affects_result=False,
     )
     max_restarts: int = natural(
-        0, "restarts from the last checkpoint if one dies", strategies=_BOTH
+        0,
+        "restarts from the last checkpoint if one dies",
+        strategies=_BOTH,
+        affects_result=False,
     )
     device_ids: list[int] | None = _of_dp(None, "GPUs; null = all")
     output_device: int | None = natural(
-        None, "GPU that gathers; null = the first", strategies=("dp",)
+        None, "GPU that gathers; null = the first", strategies=("dp",), affects_result=False
     )
     dim: int = _of_dp(0, "dimension along which a batch is split")
     find_unused_parameters: bool | None = _of_ddp(None, "some are unused; null = by the task")
     static_graph: bool = _of_ddp(False, "the same parameters each time")
     gradient_as_bucket_view: bool = _of_ddp(True, "saves a copy of the gradients")
     bucket_cap_mb: float | None = positive(
-        None, "MB exchanged at once; null = torch's", strategies=("ddp",)
+        None, "MB exchanged at once; null = torch's", strategies=("ddp",), affects_result=False
     )
-    broadcast_buffers: bool = _of_ddp(True, "rank 0's buffers (BatchNorm's statistics) for all")
-    sync_batchnorm: bool = _of_both(False, "BatchNorm's statistics over all processes")
+    broadcast_buffers: bool = _of_ddp(
+        True, "rank 0's buffers (BatchNorm's statistics) for all", affects_result=True
+    )
+    sync_batchnorm: bool = _of_both(
+        False, "BatchNorm's statistics over all processes", affects_result=True
+    )
     comm_hook: Literal["fp16_compress", "bf16_compress", "powersgd"] | None = _of_ddp(
-        None, "compress gradients on their way"
+        None, "compress gradients on their way", affects_result=True
     )
-    comm_hook_options: dict[str, Any] = _of_ddp({}, "of powersgd's state")
+    comm_hook_options: dict[str, Any] = _of_ddp({}, "of powersgd's state", affects_result=True)
     wrap_modules: list[str] | None = _of_fsdp(None, "classes sharded as units; null = the whole")
     mixed_precision: Literal["bf16", "fp16"] | None = _of_fsdp(
-        None, "format of sharded parameters in use; null = as trainer.precision"
+        None,
+        "format of sharded parameters in use; null = as trainer.precision",
+        affects_result=True,
     )
     reshard_after_forward: bool = _of_fsdp(True, "free gathered parameters until backward")
     sharded_checkpoint: bool = _of_fsdp(False, "each process writes its own part of a checkpoint")
     cpu_offload: bool = _of_fsdp(False, "keep shards in host memory")
     shard_size: int | None = count(
-        None, "processes that hold all shards once; null = all", strategies=("fsdp",)
+        None,
+        "processes that hold all shards once; null = all",
+        strategies=("fsdp",),
+        affects_result=False,
     )
     tensor_parallel: TensorParallelConfig | None = _of_fsdp(None, "layers split over processes")
     extra: dict[str, Any] = field(default_factory=dict)  # `_target_`

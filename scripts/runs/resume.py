@@ -11,9 +11,10 @@ from typing import Any
 from regimen.conf.addresses import is_address
 from regimen.conf.check import with_defaults
 from regimen.conf.errors import ConfigError, problems_at
+from regimen.conf.fields import declared
 from regimen.conf.interpolation import leaves
 from regimen.conf.schema import Values
-from regimen.conf.schema_trainer import name_strategy_class
+from regimen.conf.schema_trainer import StrategyConfig, name_strategy_class
 from regimen.conf.yaml_file import plain_values
 from regimen.scripts.cli.arguments import RUNS
 from regimen.scripts.composition.overrides import START_KEYS, trains_the_same
@@ -50,6 +51,8 @@ logger = logging.getLogger("regimen")
 
 ABSENT = object()
 _HORIZON_KEYS = ("trainer.max_epochs", "trainer.max_steps")
+# Keys of a strategy with several processes about BatchNorm: one process has nothing to share.
+_BETWEEN_PROCESSES = ("sync_batchnorm", "broadcast_buffers")
 
 
 @dataclass(slots=True)
@@ -280,17 +283,30 @@ def _set(config: Values, key: str, value: Any) -> None:
 def _is_harmless(key: str, saved: Values, raw: Values) -> bool:
     """Return whether a run trains the same though a key has changed.
 
-    Callbacks and strategies say so of themselves (`affects_result`).
+    Callbacks and strategies say so of themselves (`affects_result`), as keys of strategies do.
     """
     section, _, inside = key.partition(".")
+    name = inside.partition(".")[0]
     if section == "strategy":
-        return not any(_affects_result(config["strategy"]) for config in (saved, raw))
+        return _strategy_trains_the_same(name, saved["strategy"], raw["strategy"])
     if section != "callbacks" or trains_the_same(key):
         return trains_the_same(key)
-    name = inside.partition(".")[0]
     nodes = [config["callbacks"].get(name) for config in (saved, raw)]
     there = [node for node in nodes if node and "_target_" in node]
     return bool(there) and not any(map(_affects_result, there))
+
+
+def _strategy_trains_the_same(name: str, old: Values, new: Values) -> bool:
+    """Return whether the strategies `old` and `new`, of which one key differs, train the same."""
+    if _affects_result(old) or _affects_result(new):
+        return False
+    key = declared(StrategyConfig).get(name)
+    if key is None or not key.affects_result:
+        return True
+    if name in _BETWEEN_PROCESSES and not (name in old and name in new):
+        return True
+    # A strategy that lacks the key computes as with its default.
+    return bool(old.get(name, key.default) == new.get(name, key.default))
 
 
 def _affects_result(node: Any) -> bool:

@@ -8,6 +8,8 @@ import torch
 from regimen.callbacks.early_stopping import EarlyStopping
 from regimen.conf.check import with_defaults
 from regimen.conf.errors import ConfigError
+from regimen.scripts.composition.compose import compose
+from regimen.scripts.composition.overrides import trains_the_same
 from regimen.scripts.runs.resume import ABSENT, _is_harmless, changes, find_resume
 from regimen.trainer.checkpoints.store import CheckpointStore
 from regimen.trainer.errors import CheckpointError
@@ -120,6 +122,39 @@ def test_a_strategy_may_say_that_another_training_comes_out(before, now, harmles
     saved, raw = {"strategy": STRATEGIES[before]}, {"strategy": STRATEGIES[now]}
     for key in ("strategy._target_", "strategy.devices"):
         assert _is_harmless(key, saved, raw) is harmless
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "refused"),
+    [
+        pytest.param("ddp comm_hook=fp16_compress", "ddp", "comm_hook", id="compressed"),
+        pytest.param("ddp", "ddp comm_hook=powersgd", "comm_hook", id="compressed-now"),
+        pytest.param("ddp comm_hook=fp16_compress", "single", "comm_hook", id="compressed-alone"),
+        pytest.param("fsdp mixed_precision=bf16", "fsdp", "mixed_precision", id="format"),
+        pytest.param("fsdp", "fsdp mixed_precision=bf16", "mixed_precision", id="format-now"),
+        pytest.param("fsdp mixed_precision=bf16", "ddp", "mixed_precision", id="format-whole"),
+        pytest.param("ddp", "ddp sync_batchnorm=true", "sync_batchnorm", id="statistics"),
+        pytest.param("ddp", "ddp broadcast_buffers=false", "broadcast_buffers", id="buffers"),
+        pytest.param("ddp sync_batchnorm=true", "single", None, id="statistics-alone"),
+        pytest.param("ddp", "fsdp wrap_modules=[Linear]", None, id="sharded"),
+        pytest.param("fsdp cpu_offload=true", "single", None, id="alone"),
+        pytest.param("single", "ddp devices=2 bucket_cap_mb=1", None, id="more-devices"),
+        pytest.param("ddp comm_hook=fp16_compress", "ddp comm_hook=fp16_compress", None, id="same"),
+    ],
+)
+def test_a_key_of_a_strategy_that_changes_the_numbers_is_no_harmless_one(before, now, refused):
+    def configured(words):
+        name, *keys = words.split()
+        return compose(
+            ["experiment=resnet18", f"strategy={name}", *(f"strategy.{key}" for key in keys)]
+        ).config
+
+    saved, raw = configured(before), configured(now)
+    harmful = [key for key in changes(saved, raw) if not _is_harmless(key, saved, raw)]
+    assert harmful == ([f"strategy.{refused}"] if refused else [])
+    assert refused is None or not trains_the_same(f"strategy.{refused}")  # told in the manual
+    for key in ("strategy", "strategy._target_", "strategy.devices", "trainer.compile.mode"):
+        assert trains_the_same(key)
 
 
 def test_the_targets_of_what_is_equal_are_not_looked_at(monkeypatch):
