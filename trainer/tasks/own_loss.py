@@ -52,6 +52,14 @@ class OwnLoss(Task):
         losses = self._task.losses.names
         return ["loss", *(n for n in self._task.metric_names() if n not in losses)]
 
+    def on_epoch_start(self, epoch: int) -> None:
+        """Tell the task of an epoch."""
+        self._task.on_epoch_start(epoch)
+
+    def on_evaluation_start(self, stage: str) -> None:
+        """Tell the task of an evaluation."""
+        self._task.on_evaluation_start(stage)
+
     def metrics(self) -> Mapping[str, Metric]:
         """Return the metrics of the task."""
         return self._task.metrics()

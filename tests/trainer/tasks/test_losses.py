@@ -332,6 +332,24 @@ def test_a_model_names_its_labels_and_its_ignored_label_as_it_likes(labels):
     torch.testing.assert_close(by_model.predict(data.x), by_task.predict(data.x))
 
 
+def test_the_task_of_a_model_with_its_own_loss_is_told_of_epochs_and_evaluations():
+    class Listening(Classification):
+        def __init__(self) -> None:
+            super().__init__(CLASSES)
+            self.told = []
+
+        def on_epoch_start(self, epoch):
+            self.told.append(epoch)
+
+        def on_evaluation_start(self, stage):
+            self.told.append(stage)
+
+    task = Listening()
+    val = toys.loader(points(), shuffled=False)
+    toys.trainer_of(OwnLoss(task), points(), model=Answering(), val=val, max_epochs=2).fit()
+    assert task.told == [0, "val", 1, "val"]
+
+
 def test_a_wrapped_model_is_asked_for_its_own_parameters(ranks):
     def train(strategy):
         trainer = toys.trainer_of(
