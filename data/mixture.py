@@ -106,7 +106,8 @@ class Mixture:
         parts = []
         counts = np.bincount(set_of, minlength=len(self.sets))  # a set may have no sample
         for name, count, size in zip(self.sets, counts, self.sizes, strict=True):
-            parts.append(f"{count:,} of {name} ({count / size:.3g} of its {size:,})")
+            passes = round(count / size, 2)
+            parts.append(f"{count:,} of {name} ({passes:,} x its {size:,})")
         return f"{len(samples):,} samples: {', '.join(parts)}"
 
 

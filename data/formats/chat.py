@@ -410,6 +410,11 @@ def _form_of(row: Row) -> str:
             f"{row.name}: has {', '.join(map(repr, row.values)) or 'no keys'}: expected "
             '{"messages": [...]}, {"prompt", "completion"} or {"text"}'
         )
+    if "completion" in row.values and forms != ["prompt"]:
+        raise DataError(
+            f"{row.name}: has {forms[0]!r} and 'completion', which belongs to a prompt: leave one "
+            "of them out"
+        )
     if "learn" in row.values:
         raise DataError(f'{row.name}: "learn" belongs to a message, not to the line')
     return forms[0]

@@ -50,7 +50,13 @@ def test_a_pass_of_a_set_is_whole_and_shuffled_anew(repeat):
 
 def test_sets_without_a_sample_in_the_epoch_are_told_too():
     told = mixture((1000, 1, 1), repeat=False).explain()
-    assert told.startswith("10 samples: 10 of set0 (1 of its 10), 0 of set1 (0 of its 7), 0 of")
+    assert told.startswith("10 samples: 10 of set0 (1.0 x its 10), 0 of set1 (0.0 x its 7), 0 of")
+
+
+def test_many_passes_over_a_small_set_are_told_as_a_number():
+    told = mixture((1, 1), sizes=(10_000, 5)).explain()
+    assert "10,000 of set0 (1.0 x its 10,000)" in told
+    assert "of set1 (1,999.8 x its 5)" in told
 
 
 def test_processes_and_micro_batches_share_the_same_updates():
