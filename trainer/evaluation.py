@@ -173,6 +173,8 @@ def predict(components: Components, data: Any, batch_size: int) -> Any:
             answers.append(map_tensors(lambda value: value.cpu(), values))
     if not answers:
         raise ModelError("predict: the data hold no sample")
+    if task.output_kind == "boxes":  # a list of the samples' answers
+        return [answer for batch_answers in answers for answer in batch_answers]
     return concat_batches(answers)
 
 

@@ -332,6 +332,21 @@ def test_a_model_names_its_labels_and_its_ignored_label_as_it_likes(labels):
     torch.testing.assert_close(by_model.predict(data.x), by_task.predict(data.x))
 
 
+def test_answers_that_are_lists_of_samples_are_joined_over_batches_of_any_size():
+    class Finding(Classification):
+        output_kind = "boxes"
+
+        def interpret(self, output):
+            return [{"scores": row} for row in output]
+
+    data = points()
+    trainer = toys.trainer_of(Finding(CLASSES), data, model=Answering())
+    found = trainer.predict([data.x[:3], data.x[3:7], data.x[7:8]])
+    expected = trainer.model(data.x[:8])
+    assert len(found) == 8
+    torch.testing.assert_close(torch.stack([one["scores"] for one in found]), expected)
+
+
 def test_the_task_of_a_model_with_its_own_loss_is_told_of_epochs_and_evaluations():
     class Listening(Classification):
         def __init__(self) -> None:
