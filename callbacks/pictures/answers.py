@@ -49,9 +49,11 @@ class AnswerTable(ValidationPicture):
         """Join what the processes kept, and log the table."""
         own = self._first
         self._first = []
-        # A collective.
-        gathered = trainer.group.gather_data(own)
-        answered = sorted(one for part in gathered for one in part)[: self.wanted]
+        answered = list[Answered]()
+        # A collective: each process has answered other questions.
+        for part in trainer.group.gather_data(own):
+            answered += part
+        answered = sorted(answered)[: self.wanted]
         if trainer.is_main and answered:
             trainer.log_text("val/answers", _table(answered))
 
@@ -60,8 +62,10 @@ def _table(answered: list[Answered]) -> str:
     """Return a table in Markdown."""
     lines = [_row(_COLUMNS), _row(["---"] * len(_COLUMNS))]
     for one in answered:
-        texts = (one.prompt, one.answer, one.reference)
-        lines.append(_row([shortened(text, _MOST).translate(_ESCAPES) for text in texts]))
+        cells = []
+        for text in (one.prompt, one.answer, one.reference):
+            cells.append(shortened(text, _MOST).translate(_ESCAPES))
+        lines.append(_row(cells))
     return "\n".join(lines)
 
 

@@ -50,17 +50,10 @@ class Boxes(ValidationPicture):
         if self.kept or not is_picture(batch[0]):
             return
         count = self.wanted
-        truths = batch[1][:count]
-        answers = output[:count]
-        parts = [batch[0][:count].clone()]
-        for samples, names in (
-            (truths, ("boxes", "labels")),
-            (answers, ("boxes", "labels", "scores")),
-        ):
-            parts += [torch.cat([sample[name] for sample in samples]) for name in names]
-            # The numbers of boxes are the tensors' shapes: the host knows them, and nothing waits.
-            parts.append(torch.tensor([len(sample["boxes"]) for sample in samples]))
-        self.kept = [parts]
+        images, targets = batch
+        truths = _joined(targets[:count], ("boxes", "labels"))
+        answers = _joined(output[:count], ("boxes", "labels", "scores"))
+        self.kept = [[images[:count].clone(), *truths, *answers]]
 
     def show(self, trainer: Trainer, *parts: Tensor) -> None:
         """Log the images."""
@@ -81,15 +74,24 @@ class Boxes(ValidationPicture):
             is_sure = scores[found] >= self._threshold
             sure = found[is_sure]
             numbers = labels[sure].tolist()
-            captions = [
-                f"{_name(names, number)} {score:.2f}"
-                for number, score in zip(numbers, scores[sure].tolist(), strict=True)
-            ]
+            captions = []
+            for number, score in zip(numbers, scores[sure].tolist(), strict=True):
+                captions.append(f"{_name(names, number)} {score:.2f}")
             tiles.append(with_boxes(image, boxes[sure], captions, numbers))
             start = end
             found_start = found_end
         captions = ["label", "answer"] * len(images)
         trainer.log_image("boxes/val", sheet(torch.stack(tiles), captions, columns=2))
+
+
+def _joined(samples: Sequence[dict[str, Tensor]], names: Sequence[str]) -> list[Tensor]:
+    """Return the named tensors of samples, one behind the other, and their numbers of boxes."""
+    parts = []
+    for name in names:
+        parts.append(torch.cat([sample[name] for sample in samples]))
+    # The numbers are the tensors' shapes: the host knows them, and nothing waits.
+    parts.append(torch.tensor([len(sample["boxes"]) for sample in samples]))
+    return parts
 
 
 def _name(names: Sequence[str], number: int) -> str:

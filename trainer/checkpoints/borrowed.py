@@ -62,16 +62,20 @@ class WeightsSource:
 
         Reads the files, once in a process: some seconds for a gigabyte.
         """
-        if self._sha256 is None:
-            digests = {path.name: digest(path) for path in self.files}
-            self._sha256 = next(iter(digests.values()))
-            if len(digests) > 1:
-                lines = "".join(f"{digests[name]}  {name}\n" for name in sorted(digests))
-                self._sha256 = hashlib.sha256(lines.encode()).hexdigest()
+        if self._sha256 is None and len(self.files) == 1:
+            self._sha256 = digest(self.files[0])
+        elif self._sha256 is None:
+            whole = hashlib.sha256()
+            for path in sorted(self.files):
+                whole.update(f"{digest(path)}  {path.name}\n".encode())
+            self._sha256 = whole.hexdigest()
         return self._sha256
 
     def sha256_beside(self, entry: Mapping[str, Any]) -> str:
-        """Return the sha256; that of a checkpoint's entry if size and time are those in it."""
+        """Return the sha256; that of a checkpoint's entry if size and time are those in it.
+
+        So a resume does not read gigabytes only to compare them.
+        """
         if self._sha256 is None and self.stamps == entry["files"]:
             self._sha256 = entry["sha256"]
         return self.sha256()
@@ -101,6 +105,7 @@ def lend_by_default(module: nn.Module, former: Mapping[str, nn.Parameter]) -> No
     `former`: the parameters by the names that they had when they were read.
     """
     for source in vars(module).get(_ATTRIBUTE, ()):
+        # By identity: adapters have given the parameters other names.
         read = {id(former[name]) for name in source.parameters}
         source.parameters = set()
         # Tied weights under each of their names, as in a state dict.
@@ -139,8 +144,8 @@ class BorrowedWeights:
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         self._modules = modules
         self._names = sources_of(modules)
-        self._eligible = set[str]().union(*self._names.values())
-        self._constant = dict[str, nn.Parameter]()  # of these, frozen all the time
+        self._eligible = set[str]().union(*self._names.values())  # what may be left out
+        self._constant = dict[str, nn.Parameter]()  # of these, frozen since `watch` began
         self._is_watching = False
 
     def __bool__(self) -> bool:
@@ -154,8 +159,9 @@ class BorrowedWeights:
             for name, parameter in self._parameters().items():
                 if name in self._eligible:
                     self._constant[name] = parameter
-        if any(parameter.requires_grad for parameter in self._constant.values()):
-            self._constant = {n: p for n, p in self._constant.items() if not p.requires_grad}
+        trained = [name for name, tensor in self._constant.items() if tensor.requires_grad]
+        for name in trained:
+            del self._constant[name]
 
     def _parameters(self) -> dict[str, nn.Parameter]:
         parameters = {}
@@ -173,8 +179,10 @@ class BorrowedWeights:
         """
         self.watch()
         current = self._parameters()
-        # A parameter that took the place of another has other values.
-        self._constant = {n: p for n, p in self._constant.items() if current.get(n) is p}
+        for name, parameter in list(self._constant.items()):
+            # A parameter that took the place of another has other values.
+            if current.get(name) is not parameter:
+                del self._constant[name]
         chosen = dict[str, WeightsSource]()
         for source, names in self._names.items():
             constant = names & self._constant.keys()
@@ -195,7 +203,8 @@ class BorrowedWeights:
 
     def continue_from(self, entries: Sequence[Mapping[str, Any]]) -> None:
         """Leave out no more than the checkpoint did that the run goes on from."""
-        self._eligible &= set().union(*(entry["parameters"] for entry in entries))
+        self._eligible &= _parameters_of(entries)
+        # The next `watch` begins anew.
         self._constant = {}
         self._is_watching = False
 
@@ -205,16 +214,14 @@ class BorrowedWeights:
         `where`: begins the message. Reads the files, unless size and time are the same.
         """
         for entry in entries:
-            missing = set(entry["parameters"])
-            fitting = [source for source, names in self._names.items() if missing <= names]
-            sources = fitting or [*self._names]
-            if not sources:
+            source = self._source_for(entry)
+            if source is None:
                 raise CheckpointError(
-                    f"{where}{len(missing)} of its weights are in {entry['folder']} (sha256 "
-                    f"{entry['sha256']}), and this model was built without reading weights from "
-                    f"a file: build it with those, as {entry['key']}={entry['name']} does"
+                    f"{where}{len(set(entry['parameters']))} of its weights are in "
+                    f"{entry['folder']} (sha256 {entry['sha256']}), and this model was built "
+                    "without reading weights from a file: build it with those, as "
+                    f"{entry['key']}={entry['name']} does"
                 )
-            source = sources[0]
             actual = source.sha256_beside(entry)
             if actual != entry["sha256"]:
                 raise CheckpointError(
@@ -223,24 +230,31 @@ class BorrowedWeights:
                     f"{actual}: put the former back, or say where they are by {_way_out(entry)}"
                 )
 
+    def _source_for(self, entry: Mapping[str, Any]) -> WeightsSource | None:
+        """Return what this model read an entry's parameters from; else the first of its sources."""
+        for source, names in self._names.items():
+            if names.issuperset(entry["parameters"]):
+                return source
+        return next(iter(self._names), None)
+
 
 def entries_of(names: Mapping[str, WeightsSource | None]) -> list[dict[str, Any]]:
     """Return what a checkpoint says of the parameters that it leaves out; hashes their files."""
-    parameters = dict[WeightsSource, list[str]]()
+    entries = dict[WeightsSource, dict[str, Any]]()
     for name, source in names.items():
-        if source is not None:
-            parameters.setdefault(source, []).append(name)
-    return [
-        {
-            "key": source.key,
-            "name": source.name,
-            "folder": str(source.folder),
-            "sha256": source.sha256(),
-            "files": source.stamps,
-            "parameters": members,
-        }
-        for source, members in parameters.items()
-    ]
+        if source is None:
+            continue
+        if source not in entries:
+            entries[source] = {
+                "key": source.key,
+                "name": source.name,
+                "folder": str(source.folder),
+                "sha256": source.sha256(),
+                "files": source.stamps,
+                "parameters": [],
+            }
+        entries[source]["parameters"].append(name)
+    return [*entries.values()]
 
 
 def read_entries(payload: Mapping[str, Any], where: str = "") -> list[dict[str, Any]]:
@@ -262,7 +276,7 @@ def read_entries(payload: Mapping[str, Any], where: str = "") -> list[dict[str, 
 
 def left_out(payload: Mapping[str, Any]) -> set[str]:
     """Return the names of the parameters that a checkpoint leaves out."""
-    return {name for entry in read_entries(payload) for name in entry["parameters"]}
+    return _parameters_of(read_entries(payload))
 
 
 def without(state: Mapping[str, Any], names: Mapping[str, Any]) -> dict[str, Any]:
@@ -277,7 +291,8 @@ def completed(state: Mapping[str, Any], model_state: Mapping[str, Tensor]) -> di
 
 def with_weights(payload: Mapping[str, Any], lent: Mapping[str, Tensor]) -> dict[str, Any]:
     """Return a checkpoint that holds these weights, too, and borrows none; its averages as well."""
-    filled = {name: value for name, value in payload.items() if name != KEY}
+    filled = dict(payload)
+    filled.pop(KEY, None)
     filled["model"] = completed(payload["model"], lent)
     if "model" in payload["ema"]:
         filled["ema"] = {**payload["ema"], "model": completed(payload["ema"]["model"], lent)}
@@ -296,8 +311,9 @@ def explaining_missing(payload: Mapping[str, Any] | None, model: Any, where: str
         keys = {problem.key for problem in getattr(error, "problems", [])}
         values = [value for _, value in leaves(model)]
         for entry in read_entries(payload or {}):
-            is_of_model = not keys or not keys.isdisjoint({"", "model", entry["key"]})
-            if entry["name"] in values and is_of_model and _is_gone(entry):
+            # An error that names no key, or the whole model, may be about these files.
+            is_about_it = not keys or not keys.isdisjoint({"", "model", entry["key"]})
+            if entry["name"] in values and is_about_it and _is_gone(entry):
                 raise CheckpointError(
                     f"{where}its frozen weights were read from {entry['folder']} (sha256 "
                     f"{entry['sha256']}), and {entry['key']}={entry['name']} is not there, or not "
@@ -306,9 +322,18 @@ def explaining_missing(payload: Mapping[str, Any] | None, model: Any, where: str
         raise
 
 
+def _parameters_of(entries: Sequence[Mapping[str, Any]]) -> set[str]:
+    names = set[str]()
+    for entry in entries:
+        names.update(entry["parameters"])
+    return names
+
+
 def _way_out(entry: Mapping[str, Any]) -> str:
     """Return the override that says where the files of an entry are."""
-    return f"{entry['key']}={'DIR' if entry['key'] == 'model.name' else 'FILE'}"
+    if entry["key"] == "model.name":
+        return "model.name=DIR"
+    return f"{entry['key']}=FILE"
 
 
 def _is_gone(entry: Mapping[str, Any]) -> bool:

@@ -46,13 +46,13 @@ class ExtraState:
                 )
         self._task = task
         self._device = device
-        self._task_modules = {
-            f"task.{name}.": module for name, module in task.own_modules().items()
-        }
+        self._task_modules = dict[str, nn.Module]()  # by the prefix of their names
+        for name, module in task.own_modules().items():
+            self._task_modules[f"task.{name}."] = module
         self._modules = {"": model, **self._task_modules}
-        self._initial = {
-            name: _on_host(buffer.value) for name, buffer in self._nonpersistent_buffers()
-        }
+        self._initial = dict[str, Tensor]()
+        for name, buffer in self._nonpersistent_buffers():
+            self._initial[name] = _on_host(buffer.value)
         self._fingerprints = dict(self._attributes())
         self._named_in_log: set[str] = set()
 
@@ -67,6 +67,7 @@ class ExtraState:
         buffers: dict[str, Tensor] = {}
         for name, buffer in self._nonpersistent_buffers():
             initial = self._initial.get(name)
+            # Waits for the device.
             if initial is None or not torch.equal(buffer.value.cpu(), initial):
                 buffers[name] = _on_host(buffer.value)
         task = {}

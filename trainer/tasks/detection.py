@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from regimen.data.batch import map_tensors
 from regimen.trainer.errors import ModelError, SampleError, describe_value, qualified_name
 from regimen.trainer.task import Metric, StepOutput, Task
 
@@ -46,13 +47,17 @@ class AveragePrecision:
     @property
     def keys(self) -> list[str]:
         """The names of the values."""
-        return [*_KEYS, *(self._names if self._per_class else [])]
+        if self._per_class:
+            return [*_KEYS, *self._names]
+        return [*_KEYS]
 
     def name_classes(self, classes: Sequence[str]) -> None:
         """Take the names of a data set's classes, unless they are too few or not distinct."""
         # A slash would make another level of a logged name.
         names = [name.replace("/", "_") for name in classes]
-        if len(names) == len(self._names) == len({*names, *_KEYS} - {*_KEYS}):
+        # Distinct from each other, and from our own names: a class may be called 50.
+        are_distinct = len({*names, *_KEYS}) == len(names) + len(_KEYS)
+        if are_distinct and len(names) == len(self._names):
             self._names = names
 
     def reset(self) -> None:
@@ -64,8 +69,13 @@ class AveragePrecision:
         for answer, truth in zip(output, target, strict=True):
             # Without ids images stay in the order in which they came.
             number = truth.get("image_id", torch.tensor(len(self._images)))
-            kept = {name: truth[name] for name in _OF_TRUTH if name in truth}
-            found = {name: answer[name].detach() for name in _OF_ANSWER}
+            found = {}
+            for name in _OF_ANSWER:
+                found[name] = answer[name].detach()
+            kept = {}
+            for name in _OF_TRUTH:
+                if name in truth:  # `iscrowd` may be missing
+                    kept[name] = truth[name]
             self._images.append((number, found, kept))
 
     def merge_state(self, others: Sequence["AveragePrecision"]) -> None:
@@ -87,25 +97,24 @@ class AveragePrecision:
         logging.getLogger("faster_coco_eval").setLevel(logging.WARNING)  # it logs a table
         metric.update([answer for _, answer, _ in images], [truth for *_, truth in images])
         found = metric.compute()
-        values = {key: float(found[name]) for key, name in _KEYS.items()}
+        values = {}
+        for key, name in _KEYS.items():
+            values[key] = float(found[name])
         if self._per_class:
             values |= dict.fromkeys(self._names, -1.0)
             classes = found["classes"].flatten().tolist()
             of_classes = found["map_per_class"].flatten().tolist()
             for number, value in zip(classes, of_classes, strict=True):
                 values[self._names[number]] = value
-        # COCO's -1 stands for "there is no box".
-        return {key: value if value >= 0 else float("nan") for key, value in values.items()}
+        for key, value in values.items():
+            if value < 0:  # COCO's -1 stands for "there is no box"
+                values[key] = float("nan")
+        return values
 
     def _images_on_host(self) -> list[tuple[Tensor, Boxes, Boxes]]:
-        return [
-            (
-                number.cpu(),
-                {name: value.cpu() for name, value in answer.items()},
-                {name: value.cpu() for name, value in truth.items()},
-            )
-            for number, answer, truth in self._images
-        ]
+        # Waits for the device, at the end of an evaluation.
+        images: list[tuple[Tensor, Boxes, Boxes]] = map_tensors(Tensor.cpu, self._images)
+        return images
 
 
 class Detection(Task):
@@ -172,11 +181,13 @@ class Detection(Task):
             found: list[Boxes] = model(batch)
             return found
         images, targets = _pair_of(batch)
-        found = model(images)
-        return [
-            _in_picture(answer, target) if "frame" in target else answer
-            for answer, target in zip(found, targets, strict=True)
-        ]
+        answers = []
+        for answer, target in zip(model(images), targets, strict=True):
+            if "frame" in target:
+                answers.append(_in_picture(answer, target))
+            else:
+                answers.append(answer)
+        return answers
 
 
 def _in_picture(answer: Boxes, target: Boxes) -> Boxes:
@@ -195,11 +206,11 @@ def packed(answers: Sequence[Boxes]) -> Boxes:
 
     `boxes` [n, m, 4], `scores` [n, m], `labels` [n, m].
     """
-    fill = {"boxes": 0.0, "scores": 0.0, "labels": -1}
-    return {
-        name: pad_sequence([answer[name] for answer in answers], True, value)
-        for name, value in fill.items()
-    }
+    joined = {}
+    for name, fill in (("boxes", 0.0), ("scores", 0.0), ("labels", -1)):
+        parts = [answer[name] for answer in answers]
+        joined[name] = pad_sequence(parts, batch_first=True, padding_value=fill)
+    return joined
 
 
 def _pair_of(batch: Any) -> tuple[Any, Sequence[Boxes]]:

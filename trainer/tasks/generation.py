@@ -79,10 +79,10 @@ class Generator:
         if not tokens.numel():
             return tokens.new_full((len(tokens), self.max_new_tokens), NO_TOKEN)
         self.check(model, tokens.shape[1])
-        answers = [
-            self._group(model, tokens[rows], prompts["lengths"][rows], prompts["ends"])
-            for rows in _groups(len(tokens), self._batch_size, tokens.device)
-        ]
+        answers = []
+        for rows in _groups(len(tokens), self._batch_size, tokens.device):
+            lengths = prompts["lengths"][rows]
+            answers.append(self._group(model, tokens[rows], lengths, prompts["ends"]))
         return torch.cat(answers)[: len(tokens)]
 
     def answers(self, model: nn.Module, prompts: Mapping[str, Tensor]) -> list[Answered]:
@@ -91,14 +91,16 @@ class Generator:
         prompts: the tensors of `regimen.data.questions.Questions`, collated: [n, places, ...].
         """
         asked = prompts["lengths"] > 0
-        flat = {name: prompts[name][asked] for name in ("tokens", "lengths", "references")}
-        new = self.tokens(model, {**flat, "ends": prompts["ends"][0]})
-        references = _until_end(flat["references"], prompts["ends"][0])
+        tokens = prompts["tokens"][asked]
+        lengths = prompts["lengths"][asked]
+        ends = prompts["ends"][0]
+        new = self.tokens(model, {"tokens": tokens, "lengths": lengths, "ends": ends})
+        references = _until_end(prompts["references"][asked], ends)
         # Each waits for the device, once for a batch.
         columns = (
             prompts["numbers"][asked].tolist(),
-            flat["lengths"].tolist(),
-            flat["tokens"].tolist(),
+            lengths.tolist(),
+            tokens.tolist(),
             new.tolist(),
             references.tolist(),
         )
@@ -123,6 +125,7 @@ class Generator:
         options: Any = GenerationConfig
         places = torch.arange(tokens.shape[1], device=tokens.device)
         mask = (places >= tokens.shape[1] - lengths[:, None]).long()
+        # Waits for the device, once for a group.
         stops = ends.tolist()
         generating = _generating(model)
         own = generating.generation_config

@@ -49,8 +49,11 @@ class OwnLoss(Task):
 
     def metric_names(self) -> list[str]:
         """Return the loss, and the task's metrics besides its losses."""
-        losses = self._task.losses.names
-        return ["loss", *(n for n in self._task.metric_names() if n not in losses)]
+        names = ["loss"]
+        for name in self._task.metric_names():
+            if name not in self._task.losses.names:
+                names.append(name)
+        return names
 
     def on_epoch_start(self, epoch: int) -> None:
         """Tell the task of an epoch."""
@@ -166,7 +169,9 @@ def _loss_and_output(result: Any) -> tuple[Tensor | None, Any]:
     else:
         loss = getattr(result, "loss", None)
         output = getattr(result, "logits", None)
-    return (loss if _is_scalar(loss) else None), output
+    if not _is_scalar(loss):
+        loss = None
+    return loss, output
 
 
 def _is_scalar(value: Any) -> bool:

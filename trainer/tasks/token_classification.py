@@ -114,7 +114,7 @@ class EntityF1(Running):
     def merge(self, reduce: Callable[[Tensor], Tensor]) -> None:
         """Replace the sums by those over all processes."""
         self._count()
-        # Collective.
+        # Collective: each process has counted its own sentences.
         super().merge(reduce)
 
     def compute(self) -> float:
@@ -122,7 +122,9 @@ class EntityF1(Running):
         self._count()
         # Waits for the device: an evaluation is over.
         correct, predicted, labelled = self.total.tolist()
-        return 2 * correct / (predicted + labelled) if predicted + labelled else 0.0
+        if not predicted + labelled:
+            return 0.0
+        return float(2 * correct / (predicted + labelled))
 
     def _set_classes(self, classes: Sequence[str]) -> None:
         wrong = [name for name in classes if not _TAG.fullmatch(name)]
