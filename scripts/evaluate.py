@@ -5,6 +5,9 @@ from dataclasses import asdict
 
 from regimen.scripts import commands
 
+# What chooses a number of processes.
+_CHOICES = ("strategy", "strategy.name", "strategy._target_", "strategy.devices")
+
 
 def main() -> None:
     """Run the command line and leave with its exit code."""
@@ -40,10 +43,6 @@ def evaluate(argv: Sequence[str]) -> int:
             from regimen.scripts.runs.measure import measure as run
     with composed.locating():
         return run(request)
-
-
-# What chooses a number of processes.
-_CHOICES = ("strategy", "strategy.name", "strategy._target_", "strategy.devices")
 
 
 if __name__ == "__main__":

@@ -239,10 +239,11 @@ class Task:
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of the attributes in `persistent`."""
-        return {
-            name: map_tensors(lambda tensor: tensor.detach().clone(), getattr(self, name))
-            for name in self.persistent
-        }
+        state = {}
+        for name in self.persistent:
+            value = getattr(self, name)
+            state[name] = map_tensors(lambda tensor: tensor.detach().clone(), value)
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` returned."""
@@ -278,12 +279,10 @@ class Task:
         inputs = inputs_of(batch)
         if not isinstance(inputs, Mapping) or not takes_names(model, inputs):
             return model(inputs)
-        parameters = inspect.signature(model.forward).parameters.values()
-        accepts_any_key = any(p.kind is p.VAR_KEYWORD for p in parameters)
-        names = {p.name for p in parameters if p.kind is not p.VAR_POSITIONAL}
-        if not accepts_any_key:
-            inputs = {name: value for name, value in inputs.items() if name in names}
-        return model(**inputs)
+        parameters = _named_parameters(model)
+        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+            return model(**inputs)
+        return model(**{name: inputs[name] for name in inputs if name in parameters})
 
     def interpret(self, output: Any) -> Any:
         """Convert the result of `prediction_step` to the values that `output_kind` describes."""
@@ -292,9 +291,16 @@ class Task:
 
 def takes_names(model: nn.Module, inputs: Mapping[str, Any]) -> bool:
     """Return whether a model's forward has parameters of the names of some inputs."""
-    parameters = inspect.signature(model.forward).parameters.values()
-    names = {p.name for p in parameters if p.kind is not p.VAR_POSITIONAL}
-    return not names.isdisjoint(inputs)
+    return not _named_parameters(model).keys().isdisjoint(inputs)
+
+
+def _named_parameters(model: nn.Module) -> dict[str, inspect.Parameter]:
+    """Return the parameters of a model's forward but for `*args`, which no name reaches."""
+    named = dict(inspect.signature(model.forward).parameters)
+    for name, parameter in list(named.items()):
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            del named[name]
+    return named
 
 
 def first_tensor(batch: Any) -> Tensor | None:

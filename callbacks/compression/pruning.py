@@ -70,12 +70,16 @@ def _parsed(node: Any, defaults: Mapping[str, Any]) -> list[tuple[GroupRule, Set
         for rule in param_groups.parse_rules(node, "rules"):
             unknown = rule.overrides.keys() - defaults
             # Options of parameter groups that mean nothing here.
-            unknown |= {key for key in ("frozen", "layers") if getattr(rule, key)}
+            for key in ("frozen", "layers"):
+                if getattr(rule, key):
+                    unknown.add(key)
             for key in unknown:
                 hint = did_you_mean(key, valid_keys)
                 problems.append(Problem(f"{rule.key}.{key}", "unknown key", hint))
             with collect_problems(problems), problems_at(rule.key):
-                settings = {k: rule.overrides.get(k, default) for k, default in defaults.items()}
+                settings = dict(defaults)
+                for key in defaults.keys() & rule.overrides:
+                    settings[key] = rule.overrides[key]
                 rules.append((rule, Settings(**settings)))
     if not rules and not problems:
         problems.append(Problem("rules", "there is none", "such as {convs: {module: conv}}"))
@@ -90,12 +94,15 @@ def _pools(rules: Sequence[tuple[GroupRule, Settings]], model: nn.Module) -> lis
     """
     all_rules = [rule for rule, _ in rules]
     candidates = param_groups.named_parameters(model)
-    owners = {c.name: param_groups.first_rule(all_rules, c) for c in candidates}
-    used = {rule.key for rule in owners.values() if rule}
-    problems = list(param_groups.unused_rules(all_rules, used, candidates))
+    members_of = dict[str, dict[str, nn.Parameter]]()  # by rule and name
+    for candidate in candidates:
+        owner = param_groups.first_rule(all_rules, candidate)
+        if owner is not None:
+            members_of.setdefault(owner.key, {})[candidate.name] = candidate.tensor
+    problems = list(param_groups.unused_rules(all_rules, set(members_of), candidates))
     pools = []
     for rule, settings in rules:
-        members = {c.name: c.tensor for c in candidates if owners[c.name] is rule}
+        members = members_of.get(rule.key, {})
         if settings.method == "ln_structured":
             problems += _without_slices(rule, settings, members)
         if not settings.sparsity:
@@ -103,7 +110,8 @@ def _pools(rules: Sequence[tuple[GroupRule, Settings]], model: nn.Module) -> lis
         if settings.scope == "global":
             pools.append(Pool(rule.key, settings, members))
         else:
-            pools += [Pool(rule.key, settings, {name: w}) for name, w in members.items()]
+            for name, weight in members.items():
+                pools.append(Pool(rule.key, settings, {name: weight}))
     _refuse(problems)
     return pools
 
@@ -138,11 +146,15 @@ def extend(pool: Pool, pruned: Mapping[str, Tensor], level: float, seed: int) ->
     for name, weight in pool.members.items():
         scores.append(_scores(name, weight, pruned[name], pool.settings, seed))
     all_scores = torch.cat([score.flatten() for score in scores])
-    lowest = all_scores.argsort(stable=True)[: round(level * len(all_scores))]
-    is_chosen = torch.zeros_like(all_scores, dtype=torch.bool).index_fill_(0, lowest, True)
-    parts = torch.split(is_chosen, [score.numel() for score in scores])
-    for name, score, part in zip(pool.members, scores, parts, strict=True):
-        pruned[name].logical_or_(part.view(score.shape))
+    count = round(level * len(all_scores))
+    lowest = all_scores.argsort(stable=True)[:count]
+    is_chosen = torch.zeros_like(all_scores, dtype=torch.bool)
+    is_chosen.index_fill_(0, lowest, True)
+    start = 0
+    for name, score in zip(pool.members, scores, strict=True):
+        end = start + score.numel()
+        pruned[name].logical_or_(is_chosen[start:end].view(score.shape))
+        start = end
 
 
 def _scores(name: str, weight: Tensor, pruned: Tensor, settings: Settings, seed: int) -> Tensor:
@@ -152,11 +164,13 @@ def _scores(name: str, weight: Tensor, pruned: Tensor, settings: Settings, seed:
     """
     if settings.method == "random":
         # The same numbers at every step: a higher sparsity prunes all that a lower one does.
-        generator = torch.Generator().manual_seed(derived_seed(seed, "pruning", name))
+        key = derived_seed(seed, "pruning", name)
+        generator = torch.Generator().manual_seed(key)
         drawn = torch.rand(weight.shape, generator=generator, dtype=torch.float64)
         return drawn.to(weight.device).masked_fill(pruned, -1)
     if settings.method == "ln_structured":
-        other_dims = [d for d in range(weight.ndim) if d != settings.dim % weight.ndim]
+        other_dims = list(range(weight.ndim))
+        del other_dims[settings.dim]
         # The mean over a slice, so that slices of different sizes compare.
         means = weight.abs().pow(settings.norm).mean(other_dims, keepdim=True)
         return means.masked_fill(pruned.all(other_dims, keepdim=True), -1)
@@ -194,6 +208,7 @@ class Pruning(Settings, Callback):
         check_least(every_n_steps=self.every_n_steps)
         earliest = self.schedule(1).start  # checks both steps
         end = self.end_step
+        # A share of the run and a number of updates are only compared when the run is known.
         if end is not None and isinstance(end, float) == isinstance(self.start_step, float):
             require(
                 end >= self.start_step,
@@ -234,16 +249,19 @@ class Pruning(Settings, Callback):
                 self._hooks.append(hook)
 
     def _find_averages(self, callbacks: list[Callback]) -> list[Average]:
-        averages = [callback for callback in callbacks if isinstance(callback, Average)]
-        for average in averages:
+        averages = []
+        for place, callback in enumerate(callbacks):
+            if not isinstance(callback, Average):
+                continue
             require(
-                type(average).tensors is not Average.tensors,
-                f"callbacks.{average.name} would keep what is pruned: give it `tensors`",
+                type(callback).tensors is not Average.tensors,
+                f"callbacks.{callback.name} would keep what is pruned: give it `tensors`",
             )
             require(
-                callbacks.index(self) < callbacks.index(average),
-                f"must come before callbacks.{average.name}, which reads the weights",
+                self in callbacks[:place],
+                f"must come before callbacks.{callback.name}, which reads the weights",
             )
+            averages.append(callback)
         return averages
 
     def on_fit_start(self, trainer: Trainer) -> None:
@@ -281,8 +299,11 @@ class Pruning(Settings, Callback):
 
         Waits for the device, at a log line, where that is allowed.
         """
-        total = sum(mask.numel() for mask in self._pruned.values())
-        pruned = sum(int(mask.sum()) for mask in self._pruned.values())
+        total = 0
+        pruned = 0
+        for mask in self._pruned.values():
+            total += mask.numel()
+            pruned += int(mask.sum())
         return {"pruning/sparsity": pruned / total}
 
     def teardown(self, trainer: Trainer) -> None:
@@ -309,14 +330,17 @@ class Pruning(Settings, Callback):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the masks of the parameters that the rules take."""
-        for name in self._pruned.keys() & state["pruned"].keys():
-            self._pruned[name].copy_(state["pruned"][name])
+        for name, mask in state["pruned"].items():
+            if name in self._pruned:
+                self._pruned[name].copy_(mask)
 
 
 def _masked_by(pruned: Tensor) -> Any:
     """Return the hook that zeroes gradients of pruned weights: norms are those of the others."""
 
     def mask(grad: Tensor) -> Tensor:
-        return grad if grad.is_sparse else grad.masked_fill(pruned, 0)
+        if grad.is_sparse:
+            return grad
+        return grad.masked_fill(pruned, 0)
 
     return mask

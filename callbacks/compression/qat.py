@@ -31,9 +31,12 @@ class _Rounding(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor) -> Tensor:
-        scale = (weight.flatten(1).abs().amax(1) / _WEIGHT_MAX).float().clamp_min(_MIN_SCALE)
-        scale = scale.view(-1, *[1] * (weight.ndim - 1))  # one for each output channel
-        return (weight.float() / scale).round_().mul_(scale).to(weight.dtype)
+        largest = weight.flatten(1).abs().amax(1)  # of each output channel
+        scale = (largest / _WEIGHT_MAX).float().clamp_min(_MIN_SCALE)
+        for _ in range(weight.ndim - 1):
+            scale = scale.unsqueeze(-1)
+        rounded = (weight.float() / scale).round_()
+        return rounded.mul_(scale).to(weight.dtype)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
@@ -55,10 +58,10 @@ class _Linear(nn.Linear):
 
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-_ROUNDED: Mapping[type[nn.Module], type[nn.Module]] = {
-    **{kind: type(f"Rounded{kind.__name__}", (_Conv, kind), {}) for kind in _CONVOLUTIONS},
-    nn.Linear: _Linear,
-}
+_ROUNDED: dict[type[nn.Module], type[nn.Module]] = {}
+for _kind in _CONVOLUTIONS:
+    _ROUNDED[_kind] = type(f"Rounded{_kind.__name__}", (_Conv, _kind), {})
+_ROUNDED[nn.Linear] = _Linear
 
 
 class QuantizationAwareTraining(Callback):
@@ -136,14 +139,15 @@ class QuantizationAwareTraining(Callback):
         if torch.is_grad_enabled():
             with torch.no_grad():
                 low, high = x.detach().aminmax()
-                seen = self._seen[:, index]
-                seen.copy_(seen.maximum(torch.stack([-low, high])))
+                ends = torch.stack([-low, high])
+                seen = self._seen[:, index]  # a view
+                seen.copy_(seen.maximum(ends))
         if not self._has_ranges or not self.rounds:
             return inputs
-        low = -self._range[0, index]
-        high = self._range[1, index]
-        scale = ((high - low) / _ACTIVATION_MAX).clamp_min(_MIN_SCALE)
-        zero_point = (-low / scale).round().clamp(0, _ACTIVATION_MAX).to(torch.int32)
+        negated_low, high = self._range[:, index]
+        scale = ((high + negated_low) / _ACTIVATION_MAX).clamp_min(_MIN_SCALE)
+        zero_point = (negated_low / scale).round().clamp(0, _ACTIVATION_MAX)
+        zero_point = zero_point.to(torch.int32)
         rounded = torch.fake_quantize_per_tensor_affine(
             x.float(), scale, zero_point, quant_min=0, quant_max=_ACTIVATION_MAX
         )

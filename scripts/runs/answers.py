@@ -186,11 +186,11 @@ def _check_boxes(keys: Prediction, facts: InferenceMetadata) -> None:
                 "top_k", "a box has one class", "model.detections_per_img=NUMBER limits the boxes"
             )
         return
-    raise_problems(
-        Problem(key, "only the boxes of a detector take it")
-        for key in ("score_threshold", "draw")
-        if getattr(keys, key) is not None
-    )
+    problems = []
+    for key in ("score_threshold", "draw"):
+        if getattr(keys, key) is not None:
+            problems.append(Problem(key, "only the boxes of a detector take it"))
+    raise_problems(problems)
     if Path(keys.out).suffix == ".json":
         raise ConfigError(
             "out",
@@ -354,24 +354,25 @@ class PredictionWriter:
             row.get("probability", ()),
             strict=True,
         )
-        return [
-            {
-                "image_id": number,
-                "file_name": encodable(row["file"]),
-                "category_id": category,
-                "bbox": box,
-                "score": score,
-            }
-            for category, box, score in boxes
-        ]
+        results: list[Row] = []
+        for category, box, score in boxes:
+            results.append(
+                {
+                    "image_id": number,
+                    "file_name": encodable(row["file"]),
+                    "category_id": category,
+                    "bbox": box,
+                    "score": score,
+                }
+            )
+        return results
 
     def _draw(self, folder: Path, index: int, row: Row) -> None:
         """Write the picture of a sample with its boxes; beside the true ones, if it has any."""
         picture = self._dataset.decoded(index)
-        captions = [
-            f"{name} {score:.2f}"
-            for name, score in zip(row["prediction"], row["probability"], strict=True)
-        ]
+        captions = []
+        for name, score in zip(row["prediction"], row["probability"], strict=True):
+            captions.append(f"{name} {score:.2f}")
         boxes = torch.tensor(row["bbox"], dtype=torch.float64).view(-1, 4)
         boxes[:, 2:] += boxes[:, :2]
         tiles = [with_boxes(picture, boxes, captions, row["category_id"])]
@@ -436,11 +437,15 @@ def _write_table(file: BinaryIO, suffix: str, columns: Sequence[str], rows: Sequ
         import pyarrow
         from pyarrow import parquet
 
-        cells = {encodable(name): [_encodable(row.get(name)) for row in rows] for name in columns}
+        cells = {}
+        for name in columns:
+            cells[encodable(name)] = [_encodable(row.get(name)) for row in rows]
         parquet.write_table(pyarrow.table(cells), file)
     else:
-        lines = ([_csv_cell(row.get(name, "")) for name in columns] for row in rows)
-        file.write(as_bytes(as_csv([columns, *lines])))
+        lines = [columns]
+        for row in rows:
+            lines.append([_csv_cell(row.get(name, "")) for name in columns])
+        file.write(as_bytes(as_csv(lines)))
 
 
 def _encodable(value: Any) -> Any:

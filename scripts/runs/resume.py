@@ -291,9 +291,12 @@ def _is_harmless(key: str, saved: Values, raw: Values) -> bool:
         return _strategy_trains_the_same(name, saved["strategy"], raw["strategy"])
     if section != "callbacks" or trains_the_same(key):
         return trains_the_same(key)
-    nodes = [config["callbacks"].get(name) for config in (saved, raw)]
-    there = [node for node in nodes if node and "_target_" in node]
-    return bool(there) and not any(map(_affects_result, there))
+    nodes = []
+    for config in (saved, raw):
+        node = config["callbacks"].get(name)
+        if node and "_target_" in node:
+            nodes.append(node)
+    return bool(nodes) and not any(map(_affects_result, nodes))
 
 
 def _strategy_trains_the_same(name: str, old: Values, new: Values) -> bool:

@@ -25,8 +25,11 @@ _LAUNCHERS = ("local", "submitit", "ray", "null", "")  # choices of `sweep` that
 
 def searches(arguments: Arguments) -> bool:
     """Return whether the overrides choose a search; other choices say where jobs run."""
-    choices = [text.partition("=")[2] for text in arguments.overrides if key_of(text) == "sweep"]
-    return bool(choices) and choices[-1] not in _LAUNCHERS
+    choice = ""
+    for text in arguments.overrides:
+        if key_of(text) == "sweep":
+            choice = text.partition("=")[2]  # the last one counts
+    return choice not in _LAUNCHERS
 
 
 def sweep(arguments: Arguments) -> int:
@@ -63,7 +66,10 @@ def composed(arguments: Arguments, jobs: Iterable[Sequence[SweepOverride]]) -> l
         except ConfigError as error:
             errors.append(error)
     if errors:
-        combined = ConfigError(problem for error in errors for problem in error.problems)
+        problems = list[Problem]()
+        for mistake in errors:
+            problems += mistake.problems
+        combined = ConfigError(problems)
         combined.more = errors[0].more  # what all jobs have in common is checked once
         raise combined
     return configs
@@ -81,7 +87,10 @@ def check_built(
     """
     distinct = dict[tuple[str, ...], Sequence[SweepOverride]]()
     for job in jobs:
-        words = (o.text for o in job if o.varies and not _NUMBER.fullmatch(o.value))
+        words = []
+        for override in job:
+            if override.varies and not _NUMBER.fullmatch(override.value):
+                words.append(override.text)
         distinct[tuple(words)] = job
     logger.info("checking %d of %d jobs before the first starts", len(distinct), len(jobs))
     checked = [_arguments_of(arguments, job) for job in distinct.values()]

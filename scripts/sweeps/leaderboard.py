@@ -114,9 +114,7 @@ class Ranking:
                 monitors[epoch_metric(node["monitor"])] = node.get("mode", AUTO)
         self.name = next(reversed(monitors), task_metric or "val/loss")
         if not decided:
-            results = (name for job in jobs for name in job.results)
-            best = (name.removeprefix(_BEST) for name in results if name.startswith(_BEST))
-            self.name = next(best, self.name)
+            self.name = self._recorded_metric() or self.name
 
         modes = dict[str, str]()
         for job in jobs:
@@ -127,10 +125,21 @@ class Ranking:
         self.rank_of = monitor.rank
         self.larger_is_better = self.rank_of(1.0) < 0
 
+    def _recorded_metric(self) -> str | None:
+        """Return the metric that the results name."""
+        for job in self.jobs:
+            for name in job.results:
+                if name.startswith(_BEST):
+                    return name.removeprefix(_BEST)
+        return None
+
     def value(self, job: Job) -> float | None:
         """Return a job's best value, or its last where the best was not recorded."""
-        value = job.results.get(_BEST + self.name, job.results.get(self.name))
-        return value if isinstance(value, int | float) else None
+        last = job.results.get(self.name)
+        value = job.results.get(_BEST + self.name, last)
+        if isinstance(value, int | float):
+            return value
+        return None
 
     def ranked(self) -> list[Job]:
         """Return the jobs from the best to the worst; then those that failed, then the rest.
@@ -140,50 +149,58 @@ class Ranking:
 
         def position(job: Job) -> tuple[bool, bool, bool, bool, float, int]:
             value = self.value(job)
-            return (
-                job.state in (NOT_STARTED, RUNNING),
-                job.failed,
-                value is None,
-                job.state == "pruned",
-                0.0 if value is None else self.rank_of(value),
-                job.number,
-            )
+            rank = 0.0
+            if value is not None:
+                rank = self.rank_of(value)
+            is_open = job.state in (NOT_STARTED, RUNNING)
+            return is_open, job.failed, value is None, job.state == "pruned", rank, job.number
 
         return sorted(self.jobs, key=position)
 
     def compared(self) -> list[Job]:
         """Return the jobs that have a result, the best first."""
-        return [job for job in self.ranked() if not job.failed and self.value(job) is not None]
+        jobs = []
+        for job in self.ranked():
+            if not job.failed and self.value(job) is not None:
+                jobs.append(job)
+        return jobs
 
     def groups(self, keys: Sequence[str]) -> dict[Group, list[float]]:
         """Group the results of jobs that differ in `keys` only; jobs that failed have none.
 
         The group with the best mean comes first.
         """
-        results: dict[Group, list[float]] = {_group_of(job, keys): [] for job in self.jobs}
+        results = dict[Group, list[float]]()
+        for job in self.jobs:
+            results[_group_of(job, keys)] = []
         for job in self.compared():
             results[_group_of(job, keys)].append(self.value(job) or 0.0)
 
-        def position(group: Group) -> tuple[bool, float]:
-            values = results[group]
-            return (not values, self.rank_of(fmean(values)) if values else 0.0)
+        def position(result: tuple[Group, list[float]]) -> tuple[bool, float]:
+            _, values = result
+            if not values:
+                return True, 0.0
+            return False, self.rank_of(fmean(values))
 
-        return {group: results[group] for group in sorted(results, key=position)}
+        return dict(sorted(results.items(), key=position))
 
     def row(self, job: Job, keys: Iterable[str], format_value: Format) -> list[str]:
         """Return number, state, values, result and seconds of a job as text."""
+        cells = [str(job.number), job.state]
+        for key in keys:
+            cells.append(job.overrides.get(key, ""))
         value = self.value(job)
-        return [
-            str(job.number),
-            job.state,
-            *(job.overrides.get(key, "") for key in keys),
-            "" if value is None else format_value(value),
-            "" if job.seconds is None else f"{job.seconds:.1f}",
-        ]
+        cells.append("" if value is None else format_value(value))
+        cells.append("" if job.seconds is None else f"{job.seconds:.1f}")
+        return cells
 
 
 def _group_of(job: Job, keys: Sequence[str]) -> Group:
-    return tuple((key, value) for key, value in job.overrides.items() if key not in keys)
+    common = []
+    for key, value in job.overrides.items():
+        if key not in keys:
+            common.append((key, value))
+    return tuple(common)
 
 
 def _statistics(values: Sequence[float], format_value: Format) -> list[str]:
@@ -198,7 +215,9 @@ def write_csv(folder: Path, ranking: Ranking, group_by: Sequence[str], count: in
     A search plans its jobs one by one: those missing of `count` are listed without numbers. Raises
     StorageError.
     """
-    keys = list(dict.fromkeys(key for job in ranking.jobs for key in job.overrides))
+    keys = dict[str, None]()  # each once, in the order in which they were given
+    for job in ranking.jobs:
+        keys |= dict.fromkeys(job.overrides)
     header = ["job", "status", *keys, ranking.name, "seconds", "run_dir"]
     groups = {}
     if group_by:
@@ -242,14 +261,22 @@ def show(folder: Path, ranking: Ranking, group_by: Sequence[str], varied: Sequen
 
 def short_keys(keys: Sequence[str]) -> list[str]:
     """Return for each dotted key its shortest end that no other key has."""
-    endings = []
+    counts = Counter[str]()
     for key in keys:
-        parts = key.split(".")
-        endings.append([".".join(parts[-n:]) for n in range(1, len(parts) + 1)])
-    counts = Counter(ending for of_key in endings for ending in of_key)
-    return [
-        next((ending for ending in of_key if counts[ending] == 1), of_key[-1]) for of_key in endings
-    ]
+        counts.update(_ends(key))
+    shortest = []
+    for key in keys:
+        own = [end for end in _ends(key) if counts[end] == 1]
+        shortest.append(own[0] if own else key)
+    return shortest
+
+
+def _ends(key: str) -> list[str]:
+    """Return the ends of a dotted key, the shortest first: c, b.c and a.b.c of a.b.c."""
+    ends = list[str]()
+    for part in reversed(key.split(".")):
+        ends.append(f"{part}.{ends[-1]}" if ends else part)
+    return ends
 
 
 def link_jobs(sweep: Path, jobs: Sequence[Job], varied: Sequence[str]) -> None:
@@ -268,7 +295,10 @@ def link_jobs(sweep: Path, jobs: Sequence[Job], varied: Sequence[str]) -> None:
         # A running job is linked before its folder exists: an open TensorBoard then finds it.
         if not target.is_dir() and job.state != RUNNING:
             continue
-        pairs = [f"{name}={job.overrides[key]}" for name, key in names if key in job.overrides]
+        pairs = []
+        for name, key in names:
+            if key in job.overrides:
+                pairs.append(f"{name}={job.overrides[key]}")
         # TensorBoard takes a slash for a group of runs.
         name = re.sub(r"[^ -.0-~]|\\", "_", ",".join(pairs)).strip(".")[:_LONGEST_LINK]
         name = name or f"job {job.number}"
@@ -276,7 +306,10 @@ def link_jobs(sweep: Path, jobs: Sequence[Job], varied: Sequence[str]) -> None:
             name = f"{name},job={job.number}"
         links[name] = os.path.relpath(target, board)
     board.mkdir(exist_ok=True)
-    existing = {path.name: os.readlink(path) for path in board.iterdir() if path.is_symlink()}
+    existing = dict[str, str]()
+    for path in board.iterdir():
+        if path.is_symlink():
+            existing[path.name] = os.readlink(path)
     for name, _ in existing.items() - links.items():
         (board / name).unlink()
     for name, target_path in links.items() - existing.items():

@@ -42,12 +42,17 @@ def study_of(ranking: Ranking, varied: Sequence[str]) -> Any:
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     jobs = ranking.compared()
-    keys = [key for key in varied if len({job.overrides.get(key) for job in jobs}) > 1]
-    scales = {name: _scale(key, jobs) for key, name in zip(keys, short_keys(keys), strict=True)}
-    trials = {
-        job.number: _trial(job, ranking, scales, with_curve=rank < SHOWN)
-        for rank, job in enumerate(jobs)
-    }
+    keys = []
+    for key in varied:
+        values = {job.overrides.get(key) for job in jobs}
+        if len(values) > 1:
+            keys.append(key)
+    scales = {}
+    for key, name in zip(keys, short_keys(keys), strict=True):
+        scales[name] = _scale(key, jobs)
+    trials = {}
+    for rank, job in enumerate(jobs):
+        trials[job.number] = _trial(job, ranking, scales, with_curve=rank < SHOWN)
     study = optuna.create_study(direction="maximize" if ranking.larger_is_better else "minimize")
     for number in range(max(trials) + 1):
         trial = trials.get(number)

@@ -93,10 +93,16 @@ def _dimensions(
     """
     params = tuple(f"{key}={values}" for key, values in settings.params.items())
     single, _ = split_search(replace(arguments, overrides=params))
-    raise_problems(
-        Problem("sweep.params", f"{one.text}: gives one value only", "use key=value outside of it")
-        for one in single
-    )
+    problems = []
+    for override in single:
+        problems.append(
+            Problem(
+                "sweep.params",
+                f"{override.text}: gives one value only",
+                "use key=value outside of it",
+            )
+        )
+    raise_problems(problems)
     # A file's `sweep.params` come before what is typed; typed ones stand where they were typed.
     texts = list(arguments.overrides)
     position = 0
@@ -141,6 +147,16 @@ def values_of(name: str, distribution: Any) -> list[Any]:
     return [low + n * step for n in range(round((high - low) / step) + 1)]
 
 
+def _by_name(space: Space) -> dict[str, Any]:
+    """Return the distributions by the names of their dimensions."""
+    return {dimension.name: kind for dimension, kind in space.items()}
+
+
+def _grid_of(space: Space) -> dict[str, list[Any]]:
+    """Return all values of each dimension, by name. Raises ConfigError."""
+    return {name: values_of(name, kind) for name, kind in _by_name(space).items()}
+
+
 def samples(space: Space) -> list[tuple[SweepOverride, ...]]:
     """Return values to check before the search: each choice, and the ends of each range.
 
@@ -152,9 +168,13 @@ def samples(space: Space) -> list[tuple[SweepOverride, ...]]:
             lists.append(list(kind.choices))
         else:
             lists.append(list(dict.fromkeys([kind.low, kind.high])))
-    longest = max(map(len, lists))
-    rows = ([values[n % len(values)] for values in lists] for n in range(longest))
-    return [tuple(map(swept, space, row)) for row in rows]
+    rows = []
+    for number in range(max(map(len, lists))):
+        row = []
+        for dimension, values in zip(space, lists, strict=True):
+            row.append(swept(dimension, values[number % len(values)]))
+        rows.append(tuple(row))
+    return rows
 
 
 def swept(dimension: Dimension, value: Any) -> SweepOverride:
@@ -167,8 +187,8 @@ def enqueued(space: Space, enqueue: Sequence[Values], whole: bool) -> list[Value
 
     Raises ConfigError.
     """
-    distributions = {d.name: distribution for d, distribution in space.items()}
-    are_texts = {d.name for d in space if d.choices}
+    distributions = _by_name(space)
+    are_texts = [d.name for d in space if d.choices]
     problems = []
     entries = []
     for number, entry in enumerate(enqueue):
@@ -207,7 +227,7 @@ def sampler_of(settings: SweepConfig, seed: int, space: Space) -> Callable[[int]
         )
     fixed = dict[str, Any]()
     if name == "grid":
-        fixed["search_space"] = {d.name: values_of(d.name, kind) for d, kind in space.items()}
+        fixed["search_space"] = _grid_of(space)
     elif name in ("cmaes", "qmc"):
         fixed["warn_independent_sampling"] = False  # words are sampled alone
     if name == "qmc":
@@ -276,7 +296,7 @@ class Trials:
         self._waiting = dict[int, list[Any]]()  # trials, by number of the job that they wait for
         self._total = runner.settings.n_trials
         if runner.settings.sampler == "grid":
-            size = math.prod(len(values_of(d.name, kind)) for d, kind in space.items())
+            size = math.prod(map(len, _grid_of(space).values()))
             self._total = min(self._total, size + len(runner.settings.enqueue))
         self._gave_up = False
         with study_errors(self._url):
@@ -407,8 +427,10 @@ class Trials:
         if before is None:
             self._study.set_user_attr(_OVERRIDES, now)
             return
-        texts = sorted({*before} ^ {*now})
-        changed = [text for text in texts if not trains_the_same(key_of(text))]
+        changed = []
+        for text in sorted({*before} ^ {*now}):  # what only one of both has
+            if not trains_the_same(key_of(text)):
+                changed.append(text)
         if changed and self.runner.config["resume_policy"] != "override":
             raise CheckpointError(
                 f"the study {self._study.study_name!r} began with other values (only one of "
@@ -430,15 +452,18 @@ class Trials:
             return None
         numbers = {trial.number for trial in study.get_trials(deepcopy=False)}
         study.sampler = self._sampler(min(numbers - started, default=len(numbers)))
-        trial = study.ask({d.name: kind for d, kind in self._space.items()})
+        trial = study.ask(_by_name(self._space))
         # Swapped before `tell`: the sampler of a grid calls `study.stop()` there, which fails
         # outside of Optuna's own loop.
         study.sampler = self._optuna.samplers.RandomSampler(seed=0)
         return trial
 
     def _overrides(self, values: Mapping[str, Any]) -> list[SweepOverride]:
-        varied = (swept(d, values[d.name]) for d in self._space if d.name in values)
-        return [*self._base, *varied]
+        overrides = [*self._base]
+        for dimension in self._space:
+            if dimension.name in values:
+                overrides.append(swept(dimension, values[dimension.name]))
+        return overrides
 
     def _count(self) -> None:
         """Set the number of jobs: those that are planned, and the trials that are left."""

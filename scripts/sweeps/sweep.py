@@ -1,7 +1,6 @@
 """Run the jobs of a sweep in its folder; find the folder of a sweep that was interrupted."""
 
 import csv
-import itertools
 import math
 import re
 import shlex
@@ -97,15 +96,17 @@ class Sweep:
             self.launcher = cluster(options)
         group_by = self.settings.group_by or []
         self.group_by = [group_by] if isinstance(group_by, str) else group_by
-        raise_problems(
-            Problem(
-                "sweep.group_by",
-                f"{key!r} does not vary between the jobs",
-                did_you_mean(key, varied),
-            )
-            for key in self.group_by
-            if key not in varied
-        )
+        problems = []
+        for key in self.group_by:
+            if key not in varied:
+                problems.append(
+                    Problem(
+                        "sweep.group_by",
+                        f"{key!r} does not vary between the jobs",
+                        did_you_mean(key, varied),
+                    )
+                )
+        raise_problems(problems)
         self.earlier = _find_sweep(config)  # the folder of the sweep to go on with
         self._folders = dict[tuple[str, ...], Path]()  # of its jobs
         if self.earlier is not None:
@@ -156,7 +157,10 @@ class Sweep:
             return self._planned[name]
         folder = self._folders.get(name) or self.folder / self._free_name()
         self._taken_names.add(folder.name)
-        values = {o.key: o.value for o in overrides if not belongs_outside(o.key)}
+        values = {}
+        for override in overrides:
+            if not belongs_outside(override.key):
+                values[override.key] = override.value
         job = Job(int(folder.name), folder, values, texts, config)
         self._planned[name] = job
         if has_finished(folder, config):
@@ -164,8 +168,10 @@ class Sweep:
         return job
 
     def _free_name(self) -> str:
-        numbers = map(str, itertools.count())
-        return next(number for number in numbers if number not in self._taken_names)
+        number = 0
+        while str(number) in self._taken_names:
+            number += 1
+        return str(number)
 
     @property
     def jobs(self) -> list[Job]:
@@ -174,15 +180,18 @@ class Sweep:
 
     def arguments_of(self, job: Job) -> list[str]:
         """Return the arguments of `train` for a job."""
-        keys = {text: key_of(text) for text in job.texts}
-        overrides = [
-            text for text, key in keys.items() if not belongs_outside(key) or key == "resume_policy"
-        ]
+        overrides = []
+        checkpoints = []  # from which all jobs begin
+        for text in dict.fromkeys(job.texts):
+            key = key_of(text)
+            if not belongs_outside(key) or key == "resume_policy":
+                overrides.append(text)
+            elif key == "resume":
+                checkpoints.append(text)
         if holds_run(job.run_dir):
             overrides.append("resume=auto")
         elif self.config["resume"] not in (None, "auto"):
-            # A checkpoint from which all jobs begin.
-            overrides += [text for text, key in keys.items() if key == "resume"]
+            overrides += checkpoints
         overrides += [*job.more_texts, run_dir_override(job.run_dir)]
         return flags(self.arguments) + overrides
 
@@ -287,10 +296,17 @@ class Sweep:
 
     def _done(self) -> int:
         # A preempted job is not done: it goes on with the sweep.
-        return len([j for j in self.jobs if j.state not in (NOT_STARTED, RUNNING, "preempted")])
+        done = 0
+        for job in self.jobs:
+            if job.state not in (NOT_STARTED, RUNNING, "preempted"):
+                done += 1
+        return done
 
     def _print_start(self, job: Job) -> None:
-        pairs = [f"{key}={job.overrides[key]}" for key in self.varied if key in job.overrides]
+        pairs = []
+        for key in self.varied:
+            if key in job.overrides:
+                pairs.append(f"{key}={job.overrides[key]}")
         again = f" (start {job.starts})" if job.starts > 1 else ""
         line = one_line(f"{' '.join(pairs)}  ->  {job.run_dir}{again}")
         print(f"[{self.jobs.index(job) + 1}/{self.count}] {line}", flush=True)
@@ -340,13 +356,19 @@ class Sweep:
             print(f"{why}; go on with the sweep: {self._resume_command()}")
         if self.signals:
             return 130 if self.signals[0] == signal.SIGINT else 143
-        return next((job.code for job in self.jobs if job.code), 0)
+        for job in self.jobs:
+            if job.code:
+                return job.code
+        return 0
 
     def _resume_command(self) -> str:
-        overrides = [t for t in self.arguments.overrides if key_of(t) != "run_dir"]
+        replaced = ["run_dir"]
+        added = []
         if self.config["resume"] in (None, "auto"):
-            overrides = [text for text in overrides if key_of(text) != "resume"]
-            overrides.append("resume=auto")
+            replaced.append("resume")
+            added.append("resume=auto")
+        overrides = [text for text in self.arguments.overrides if key_of(text) not in replaced]
+        overrides += added
         overrides.append(run_dir_override(self.folder))
         return shlex.join(["train", "-m", *flags(self.arguments), *overrides])
 

@@ -116,8 +116,9 @@ def check_targets(config: Config, wrong: Collection[str] = ()) -> None:
     for problem in first:
         reported |= {problem.key, problem.key.rpartition(".")[0]}
     later = [*_loss_problems(config), *_part_problems(parts), *data_problems(config)]
-    later = first + [problem for problem in later if problem.key not in reported]
-    problems += [problem for problem in later if not is_related(problem.key, broken)]
+    for problem in first + [problem for problem in later if problem.key not in reported]:
+        if not is_related(problem.key, broken):
+            problems.append(problem)
     raise_problems(problem for problem in problems if not is_related(problem.key, wrong))
 
 
@@ -128,8 +129,10 @@ def _without(config: Config, broken: Collection[str]) -> Config:
         if name in broken:
             values[name] = {}
     if config.optimizer and "optimizer" not in broken:
-        arguments = config.optimizer.items()
-        values["optimizer"] = {n: v for n, v in arguments if f"optimizer.{n}" not in broken}
+        values["optimizer"] = {}
+        for name, value in config.optimizer.items():
+            if f"optimizer.{name}" not in broken:
+                values["optimizer"][name] = value
     if "lr_scheduler" in broken:
         values["lr_scheduler"] = None
     if "strategy" in broken:

@@ -238,7 +238,10 @@ def _try_transforms(dataset: Any) -> None:
 def build_pipeline(config: Config, stage: str) -> Pipeline:
     """Build the transforms of `train` or `eval` samples."""
     steps = build_transforms(config, stage, config.data.num_classes)
-    quick = {name: fast_resize(step) for name, step in steps.items() if step is not None}
+    quick = {}
+    for name, step in steps.items():
+        if step is not None:
+            quick[name] = fast_resize(step)
     return Pipeline(quick, f"transforms.{stage}")
 
 
@@ -423,10 +426,17 @@ def device_cache_bytes(config: Config, sets: Mapping[str, Any]) -> int | None:
     """Return the bytes of a device's memory that the data sets take; None before it is known."""
     if config.data.cache != "device":
         return 0
-    batches = [dataset.tensors() for dataset in sets.values() if dataset is not None]
-    if any(batch is None for batch in batches):
-        return None
-    return sum(size for size in map(tensor_bytes, batches) if size <= config.data.cache_bytes)
+    total = 0
+    for dataset in sets.values():
+        if dataset is None:
+            continue
+        batch = dataset.tensors()
+        if batch is None:
+            return None
+        size = tensor_bytes(batch)
+        if size <= config.data.cache_bytes:
+            total += size
+    return total
 
 
 def data_problems(config: Config) -> Iterator[Problem]:
@@ -513,7 +523,7 @@ def data_facts(sets: Mapping[str, Any]) -> dict[str, Any]:
     names = class_names(sets)
     if names:
         facts["classes"] = names
-    encoded = {s: one for s, one in sets.items() if callable(getattr(one, "statistics", None))}
+    encoded = {split: one for split, one in sets.items() if _has_statistics(one)}
     if encoded:
         first = encoded.get("train", next(iter(encoded.values())))
         facts["statistics"] = first.statistics()
@@ -521,10 +531,19 @@ def data_facts(sets: Mapping[str, Any]) -> dict[str, Any]:
     return facts
 
 
+def _has_statistics(dataset: Any) -> bool:
+    return callable(getattr(dataset, "statistics", None))
+
+
 def nodes_with_statistics(config: Config) -> dict[str, Any]:
     """Return, by split, the nodes whose targets can be given statistics."""
     nodes = config.data.nodes()
-    return {s: n for s, n in nodes.items() if "statistics" in (parameters_of(n["_target_"]) or ())}
+    return {split: node for split, node in nodes.items() if _takes_statistics(node)}
+
+
+def _takes_statistics(node: Mapping[str, Any]) -> bool:
+    parameters = parameters_of(node["_target_"])
+    return parameters is not None and "statistics" in parameters
 
 
 def with_statistics(config: Config, payload: Mapping[str, Any] | None) -> Config:
@@ -551,7 +570,10 @@ def changed_data(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """
     before = then.get("fingerprints", {})
     after = now.get("fingerprints", {})
-    changed = [f"data.{s}" for s, mark in after.items() if before.get(s, mark) != mark]
+    changed = []
+    for split, mark in after.items():
+        if before.get(split, mark) != mark:
+            changed.append(f"data.{split}")
     if not changed:
         return []
     is_same = then.get("statistics") == now.get("statistics")

@@ -425,7 +425,8 @@ def _sampler(config: Config, dataset: Any, name: str) -> Any:
     available["seed"] = config.seed
     available["targets"] = getattr(dataset, "targets", None)
     asked = parameters_of(node["_target_"]) or {}
-    arguments = {n: value for n, value in available.items() if n in asked and n not in node}
+    wanted = asked.keys() - node.keys()
+    arguments = {argument: available[argument] for argument in available if argument in wanted}
     return build_node(node, f"loader.{name}", **arguments)
 
 

@@ -66,8 +66,12 @@ def wrong_class(key: str, cls: type) -> str | None:
     if isinstance(required, type):
         fits = issubclass(cls, required)
     else:
-        fits = any(all(hasattr(cls, name) for name in text.split()) for text in required)
+        fits = any(_has_all(cls, names) for names in required)
     return None if fits else f"makes no {description} but a {cls.__module__}.{cls.__qualname__}"
+
+
+def _has_all(cls: type, names: str) -> bool:
+    return all(hasattr(cls, name) for name in names.split())
 
 
 def build_node(node: Node, key: str, **arguments: Any) -> Any:
@@ -318,8 +322,9 @@ class Assembly:
         """
         lengths = {"total_steps": self.total_steps, "steps_per_epoch": self.steps_per_epoch}
         built = build_named(fill(self.config.callbacks, lengths), "callbacks")
-        callbacks = [(name, one) for name, one in built.items() if one is not None]
-        return dict(sorted(callbacks, key=lambda named: _position(named[1])))
+        names = [name for name in built if built[name] is not None]
+        names.sort(key=lambda name: _position(built[name]))
+        return {name: built[name] for name in names}
 
 
 def _position(callback: Callback) -> int:

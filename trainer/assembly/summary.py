@@ -72,11 +72,10 @@ def summarize(
     observed, problem = _try(model, example, call, autocast, compute)
     shapes = {} if observed is None else observed.shapes
     flop_counts = {} if observed is None else observed.flops.get_flop_counts()
-    rows = [
-        _row(name, module, shapes.get(name), flop_counts, samples)
-        for name, module in model.named_modules()
-        if _level(name) <= depth
-    ]
+    rows = []
+    for name, module in model.named_modules():
+        if _level(name) <= depth:
+            rows.append(_row(name, module, shapes.get(name), flop_counts, samples))
     if observed is None:
         return Summary(tuple(rows), None, None, problem)
     flops = observed.flops.get_total_flops()
@@ -183,10 +182,9 @@ def _observe(step: _Step, example: Any, device: torch.device, autocast: Context)
     before = [(module, dict(vars(module))) for module in step.model.modules()]
     flops = FlopCounterMode(display=False)
     saving = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
-    handles = [
-        module.register_forward_hook(partial(note_shapes, name))
-        for name, module in step.model.named_modules()
-    ]
+    handles = []
+    for name, module in step.model.named_modules():
+        handles.append(module.register_forward_hook(partial(note_shapes, name)))
     try:
         with seeded(device), flops, saving, torch.enable_grad(), autocast():
             functional_call(step, tensors, (batch,))
@@ -198,8 +196,11 @@ def _observe(step: _Step, example: Any, device: torch.device, autocast: Context)
             vars(module).update(attributes)
     # Parameters, buffers and inputs exist anyway: they take no further memory.
     existing = {_storage(tensor) for tensor in (*tensors.values(), *tensors_of(batch))}
-    sizes = [t.untyped_storage().nbytes() for key, t in saved.items() if key not in existing]
-    return _Pass(shapes, flops, sum(sizes))
+    kept = 0  # bytes
+    for key, tensor in saved.items():
+        if key not in existing:
+            kept += tensor.untyped_storage().nbytes()
+    return _Pass(shapes, flops, kept)
 
 
 def _storage(tensor: Tensor) -> int:
@@ -283,5 +284,9 @@ def state_bytes(optimizer: Optimizer) -> int | None:
         step_optimizer(twin)
     except Exception:  # any optimizer class, on tensors that it may not support
         return None
-    values = [v for state in twin.state.values() for v in state.values() if isinstance(v, Tensor)]
-    return sum(value.nbytes for value in values)
+    total = 0
+    for state in twin.state.values():
+        for value in state.values():
+            if isinstance(value, Tensor):
+                total += value.nbytes
+    return total

@@ -143,7 +143,7 @@ class BorrowedWeights:
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         self._modules = modules
-        self._names = sources_of(modules)
+        self._names = sources_of(modules)  # of parameters, by what they were read from
         self._eligible = set[str]().union(*self._names.values())  # what may be left out
         self._constant = dict[str, nn.Parameter]()  # of these, frozen since `watch` began
         self._is_watching = False
@@ -153,7 +153,7 @@ class BorrowedWeights:
         return bool(self._names)
 
     def watch(self) -> None:
-        """Take note of what trains by now; called between two updates."""
+        """Forget what trains by now; called between two updates, the first call begins."""
         if not self._is_watching:
             self._is_watching = True
             for name, parameter in self._parameters().items():
@@ -191,14 +191,14 @@ class BorrowedWeights:
                 continue
             if source.is_unchanged():
                 chosen |= dict.fromkeys(sorted(constant), source)
-                continue
-            for name in constant:
-                del self._constant[name]
-            _log.warning(
-                "%s changed since the run read its weights: checkpoints hold all of them from "
-                "here on",
-                source.folder,
-            )
+            else:
+                for name in constant:
+                    del self._constant[name]
+                _log.warning(
+                    "%s changed since the run read its weights: checkpoints hold all of them from "
+                    "here on",
+                    source.folder,
+                )
         return chosen
 
     def continue_from(self, entries: Sequence[Mapping[str, Any]]) -> None:

@@ -46,11 +46,11 @@ class ExtraState:
                 )
         self._task = task
         self._device = device
-        self._task_modules = dict[str, nn.Module]()  # by the prefix of their names
+        self._task_modules: dict[str, nn.Module] = {}  # by the prefix of their names
         for name, module in task.own_modules().items():
             self._task_modules[f"task.{name}."] = module
         self._modules = {"": model, **self._task_modules}
-        self._initial = dict[str, Tensor]()
+        self._initial: dict[str, Tensor] = {}
         for name, buffer in self._nonpersistent_buffers():
             self._initial[name] = _on_host(buffer.value)
         self._fingerprints = dict(self._attributes())

@@ -79,8 +79,11 @@ class InferenceMetadata(NamedTuple):
 
 def inference_metadata(config: Config, data: Data, task: Task) -> InferenceMetadata:
     """Return the facts of a run whose data are open."""
-    order = [*config.data.validations, *config.data.tests, "train"]
-    datasets = [data.sets[s] for s in order if data.sets.get(s) is not None]
+    datasets = []
+    for split in (*config.data.validations, *config.data.tests, "train"):
+        dataset = data.sets.get(split)
+        if dataset is not None:
+            datasets.append(dataset)
     outputs: dict[str, Any] = {"kind": task.output_kind}
     threshold = getattr(task, "threshold", None)
     if threshold is not None:
@@ -402,7 +405,7 @@ def _on_host(value: Any, count: int) -> dict[str, Tensor]:
     """Return the tensors of an output for its first `count` samples. Waits for the device."""
     # A scalar is no output for each sample: models may compute a loss beside their outputs.
     tensors = {name: tensor for name, tensor in named_tensors(value).items() if tensor.ndim}
-    if not tensors or any(len(tensor) < count for tensor in tensors.values()):
+    if not tensors or min(map(len, tensors.values())) < count:
         raise ModelError(
             f"the task's prediction_step returned {type(value).__name__}, which holds no tensors "
             "with an answer for each sample: give the task an `interpret` that makes such"
@@ -440,8 +443,8 @@ class Rows(NamedTuple):
         if not count:
             return []
         if kind == "boxes":
-            samples = zip(*(values[name] for name in ("boxes", "scores", "labels")), strict=True)
-            return [self._boxes(*sample) for sample in samples]
+            columns = (values["boxes"], values["scores"], values["labels"])
+            return [self._boxes(*sample) for sample in zip(*columns, strict=True)]
         output = values.get(OUTPUT)
         if output is None:
             return _columns(values, count)
@@ -455,23 +458,29 @@ class Rows(NamedTuple):
             mean, std = self.facts.outputs.get("scale", (0.0, 1.0))
             return _columns({OUTPUT: output * std + mean}, count, math.inf)
         samples = zip(answers.indices, output, strict=True)
+        rows: list[Row] = []
         if kind == "mask":
-            return [{"prediction": self.mask_of(index, mask)} for index, mask in samples]
-        if kind == "tags" and isinstance(self.samples, TokenizedSamples):
-            return [
-                {"prediction": self._tags(tags, self.samples.word_places(index))}
-                for index, tags in samples
-            ]
-        if kind == "text" and self.prompts is not None:
-            return [
-                {"prompt": self.prompts[index], "prediction": self._text(tokens.tolist())}
-                for index, tokens in samples
-            ]
-        return _columns(values, count)
+            for index, mask in samples:
+                rows.append({"prediction": self.mask_of(index, mask)})
+        elif kind == "tags" and isinstance(self.samples, TokenizedSamples):
+            for index, tags in samples:
+                places = self.samples.word_places(index)
+                rows.append({"prediction": self._tags(tags, places)})
+        elif kind == "text" and self.prompts is not None:
+            for index, tokens in samples:
+                # The outputs are on the host: nothing waits.
+                text = self._text(tokens.tolist())
+                rows.append({"prompt": self.prompts[index], "prediction": text})
+        else:
+            rows = _columns(values, count)
+        return rows
 
     def _labels(self, probabilities: Sequence[float]) -> Row:
         threshold = float(self.facts.outputs.get("threshold", 0.5))
-        above = {self._name(n): p for n, p in enumerate(probabilities) if p > threshold}
+        above = {}
+        for number, probability in enumerate(probabilities):
+            if probability > threshold:
+                above[self._name(number)] = probability
         return {"prediction": list(above), "probability": list(above.values())}
 
     def _boxes(self, boxes: Tensor, scores: Tensor, labels: Tensor) -> Row:
@@ -511,8 +520,12 @@ class Rows(NamedTuple):
 
 def _beside(text: Row, answer: Row) -> Row:
     """Return the columns of a text, then those of the answer; one of the same name is renamed."""
-    taken = {"file", *answer}
-    return {f"{name}_given" if name in taken else name: text[name] for name in text} | answer
+    row: Row = {}
+    for name, value in text.items():
+        if name == "file" or name in answer:
+            name = f"{name}_given"
+        row[name] = value
+    return row | answer
 
 
 def _columns(values: Mapping[str, Tensor], count: int, most: float = _COLUMNS) -> list[Row]:
