@@ -141,10 +141,12 @@ def values_of(name: str, distribution: Any) -> list[Any]:
     """Return all values of a dimension. Raises ConfigError for an interval without a step."""
     if hasattr(distribution, "choices"):
         return list(distribution.choices)
-    low, high, step = distribution.low, distribution.high, distribution.step
+    low = distribution.low
+    step = distribution.step
     if step is None:
         raise ConfigError(name, "sampler=grid takes choices, or numbers with a step", "sampler=tpe")
-    return [low + n * step for n in range(round((high - low) / step) + 1)]
+    count = round((distribution.high - low) / step) + 1
+    return [low + n * step for n in range(count)]
 
 
 def _by_name(space: Space) -> dict[str, Any]:

@@ -190,7 +190,8 @@ def _input_form(dataset: Any) -> dict[str, Any]:
     if not isinstance(pipeline, Pipeline):
         return {"kind": "array"}
     # The transforms are taken out for a moment, to see two samples as they were.
-    steps, deferred = pipeline.steps, pipeline.deferred
+    steps = pipeline.steps
+    deferred = pipeline.deferred
     pipeline.steps = {}
     pipeline.deferred = {}
     try:
