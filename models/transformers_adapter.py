@@ -75,6 +75,7 @@ def build(
     context: tokens of a sample; more than a model has learnt positions for are refused.
     """
     transformers = import_package("transformers", "transformers")
+    transformers.utils.logging.disable_progress_bar()  # a line for each model that is built
     if not auto.startswith("AutoModelFor") or not hasattr(transformers, auto):
         raise NetworkError(f"model.auto: transformers has no {auto!r}; try AutoModelForCausalLM")
     auto_model = getattr(transformers, auto)

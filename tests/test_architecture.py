@@ -87,22 +87,22 @@ KNOWN_TO_ALL = (
 # changes it. A number goes down with what is thrown away, and up in the commit that brings a
 # capability. Lines are free.
 EXPRESSIONS = {
-    "conf": 2307,
-    "data": 8735,
-    "models": 1287,
-    "trainer": 20153,
-    "callbacks": 4859,
-    "scripts": 9522,
+    "conf": 2407,
+    "data": 10229,
+    "models": 1695,
+    "trainer": 22943,
+    "callbacks": 5132,
+    "scripts": 10165,
 }
 # Habits that make a line hard to read, per 1,000 code lines of the six packages: at most.
 HABITS = {
-    "expressions": 1560,
-    "pairs": 0.2,
-    "ternaries": 20.5,
-    "comprehensions": 34.0,
+    "expressions": 1540,
+    "pairs": 0.1,
+    "ternaries": 19.2,
+    "comprehensions": 29.8,
     "walruses": 0.4,
     "truths as numbers": 0.0,
-    "fragments of messages": 0.4,
+    "fragments of messages": 0.0,
 }
 
 # A room holds up to 16 modules; those whose files YAML names may hold more.
