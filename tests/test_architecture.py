@@ -89,7 +89,7 @@ KNOWN_TO_ALL = (
 EXPRESSIONS = {
     "conf": 2407,
     "data": 10229,
-    "models": 1695,
+    "models": 1698,
     "trainer": 22943,
     "callbacks": 5132,
     "scripts": 10165,
