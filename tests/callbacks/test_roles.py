@@ -10,6 +10,7 @@ from PIL import Image
 
 from regimen.callbacks.ema import EMA
 from regimen.callbacks.lr_finder import LRFinder
+from regimen.conf.schema_trainer import TrainerConfig
 from regimen.scripts.runs.report import best_of
 from regimen.scripts.sweeps.leaderboard import Ranking
 from regimen.trainer import snapshot
@@ -107,7 +108,7 @@ def test_pruning_comes_first_and_checkpoints_last_under_any_name():
             "rules": {"weights": {"kind": "matrix"}},
         },
     }
-    config = SimpleNamespace(callbacks=nodes)
+    config = SimpleNamespace(callbacks=nodes, trainer=TrainerConfig())
     assert list(Assembly(config, Strategy()).callbacks) == ["smaller", "ema", "saves"]
 
 

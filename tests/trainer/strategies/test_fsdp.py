@@ -223,7 +223,7 @@ def stepped(model, node, prefer_fused=False):
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(8, 6, generator=generator, dtype=torch.float64)
     y = torch.randint(3, (8,), generator=generator)
-    optimizers = build_optimizers(model, node, prefer_fused=prefer_fused)
+    optimizers = build_optimizers(model, node, prefer_fused=prefer_fused, batch_size=8)
 
     def evaluate():
         optimizers.zero_grad()
