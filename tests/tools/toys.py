@@ -212,6 +212,7 @@ def optimizer_nodes() -> dict[str, Any]:
 
 # Those whose kernels leave a step out; Adagrad's does later than torch 2.11.
 ON_DEVICE = {"adam", "adamw", "adamw_finetune", "muon", "sgd", "sgd_nesterov", "sgd_plain"}
+ON_DEVICE |= {"convnext_t", "deit_s", "gpt2", "resnet50_v2", "vit_s16"}  # AdamW and SGD of recipes
 if hasattr(torch.optim.Adagrad([torch.zeros(1)], fused=True), "_step_supports_amp_scaling"):
     ON_DEVICE.add("adagrad")
 

@@ -94,7 +94,9 @@ def test_an_update_that_is_not_finite_is_not_applied(name, own):
         pytest.skip("an optimizer that the device has no kernel for is refused by torch")
     model = nn.Linear(4, 3).to(DEVICE)
     node = {"_target_": f"torch.optim.{name}", "lr": 0.1}
-    optimizers = build_optimizers(model, node | ({"fused": True} if own else {}), not own)
+    optimizers = build_optimizers(
+        model, node | ({"fused": True} if own else {}), not own, batch_size=8
+    )
     (optimizer,) = optimizers.optimizers.values()
     heeds = not {"fused", "found_inf"} & LACKS
     assert bool(optimizer.defaults["fused"]) == (own or heeds)

@@ -139,7 +139,8 @@ def trainer_of(name, callbacks, layers=3, **options):
     batch = torch.randn(4, 1, 8, 8), torch.tensor([0, 1, 2, 0])
     model, strategy = network(layers), Strategy(DEVICE)
     model = strategy.prepare(model)
-    optimizers = build_optimizers(model, copy.deepcopy(NODES[name]), prefer_fused=True)
+    node = copy.deepcopy(NODES[name])
+    optimizers = build_optimizers(model, node, prefer_fused=True, batch_size=8)
     options = {"clip_grad_norm": 1.0, "log_every_n_steps": 1000, "max_steps": 7, **options}
     return Trainer(
         model,
