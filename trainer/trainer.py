@@ -372,9 +372,11 @@ class Trainer:
     def update(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Apply one optimizer update, or skip it, and count; `Updater.apply` draws it."""
         applied = self.updater.apply(micro_batches)
-        slices = [micro_batch.batch_slice for micro_batch in micro_batches]
-        samples = sum(one.total for one in slices if one.micro_batch == 0)
-        self.state.count(len(slices), samples, applied)
+        samples = micro_batches[0].batch_slice.total
+        if self.task.fresh_batches:  # an update has a batch for each turn
+            slices = [micro_batch.batch_slice for micro_batch in micro_batches]
+            samples = sum(one.total for one in slices if one.micro_batch == 0)
+        self.state.count(len(micro_batches), samples, applied)
         if applied:
             self.optimizers.record_rates()
             self.lr_schedule.after_update()

@@ -187,14 +187,15 @@ class Updater:
 
     def _with_batches(self, micro_batches: MicroBatches) -> Iterator[tuple[Phase, MicroBatches]]:
         """Yield each phase with its micro-batches: all of the update, or those of its own batch."""
-        own = [
-            list(group)
-            for _, group in itertools.groupby(micro_batches, lambda m: m.batch_slice.update)
-        ]
+        if not self._components.task.fresh_batches:
+            for phase in self._phases:
+                yield phase, micro_batches
+            return
+        by_batch = itertools.groupby(micro_batches, lambda m: m.batch_slice.update)
+        own = [list(group) for _, group in by_batch]
+        is_whole = len(own) == len(self._phases)  # a dry run computes a part of an update only
         for phase in self._phases:
-            # A dry run computes a part of an update only.
-            is_fresh = self._components.task.fresh_batches and len(own) == len(self._phases)
-            yield phase, own[phase.index] if is_fresh else micro_batches
+            yield phase, own[phase.index] if is_whole else micro_batches
 
     def _accumulate(
         self, phase: Phase, micro_batches: MicroBatches
