@@ -72,6 +72,8 @@ def build(
     network is needed. Weights are read from .safetensors files only, and code that comes with them
     runs only where `regimen.data.tokenizers.allow_remote_code` allows it.
 
+    num_classes: classes, or tokens of the vocabulary; None, where nothing counts those of the data:
+    as many as the model has.
     context: tokens of a sample; more than a model has learnt positions for are refused.
     """
     transformers = import_package("transformers", "transformers")
@@ -81,7 +83,9 @@ def build(
     auto_model = getattr(transformers, auto)
     runs_code = remote_code_allowed()
     is_causal = auto == "AutoModelForCausalLM"
-    size = {"vocab_size" if is_causal else "num_labels": num_classes}
+    size = {}
+    if num_classes is not None:
+        size["vocab_size" if is_causal else "num_labels"] = num_classes
     try:
         with refuse_remote_code("model.name", name):
             if config is not None:

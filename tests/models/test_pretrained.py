@@ -297,6 +297,20 @@ def test_logits_and_loss_equal_those_of_transformers():
 
 
 @pytest.mark.usefixtures("_transformers")
+@pytest.mark.parametrize(
+    ("auto", "size"),
+    [
+        ("AutoModelForCausalLM", "vocab_size"),
+        ("AutoModelForSequenceClassification", "num_labels"),
+    ],
+)
+def test_classes_that_nothing_counts_are_as_many_as_the_configuration_says(auto, size):
+    tiny = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 8, size: 7}
+    model = from_transformers("gpt2", None, auto=auto, config=tiny)
+    assert getattr(model.model.config, size) == 7
+
+
+@pytest.mark.usefixtures("_transformers")
 def test_a_folder_is_loaded_with_a_new_head(tmp_path):
     model = from_transformers("bert", 3, config=TINY)
     model.model.save_pretrained(tmp_path)
