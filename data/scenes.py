@@ -98,6 +98,8 @@ class DigitBoxes(DetectionFolder):
                 f"data.sides=[{least}, {largest}] and data.most={most}: digits of at least 8 and "
                 f"at most data.image_size={image_size} pixels, and at least one in a scene"
             )
+        if scenes is not None and scenes < 1:
+            raise DataError(f"data.scenes={scenes}: give at least 1, or null for one a digit")
         digits = Digits(split, 8, split_seed, fold=fold, folds=folds)
         count = min(len(digits), scenes or len(digits))
         draws = random_state(split_seed, SPLIT, 2, len(digits))

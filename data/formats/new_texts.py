@@ -1,10 +1,10 @@
 """New texts for a trained run: from a file, from standard input, or given in Python."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from regimen.data.errors import DataError
+from regimen.data.errors import DataError, as_data_error
 from regimen.data.formats.tagged_words import ENDINGS as WORDS_ENDINGS
 from regimen.data.formats.tagged_words import Sentence, read_sentences, tokenized_words
 from regimen.data.formats.texts import ENDINGS, Records, read_records, tokenized
@@ -38,10 +38,8 @@ def find_texts(form: Form, source: str, lines: Sequence[str]) -> TokenizedSample
         return _words(form, sentences)
     if path.suffix.lower() != ".txt":
         return _texts(form, read_records(path))
-    try:
+    with as_data_error(str(path), OSError, UnicodeDecodeError):
         lines = path.read_text("utf-8-sig").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: {error}") from error
     names, texts = filled_lines(str(path), lines)
     return _texts(form, Records(str(path), names, {_only_column(form): texts}))
 
@@ -57,9 +55,11 @@ def given_texts(form: Form, given: Sequence[Any]) -> TokenizedSamples:
         for name, one in zip(names, given, strict=True):
             words = one
             if isinstance(one, Mapping):
-                words = one["words"]
+                words = one.get("words")
             if isinstance(words, str):
                 words = words.split()
+            if not isinstance(words, Iterable):
+                words = ()  # refused below
             words = list(words)
             if not words or not all(isinstance(word, str) and word.strip() for word in words):
                 raise DataError(f"{name}: {one!r:.60} is neither a text nor a list of words")

@@ -430,6 +430,8 @@ def test_scenes_of_digits_have_boxes_around_their_ink():
     assert not {"size", "frame", "iscrowd"} & DigitBoxes("train", scenes=1)[0][1].keys()
     with pytest.raises(DataError, match=r"data.sides=\[30, 20\]"):
         DigitBoxes("val", sides=(30, 20))
+    with pytest.raises(DataError, match=r"data.scenes=0: give at least 1"):
+        DigitBoxes("val", scenes=0)
 
 
 def test_categories_and_pictures_keep_the_numbers_of_their_files(tmp_path):

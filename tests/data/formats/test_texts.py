@@ -328,8 +328,10 @@ def test_new_texts_for_a_run(tokenizer, tmp_path):
     assert np.array_equal(given_texts(words, ["anna saw"])[0]["input_ids"], expected)
     path = write_jsonl(tmp_path / "new.jsonl", [{"words": ["anna", "saw"]}])
     assert np.array_equal(find_texts(words, str(path), [])[0]["input_ids"], expected)
-    with pytest.raises(DataError, match="neither a text nor a list of words"):
-        given_texts(words, [[]])
+    assert np.array_equal(given_texts(words, [{"words": "anna saw"}])[0]["input_ids"], expected)
+    for wrong in ([], " ", {"text": "anna"}, 3, None, ["anna", 3]):
+        with pytest.raises(DataError, match="neither a text nor a list of words"):
+            given_texts(words, [wrong])
 
 
 def test_json_of_a_row_is_kept_as_it_is(tokenizer, tmp_path):
