@@ -59,14 +59,14 @@ class DetectionFolder(Pictures):
         # The numbers of classes and pictures in the files of annotations, for answers in their
         # format: without any, those that they have here.
         self.category_ids = list(category_ids or range(len(self.classes)))
-        self.numbers: list[int | None] = []
+        self._numbers: list[int | None] = []
         # Arrays: a picture's lists of tuples would take several times the memory.
         self._boxes: list[NDArray[np.float64]] = []
         self._labels: list[NDArray[np.int64]] = []
         self._crowds: list[NDArray[np.bool_]] = []
         self._sizes: list[tuple[int, int] | None] = []
         for picture in pictures:
-            self.numbers.append(picture.number)
+            self._numbers.append(picture.number)
             self._boxes.append(picture.box_array())
             self._labels.append(np.array(picture.labels, np.int64))
             self._crowds.append(np.array(picture.crowds, np.bool_))
@@ -78,7 +78,7 @@ class DetectionFolder(Pictures):
 
     def number(self, index: int) -> int:
         """Return the id of a picture in COCO's file, else the number of the sample."""
-        number = self.numbers[index]
+        number = self._numbers[index]
         return index if number is None else number
 
     def boxes(self, index: int, height: int, width: int) -> Target:
@@ -108,7 +108,7 @@ class DetectionFolder(Pictures):
 
     def __getitem__(self, index: int) -> tuple[Any, Target]:
         image = self.decoded(index)
-        return self.finished(image, self.boxes(index, *image.shape[-2:]))
+        return self._finished(image, self.boxes(index, *image.shape[-2:]))
 
     def resize_and_transform(self, image: Any) -> tuple[Any, Target]:
         """Return the sample of a picture, uint8 (C, H, W), without annotations."""
@@ -120,7 +120,7 @@ class DetectionFolder(Pictures):
         target: Target = {"boxes": no_box, "labels": no_label, "image_id": torch.tensor(-1)}
         if not self._for_training:
             target["iscrowd"] = no_label
-        return self.finished(image, target)
+        return self._finished(image, target)
 
     def stand_in(self) -> tuple[Any, Target]:
         """Return a black sample without a box."""
@@ -136,8 +136,7 @@ class DetectionFolder(Pictures):
             digest.update(b"\n")
         return digest.hexdigest()[:16]
 
-    def finished(self, picture: Tensor, target: Target) -> tuple[Any, Target]:
-        """Return a picture, uint8 (C, H, W), and its target, transformed and fitted."""
+    def _finished(self, picture: Tensor, target: Target) -> tuple[Any, Target]:
         image: Any = tv_tensors.Image(picture)
         if not self._for_training:
             size = (int(picture.shape[-2]), int(picture.shape[-1]))

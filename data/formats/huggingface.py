@@ -184,11 +184,16 @@ def open_tables(path: str, name: str | None, streaming: bool = False) -> dict[st
             for file in place.iterdir():
                 if file.exists():  # a link that leads nowhere is read by nobody
                     check_regular(file)
-        if any((folder / file).is_file() for file in ("dataset_dict.json", "state.json")):
+        if is_saved(folder):
             tables = datasets.load_from_disk(local_path)
         else:
             tables = datasets.load_dataset(local_path, name, streaming=streaming)
     return dict(tables) if hasattr(tables, "keys") else {"train": tables}
+
+
+def is_saved(folder: Path) -> bool:
+    """Return whether `datasets` has saved a table, or one for each split, in a folder."""
+    return any((folder / file).is_file() for file in ("dataset_dict.json", "state.json"))
 
 
 def split_of(tables: Mapping[str, Any], split: str) -> Any:

@@ -95,14 +95,14 @@ def tokenized_words(
     is_first = np.zeros(encoded.starts[-1], dtype=bool)
     for number, words_of_tokens in enumerate(encoded.words):
         start = encoded.starts[number]
-        previous = None
+        previous = -1
         for place, word in enumerate(words_of_tokens):
             if word is not None and word != previous:
                 is_first[start + place] = True
                 previous = word
         reached = len(words[number])
         if number in encoded.cut:
-            reached = 1 + (previous or 0)
+            reached = previous + 1
         _check_words(sentences[number], words_of_tokens, reached)
     remarks = []
     if encoded.cut:

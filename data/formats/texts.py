@@ -14,7 +14,7 @@ from torch import Tensor
 from regimen.conf.errors import ConfigError
 from regimen.data.batch import IGNORED
 from regimen.data.errors import DataError
-from regimen.data.formats.huggingface import open_tables, split_of
+from regimen.data.formats.huggingface import is_saved, open_tables, split_of
 from regimen.data.formats.jsonl import read_rows
 from regimen.data.formats.table import SUFFIXES, as_text, read_columns
 from regimen.data.splits import Split, class_names, is_part_of_train, rows_of_train, split_file
@@ -23,7 +23,6 @@ from regimen.data.tokenizers import load_tokenizer
 
 logger = logging.getLogger(__name__)
 ENDINGS = (".jsonl", *SUFFIXES)  # of the files that are read
-_SAVED = ("dataset_dict.json", "state.json")  # files of a folder of `datasets`
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +141,7 @@ def input_columns(given: str | Sequence[str]) -> list[str]:
 def find_split(root: str, split: Split) -> Any:
     """Return the file of a split, or its table of `datasets`; None if there is neither."""
     folder = Path(root).expanduser()
-    if any((folder / name).is_file() for name in _SAVED):
+    if is_saved(folder):
         return split_of(open_tables(root, None), split)
     return split_file(folder, split, ENDINGS)
 
@@ -197,9 +196,7 @@ def _classes(records: Records, target: str, num_classes: int | None, where: str)
     return class_names(names, num_classes, len(records.names), where)
 
 
-def _targets(
-    records: Records, name: str, classes: list[str] | None, may_lack: bool = False
-) -> Tensor:
+def _targets(records: Records, name: str, classes: list[str] | None, may_lack: bool) -> Tensor:
     """Return class numbers, or values [n]. `may_lack`: all labels may be missing, then -100.
 
     Raises DataError.
