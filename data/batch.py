@@ -11,6 +11,7 @@ from torch import Tensor
 from regimen.trainer.device import copy_async, storage_dtype
 
 IGNORED = -100  # the label of what is not learnt: torch's losses leave it out
+NO_TOKEN = -100  # fills up the tokens of an answer, of the model's or of the data
 # The largest tensor of integers whose minimum is computed on the host before it is copied to a
 # device: 64k take 15 us, but 16M take 6 ms, which is slower than a kernel.
 _MAX_HOST_MIN = 2**16

@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-NO_TOKEN = -100  # fills up the tokens of a reference
+from regimen.data.batch import NO_TOKEN
 
 
 class Question(NamedTuple):

@@ -18,6 +18,7 @@ from regimen.trainer.errors import CheckpointError
 
 log = logging.getLogger(__name__)
 _MORE_THAN_BOXES = ("maskrcnn", "keypointrcnn")  # they are trained on masks and key points
+_BACKBONE = "model.weights_backbone"
 _COUNTER = "num_batches_tracked"  # of BatchNorm; weights that were frozen have none
 
 
@@ -87,10 +88,15 @@ def detector(
         )
     if weights is not None and weights_backbone is not None:
         raise NetworkError(
-            "model.weights_backbone has no effect beside model.weights, which hold the backbone: "
+            f"{_BACKBONE} has no effect beside model.weights, which hold the backbone: "
             "leave one of both out"
         )
     is_ssd = name.startswith("ssd")
+    if is_ssd and weights_backbone is not None:
+        raise NetworkError(
+            f"{_BACKBONE}: {name} has no feature pyramid; model.weights takes the weights of the "
+            "whole detector"
+        )
     is_faster_rcnn = name.startswith("fasterrcnn")
     prefix = ""
     if is_faster_rcnn:
@@ -117,14 +123,8 @@ def detector(
     )
     if weights is not None and weights_wanted():
         _load(network, _weights_of(name, weights), weights)
-    if weights_backbone is not None:
-        if is_ssd:
-            raise NetworkError(
-                f"model.weights_backbone: {name} has no feature pyramid; model.weights takes the "
-                "weights of the whole detector"
-            )
-        if weights_wanted():
-            _load_backbone(network.backbone.body, weights_backbone)
+    if weights_backbone is not None and weights_wanted():
+        _load_backbone(network.backbone.body, weights_backbone)
     return Detector(network)
 
 
@@ -175,20 +175,17 @@ def _load_backbone(body: nn.Module, source: str) -> None:
     """Load the weights of a classifier into the layers that a detector has of it."""
     own = body.state_dict()
     state = {}
-    for name, value in read_weights(source).items():
-        name = name.removeprefix("features.")  # of MobileNet, whose classifier stands beside them
-        if name in own:
-            state[name] = value
+    for name, value in read_weights(source, key=_BACKBONE).items():
+        inner = name.removeprefix("features.")  # of MobileNet, whose classifier stands beside them
+        if inner in own:
+            state[inner] = value
     missing = [name for name in own if name not in state and not name.endswith(_COUNTER)]
     if missing:
         raise CheckpointError(
-            f"model.weights_backbone={source} lacks {truncated_list(missing, 4)}: it is of another "
-            "network"
+            f"{_BACKBONE}={source} lacks {truncated_list(missing, 4)}: it is of another network"
         )
     try:
         body.load_state_dict(state, strict=False)
     except RuntimeError as error:
-        raise CheckpointError(
-            f"model.weights_backbone={source}: {first_mismatch(error)}"
-        ) from error
+        raise CheckpointError(f"{_BACKBONE}={source}: {first_mismatch(error)}") from error
     log.info("initial weights %s: %d tensors of the backbone loaded", source, len(state))

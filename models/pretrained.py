@@ -220,43 +220,45 @@ def _last_layer(model: nn.Module) -> str | None:
     return last
 
 
-def read_weights(source: str, checkpoint: str = "best", average: bool = True) -> Mapping[str, Any]:
+def read_weights(
+    source: str, checkpoint: str = "best", average: bool = True, key: str = "model.weights"
+) -> Mapping[str, Any]:
     """Return a state dict from `source`.
 
     `source` is a file (`.pt`, `.pth`, `.safetensors`), a run directory (its `checkpoint`) or
     `torchvision:ResNet18_Weights.DEFAULT`. `average`: return the average of the weights (EMA, SWA)
-    if a checkpoint has one.
+    if a checkpoint has one. `key` of the configuration: what errors name.
     """
     if source.startswith(_TORCHVISION):
-        return fetch(_torchvision_entry(source))
-    return model_only(file_of(source, checkpoint), average)
+        return fetch(_torchvision_entry(source, key), key)
+    return model_only(file_of(source, checkpoint, key), average)
 
 
-def file_of(source: str, checkpoint: str = "best") -> Path:
+def file_of(source: str, checkpoint: str = "best", key: str = "model.weights") -> Path:
     """Return the file that `read_weights` reads. Raises NetworkError where there is none."""
     if source.startswith(_TORCHVISION):
-        return cached_file(_torchvision_entry(source))
+        return cached_file(_torchvision_entry(source, key))
     path = Path(source).expanduser()
     if path.is_dir():
         try:
             path = path_below(path, f"checkpoints/{checkpoint}.pt")
         except ForeignNameError as error:
-            raise NetworkError(f"model.weights: {error}") from error
+            raise NetworkError(f"{key}: {error}") from error
     if not path.is_file():
         raise NetworkError(
-            f"model.weights: no file {path}; it takes a .pt or .safetensors file, a run directory, "
+            f"{key}: no file {path}; it takes a .pt or .safetensors file, a run directory, "
             "or weights to download, such as torchvision:ResNet50_Weights.DEFAULT"
         )
     return path
 
 
-def _torchvision_entry(source: str) -> Any:
+def _torchvision_entry(source: str, key: str) -> Any:
     name = source.removeprefix(_TORCHVISION)
     try:
         return torchvision.models.get_weight(name)
     except (KeyError, ValueError) as error:
         raise NetworkError(
-            f"model.weights: torchvision has no weights named {name!r}; "
+            f"{key}: torchvision has no weights named {name!r}; "
             "the form is torchvision:ResNet18_Weights.DEFAULT"
         ) from error
 
@@ -267,13 +269,13 @@ def cached_file(entry: Any) -> Path:
     return Path(torch.hub.get_dir()) / "checkpoints" / name
 
 
-def fetch(entry: Any) -> dict[str, Tensor]:
+def fetch(entry: Any, key: str = "model.weights") -> dict[str, Tensor]:
     """Return the state dict of a torchvision weights entry, from its cache or the network."""
     try:
         return dict(entry.get_state_dict(progress=False, check_hash=True))
     except (OSError, RuntimeError) as error:
         raise WeightsError(
-            f"model.weights: cannot get {entry} from {entry.url}: {error}; where there is no "
+            f"{key}: cannot get {entry} from {entry.url}: {error}; where there is no "
             f"network, put the file in {cached_file(entry).parent}, or "
             "set model.weights of model=finetune to a file of yours"
         ) from error

@@ -126,6 +126,9 @@ def test_a_backbone_is_loaded_from_a_classifier(tmp_path):
             assert torch.equal(value, saved[prefix + key])
     with pytest.raises(CheckpointError, match="it is of another network"):
         detector("retinanet_resnet50_fpn", 3, 64, weights_backbone=str(tmp_path / "mobile.pth"))
+    for source, told in [("gone.pth", "no file gone.pth"), ("torchvision:No", "no weights named")]:
+        with pytest.raises(NetworkError, match=rf"^model\.weights_backbone: .*{told}"):
+            detector("retinanet_resnet50_fpn", 3, 64, weights_backbone=source)
     with pytest.raises(NetworkError, match="has no feature pyramid"):
         detector(SSDLITE, 3, 64, weights_backbone=str(tmp_path / "mobile.pth"))
 

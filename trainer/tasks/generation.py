@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from regimen.conf.errors import Problem, did_you_mean, raise_problems
+from regimen.data.batch import NO_TOKEN
 from regimen.data.tokenizers import load_tokenizer
 from regimen.trainer.errors import ModelError, qualified_name
 
-NO_TOKEN = -100  # fills up the tokens of an answer
 _KEY = "task.generate"
 _DEFAULTS: Mapping[str, int | None] = {"max_new_tokens": None, "batch_size": 8}
 _WITHOUT = "set task.generate=null"
