@@ -375,6 +375,21 @@ def updates_in(batches: int, task: Task) -> int:
     return updates
 
 
+def check_persistent(task: Task) -> None:
+    """Raise ModelError unless `persistent` names attributes of the task."""
+    if isinstance(task.persistent, str):
+        raise ModelError(
+            f"{qualified_name(task)}.persistent is a text: give the names of its attributes, "
+            f'such as ("{task.persistent}",)'
+        )
+    for name in task.persistent:
+        if not hasattr(task, name):
+            raise ModelError(
+                f"{qualified_name(task)}.persistent names {name!r}, and the task has no such "
+                f"attribute: set self.{name} = None in its __init__, or in its class"
+            )
+
+
 def missing_step(kind: type, step: str) -> str:
     """Say that a task lacks the method that computes its loss."""
     given = "self, model, batch, turn" if step == "turn_step" else "self, model, batch"

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from regimen.data.batch import map_tensors
-from regimen.trainer.errors import ModelError, UserCodeError, describe_value, qualified_name
-from regimen.trainer.task import Task, tensors_of
+from regimen.trainer.errors import UserCodeError, describe_value, qualified_name
+from regimen.trainer.task import Task, check_persistent, tensors_of
 
 _log = logging.getLogger(__name__)
 
@@ -33,23 +33,13 @@ class ExtraState:
     """
 
     def __init__(self, model: nn.Module, task: Task, device: torch.device) -> None:
-        if isinstance(task.persistent, str):
-            raise ModelError(
-                f"{qualified_name(task)}.persistent is a text: give the names of its attributes, "
-                f'such as ("{task.persistent}",)'
-            )
-        for name in task.persistent:
-            if not hasattr(task, name):
-                raise ModelError(
-                    f"{qualified_name(task)}.persistent names {name!r}, and the task has no such "
-                    f"attribute: set self.{name} = None in its __init__, or in its class"
-                )
+        check_persistent(task)
         self._task = task
         self._device = device
         self._task_modules: dict[str, nn.Module] = {}  # by the prefix of their names
         for name, module in task.own_modules().items():
             self._task_modules[f"task.{name}."] = module
-        self._modules = {"": model, **self._task_modules}
+        self.modules = {"": model, **self._task_modules}  # whose states a checkpoint holds
         self._initial: dict[str, Tensor] = {}
         for name, buffer in self._nonpersistent_buffers():
             self._initial[name] = _on_host(buffer.value)
@@ -137,7 +127,7 @@ class ExtraState:
 
     def _nonpersistent_buffers(self) -> Iterator[tuple[str, _Buffer]]:
         """Yield the buffers that a state dict lacks, by name."""
-        for prefix, root in self._modules.items():
+        for prefix, root in self.modules.items():
             persistent = root.state_dict()
             for path, value in root.named_buffers():
                 if path not in persistent:
@@ -146,7 +136,7 @@ class ExtraState:
 
     def _attributes(self) -> Iterator[tuple[str, Any]]:
         """Yield a fingerprint of each number and tensor: another one when the attribute changes."""
-        for root_prefix, root in self._modules.items():
+        for root_prefix, root in self.modules.items():
             for path, module in root.named_modules():
                 prefix = f"{root_prefix}{path}." if path else root_prefix
                 for name, value in vars(module).items():

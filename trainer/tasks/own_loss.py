@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from regimen.data.batch import IGNORED
@@ -15,7 +16,7 @@ from regimen.trainer.errors import (
     qualified_name,
     unwrapped,
 )
-from regimen.trainer.task import Metric, StepOutput, Task
+from regimen.trainer.task import Metric, StepOutput, Task, check_persistent
 from regimen.trainer.tasks.language_model import LanguageModel
 from regimen.trainer.tasks.supervised import Supervised, pair_of
 
@@ -46,6 +47,18 @@ class OwnLoss(Task):
         self._labels = labels
         self._ignore_index = ignore_index
         self.output_kind = task.output_kind
+        check_persistent(task)
+        if task.persistent:
+            self.persistent = ("task_state",)
+
+    @property
+    def task_state(self) -> dict[str, Any]:
+        """The state of the task between batches."""
+        return self._task.state_dict()
+
+    @task_state.setter
+    def task_state(self, state: Mapping[str, Any]) -> None:
+        self._task.load_state_dict(state)
 
     def metric_names(self) -> list[str]:
         """Return the loss, and the task's metrics besides its losses."""
@@ -62,6 +75,11 @@ class OwnLoss(Task):
     def on_evaluation_start(self, stage: str) -> None:
         """Tell the task of an evaluation."""
         self._task.on_evaluation_start(stage)
+
+    def to(self, device: torch.device, dtype: torch.dtype | None = None) -> None:
+        """Move the task, too."""
+        super().to(device, dtype)
+        self._task.to(device, dtype)
 
     def metrics(self) -> Mapping[str, Metric]:
         """Return the metrics of the task."""

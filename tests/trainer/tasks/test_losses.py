@@ -365,6 +365,50 @@ def test_the_task_of_a_model_with_its_own_loss_is_told_of_epochs_and_evaluations
     assert task.told == [0, "val", 1, "val"]
 
 
+class Leaning(Classification):
+    """Scores that depend on all batches so far."""
+
+    persistent = ("memory",)
+    score_names = ("leaning",)
+
+    def __init__(self):
+        super().__init__(CLASSES)
+        self.memory = torch.zeros(CLASSES)
+
+    def scores(self, output, target):
+        self.memory += output.detach().mean(0)
+        return {"leaning": (self.memory.sum(), 1)}
+
+
+def test_the_state_of_the_task_is_kept_from_evaluations_and_saved():
+    def trainer_of(**options):
+        return toys.trainer_of(OwnLoss(Leaning()), points(), model=Answering(), **options)
+
+    plain = trainer_of(max_epochs=2)
+    plain.fit()
+    wanted = plain.task.task_state["memory"]
+    assert wanted.any()
+    assert wanted.dtype == torch.float64  # it is moved as the task is
+
+    validated = trainer_of(max_epochs=2, val=toys.loader(points(), shuffled=False))
+    validated.fit()
+    assert torch.equal(validated.task.task_state["memory"], wanted)
+
+    begun = trainer_of(max_epochs=1)
+    begun.fit()
+    resumed = trainer_of(max_epochs=2)
+    resumed.load_state_dict(begun.state_dict())
+    resumed.fit()
+    assert torch.equal(resumed.task.task_state["memory"], wanted)
+
+
+@pytest.mark.parametrize("persistent", ["memory", ("memories",)])
+def test_wrong_names_of_the_state_of_the_task_are_refused(persistent, monkeypatch):
+    monkeypatch.setattr(Leaning, "persistent", persistent)
+    with pytest.raises(ModelError, match=r"Leaning\.persistent"):
+        OwnLoss(Leaning())
+
+
 def test_a_wrapped_model_is_asked_for_its_own_parameters(ranks):
     def train(strategy):
         trainer = toys.trainer_of(
