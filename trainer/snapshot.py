@@ -230,11 +230,11 @@ def _find_position(components: Components, saved: Mapping[str, Any]) -> list[str
     batch_size = now["loader.batch_size"]
     length = now["updates of an epoch"]
     if state.position and batch_size is not None and length is not None:
+        batches_each = batches_per_update(components.task)
         # A checkpoint of an earlier version, whose batch size was this one.
         if "epoch_samples" not in saved["counters"]:
-            state.epoch_samples = state.position * batch_size * batches_per_update(components.task)
+            state.epoch_samples = state.position * batch_size * batches_each
         sampler = components.train_loader.sampler
-        batches_each = batches_per_update(components.task)
         batch = sampler.resume(state.epoch, state.epoch_samples, length * batches_each)
         if batch is not None:
             # With another batch size less than an update may be left over, and is left out.

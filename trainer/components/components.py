@@ -187,7 +187,7 @@ def build_components(
             _bound(train_loader, steps, strategy, _parameter_dtype(model))
         )
 
-    parts = {f"task.{name}.": module for name, module in task.own_modules().items()}
+    extra_state = ExtraState(model, task, device)
 
     def isolated_seed() -> int:
         return derived_seed(options.seed, "isolated", state.updates, group.data_rank)
@@ -208,8 +208,8 @@ def build_components(
         data_facts=data_facts or {},
         state=state,
         train_loader=train_loader,
-        extra_state=ExtraState(model, task, device),
-        borrowed=BorrowedWeights({"": model, **parts}),
+        extra_state=extra_state,
+        borrowed=BorrowedWeights(extra_state.modules),
         random=RandomStates(strategy.local_devices, isolated_seed),
         timer=Timer(),
         reader=reader,
