@@ -9,17 +9,17 @@ import torch
 from torch import Tensor, nn
 
 from regimen.data.batch import IGNORED
-from regimen.trainer.device import count_true
 from regimen.trainer.errors import ModelError
 from regimen.trainer.tasks.losses import Loss
 from regimen.trainer.tasks.metrics import Running
-from regimen.trainer.tasks.supervised import Metrics, Scores, Shape, Supervised, call_model
+from regimen.trainer.tasks.supervised import Metrics
+from regimen.trainer.tasks.token_task import TokenTask
 
 # What seqeval takes: no entity; or a beginning, inside, end or single word, and the entity's kind.
 _TAG = re.compile(r"O|[BIES]-.+", re.DOTALL)
 
 
-class TokenClassification(Supervised):
+class TokenClassification(TokenTask):
     """Predict a label at each place; batches are `{"input_ids", ..., "labels"}` [n, length].
 
     The label is -100 where a token does not count: a word has its label at its first token. The
@@ -31,7 +31,6 @@ class TokenClassification(Supervised):
     """
 
     output_kind = "tags"
-    score_names = ("token_accuracy",)
 
     def __init__(
         self,
@@ -50,23 +49,9 @@ class TokenClassification(Supervised):
         """Return the metric that the best checkpoint is chosen by."""
         return "f1" if self._entities else "token_accuracy"
 
-    def answer(self, model: nn.Module, inputs: Any) -> Any:
-        """Return logits [n, classes, length]: torch's losses expect classes in dimension 1."""
-        return call_model(model, inputs).transpose(1, 2)
-
     def interpret(self, output: Tensor) -> Tensor:
         """Return the predicted class at each place [n, length]."""
         return output.argmax(1)
-
-    def shape(self, target: Tensor) -> Shape:
-        """Return [n, classes, length]."""
-        return len(target), self.num_classes, *target.shape[1:]
-
-    def scores(self, output: Tensor, target: Tensor) -> Scores:
-        """Count the words whose label is predicted correctly."""
-        labels, count = self.losses.valid_labels(target)
-        correct = count_true(output.detach().argmax(1) == labels)
-        return {"token_accuracy": (correct, count)}
 
     def update_metrics(self, output: Any, target: Any) -> None:
         """Add a batch to the metrics; entities are counted by the labels that are not ignored."""

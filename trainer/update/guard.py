@@ -19,7 +19,7 @@ _MOST_FLAGS = 1000  # that are kept one by one, where nothing is logged for long
 
 
 class UpdateBackup:
-    """Copies of what an update changes before it is known to be finite.
+    """Copies of what an update changes before it is known to be finite, or an evaluation.
 
     These are buffers: a forward pass writes to them (BatchNorm's statistics), or replaces them
     (`self.centre = new`). The state of the `task` between batches. And parameters and state of the
