@@ -193,8 +193,8 @@ def _batches_of(components: Components, data: Any, batch_size: int) -> Iterator[
     elif hasattr(data, "epoch"):  # a loader of ours
         _refuse_shuffled(getattr(data, "shuffles", False))
         for micro_batch in components.bind_loader(data).epoch(0, 0):
-            samples = micro_batch.batch_slice.count
-            yield map_tensors(lambda value, n=samples: value[:n], micro_batch.batch)  # type: ignore[misc]
+            if micro_batch.batch_slice.count:  # else all of its samples were left out
+                yield micro_batch.batch
     elif isinstance(data, Iterable):
         _refuse_shuffled(isinstance(getattr(data, "sampler", None), RandomSampler))
         yield from data

@@ -6,6 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+import toys
+from regimen.data.formats.detection_folder import collate_boxes
+from regimen.data.loading.loader import Loader
 from regimen.models.retinanet import retinanet
 from regimen.trainer.errors import ModelError, SampleError
 from regimen.trainer.task import StepOutput
@@ -186,3 +189,34 @@ def test_a_package_that_is_missing_is_named(monkeypatch):
 def test_stages_and_anchors_that_do_not_fit_are_refused(wrong):
     with pytest.raises(ValueError, match="stages"):
         retinanet(3, 64, **RETINANET, **wrong)
+
+
+class Seeing(nn.Module):
+    """Answers one box, whose score is the first pixel."""
+
+    def __init__(self):
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones(()))
+
+    def forward(self, images, targets=None):
+        answers = []
+        for image in images:
+            answers.append(
+                {
+                    "boxes": torch.tensor([[1.0, 2.0, 3.0, 4.0]]),
+                    "scores": image[0, 0, :1] * self.factor,
+                    "labels": torch.tensor([0]),
+                }
+            )
+        return answers
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 5])
+def test_a_loader_is_predicted_with_targets_of_any_shape(batch_size):
+    images, targets = made(5)
+    samples = [*zip(images, targets, strict=True)]
+    order = toys.loader(samples, batch=batch_size, shuffled=False).sampler
+    loader = Loader(samples, order, seed=1, collate_fn=collate_boxes)
+    found = toys.trainer_of(Detection(3), [0], model=Seeing()).predict(loader)
+    scores = torch.cat([answer["scores"] for answer in found])
+    torch.testing.assert_close(scores, images[:, 0, 0, 0])
