@@ -329,6 +329,7 @@ def _updates(experiment: Experiment) -> tuple[int, list[str]]:
         options.micro_batches,
         samples,
         loader_options.drop_last,
+        "update" if batches == 1 else "batch",
     )
     if batches > 1:
         turns = ", ".join(trainer.task.turns)
@@ -337,12 +338,18 @@ def _updates(experiment: Experiment) -> tuple[int, list[str]]:
 
 
 def batch_split(
-    batch_size: int, devices: int, micro_batches: int, samples: int | None, drop_last: bool
+    batch_size: int,
+    devices: int,
+    micro_batches: int,
+    samples: int | None,
+    drop_last: bool,
+    unit: str = "update",
 ) -> tuple[int, list[str]]:
     """Say how the samples of an update are split, and what happens to the last ones of an epoch.
 
-    `samples`: of the training set, None for a stream. Returns the size of the largest micro-batch
-    on one device, and the lines.
+    `samples`: of the training set, None for a stream. `unit`: what has batch_size samples, a batch
+    where an update has several. Returns the size of the largest micro-batch on one device, and the
+    lines.
     """
     largest = math.ceil(min(batch_size, samples or batch_size) / (devices * micro_batches))
     if samples is not None and samples < batch_size:
@@ -354,7 +361,7 @@ def batch_split(
         lines.append(f"the last {rest} samples of each epoch's order are dropped")
     elif rest:
         split = split_in_words(rest, devices, micro_batches)
-        lines.append(f"the last update of an epoch: {split}")
+        lines.append(f"the last {unit} of an epoch: {split}")
     return largest, lines
 
 

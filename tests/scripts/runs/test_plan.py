@@ -144,6 +144,17 @@ def test_the_plan_says_that_predict_could_not_ask_the_model(tmp_path, monkeypatc
         assert ("give the task a method prediction_step" in capsys.readouterr().out) is said
 
 
+def test_an_update_of_several_batches_is_described_by_batch(tmp_path, capsys):
+    """1257 samples are 20 batches of 64, of which the last has 41."""
+    words = ["experiment=gan", "task.fresh_batches=true", "loader.batch_size=64"]
+    request = compose([*words, "loader.drop_last=false"])
+    make_plan(request, build(request.config), tmp_path)
+    text = capsys.readouterr().out
+    assert "2 batches an update, one for each turn: discriminator, generator\n64 = 1 dev" in text
+    assert "the last batch of an epoch: 41 = 1 device" in text
+    assert "the last update" not in text
+
+
 def test_an_epochs_last_samples():
     for samples in (None, 40):  # a stream, and one that the batches divide
         assert len(batch_split(10, 1, 1, samples, drop_last=False)[1]) == 1
