@@ -43,11 +43,10 @@ from regimen.trainer.inference.predictor import (
     Row,
     Rows,
     read_inference_metadata,
-    with_attributes_of,
 )
 from regimen.trainer.inference.run import (
     as_trained,
-    check_run,
+    checked_config,
     find_checkpoint,
     load_components,
     origin_of,
@@ -63,8 +62,7 @@ def answer(request: RunRequest) -> int:
     # Any number of samples may be broken: training's limit does not apply.
     config = replace(config, data=replace(config.data, on_error=keys.on_error, max_skipped=1 << 62))
     run_dir = Path(keys.run)
-    config = with_attributes_of(run_dir, config)
-    check_run(config, run_dir, keys.checkpoint)
+    config = checked_config(config, run_dir, keys.checkpoint)
     facts = read_inference_metadata(run_dir)
     _check_boxes(keys, facts)
     dataset = _dataset(keys, config, facts, request.files)

@@ -9,17 +9,15 @@ from regimen.scripts.cli.keys import Evaluation
 from regimen.trainer.assembly.parts import build_strategy
 from regimen.trainer.export.artefact import evaluate_artefact
 from regimen.trainer.files.atomic import write_json
-from regimen.trainer.inference.predictor import classes_of, with_attributes_of
-from regimen.trainer.inference.run import check_run, evaluate_run
+from regimen.trainer.inference.predictor import classes_of
+from regimen.trainer.inference.run import checked_config, evaluate_run
 
 
 def measure(request: RunRequest) -> int:
     """Evaluate a run, print its metrics and write them into its directory."""
     keys = Evaluation(**(request.evaluation or {}))
-    config = parse(request.config)
     run_dir = Path(keys.run)
-    config = with_attributes_of(run_dir, config)
-    check_run(config, run_dir, keys.checkpoint)
+    config = checked_config(parse(request.config), run_dir, keys.checkpoint)
     if keys.artefact is not None:
         split, metrics = evaluate_artefact(
             config, Path(keys.artefact), keys.split, keys.allow_code, classes_of(run_dir)

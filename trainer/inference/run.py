@@ -124,8 +124,7 @@ def load_run(
     strategy = {"_target_": STRATEGIES["single"], "accelerator": device, "devices": devices}
     config = replace(config, strategy=strategy)
     if describes_model:
-        config = with_attributes_of(folder, config)
-        check_run(config, folder)
+        config = checked_config(config, folder)
     return Run(folder, config, model, task)
 
 
@@ -377,11 +376,13 @@ def prompts_for(
     return Prompts(names, texts, facts.classes, inputs["context"], transform, inputs["encoding"])
 
 
-def check_run(config: Config, run_dir: Path, checkpoint: str = "best") -> None:
-    """Check the targets of a finished run's configuration, as `check_targets` does.
+def checked_config(config: Config, run_dir: Path, checkpoint: str = "best") -> Config:
+    """Return a finished run's configuration with the attributes of its training set.
 
-    Raises CheckpointError where what the checkpoint borrows is gone.
+    Raises ConfigError, as `check_targets` does; CheckpointError where what the checkpoint borrows
+    is gone.
     """
+    config = with_attributes_of(run_dir, config)
     try:
         check_targets(config)
     except ConfigError as error:
@@ -390,6 +391,7 @@ def check_run(config: Config, run_dir: Path, checkpoint: str = "best") -> None:
             payload = read_checkpoint(find_checkpoint(run_dir, checkpoint))
         with borrowed.explaining_missing(payload, config.model, f"{run_dir}: "):
             raise error
+    return config
 
 
 def load_components(
