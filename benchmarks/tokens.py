@@ -19,7 +19,6 @@ import multiprocessing
 import resource
 import sys
 import tempfile
-from collections.abc import Mapping
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -212,16 +211,10 @@ def _rate(rows: PackedDocuments, stamps: list[Cost]) -> Cost:
 
 
 def _memory(folder: Path) -> dict[str, float]:
-    """Return the peak of each case in MiB; a key that this version lacks is left out, and said."""
-    known: Mapping[str, Any] = compose(_words(folder, "large")).config["task"]
+    """Return the peak of each case in MiB."""
     context = multiprocessing.get_context(START)
     found = {}
     for name, words in MEMORY_CASES.items():
-        keys = [word.partition("=")[0] for word in words]
-        lacking = [key for key in keys if key.removeprefix("task.") not in known]
-        if lacking:
-            print(f"{name} is left out: there is no {lacking[0]}")
-            continue
         here, there = context.Pipe()
         given = _words(folder, "large", "trainer.max_steps=1", *words)
         process = context.Process(target=_send_peak, args=(given, there), daemon=True)

@@ -55,7 +55,7 @@ def batches_of(split: Batch, epochs: int) -> Iterator[Batch]:
     """Shuffle in each epoch."""
     loader = DataLoader(TensorDataset(*split), batch_size=64, shuffle=True)
     for _ in range(epochs):
-        yield from ((images, labels) for images, labels in loader)
+        yield from loader
 
 
 @torch.no_grad()

@@ -85,11 +85,15 @@ class Hogwild(MultiProcess):
         """Return whether there are processes to start, on CPUs, that meet now and then."""
         yield from super().problems(accelerator="cpu", **others)
         if accelerator != "cpu":
-            message = f"hogwild shares memory of the CPU, got {accelerator!r}"
-            yield Problem("strategy.accelerator", message, "leave it at cpu")
+            yield Problem(
+                "strategy.accelerator",
+                f"hogwild shares memory of the CPU, got {accelerator!r}",
+                "leave it at cpu",
+            )
         if agree_every < 1:
-            message = f"expected a number of updates >= 1, got {agree_every}"
-            yield Problem("strategy.agree_every", message)
+            yield Problem(
+                "strategy.agree_every", f"expected a number of updates >= 1, got {agree_every}"
+            )
 
     def check(self, others: Mapping[str, nn.Module]) -> None:
         """Raise ModelError for a task with weights of its own, which would not be shared."""

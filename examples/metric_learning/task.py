@@ -23,7 +23,8 @@ def batch_hard_loss(embeddings: Tensor, labels: Tensor) -> Tensor:
     farthest = distances.masked_fill(~others, 0.0).amax(1)
     nearest = distances.masked_fill(same, torch.inf).amin(1)
     complete = others.any(1) & ~same.all(1)
-    return torch.where(complete, softplus(farthest - torch.where(complete, nearest, 0.0)), 0.0)
+    nearest = torch.where(complete, nearest, 0.0)  # the gradient at infinity would be NaN
+    return torch.where(complete, softplus(farthest - nearest), 0.0)
 
 
 class RecallAt1:

@@ -18,7 +18,7 @@ class Ratings(TensorSamples):
     Samples are `(pair, rating)`, pair (2,): the numbers of a user and of an item. A rating is the
     product of 4 factors of the two and what is typical of each, with noise of deviation 0.4.
 
-    mean: of the ratings of the training set.
+    mean: of the split's ratings; a network starts from that of train.
     """
 
     def __init__(self, split: Split, users: int, items: int, seed: int = 0) -> None:
