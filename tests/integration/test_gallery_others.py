@@ -2,7 +2,6 @@
 
 import copy
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,30 +12,20 @@ from examples.hogwild.strategy import SeldomAgreeing, _share
 from examples.maml import by_hand as maml_by_hand
 from examples.metric_learning import by_hand as metric_by_hand
 from examples.metric_learning.task import RecallAt1, batch_hard_loss
+from gallery import ROOT, assert_same_state, built, check_short_resume, command_of
 from regimen.conf.check import parse
 from regimen.conf.errors import ConfigError
 from regimen.scripts.composition.compose import compose
 from regimen.trainer.assembly.check import check_targets
-from regimen.trainer.assembly.experiment import build
 from regimen.trainer.distributed import Group
 from regimen.trainer.state import TrainState
-from same_run import differences, logged
+from same_run import logged
 
-ROOT = Path(__file__).resolve().parents[2]
-
-
-def command_of(example):
-    return ["--config-dir", f"{ROOT}/examples/{example}/conf", f"experiment={example}"]
+TWO_EPOCHS = "trainer.max_epochs=2"
 
 
 def last_values(run):
     return {key: value for line in logged(run) for key, value in line.items()}
-
-
-def built(example, *overrides):
-    """Return an example's experiment in float64, with nothing that draws or writes."""
-    fixed = ["trainer.precision=fp64", "callbacks=none", "trainer.max_epochs=2"]
-    return build(compose([*command_of(example), *fixed, *overrides]).config)
 
 
 def epochs_of(trainer, limit=None):
@@ -48,26 +37,10 @@ def epochs_of(trainer, limit=None):
     return epochs
 
 
-def assert_same_weights(trained, by_hand):
-    expected = by_hand.state_dict()
-    for name, values in trained.state_dict().items():
-        torch.testing.assert_close(values, expected[name], rtol=0, atol=1e-10, msg=name)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("example", ["byol", "maml", "metric_learning"])
 def test_a_resume_from_the_middle_equals_the_whole_run(train, tmp_path, example):
-    whole = tmp_path / "whole"
-    short = [
-        *("trainer.max_epochs=2", "trainer.limit_train_batches=6", "trainer.limit_val_batches=2"),
-        *("trainer.limit_test_batches=1", "trainer.log_every_n_steps=2"),
-        *("callbacks.checkpoint.every_n_steps=4", "callbacks.checkpoint.save_top_k=-1"),
-    ]
-    train([*command_of(example), *short, f"run_dir={whole}"], folder=ROOT)
-    resumed = shutil.copytree(whole, tmp_path / "resumed")
-    middle = resumed / "checkpoints" / "step-00000004.pt"
-    train([*command_of(example), *short, f"resume={middle}"], folder=ROOT)
-    assert differences(whole, resumed, but=["config"]) == []
+    check_short_resume(train, tmp_path, example)
 
 
 # examples/hogwild
@@ -141,13 +114,13 @@ def test_the_target_follows_as_by_hand(monkeypatch):
     monkeypatch.chdir(ROOT)
     moving = "+callbacks.moving_target={_target_: examples.byol.task.MovingTarget, decay: 0.99}"
     short = ["trainer.limit_train_batches=4", "trainer.limit_val_batches=0"]
-    trainer = built("byol", moving, *short).trainer
+    trainer = built("byol", TWO_EPOCHS, moving, *short).trainer
     by_hand = copy.deepcopy(trainer.model)
     online = nn.Sequential(by_hand.encoder, by_hand.projector)
     epochs = epochs_of(trainer, limit=4)
     by_hand.target = byol_by_hand.train_by_hand(online, by_hand.predictor, epochs, updates=8)
     trainer.fit()
-    assert_same_weights(trainer.model, by_hand)
+    assert_same_state(trainer.model, by_hand)
 
 
 @pytest.mark.slow
@@ -172,22 +145,22 @@ def test_gradients_through_the_inner_step_are_those_by_hand(monkeypatch, parts):
     monkeypatch.chdir(ROOT)
     words = ["data.train.count=50", "loader.batch_size=10", "data.val.count=20"]
     split = f"trainer.gradient_accumulation_steps={parts}"
-    trainer = built("maml", *words, split).trainer
-    whole = built("maml", *words).trainer
+    trainer = built("maml", TWO_EPOCHS, *words, split).trainer
+    whole = built("maml", TWO_EPOCHS, *words).trainer
     by_hand = copy.deepcopy(trainer.model)
     maml_by_hand.train_by_hand(by_hand, epochs_of(whole))
     trainer.fit()
-    assert_same_weights(trainer.model, by_hand)
+    assert_same_state(trainer.model, by_hand)
 
 
 # examples/metric_learning
 def test_the_hardest_triplets_are_those_that_are_found_one_by_one(monkeypatch):
     monkeypatch.chdir(ROOT)
-    trainer = built("metric_learning", "trainer.limit_train_batches=4").trainer
+    trainer = built("metric_learning", TWO_EPOCHS, "trainer.limit_train_batches=4").trainer
     by_hand = copy.deepcopy(trainer.model)
     metric_by_hand.train_by_hand(by_hand, epochs_of(trainer, limit=4))
     trainer.fit()
-    assert_same_weights(trainer.model, by_hand)
+    assert_same_state(trainer.model, by_hand)
 
 
 def test_an_anchor_without_a_partner_has_no_loss_and_no_gradient():

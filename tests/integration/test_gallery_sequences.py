@@ -3,8 +3,6 @@
 import copy
 import itertools
 import shlex
-import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,22 +12,13 @@ from examples.forecasting.data import HourlyLoad
 from examples.nanogpt import by_hand as nanogpt_by_hand
 from examples.sparse_embeddings import by_hand as sparse_by_hand
 from examples.word_language_model import by_hand as word_by_hand
+from gallery import ROOT, assert_same_state, built, check_short_resume
 from regimen.conf.check import parse
 from regimen.scripts.composition.compose import compose
 from regimen.trainer.assembly.check import check_targets
-from regimen.trainer.assembly.experiment import build
-from same_run import differences
 
-ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ["word_language_model", "nanogpt", "sparse_embeddings", "forecasting"]
 FILES = [path for name in EXAMPLES for path in (ROOT / "examples" / name).rglob("*.yaml")]
-
-
-def built(example, *overrides):
-    """Return an example's experiment in float64, with nothing that draws or writes."""
-    places = ["--config-dir", f"{ROOT}/examples/{example}/conf", f"experiment={example}"]
-    fixed = ["trainer.precision=fp64", "callbacks=none"]
-    return build(compose([*places, *fixed, *overrides]).config)
 
 
 def batches_of(trainer, parts):
@@ -47,12 +36,6 @@ def batches_of(trainer, parts):
     return [tuple(torch.cat(column) for column in zip(*each, strict=True)) for each in updates]
 
 
-def assert_close(trained, by_hand):
-    other = by_hand.state_dict()
-    for name, values in trained.state_dict().items():
-        torch.testing.assert_close(values, other[name], rtol=0, atol=1e-10, msg=name)
-
-
 @pytest.mark.parametrize(
     "path", sorted(FILES), ids=lambda path: str(path.relative_to(ROOT / "examples"))
 )
@@ -67,18 +50,7 @@ def test_a_file_opens_with_its_command_and_its_targets_bind(path):
 @pytest.mark.slow
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_a_resume_from_the_middle_equals_the_whole_run(train, tmp_path, example):
-    command = ["--config-dir", f"examples/{example}/conf", f"experiment={example}"]
-    short = [
-        *("trainer.max_epochs=2", "trainer.limit_train_batches=6", "trainer.limit_val_batches=2"),
-        *("trainer.limit_test_batches=1", "trainer.log_every_n_steps=2"),
-        *("callbacks.checkpoint.every_n_steps=4", "callbacks.checkpoint.save_top_k=-1"),
-    ]
-    whole = tmp_path / "whole"
-    train([*command, *short, f"run_dir={whole}"], folder=ROOT)
-    resumed = shutil.copytree(whole, tmp_path / "resumed")
-    middle = resumed / "checkpoints" / "step-00000004.pt"
-    train([*command, *short, f"resume={middle}"], folder=ROOT)
-    assert differences(whole, resumed, but=["config"]) == []
+    check_short_resume(train, tmp_path, example)
 
 
 # examples/word_language_model
@@ -96,7 +68,7 @@ def test_columns_go_on_from_batch_to_batch_as_by_hand(parts):
     texts = [experiment.data.sets[split].text for split in ("train", "val")]
     trainer.fit()
     word_by_hand.train_by_hand(model, *texts, epochs=2)
-    assert_close(trainer.model, model)
+    assert_same_state(trainer.model, model)
     loss = word_by_hand.mean_loss(model, texts[1])
     assert trainer.metrics["val/loss"] == pytest.approx(loss, rel=1e-12)
 
@@ -115,7 +87,7 @@ def test_rates_decay_and_clipping_are_those_by_hand(parts):
     batches = batches_of(trainer, parts)
     assert [tokens.shape for tokens, _ in batches] == [(12, 64)] * 12
     nanogpt_by_hand.train_by_hand(model, batches, updates=12, warmup=3)
-    assert_close(trainer.model, model)
+    assert_same_state(trainer.model, model)
 
 
 # examples/sparse_embeddings
@@ -132,7 +104,7 @@ def test_only_the_rows_that_a_batch_reads_are_moved_as_by_hand(parts):
     batches = batches_of(trainer, parts)
     assert [len(ratings) for _, ratings in batches] == [256] * 6
     sparse_by_hand.train_by_hand(model, [(pairs, y.double()) for pairs, y in batches])
-    assert_close(trainer.model, model)
+    assert_same_state(trainer.model, model)
     moved = (trainer.model.users.weight != start).any(1).nonzero().flatten()
     seen = torch.cat([pairs[:, 0] for pairs, _ in batches]).unique()
     assert moved.tolist() == seen.tolist()
@@ -153,7 +125,7 @@ def test_forecasts_are_those_by_hand_in_the_units_of_the_measurements(parts):
     for epoch in range(3):
         part = [(x.double(), y.double()) for x, y in batches[4 * epoch : 4 * epoch + 4]]
         forecasting_by_hand.train_epoch(model, optimizer, part, epoch)
-    assert_close(trainer.model, model)
+    assert_same_state(trainer.model, model)
 
     val = HourlyLoad("val", 336, 24)
     windows = [val[index] for index in range(len(val))]
