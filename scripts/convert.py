@@ -15,6 +15,7 @@ def convert(argv: Sequence[str]) -> int:
     from regimen.conf.errors import ConfigError, one_line
     from regimen.scripts.cli.arguments import command_parser
     from regimen.scripts.cli.console import print_banner
+    from regimen.scripts.cli.keys import moved_weights
 
     parser = command_parser("regimen convert", __doc__)
     parser.add_argument("checkpoint", type=Path, help="a file such as checkpoints/last.pt")
@@ -35,11 +36,11 @@ def convert(argv: Sequence[str]) -> int:
         raise CheckpointError(f"{target} exists: choose another name")
     if arguments.moved and not arguments.whole:
         raise ConfigError("", f"{arguments.moved[0]} has no effect without --whole")
+    moved = moved_weights(arguments.moved)
     payload = read_whole(arguments.checkpoint)
     if arguments.whole and KEY in payload:
         from regimen.trainer.inference.run import whole
 
-        moved = dict(text.partition("=")[::2] for text in arguments.moved)
         payload = whole(arguments.checkpoint, payload, moved)
     write_archive(target, payload)
     print(f"written to {one_line(target)}")

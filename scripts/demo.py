@@ -9,7 +9,7 @@ from typing import Any
 
 from regimen.conf.errors import ConfigError
 from regimen.scripts.cli.console import exit_code, importing
-from regimen.scripts.cli.keys import Demo, read_keys
+from regimen.scripts.cli.keys import Demo, moved_weights, read_keys
 from regimen.scripts.cli.signals import StoppedEarlyError
 from regimen.trainer.files.layout import encodable
 
@@ -26,12 +26,11 @@ def demo(argv: Sequence[str]) -> int:
     # They log a line for each request that gradio sends to itself.
     for name in ("httpx", "httpx2"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    moved = dict(text.split("=", 1) for text in arguments.overrides)
     run = load_run(
         keys.run,
         keys.device,
         allow_targets=arguments.allow_targets,
-        moved=moved,
+        moved=moved_weights(arguments.overrides),
         allow_remote_code=arguments.allow_remote_code,
     )
     page = page_of(run, keys.checkpoint, keys.top_k)

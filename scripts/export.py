@@ -7,7 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from regimen.scripts.cli.console import importing
-from regimen.scripts.cli.keys import Export, OutputOptions, Quantization, read_keys
+from regimen.scripts.cli.keys import (
+    Export,
+    OutputOptions,
+    Quantization,
+    moved_weights,
+    read_keys,
+)
 
 
 def export(argv: Sequence[str]) -> int:
@@ -48,12 +54,11 @@ def _parse(command: type[OutputOptions], argv: Sequence[str]) -> dict[str, Any]:
     with importing():
         from regimen.trainer.inference.run import load_run
 
-    moved = dict(text.split("=", 1) for text in arguments.overrides)
     run = load_run(
         keys.run,
         "cpu",
         allow_targets=arguments.allow_targets,
-        moved=moved,
+        moved=moved_weights(arguments.overrides),
         allow_remote_code=arguments.allow_remote_code,
     )
     return asdict(keys) | {"run": run, "out": Path(keys.out) if keys.out else None}

@@ -292,6 +292,22 @@ def read_keys(command: type[T], argv: Sequence[str]) -> tuple[T, Arguments]:
     return keys, composing
 
 
+def moved_weights(overrides: Sequence[str]) -> dict[str, str]:
+    """Return where weights are now, by the key that says so: of `model.name=DIR`.
+
+    Raises ConfigError.
+    """
+    places = {}
+    for override in overrides:
+        key, _, place = override.partition("=")
+        if key not in WEIGHTS or not place:
+            raise ConfigError(
+                "", f"{override!r} does not say where weights are", "model.name=DIR does"
+            )
+        places[key] = place
+    return places
+
+
 def _following(overrides: Sequence[str], config: Path) -> list[str]:
     """Return overrides of the data for those that say where weights are now.
 

@@ -294,6 +294,12 @@ def test_weights_alone_are_not_in_it(file, tmp_path):
         convert(["--whole", str(tmp_path / "run" / LAST), str(tmp_path / "whole.pt")])
 
 
+@pytest.mark.parametrize("word", ["model.name", "model.name=", "trainer.max_epochs=3"])
+def test_a_conversion_takes_places_of_weights_alone(tmp_path, word):
+    with pytest.raises(ConfigError, match=f"'{word}' does not say where weights are"):
+        convert(["--whole", str(tmp_path / "last.pt"), str(tmp_path / "whole.pt"), word])
+
+
 def test_a_run_from_python_is_opened_with_a_model_that_has_read_them(file, tmp_path):
     trainer = make(file, {"ema": EMA(decay=0.8)}, run_dir=tmp_path / "run")
     trainer.fit()
