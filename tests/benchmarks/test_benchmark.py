@@ -58,6 +58,8 @@ COMMANDS = ("sweep", "start", "ddp")  # start processes
     "name", [pytest.param(n, marks=[pytest.mark.slow] if n in COMMANDS else []) for n in TINY]
 )
 def test_a_benchmark_prints_its_table_and_writes_its_file(name, tmp_path, capsys, monkeypatch):
+    if name == "tokens" and not hasattr(torch.nn.functional, "linear_cross_entropy"):
+        pytest.skip("this torch has no linear_cross_entropy, whose memory is measured")
     module, sizes = TINY[name]
     monkeypatch.setattr(torch, "set_num_threads", print)  # other tests have their own
     for key, value in sizes.items():
