@@ -1,7 +1,9 @@
 """What every test leaves as it was, and the threads and the time that it has."""
 
+import importlib.util
 import logging
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,6 +32,19 @@ def _root_logger() -> Iterator[None]:
     yield
     root.handlers[:] = handlers
     root.setLevel(level)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _absl_keeps_what_pytest_captures() -> None:
+    """Give absl's log, which rouge-score imports, the real standard error.
+
+    A setup of logging, as submitit does one, closes all handlers, and absl's closes its stream.
+    That would be the one of pytest, into which every later test writes.
+    """
+    if importlib.util.find_spec("absl") is not None:
+        from absl import logging as absl_logging
+
+        absl_logging.get_absl_handler().python_handler.setStream(sys.__stderr__)
 
 
 @pytest.fixture(autouse=True)
