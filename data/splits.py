@@ -15,8 +15,12 @@ from regimen.data.keys import SPLIT, Indices, random_state
 
 logger = logging.getLogger(__name__)
 Split = Literal["train", "val", "test"]
-# Names of a split's folder or file; the first that exists is taken.
-NAMES = {"train": ("train",), "val": ("val", "valid", "validation"), "test": ("test",)}
+# Names of a split's folder, file or table; the first that exists is taken. MNLI has two of each.
+NAMES = {
+    "train": ("train",),
+    "val": ("val", "valid", "validation", "dev", "validation_matched", "dev_matched"),
+    "test": ("test", "test_matched"),
+}
 
 
 def stratified_split(targets: ArrayLike, part_size: int, seed: int) -> tuple[Indices, Indices]:

@@ -11,11 +11,9 @@ from regimen.conf.addresses import check_protocol, is_address
 from regimen.conf.errors import problems_at
 from regimen.data.decode import Channels, Range, decode_image, read_content
 from regimen.data.errors import DataError, as_data_error, check_regular, import_package
-from regimen.data.splits import Split, class_names, is_part_of_train, rows_of_train
+from regimen.data.splits import NAMES, Split, class_names, is_part_of_train, rows_of_train
 from regimen.data.tokenizers import load_tokenizer
 from regimen.data.transforms import Transform, on_inputs
-
-_NAMES = {"train": ("train",), "val": ("validation", "val", "valid", "dev"), "test": ("test",)}
 
 
 class ArrowRows:
@@ -198,7 +196,7 @@ def is_saved(folder: Path) -> bool:
 
 def split_of(tables: Mapping[str, Any], split: str) -> Any:
     """Return the table of a split under any of its usual names, or None."""
-    return next((tables[name] for name in _NAMES[split] if name in tables), None)
+    return next((tables[name] for name in NAMES[split] if name in tables), None)
 
 
 def check_columns(path: str, table: Any, columns: Mapping[str, str]) -> None:

@@ -23,6 +23,20 @@ from regimen.data.tokenizers import load_tokenizer
 
 logger = logging.getLogger(__name__)
 ENDINGS = (".jsonl", *SUFFIXES)  # of the files that are read
+# The columns of texts of each task of GLUE, as its files on the hub name them. Source: Wang et
+# al., "GLUE: A multi-task benchmark and analysis platform for natural language understanding".
+GLUE = {
+    "ax": ["premise", "hypothesis"],
+    "cola": ["sentence"],
+    "mnli": ["premise", "hypothesis"],
+    "mrpc": ["sentence1", "sentence2"],
+    "qnli": ["question", "sentence"],
+    "qqp": ["question1", "question2"],
+    "rte": ["sentence1", "sentence2"],
+    "sst2": ["sentence"],
+    "stsb": ["sentence1", "sentence2"],
+    "wnli": ["sentence1", "sentence2"],
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +90,8 @@ def texts(
 
     root: a folder with train, val and test as .csv, .tsv, .parquet or .jsonl, or a single such
         file, or a folder that `datasets` has saved.
-    input: the column of the text, or those of two texts, which the tokenizer joins.
+    input: the column of the text, or those of two texts, which the tokenizer joins; or the name
+        of a task of GLUE, which has these columns.
     target: the column of the label. Classes are those of train, where there is one.
     too_long: of a text with more than `length` tokens: "cut" its end off, or "error".
 
@@ -126,9 +141,7 @@ def texts(
 
 def input_columns(given: str | Sequence[str]) -> list[str]:
     """Return the names of one or two columns of texts. Raises ConfigError."""
-    if isinstance(given, str):
-        given = [given]
-    columns = list(given)
+    columns = GLUE.get(given, [given]) if isinstance(given, str) else list(given)
     if not 1 <= len(columns) <= 2 or len({*columns}) < len(columns):
         raise ConfigError(
             "data.input",

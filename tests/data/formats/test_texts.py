@@ -54,6 +54,23 @@ def test_pairs_are_what_the_tokenizer_makes_of_them(tokenizer, tmp_path):
     assert dataset.shown_of(1) == {name: rows[1][name] for name in PAIR}
 
 
+def test_a_task_of_glue_goes_by_its_name(tokenizer, tmp_path):
+    write_table(tmp_path / "train.csv", pairs(10))
+    write_table(tmp_path / "validation_matched.csv", pairs(4, 10))
+    write_table(tmp_path / "validation_mismatched.csv", pairs(4, 20))
+    for split, first, count in (("train", 0, 10), ("val", 10, 4)):
+        by_name = texts(str(tmp_path), split, "mnli", tokenizer, length=64)
+        shown = [by_name.shown_of(number) for number in range(len(by_name))]
+        assert shown == [{name: row[name] for name in PAIR} for row in pairs(count, first)]
+
+
+def test_a_column_may_have_the_name_of_a_task(tokenizer, tmp_path):
+    rows = [{"rte": row["premise"], "label": row["label"]} for row in pairs(10)]
+    write_table(tmp_path / "train.csv", rows)
+    dataset = texts(str(tmp_path), "train", ["rte"], tokenizer, length=64, val_fraction=0)
+    assert dataset.shown_of(0) == {"rte": rows[0]["rte"]}
+
+
 def test_one_length_for_all(tokenizer, tmp_path):
     write_table(tmp_path / "train.csv", pairs(10))
     options = {"length": 64, "val_fraction": 0}
