@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -151,17 +151,25 @@ def input_columns(given: str | Sequence[str]) -> list[str]:
     return columns
 
 
-def find_split(root: str, split: Split) -> Any:
+class SavedTable(NamedTuple):
+    """A table of `datasets`, and what messages call it."""
+
+    name: str
+    table: Any
+
+
+def find_split(root: str, split: Split) -> Path | SavedTable | None:
     """Return the file of a split, or its table of `datasets`; None if there is neither."""
     folder = Path(root).expanduser()
-    if is_saved(folder):
-        return split_of(open_tables(root, None), split)
-    return split_file(folder, split, ENDINGS)
+    if not is_saved(folder):
+        return split_file(folder, split, ENDINGS)
+    table = split_of(open_tables(root, None), split)
+    return None if table is None else SavedTable(f"{split} of {folder}", table)
 
 
-def read_records(source: Any) -> Records:
+def read_records(source: Path | SavedTable) -> Records:
     """Read a file, or a table of `datasets`, whole. Raises DataError."""
-    if not isinstance(source, Path):
+    if isinstance(source, SavedTable):
         return _of_table(source)
     if not source.name.lower().endswith(".jsonl"):
         # Only an empty cell has no value: `None` may be a text, and `NA` the name of a class.
@@ -179,16 +187,16 @@ def read_records(source: Any) -> Records:
     return Records(str(source), [row.name for row in rows], columns)
 
 
-def _of_table(table: Any) -> Records:
+def _of_table(source: SavedTable) -> Records:
+    name, table = source
     columns = {}
-    for name, feature in table.features.items():
-        values = list(table[name])
+    for column, feature in table.features.items():
+        values = list(table[column])
         names = getattr(feature, "names", None)
         if names is not None:
             values = [_class_name(names, number) for number in values]
-        columns[name] = values
-    source = f"{table.split or 'table'} of {table.info.dataset_name or 'the data set'}"
-    return Records(source, [f"{source}:{row}" for row in range(len(table))], columns)
+        columns[column] = values
+    return Records(name, [f"{name}:{row}" for row in range(len(table))], columns)
 
 
 def _class_name(names: Sequence[str], number: int | None) -> str | None:

@@ -134,6 +134,7 @@ def test_every_kind_of_file_holds_the_same(tokenizer, tmp_path, kind):
         datasets.DatasetDict({"train": table, "test": test}).save_to_disk(tmp_path)
         tested = texts(str(tmp_path), "test", PAIR, tokenizer, length=64)
         assert tested.targets.tolist() == [-100] * 3
+        assert tested.path(2) == f"test of {tmp_path}:2"
     dataset = texts(str(tmp_path), "train", PAIR, tokenizer, length=64, val_fraction=0)
     assert dataset.targets.tolist() == [int(row["label"] == "same") for row in rows]
     assert [dataset.shown_of(n)["premise"] for n in range(8)] == [row["premise"] for row in rows]
