@@ -18,12 +18,13 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from regimen.data.batch import BatchSlice, MicroBatch, map_tensors
+from regimen.data.batch import BatchSlice, MicroBatch, rebuild
+from regimen.data.errors import DataError
 from regimen.trainer import fast
 from regimen.trainer.errors import qualified_name
 from regimen.trainer.rng import derived_seed
 from regimen.trainer.state import TrainState
-from regimen.trainer.task import by_stage, first_tensor
+from regimen.trainer.task import by_stage, first_tensor, tensors_of
 
 T = TypeVar("T")
 # torch's samplers that draw all they draw from their `generator`.
@@ -31,7 +32,10 @@ _SHUFFLING = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
 class PlainBatches:
-    """Read any iterable of batches, one for each update, split along the first dimension.
+    """Read any iterable of batches, one for each update, split sample by sample.
+
+    A batch has parts, such as inputs and targets. A part is a tensor with a row for each sample, a
+    list with an item for each, such as its boxes, or a container of parts.
 
     For a plain DataLoader on one device. Where its samplers are torch's, the order of an epoch is a
     function of (`seed`, epoch), and a resume loads the rest of an epoch only. Any other iterable is
@@ -68,8 +72,7 @@ class PlainBatches:
         """Yield the micro-batches of the updates `start` to `stop` of an epoch."""
         batches = self._batches(epoch, start, stop)
         for update, (numbers, batch) in enumerate(batches, start):
-            tensor = first_tensor(batch)
-            total = 1 if tensor is None or not tensor.ndim else tensor.shape[0]
+            total = _count_samples(batch, len(numbers))
             # A collate function may leave samples out, or make several of one.
             indices = tuple(numbers) if len(numbers) == total else ()
             steps = max(1, min(self._steps, total))
@@ -78,11 +81,10 @@ class PlainBatches:
                 continue
             bounds = [total * m // steps for m in range(steps + 1)]
             for m, (low, high) in enumerate(itertools.pairwise(bounds)):
-                part = map_tensors(lambda t, low=low, high=high: t[low:high], batch)  # type: ignore[misc]
                 batch_slice = BatchSlice(
                     indices[low:high], high - low, low, total, m, steps, epoch, update
                 )
-                yield MicroBatch(part, batch_slice)
+                yield MicroBatch(_samples_of(batch, batch_slice), batch_slice)
 
     def _batches(
         self, epoch: int, start: int, stop: int | None
@@ -125,6 +127,65 @@ class PlainBatches:
     def close(self) -> None:
         """End the workers of the copy; the iterable itself belongs to the caller."""
         self._copy = None
+
+
+def _parts_of(batch: Any) -> list[Any]:
+    if isinstance(batch, Mapping):
+        return list(batch.values())
+    return list(batch) if isinstance(batch, list | tuple) else [batch]
+
+
+def _is_list_of_samples(part: Any) -> bool:
+    """Return whether a part is a list of dicts or numbers, one for each sample.
+
+    Of tensors, lists and texts there may also be one for each input of the model.
+    """
+    if not isinstance(part, list | tuple) or not part or hasattr(part, "_fields"):
+        return False
+    if isinstance(part[0], Mapping):
+        return all(isinstance(item, Mapping) for item in part)
+    return not isinstance(part[0], Tensor | list | tuple | str)
+
+
+def _count_samples(batch: Any, asked: int) -> int:
+    """Return the number of samples in a batch; `asked`: how many were loaded, 0 if unknown."""
+    parts = _parts_of(batch)
+    counts = [len(part) for part in parts if isinstance(part, Tensor) and part.ndim]
+    counts += [len(part) for part in parts if _is_list_of_samples(part)]
+    tensor = first_tensor(batch)
+    if tensor is not None and tensor.ndim:
+        counts.append(len(tensor))
+    counts += [len(part) for part in parts if isinstance(part, list | tuple)]
+    return asked if asked in counts else next(iter(counts), 1)
+
+
+def _samples_of(batch: Any, batch_slice: BatchSlice) -> Any:
+    """Return the samples of a micro-batch. Raises DataError for a tensor without a row for each."""
+    total = batch_slice.total
+    own = slice(batch_slice.start, batch_slice.start + batch_slice.count)
+    has_lists = any(_is_list_of_samples(part) and len(part) == total for part in _parts_of(batch))
+
+    def split(part: Any) -> Any:
+        if isinstance(part, Tensor) and part.ndim:
+            if len(part) != total:
+                raise DataError(
+                    f"train_loader: a batch of {total} samples holds a tensor {list(part.shape)}, "
+                    "which gradient_accumulation_steps cannot split: let collate_fn return tensors "
+                    "with a row, or lists with an item, for each sample, or give regimen.loader"
+                )
+            return part[own]
+        if isinstance(part, Mapping):
+            return {name: split(value) for name, value in part.items()}
+        if not isinstance(part, list | tuple):
+            return part
+        if part is not batch and len(part) == total and not hasattr(part, "_fields"):
+            tensors = list(tensors_of(part))
+            are_columns = tensors and all(t.ndim and len(t) == total for t in tensors)
+            if has_lists or not are_columns:
+                return part[own]
+        return rebuild(part, [split(item) for item in part])
+
+    return split(batch)
 
 
 class _Rest:

@@ -1,5 +1,6 @@
 """A plain DataLoader: its order follows (seed, epoch), and a resume sees exactly what was left."""
 
+import copy
 import logging
 import re
 from itertools import islice
@@ -20,10 +21,12 @@ from torch.utils.data import (
 )
 
 from regimen.callbacks.checkpoint import Checkpoint
+from regimen.data.errors import DataError
 from regimen.trainer.callback import Callback
 from regimen.trainer.components.sources import PlainBatches
 from regimen.trainer.options import TrainerOptions
 from regimen.trainer.rng import derived_seed
+from regimen.trainer.task import Task
 from regimen.trainer.tasks.regression import Regression
 from regimen.trainer.trainer import Trainer
 
@@ -251,3 +254,78 @@ def test_the_numbers_of_samples_are_known_where_torchs_samplers_give_them():
     assert numbers(halves) == [(), ()]
     assert numbers([*islice(DataLoader(DATA, 4), 4)]) == [(), ()]
     assert numbers(DataLoader(Batched(), None, sampler=SequentialSampler(DATA))) == [(), ()]
+
+
+class Boxes(Dataset[Any]):
+    """Sample i is an image with as many boxes as it takes to be mistaken for a batch of two."""
+
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, index):
+        draws = torch.Generator().manual_seed(index)
+        image = torch.randn(3, 4, 4, generator=draws, dtype=torch.float64)
+        return image, {"boxes": torch.randn(2, 4, generator=draws, dtype=torch.float64)}, f"{index}"
+
+
+class OfBoxes(Task):
+    """The sum of a sample's boxes is to be that of its image, by a weight; one loss a sample."""
+
+    def training_step(self, model, batch):
+        images, targets, names = batch
+        assert len(images) == len(targets) == len(names)
+        sums = torch.stack([image.sum() for image in images])
+        wanted = torch.stack([target["boxes"].sum() for target in targets])
+        return (model(sums[:, None])[:, 0] - wanted) ** 2
+
+
+def _stacked(samples):
+    images, targets, names = zip(*samples, strict=True)
+    return torch.stack(images), list(targets), list(names)
+
+
+COLLATED = {
+    "stacked_images": _stacked,
+    "lists": lambda samples: [list(part) for part in zip(*samples, strict=True)],
+    "tuples": lambda samples: tuple(zip(*samples, strict=True)),
+}
+
+
+@pytest.mark.parametrize("collate", [pytest.param(c, id=name) for name, c in COLLATED.items()])
+@pytest.mark.parametrize("known", [True, False], ids=["loader", "batches"])
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_lists_with_an_item_for_each_sample_are_split_with_the_update(collate, known, steps):
+    # Batches of 3 and of 2: as many as the channels of an image, and as the boxes of a target.
+    loader = DataLoader(Boxes(), 3, collate_fn=collate)
+    model = nn.Linear(1, 1, dtype=torch.float64)
+    by_hand = copy.deepcopy(model)
+    options = TrainerOptions(max_epochs=2, gradient_accumulation_steps=steps, precision="fp64")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    given = loader if known else list(loader)
+    Trainer(model, OfBoxes(), optimizer, given, options=options).fit()
+    optimizer = torch.optim.SGD(by_hand.parameters(), lr=1e-4)
+    for batch in [*loader, *loader]:
+        optimizer.zero_grad()
+        OfBoxes().training_step(by_hand, batch).mean().backward()
+        optimizer.step()
+    for one, other in zip(model.parameters(), by_hand.parameters(), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_lists_of_a_models_inputs_and_what_is_no_row_are_split_as_before():
+    rows = torch.arange(2.0)
+    batch = {"x": [rows, {"more": rows}], "y": rows, "texts": ["a", "b"], "scale": torch.tensor(3)}
+    first, second = PlainBatches([batch], 2).epoch(0)
+    assert [first.batch_slice.count, second.batch_slice.start] == [1, 1]
+    part = second.batch
+    assert [part["x"][0].tolist(), part["x"][1]["more"].tolist()] == [[1], [1]]
+    assert [part["y"].tolist(), part["texts"], part["scale"].item()] == [[1], ["b"], 3]
+
+
+def test_a_tensor_without_a_row_for_each_sample_is_refused():
+    # The boxes of all images in one tensor, as some detectors take them.
+    batch = torch.zeros(4, 3, 8, 8), torch.zeros(7, 5)
+    (whole,) = PlainBatches([batch]).epoch(0)
+    assert whole.batch is batch
+    with pytest.raises(DataError, match=r"batch of 4 samples holds a tensor \[7, 5\]"):
+        list(PlainBatches([batch], 2).epoch(0))
