@@ -478,7 +478,9 @@ def _class_folders(tree: Path, root: str, split: str) -> list[str]:
         # A set that is tested alone: whoever opens it numbers its classes as the run does.
         folder = _folder_of(tree, split) or folder
     if not folder.is_dir():
-        existing = ", ".join(_folders_of(tree)[:5]) if tree.is_dir() else "it is no folder"
+        existing = "it is no folder"
+        if tree.is_dir():
+            existing = ", ".join(_folders_of(tree)[:5]) or "it holds none"
         raise DataError(
             f"data.root={root} has no folder 'train' ({existing}): "
             "put the images into data.root/train/<class>/"

@@ -2,10 +2,11 @@
 
 import functools
 import logging
+import re
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -15,6 +16,8 @@ from regimen.data.keys import SPLIT, Indices, random_state
 
 logger = logging.getLogger(__name__)
 Split = Literal["train", "val", "test"]
+T = TypeVar("T")
+_CLASS_NUMBER = re.compile("0|[1-9][0-9]{0,4000}")  # `07`, and other scripts' digits, are names
 # Names of a split's folder, file or table; the first that exists is taken. MNLI has two of each.
 NAMES = {
     "train": ("train",),
@@ -146,6 +149,15 @@ def rows_of_train(
     return rows
 
 
+def part_of_train(
+    split: str, items: Sequence[T], val_fraction: float, seed: int, fold: int, folds: int
+) -> list[T]:
+    """Return those of train's items that `split` has, as `rows_of_train`, not stratified."""
+    one_class = np.zeros(len(items))
+    rows = rows_of_train(split, one_class, val_fraction, seed, fold, folds)
+    return [items[row] for row in rows]
+
+
 def split_file(place: Path, split: str, suffixes: Sequence[str]) -> Path | None:
     """Return the file of a split in a folder, or None; a single file belongs to train.
 
@@ -204,7 +216,7 @@ def class_names(labels: set[str], num_classes: int | None, samples: int, source:
     below the number of samples: so a single wrong label does not make a list of a billion names.
     Raises DataError.
     """
-    if not all(label.isdecimal() for label in labels):
+    if not all(map(_CLASS_NUMBER.fullmatch, labels)):
         return sort_names(labels)
     highest = max(map(int, labels))
     limit = num_classes or samples

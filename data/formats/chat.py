@@ -18,7 +18,7 @@ from regimen.data.errors import DataError, as_data_error, reason
 from regimen.data.formats.jsonl import Row, read_rows
 from regimen.data.packing import PackedDocuments, TokenizedText
 from regimen.data.questions import Question
-from regimen.data.splits import Split, file_of_split, rows_of_train
+from regimen.data.splits import Split, file_of_split, part_of_train
 from regimen.data.tokenizers import load_fast_tokenizer, require_name
 
 logger = logging.getLogger(__name__)
@@ -396,9 +396,7 @@ def _rows_of(
     if not rows:
         raise DataError(f"{path}: holds no conversation")
     if is_part:
-        strata = np.zeros(len(rows))
-        chosen = rows_of_train(split, strata, val_fraction, split_seed, fold, folds)
-        rows = [rows[number] for number in chosen]
+        rows = part_of_train(split, rows, val_fraction, split_seed, fold, folds)
     return path, rows
 
 

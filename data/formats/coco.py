@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from regimen.conf.json_text import plain_json
 from regimen.data.errors import DataError, as_data_error, check_regular
+from regimen.data.formats.jsonl import read_lines
 from regimen.data.image_folder import find_pictures
 from regimen.data.splits import NAMES
 
@@ -25,6 +26,14 @@ _DESCRIPTIONS = ("data.yaml", "dataset.yaml", "data.yml", "dataset.yml")
 # How far a box may reach beyond the edge, because a tool rounded: pixels, and shares of a side.
 _PIXEL_MARGIN = 1.0
 _SHARE_MARGIN = 0.01
+
+
+class BoxArrays(NamedTuple):
+    """The boxes of one picture (n, 4), the class of each, and whether it stands for a group (n)."""
+
+    boxes: NDArray[np.float64]
+    labels: NDArray[np.int64]
+    crowds: NDArray[np.bool_]
 
 
 @dataclass
@@ -48,9 +57,10 @@ class Picture:
         self.labels.append(label)
         self.crowds.append(is_crowd)
 
-    def box_array(self) -> NDArray[np.float64]:
-        """Return the boxes as an array (n, 4)."""
-        return np.array(self.boxes, np.float64).reshape(-1, 4)
+    def arrays(self) -> BoxArrays:
+        """Return the boxes as arrays, which take a fraction of the memory."""
+        boxes = np.array(self.boxes, np.float64).reshape(-1, 4)
+        return BoxArrays(boxes, np.array(self.labels, np.int64), np.array(self.crowds, np.bool_))
 
 
 @dataclass(frozen=True)
@@ -199,8 +209,10 @@ def read_coco(
     """Read a COCO file, whose pictures lie in one of `folders`. Raises DataError."""
     check_regular(file)
     with as_data_error(f"{file}: cannot be read as JSON", OSError, ValueError):
-        content = plain_json(file.read_bytes())
-    with as_data_error(f"{file}: is no COCO annotation file", TypeError, AttributeError):
+        content = plain_json(file.read_text("utf-8-sig"))
+    # Of values of other types; Python's integers may be too large for a floating number.
+    errors = (TypeError, AttributeError, OverflowError)
+    with as_data_error(f"{file}: is no COCO annotation file", *errors):
         annotations = _entries(content, "annotations", file)
         names, number_of = _categories(file, content, annotations, classes)
         pictures = _coco_pictures(file, _entries(content, "images", file), folders)
@@ -345,11 +357,9 @@ def read_yolo(
         picture_of[name] = picture.path
         file = labels / f"{name}.txt"
         unused.discard(str(file))
-        if not file.is_file():
+        if not os.path.lexists(file):
             continue
-        with as_data_error(f"{file}: cannot be read", OSError, UnicodeDecodeError):
-            lines = file.read_text(encoding="utf-8").splitlines()
-        for line_number, line in enumerate(lines, 1):
+        for line_number, line in enumerate(read_lines(file), 1):
             if not line.strip():
                 continue
             where = f"{file}: line {line_number}"
@@ -396,7 +406,16 @@ def _yolo_classes(tree: Path, classes: Sequence[str] | None) -> tuple[list[str],
                 f"data.root={tree} has no data.yaml with the names of the classes: write "
                 "`names: [cat, dog]` there, or set data.classes=[cat,dog]"
             )
-        return [*classes], _class_numbers(dict(enumerate(classes)), classes)
+        names = classes
+    else:
+        names = _yolo_names(file)
+    if classes is None:
+        classes = names
+    return [*classes], _class_numbers(dict(enumerate(names)), classes)
+
+
+def _yolo_names(file: Path) -> list[str]:
+    """Return the names of the classes that a data.yaml states. Raises DataError."""
     kinds = (OSError, ValueError, yaml.YAMLError, RecursionError)
     with as_data_error(f"{file}: cannot be read as YAML", *kinds):
         content = yaml.safe_load(file.read_text(encoding="utf-8"))
@@ -414,6 +433,4 @@ def _yolo_classes(tree: Path, classes: Sequence[str] | None) -> tuple[list[str],
         raise DataError(
             f"{file}: nc is {count}, but there are {len(names)} names: the background is no class"
         )
-    if classes is None:
-        classes = names
-    return [*classes], _class_numbers(dict(enumerate(names)), classes)
+    return names

@@ -8,16 +8,21 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torchvision import tv_tensors
 from torchvision.transforms.v2 import functional as F
 
 from regimen.data.decode import Channels
 from regimen.data.errors import DataError
-from regimen.data.formats.coco import InvalidBoxes, Picture, find_annotations, read_annotations
+from regimen.data.formats.coco import (
+    BoxArrays,
+    InvalidBoxes,
+    Picture,
+    find_annotations,
+    read_annotations,
+)
 from regimen.data.image_folder import Pictures
-from regimen.data.splits import Split, is_part_of_train, rows_of_train
+from regimen.data.splits import Split, is_part_of_train, part_of_train
 from regimen.data.transforms import Transform
 
 logger = logging.getLogger(__name__)
@@ -59,18 +64,9 @@ class DetectionFolder(Pictures):
         # The numbers of classes and pictures in the files of annotations, for answers in their
         # format: without any, those that they have here.
         self.category_ids = list(category_ids or range(len(self.classes)))
-        self._numbers: list[int | None] = []
-        # Arrays: a picture's lists of tuples would take several times the memory.
-        self._boxes: list[NDArray[np.float64]] = []
-        self._labels: list[NDArray[np.int64]] = []
-        self._crowds: list[NDArray[np.bool_]] = []
-        self._sizes: list[tuple[int, int] | None] = []
-        for picture in pictures:
-            self._numbers.append(picture.number)
-            self._boxes.append(picture.box_array())
-            self._labels.append(np.array(picture.labels, np.int64))
-            self._crowds.append(np.array(picture.crowds, np.bool_))
-            self._sizes.append(picture.size)
+        self._numbers = [picture.number for picture in pictures]
+        self._sizes = [picture.size for picture in pictures]
+        self._boxes = [picture.arrays() for picture in pictures]
 
     def input_form(self) -> dict[str, Any]:
         """Return the form of an image before the transforms, and the side that it is fitted to."""
@@ -83,28 +79,17 @@ class DetectionFolder(Pictures):
 
     def boxes(self, index: int, height: int, width: int) -> Target:
         """Return the target of a sample, for its picture of that size. Raises DataError."""
-        boxes = self._boxes[index]
+        found = self._boxes[index]
         stated = self._sizes[index]
         if stated is None:
-            boxes = boxes * [width, height, width, height]
+            found = found._replace(boxes=found.boxes * [width, height, width, height])
         elif stated != (width, height):
             raise DataError(
                 f"{self.path(index)} has {width} x {height} pixels, and its annotations are for "
                 f"{stated[0]} x {stated[1]}: mend width and height (does the file have an EXIF "
                 "rotation?)"
             )
-        crowds = self._crowds[index]
-        rows = np.flatnonzero(~crowds) if self._for_training else np.arange(len(boxes))
-        target: Target = {
-            "boxes": tv_tensors.BoundingBoxes(
-                torch.from_numpy(boxes[rows]).float(), format="XYXY", canvas_size=(height, width)
-            ),
-            "labels": torch.from_numpy(self._labels[index][rows]),
-            "image_id": torch.tensor(index),
-        }
-        if not self._for_training:
-            target["iscrowd"] = torch.from_numpy(crowds[rows].astype(np.int64))
-        return target
+        return self._target(found, index, (height, width))
 
     def __getitem__(self, index: int) -> tuple[Any, Target]:
         image = self.decoded(index)
@@ -113,14 +98,8 @@ class DetectionFolder(Pictures):
     def resize_and_transform(self, image: Any) -> tuple[Any, Target]:
         """Return the sample of a picture, uint8 (C, H, W), without annotations."""
         height, width = image.shape[-2:]
-        no_box = tv_tensors.BoundingBoxes(
-            torch.zeros(0, 4), format="XYXY", canvas_size=(height, width)
-        )
-        no_label = torch.zeros(0, dtype=torch.int64)
-        target: Target = {"boxes": no_box, "labels": no_label, "image_id": torch.tensor(-1)}
-        if not self._for_training:
-            target["iscrowd"] = no_label
-        return self._finished(image, target)
+        no_boxes = Picture("").arrays()
+        return self._finished(image, self._target(no_boxes, -1, (height, width)))
 
     def stand_in(self) -> tuple[Any, Target]:
         """Return a black sample without a box."""
@@ -130,11 +109,25 @@ class DetectionFolder(Pictures):
     def fingerprint(self) -> str:
         """Return a digest of the names of the pictures, the classes and the boxes."""
         digest = sha256(self.names.tobytes() + "\0".join(self.classes).encode())
-        for arrays in zip(self._boxes, self._labels, self._crowds, strict=True):
+        for arrays in self._boxes:
             for array in arrays:
                 digest.update(array.tobytes())
             digest.update(b"\n")
         return digest.hexdigest()[:16]
+
+    def _target(self, found: BoxArrays, index: int, size: tuple[int, int]) -> Target:
+        rows = np.arange(len(found.crowds))
+        if self._for_training:
+            rows = np.flatnonzero(~found.crowds)
+        boxes = torch.from_numpy(found.boxes[rows]).float()
+        target: Target = {
+            "boxes": tv_tensors.BoundingBoxes(boxes, format="XYXY", canvas_size=size),
+            "labels": torch.from_numpy(found.labels[rows]),
+            "image_id": torch.tensor(index),
+        }
+        if not self._for_training:
+            target["iscrowd"] = torch.from_numpy(found.crowds[rows].astype(np.int64))
+        return target
 
     def _finished(self, picture: Tensor, target: Target) -> tuple[Any, Target]:
         image: Any = tv_tensors.Image(picture)
@@ -230,11 +223,8 @@ def detection_folder(
             "data.num_classes=null; the background is none of them"
         )
     pictures = found.pictures
-    if cuts:
-        # A picture has any number of classes: the cut is not stratified.
-        strata = np.zeros(len(pictures))
-        rows = rows_of_train(split, strata, val_fraction, split_seed, fold, folds)
-        pictures = [pictures[row] for row in rows]
+    if cuts:  # not stratified: a picture has any number of classes
+        pictures = part_of_train(split, pictures, val_fraction, split_seed, fold, folds)
     return DetectionFolder(
         pictures,
         found.classes,

@@ -16,7 +16,7 @@ from torch.nn.functional import interpolate
 from regimen.data.decode import Channels, Range, read_mask
 from regimen.data.errors import DataError, UnreadableError
 from regimen.data.image_folder import Pictures, find_pictures
-from regimen.data.splits import NAMES, Split, is_part_of_train, rows_of_train
+from regimen.data.splits import NAMES, Split, is_part_of_train, part_of_train
 from regimen.data.transforms import Transform
 
 logger = logging.getLogger(__name__)
@@ -143,13 +143,10 @@ def mask_folder(
     if folders is None:
         logger.warning("data.root=%s has no images of %r: the run goes without it", tree, split)
         return None
-    images, masks = _pairs(*folders, mask_suffix)
-    if is_part:
-        # Masks are not read to split them: one class for all.
-        labels = np.zeros(len(images))
-        rows = rows_of_train(split, labels, val_fraction, split_seed, fold, folds)
-        images = [images[row] for row in rows]
-        masks = [masks[row] for row in rows]
+    pairs = _pairs(*folders, mask_suffix)
+    if is_part:  # not stratified: masks are not read to split them
+        pairs = part_of_train(split, pairs, val_fraction, split_seed, fold, folds)
+    images, masks = zip(*pairs, strict=True)
     dataset = MaskFolder(
         images,
         masks,
@@ -179,7 +176,7 @@ def _split_folders(tree: Path, split: str) -> tuple[Path, Path] | None:
     return None
 
 
-def _pairs(images: Path, masks: Path, suffix: str) -> tuple[list[str], list[str]]:
+def _pairs(images: Path, masks: Path, suffix: str) -> list[tuple[str, str]]:
     """Return the pictures, sorted, and the mask of each."""
     if not masks.is_dir():
         raise DataError(f"data.root: {images} has no folder of masks beside it: {masks}")
@@ -204,7 +201,7 @@ def _pairs(images: Path, masks: Path, suffix: str) -> tuple[list[str], list[str]
     unused = masks_by_name.keys() - set(names)
     if unused:
         logger.warning("%s: %d masks belong to no picture", masks, len(unused))
-    return pictures, [masks_by_name[name] for name in names]
+    return [(path, masks_by_name[name]) for path, name in zip(pictures, names, strict=True)]
 
 
 def _stem(path: str, folder: Path) -> str:

@@ -4,7 +4,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from regimen.data.errors import DataError, as_data_error
+from regimen.data.errors import DataError
+from regimen.data.formats.jsonl import read_lines
 from regimen.data.formats.tagged_words import ENDINGS as WORDS_ENDINGS
 from regimen.data.formats.tagged_words import Sentence, read_sentences, tokenized_words
 from regimen.data.formats.texts import ENDINGS, Records, read_records, tokenized
@@ -38,9 +39,7 @@ def find_texts(form: Form, source: str, lines: Sequence[str]) -> TokenizedSample
         return _words(form, sentences)
     if path.suffix.lower() != ".txt":
         return _texts(form, read_records(path))
-    with as_data_error(str(path), OSError, UnicodeDecodeError):
-        lines = path.read_text("utf-8-sig").split("\n")
-    names, texts = filled_lines(str(path), lines)
+    names, texts = filled_lines(str(path), read_lines(path))
     return _texts(form, Records(str(path), names, {_only_column(form): texts}))
 
 

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from regimen.data.batch import IGNORED
-from regimen.data.errors import DataError, as_data_error, check_regular
-from regimen.data.formats.jsonl import read_rows
-from regimen.data.splits import Split, file_of_split, rows_of_train, split_file
+from regimen.data.errors import DataError
+from regimen.data.formats.jsonl import read_lines, read_rows
+from regimen.data.splits import Split, file_of_split, part_of_train, split_file
 from regimen.data.tokenized import Padding, TokenizedSamples, TooLong, encode
 from regimen.data.tokenizers import load_fast_tokenizer
 
@@ -71,9 +71,7 @@ def tagged_words(
         tags.update(sentence.tags or ())
     classes = sorted(tags)
     if is_part:
-        strata = np.zeros(len(sentences))
-        chosen = rows_of_train(split, strata, val_fraction, split_seed, fold, folds)
-        sentences = [sentences[number] for number in chosen]
+        sentences = part_of_train(split, sentences, val_fraction, split_seed, fold, folds)
     samples = tokenized_words(sentences, tokenizer, length, padding, too_long)
     samples.token_labels = _labels(sentences, classes, samples)
     samples.classes = classes
@@ -154,7 +152,6 @@ def _labels(
 
 def read_sentences(path: Path, tagged: bool = True) -> list[Sentence]:
     """Read a file of sentences; `tagged`: with tags. Raises DataError."""
-    check_regular(path)
     if path.suffix.lower() == ".jsonl":
         sentences = list(_of_jsonl(path, tagged))
     else:
@@ -187,11 +184,9 @@ def _texts(name: str, values: Any, key: str) -> list[str]:
 
 def _of_columns(path: Path, tagged: bool) -> Iterator[Sentence]:
     """Yield the sentences of a file in CoNLL's columns: the word comes first, its tag last."""
-    with as_data_error(str(path), OSError, UnicodeDecodeError):
-        lines = path.read_text("utf-8-sig").split("\n")
     words = list[str]()
     tags = list[str]()
-    for number, line in enumerate([*lines, ""], start=1):
+    for number, line in enumerate([*read_lines(path), ""], start=1):
         cells = line.split()
         if not cells or cells[0] == "-DOCSTART-":
             if words:

@@ -171,7 +171,10 @@ def read_records(source: Path | SavedTable) -> Records:
     """Read a file, or a table of `datasets`, whole. Raises DataError."""
     if isinstance(source, SavedTable):
         return _of_table(source)
-    if not source.name.lower().endswith(".jsonl"):
+    name = source.name.lower()
+    if not name.endswith(ENDINGS):
+        raise DataError(f"data.root: {source} is none of {', '.join(ENDINGS)}")
+    if not name.endswith(".jsonl"):
         # Only an empty cell has no value: `None` may be a text, and `NA` the name of a class.
         table = read_columns(source, missing=("",))
         return Records(str(source), [f"{source}:{line}" for line in table.lines], table.cells)

@@ -306,6 +306,46 @@ def test_a_file_that_is_none_of_cocos_is_named(tmp_path, text):
 
 
 @pytest.mark.parametrize(
+    "change",
+    [
+        _set("images", 1, width=10**400),
+        _set("annotations", 1, bbox=[10**400, 0, 1, 1]),
+    ],
+    ids=["width", "bbox"],
+)
+def test_numbers_beyond_all_floating_ones_are_refused(tmp_path, change):
+    file = tmp_path / "train/_annotations.coco.json"
+    content = write_coco(tmp_path / "train", file, SCENES)
+    change(content)
+    file.write_text(json.dumps(content))
+    with pytest.raises(DataError, match=r"is no COCO annotation file: OverflowError"):
+        opened(tmp_path)
+
+
+def test_files_of_windows_are_read_as_others(tmp_path):
+    layout_yolo(tmp_path / "yolo", "train", SCENES)
+    file = tmp_path / "coco/train/_annotations.coco.json"
+    write_coco(tmp_path / "coco/train", file, SCENES)
+    expected = opened(tmp_path / "yolo").fingerprint(), opened(tmp_path / "coco").fingerprint()
+    for text in [*(tmp_path / "yolo/train/labels").glob("*.txt"), file]:
+        text.write_bytes(b"\xef\xbb\xbf" + text.read_bytes().replace(b"\n", b"\r\n"))
+    found = opened(tmp_path / "yolo").fingerprint(), opened(tmp_path / "coco").fingerprint()
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("make", "said"), [(os.mkdir, "Is a directory"), (os.mkfifo, "is a pipe or device")]
+)
+def test_labels_that_are_no_file_are_no_picture_without_boxes(tmp_path, make, said):
+    layout_yolo(tmp_path, "train", SCENES)
+    file = tmp_path / "train/labels/000.txt"
+    file.unlink()
+    make(file)
+    with pytest.raises(DataError, match=rf"{file}: .*{said}"):
+        opened(tmp_path)
+
+
+@pytest.mark.parametrize(
     ("line", "said"),
     [
         ("0 0.95 0.5 0.25 0.25", "reaches out of its picture"),

@@ -226,6 +226,32 @@ def test_a_run_numbers_the_classes_of_a_folder_without_train(tokenizer, tmp_path
     assert words.classes == TAGS
 
 
+def test_a_byte_order_mark_and_lines_of_windows_are_read(tokenizer, tmp_path):
+    file = write_jsonl(tmp_path / "all.jsonl", LABELLED)
+    sentence = write_jsonl(tmp_path / "ner.jsonl", [{"words": ["anna"], "tags": ["O"]}])
+    for path in (file, sentence):
+        path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes().replace(b"\n", b"\r\n"))
+    found = texts(str(file), "train", "text", tokenizer, length=64, val_fraction=0)
+    assert found.shown["text"] == ["rain", "film"]
+    words = tagged_words(str(sentence), "train", tokenizer, 64, val_fraction=0)
+    assert words.shown["words"] == [["anna"]]
+
+
+@pytest.mark.parametrize("labels", [["00", "01", "07"], ["٠", "١"]], ids=["padded", "arabic"])
+def test_what_counts_in_another_way_is_a_name(tokenizer, tmp_path, labels):
+    rows = [{"text": "rain", "label": label} for label in labels]
+    path = str(write_jsonl(tmp_path / "all.jsonl", rows))
+    found = texts(path, "train", "text", tokenizer, length=64, val_fraction=0)
+    assert found.classes == labels
+    assert found.targets.tolist() == [*range(len(labels))]
+
+
+def test_a_file_of_another_kind_is_named_with_those_that_are_read(tokenizer, tmp_path):
+    path = write_jsonl(tmp_path / "all.json", LABELLED)
+    with pytest.raises(DataError, match=r"data\.root: .*all\.json is none of \.jsonl, \.csv"):
+        texts(str(path), "train", "text", tokenizer, length=64)
+
+
 LABELLED = [{"text": "rain", "label": "a"}, {"text": "film", "label": "b"}]
 
 
@@ -246,6 +272,11 @@ LABELLED = [{"text": "rain", "label": "a"}, {"text": "film", "label": "b"}]
             [*LABELLED, {"text": "x"}], r":3: no value in column 'label'", id="one label missing"
         ),
         pytest.param([], "holds no row", id="empty"),
+        pytest.param(
+            [*LABELLED, {"text": "\ud800", "label": "a"}],
+            r":3: is no JSON: .*surrogates not allowed",
+            id="half a character",
+        ),
         pytest.param(["text"], r":1: is no object", id="list"),
     ],
 )
