@@ -1,5 +1,6 @@
 """The threads and the time that tests have."""
 
+import logging.config
 import subprocess
 import sys
 from pathlib import Path
@@ -52,3 +53,12 @@ def test_a_test_that_hangs_fails_by_its_name(processes, said, tmp_path):
     assert said in done.stdout + done.stderr
     if processes:
         assert "1 failed, 2 passed" in done.stdout
+
+
+def test_a_setup_of_logging_leaves_open_what_pytest_captures():
+    absl_logging = pytest.importorskip("absl.logging")  # rouge-score imports it
+    stream = absl_logging.get_absl_handler().python_handler.stream
+    # As a launcher does: it closes every handler there is.
+    logging.config.dictConfig({"version": 1, "disable_existing_loggers": False})
+    assert stream is sys.__stderr__
+    assert not stream.closed
