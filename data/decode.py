@@ -11,11 +11,11 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from PIL import ExifTags, Image, UnidentifiedImageError
 from torch import Tensor
 from torch.nn.functional import interpolate
 from torchvision.transforms import v2
+from torchvision.transforms.v2.functional import to_pil_image
 
 from regimen.data.errors import UnreadableError, reason
 
@@ -34,17 +34,8 @@ Channels = Literal[1, 3]  # of the decoded image, whatever the file holds
 # The values of a grey image of more than 8 bits that become 0 and 255; None: all that it can hold.
 Range = Sequence[float] | None
 _APP1 = b"\xff\xe1"  # the marker of a JPEG file's segments with EXIF and XMP
-# EXIF's orientations, and the operation that brings an image upright.
-_UPRIGHT = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}
-# What these operations do: exchange rows and columns, and then reverse columns or rows.
+# EXIF's orientations, from 1, that are brought upright by exchanging rows and columns, and then by
+# reversing columns or rows.
 _TRANSPOSED = (5, 6, 7, 8)
 _COLUMNS_REVERSED = (2, 3, 6, 7)
 _ROWS_REVERSED = (3, 4, 7, 8)
@@ -63,8 +54,6 @@ def decode_image(
     data: bytes, path: Path | str, channels: int = 3, value_range: Range = None
 ) -> Tensor:
     """Return the image of a file's bytes as `read_image` does; `path` is for messages."""
-    if not data:
-        raise UnreadableError(f"cannot decode {path}: the file is empty")
     width, height, components = _frame(data)
     _check_size(width, height, path)
     # Left to Pillow: CMYK (also Adobe's inverted form), the grey of colour files, and files that
@@ -75,12 +64,11 @@ def decode_image(
             # other segments, other number formats and XMP.
             content = torch.frombuffer(bytearray(data), dtype=torch.uint8)
             image: Tensor = _decode_jpeg(content, channels, False)
-            return _upright_tensor(image, _orientation_of_jpeg(data))
+            return _upright(image, _orientation_of_jpeg(data))
     with _opened(data, path) as opened:
-        _check_size(*opened.size, path)
         opened.load()  # PNG may have its EXIF behind the pixels
         orientation = _orientation(opened)
-        return _upright_tensor(pil_to_channels(opened, path, channels, value_range), orientation)
+        return _upright(pil_to_channels(opened, path, channels, value_range), orientation)
 
 
 def pil_to_tensor(image: Image.Image) -> Tensor:
@@ -96,23 +84,20 @@ def pil_to_channels(
     return _planes(_to_eight_bits(image, path, value_range).convert(_MODES[channels]))
 
 
-def read_mask(path: Path | str) -> NDArray[np.int64]:
+def read_mask(path: Path | str) -> Tensor:
     """Return the values (H, W) of a grey image, or the palette numbers of its pixels, unscaled.
 
     Raises UnreadableError, also for colours.
     """
-    data = read_content(path)
-    if not data:
-        raise UnreadableError(f"cannot decode {path}: the file is empty")
-    with _opened(data, path) as image:
-        _check_size(*image.size, path)
+    with _opened(read_content(path), path) as image:
         if image.mode not in ("1", "L", "P") and not image.mode.startswith("I"):
             raise UnreadableError(
                 f"cannot decode {path}: {image.mode} pixels are colours: a mask is grey or has a "
                 "palette, and its values are class numbers"
             )
         image.load()  # PNG may have its EXIF behind the pixels
-        return np.asarray(_upright(image)).astype(np.int64)
+        values = np.asarray(image).astype(np.int64)
+        return _upright(torch.from_numpy(values), _orientation(image))
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +128,6 @@ def read_depth(data: bytes, path: Path | str, measures: bool) -> Depth | None:
             return colours if bits > 8 else None
         largest = None
         if measures:
-            _check_size(*image.size, path)
             largest = int(np.nanmax(np.asarray(image)))
         states_range = image.format == "PPM" or bits not in (16, 32)
         return Depth(True, states_range, largest)
@@ -174,7 +158,9 @@ class LargeJpeg:
         with _opened(self.data, self.path) as image:
             orientation = _orientation(image)
             image.draft(None, (image.width // scale, image.height // scale))
-            upright = _upright(image).convert(_MODES[self.channels])
+            upright = image.convert(_MODES[self.channels])
+        if orientation != 1:
+            upright = to_pil_image(_upright(_planes(upright), orientation))
         left_edge = left / scale
         top_edge = top / scale
         # The decoder rounds the file's last column and row up to a whole pixel. If the orientation
@@ -268,8 +254,11 @@ def read_content(path: Path | str) -> bytes:
 @contextmanager
 def _opened(data: bytes, path: Path | str) -> Iterator[Image.Image]:
     """Open a file with Pillow; any failure becomes an UnreadableError that names it."""
+    if not data:
+        raise UnreadableError(f"cannot decode {path}: the file is empty")
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+            _check_size(*image.size, path)
             yield image
     except UnreadableError:
         raise
@@ -286,7 +275,7 @@ def _orientation(image: Image.Image) -> int:
     except Exception:  # damaged EXIF of any kind: the pixels are whole
         return 1
     # Compared, not looked up: a file may store a value of any type.
-    return next((number for number in _UPRIGHT if number == stored), 1)
+    return next((number for number in range(1, 9) if number == stored), 1)
 
 
 def _orientation_of_jpeg(data: bytes) -> int:
@@ -299,13 +288,8 @@ def _orientation_of_jpeg(data: bytes) -> int:
     return 1
 
 
-def _upright(image: Image.Image) -> Image.Image:
-    orientation = _orientation(image)
-    return image.transpose(_UPRIGHT[orientation]) if orientation in _UPRIGHT else image
-
-
-def _upright_tensor(image: Tensor, orientation: int) -> Tensor:
-    """Return an image (C, H, W) upright, as `_upright` does for Pillow's."""
+def _upright(image: Tensor, orientation: int) -> Tensor:
+    """Return an image (..., H, W) upright."""
     if orientation in _TRANSPOSED:
         image = image.transpose(-1, -2)
     if orientation in _COLUMNS_REVERSED:

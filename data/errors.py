@@ -2,12 +2,12 @@
 
 import importlib
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
-from regimen.conf.errors import one_line
+from regimen.conf.errors import one_line, shortened
 
 
 class DataError(Exception):
@@ -59,6 +59,12 @@ def check_regular(path: Path) -> None:
         raise DataError(f"{path}: is a pipe or device, not a file")
 
 
+def no_column(key: str, source: object, name: str, columns: Iterable[str]) -> DataError:
+    """Return the error of a key that names a column which a table lacks."""
+    available = ", ".join(map(repr, columns))
+    return DataError(f"{key}: {source} has no column {name!r}; it has {available}")
+
+
 def import_package(package: str, extra: str) -> ModuleType:
     """Import a package of an extra. Raises MissingPackageError with what installs it."""
     try:
@@ -79,8 +85,7 @@ def is_fault(error: BaseException) -> bool:
 
 def short_line(text: object) -> str:
     """Return the text on one line of at most 300 characters."""
-    line = " ".join(str(text).split())
-    return line if len(line) <= 300 else f"{line[:297]}..."
+    return shortened(" ".join(str(text).split()), 300)
 
 
 def reason(error: BaseException) -> str:

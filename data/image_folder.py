@@ -11,6 +11,7 @@ import unicodedata
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, Literal
 
@@ -20,18 +21,19 @@ import torch
 import torchvision
 from torch import Tensor
 
+from regimen.conf.errors import truncated_list
 from regimen.data.decode import (
     Channels,
     Depth,
     Range,
+    decode_image,
     open_image,
     read_content,
     read_depth,
-    read_image,
 )
 from regimen.data.errors import DataError, UnreadableError
 from regimen.data.sources import Interrupted, file_lock, resize_images
-from regimen.data.splits import NAMES, Split, is_part_of_train, rows_of_train, warn_unused
+from regimen.data.splits import NAMES, Split, rows_of_train, source_of_split, warn_unused
 from regimen.data.transforms import Transform, acts_on_batches
 
 logger = logging.getLogger(__name__)
@@ -46,6 +48,17 @@ _IMAGES_BETWEEN_STOP_CHECKS = 256
 _DEPTH_SAMPLE = 200  # files of a data set whose depth is reported
 _DEPTH_MEASURED = 20  # of them: files that are decoded for it
 _EIGHT_BIT_EXTENSIONS = frozenset({".jpg", ".jpeg", ".bmp", ".gif", ".webp"})
+
+
+def picture_form(
+    channels: int, value_range: Range = None, size: Sequence[int] | None = None
+) -> dict[str, Any]:
+    """Return the form of images before the transforms, as plain values; `size` None: any."""
+    sides = None if size is None else list(size)
+    form: dict[str, Any] = {"kind": "picture", "channels": channels, "size": sides}
+    if value_range is not None:
+        form["range"] = list(value_range)
+    return form
 
 
 @dataclass(eq=False, repr=False)
@@ -77,11 +90,8 @@ class Pictures:
         return os.fsdecode(self.names[index])
 
     def input_form(self) -> dict[str, Any]:
-        """Return the form of an image before the transforms; its size may be any."""
-        form: dict[str, Any] = {"kind": "picture", "channels": self.channels, "size": None}
-        if self.value_range is not None:
-            form["range"] = list(self.value_range)
-        return form
+        """Return the form of an image before the transforms."""
+        return picture_form(self.channels, self.value_range, self.size)
 
     def decoded(self, index: int) -> Any:
         """Return an image as uint8 (C, H, W), or undecoded if the first transform takes that."""
@@ -89,7 +99,8 @@ class Pictures:
 
     def read(self, index: int) -> Tensor:
         """Return the image of a file as uint8 (C, H, W). Raises UnreadableError."""
-        return read_image(self.path(index), self.channels, self.value_range)
+        content = self.content(index)
+        return decode_image(content, self.path(index), self.channels, self.value_range)
 
     def content(self, index: int) -> bytes:
         """Return the bytes of a file. Raises DataError."""
@@ -444,27 +455,25 @@ def image_folder(
     """
     tree = Path(root).expanduser()
     classes = _class_folders(tree, root, split)
-    folders = {name: _folder_of(tree, name) for name in NAMES}
-    if folds:
-        folders["val"] = None
+    find = partial(_folder_of, tree)
     if split == "train":
-        used = [folder.name for folder in folders.values() if folder is not None]
-        warn_unused(tree, tuple(name for name in _folders_of(tree) if name not in used))
+        used = {find(name) for name in NAMES if name != "val" or not folds}
+        unused = [name for name in _folders_of(tree) if tree / name not in used]
+        warn_unused(tree, tuple(unused))
 
-    from_train = is_part_of_train(split, folders["val"] is not None, val_fraction, folds)
-    folder = folders["train"] if from_train else folders[split]
+    folder, is_part = source_of_split(find, split, val_fraction, folds)
     if folder is None:
         logger.warning("data.root=%s has no folder %r: the run goes without it", tree, split)
         return None
     unknown = sorted(set(_folders_of(folder)) - set(classes))
     if unknown:
         raise DataError(
-            f"data.root: {folder} has class folders that train lacks: {', '.join(unknown[:5])}; "
-            "classes are numbered by train's folders"
+            f"data.root: {folder} has class folders that train lacks: "
+            f"{truncated_list(unknown, 5)}; classes are numbered by train's folders"
         )
 
     paths, targets = _scan(folder, classes)
-    if from_train:
+    if is_part:
         rows = rows_of_train(split, targets, val_fraction, split_seed, fold, folds)
         paths = [paths[row] for row in rows]
         targets = [targets[row] for row in rows]
@@ -480,7 +489,7 @@ def _class_folders(tree: Path, root: str, split: str) -> list[str]:
     if not folder.is_dir():
         existing = "it is no folder"
         if tree.is_dir():
-            existing = ", ".join(_folders_of(tree)[:5]) or "it holds none"
+            existing = truncated_list(_folders_of(tree), 5) or "it holds none"
         raise DataError(
             f"data.root={root} has no folder 'train' ({existing}): "
             "put the images into data.root/train/<class>/"
@@ -531,14 +540,14 @@ def _scan(folder: Path, classes: list[str]) -> tuple[list[str], list[int]]:
             "%s has no images of %d of train's classes: %s",
             folder,
             len(empty_classes),
-            ", ".join(empty_classes[:5]),
+            truncated_list(empty_classes, 5),
         )
     if ignored:
         logger.warning(
             "%s: ignored %d files that are no images: %s",
             folder,
             len(ignored),
-            ", ".join(ignored[:3]),
+            truncated_list(ignored, 3),
         )
     return paths, targets
 

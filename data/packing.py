@@ -1,6 +1,5 @@
 """Documents of tokens in rows of one length, packed so that few places stay empty."""
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -10,6 +9,7 @@ from numpy.typing import NDArray
 
 from regimen.data.batch import IGNORED
 from regimen.data.questions import Question, Questions
+from regimen.data.sources import digest_of
 
 
 class TokenizedText(NamedTuple):
@@ -143,10 +143,8 @@ class PackedDocuments:
 
     def fingerprint(self) -> str:
         """Return a digest of the tokens, the labels and the rows."""
-        digest = hashlib.sha256(f"{self.context} {self.rows} {self._starts}".encode())
-        digest.update(self._tokens.tobytes())
-        digest.update(self._labels.tobytes())
-        return digest.hexdigest()[:16]
+        places = f"{self.context} {self.rows} {self._starts}"
+        return digest_of(places, self._tokens, self._labels)
 
     def explain(self) -> list[str]:
         """Return what the plan says about the rows, and how much of them is learnt."""

@@ -1,6 +1,5 @@
 """Several digits in one image, for segmentation, detection and several labels an image."""
 
-from hashlib import sha256
 from typing import Literal
 
 import torch
@@ -11,7 +10,7 @@ from regimen.data.errors import DataError
 from regimen.data.formats.coco import Picture
 from regimen.data.formats.detection_folder import DetectionFolder
 from regimen.data.keys import SPLIT, random_state
-from regimen.data.sources import Digits, TensorSamples
+from regimen.data.sources import Digits, TensorSamples, digest_of
 from regimen.data.splits import Split
 from regimen.data.transforms import Transform
 
@@ -137,5 +136,4 @@ class DigitBoxes(DetectionFolder):
 
     def fingerprint(self) -> str:
         """Return a digest of the scenes and their boxes."""
-        digest = sha256(self._images.numpy().tobytes() + super().fingerprint().encode())
-        return digest.hexdigest()[:16]
+        return digest_of(self._images.numpy(), super().fingerprint())

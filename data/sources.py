@@ -272,6 +272,14 @@ def fingerprint(dataset: Any) -> str:
     return digest.hexdigest()[:16]
 
 
+def digest_of(*parts: str | NDArray[Any]) -> str:
+    """Return a digest of texts and arrays, in their order, as methods `fingerprint` return it."""
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part.encode() if isinstance(part, str) else part.tobytes())
+    return digest.hexdigest()[:16]
+
+
 def _length(value: Any) -> int | str:
     try:
         return len(value)

@@ -4,13 +4,14 @@ import functools
 import logging
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike
 
+from regimen.conf.errors import truncated_list
 from regimen.data.errors import DataError
 from regimen.data.keys import SPLIT, Indices, random_state
 
@@ -119,19 +120,19 @@ def is_part_of_train(split: str, has_val: bool, val_fraction: float, folds: int)
     return split != "test" and (folds > 0 or (not has_val and val_fraction > 0))
 
 
-def file_of_split(
-    place: Path, split: str, suffixes: Sequence[str], val_fraction: float, folds: int
-) -> tuple[Path | None, bool]:
-    """Return the file that holds a split, and whether it is train's, of which the split is a part.
+def source_of_split(
+    find: Callable[[str], T | None], split: str, val_fraction: float, folds: int
+) -> tuple[T | None, bool]:
+    """Return what a split is read from, and whether that is train, of which the split is a part.
 
-    A split without a file is None. Arguments are those of `split_file` and `is_part_of_train`.
+    find: returns the file, folder or table of train, val or test, or None.
     """
-    has_val = split_file(place, "val", suffixes) is not None
+    has_val = not folds and find("val") is not None
     if is_part_of_train(split, has_val, val_fraction, folds):
-        train = split_file(place, "train", suffixes)
+        train = find("train")
         if train is not None:
             return train, True
-    return split_file(place, split, suffixes), False
+    return find(split), False
 
 
 def rows_of_train(
@@ -191,13 +192,10 @@ def warn_unused(place: Path, names: Sequence[str]) -> None:
     """Log folders or files beside those of the splits: one may be a split that is misspelt."""
     if not names:
         return
-    listed = ", ".join(names[:5])
-    if len(names) > 5:
-        listed += ", ..."
     logger.warning(
         "%s: not used: %s; splits are called train, val (or valid, validation) and test",
         place,
-        listed,
+        truncated_list(names, 5),
     )
 
 

@@ -1,6 +1,5 @@
 """Tokenized texts in memory, padded to the longest of a micro-batch or to one length."""
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -16,6 +15,7 @@ from torch.utils.data import default_collate
 from regimen.conf.errors import ConfigError
 from regimen.data.batch import IGNORED
 from regimen.data.errors import DataError
+from regimen.data.sources import digest_of
 
 Padding = Literal["longest", "max_length"]
 TooLong = Literal["cut", "error"]
@@ -112,10 +112,9 @@ class TokenizedSamples:
 
     def fingerprint(self) -> str:
         """Return a digest of tokens and labels."""
-        digest = hashlib.sha256(f"{self.length} {self.classes} {[*self.encoded.columns]}".encode())
-        for values in (*self.encoded.columns.values(), self.encoded.starts, *self._labels()):
-            digest.update(values.tobytes())
-        return digest.hexdigest()[:16]
+        form = f"{self.length} {self.classes} {[*self.encoded.columns]}"
+        columns = self.encoded.columns.values()
+        return digest_of(form, *columns, self.encoded.starts, *self._labels())
 
     def explain(self) -> list[str]:
         """Return what the plan says about the texts."""
@@ -177,10 +176,6 @@ def encode(
             f"{type(tokenizer).__name__} does not take words: {error}",
             "save one with add_prefix_space=True",
         ) from error
-    columns = {name: list(rows) for name, rows in encoded.items()}
-    words = []
-    if in_words:
-        words = [encoded.word_ids(number) for number in range(len(names))]
     cut = set[int]()
     for number, tokens in enumerate(encoded["input_ids"]):
         if not tokens:
@@ -192,22 +187,19 @@ def encode(
                 f"{names[number]}: {len(tokens):,} tokens are more than data.length={length}: set "
                 "data.length, or data.too_long=cut"
             )
-        one = tokenizer(
-            *([part[number]] for part in texts),
-            truncation=True,
-            max_length=length,
-            is_split_into_words=in_words,
-        )
-        for name, rows in columns.items():
-            rows[number] = one[name][0]
-        if in_words:
-            words[number] = one.word_ids(0)
         cut.add(number)
-    lengths = [len(row) for row in columns["input_ids"]]
+    if cut:
+        encoded = tokenizer(
+            *texts, truncation=True, max_length=length, is_split_into_words=in_words
+        )
+    words = []
+    if in_words:
+        words = [encoded.word_ids(number) for number in range(len(names))]
+    lengths = [len(row) for row in encoded["input_ids"]]
     flat = {}
-    for name, rows in columns.items():
+    for name, rows in encoded.items():
         flat[name] = np.fromiter(chain.from_iterable(rows), np.int64, sum(lengths))
-    fill = dict.fromkeys(columns, 0)
+    fill = dict.fromkeys(flat, 0)
     fill["input_ids"] = tokenizer.pad_token_id
     if "token_type_ids" in fill:
         fill["token_type_ids"] = tokenizer.pad_token_type_id

@@ -6,19 +6,19 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from regimen.conf.errors import ConfigError, truncated_list
+from regimen.conf.errors import ConfigError, shortened, truncated_list
 from regimen.data.errors import DataError, as_data_error, reason
 from regimen.data.formats.jsonl import Row, read_rows
 from regimen.data.packing import PackedDocuments, TokenizedText
 from regimen.data.questions import Question
-from regimen.data.splits import Split, file_of_split, part_of_train
+from regimen.data.splits import Split, part_of_train, source_of_split, split_file
 from regimen.data.tokenizers import load_fast_tokenizer, require_name
 
 logger = logging.getLogger(__name__)
@@ -181,7 +181,7 @@ class Encoder:
             marked += f"«{part}»" if document.is_learnt[begin] else part
             begin = end
         text = json.dumps(marked, ensure_ascii=False)[1:-1]  # line breaks as \n
-        return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+        return shortened(text, _SHOWN)
 
     def _conversation(self, row: Row, messages: Sequence[Message], answers: range) -> TokenizedText:
         """Encode messages; of the assistant's those are learnt whose number is in `answers`."""
@@ -386,8 +386,8 @@ def _rows_of(
     root: str, split: Split, val_fraction: float, split_seed: int, fold: int, folds: int
 ) -> tuple[Path, list[Row]] | None:
     """Return the file of a split and its rows. Raises DataError."""
-    folder = Path(root).expanduser()
-    path, is_part = file_of_split(folder, split, (".jsonl",), val_fraction, folds)
+    find = partial(split_file, Path(root).expanduser(), suffixes=(".jsonl",))
+    path, is_part = source_of_split(find, split, val_fraction, folds)
     if path is None and split == "train":
         raise DataError(f"data.root={root}: no such file, nor a folder with a train.jsonl")
     if path is None:

@@ -13,6 +13,7 @@ import numpy as np
 import yaml
 from numpy.typing import NDArray
 
+from regimen.conf.errors import truncated_list
 from regimen.conf.json_text import plain_json
 from regimen.data.errors import DataError, as_data_error, check_regular
 from regimen.data.formats.jsonl import read_lines
@@ -95,20 +96,18 @@ class BoxCheck:
             problem = "has no area: x2 must be above x1, and y2 above y1"
         elif min(x1, y1) < -margin or x2 > width + margin or y2 > height + margin:
             problem = f"reaches out of its picture of {width:g} x {height:g}"
+        clipped = (max(x1, 0.0), max(y1, 0.0), min(x2, width), min(y2, height))
+        has_area = clipped[0] < clipped[2] and clipped[1] < clipped[3]  # false for NaN
+        if problem is None and not has_area:  # it lies within the margin
+            problem = f"lies outside of its picture of {width:g} x {height:g}"
         if problem is not None and self.on_invalid == "raise":
             numbers = ", ".join(f"{number:g}" for number in box)
             raise DataError(
                 f"{where}: the box x1, y1, x2, y2 = {numbers} {problem}; mend it, or set "
                 "data.invalid_boxes=drop"
             )
-        clipped = (max(x1, 0.0), max(y1, 0.0), min(x2, width), min(y2, height))
-        if clipped[0] < clipped[2] and clipped[1] < clipped[3]:  # false for NaN
+        if has_area:
             return clipped
-        if problem is None:
-            # It lies within the margin outside of the picture.
-            problem = f"lies outside of its picture of {width:g} x {height:g}"
-            if self.on_invalid == "raise":
-                raise DataError(f"{where}: the box {problem}; or set data.invalid_boxes=drop")
         self.dropped += 1
         return None
 
@@ -181,10 +180,9 @@ def _yolo_folders(tree: Path, split: str) -> list[tuple[Path, Path]]:
     candidates = []
     for name in NAMES[split]:
         candidates.append((tree / name / "images", tree / name / "labels"))
-    if (tree / "images").is_dir():
-        for folder in sorted((tree / "images").iterdir()):
-            if pattern.fullmatch(folder.name):
-                candidates.append((folder, tree / "labels" / folder.name))
+    for folder in sorted((tree / "images").glob("*")):
+        if pattern.fullmatch(folder.name):
+            candidates.append((folder, tree / "labels" / folder.name))
     pairs = []
     for images, labels in candidates:
         if images.is_dir() and labels.is_dir():
@@ -225,7 +223,7 @@ def read_coco(
             if label is None:
                 raise DataError(
                     f"{where}: category_id {entry['category_id']!r} is none of the classes: "
-                    f"{', '.join(names[:10])}"
+                    f"{truncated_list(names, 10)}"
                 )
             box = _corners(_value(entry, "bbox", where), where)
             assert picture.size is not None
@@ -367,7 +365,7 @@ def read_yolo(
             if label not in number_of:
                 raise DataError(
                     f"{where}: class {label} is unknown, {len(number_of)} classes are known: "
-                    f"{', '.join(names[:10])}"
+                    f"{truncated_list(names, 10)}"
                 )
             clipped = check.clip(box, (1.0, 1.0), _SHARE_MARGIN, where)
             if clipped is not None:

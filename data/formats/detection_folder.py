@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Sequence
-from hashlib import sha256
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from torchvision import tv_tensors
 from torchvision.transforms.v2 import functional as F
 
+from regimen.conf.errors import truncated_list
 from regimen.data.decode import Channels
 from regimen.data.errors import DataError
 from regimen.data.formats.coco import (
@@ -22,7 +23,8 @@ from regimen.data.formats.coco import (
     read_annotations,
 )
 from regimen.data.image_folder import Pictures
-from regimen.data.splits import Split, is_part_of_train, part_of_train
+from regimen.data.sources import digest_of
+from regimen.data.splits import Split, part_of_train, source_of_split
 from regimen.data.transforms import Transform
 
 logger = logging.getLogger(__name__)
@@ -108,12 +110,10 @@ class DetectionFolder(Pictures):
 
     def fingerprint(self) -> str:
         """Return a digest of the names of the pictures, the classes and the boxes."""
-        digest = sha256(self.names.tobytes() + "\0".join(self.classes).encode())
+        parts = [self.names, "\0".join(self.classes)]
         for arrays in self._boxes:
-            for array in arrays:
-                digest.update(array.tobytes())
-            digest.update(b"\n")
-        return digest.hexdigest()[:16]
+            parts += [*arrays, "\n"]
+        return digest_of(*parts)
 
     def _target(self, found: BoxArrays, index: int, size: tuple[int, int]) -> Target:
         rows = np.arange(len(found.crowds))
@@ -203,9 +203,8 @@ def detection_folder(
     Raises DataError.
     """
     tree = Path(root).expanduser()
-    has_val = not folds and find_annotations(tree, "val") is not None
-    cuts = is_part_of_train(split, has_val, val_fraction, folds)
-    place = find_annotations(tree, "train" if cuts else split)
+    find = partial(find_annotations, tree)
+    place, is_part = source_of_split(find, split, val_fraction, folds)
     if place is None and split == "train":
         raise DataError(
             f"data.root={root} has no training set in COCO's or YOLO's layout: expected a JSON "
@@ -219,11 +218,11 @@ def detection_folder(
     if num_classes is not None and num_classes != len(found.classes):
         raise DataError(
             f"data.num_classes is {num_classes}, but {place.annotations} has "
-            f"{len(found.classes)} classes, {', '.join(found.classes[:10])}: set "
+            f"{len(found.classes)} classes, {truncated_list(found.classes, 10)}: set "
             "data.num_classes=null; the background is none of them"
         )
     pictures = found.pictures
-    if cuts:  # not stratified: a picture has any number of classes
+    if is_part:  # not stratified: a picture has any number of classes
         pictures = part_of_train(split, pictures, val_fraction, split_seed, fold, folds)
     return DetectionFolder(
         pictures,

@@ -1,6 +1,7 @@
 """Data sets of the Hugging Face package `datasets`: saved, from files, by name."""
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ import torch
 from regimen.conf.addresses import check_protocol, is_address
 from regimen.conf.errors import problems_at
 from regimen.data.decode import Channels, Range, decode_image, read_content
-from regimen.data.errors import DataError, as_data_error, check_regular, import_package
-from regimen.data.splits import NAMES, Split, class_names, is_part_of_train, rows_of_train
+from regimen.data.errors import DataError, as_data_error, check_regular, import_package, no_column
+from regimen.data.image_folder import picture_form
+from regimen.data.splits import NAMES, Split, class_names, rows_of_train, source_of_split
 from regimen.data.tokenizers import load_tokenizer
 from regimen.data.transforms import Transform, on_inputs
 
@@ -66,10 +68,7 @@ class ArrowRows:
         """Return the form of pictures before the transforms; that of other inputs is unknown."""
         if not self._is_picture:
             return {"kind": "array"}
-        form: dict[str, Any] = {"kind": "picture", "channels": self.channels, "size": None}
-        if self.value_range is not None:
-            form["range"] = list(self.value_range)
-        return form
+        return picture_form(self.channels, self.value_range)
 
     def __getitem__(self, index: int) -> Any:
         return self.sample(self.table[index])
@@ -156,9 +155,8 @@ def huggingface(
         if classes is None:
             names = {str(value) for value in train[columns["target"]]}
             classes = class_names(names, num_classes, len(train), f"data.path={path}")
-    table = split_of(tables, split)
-    has_val = split_of(tables, "val") is not None
-    if is_part_of_train(split, has_val, val_fraction, folds):
+    table, is_part = source_of_split(partial(split_of, tables), split, val_fraction, folds)
+    if is_part:
         labels = np.zeros(len(train)) if classes is None else train[columns["target"]]
         table = train.select(rows_of_train(split, labels, val_fraction, split_seed, fold, folds))
     if table is None:
@@ -205,7 +203,4 @@ def check_columns(path: str, table: Any, columns: Mapping[str, str]) -> None:
         if key not in ("input", "target"):
             raise DataError(f"data.columns.{key}: unknown; there are input and target")
         if column not in table.column_names:
-            available = ", ".join(map(repr, table.column_names))
-            raise DataError(
-                f"data.columns.{key}: {path} has no column {column!r}; it has {available}"
-            )
+            raise no_column(f"data.columns.{key}", path, column, table.column_names)

@@ -4,7 +4,7 @@ import logging
 import os
 from collections.abc import Sequence
 from contextlib import suppress
-from hashlib import sha256
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
 
+from regimen.conf.errors import truncated_list
 from regimen.data.decode import Channels, Range, read_mask
 from regimen.data.errors import DataError, UnreadableError
 from regimen.data.image_folder import Pictures, find_pictures
-from regimen.data.splits import NAMES, Split, is_part_of_train, part_of_train
+from regimen.data.sources import digest_of
+from regimen.data.splits import NAMES, Split, part_of_train, source_of_split
 from regimen.data.transforms import Transform
 
 logger = logging.getLogger(__name__)
@@ -62,14 +64,10 @@ class MaskFolder(Pictures):
                 raise DataError(f"data.classes has {len(classes)} names for {num_classes} classes")
             self.classes = list(classes)
 
-    def input_form(self) -> dict[str, Any]:
-        """Return the form of pictures before the transforms."""
-        return {**super().input_form(), "size": None if self.size is None else list(self.size)}
-
     def mask(self, index: int) -> Tensor:
         """Return a mask as int64 [H, W], in the size of its file. Raises DataError."""
         path = os.fsdecode(self.mask_names[index])
-        levels = read_mask(path)
+        levels = read_mask(path).numpy()
         is_outside = (levels < 0) | (levels >= _LEVELS)
         mask = self._class_of_level[np.where(is_outside, 0, levels)]
         is_wrong = is_outside | (mask < 0)
@@ -104,7 +102,7 @@ class MaskFolder(Pictures):
 
     def fingerprint(self) -> str:
         """Return a digest of the names of pictures and masks."""
-        return sha256(self.names.tobytes() + self.mask_names.tobytes()).hexdigest()[:16]
+        return digest_of(self.names, self.mask_names)
 
 
 def mask_folder(
@@ -132,9 +130,8 @@ def mask_folder(
     there is no such split, which is logged. Raises DataError.
     """
     tree = Path(root).expanduser()
-    has_val = not folds and _split_folders(tree, "val") is not None
-    is_part = is_part_of_train(split, has_val, val_fraction, folds)
-    folders = _split_folders(tree, "train" if is_part else split)
+    find = partial(_split_folders, tree)
+    folders, is_part = source_of_split(find, split, val_fraction, folds)
     if folders is None and split == "train":
         raise DataError(
             f"data.root={root} has no folders train/images and train/masks, or images/train and "
@@ -193,9 +190,9 @@ def _pairs(images: Path, masks: Path, suffix: str) -> list[tuple[str, str]]:
     names = [_stem(path, images) + suffix for path in pictures]
     without_mask = [row for row, name in enumerate(names) if name not in masks_by_name]
     if without_mask:
-        few = ", ".join(pictures[row] for row in without_mask[:3])
+        lacking = truncated_list([pictures[row] for row in without_mask], 3)
         raise DataError(
-            f"{len(without_mask)} of {len(pictures)} pictures have no mask ({few}): expected "
+            f"{len(without_mask)} of {len(pictures)} pictures have no mask ({lacking}): expected "
             f"{names[without_mask[0]]}.png in {masks}; see data.mask_suffix"
         )
     unused = masks_by_name.keys() - set(names)

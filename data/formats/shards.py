@@ -15,12 +15,11 @@ import numpy as np
 import torch
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem, make_path_posix
-from torch import Tensor
 
 from regimen.conf.addresses import check_protocol, is_address
 from regimen.conf.errors import problems_at
 from regimen.conf.json_text import plain_json
-from regimen.data.decode import Channels, Range, decode_image
+from regimen.data.decode import Channels, Range
 from regimen.data.errors import DataError, as_data_error, reason
 from regimen.data.image_folder import EXTENSIONS, Pictures
 from regimen.data.splits import NAMES, Split, class_names, is_part_of_train, rows_of_train
@@ -68,11 +67,6 @@ class TarShards(Pictures):
     def path(self, index: int) -> str:
         """Return the shard of a sample and its name there."""
         return f"{self._paths[self._index['shard'][index]]}:{super().path(index)}"
-
-    def read(self, index: int) -> Tensor:
-        """Return a picture as uint8 (C, H, W). Raises DataError."""
-        content = self.content(index)
-        return decode_image(content, self.path(index), self.channels, self.value_range)
 
     def content(self, index: int) -> bytes:
         """Return the bytes of a picture. Raises DataError."""

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from regimen.data.errors import DataError, as_data_error, check_regular, import_package
+from regimen.data.errors import DataError, as_data_error, check_regular, import_package, no_column
 from regimen.data.keys import Indices
 from regimen.data.sources import TensorSamples
 from regimen.data.splits import Split, sort_names, split_file, stratified_split, train_and_val
@@ -116,8 +116,7 @@ class Columns:
         """Return the column that a key of the configuration names. Raises DataError."""
         column = self.cells.get(name, self.cells.get(name.strip()))
         if column is None:
-            available = ", ".join(map(repr, self.cells))
-            raise DataError(f"{key}: {self.path} has no column {name!r}; it has {available}")
+            raise no_column(key, self.path, name, self.cells)
         return column
 
     def holds_numbers(self, name: str) -> bool:

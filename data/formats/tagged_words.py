@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,7 +11,7 @@ import numpy as np
 from regimen.data.batch import IGNORED
 from regimen.data.errors import DataError
 from regimen.data.formats.jsonl import read_lines, read_rows
-from regimen.data.splits import Split, file_of_split, part_of_train, split_file
+from regimen.data.splits import Split, part_of_train, source_of_split, split_file
 from regimen.data.tokenized import Padding, TokenizedSamples, TooLong, encode
 from regimen.data.tokenizers import load_fast_tokenizer
 
@@ -51,13 +52,13 @@ def tagged_words(
     `fold` of train. None if there is no such split. Raises DataError, with the file and the line,
     and ConfigError.
     """
-    folder = Path(root).expanduser()
-    train = split_file(folder, "train", ENDINGS)
+    find = partial(split_file, Path(root).expanduser(), suffixes=ENDINGS)
+    train = find("train")
     if train is None and split == "train":
         raise DataError(
             f"data.root={root}: no such file, nor a folder with a train as {', '.join(ENDINGS)}"
         )
-    own, is_part = file_of_split(folder, split, ENDINGS, val_fraction, folds)
+    own, is_part = source_of_split(find, split, val_fraction, folds)
     if own is None:
         return None
 

@@ -4,6 +4,7 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -13,11 +14,11 @@ from torch import Tensor
 
 from regimen.conf.errors import ConfigError
 from regimen.data.batch import IGNORED
-from regimen.data.errors import DataError
+from regimen.data.errors import DataError, no_column
 from regimen.data.formats.huggingface import is_saved, open_tables, split_of
 from regimen.data.formats.jsonl import read_rows
 from regimen.data.formats.table import SUFFIXES, as_text, read_columns
-from regimen.data.splits import Split, class_names, is_part_of_train, rows_of_train, split_file
+from regimen.data.splits import Split, class_names, rows_of_train, source_of_split, split_file
 from regimen.data.tokenized import Padding, TokenizedSamples, TooLong, encode
 from regimen.data.tokenizers import load_tokenizer
 
@@ -50,8 +51,7 @@ class Records:
     def column(self, name: str, key: str) -> Sequence[Any]:
         """Return the column that a key of the configuration names. Raises DataError."""
         if name not in self.columns:
-            available = ", ".join(map(repr, self.columns))
-            raise DataError(f"{key}: {self.source} has no column {name!r}; it has {available}")
+            raise no_column(key, self.source, name, self.columns)
         return self.columns[name]
 
     def texts(self, name: str) -> list[str]:
@@ -100,17 +100,14 @@ def texts(
     with the file and the line, and ConfigError.
     """
     columns = input_columns(input)
-    train = find_split(root, "train")
+    find = partial(find_split, root)
+    train = find("train")
     if train is None and split == "train":
         raise DataError(
             f"data.root={root}: no such file, nor a folder with a train as {', '.join(ENDINGS)}, "
             "nor one that datasets has saved"
         )
-    has_val = find_split(root, "val") is not None
-    is_part = train is not None and is_part_of_train(split, has_val, val_fraction, folds)
-    source = train
-    if not is_part:
-        source = find_split(root, split)
+    source, is_part = source_of_split(find, split, val_fraction, folds)
     if source is None:
         return None
 
@@ -158,7 +155,7 @@ class SavedTable(NamedTuple):
     table: Any
 
 
-def find_split(root: str, split: Split) -> Path | SavedTable | None:
+def find_split(root: str, split: str) -> Path | SavedTable | None:
     """Return the file of a split, or its table of `datasets`; None if there is neither."""
     folder = Path(root).expanduser()
     if not is_saved(folder):

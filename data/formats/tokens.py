@@ -1,8 +1,8 @@
 """Token files, memory-mapped: contiguous blocks for language models."""
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,7 +13,8 @@ from torch import Tensor
 
 from regimen.data.errors import DataError, as_data_error, check_regular
 from regimen.data.keys import SPLIT, key
-from regimen.data.splits import Split, file_of_split
+from regimen.data.sources import digest_of
+from regimen.data.splits import Split, source_of_split, split_file
 from regimen.data.transforms import Transform, acts_on_batches, on_inputs
 
 _SUFFIXES = (".bin", ".npy", ".txt")
@@ -105,10 +106,8 @@ class TokenBlocks:
 
     def fingerprint(self) -> str:
         """Return a digest of the file's size and ends, and of the blocks' position in it."""
-        digest = hashlib.sha256(f"{len(self._tokens)} {self._parts} {self.context}".encode())
-        digest.update(self._tokens[:_HASHED].tobytes())
-        digest.update(self._tokens[-_HASHED:].tobytes())
-        return digest.hexdigest()[:16]
+        places = f"{len(self._tokens)} {self._parts} {self.context}"
+        return digest_of(places, self._tokens[:_HASHED], self._tokens[-_HASHED:])
 
     def __getstate__(self) -> dict[str, Any]:
         # A worker process maps the file itself.
@@ -151,8 +150,8 @@ def token_blocks(
     is fold number `fold` of train: a contiguous part, since neighbouring blocks are alike. None if
     there is no such split. Raises DataError.
     """
-    place = Path(root).expanduser()
-    path, is_part = file_of_split(place, split, _SUFFIXES, val_fraction, folds)
+    find = partial(split_file, Path(root).expanduser(), suffixes=_SUFFIXES)
+    path, is_part = source_of_split(find, split, val_fraction, folds)
     if path is None and split == "train":
         raise DataError(f"data.root={root}: no such file, nor a folder with a train.bin")
     if path is None:

@@ -226,26 +226,19 @@ class Fetcher:
                 samples.append(sample)
                 loaded.append((index, occurrence))
 
+        if len(loaded) == len(draws):
+            return samples, batch_slice
+        count = len(loaded) if batch_slice.count else 0
         if not loaded:
             # Files of a data set without labels may all be broken: it then has a blank sample.
             stand_in = getattr(self.dataset, "stand_in", None)
             if callable(stand_in):
-                sample = stand_in()
+                samples = [stand_in()]
             else:
-                sample = self._load_or_replace(*draws[0], batch_slice.epoch, skipped)
-            return [sample], replace(
-                batch_slice,
-                indices=batch_slice.indices[:1],
-                occurrences=batch_slice.occurrences[:1],
-                count=0,
-            )
-        if len(loaded) < len(draws):
-            indices, occurrences = zip(*loaded, strict=True)
-            count = len(loaded) if batch_slice.count else 0
-            batch_slice = replace(
-                batch_slice, indices=indices, occurrences=occurrences, count=count
-            )
-        return samples, batch_slice
+                samples = [self._load_or_replace(*draws[0], batch_slice.epoch, skipped)]
+            loaded = draws[:1]
+        indices, occurrences = zip(*loaded, strict=True)
+        return samples, replace(batch_slice, indices=indices, occurrences=occurrences, count=count)
 
     def _sample_key(self, index: int, occurrence: int, epoch: int) -> int:
         return occurrence_key(key(self.seed, SAMPLE, epoch, index), occurrence)

@@ -19,9 +19,8 @@ from torch.utils.data import (
 )
 
 from regimen.data.batch import BatchSlice, MicroBatch, rebuild
-from regimen.data.errors import DataError
 from regimen.trainer import fast
-from regimen.trainer.errors import qualified_name
+from regimen.trainer.errors import UserCodeError, qualified_name
 from regimen.trainer.rng import derived_seed
 from regimen.trainer.state import TrainState
 from regimen.trainer.task import by_stage, first_tensor, tensors_of
@@ -160,7 +159,7 @@ def _count_samples(batch: Any, asked: int) -> int:
 
 
 def _samples_of(batch: Any, batch_slice: BatchSlice) -> Any:
-    """Return the samples of a micro-batch. Raises DataError for a tensor without a row for each."""
+    """Return the samples of a micro-batch. Raises UserCodeError for other tensors."""
     total = batch_slice.total
     own = slice(batch_slice.start, batch_slice.start + batch_slice.count)
     has_lists = any(_is_list_of_samples(part) and len(part) == total for part in _parts_of(batch))
@@ -168,7 +167,7 @@ def _samples_of(batch: Any, batch_slice: BatchSlice) -> Any:
     def split(part: Any) -> Any:
         if isinstance(part, Tensor) and part.ndim:
             if len(part) != total:
-                raise DataError(
+                raise UserCodeError(
                     f"train_loader: a batch of {total} samples holds a tensor {list(part.shape)}, "
                     "which gradient_accumulation_steps cannot split: let collate_fn return tensors "
                     "with a row, or lists with an item, for each sample, or give regimen.loader"

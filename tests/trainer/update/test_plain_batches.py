@@ -21,9 +21,9 @@ from torch.utils.data import (
 )
 
 from regimen.callbacks.checkpoint import Checkpoint
-from regimen.data.errors import DataError
 from regimen.trainer.callback import Callback
 from regimen.trainer.components.sources import PlainBatches
+from regimen.trainer.errors import UserCodeError
 from regimen.trainer.options import TrainerOptions
 from regimen.trainer.rng import derived_seed
 from regimen.trainer.task import Task
@@ -327,5 +327,5 @@ def test_a_tensor_without_a_row_for_each_sample_is_refused():
     batch = torch.zeros(4, 3, 8, 8), torch.zeros(7, 5)
     (whole,) = PlainBatches([batch]).epoch(0)
     assert whole.batch is batch
-    with pytest.raises(DataError, match=r"batch of 4 samples holds a tensor \[7, 5\]"):
+    with pytest.raises(UserCodeError, match=r"batch of 4 samples holds a tensor \[7, 5\]"):
         list(PlainBatches([batch], 2).epoch(0))
