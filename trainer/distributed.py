@@ -77,6 +77,21 @@ class ErrorStore:
         except (RuntimeError, ValueError):  # the process that hosts the store is gone
             return True
 
+    def nearest(self, cause: tuple[int, str], processes: int) -> str:
+        """Return the message of the smallest distance among those of the processes that call this.
+
+        No collective: processes that did not fail wait in one of their own. So this waits for
+        all, but not longer than until the launcher ends the others.
+        """
+        self._attempt.set(f"cause/{self._rank}", json.dumps(cause))
+        keys = [f"cause/{rank}" for rank in range(processes)]
+        deadline = time.monotonic() + _GRACE_PERIOD
+        while not self._attempt.check(keys) and time.monotonic() < deadline:
+            time.sleep(_POLL_INTERVAL)
+        causes = [json.loads(self._attempt.get(key)) for key in keys if self._attempt.check([key])]
+        _, message = min(causes)
+        return str(message)
+
     def failure(self) -> PeerError | None:
         """Return the failure of another process; None if none has reported one."""
         with suppress(RuntimeError, ValueError):  # the process that hosts the store is gone
@@ -327,6 +342,16 @@ class Group:
         failure = self.broadcast(failure)
         if failure is not None:
             raise StorageError(failure)
+
+    def nearest_cause(self, cause: tuple[int, str]) -> str:
+        """Return the message of the smallest distance among the processes that fail with this one.
+
+        `cause`: the distance from the origin, and the message. Processes may decide alone whether
+        they fail: those that do not are not waited for.
+        """
+        if self._errors is None:
+            return cause[1]
+        return self._errors.nearest(cause, self.world_size)
 
     def agree_on_stop(self, state: TrainState, at_once: bool = True) -> None:
         """Stop all processes after the same update if any of them requests it, by setting `state`.

@@ -180,6 +180,9 @@ class Strategy:
 
         `counts=False`: the process has none of the micro-batch's samples left. It computes with the
         update's first sample, at weight zero, so that it takes part in the exchange.
+
+        Behind the last one each process decides by its gradients whether the update is left out. A
+        strategy that does not make them equal raises DivergedError here for its own.
         """
         return NULL_CONTEXT
 

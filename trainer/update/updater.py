@@ -311,10 +311,10 @@ class Updater:
             origin = gradients.explain_nonfinite(
                 components.model, components.state, micro_batches, losses
             )
-            # A collective: all processes end with the message of the one that is closest to the
-            # origin, the others see its effects only.
-            _, message = min(components.group.gather(origin))
-            raise DivergedError(message)
+            # All processes end with the message of the one that is closest to the origin, the
+            # others see its effects only. It is no collective: where processes train alone, as
+            # with a strategy of the user's, the others may be in another one.
+            raise DivergedError(components.group.nearest_cause(origin))
         components.optimizers.zero_grad()
         return False
 

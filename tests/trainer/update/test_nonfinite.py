@@ -14,6 +14,7 @@ from accelerator import CPU, DEVICE, needs_simulation
 from regimen.callbacks.checkpoint import Checkpoint
 from regimen.callbacks.ema import EMA
 from regimen.callbacks.swa import SWA
+from regimen.trainer import distributed
 from regimen.trainer.callback import Callback
 from regimen.trainer.checkpoints.reader import read_checkpoint
 from regimen.trainer.checkpoints.store import CheckpointStore
@@ -22,6 +23,7 @@ from regimen.trainer.optimizers.optimizers import build_optimizers
 from regimen.trainer.options import GradientNoise, TrainerOptions
 from regimen.trainer.strategies.ddp import DDP
 from regimen.trainer.strategies.fsdp import FSDP
+from regimen.trainer.strategies.multi_process import MultiProcess
 from regimen.trainer.strategies.strategy import Strategy
 from regimen.trainer.tasks.classification import Classification
 from regimen.trainer.trainer import Trainer
@@ -204,6 +206,40 @@ def test_stopping_names_the_sample_and_keeps_finite_weights() -> None:
     assert error.value.exit_code == 5
     assert all(torch.isfinite(t).all() for t in model.state_dict().values())
     assert trainer.state.global_step == 2
+
+
+class Alone(MultiProcess):
+    """Each process trains its own weights; nobody exchanges gradients."""
+
+
+@pytest.mark.parametrize("bad_ranks", [[1], [0, 1]], ids=["one", "all"])
+def test_a_process_that_decides_alone_waits_for_no_collective(
+    ranks: Any, monkeypatch: pytest.MonkeyPatch, bad_ranks: list[int]
+) -> None:
+    monkeypatch.setattr(distributed, "_GRACE_PERIOD", 30.0 if len(bad_ranks) > 1 else 0.2)
+
+    def train(strategy: Strategy) -> list[str | None]:
+        rank = strategy.group.rank
+        model = normed().double()
+        trainer = toys.trainer_of(Classification(3), batches(1), model=model, strategy=strategy)
+        update = next(trainer.draw(0))
+        told = None
+        if rank in bad_ranks:
+            # The loss of the first process is not finite, and a sample of the second.
+            where = update[0].batch[0] if rank else model[0].weight.data
+            where[0] = float("nan")
+            with pytest.raises(DivergedError) as error:
+                trainer.update(update)
+            told = str(error.value)
+        else:
+            trainer.update(update)
+        # What the others do meanwhile is a collective of their own.
+        return strategy.group.gather(told)
+
+    for told in ranks(2, in_group(train, kind=Alone)):
+        for rank, message in enumerate(told):
+            assert (message is not None) == (rank in bad_ranks)
+            assert message is None or "holds NaN" in message
 
 
 class Infinite(nn.Module):
