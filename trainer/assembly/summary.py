@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -34,12 +34,13 @@ class ModuleRow(NamedTuple):
 
 
 class Summary(NamedTuple):
-    """One row for each module, and the cost of one sample; None if the forward pass failed."""
+    """One row for each module, and the cost of one sample; None where it is not known."""
 
     rows: tuple[ModuleRow, ...]  # the first is the model's
     flops: int | None  # of the forward pass
     activation_bytes: int | None  # saved for the backward pass
     problem: str | None = None  # why the forward pass failed
+    uncounted: str | None = None  # why torch could not count what it costs
 
 
 class _Pass(NamedTuple):
@@ -48,6 +49,7 @@ class _Pass(NamedTuple):
     shapes: dict[str, list[tuple[int, ...]]]  # of all outputs of a module, by its name
     flops: FlopCounterMode
     saved: int  # bytes for the backward pass
+    uncounted: str | None = None  # why nothing was counted; then both are unknown
 
 
 def summarize(
@@ -71,13 +73,17 @@ def summarize(
     samples = samples or next((len(t) for t in tensors_of(example) if t.ndim), 1)
     observed, problem = _try(model, example, call, autocast, compute)
     shapes = {} if observed is None else observed.shapes
-    flop_counts = {} if observed is None else observed.flops.get_flop_counts()
+    flop_counts: dict[str, dict[Any, int]] | None = None
+    if observed is not None and observed.uncounted is None:
+        flop_counts = observed.flops.get_flop_counts()
     rows = []
     for name, module in model.named_modules():
         if _level(name) <= depth:
             rows.append(_row(name, module, shapes.get(name), flop_counts, samples))
     if observed is None:
         return Summary(tuple(rows), None, None, problem)
+    if observed.uncounted is not None:
+        return Summary(tuple(rows), None, None, uncounted=observed.uncounted)
     flops = observed.flops.get_total_flops()
     return Summary(tuple(rows), flops // samples, observed.saved // samples)
 
@@ -91,12 +97,12 @@ def _row(
     name: str,
     module: nn.Module,
     shapes: list[tuple[int, ...]] | None,
-    flop_counts: Mapping[str, Mapping[Any, int]],
+    flop_counts: Mapping[str, Mapping[Any, int]] | None,
     samples: int,
 ) -> ModuleRow:
     """`shapes`: of the module's outputs; None if it was not called."""
     flops = None
-    if shapes is not None:
+    if shapes is not None and flop_counts is not None:
         key = f"_Step.model.{name}" if name else "_Step.model"
         flops = sum(flop_counts.get(key, {}).values()) // samples
     parameters = list(module.parameters())
@@ -152,11 +158,20 @@ def _try(
             # The error on the model's own device is the one to report.
             if device == own:
                 problem = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+    # What counts may be what failed: no hook of torch's works within torch.func.grad.
+    with suppress(Exception):
+        observed = _observe(_Step(model, call), example, own, autocast, counts=False)
+        return observed._replace(uncounted=problem), None
     return None, problem
 
 
-def _observe(step: _Step, example: Any, device: torch.device, autocast: Context) -> _Pass:
-    """Run the forward pass on copies of the model's tensors on `device`."""
+def _observe(
+    step: _Step, example: Any, device: torch.device, autocast: Context, counts: bool = True
+) -> _Pass:
+    """Run the forward pass on copies of the model's tensors on `device`.
+
+    With `counts` false only the shapes are observed.
+    """
     shapes: dict[str, list[tuple[int, ...]]] = {}
     # By storage. The tensors are held: the address of a freed one would be used again.
     saved: dict[int, Tensor] = {}
@@ -186,7 +201,13 @@ def _observe(step: _Step, example: Any, device: torch.device, autocast: Context)
     for name, module in step.model.named_modules():
         handles.append(module.register_forward_hook(partial(note_shapes, name)))
     try:
-        with seeded(device), flops, saving, torch.enable_grad(), autocast():
+        with ExitStack() as contexts:
+            contexts.enter_context(seeded(device))
+            if counts:
+                contexts.enter_context(flops)
+                contexts.enter_context(saving)
+            contexts.enter_context(torch.enable_grad())
+            contexts.enter_context(autocast())
             functional_call(step, tensors, (batch,))
     finally:
         for handle in handles:
@@ -227,6 +248,8 @@ def render(summary: Summary, width: int = 100) -> str:
         totals += f", {frozen:,} of them frozen"
     if summary.problem:
         totals += f"; the forward pass failed: {summary.problem}"
+    elif summary.uncounted:
+        totals += f"; torch cannot count its FLOPs and activations: {summary.uncounted}"
     else:
         totals += (
             f"; a sample takes {count(summary.flops)}FLOPs forward "

@@ -115,6 +115,33 @@ def test_a_forward_pass_that_fails_is_told_not_raised(compute):
     assert "forward pass failed" in render(summary)
 
 
+class Slope(nn.Module):
+    """Answers with the gradient of a network at its inputs, as networks for equations do."""
+
+    def __init__(self):
+        super().__init__()
+        self.network = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def forward(self, x):
+        return torch.func.grad(lambda inputs: self.network(inputs).sum())(x)
+
+
+@pytest.mark.parametrize("compute", [False, True])
+def test_what_cannot_be_counted_within_a_forward_pass_is_left_out_and_said(compute):
+    model = Slope()
+    summary = summarize(model, torch.zeros(4, 2), compute=compute)
+    assert summary.problem is None
+    shapes = ["N x 2", "N x 1", "N x 8", "N x 8", "N x 1"]
+    assert [(row.output, row.flops) for row in summary.rows] == [(s, None) for s in shapes]
+    text = render(summary)
+    assert "torch cannot count its FLOPs and activations: RuntimeError: torch.func" in text
+    assert "failed" not in text
+    memory = estimate(model, summary, [], 1)
+    assert (memory["parameters"], memory["activations"]) == (33 * 4, None)
+    model(torch.ones(4, 2)).sum().backward()  # it trains as before
+    assert all(p.grad.isfinite().all() for p in model.network[:1].parameters())
+
+
 def test_tied_and_frozen_parameters_count_once_and_as_such():
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False), nn.Linear(4, 2))
     model[1].weight = model[0].weight
