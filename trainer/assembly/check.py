@@ -43,7 +43,7 @@ from regimen.trainer.optimizers.optimizers import UNSHARDED, Optimizers, Section
 from regimen.trainer.optimizers.state import needs_closure
 from regimen.trainer.state import monitored_names
 from regimen.trainer.strategies.multi_process import MultiProcess
-from regimen.trainer.strategies.strategy import Strategy
+from regimen.trainer.strategies.strategy import Strategy, sparse_layers
 from regimen.trainer.targets.allow_list import locate
 from regimen.trainer.targets.instantiate import CheckedNode, instantiate, nodes_in
 from regimen.trainer.task import Task, missing_step
@@ -432,14 +432,14 @@ def _check_with_model(
     with collect_problems(problems):
         _ = parts.regions
     with collect_problems(problems):
-        strategy, arguments = strategy_class(config)
-        strategy.check_model(model, **arguments)
-    with collect_problems(problems):
         parts.task.check_evaluation(model, {})
     if config.optimizer:
         with collect_problems(problems):
             problems += sparse_problems(parts.optimizers, model, config.trainer)
             _ = parts.schedule
+    with collect_problems(problems):  # after the optimizers, whose rules freeze parameters
+        strategy, arguments = strategy_class(config)
+        strategy.check_model(model, **arguments)
     for name, callback in callbacks.items():
         with collect_problems(problems), problems_at(f"callbacks.{name}"):
             callback.check(model)
@@ -449,16 +449,12 @@ def sparse_problems(
     optimizers: Optimizers, model: nn.Module, options: TrainerConfig
 ) -> Iterator[Problem]:
     """Find what does not go with sparse gradients, and what takes no others: the first of each."""
-    sparse = {
-        layer.weight: name
-        for name, layer in model.named_modules()
-        if getattr(layer, "sparse", False) and hasattr(layer, "weight")
-    }
+    sparse = sparse_layers(model)
     if sparse and options.gradient_noise is not None:
-        layer_name = next(iter(sparse.values())) or "the model"
+        layer = next(iter(sparse.values()))
         yield Problem(
             "trainer.gradient_noise",
-            f"is added to all entries of a gradient, and that of {layer_name} is sparse",
+            f"is added to all entries of a gradient, and that of {layer} is sparse",
             "leave it out, or build the embedding with sparse=False",
         )
     for name, optimizer in optimizers.optimizers.items():

@@ -18,9 +18,15 @@ from regimen.conf.check import check
 from regimen.conf.errors import raise_problems
 from regimen.conf.schema_trainer import TensorParallelConfig
 from regimen.data.batch import map_tensors
-from regimen.trainer.errors import ModelError
+from regimen.trainer.errors import ModelError, unwrapped
 from regimen.trainer.strategies.multi_process import MultiProcess
-from regimen.trainer.strategies.strategy import NULL_CONTEXT, Devices, Mesh, instances
+from regimen.trainer.strategies.strategy import (
+    NULL_CONTEXT,
+    Devices,
+    Mesh,
+    instances,
+    sparse_layers,
+)
 from regimen.trainer.strategies.tensor_parallel import PLAN, tensor_styles
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, None: None}
@@ -97,7 +103,14 @@ class FSDP(MultiProcess):
     def check_model(
         cls, model: nn.Module, *, tensor_parallel: Mapping[str, Any] | None = None, **others: Any
     ) -> None:
-        """Raise ModelError for a plan that does not fit the model."""
+        """Raise ModelError for sparse gradients, and for a plan that does not fit the model."""
+        for layer, name in sparse_layers(model).items():
+            if layer.requires_grad:
+                raise ModelError(
+                    "strategy",
+                    f"fsdp shards gradients, which it cannot do with the sparse one of {name}",
+                    "build the embedding with sparse=False, or use strategy=ddp",
+                )
         if tensor_parallel is not None:
             options = _tensor_options(tensor_parallel)
             tensor_styles(model, options.plan, options.size)
@@ -150,6 +163,11 @@ class FSDP(MultiProcess):
             fully_shard(module, **options)
         return model
 
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """Return the model, which `prepare` has sharded. Raises ModelError for sparse gradients."""
+        self.check_model(unwrapped(model))
+        return model
+
     def check(self, others: Mapping[str, nn.Module]) -> None:
         """Raise ModelError for trained parameters that are not sharded.
 
@@ -165,7 +183,7 @@ class FSDP(MultiProcess):
                     )
 
     def _exchanging(self, wrapped: nn.Module, last: bool) -> AbstractContextManager[Any]:
-        module: Any = getattr(wrapped, "_orig_mod", wrapped)  # unwrap the result of torch.compile
+        module = unwrapped(wrapped)  # of torch.compile
         module.set_requires_gradient_sync(last)
         if last and self._checks_gradients:
             return self._checking_gradients(module)

@@ -65,6 +65,16 @@ def instances(model: nn.Module, classes: Sequence[str], key: str) -> list[nn.Mod
     return [module for module in model.modules() if type(module).__name__ in classes]
 
 
+def sparse_layers(model: nn.Module) -> dict[nn.Parameter, str]:
+    """Return the weights whose gradients are sparse, each with the name of its layer."""
+    found = {}
+    for name, layer in model.named_modules():
+        weight = getattr(layer, "weight", None)
+        if getattr(layer, "sparse", False) and isinstance(weight, nn.Parameter):
+            found[weight] = name or "the model"
+    return found
+
+
 @dataclass(frozen=True, slots=True)
 class Mesh:
     """The processes as a grid; neighbours along `tensor`, the last, compute on the same samples."""

@@ -348,6 +348,21 @@ def test_a_whole_parameter_between_split_layers_is_refused(ranks):
     assert found == ["strategy.tensor_parallel.plan"] * 2
 
 
+def test_sparse_gradients_are_refused_before_an_update(ranks):
+    def network(freezes):
+        model = nn.Sequential(nn.Embedding(4, 3, sparse=True), nn.Linear(3, 2))
+        model[0].requires_grad_(not freezes)
+        return model
+
+    def refused(strategy):
+        make_trainer(strategy, network=partial(network, freezes=True))  # has no such gradient
+        with pytest.raises(ModelError, match=r"sparse one of 0;.* sparse=False") as caught:
+            make_trainer(strategy, network=partial(network, freezes=False))
+        return caught.value.problems[0].key
+
+    assert ranks(2, in_group(refused)) == ["strategy"] * 2
+
+
 def test_a_mesh_is_told_in_words():
     assert str(Mesh.of(8, 2, 2)) == "8 processes = 2 replicas x 2 shards x 2 tensor"
     assert str(Mesh.of(8, 2)) == "8 processes = 4 replicas x 2 shards"
