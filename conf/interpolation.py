@@ -68,6 +68,11 @@ def above(key: str, among: Container[str]) -> str:
     return key
 
 
+def under(path: str, prefixes: Iterable[str]) -> bool:
+    """Return whether a dotted path is one of `prefixes`, or below one."""
+    return any(path == prefix or path.startswith(prefix + ".") for prefix in prefixes)
+
+
 def is_related(key: str, keys: Iterable[str]) -> bool:
     """Return whether a key is one of others, contains one of them, or lies within one."""
     prefix = f"{key}."

@@ -18,6 +18,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from regimen.conf.errors import ConfigError, lacks_memory
+from regimen.conf.interpolation import under
 from regimen.conf.layout import PACKAGES, ROOT
 
 # The signals that end a run, and their exit codes. Batch systems send SIGUSR1 ahead of a
@@ -304,11 +305,7 @@ def is_shape_error(error: Exception) -> bool:
         return False
     if modules[-1].startswith(_FOREIGN):
         return False
-    return all(_is_of_library(module) for module in modules)
-
-
-def _is_of_library(module: str) -> bool:
-    return any(module == name or module.startswith(f"{name}.") for name in _LIBRARIES)
+    return all(under(module, _LIBRARIES) for module in modules)
 
 
 def _solution(message: str) -> str | None:

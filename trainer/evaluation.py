@@ -1,7 +1,7 @@
 """Evaluation and prediction: metrics with each sample counted once on any devices (I4), answers."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from regimen.trainer.errors import (
     explain_shape_error,
     qualified_name,
 )
-from regimen.trainer.options import count
+from regimen.trainer.options import batches_of
 from regimen.trainer.strategies.strategy import NULL_CONTEXT, Strategy
 from regimen.trainer.task import Metric, as_output, diagnose_step_output
 from regimen.trainer.update.guard import UpdateBackup
@@ -61,10 +61,7 @@ def evaluate(
         metric.reset()
     source = as_source(loader, f"{stage}_loader", 1, components.options.seed)
     source = components.reader.connect(source)
-    batches = limit
-    with suppress(TypeError):  # a stream has no length
-        batches = count(limit, len(source))
-
+    batches = batches_of(source, limit, "limit")
     done = 0
     stream = source.epoch(0, 0, limit)
     with in_callers_words(components.options), evaluation_mode(components, stage, step):

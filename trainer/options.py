@@ -95,10 +95,7 @@ def validation_limit(options: TrainerConfig, loader: Any) -> int | None:
 
 def horizon(options: TrainerConfig, steps_per_epoch: int | None) -> int | None:
     """Return the number of updates of a run; None if only the time ends it."""
-    ends = [] if options.max_steps is None else [options.max_steps]
-    if options.max_epochs is not None and steps_per_epoch is not None:
-        ends.append(options.max_epochs * steps_per_epoch)
-    return min(ends, default=None)
+    return updates_left(options, TrainState(), steps_per_epoch)
 
 
 def updates_left(

@@ -99,12 +99,13 @@ class RandomStates:
 @contextmanager
 def seeded(device: torch.device, seed: int = 0) -> Iterator[None]:
     """Seed the generators, and restore them afterwards: torch's (CPU, `device`), random, numpy."""
-    before = _states([device])
-    _seed_all([device], seed)
+    devices = _accelerators([device])
+    before = _states(devices)
+    _seed_all(devices, seed)
     try:
         yield
     finally:
-        _put_back(before, [device])
+        _put_back(before, devices)
 
 
 def _accelerators(devices: _Devices) -> list[torch.device]:
@@ -112,7 +113,7 @@ def _accelerators(devices: _Devices) -> list[torch.device]:
 
 
 def _states(devices: _Devices) -> _States:
-    accelerators = [rng_state(device) for device in _accelerators(devices)]
+    accelerators = [rng_state(device) for device in devices]
     return torch.get_rng_state(), random.getstate(), np.random.get_state(), accelerators
 
 
@@ -121,13 +122,13 @@ def _put_back(states: _States, devices: _Devices) -> None:
     torch.set_rng_state(cpu)
     random.setstate(python)
     np.random.set_state(numpy)
-    for device, state in zip(_accelerators(devices), accelerators, strict=False):
+    for device, state in zip(devices, accelerators, strict=False):
         set_rng_state(state, device)
 
 
 def _seed_all(devices: _Devices, seed: int) -> None:
     torch.default_generator.manual_seed(seed)  # torch.manual_seed seeds every device
-    for device in _accelerators(devices):
+    for device in devices:
         seed_device(seed, device)
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)

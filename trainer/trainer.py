@@ -80,8 +80,11 @@ class Trainer:
         data_facts: Mapping[str, Any] | None = None,
     ) -> None:
         refuse_misplaced(model, task, optimizer)
-        self.run = None if run_dir is None else PythonRun(Path(run_dir), overwrite)
-        self._run_dir = None if run_dir is None else Path(run_dir)
+        self.run: PythonRun | None = None
+        self._run_dir: Path | None = None
+        if run_dir is not None:
+            self._run_dir = Path(run_dir)
+            self.run = PythonRun(self._run_dir, overwrite)
         components = build_components(
             model,
             task,
@@ -315,8 +318,8 @@ class Trainer:
             if options.validate_at_start and not self.resumed:
                 # A signal ends it, and then the training before its first update, in good order.
                 with suppress(evaluation.EvaluationAbandoned):
-                    for stage, loader in self.val_loaders.items():
-                        self.evaluate(loader, stage, limit=options.validate_at_start)
+                    if self.val_loaders:
+                        self.evaluate(limit=options.validate_at_start)
             self.hooks.emit("on_fit_start")
             if self.val_loaders and validation_is_due(options, self.state):
                 self._boundary()  # a signal came while the run before this one validated
@@ -443,17 +446,7 @@ class Trainer:
         with self.timer.spending("evaluation"), suppress(evaluation.EvaluationAbandoned):
             self.updater.check_deferred_nonfinite()
             self.hooks.emit("on_validation_start")
-            metrics: dict[str, float] = {}
-            for stage, loader in self.val_loaders.items():
-                metrics |= evaluation.evaluate(
-                    self.components,
-                    loader,
-                    stage,
-                    validation_limit(self.options, loader),
-                    self.state.global_step,
-                    self.hooks,
-                    shows_batches=not metrics,  # those of the first set
-                )
+            metrics = self._evaluated(self.val_loaders, self.state.global_step, shows_batches=True)
             self.state.validated_at = self.state.global_step
             self.lr_schedule.after_validation(metrics)
             self.log(metrics)
@@ -477,15 +470,31 @@ class Trainer:
         sets = self.val_loaders if loader is None else {stage: loader}
         if not sets:
             raise ModelError("the Trainer was given no val_loader: evaluate(loader) takes one")
-        metrics: dict[str, float] = {}
         with self.timer.spending("evaluation"):
-            for name, source in sets.items():
-                batches = limit
-                if loader is None and limit is None:
-                    batches = validation_limit(self.options, source)
-                metrics |= evaluation.evaluate(
-                    self.components, source, name, batches, step, self.hooks
-                )
+            return self._evaluated(sets, step, limit)
+
+    def _evaluated(
+        self,
+        sets: Mapping[str, Any],
+        step: int,
+        limit: int | None = None,
+        shows_batches: bool = False,
+    ) -> dict[str, float]:
+        """`shows_batches`: to the callbacks, those of the first set."""
+        metrics: dict[str, float] = {}
+        for stage, loader in sets.items():
+            batches = limit
+            if limit is None and sets is self.val_loaders:
+                batches = validation_limit(self.options, loader)
+            metrics |= evaluation.evaluate(
+                self.components,
+                loader,
+                stage,
+                batches,
+                step,
+                self.hooks,
+                shows_batches=shows_batches and not metrics,
+            )
         return metrics
 
     def predict(self, data: Any, batch_size: int = 256) -> Any:

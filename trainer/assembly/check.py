@@ -47,7 +47,6 @@ from regimen.trainer.strategies.strategy import Strategy, sparse_layers
 from regimen.trainer.targets.allow_list import locate
 from regimen.trainer.targets.instantiate import CheckedNode, instantiate, nodes_in
 from regimen.trainer.task import Task, missing_step
-from regimen.trainer.update.gradients import ignored_keys
 
 # Placeholders for facts that are known only once the data are open.
 _BATCHES = 100
@@ -378,7 +377,7 @@ def _strategy_problems(config: Config) -> Iterator[Problem]:
             yield Problem(f"{section.key}._target_", message, hint)
         if not needs_closure(kind):
             continue
-        for key in ignored_keys(options.precision, options):
+        for key in options.idle_with_closure(options.precision):
             message = f"has no effect on the gradients that {kind.__name__} computes itself"
             yield Problem(f"trainer.{key}", message, "leave it out, or take another optimizer")
 

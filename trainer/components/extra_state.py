@@ -42,12 +42,12 @@ class ExtraState:
         self.modules = {"": model, **self._task_modules}  # whose states a checkpoint holds
         self._initial: dict[str, Tensor] = {}
         for name, buffer in self._nonpersistent_buffers():
-            self._initial[name] = _on_host(buffer.value)
+            self._initial[name] = buffer.value.detach().cpu().clone()
         self._fingerprints = dict(self._attributes())
         self._named_in_log: set[str] = set()
 
     def state_dict(self, left_out: Container[str] = ()) -> dict[str, dict[str, Any]]:
-        """Return this process's state on the host; warn about attributes that changed.
+        """Return this process's state, whose tensors are not copied; warn of changed attributes.
 
         left_out: names of the task's parameters that are not returned.
 
@@ -59,11 +59,9 @@ class ExtraState:
             initial = self._initial.get(name)
             # Waits for the device.
             if initial is None or not torch.equal(buffer.value.cpu(), initial):
-                buffers[name] = _on_host(buffer.value)
-        task = {}
-        for name, value in self._task_state().items():
-            if name not in left_out:
-                task[name] = _on_host(value)
+                buffers[name] = buffer.value
+        state = self._task_state()
+        task = {name: value for name, value in state.items() if name not in left_out}
         attributes = self._task.state_dict()
         for name, value in attributes.items():
             if not _is_plain(value):
@@ -72,12 +70,7 @@ class ExtraState:
                     f"{describe_value(value)}: a checkpoint holds tensors, numbers, texts, None, "
                     "and lists, tuples and dicts of these"
                 )
-        return {
-            "buffers": buffers,
-            "task": task,
-            # Waits for the device.
-            "attributes": map_tensors(Tensor.cpu, attributes),
-        }
+        return {"buffers": buffers, "task": task, "attributes": attributes}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -172,8 +165,3 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, list | tuple):
         return not hasattr(value, "_fields") and all(_is_plain(v) for v in value)
     return value is None or isinstance(value, Tensor | bool | int | float | str)
-
-
-def _on_host(value: Tensor) -> Tensor:
-    # Waits for the device: state is read at a checkpoint only.
-    return value.detach().cpu().clone()

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from regimen.conf.errors import truncated_list
+from regimen.conf.interpolation import under
 from regimen.trainer.errors import ModelError
 
 _KEY = "trainer.activation_checkpointing"
@@ -27,15 +28,17 @@ def checkpoint_modules(
     of the modules. Raises ModelError for a pattern without a match.
     """
     names = [name for name, _ in model.named_modules() if name]
+    matching = set[str]()
     for pattern in patterns:
-        if not fnmatch.filter(names, pattern):
+        found = fnmatch.filter(names, pattern)
+        if not found:
             raise ModelError(
                 _KEY, f"{pattern!r} matches no module", f"there are {truncated_list(names, 12)}"
             )
+        matching.update(found)
     chosen: list[str] = []
     for name in names:
-        is_inside = any(name.startswith(f"{outer}.") for outer in chosen)
-        if not is_inside and any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
+        if name in matching and not under(name, chosen):
             chosen.append(name)
             module = model.get_submodule(name)
             module.forward = _recomputed(module, module.forward, compiled)

@@ -61,8 +61,8 @@ def build_lr_schedule(
         section = node
         key = "lr_scheduler"
         configured = optimizers.sections.get(name)
-        if configured and configured.settings["lr_scheduler"] is not None:
-            section = configured.settings["lr_scheduler"]
+        if configured and configured.lr_scheduler is not None:
+            section = configured.lr_scheduler
             key = f"{configured.key}.lr_scheduler"
         if section:
             builder = _Builder(
@@ -221,7 +221,7 @@ class _Builder:
         ends = None
         if scheduler_class is SequentialLR:
             ends = arguments.get("milestones")
-            if isinstance(ends, list) and ends != sorted(ends):
+            if ends and ends != sorted(ends):
                 refuse(f"{key}.milestones", f"must rise, not {ends}")
         children = self.children(node.get("schedulers"), ends, steps, key)
         if children:

@@ -59,7 +59,10 @@ class Section(NamedTuple):
     name: str
     key: str
     target: dict[str, Any]
-    settings: Mapping[str, Any]
+    param_groups: Any
+    params: Any
+    lr_scheduler: Any
+    lr_per_samples: Any
 
 
 class GroupRow(NamedTuple):
@@ -242,11 +245,11 @@ def build_optimizers(
     scopes = {}
     for section in configured:
         with collect_problems(problems):
-            rules = parse_rules(section.settings["param_groups"], f"{section.key}.param_groups")
+            rules = parse_rules(section.param_groups, f"{section.key}.param_groups")
             others_rule = GroupRule("", section.key)
             matches: Callable[[NamedParameter], object] = others_rule.accepts
-            if section.settings["params"] is not None:
-                matches = parse_selector(section.settings["params"], f"{section.key}.params")
+            if section.params is not None:
+                matches = parse_selector(section.params, f"{section.key}.params")
             elif rules and section is not configured[-1]:
                 # Its rules say what it trains; the last optimizer takes what is left.
                 matches = partial(first_rule, rules)
@@ -288,13 +291,13 @@ def sections(node: Mapping[str, Any]) -> list[Section]:
         settings = {k: child.get(k) for k in SETTINGS}
         if "lr_per_samples" not in child:
             settings["lr_per_samples"] = node.get("lr_per_samples")
-        configured.append(Section(str(name), key, target, settings))
+        configured.append(Section(str(name), key, target, **settings))
     return configured
 
 
 def _rate_factor(section: Section, batch_size: int | None) -> float:
     """Return what the learning rates of an optimizer are multiplied by: batch / lr_per_samples."""
-    samples = section.settings["lr_per_samples"]
+    samples = section.lr_per_samples
     if samples is None:
         return 1.0
     key = f"{section.key}.lr_per_samples"
@@ -311,7 +314,7 @@ def _build(
     make = partial(construct, Optimizer, section.key)
     # Only an instance shows which hyper-parameters a group can have, and their defaults.
     probe = make(section.target, [nn.Parameter(torch.zeros(1, 1))])
-    if section.settings["lr_per_samples"] is not None and "lr" not in probe.defaults:
+    if section.lr_per_samples is not None and "lr" not in probe.defaults:
         refuse(f"{section.key}.lr_per_samples", "the optimizer has no learning rate to scale")
     problems = list[Problem]()
     param_groups = []

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from operator import eq, ge, gt, le, lt
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
@@ -83,23 +82,9 @@ def named_parameters(
     return list(parameters.values())
 
 
-@dataclass(frozen=True)
-class Selector:
-    """Which parameters a rule or an optimizer accepts; without tests all of them.
-
-    `required`: a list of tests for each of the keys `match`, `module` and `kind`; of each list at
-    least one test must pass. `excluded`: the tests of `except`, of which none may pass.
-    """
-
-    required: Sequence[Sequence[Test]] = ()
-    excluded: Sequence[Sequence[Test]] = ()
-
-    def __call__(self, parameter: NamedParameter) -> bool:
-        """Return whether the parameter is accepted."""
-        for tests in self.required:
-            if not any(test(parameter) for test in tests):
-                return False
-        return not any(test(parameter) for tests in self.excluded for test in tests)
+def accept_all(parameter: NamedParameter) -> bool:
+    """Return that a parameter is accepted."""
+    return True
 
 
 class GroupRule(NamedTuple):
@@ -107,7 +92,7 @@ class GroupRule(NamedTuple):
 
     name: str
     key: str  # its key in the config
-    accepts: Selector = Selector()
+    accepts: Test = accept_all
     overrides: Mapping[str, Any] = {}
     frozen: bool = False
     layer_decay: float = 1.0
@@ -151,22 +136,23 @@ def assign_groups(
     unassigned = list[str]()
     used = set[str]()
     for parameter in parameters:
+        is_trained = parameter.tensor.requires_grad
         owner = next((name for name, s in scopes.items() if s.matches(parameter)), None)
-        rule = None if owner is None else first_rule(scopes[owner].rules, parameter)
-        if rule is not None:
-            used.add(rule.key)
-
-        if not parameter.tensor.requires_grad or (rule is not None and rule.frozen):
+        if owner is None:
+            if is_trained:
+                unassigned.append(parameter.name)
+            continue
+        rules_of_owner = scopes[owner].rules  # the last one accepts every parameter
+        number, rule = next((i, r) for i, r in enumerate(rules_of_owner) if r.accepts(parameter))
+        used.add(rule.key)
+        if rule.frozen:
             frozen.append(parameter.tensor)
-        elif owner is None or rule is None:
-            unassigned.append(parameter.name)
-        else:
+        elif is_trained:
             depth, factor = layers.get(rule.key, {}).get(parameter.name, (0, 1.0))
             prefix = owner if len(scopes) > 1 else ""
             layer = str(depth) if rule.layers else ""
             name = ".".join(filter(None, (prefix, rule.name, layer))) or DEFAULT
-            order = owner, scopes[owner].rules.index(rule), depth
-            group = groups.setdefault(order, ParamGroup(name, rule, factor, {}))
+            group = groups.setdefault((owner, number, depth), ParamGroup(name, rule, factor, {}))
             group.parameters[parameter.name] = parameter.tensor
 
     by_optimizer: dict[str, list[ParamGroup]] = {name: [] for name in scopes}
@@ -301,19 +287,27 @@ def _parse_rule(name: str, node: Any, key: str) -> GroupRule:
     return GroupRule(name, key, accepts, overrides, frozen, decay or 1.0, patterns)
 
 
-def parse_selector(node: Any, key: str) -> Selector:
+def parse_selector(node: Any, key: str) -> Test:
     """Parse `match`, `module`, `kind`, all of which must accept, and `except`, which must not.
 
     Raises `ConfigError`.
     """
     required = _parse_tests(node, SELECTORS, key)
-    if node.get("except") is None:
-        return Selector(required)
-    return Selector(required, _parse_tests(node["except"], SELECTORS[:-1], f"{key}.except"))
+    excluded: list[list[Test]] = []
+    if node.get("except") is not None:
+        excluded = _parse_tests(node["except"], SELECTORS[:-1], f"{key}.except")
+
+    def accepts(parameter: NamedParameter) -> bool:
+        for tests in required:
+            if not any(test(parameter) for test in tests):
+                return False
+        return not any(test(parameter) for tests in excluded for test in tests)
+
+    return accepts
 
 
 def _parse_tests(node: Any, words: Sequence[str], key: str) -> list[list[Test]]:
-    """Return for each key the tests of its values."""
+    """Return for each key the tests of its values, of which at least one has to pass."""
     if not isinstance(node, Mapping):
         refuse(key, f"must be a dict with {', '.join(words)}, not {node!r}")
     for word in node.keys() - {*words}:

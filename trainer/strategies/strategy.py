@@ -88,13 +88,16 @@ class Mesh:
         """Lay processes out, by default without replicas. Raises ModelError if they do not fit."""
         size = tensor * (shard_size or 1)
         if processes % size:
-            key = "tensor_parallel.size" if shard_size is None else "shard_size"
-            dimensions = ["shards"] if shard_size is None else ["replicas", f"{shard_size} shards"]
+            key = "strategy.tensor_parallel.size"
+            grid = "shards"
+            if shard_size is not None:
+                key = "strategy.shard_size"
+                grid = f"replicas x {shard_size} shards"
             if tensor > 1:
-                dimensions.append(f"{tensor} tensor")
+                grid += f" x {tensor} tensor"
             raise ModelError(
-                f"strategy.{key}",
-                f"{processes} processes cannot be laid out as {' x '.join(dimensions)}",
+                key,
+                f"{processes} processes cannot be laid out as {grid}",
                 f"their number (strategy.devices, or torchrun's) must be a multiple of {size}",
             )
         shards = shard_size or processes // tensor

@@ -25,6 +25,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from regimen.conf.errors import ConfigError, did_you_mean, nearest
+from regimen.conf.interpolation import under
 from regimen.conf.layout import PACKAGES, ROOT
 
 _ROOTS = ("regimen", "timm", "torch", "torchmetrics", "torchvision")
@@ -152,11 +153,6 @@ def allow(packages: Iterable[str]) -> None:
 def close(folders: Iterable[str]) -> None:
     """Offer no code below folders that hold configurations, for this process."""
     _closed.update(os.path.realpath(os.path.expanduser(folder)) for folder in folders)
-
-
-def under(path: str, prefixes: Iterable[str]) -> bool:
-    """Return whether a dotted path is one of `prefixes`, or below one."""
-    return any(path == prefix or path.startswith(prefix + ".") for prefix in prefixes)
 
 
 def refusal(path: object) -> str | None:

@@ -15,9 +15,9 @@ from inspect import Parameter
 from typing import Any, Literal, Union
 
 from regimen.conf.errors import Problem, collect_problems, did_you_mean, problems_at, raise_problems
-from regimen.conf.interpolation import join, walk
+from regimen.conf.interpolation import join, under, walk
 from regimen.trainer.errors import short_message
-from regimen.trainer.targets.allow_list import TargetError, listed, locate, refusal, under
+from regimen.trainer.targets.allow_list import TargetError, listed, locate, refusal
 
 # Keys of a node that are no arguments, as Hydra calls them.
 SPECIAL = ("_target_", "_args_", "_partial_", "_recursive_")

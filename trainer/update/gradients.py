@@ -126,11 +126,6 @@ def add_noise(
         gradient.add_(noise, alpha=std)
 
 
-def ignored_keys(precision: str, options: TrainerConfig) -> list[str]:
-    """Return the keys of `trainer` without effect on LBFGS, which computes gradients itself."""
-    return options.idle_with_closure(precision)
-
-
 def explain_nonfinite(
     model: nn.Module,
     state: TrainState,

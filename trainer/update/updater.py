@@ -89,7 +89,7 @@ class Updater:
 
     def _refuse_misfits(self) -> None:
         components = self._components
-        keys = gradients.ignored_keys(components.precision.name, components.options)
+        keys = components.options.idle_with_closure(components.precision.name)
         optimizers = [o for phase in self._phases for o in phase.closure_optimizers]
         if keys and optimizers:
             raise ModelError(
