@@ -172,12 +172,10 @@ def has_hardware_format(device: torch.device, name: str) -> bool:
     is_supported = getattr(torch.get_device_module(device), f"is_{name}_supported", None)
     if is_supported is None:
         return True
-    if name != "bf16":
-        return bool(is_supported())
-    try:
-        return bool(is_supported(including_emulation=False))
-    except TypeError:  # a device whose function has no such argument
-        return bool(is_supported())
+    if name == "bf16":
+        with suppress(TypeError):  # a device whose function has no such argument
+            return bool(is_supported(including_emulation=False))
+    return bool(is_supported())
 
 
 def backend_of(device: torch.device) -> str:

@@ -78,19 +78,18 @@ class ErrorStore:
             return True
 
     def nearest(self, cause: tuple[int, str], processes: int) -> str:
-        """Return the message of the smallest distance among those of the processes that call this.
+        """Return the message of the smallest distance, of those that all processes call this with.
 
-        No collective: processes that did not fail wait in one of their own. So this waits for
-        all, but not longer than until the launcher ends the others.
+        It is no collective: processes that do not call it may wait in one of their own. Then, after
+        a while, the message of this process is returned.
         """
-        self._attempt.set(f"cause/{self._rank}", json.dumps(cause))
+        causes: list[Any] = [cause]
         keys = [f"cause/{rank}" for rank in range(processes)]
-        deadline = time.monotonic() + _GRACE_PERIOD
-        while not self._attempt.check(keys) and time.monotonic() < deadline:
-            time.sleep(_POLL_INTERVAL)
-        causes = [json.loads(self._attempt.get(key)) for key in keys if self._attempt.check([key])]
-        _, message = min(causes)
-        return str(message)
+        with suppress(RuntimeError):  # not all are there, or the process that hosts the store left
+            self._attempt.set(keys[self._rank], json.dumps(cause))
+            self._attempt.wait(keys, timedelta(seconds=_GRACE_PERIOD))
+            causes = [json.loads(self._attempt.get(key)) for key in keys]
+        return str(min(causes)[1])
 
     def failure(self) -> PeerError | None:
         """Return the failure of another process; None if none has reported one."""

@@ -270,10 +270,7 @@ def explain_shape_error(
     if not is_shape_error(error):
         return None
     reason = f"{short_message(error)} (batch: {describe_value(batch)})"
-    frames = list(walk_tb(error.__traceback__))
-    if any(
-        frame.f_globals.get("__name__") == "regimen.trainer.tasks.losses" for frame, _ in frames
-    ):
+    if "regimen.trainer.tasks.losses" in _modules_of(error):
         if "class probabilities, got" in reason:
             return SampleError(
                 "targets of one number for each class are probabilities, which are floats: return "
@@ -292,7 +289,8 @@ def explain_shape_error(
     solution = _solution(reason) or (
         "do model, data (channels, image size, classes), transforms and task agree?"
     )
-    parts = (f"model and data do not fit: {reason}", _innermost_layer(frames), solution)
+    layer = _innermost_layer(list(walk_tb(error.__traceback__)))
+    parts = (f"model and data do not fit: {reason}", layer, solution)
     return ModelError("; ".join(filter(None, parts)))
 
 
@@ -300,12 +298,17 @@ def is_shape_error(error: Exception) -> bool:
     """Return whether torch's or our modules, and no other code, raised the error."""
     if not isinstance(error, SHAPE_ERRORS) or hasattr(error, "exit_code"):
         return False
-    modules = [str(f.f_globals.get("__name__", "")) for f, _ in walk_tb(error.__traceback__)]
     if lacks_memory(error) or device_failed(error) or refused_by_device(error):
         return False
+    modules = _modules_of(error)
     if modules[-1].startswith(_FOREIGN):
         return False
     return all(under(module, _LIBRARIES) for module in modules)
+
+
+def _modules_of(error: Exception) -> list[str]:
+    """Return the modules of the frames that an error went through, the innermost last."""
+    return [str(f.f_globals.get("__name__", "")) for f, _ in walk_tb(error.__traceback__)]
 
 
 def _solution(message: str) -> str | None:

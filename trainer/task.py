@@ -296,11 +296,8 @@ def takes_names(model: nn.Module, inputs: Mapping[str, Any]) -> bool:
 
 def _named_parameters(model: nn.Module) -> dict[str, inspect.Parameter]:
     """Return the parameters of a model's forward but for `*args`, which no name reaches."""
-    named = dict(inspect.signature(model.forward).parameters)
-    for name, parameter in list(named.items()):
-        if parameter.kind is parameter.VAR_POSITIONAL:
-            del named[name]
-    return named
+    parameters = inspect.signature(model.forward).parameters
+    return {name: p for name, p in parameters.items() if p.kind is not p.VAR_POSITIONAL}
 
 
 def first_tensor(batch: Any) -> Tensor | None:

@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.optim import Optimizer
 from regimen.conf.schema_trainer import TrainerConfig
 from regimen.data.batch import MicroBatch
 from regimen.trainer import evaluation, snapshot
-from regimen.trainer.callback import Callback, Hooks, Results, average_of
+from regimen.trainer.callback import Average, Callback, Hooks, Results, average_of
 from regimen.trainer.checkpoints import reader
 from regimen.trainer.checkpoints.archive import on_host
 from regimen.trainer.components.components import build_components, start_remarks
@@ -26,16 +27,18 @@ from regimen.trainer.components.setup import (
     refuse_monitors,
 )
 from regimen.trainer.components.sources import as_val_sources, in_updates, order_remark
+from regimen.trainer.distributed import Group
 from regimen.trainer.errors import ModelError, SampleError
-from regimen.trainer.lr_schedulers.schedule import Interval
+from regimen.trainer.lr_schedulers.schedule import Interval, LRSchedule
 from regimen.trainer.media import Media, PRCurve, as_image, histogram_of
 from regimen.trainer.optimizers.optimizers import Optimizers
 from regimen.trainer.options import is_reached, log_is_due, validation_is_due, validation_limit
+from regimen.trainer.rng import RandomStates
 from regimen.trainer.runs import from_python
 from regimen.trainer.runs.directory import make_folder
 from regimen.trainer.runs.from_python import PythonRun
 from regimen.trainer.runs.interrupt import stopping_on_interrupt
-from regimen.trainer.state import MAX_TIME, LogPoint
+from regimen.trainer.state import MAX_TIME, LogPoint, Timer, TrainState
 from regimen.trainer.strategies.strategy import NULL_CONTEXT, Strategy
 from regimen.trainer.task import Task, batches_per_update
 from regimen.trainer.update.updater import Updater
@@ -56,6 +59,27 @@ class Trainer:
     does; one that is there is refused, unless `fit(resume=...)` goes on with it, or `overwrite`
     lets a new one take its place. Without `run_dir` nothing is written.
     """
+
+    # The parts of its components, which callbacks read; `__setattr__` refuses to replace one.
+    model: nn.Module
+    training_model: nn.Module
+    task: Task
+    optimizers: Optimizers
+    lr_schedule: LRSchedule
+    strategy: Strategy
+    group: Group
+    is_main: bool  # whether this process writes and prints
+    precision: Precision
+    options: TrainerConfig
+    callbacks: Mapping[str, Callback]
+    average: Average | None
+    config_text: str  # in every checkpoint, as the next
+    data_facts: Mapping[str, Any]
+    state: TrainState
+    train_loader: Any
+    random: RandomStates
+    timer: Timer
+    metrics: dict[str, float]  # the last value of everything logged
 
     _is_built = False  # while the constructor assigns the parts
 
@@ -101,28 +125,11 @@ class Trainer:
             data_facts=data_facts,
         )
         self.components = components
-        # What callbacks read; `__setattr__` refuses to replace it.
-        self.model = components.model
-        self.training_model = components.training_model
-        self.task = components.task
-        self.optimizers = components.optimizers
-        self.lr_schedule = components.lr_schedule
-        self.strategy = components.strategy
+        for part in fields(components):
+            setattr(self, part.name, getattr(components, part.name))
         self.group = components.group
-        self.is_main = components.is_main  # whether this process writes and prints
-        self.precision = components.precision
-        self.options = components.options
-        self.callbacks = components.callbacks
-        self.average = components.average
-        self.config_text = components.config_text  # in every checkpoint, as the next
-        self.data_facts = components.data_facts
-        self.state = components.state
-        self.random = components.random
-        self.timer = components.timer
-        self.metrics = components.metrics  # the last value of everything logged
-
+        self.is_main = components.is_main
         self.hooks = Hooks(self.callbacks.values(), self)
-        self.train_loader = components.train_loader
         options = components.options
         sources = as_val_sources(val_loader, options.limit_val_batches, options.seed)
         self.val_loaders = {
@@ -189,13 +196,6 @@ class Trainer:
     def total_steps(self) -> int | None:
         """Updates of the whole run, if its horizon is not a time."""
         return self.components.total_steps
-
-    @property
-    def _epochs(self) -> float | None:
-        """Epochs of the whole run, if that is known."""
-        if self.total_steps is None or not self.steps_per_epoch:
-            return self.options.max_epochs
-        return self.total_steps / self.steps_per_epoch
 
     @property
     def done(self) -> bool:
@@ -309,17 +309,16 @@ class Trainer:
         with self.timer.spending("start and end"):
             self.setup()
             order = order_remark(self.train_loader)
-            rates = self.lr_schedule.remarks(self.total_steps, self._epochs)
+            rates = self.lr_schedule.remarks(self.total_steps, self.components.epochs)
             for remark in start_remarks(self.components, order, rates):
                 self._warn(remark)
             self.training_model.train()
             if options.seconds is not None:
                 self._deadline = time.monotonic() + options.seconds
-            if options.validate_at_start and not self.resumed:
+            if self.val_loaders and options.validate_at_start and not self.resumed:
                 # A signal ends it, and then the training before its first update, in good order.
                 with suppress(evaluation.EvaluationAbandoned):
-                    if self.val_loaders:
-                        self.evaluate(limit=options.validate_at_start)
+                    self.evaluate(limit=options.validate_at_start)
             self.hooks.emit("on_fit_start")
             if self.val_loaders and validation_is_due(options, self.state):
                 self._boundary()  # a signal came while the run before this one validated
@@ -366,11 +365,7 @@ class Trainer:
         each = batches_per_update(self.task)
         last = None if stop is None else stop * each
         stream = self.train_loader.epoch(epoch, start * each, last)
-        return in_updates(stream, each, self.to_device)
-
-    def to_device(self, batch: Any) -> Any:
-        """Move a batch to this process's device, in the run's number format."""
-        return self.components.to_device(batch)
+        return in_updates(stream, each, self.components.to_device)
 
     def update(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Apply one optimizer update, or skip it, and count; `Updater.apply` draws it."""
@@ -486,14 +481,9 @@ class Trainer:
             batches = limit
             if limit is None and sets is self.val_loaders:
                 batches = validation_limit(self.options, loader)
+            shows = shows_batches and not metrics
             metrics |= evaluation.evaluate(
-                self.components,
-                loader,
-                stage,
-                batches,
-                step,
-                self.hooks,
-                shows_batches=shows_batches and not metrics,
+                self.components, loader, stage, batches, step, self.hooks, shows
             )
         return metrics
 

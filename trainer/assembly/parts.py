@@ -17,8 +17,8 @@ from regimen.conf.interpolation import CLASSES, fill, mapped, open_attributes
 from regimen.conf.schema import Config, Node
 from regimen.data.errors import DataError
 from regimen.trainer.callback import Callback, Saver, check_hooks
-from regimen.trainer.components.precision import Precision
-from regimen.trainer.components.recompute import checkpoint_modules, checkpoint_segments
+from regimen.trainer.components.precision import Precision, compiled_regions
+from regimen.trainer.components.recompute import recompute_as_asked
 from regimen.trainer.device import is_async
 from regimen.trainer.distributed import is_rank
 from regimen.trainer.errors import ModelError, is_shape_error, short_message
@@ -29,7 +29,7 @@ from regimen.trainer.options import horizon
 from regimen.trainer.strategies.ddp import DDP
 from regimen.trainer.strategies.multi_process import MultiProcess
 from regimen.trainer.strategies.single import Single
-from regimen.trainer.strategies.strategy import Strategy, instances
+from regimen.trainer.strategies.strategy import Strategy
 from regimen.trainer.targets.allow_list import TargetError, locate
 from regimen.trainer.targets.instantiate import instantiate
 from regimen.trainer.task import Task, named_modules, updates_in
@@ -250,21 +250,12 @@ class Assembly:
     @cached_property
     def checkpointed(self) -> list[str]:
         """Names of the modules whose activations are recomputed in the backward pass."""
-        options = self.config.trainer
-        compiled = options.compile is not False
-        segments = options.activation_checkpointing_segments
-        if segments is not None:
-            checkpoint_segments(self.model, segments, compiled)
-        return checkpoint_modules(self.model, options.activation_checkpointing or [], compiled)
+        return recompute_as_asked(self.model, self.config.trainer)
 
     @cached_property
     def regions(self) -> list[nn.Module] | None:
         """The modules that are compiled one by one; None if the model is compiled as a whole."""
-        choice = self.config.trainer.compile
-        classes = choice.get("regions") if isinstance(choice, dict) else None
-        if classes is None:
-            return None
-        return instances(self.model, classes, "trainer.compile.regions")
+        return compiled_regions(self.model, self.config.trainer.compile)
 
     @cached_property
     def task(self) -> Task:

@@ -100,6 +100,13 @@ class Components:
         """Updates of the whole run, if its horizon is not a time."""
         return horizon(self.options, self.steps_per_epoch)
 
+    @property
+    def epochs(self) -> float | None:
+        """Epochs of the whole run, if that is known."""
+        if self.total_steps is None or not self.steps_per_epoch:
+            return self.options.max_epochs
+        return self.total_steps / self.steps_per_epoch
+
 
 def _parameter_dtype(model: nn.Module) -> torch.dtype | None:
     for parameter in model.parameters():

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Container, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,13 +12,6 @@ from regimen.trainer.errors import UserCodeError, describe_value, qualified_name
 from regimen.trainer.task import Task, check_persistent, tensors_of
 
 _log = logging.getLogger(__name__)
-
-
-class _Buffer(NamedTuple):
-    # A buffer that the state dict of its module lacks.
-    module: nn.Module
-    name: str
-    value: Tensor
 
 
 class ExtraState:
@@ -41,8 +34,8 @@ class ExtraState:
             self._task_modules[f"task.{name}."] = module
         self.modules = {"": model, **self._task_modules}  # whose states a checkpoint holds
         self._initial: dict[str, Tensor] = {}
-        for name, buffer in self._nonpersistent_buffers():
-            self._initial[name] = buffer.value.detach().cpu().clone()
+        for name, _, _, value in self._nonpersistent_buffers():
+            self._initial[name] = value.detach().cpu().clone()
         self._fingerprints = dict(self._attributes())
         self._named_in_log: set[str] = set()
 
@@ -55,11 +48,11 @@ class ExtraState:
         """
         self._warn_of_changed_attributes()
         buffers: dict[str, Tensor] = {}
-        for name, buffer in self._nonpersistent_buffers():
+        for name, _, _, value in self._nonpersistent_buffers():
             initial = self._initial.get(name)
             # Waits for the device.
-            if initial is None or not torch.equal(buffer.value.cpu(), initial):
-                buffers[name] = buffer.value
+            if initial is None or not torch.equal(value.cpu(), initial):
+                buffers[name] = value
         state = self._task_state()
         task = {name: value for name, value in state.items() if name not in left_out}
         attributes = self._task.state_dict()
@@ -75,14 +68,15 @@ class ExtraState:
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> list[str]:
         """Load what `state_dict` returned; return a message for each entry that does not fit."""
-        buffers = dict(self._nonpersistent_buffers())
-        for name, buffer in buffers.items():
-            value = state["buffers"].get(name, self._initial.get(name, buffer.value))
-            if buffer.value.shape == value.shape:
-                buffer.value.copy_(value)
+        buffers = list(self._nonpersistent_buffers())
+        for name, module, attribute, present in buffers:
+            value = state["buffers"].get(name, self._initial.get(name, present))
+            if present.shape == value.shape:
+                present.copy_(value)
             else:
-                setattr(buffer.module, buffer.name, value.to(buffer.value))
-        misfits = [name for name in state["buffers"] if name not in buffers]
+                setattr(module, attribute, value.to(present))
+        known = {name for name, *_ in buffers}
+        misfits = [name for name in state["buffers"] if name not in known]
 
         task = self._task_state()
         for name, value in state["task"].items():
@@ -118,14 +112,14 @@ class ExtraState:
                     state[prefix + name] = value
         return state
 
-    def _nonpersistent_buffers(self) -> Iterator[tuple[str, _Buffer]]:
-        """Yield the buffers that a state dict lacks, by name."""
+    def _nonpersistent_buffers(self) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
+        """Yield each buffer that a state dict lacks: its name, its module, its name in that, it."""
         for prefix, root in self.modules.items():
             persistent = root.state_dict()
             for path, value in root.named_buffers():
                 if path not in persistent:
                     owner, _, name = path.rpartition(".")
-                    yield prefix + path, _Buffer(root.get_submodule(owner), name, value)
+                    yield prefix + path, root.get_submodule(owner), name, value
 
     def _attributes(self) -> Iterator[tuple[str, Any]]:
         """Yield a fingerprint of each number and tensor: another one when the attribute changes."""

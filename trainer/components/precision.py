@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from regimen.trainer import fast
 from regimen.trainer.device import accumulate_dtype, autocasts, has_hardware_format, product_name
 from regimen.trainer.errors import ModelError
-from regimen.trainer.strategies.strategy import NULL_CONTEXT
+from regimen.trainer.strategies.strategy import NULL_CONTEXT, instances
 from regimen.trainer.task import in_format
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -108,14 +108,14 @@ def format_remark(key: str, name: str, device: torch.device) -> str | None:
         if units not in _AUTOCAST or not _CPU_INFO.exists() or units in cpu_formats():
             return None
         return f"{key}={name}: this CPU emulates it, fp32 is faster"
-    if units == "bf16" and not has_hardware_format(device, "bf16"):
-        return (
-            f"{key}={name}: {product_name(device)} emulates bfloat16, fp32 is faster; "
-            "fp16 may be faster still"
-        )
-    if units == "tf32" and not has_hardware_format(device, "tf32"):
+    if units not in ("bf16", "tf32") or has_hardware_format(device, units):
+        return None
+    if units == "tf32":
         return f"{key}={name}: {product_name(device)} has no TF32 units and computes in fp32"
-    return None
+    return (
+        f"{key}={name}: {product_name(device)} emulates bfloat16, fp32 is faster; "
+        "fp16 may be faster still"
+    )
 
 
 def cpu_formats() -> set[str]:
@@ -124,6 +124,17 @@ def cpu_formats() -> set[str]:
         return set()
     words = _CPU_INFO.read_text(errors="replace").split()
     return {name for flag, name in _CPU_FLAGS.items() if flag in words}
+
+
+def compiled_regions(model: nn.Module, choice: bool | Mapping[str, Any]) -> list[nn.Module] | None:
+    """Return the modules that are compiled one by one; None if the model is compiled as a whole.
+
+    Raises ModelError for a class of which the model has no module.
+    """
+    classes = choice.get("regions") if isinstance(choice, Mapping) else None
+    if classes is None:
+        return None
+    return instances(model, classes, "trainer.compile.regions")
 
 
 def compiled_model(

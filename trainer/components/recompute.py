@@ -13,9 +13,21 @@ from torch.utils.checkpoint import checkpoint
 
 from regimen.conf.errors import truncated_list
 from regimen.conf.interpolation import under
+from regimen.conf.schema_trainer import TrainerConfig
 from regimen.trainer.errors import ModelError
 
 _KEY = "trainer.activation_checkpointing"
+
+
+def recompute_as_asked(model: nn.Module, options: TrainerConfig) -> list[str]:
+    """Let what the options name be recomputed; return the names of the modules.
+
+    Raises ModelError for names without a match, and for a model without such segments.
+    """
+    compiled = options.compile is not False
+    if options.activation_checkpointing_segments is not None:
+        checkpoint_segments(model, options.activation_checkpointing_segments, compiled)
+    return checkpoint_modules(model, options.activation_checkpointing or [], compiled)
 
 
 def checkpoint_modules(

@@ -15,8 +15,8 @@ from regimen.conf.errors import ConfigError, Problem, did_you_mean, raise_proble
 from regimen.conf.python_words import in_python
 from regimen.conf.schema_trainer import TrainerConfig
 from regimen.trainer.callback import Callback
-from regimen.trainer.components.precision import compiled_model
-from regimen.trainer.components.recompute import checkpoint_modules, checkpoint_segments
+from regimen.trainer.components.precision import compiled_model, compiled_regions
+from regimen.trainer.components.recompute import recompute_as_asked
 from regimen.trainer.errors import (
     RunError,
     UserCodeError,
@@ -26,7 +26,6 @@ from regimen.trainer.errors import (
 from regimen.trainer.optimizers.optimizers import Optimizers
 from regimen.trainer.options import TrainerOptions
 from regimen.trainer.state import monitored_names
-from regimen.trainer.strategies.strategy import instances
 from regimen.trainer.task import Task
 
 
@@ -82,17 +81,11 @@ def set_up(
         torch.autograd.set_detect_anomaly(True)
     if options.channels_last:
         model.to(memory_format=torch.channels_last)
-    compiles = options.compile is not False
     with in_callers_words(options):
-        if options.activation_checkpointing_segments is not None:
-            checkpoint_segments(model, options.activation_checkpointing_segments, compiles)
-        checkpoint_modules(model, options.activation_checkpointing or [], compiles)
-    if compiled is not None:
-        return compiled
-    regions = None
-    if isinstance(options.compile, dict) and options.compile.get("regions") is not None:
-        regions = instances(model, options.compile["regions"], "TrainerOptions.compile.regions")
-    return compiled_model(model, options.compile, regions)
+        recompute_as_asked(model, options)
+        if compiled is not None:
+            return compiled
+        return compiled_model(model, options.compile, compiled_regions(model, options.compile))
 
 
 def set_switches(options: TrainerConfig) -> dict[str, bool]:

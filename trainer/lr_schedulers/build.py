@@ -220,7 +220,7 @@ class _Builder:
             objects["lr_lambda"] = self.functions(node["functions"], key)
         ends = None
         if scheduler_class is SequentialLR:
-            ends = arguments.get("milestones")
+            ends = milestones
             if ends and ends != sorted(ends):
                 refuse(f"{key}.milestones", f"must rise, not {ends}")
         children = self.children(node.get("schedulers"), ends, steps, key)

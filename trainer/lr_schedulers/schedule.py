@@ -35,17 +35,15 @@ _PLATEAU_MEMORY = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")
 _BY_GROUP = ("base_lrs", "_last_lr", "min_lrs", "max_lrs", "base_momentums", "max_momentums")
 # torch's schedulers whose arguments are numbers of updates, as its documentation says.
 _BY_UPDATES = (OneCycleLR, CyclicLR)
-# Arguments that are the length of the run: after it the rate rises again, or torch raises.
-_WHOLE = {
-    OneCycleLR: "total_steps",
-    CosineAnnealingLR: "T_max",
-    PolynomialLR: "total_iters",
-}
-# Arguments that are the length of a part of the run.
-_PARTS = {
-    ConstantLR: "total_iters",
-    LinearLR: "total_iters",
-    StepLR: "step_size",
+# Arguments that are a length, and whether it is that of the whole run (after it the rate rises
+# again, or torch raises) or of a part.
+_LENGTHS = {
+    OneCycleLR: ("total_steps", True),
+    CosineAnnealingLR: ("T_max", True),
+    PolynomialLR: ("total_iters", True),
+    ConstantLR: ("total_iters", False),
+    LinearLR: ("total_iters", False),
+    StepLR: ("step_size", False),
 }
 
 
@@ -283,11 +281,10 @@ def _lengths(scheduler: Any, start: int = 0) -> Iterator[tuple[str, int, int, bo
         start += scheduler._milestones[-1]
     for inner in inside:
         yield from _lengths(inner, start)
-    for names, is_whole in ((_WHOLE, True), (_PARTS, False)):
-        name = names.get(type(scheduler))
-        if name is not None:
-            value = getattr(scheduler, name)
-            yield f"{type(scheduler).__name__}.{name}", start, value, is_whole
+    kind = type(scheduler)
+    if kind in _LENGTHS:
+        name, is_whole = _LENGTHS[kind]
+        yield f"{kind.__name__}.{name}", start, getattr(scheduler, name), is_whole
 
 
 class LRSchedule:

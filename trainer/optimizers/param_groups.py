@@ -278,9 +278,11 @@ def _parse_rule(name: str, node: Any, key: str) -> GroupRule:
     layers = node.get("layers")
     if (decay is None) != (layers is None):
         refuse(key, "needs both layer_decay and layers, or neither")
-    if decay is not None and not (type(decay) in (int, float) and 0 < decay <= 1):
-        refuse(f"{key}.layer_decay", f"must be a number in (0, 1], not {decay!r}")
-    patterns = [] if layers is None else _parse_each(Pattern, layers, f"{key}.layers")
+    patterns: list[Pattern] = []
+    if decay is not None:
+        if not (type(decay) in (int, float) and 0 < decay <= 1):
+            refuse(f"{key}.layer_decay", f"must be a number in (0, 1], not {decay!r}")
+        patterns = _parse_each(Pattern, layers, f"{key}.layers")
 
     overrides = {word: value for word, value in node.items() if word not in _RULE_KEYS}
     accepts = parse_selector(selector, key)

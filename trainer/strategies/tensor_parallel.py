@@ -76,18 +76,16 @@ def tensor_styles(
 
 def _uneven(layers: Mapping[str, Any], styles: Mapping[str, str], size: int) -> list[Problem]:
     """Return a problem if the split dimension of a layer is no multiple of `size`."""
-    uneven = list[str]()
-    dimensions = list[str]()
+    uneven: dict[str, str] = {}  # the dimension by the name of the layer
     for name, style in styles.items():
         of_linear, of_embedding = STYLES[style]
         dimension = of_embedding if isinstance(layers[name], nn.Embedding) else of_linear
         if getattr(layers[name], dimension) % size:
-            uneven.append(name)
-            dimensions.append(dimension)
+            uneven[name] = dimension
     if not uneven:
         return []
-    split = ", ".join(dict.fromkeys(dimensions))
-    message = f"{truncated_list(uneven)}: {split} cannot be split evenly over {size} processes"
+    split = ", ".join(dict.fromkeys(uneven.values()))
+    message = f"{truncated_list([*uneven])}: {split} cannot be split evenly over {size} processes"
     return [Problem(PLAN, message, "leave it out, or choose another size")]
 
 

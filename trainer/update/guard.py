@@ -61,14 +61,14 @@ class UpdateBackup:
         tensors = self._tensors_of(states)
         layout = [_layout_of(tensor) for tensor in tensors]
 
-        keeps_layout = bool(self._copies) and layout == self._layout
-        changes_layout = bool(self._copies) and layout != self._layout
+        has_copies = bool(self._copies)
+        is_same_layout = layout == self._layout
         # The last update has created state: the device cannot choose between vectors of other
         # lengths. The host waits for the flag, after the first update only, and keeps all or none.
-        if left_out is not None and changes_layout and left_out.item():
+        if left_out is not None and has_copies and not is_same_layout and left_out.item():
             return
         copies = _joined(tensors)
-        if left_out is not None and keeps_layout:
+        if left_out is not None and has_copies and is_same_layout:
             # The device chooses, and nothing waits: the earlier copies where the flag is set.
             stays = left_out.bool()
             for number, earlier in enumerate(self._copies):
