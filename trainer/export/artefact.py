@@ -151,15 +151,12 @@ def _graph_of(run: Run, facts: Facts, preprocessing: Preprocessing, checkpoint: 
     model = run.model(checkpoint)
     task = run.components(checkpoint).task
     network, outside = build_network(model, task, build_pipeline(run.config, "eval"), preprocessing)
-    samples, are_real = samples_of(run, outside)
+    samples, whose = _samples_asked(run, outside, model, task)
     dtype = str(samples.dtype).removeprefix("torch.")
     facts["preprocessing"] = preprocessing
     facts["transforms_of_the_caller"] = {name: run.facts.transforms[name] for name in outside}
     facts["input"] = {"shape": ["batch", *samples.shape[1:]], "dtype": dtype}
-    facts["verified"] = {
-        "samples": "of the run" if are_real else "random",
-        "batch_sizes": list(_BATCHES),
-    }
+    facts["verified"] = {"samples": whose, "batch_sizes": list(_BATCHES)}
     if preprocessing == "inside":
         facts["output"] = run.facts.outputs["kind"]
     return Exportable(network, samples, facts)
@@ -179,11 +176,11 @@ def _box_graph_of(
             "to data.image_size; format=safetensors writes the weights of any other"
         )
     task = run.components(checkpoint).task
-    samples, are_real = samples_of(run, run.facts.transforms)
+    samples, whose = _samples_asked(run, run.facts.transforms, model, task)
     if preprocessing == "inside":
         samples = (samples * 255).round().to(torch.uint8)
     facts["preprocessing"] = preprocessing
-    facts["verified"] = {"samples": "of the run" if are_real else "random", "batch_sizes": [1]}
+    facts["verified"] = {"samples": whose, "batch_sizes": [1]}
     describe_boxes(facts, samples)
     return Exportable(BoxNetwork(model, task, preprocessing == "inside"), samples, facts)
 
@@ -205,19 +202,18 @@ def _write_folder(run: Run, folder: Path, facts: Facts, checkpoint: str) -> None
 
     Raises ModelError.
     """
-    model, more = write_folder(run.model(checkpoint), facts["format"], folder)
+    trained = run.model(checkpoint)
+    model, more = write_folder(trained, facts["format"], folder)
     facts |= more
     missing = write_tokenizer(run.config.data.train, folder)
     facts["tokenizer"] = missing is None
     facts["notes"] = [missing] if missing else []
     samples = random_tokens(model, _SAMPLES)
-    are_real = False
+    whose = "random"
     if samples is None:
-        samples, are_real = samples_of(run, run.config.transforms.eval)
-    facts["verified"] = {
-        "samples": "of the run" if are_real else "random",
-        "batch_sizes": list(_BATCHES),
-    }
+        task = run.components(checkpoint).task
+        samples, whose = _samples_asked(run, run.config.transforms.eval, trained, task)
+    facts["verified"] = {"samples": whose, "batch_sizes": list(_BATCHES)}
     asked = Exportable(Network(model, Task()), samples, facts)
     try:
         difference = largest_difference(
@@ -299,7 +295,7 @@ def samples_of(run: Run, names: Iterable[str]) -> tuple[Tensor, bool]:
             break
         if dataset is not None:
             loader = eval_loader(config, dataset, Strategy("cpu"))
-            inputs = one_view(next(iter(loader.epoch(0, 0, 1))).batch)
+            inputs = one_tensor(next(iter(loader.epoch(0, 0, 1))).batch)
             # A small data set is repeated.
             return inputs[torch.arange(_SAMPLES) % len(inputs)], True
     form = run.facts.inputs
@@ -318,17 +314,37 @@ def samples_of(run: Run, names: Iterable[str]) -> tuple[Tensor, bool]:
     return torch.stack([pipeline(picture) for picture in pictures]), False
 
 
-def one_view(batch: Any) -> Tensor:
-    """Return a batch's inputs; if a sample has several views, the first: callers average over them.
-
-    Raises ModelError for an input that is not one tensor.
-    """
+def one_tensor(batch: Any) -> Tensor:
+    """Return a batch's inputs. Raises ModelError where they are not one tensor."""
     inputs = inputs_of(batch)
     if not isinstance(inputs, Tensor):
         raise ModelError(
             f"the model's input is a {type(inputs).__name__}: only one tensor can be exported"
         )
-    return inputs[:, 0] if inputs.ndim == 5 else inputs
+    return inputs
+
+
+def one_view(inputs: Tensor, dimensions: int) -> Tensor:
+    """Return inputs [n, ...] of `dimensions` dimensions; of several views a sample the first.
+
+    Whoever asks the file averages over the views, as the task does.
+    """
+    return inputs[:, 0] if inputs.ndim > dimensions else inputs
+
+
+def _samples_asked(
+    run: Run, names: Iterable[str], model: nn.Module, task: Task
+) -> tuple[Tensor, str]:
+    """Return samples after the named transforms as a task gives them to its model, and whose."""
+    samples, are_real = samples_of(run, names)
+    if samples.ndim == 5:
+        # Videos and volumes go to the model as they are, views of a sample one by one.
+        asked: list[Tensor] = []
+        hook = model.register_forward_pre_hook(lambda module, given: asked.extend(given))
+        with hook, torch.no_grad():
+            task.prediction_step(model, samples[:1])
+        samples = one_view(samples, asked[0].ndim)
+    return samples, "of the run" if are_real else "random"
 
 
 def with_transforms(config: Config, names: Iterable[str]) -> Config:

@@ -25,6 +25,7 @@ from regimen.trainer.export.artefact import (
     export_run,
     largest_difference,
     metrics_of,
+    one_tensor,
     one_view,
     with_transforms,
 )
@@ -95,7 +96,8 @@ def quantize_run(
             about["ranges"] = LEARNT if ranges else "of training samples"
             about["activations"] = "uint8"
             about["calibration_samples"] = samples
-            batches = calibration(run.config, facts["transforms_of_the_caller"], samples)
+            names = facts["transforms_of_the_caller"]
+            batches = calibration(run.config, names, samples, graph.samples.ndim)
         facts["quantization"] = about
         save_onnx(integer_model(whole, path, batches, ranges), path, facts)
         difference = largest_difference(graph, GRAPHS["onnx"].load(path), quantized=True)
@@ -225,11 +227,14 @@ def _set_range(
         ranges[tensor] = learnt
 
 
-def calibration(config: Config, names: Iterable[str], samples: int) -> Iterator[dict[str, Any]]:
+def calibration(
+    config: Config, names: Iterable[str], samples: int, dimensions: int = 4
+) -> Iterator[dict[str, Any]]:
     """Yield training samples, in batches, with the named transforms of evaluation.
 
-    These are the first samples of the run's first epoch: the same in each call. Raises ModelError
-    without the training data.
+    dimensions: of a batch of the model's inputs, which is one view of each sample. These are the
+    first samples of the run's first epoch: the same in each call. Raises ModelError without the
+    training data.
     """
     config = with_transforms(config, names)
     loader = replace(
@@ -251,7 +256,7 @@ def calibration(config: Config, names: Iterable[str], samples: int) -> Iterator[
         batches = train_loader(config, build_data(config, ("train",)), Strategy("cpu"))
         count = min(len(batches), math.ceil(samples / _BATCH))
         for micro in batches.epoch(0, 0, count):
-            yield {"input": one_view(micro.batch).numpy()}
+            yield {"input": one_view(one_tensor(micro.batch), dimensions).numpy()}
         batches.close()
     except DataError as error:
         raise ModelError(

@@ -435,3 +435,41 @@ def test_dynamic_takes_matrix_products_only(run, tmp_path):
     with torch.no_grad():
         expected = network(x)
     assert (found["output"] - expected).abs().max() < 0.05 * expected.abs().max()
+
+
+VOLUMES = [  # a digit [1, 16, 16] as a volume [1, 4, 4, 16]
+    "+transforms.train.fold={_target_: torch.nn.Unflatten, dim: 1, unflattened_size: [4, 4]}",
+    "+transforms.eval.fold={_target_: torch.nn.Unflatten, dim: 1, unflattened_size: [4, 4]}",
+    "model={_target_: regimen.models.sequential.from_layers, input_shape: [1, 4, 4, 16], "
+    "layers: [{_target_: torch.nn.Conv3d, in_channels: 1, out_channels: 2, kernel_size: 3}, "
+    "{_target_: torch.nn.Flatten}], num_classes: 10}",
+]
+
+
+def test_volumes_are_exported_whole(tmp_path):
+    more = [*VOLUMES, "task.average_views=false", "trainer.channels_last=false"]
+    run = trained(tmp_path / "run", *more, "trainer.max_steps=2", experiment=["resnet18"])
+    path, facts = export_run(run, "onnx", tmp_path / "whole")
+    assert facts["input"]["shape"] == ["batch", 1, 4, 4, 16]
+    _, expected = evaluate_run(run.config, run.path, "best", "test")
+    assert evaluate_artefact(run.config, path, "test")[1] == pytest.approx(expected, abs=1e-5)
+    _, facts = quantize_run(run, "static", tmp_path / "q", samples=32, max_drop=1)
+    assert facts["input"]["shape"] == ["batch", 1, 4, 4, 16]
+
+
+def test_of_several_views_one_is_exported(tmp_path, monkeypatch):
+    views = "+transforms.eval.views={_target_: regimen.data.transforms.Mirrored}"
+    run = trained(tmp_path / "run", views, "trainer.max_steps=2")
+    path, facts = export_run(run, "onnx", tmp_path / "views")
+    assert facts["input"]["shape"] == ["batch", 1, 16, 16]
+    _, expected = evaluate_run(run.config, run.path, "best", "test")
+    assert evaluate_artefact(run.config, path, "test")[1] == pytest.approx(expected, abs=1e-5)
+    _, facts = quantize_run(run, "static", tmp_path / "q", samples=32, max_drop=1)
+    assert facts["input"]["shape"] == ["batch", 1, 16, 16]
+
+    def gone(config, splits):
+        raise DataError("data.root is gone")
+
+    monkeypatch.setattr(artefact, "build_data", gone)
+    _, facts = export_run(run, "onnx", tmp_path / "random")
+    assert facts["input"]["shape"] == ["batch", 1, 16, 16]
