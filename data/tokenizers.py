@@ -2,10 +2,11 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from regimen.conf.errors import ConfigError
-from regimen.data.errors import import_package, short_line
+from regimen.data.errors import import_package, reason, short_line
 
 _allowed = False
 
@@ -77,3 +78,11 @@ def load_fast_tokenizer(name: str | None, purpose: str) -> Any:
             "take one with a tokenizer.json",
         )
     return tokenizer
+
+
+def read_template(file: str) -> str:
+    """Return the chat template in a file. Raises ConfigError."""
+    try:
+        return Path(file).expanduser().read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError("data.template", f"{file}: {reason(error)}") from error

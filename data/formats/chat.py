@@ -14,12 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from regimen.conf.errors import ConfigError, shortened, truncated_list
-from regimen.data.errors import DataError, as_data_error, reason
+from regimen.data.errors import DataError, as_data_error
 from regimen.data.formats.jsonl import Row, read_rows
 from regimen.data.packing import PackedDocuments, TokenizedText
 from regimen.data.questions import Question
 from regimen.data.splits import Split, part_of_train, source_of_split, split_file
-from regimen.data.tokenizers import load_fast_tokenizer, require_name
+from regimen.data.tokenizers import load_fast_tokenizer, read_template, require_name
 
 logger = logging.getLogger(__name__)
 TooLong = Literal["error", "cut", "drop"]
@@ -65,10 +65,7 @@ class Encoder:
         self._tokenizer = load_fast_tokenizer(self.tokenizer, "the learnt ones are found")
         self._template = self._tokenizer.chat_template
         if self.template is not None:
-            try:
-                self._template = Path(self.template).expanduser().read_text("utf-8")
-            except (OSError, UnicodeDecodeError) as error:
-                raise ConfigError("data.template", f"{self.template}: {reason(error)}") from error
+            self._template = read_template(self.template)
 
         added = self._tokenizer.added_tokens_decoder.values()
         names = [re.escape(token.content) for token in added if token.special]

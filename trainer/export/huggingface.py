@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from regimen.data.errors import import_package, reason, short_line
-from regimen.data.tokenizers import remote_code_allowed
+from regimen.conf.errors import ConfigError
+from regimen.data.errors import import_package, short_line
+from regimen.data.tokenizers import load_tokenizer, read_template
 from regimen.models.transformers_adapter import Logits
 from regimen.trainer.checkpoints.archive import write_safetensors
 from regimen.trainer.errors import ModelError
@@ -79,15 +80,13 @@ def write_tokenizer(data: Any, folder: Path) -> str | None:
     name = node.get("tokenizer")
     if not isinstance(name, str):
         return "the data of the run name no tokenizer: none is in the folder"
-    transformers = import_package("transformers", "transformers")
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(
-            name, trust_remote_code=remote_code_allowed()
-        )
+        tokenizer = load_tokenizer(name)
         if node.get("template"):
-            tokenizer.chat_template = Path(node["template"]).expanduser().read_text("utf-8")
-    except (OSError, ValueError, KeyError) as error:
-        return f"no tokenizer is in the folder: data.tokenizer={name}: {reason(error)}"
+            tokenizer.chat_template = read_template(node["template"])
+    except ConfigError as error:
+        (problem,) = error.problems  # its message begins with what the key says
+        return f"no tokenizer is in the folder: {problem.key}={problem.message}"
     tokenizer.save_pretrained(folder)
     return None
 

@@ -1,6 +1,7 @@
 """Folders for transformers and peft: those libraries read them, and answer as the model does."""
 
 import json
+import shutil
 from copy import deepcopy
 from pathlib import Path
 
@@ -247,6 +248,19 @@ def test_a_tokenizer_that_is_gone_is_said(run, tmp_path, monkeypatch):
     assert "data.tokenizer=/nowhere/at/all" in facts["notes"][0]
     assert not any("Tokenizer" in line for line in how_to_load(facts, path.parent))
     assert not Path(path.parent / "tokenizer.json").exists()
+
+
+def test_code_of_a_tokenizer_is_not_run(run, folders, tmp_path, monkeypatch):
+    folder = tmp_path / "own"
+    shutil.copytree(folders / "model", folder)
+    path = folder / "tokenizer_config.json"
+    own = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": [None, "own.Own"]}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | own))
+    (folder / "own.py").write_text("raise SystemExit('run')")
+    node = dict(run.config.data.train)
+    monkeypatch.setattr(run.config.data, "train", node | {"tokenizer": str(folder)})
+    _, facts = export_run(run, "peft", tmp_path / "out")
+    assert f"data.tokenizer={folder} is written in Python code of its own" in facts["notes"][0]
 
 
 def test_a_model_that_cannot_be_asked_is_answered(run, tmp_path, monkeypatch):
