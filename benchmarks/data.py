@@ -37,7 +37,7 @@ from regimen.data.loading.loader import CPU, Loader
 from regimen.data.sources import ImageTensors
 from regimen.scripts.composition.compose import compose
 from regimen.trainer.assembly.data import Data, build_data, build_pipeline
-from regimen.trainer.assembly.experiment import train_loader
+from regimen.trainer.assembly.loaders import train_loader
 from regimen.trainer.strategies.strategy import Strategy
 
 BATCH = 128

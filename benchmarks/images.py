@@ -51,7 +51,8 @@ from regimen.scripts.cli.keys import Prediction
 from regimen.scripts.composition.compose import compose
 from regimen.scripts.runs.answers import PredictionWriter
 from regimen.trainer.assembly.data import build_data
-from regimen.trainer.assembly.experiment import build_evaluator, eval_loader
+from regimen.trainer.assembly.experiment import build_evaluator
+from regimen.trainer.assembly.loaders import eval_loader
 from regimen.trainer.assembly.parts import build_strategy
 from regimen.trainer.components.components import Components
 from regimen.trainer.inference.predictor import InferenceMetadata, Predictor, inference_metadata

@@ -15,7 +15,8 @@ from benchmarks.gpu_check.ours import SMALL, built, equal
 from benchmarks.report import BY_HAND, OURS
 from regimen.conf.check import parse
 from regimen.scripts.composition.compose import compose
-from regimen.trainer.assembly.experiment import build, find_accumulation_steps
+from regimen.trainer.assembly.accumulation import find_accumulation_steps
+from regimen.trainer.assembly.experiment import build
 from regimen.trainer.checkpoints.reader import read_checkpoint
 from regimen.trainer.strategies.strategy import Strategy
 

@@ -29,7 +29,7 @@ from regimen.data.text import Prompts, find_prompts
 from regimen.scripts.cli.arguments import RunRequest
 from regimen.scripts.cli.keys import Prediction
 from regimen.trainer.assembly.data import build_data, build_pipeline, nodes_of
-from regimen.trainer.assembly.experiment import eval_loader
+from regimen.trainer.assembly.loaders import eval_loader
 from regimen.trainer.assembly.parts import build_strategy
 from regimen.trainer.checkpoints.archive import write_safetensors
 from regimen.trainer.files.atomic import as_json, replacing, storing, write_json, write_text

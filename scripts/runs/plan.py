@@ -16,8 +16,9 @@ from regimen.data.mixture import Mixture
 from regimen.data.packing import PackedDocuments
 from regimen.data.tokenized import TokenizedSamples
 from regimen.scripts.cli.arguments import RunRequest
+from regimen.trainer.assembly.accumulation import accumulation_sensitive_parts
 from regimen.trainer.assembly.data import device_cache_bytes
-from regimen.trainer.assembly.experiment import Experiment, accumulation_sensitive_parts
+from regimen.trainer.assembly.experiment import Experiment
 from regimen.trainer.assembly.summary import estimate, render, summarize
 from regimen.trainer.components.precision import format_remark
 from regimen.trainer.errors import short_message

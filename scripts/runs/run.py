@@ -25,9 +25,10 @@ from regimen.scripts.runs.report import final_block
 from regimen.scripts.runs.resume import Resume, changes, find_resume, new_folder
 from regimen.scripts.runs.signals import stop_signals
 from regimen.trainer import snapshot
+from regimen.trainer.assembly.accumulation import find_accumulation_steps
 from regimen.trainer.assembly.check import check_targets
 from regimen.trainer.assembly.data import with_statistics
-from regimen.trainer.assembly.experiment import Experiment, build, find_accumulation_steps
+from regimen.trainer.assembly.experiment import Experiment, build
 from regimen.trainer.assembly.parts import build_strategy
 from regimen.trainer.callback import Callback, Results, keeps_weights
 from regimen.trainer.checkpoints import borrowed

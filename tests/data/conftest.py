@@ -13,7 +13,7 @@ from PIL import Image
 from regimen.conf.check import parse
 from regimen.scripts.composition.compose import compose
 from regimen.trainer.assembly.data import build_data
-from regimen.trainer.assembly.experiment import eval_loader, train_loader
+from regimen.trainer.assembly.loaders import eval_loader, train_loader
 
 
 class Noisy:

@@ -12,9 +12,10 @@ from torch import nn
 from regimen.conf.check import parse
 from regimen.conf.errors import ConfigError
 from regimen.scripts.composition.compose import compose
-from regimen.trainer.assembly import experiment
+from regimen.trainer.assembly import accumulation
+from regimen.trainer.assembly.accumulation import find_accumulation_steps
 from regimen.trainer.assembly.check import check_targets
-from regimen.trainer.assembly.experiment import build, find_accumulation_steps
+from regimen.trainer.assembly.experiment import build
 from regimen.trainer.errors import ResourceError, StorageError
 from regimen.trainer.runs.remote import Remote
 from regimen.trainer.strategies.strategy import Strategy
@@ -147,12 +148,12 @@ def test_as_many_micro_batches_as_memory_asks_for_and_no_trace_of_the_trial(monk
     def peak():
         return 100 * MIB * taken[-1]
 
-    def tried(config, strategy, real=experiment._tried):
+    def tried(config, strategy, real=accumulation._tried):
         taken.append(-(-config.loader.batch_size // config.trainer.micro_batches))
         return real(config, strategy)
 
-    monkeypatch.setattr(experiment, "peak_rss", peak)
-    monkeypatch.setattr(experiment, "_tried", tried)
+    monkeypatch.setattr(accumulation, "peak_rss", peak)
+    monkeypatch.setattr(accumulation, "_tried", tried)
     auto = "trainer.gradient_accumulation_steps=auto"
     words = ["loader.batch_size=30", "trainer.max_steps=2"]
     assert find_accumulation_steps(config_of(*words, auto), Strategy("cpu")) == 1
@@ -180,7 +181,7 @@ def test_as_many_micro_batches_as_memory_asks_for_and_no_trace_of_the_trial(monk
 
 
 def test_with_cuda_graphs_no_second_micro_batch_is_tried(monkeypatch):
-    monkeypatch.setattr(experiment, "_tried", lambda config, strategy: ("memory", []))
+    monkeypatch.setattr(accumulation, "_tried", lambda config, strategy: ("memory", []))
     words = ["trainer.gradient_accumulation_steps=auto", "trainer.compile={mode: reduce-overhead}"]
     with pytest.raises(ResourceError, match=r"the graphs .*trainer\.compile=true"):
         find_accumulation_steps(config_of(*words), Strategy("cpu"))

@@ -19,7 +19,7 @@ from regimen.data.transforms import Pipeline
 from regimen.scripts.composition.compose import compose
 from regimen.trainer.assembly.check import check_targets
 from regimen.trainer.assembly.data import Data, build_transforms
-from regimen.trainer.assembly.experiment import eval_loader, train_loader
+from regimen.trainer.assembly.loaders import eval_loader, train_loader
 from regimen.trainer.assembly.parts import Assembly, with_counted_classes
 from regimen.trainer.options import count, horizon
 from regimen.trainer.strategies.strategy import Strategy

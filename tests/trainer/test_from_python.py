@@ -14,7 +14,7 @@ import toys
 from regimen.callbacks.checkpoint import Checkpoint
 from regimen.conf.check import parse
 from regimen.scripts.composition.compose import compose
-from regimen.trainer.assembly.experiment import eval_loader, limited, overfit_samples
+from regimen.trainer.assembly.loaders import eval_loader, limited, overfit_samples
 from regimen.trainer.callback import Callback
 from regimen.trainer.components.precision import compiled_model
 from regimen.trainer.errors import CheckpointError, ModelError, SampleError, StorageError

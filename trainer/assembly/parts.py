@@ -1,7 +1,7 @@
 """From nodes to objects: a model, a task, callbacks; optimizers and schedules; the devices."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -132,18 +132,7 @@ def with_classes(node: Any, num_classes: int | None) -> Any:
 
 def with_counted_classes(config: Config, num_classes: int | None) -> Config:
     """Return a configuration with the data's number of classes, wherever an argument takes it."""
-
-    def filled(section: Any, *names: str) -> dict[str, Any]:
-        return {name: with_classes(getattr(section, name), num_classes) for name in names}
-
-    loader = filled(config.loader, "sampler", "batch_sampler", "collate_fn", "worker_init_fn")
-    sections = filled(config, "model", "task", "optimizer", "lr_scheduler", "callbacks")
-    return replace(
-        config,
-        **sections,
-        loader=replace(config.loader, **loader),
-        transforms=replace(config.transforms, **filled(config.transforms, "device")),
-    )
+    return _with_built_late(config, lambda node: with_classes(node, num_classes))
 
 
 def with_attributes(config: Config, values: Mapping[str, Any]) -> Config:
@@ -151,8 +140,7 @@ def with_attributes(config: Config, values: Mapping[str, Any]) -> Config:
 
     `values`: by `data.train.NAME`. Raises ConfigError where one of them is not known.
     """
-    plain = asdict(config)
-    attributes = open_attributes(plain)
+    attributes = open_attributes(asdict(config))
     if not attributes:
         return config
     for name in sorted(attributes.keys() - values.keys()):
@@ -160,16 +148,21 @@ def with_attributes(config: Config, values: Mapping[str, Any]) -> Config:
             attributes[name][0],
             f"${{{name}}} is not known: training stores it in the run's inference.json",
         )
-    sections = ("model", "task", "optimizer", "lr_scheduler", "callbacks")
-    filled = {name: fill(plain[name], values) for name in sections}
-    loader_nodes = ("sampler", "batch_sampler", "collate_fn", "worker_init_fn")
-    loader = {name: fill(plain["loader"][name], values) for name in loader_nodes}
-    device = fill(plain["transforms"]["device"], values)
+    return _with_built_late(config, lambda node: fill(node, values))
+
+
+def _with_built_late(config: Config, change: Callable[[Any], Any]) -> Config:
+    """Return a configuration whose nodes that are built behind the data sets are changed."""
+
+    def changed(section: Any, *names: str) -> dict[str, Any]:
+        return {name: change(getattr(section, name)) for name in names}
+
+    loader = changed(config.loader, "sampler", "batch_sampler", "collate_fn", "worker_init_fn")
     return replace(
         config,
-        **filled,
+        **changed(config, "model", "task", "optimizer", "lr_scheduler", "callbacks"),
         loader=replace(config.loader, **loader),
-        transforms=replace(config.transforms, device=device),
+        transforms=replace(config.transforms, **changed(config.transforms, "device")),
     )
 
 

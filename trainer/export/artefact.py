@@ -20,7 +20,8 @@ from regimen.data.batch import inputs_of
 from regimen.data.errors import DataError
 from regimen.models.pretrained import no_initial_weights
 from regimen.trainer.assembly.data import build_data, build_pipeline
-from regimen.trainer.assembly.experiment import build_evaluator, eval_loader
+from regimen.trainer.assembly.experiment import build_evaluator
+from regimen.trainer.assembly.loaders import eval_loader
 from regimen.trainer.checkpoints.archive import digest, read_safetensors, write_safetensors
 from regimen.trainer.checkpoints.reader import compare_names
 from regimen.trainer.errors import ModelError, short_message
@@ -190,10 +191,11 @@ def _write_graph(graph: Exportable, path: Path) -> None:
     form = GRAPHS[facts["format"]]
     if isinstance(graph.network, BoxNetwork):
         write_boxes(graph, path)
-        facts["verified"]["largest_difference"] = box_difference(graph, form.load(path))
+        difference = box_difference(graph, form.load(path))
     else:
         form.write(graph, path)
-        facts["verified"]["largest_difference"] = largest_difference(graph, form.load(path))
+        difference = largest_difference(graph, form.load(path))
+    facts["verified"]["largest_difference"] = difference
     facts["notes"] = [form.remark] if form.remark else []
 
 

@@ -18,7 +18,7 @@ from torch import nn
 from regimen.conf.schema import Config
 from regimen.data.errors import DataError
 from regimen.trainer.assembly.data import build_data
-from regimen.trainer.assembly.experiment import train_loader
+from regimen.trainer.assembly.loaders import train_loader
 from regimen.trainer.checkpoints.reader import read_checkpoint
 from regimen.trainer.errors import ModelError
 from regimen.trainer.export.artefact import (

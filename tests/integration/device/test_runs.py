@@ -11,7 +11,8 @@ from accelerator import CPU, DEVICE, check_same, needs_accelerator, needs_simula
 from regimen import load_run
 from regimen.conf.check import parse
 from regimen.scripts.composition.compose import compose
-from regimen.trainer.assembly.experiment import _tried, build, find_accumulation_steps
+from regimen.trainer.assembly.accumulation import _tried, find_accumulation_steps
+from regimen.trainer.assembly.experiment import build
 from regimen.trainer.assembly.parts import build_strategy
 from regimen.trainer.checkpoints.reader import read_checkpoint
 from regimen.trainer.device import device_count, spare_memory

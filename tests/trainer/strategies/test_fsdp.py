@@ -15,7 +15,8 @@ from regimen.conf.check import parse
 from regimen.conf.errors import ConfigError
 from regimen.scripts.composition.compose import compose
 from regimen.scripts.convert import convert
-from regimen.trainer.assembly.experiment import build, eval_loader
+from regimen.trainer.assembly.experiment import build
+from regimen.trainer.assembly.loaders import eval_loader
 from regimen.trainer.checkpoints import shards as checkpoint_shards
 from regimen.trainer.checkpoints.reader import read_checkpoint
 from regimen.trainer.errors import CheckpointError, ModelError
