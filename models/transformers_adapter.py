@@ -1,6 +1,7 @@
 """Models of transformers by name; transformers is optional and imported when a model is built."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -86,18 +87,15 @@ def build(
     size = {}
     if num_classes is not None:
         size["vocab_size" if is_causal else "num_labels"] = num_classes
-    try:
-        with refuse_remote_code("model.name", name):
-            if config is not None:
-                model_config = transformers.AutoConfig.for_model(name, **{**config, **size})
-            else:
-                # The vocabulary size of a stored language model is not changed.
-                options = {} if is_causal else size
-                model_config = transformers.AutoConfig.from_pretrained(
-                    name, trust_remote_code=runs_code, **options
-                )
-    except (OSError, ValueError, KeyError) as error:
-        raise NetworkError(f"model.name={name}: {short_line(error)}") from error
+    with _named(name, NetworkError):
+        if config is not None:
+            model_config = transformers.AutoConfig.for_model(name, **{**config, **size})
+        else:
+            # The vocabulary size of a stored language model is not changed.
+            options = {} if is_causal else size
+            model_config = transformers.AutoConfig.from_pretrained(
+                name, trust_remote_code=runs_code, **options
+            )
     vocabulary = getattr(model_config.get_text_config(), "vocab_size", None)
     needed = num_classes or 0  # not known where nothing counts the tokens of the data
     if is_causal and vocabulary is not None and needed > vocabulary:
@@ -108,26 +106,20 @@ def build(
         )
     _check_positions(name, model_config.get_text_config(), context)
     if config is not None or not pretrained or not weights_wanted():
-        try:
-            with refuse_remote_code("model.name", name):
-                return Logits(auto_model.from_config(model_config, trust_remote_code=runs_code))
-        except (OSError, ValueError, KeyError) as error:
-            raise NetworkError(f"model.name={name}: {short_line(error)}") from error
+        with _named(name, NetworkError):
+            return Logits(auto_model.from_config(model_config, trust_remote_code=runs_code))
 
-    try:
-        with refuse_remote_code("model.name", name):
-            model, outcome = auto_model.from_pretrained(
-                name,
-                config=model_config,
-                dtype=torch.float32,
-                use_safetensors=True,
-                ignore_mismatched_sizes=True,  # a head for other classes is initialized anew
-                output_loading_info=True,
-                trust_remote_code=runs_code,
-            )
-            files = _weight_files(name, model_config)
-    except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(f"model.name={name}: {short_line(error)}") from error
+    with _named(name, CheckpointError):
+        model, outcome = auto_model.from_pretrained(
+            name,
+            config=model_config,
+            dtype=torch.float32,
+            use_safetensors=True,
+            ignore_mismatched_sizes=True,  # a head for other classes is initialized anew
+            output_loading_info=True,
+            trust_remote_code=runs_code,
+        )
+        files = _weight_files(name, model_config)
     initialized = set(outcome["missing_keys"])
     for entry in outcome["mismatched_keys"]:
         # A head of another size is listed by its name, or by that and both shapes.
@@ -139,6 +131,16 @@ def build(
     network = Logits(model)
     mark_as_read(network, loaded, files, "model.name", name)
     return network
+
+
+@contextmanager
+def _named(name: str, kind: type[Exception]) -> Iterator[None]:
+    """Say in an error of transformers which model it is about, in one of `kind`."""
+    try:
+        with refuse_remote_code("model.name", name):
+            yield
+    except (OSError, ValueError, KeyError) as error:
+        raise kind(f"model.name={name}: {short_line(error)}") from error
 
 
 def _weight_files(name: str, config: Any) -> list[Path]:

@@ -7,8 +7,8 @@ from pathlib import Path
 from regimen.scripts.cli.arguments import RunRequest
 from regimen.trainer.assembly.experiment import Experiment
 from regimen.trainer.callback import keeps_weights
+from regimen.trainer.checkpoints.reader import best_or_last
 from regimen.trainer.files.layout import WIDTH, wrap_items
-from regimen.trainer.inference.run import best_or_last
 from regimen.trainer.runs import results as run_results
 from regimen.trainer.runs.status import CHECKPOINTS, TENSORBOARD, command
 from regimen.trainer.state import MAX_TIME, Kind

@@ -32,7 +32,7 @@ from regimen.trainer.assembly.experiment import Experiment, build
 from regimen.trainer.assembly.parts import build_strategy
 from regimen.trainer.callback import Callback, Results, keeps_weights
 from regimen.trainer.checkpoints import borrowed
-from regimen.trainer.checkpoints.reader import read_checkpoint
+from regimen.trainer.checkpoints.reader import best_or_last, read_checkpoint
 from regimen.trainer.device import product_name
 from regimen.trainer.distributed import attempt
 from regimen.trainer.errors import CheckpointError, Interrupted, StorageError
@@ -40,7 +40,6 @@ from regimen.trainer.evaluation import EvaluationAbandoned
 from regimen.trainer.files.atomic import LogFileHandler
 from regimen.trainer.files.layout import terminal_width
 from regimen.trainer.inference.predictor import inference_metadata
-from regimen.trainer.inference.run import best_or_last
 from regimen.trainer.runs.directory import RunDirectory, refuse_existing, refuse_held
 from regimen.trainer.runs.metrics_log import MetricsLog
 from regimen.trainer.runs.results import best_record, failure, outcome

@@ -123,19 +123,12 @@ def check_targets(config: Config, wrong: Collection[str] = ()) -> None:
 
 def _without(config: Config, broken: Collection[str]) -> Config:
     """Return a configuration without the sections and named nodes that cannot be built."""
+    optimizer = config.optimizer.items()
     values = dict[str, Any]()
-    for name in ("model", "task", "optimizer"):
+    values["optimizer"] = {n: value for n, value in optimizer if f"optimizer.{n}" not in broken}
+    for name in _SECTIONS:
         if name in broken:
-            values[name] = {}
-    if config.optimizer and "optimizer" not in broken:
-        values["optimizer"] = {}
-        for name, value in config.optimizer.items():
-            if f"optimizer.{name}" not in broken:
-                values["optimizer"][name] = value
-    if "lr_scheduler" in broken:
-        values["lr_scheduler"] = None
-    if "strategy" in broken:
-        values["strategy"] = {}
+            values[name] = None if name == "lr_scheduler" else {}
     values["callbacks"] = _sound_nodes(config.callbacks, "callbacks", broken)
     stages = {}
     for stage in ("train", "eval", "device"):
@@ -348,25 +341,25 @@ def _strategy_problems(config: Config) -> Iterator[Problem]:
         message = f"{strategy.__name__} starts processes"
         yield Problem("strategy._target_", message, "derive it from MultiProcess")
     yield from strategy.problems(**arguments)
-    if strategy.shards_parameters:
-        for name, node in config.callbacks.items():
-            if node and not getattr(locate(node["_target_"]), "supports_sharding", True):
-                yield Problem(
-                    f"callbacks.{name}",
-                    f"{node['_target_']} needs whole parameters, and strategy={strategy.name} "
-                    "shards them",
-                    hint="use strategy=ddp",
-                )
-    if strategy.shares_parameters:
-        for name, node in config.callbacks.items():
-            kind = locate(node["_target_"]) if node else None
-            if isinstance(kind, type) and issubclass(kind, Average):
-                yield Problem(
-                    f"callbacks.{name}",
-                    "each process would copy its own average into the weights that all processes "
-                    f"of strategy={strategy.name} train",
-                    hint="leave it out, or use strategy=ddp",
-                )
+    for name, node in config.callbacks.items():
+        if not node:
+            continue
+        kind = locate(node["_target_"])
+        if strategy.shards_parameters and not getattr(kind, "supports_sharding", True):
+            yield Problem(
+                f"callbacks.{name}",
+                f"{node['_target_']} needs whole parameters, and strategy={strategy.name} shards "
+                "them",
+                "use strategy=ddp",
+            )
+        is_average = isinstance(kind, type) and issubclass(kind, Average)
+        if strategy.shares_parameters and is_average:
+            yield Problem(
+                f"callbacks.{name}",
+                "each process would copy its own average into the weights that all processes of "
+                f"strategy={strategy.name} train",
+                "leave it out, or use strategy=ddp",
+            )
     for section in _sections(config):
         kind = locate(path) if (path := section.target.get("_target_")) else None
         if not isinstance(kind, type):

@@ -523,7 +523,7 @@ def data_facts(sets: Mapping[str, Any]) -> dict[str, Any]:
     names = class_names(sets)
     if names:
         facts["classes"] = names
-    encoded = {split: one for split, one in sets.items() if _has_statistics(one)}
+    encoded = {s: one for s, one in sets.items() if callable(getattr(one, "statistics", None))}
     if encoded:
         first = encoded.get("train", next(iter(encoded.values())))
         facts["statistics"] = first.statistics()
@@ -531,19 +531,10 @@ def data_facts(sets: Mapping[str, Any]) -> dict[str, Any]:
     return facts
 
 
-def _has_statistics(dataset: Any) -> bool:
-    return callable(getattr(dataset, "statistics", None))
-
-
 def nodes_with_statistics(config: Config) -> dict[str, Any]:
     """Return, by split, the nodes whose targets can be given statistics."""
-    nodes = config.data.nodes()
-    return {split: node for split, node in nodes.items() if _takes_statistics(node)}
-
-
-def _takes_statistics(node: Mapping[str, Any]) -> bool:
-    parameters = parameters_of(node["_target_"])
-    return parameters is not None and "statistics" in parameters
+    nodes = config.data.nodes().items()
+    return {s: node for s, node in nodes if "statistics" in (parameters_of(node["_target_"]) or {})}
 
 
 def with_statistics(config: Config, payload: Mapping[str, Any] | None) -> Config:

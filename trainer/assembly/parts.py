@@ -237,6 +237,13 @@ class Assembly:
                     "give its layer its sizes, or call it once",
                 )
         if self.config.trainer.channels_last:
+            for name, parameter in model.named_parameters():
+                if parameter.ndim == 5:
+                    raise ModelError(
+                        "trainer.channels_last",
+                        f"is a layout of images, and {name} is for volumes or videos",
+                        "set it to false",
+                    )
             model = model.to(memory_format=torch.channels_last)
         return self.strategy.prepare(self.precision.convert(model))
 

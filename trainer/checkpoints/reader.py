@@ -164,7 +164,7 @@ def model_only(path: Path, average: bool = False) -> dict[str, Tensor]:
     weights (EMA, SWA) if a checkpoint has one. Raises CheckpointError.
     """
     if path.is_dir():
-        path = _best_or_last(path)
+        path = _checkpoint_of(path)
     payload: Any = read_safetensors(path) if path.suffix == ".safetensors" else read_archive(path)
     if isinstance(payload, Mapping) and "format_version" in payload:
         payload = read_checkpoint(path)
@@ -186,15 +186,20 @@ def model_only(path: Path, average: bool = False) -> dict[str, Tensor]:
     raise CheckpointError(f"{path}: contains no weights: expected a dict of tensors")
 
 
-def _best_or_last(folder: Path) -> Path:
-    """Return the best checkpoint of a run directory, or of its checkpoints, or else the last."""
-    for name in ("checkpoints/best.pt", "checkpoints/last.pt", "best.pt", "last.pt"):
-        if (folder / name).is_file():
-            try:
-                return path_below(folder, name)
-            except ForeignNameError as error:
-                raise CheckpointError(f"{folder}: {error}") from error
-    raise CheckpointError(f"{folder}: it contains neither best.pt nor last.pt")
+def best_or_last(folder: Path) -> Path | None:
+    """Return the checkpoint to evaluate: the best, or else the last; None if neither exists."""
+    return next(filter(Path.exists, (folder / "best.pt", folder / "last.pt")), None)
+
+
+def _checkpoint_of(folder: Path) -> Path:
+    """Return the checkpoint to evaluate of a run directory, or of the folder of its checkpoints."""
+    path = best_or_last(folder / "checkpoints") or best_or_last(folder)
+    if path is None:
+        raise CheckpointError(f"{folder}: it contains neither best.pt nor last.pt")
+    try:
+        return path_below(folder, path.relative_to(folder).as_posix())
+    except ForeignNameError as error:
+        raise CheckpointError(f"{folder}: {error}") from error
 
 
 def _averaged_model(payload: Mapping[str, Any]) -> Mapping[str, Any] | None:

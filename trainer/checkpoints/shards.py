@@ -22,6 +22,7 @@ from regimen.trainer.distributed import Group
 from regimen.trainer.errors import CheckpointError, StorageError
 from regimen.trainer.files.atomic import TEMPORARY, storage_error, storing, sync_folder
 from regimen.trainer.files.names import ForeignNameError, path_below
+from regimen.trainer.task import tensors_of
 
 SUFFIX = ".shards"
 _DESCRIPTION = ".metadata"
@@ -165,12 +166,11 @@ def read(
 
 def _check_size(payload: Mapping[str, Any], folder: Path, files: Iterable[str]) -> None:
     """Raise CheckpointError for tensors larger than the files, before memory is allocated."""
-    sizes = list[int]()
-    _map_with_paths(payload, lambda _, t: sizes.append(t.nbytes if t.is_meta else 0))
+    claimed = sum(tensor.nbytes for tensor in tensors_of(payload) if tensor.is_meta)
     stored = sum((folder / name).stat().st_size for name in files)
-    if sum(sizes) > stored:
+    if claimed > stored:
         raise CheckpointError(
-            f"{folder}: {sum(sizes)} bytes of tensors cannot be in files of {stored} bytes"
+            f"{folder}: {claimed} bytes of tensors cannot be in files of {stored} bytes"
         )
 
 

@@ -47,7 +47,7 @@ from regimen.trainer.assembly.experiment import build_evaluator, build_split
 from regimen.trainer.assembly.parts import build_strategy, with_classes
 from regimen.trainer.checkpoints import borrowed
 from regimen.trainer.checkpoints.archive import DamagedCheckpointError, digest
-from regimen.trainer.checkpoints.reader import check_payload, read_checkpoint
+from regimen.trainer.checkpoints.reader import best_or_last, check_payload, read_checkpoint
 from regimen.trainer.components.components import Components
 from regimen.trainer.errors import CheckpointError
 from regimen.trainer.evaluation import evaluate, evaluation_weights
@@ -473,15 +473,6 @@ def _names(folder: Path) -> str:
     """Return the names that `checkpoint=` can have for the files of a folder."""
     names = sorted(path.stem for path in folder.glob("*.pt"))
     return ", ".join(names[:20]) or "none"
-
-
-def best_or_last(folder: Path) -> Path | None:
-    """Return the checkpoint to evaluate: the best, or else the last; None if neither exists."""
-    for name in ("best", "last"):
-        path = folder / f"{name}.pt"
-        if path.exists():
-            return path
-    return None
 
 
 def open_splits(

@@ -17,7 +17,7 @@ import yaml
 from regimen.conf.errors import ConfigError
 from regimen.conf.schema_trainer import TrainerConfig
 from regimen.trainer.callback import Callback, Results, named_callbacks, saver_of
-from regimen.trainer.checkpoints.reader import is_inside
+from regimen.trainer.checkpoints.reader import best_or_last, is_inside
 from regimen.trainer.components.components import Components
 from regimen.trainer.errors import CheckpointError, StorageError, qualified_name
 from regimen.trainer.files.atomic import LogFileHandler, write_json
@@ -298,14 +298,13 @@ def best_checkpoint(run_dir: Path | None) -> Path:
             "regimen.callbacks.checkpoint"
         )
     folder = run_dir / "checkpoints"
-    for name in ("best", "last"):
-        path = folder / f"{name}.pt"
-        if path.exists():
-            return path
-    raise CheckpointError(
-        f"{folder} holds neither best.pt nor last.pt: Trainer(..., callbacks=[Checkpoint()]) of "
-        "regimen.callbacks.checkpoint saves them"
-    )
+    path = best_or_last(folder)
+    if path is None:
+        raise CheckpointError(
+            f"{folder} holds neither best.pt nor last.pt: Trainer(..., callbacks=[Checkpoint()]) "
+            "of regimen.callbacks.checkpoint saves them"
+        )
+    return path
 
 
 def unsaved_remark(

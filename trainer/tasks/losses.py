@@ -139,7 +139,6 @@ class Losses:
 
         # Terms that torch divides by something other than the number of samples.
         self.counted: list[str] = []
-        self._weighted: list[str] = []  # cross entropies with class weights
         self.summed: list[str] = []
         ignored = []
         for name, term in self.terms.items():
@@ -152,8 +151,6 @@ class Losses:
                 ignored.append(module.ignore_index)
                 if reduction == "mean":
                     self.counted.append(name)
-                if module.weight is not None:
-                    self._weighted.append(name)
         # The labels that no score and no metric counts: of the first cross entropy, and the task's.
         labels = [*ignored[:1], ignore_index]
         self.ignored = [label for label in dict.fromkeys(labels) if label is not None]
@@ -198,7 +195,7 @@ class Losses:
             if target.is_floating_point():  # torch's mean over probabilities is over the samples
                 num_classes = target.shape[1] if target.ndim > 1 else 1
                 counts[name] = target.numel() // num_classes
-            elif name not in self._weighted:
+            elif loss.weight is None:
                 counts[name] = _count_valid(target, loss.ignore_index)
             else:
                 # Ignored labels may be no index of the weights: any weight will do, it is left out.

@@ -6,7 +6,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from regimen.trainer.device import count_true
 from regimen.trainer.errors import ModelError
 from regimen.trainer.task import StepOutput
 from regimen.trainer.tasks.losses import Loss
@@ -106,9 +105,7 @@ class Segmentation(Supervised):
 
     def scores(self, output: Tensor, target: Tensor) -> Scores:
         """Count the pixels that are predicted correctly."""
-        labels, count = self.losses.valid_labels(target)
-        correct = count_true(output.detach().argmax(1) == labels)
-        return {"pixel_accuracy": (correct, count)}
+        return {"pixel_accuracy": self._correct(output, target)}
 
 
 def _of_aux(name: str) -> str:

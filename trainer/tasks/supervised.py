@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from regimen.data.batch import inputs_of
+from regimen.trainer.device import count_true
 from regimen.trainer.errors import ModelError, SampleError, describe_value, qualified_name
 from regimen.trainer.task import Metric, StepOutput, Task, takes_names
 from regimen.trainer.tasks.losses import Loss, Losses
@@ -227,6 +228,11 @@ class Supervised(Task):
         if isinstance(batch, Mapping) and (LABELS in batch or takes_names(model, batch)):
             return self.answer(model, named_inputs(batch))
         return self.answer(model, inputs_of(batch))
+
+    def _correct(self, output: Tensor, target: Tensor) -> tuple[Tensor, Tensor | int]:
+        """Return how many labels (n, ...) the largest logits (n, classes, ...) hit, of how many."""
+        labels, count = self.losses.valid_labels(target)
+        return count_true(output.detach().argmax(1) == labels), count
 
     def _compute(self, output: Any, target: Any, inputs: Any, model: nn.Module) -> StepOutput:
         try:

@@ -5,7 +5,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from regimen.trainer.device import count_true
 from regimen.trainer.tasks.supervised import Scores, Shape, Supervised, call_model
 
 
@@ -28,6 +27,4 @@ class TokenTask(Supervised):
 
     def scores(self, output: Tensor, target: Tensor) -> Scores:
         """Count the tokens whose class is predicted correctly."""
-        labels, count = self.losses.valid_labels(target)
-        correct = count_true(output.detach().argmax(1) == labels)
-        return {"token_accuracy": (correct, count)}
+        return {"token_accuracy": self._correct(output, target)}

@@ -484,3 +484,10 @@ def test_metrics_of_classes_have_the_names_of_the_data(tmp_path, monkeypatch, na
     assert trainer.callbacks["checkpoint"].improves(0.9, 0.8)
     with pytest.raises(ConfigError, match=f"'val/accuracy_cow' is none of .*accuracy_{keys[2]}"):
         build(composed(*typed, "callbacks.checkpoint.monitor=val/accuracy_cow"))
+
+
+def test_the_layout_of_images_is_refused_for_volumes():
+    layer = "{_target_: torch.nn.Conv3d, in_channels: 1, out_channels: 2, kernel_size: 3}"
+    typed = [f"model={layer}", "trainer.channels_last=true"]
+    with pytest.raises(ConfigError, match=r"channels_last: is a layout of images, and weight"):
+        check_targets(parse(compose(["experiment=resnet18", *typed]).config))

@@ -18,6 +18,7 @@ from regimen.callbacks.swa import SWA
 from regimen.callbacks.unfreeze import Unfreeze
 from regimen.conf.errors import ConfigError
 from regimen.models.pretrained import fine_tune
+from regimen.models.timm_adapter import build as timm_model
 from regimen.scripts.convert import convert
 from regimen.trainer.callback import Callback
 from regimen.trainer.checkpoints.borrowed import KEY, mark_as_read, sources_of
@@ -292,6 +293,27 @@ def test_weights_alone_are_not_in_it(file, tmp_path):
         model_only(tmp_path / "run")
     with pytest.raises(ConfigError, match="Python, whose files describe no model"):
         convert(["--whole", str(tmp_path / "run" / LAST), str(tmp_path / "whole.pt")])
+
+
+def test_of_a_model_of_timm_the_weights_of_a_file_are_borrowed(tmp_path):
+    timm = pytest.importorskip("timm")
+    file = tmp_path / "trained.safetensors"
+    torch.manual_seed(7)
+    save_file(timm.create_model("resnet10t", num_classes=5).state_dict(), file)
+    overlay = {"file": str(file), "num_classes": 5}
+
+    def built(**more):
+        return timm_model("resnet10t", 3, 1, pretrained_cfg_overlay=overlay, **more)
+
+    model = built(pretrained=True)
+    ((source, names),) = sources_of({"": model}).items()
+    assert (source.key, source.files) == ("model.pretrained_cfg_overlay.file", [file])
+    # The channels and the classes are others: timm adapts one layer, and begins the other anew.
+    every = dict(model.named_parameters())
+    assert names == every.keys() - {"conv1.0.weight", "fc.weight", "fc.bias"}
+    again = dict(built(pretrained=True).named_parameters())
+    assert all(torch.equal(again[name], every[name]) for name in names)
+    assert sources_of({"": built(pretrained=False)}) == {}
 
 
 @pytest.mark.parametrize("word", ["model.name", "model.name=", "trainer.max_epochs=3"])
