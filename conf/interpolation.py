@@ -68,19 +68,19 @@ def above(key: str, among: Container[str]) -> str:
     return key
 
 
+def is_below(key: str | None, other: str) -> bool:
+    """Return whether a key is another one, or lies within it; None lies nowhere."""
+    return key is not None and f"{key}.".startswith(f"{other}.")
+
+
 def under(path: str, prefixes: Iterable[str]) -> bool:
     """Return whether a dotted path is one of `prefixes`, or below one."""
-    return any(path == prefix or path.startswith(prefix + ".") for prefix in prefixes)
+    return any(is_below(path, prefix) for prefix in prefixes)
 
 
 def is_related(key: str, keys: Iterable[str]) -> bool:
     """Return whether a key is one of others, contains one of them, or lies within one."""
-    prefix = f"{key}."
-    for other in keys:
-        other_prefix = f"{other}."
-        if prefix.startswith(other_prefix) or other_prefix.startswith(prefix):
-            return True
-    return False
+    return any(is_below(key, other) or is_below(other, key) for other in keys)
 
 
 def walk(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:
@@ -120,6 +120,19 @@ def mapped(node: Any, change: Callable[[Any], Any]) -> Any:
     return change(node)
 
 
+def nesting(characters: Iterable[str]) -> int:
+    """Return how deep the brackets among some characters are nested."""
+    depth = 0
+    deepest = 0
+    for character in characters:
+        if character in "[{(":
+            depth += 1
+        elif character in "]})":
+            depth -= 1
+        deepest = max(deepest, depth)
+    return deepest
+
+
 def excessive(root: Any) -> Iterator[Problem]:
     """Yield why OmegaConf would take too long to read the texts: interpolations too many or deep.
 
@@ -130,12 +143,9 @@ def excessive(root: Any) -> Iterator[Problem]:
         if not isinstance(text, str) or "${" not in text:
             continue
         count += text.count("${")
-        depth = 0
-        for bracket in re.findall(r"[\[\]{}]", text):
-            depth += 1 if bracket in "[{" else -1
-            if depth > MAX_NESTING:
-                yield Problem(key, f"its interpolations are nested deeper than {MAX_NESTING}")
-                return
+        if nesting(re.findall(r"[\[\]{}]", text)) > MAX_NESTING:
+            yield Problem(key, f"its interpolations are nested deeper than {MAX_NESTING}")
+            return
     if count > MAX_INTERPOLATIONS:
         yield Problem(
             "", f"{count} interpolations are too many: there may be {MAX_INTERPOLATIONS} in all"

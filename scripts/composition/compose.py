@@ -5,6 +5,7 @@ that all mistakes of a command line are reported together. Nothing here imports 
 `_target_` was replaced: only the new target tells which of the earlier one's arguments it takes.
 """
 
+import functools
 import itertools
 import math
 import os
@@ -27,11 +28,11 @@ from regimen.conf.errors import (
     Problem,
     collect_problems,
     did_you_mean,
+    nearest,
     raise_problems,
 )
 from regimen.conf.interpolation import (
     CLASSES,
-    OF_TRAINING_SET,
     RESERVED,
     Interpolations,
     excessive,
@@ -65,9 +66,7 @@ PLACES = {
     "regimen.callbacks.trackers.mlflow.MLflow": "tracking_uri",
 }
 _COUNTED = f"${{{CLASSES}}}"
-_NAMES = "|".join(RESERVED)
-_RESERVED = re.compile(r"(?<!\\)\$\{(" + _NAMES + r")\}")
-_OPEN = re.compile(r"\$\{(?!(" + _NAMES + r")\})")
+_OPEN = re.compile(r"\$\{(?!(" + "|".join(RESERVED) + r")\})")
 
 
 def compose(argv: Sequence[str] | Arguments, trains: bool = True) -> "Composition":
@@ -103,7 +102,9 @@ def split_jobs(arguments: Arguments) -> list[list[SweepOverride]]:
     with _composing(arguments) as composition:
         values = [composition.typed.values_of(override) for override in composition.swept()]
     if math.prod(map(len, values)) > MAX_JOBS:
-        raise ConfigError(f"these values make more than {MAX_JOBS} jobs")
+        raise ConfigError(
+            "", f"these values make more than {MAX_JOBS} jobs", "sweep=optuna tries some of them"
+        )
     jobs = dict[tuple[str, ...], list[SweepOverride]]()
     for job in itertools.product(*values):
         jobs.setdefault(identity(override.text for override in job), list(job))
@@ -183,7 +184,7 @@ class Composition:
         self.overrides = list(arguments.overrides)
         self.choices = Values()  # the choice for each group
         self.config = Values()  # resolved, but for `${total_steps}` and its like
-        self.typed = Overrides(folders)
+        self.typed = Overrides(folders, functools.cache(self._groups_with_choice))
         self.problems = self.typed.problems
         self._tree = Tree()
         self._interpolations = Interpolations({})
@@ -201,7 +202,7 @@ class Composition:
         """Return the composed tree with its interpolations."""
         overrides = self.typed.parse(self.overrides, sweep=False)
         try:
-            chosen, values = self.typed.sort(overrides, self._groups_with_choice)
+            chosen, values = self.typed.sort(overrides)
             files, self.choices, replacing = self._defaults_list(chosen)
         except REFUSED as error:
             if self.folders.readable:
@@ -213,7 +214,10 @@ class Composition:
             self._merge_file(file, later)
         for override in values:
             self._apply(override)
-        self._tree.drop_leftovers([key_of(text).replace("/", ".") for text in chosen])
+        makers = {choice.key: choice.file or "" for choice in replacing}
+        are_of_data = "data" not in makers and makers.get("transforms", "").startswith("data/")
+        typed_groups = [key_of(text).replace("/", ".") for text in chosen]
+        self._tree.drop_leftovers(typed_groups, are_transforms_of_data=are_of_data)
         self._tree.share_arguments()
         tree = with_defaults(self._tree.values)
         self._interpolations = Interpolations(tree)
@@ -224,7 +228,7 @@ class Composition:
 
     def swept(self) -> list[Override]:
         """Return the overrides of a sweep; of those for the same key the last one counts."""
-        return self.typed.effective(self.typed.parse(self.overrides), self._groups_with_choice)
+        return self.typed.effective(self.typed.parse(self.overrides))
 
     def _groups_with_choice(self) -> set[str]:
         """Return the groups that have a choice before the command line makes any."""
@@ -237,9 +241,10 @@ class Composition:
         """
         loader = self.folders.hydra.config_loader
         name = self.arguments.config_name
-        listed = loader.compute_defaults_list(name, chosen, RunMode.RUN)
-        extended = _added_to_lists(chosen, listed.overrides.override_choices)
-        if extended != chosen:
+        replacing_texts = [text for text in chosen if text[0] != "+"]
+        listed = loader.compute_defaults_list(name, replacing_texts, RunMode.RUN)
+        if replacing_texts != chosen:
+            extended = _added_to_lists(chosen, listed.overrides.override_choices)
             listed = loader.compute_defaults_list(name, extended, RunMode.RUN)
         overrides = listed.overrides
 
@@ -256,8 +261,10 @@ class Composition:
             group, _, package = element.partition("@")
             key = package.removeprefix("_global_.") or group.replace("/", ".")
             is_empty = overrides.override_choices[element] in (None, [])
-            place = places.get(metadata.containing_config_path, len(files))
-            replacing.append(Choice(key, is_empty, place))
+            maker = metadata.containing_config_path
+            signs = {text[0] for text in chosen if key_of(text) == group}
+            choice = Choice(key, is_empty, signs == {"+"}, maker, places.get(maker, len(files)))
+            replacing.append(choice)
         return files, choices, replacing
 
     def _merge_file(self, file: Any, later: Sequence[Choice]) -> None:
@@ -318,7 +325,20 @@ class Composition:
         refused = itertools.islice(refused_targets(raw), MOST_PROBLEMS)
         for problem in [*check(raw), *refused]:
             if problem.key not in skipped:
-                self.problems.append(problem)
+                self.problems.append(self._with_way_out(problem))
+
+    def _with_way_out(self, problem: Problem) -> Problem:
+        """Name the group that is meant, where a key is given in place of a choice."""
+        section, _, name = problem.key.removesuffix("._target_").partition(".")
+        options = self.folders.options("callbacks")
+        hint = problem.hint
+        if not name and nearest(section, ("experiment", "debug")):
+            hint = did_you_mean(section, ("experiment", "debug"))
+        elif problem.key == f"callbacks.{name}._target_":
+            hint = did_you_mean(name, options)
+            if name in options:
+                hint = f"+callbacks={name} chooses this callback"
+        return replace(problem, hint=hint)
 
     def command_line_only(self, trains: bool) -> Iterator[Problem]:
         """Yield the values that a file sets and only the person who starts the run may set."""
@@ -428,21 +448,22 @@ class Composition:
 
 
 def _added_to_lists(chosen: list[str], replaced: dict[str, Any]) -> list[str]:
-    """Return the choices of a command line with `+group=x` as the whole list of the group.
+    """Return the choices of a command line with all `+group=x` of a group as one list.
 
-    Hydra adds a choice to a list of the primary file, to no other. `replaced`: the choices that
-    later files or the command line have made, by group.
+    Hydra adds choices to a list of the primary file once, and to no other. `replaced`: the choices
+    that later files or the command line have made, by group.
     """
-    extended = list(chosen)
+    added = dict[str, list[str]]()
     for text in chosen:
-        group = key_of(text)
-        if text[0] != "+" or group not in replaced:
-            continue
-        before = replaced[group] or []
-        added = [choice.strip() for choice in text.partition("=")[2].strip("[]").split(",")]
-        replaced[group] = [*([before] if isinstance(before, str) else before), *added]
-        extended = [other for other in extended if key_of(other) != group]
-        extended.append(f"{group}=[{','.join(replaced[group])}]")
+        if text[0] == "+":
+            names = text.partition("=")[2].strip("[]").split(",")
+            added.setdefault(key_of(text), []).extend(name.strip() for name in names)
+    extended = [text for text in chosen if key_of(text) not in added]
+    for group, names in added.items():
+        before = replaced.get(group) or []
+        sign = "" if group in replaced else "+"
+        names = [*([before] if isinstance(before, str) else before), *names]
+        extended.append(f"{sign}{group}=[{','.join(dict.fromkeys(names))}]")
     return extended
 
 
@@ -481,20 +502,15 @@ def _unresolved(cfg: DictConfig, key: str) -> Problem | None:
     return None
 
 
-def escape_reserved(node: Any) -> Any:
-    """Escape the reserved interpolations, so that resolution leaves them as they are."""
-    attributes = open_attributes(node) if isinstance(node, dict) else {}
-
-    def escape_attribute(match: re.Match[str]) -> str:
-        return rf"\{match[0]}" if match[1] in attributes else match[0]
+def escape_reserved(raw: Values) -> Values:
+    """Escape the interpolations that stay open, so that resolution leaves them as they are."""
+    names = "|".join(map(re.escape, [*RESERVED, *open_attributes(raw)]))
+    stays_open = re.compile(rf"(?<!\\)\$\{{({names})\}}")
 
     def escape(value: Any) -> Any:
-        if not isinstance(value, str):
-            return value
-        value = _RESERVED.sub(r"\\${\1}", value)
-        return OF_TRAINING_SET.sub(escape_attribute, value)
+        return stays_open.sub(r"\\${\1}", value) if isinstance(value, str) else value
 
-    return mapped(node, escape)
+    return dict(mapped(raw, escape))
 
 
 def _with_open_classes(raw: Values) -> Values:

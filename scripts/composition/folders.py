@@ -273,8 +273,10 @@ class Folders:
                 message = "has no choice that could be replaced"
                 hint = f"add one: +{group}={value}"
             return Problem(group, message, hint, "command line")
-        is_primary_missing = getattr(error, "missing_cfg_file", None) == config_name
-        hint = did_you_mean(config_name, self.options("")) if is_primary_missing else None
+        hint = None
+        if getattr(error, "missing_cfg_file", None) == config_name:
+            way_out = f"experiment={config_name} names an experiment, --config-dir DIR a folder"
+            hint = did_you_mean(config_name, self.options("")) or way_out
         return Problem("", first_lines(error), hint)
 
 

@@ -18,7 +18,7 @@ from hydra.errors import HydraException
 
 from regimen.conf.errors import ConfigError, Problem, nearest, raise_problems
 from regimen.conf.fields import affects_result, declared
-from regimen.conf.interpolation import above, join
+from regimen.conf.interpolation import above, walk
 from regimen.conf.schema import Config
 from regimen.scripts.cli.arguments import key_of, quoted
 from regimen.scripts.composition.tree import shown_path
@@ -78,24 +78,13 @@ class Dimension:
         return self.key.lstrip("+")
 
 
-@dataclass(frozen=True, slots=True)
-class _Sets:
-    """An override, and what it sets."""
-
-    override: Override
-    key: str  # dotted
-    keys: frozenset[str]  # of the values: a section sets those within it, one by one
-
-    def covers(self, earlier: "_Sets") -> bool:
-        """Return whether all keys that an earlier override sets are set by this one, too."""
-        return all(above(key, self.keys) for key in earlier.keys)
-
-
 @dataclass(slots=True)
 class Overrides:
     """The overrides of a composition, and their problems."""
 
     folders: Any  # `Folders` of folders.py, which imports this module
+    # Returns the groups that have a choice before the command line makes any: `+` cannot add one.
+    has_choice: Callable[[], set[str]]
     problems: list[Problem] = field(default_factory=list)
     guessed: set[str] = field(default_factory=set)  # groups whose choice is misspelt
 
@@ -158,6 +147,7 @@ class Overrides:
             for count, line in enumerate(lines, 1):
                 if _open_brackets(line) == 0:
                     return count, f"quote it: '{line}'"
+            return 1, "a bracket is open: close it"
         if "=~" in word:
             return 1, "write $HOME for ~, or quote the text"
         if "=" in word:
@@ -174,52 +164,45 @@ class Overrides:
                 choices.append(f"{group}={word}")
         return 1, f"did you mean {' or '.join(choices)}?" if choices else "write key=value"
 
-    def sort(
-        self, overrides: list[Override], has_choice: Callable[[], set[str]]
-    ) -> tuple[list[str], list[Override]]:
-        """Separate choices of groups, as text for Hydra, from values.
-
-        `has_choice`: returns the groups that have a choice already, which `+` cannot add.
-        """
-        has_choice = functools.cache(has_choice)
+    def sort(self, overrides: list[Override]) -> tuple[list[str], list[Override]]:
+        """Separate choices of groups, as text for Hydra, from values."""
         choices = []
         values = []
-        for override in self.effective(overrides, has_choice):
+        for override in self.effective(overrides):
             if not self._chooses(override):
                 values.append(override)
                 continue
-            text = self._choice(override, has_choice)
+            text = self._choice(override)
             if text:
                 choices.append(text)
         return choices, values
 
-    def effective(
-        self, overrides: Sequence[Override], has_choice: Callable[[], set[str]]
-    ) -> list[Override]:
+    def effective(self, overrides: Sequence[Override]) -> list[Override]:
         """Return the overrides without those that a later one makes void: the last word wins.
 
         Hydra itself would apply all choices of groups before all values, so that an earlier value
         would win over a later choice; and a sweep would make a job of each value that is replaced.
         """
-        kept = list[_Sets]()
+        kept = list[Override]()
         for override in overrides:
-            key = override.get_key_element().lstrip("+~").replace("/", ".")
-            later = _Sets(override, key, _keys_set_by_override(override, key))
-            if not self._chooses(override):
-                # `a.b=1` makes void what sets a.b, or only keys within it.
-                kept = [earlier for earlier in kept if not later.covers(earlier)]
-            elif override.is_add() and self._is_list(override, has_choice):
-                pass  # `+callbacks=ema`: one more choice, beside the earlier ones
-            elif _is_empty(override) and override.key_or_group not in NEEDED:
-                # `lr_scheduler=null`, `~lr_scheduler`: values within the group have nowhere to go.
-                kept = [earlier for earlier in kept if not later.covers(earlier)]
-            else:
+            kept = [earlier for earlier in kept if not self._makes_void(override, earlier)]
+            kept.append(override)
+        return kept
+
+    def _makes_void(self, later: Override, earlier: Override) -> bool:
+        if self._chooses(later):
+            if later.is_add() and self._is_list(later):
+                return False  # `+callbacks=ema`: one more choice, beside the earlier ones
+            is_empty = later.is_delete() or later.value() in (None, [])
+            if not is_empty or later.key_or_group in NEEDED:
                 # `optimizer=adam` takes the place of `optimizer=sgd`, and of a node that was set
                 # there; `optimizer.lr=1` stays, whichever optimizer it is for. A needed group
                 # cannot be empty: that is a mistake, which is reported later.
-                kept = [earlier for earlier in kept if earlier.key != key]
-            kept.append(later)
-        return [each.override for each in kept]
+                return _dotted_key(earlier) == _dotted_key(later)
+        # `a.b=1` makes void what sets a.b, or only keys within it. `lr_scheduler=null` leaves no
+        # place for values within the group.
+        keys = _keys_set_by(later)
+        return all(above(key, keys) for key in _keys_set_by(earlier))
 
     def _chooses(self, override: Override) -> bool:
         """Return whether an override chooses in a group; a dict would be a value of its key."""
@@ -227,10 +210,10 @@ class Overrides:
             return False
         return bool(self.folders.is_group(override.key_or_group))
 
-    def _is_list(self, override: Override, has_choice: Callable[[], set[str]]) -> bool:
+    def _is_list(self, override: Override) -> bool:
         """Return whether a group has a list of choices, to which `+group=x` adds one."""
         group = override.key_or_group
-        return group not in has_choice() and group in self.folders.chosen
+        return group not in self.has_choice() and group in self.folders.chosen
 
     def values_of(self, override: Override) -> list[SweepOverride]:
         """Return one override for each value that a sweep gives a key."""
@@ -294,22 +277,28 @@ class Overrides:
                 return f"{place}/{group}/{name}.yaml is found with --config-dir {place}"
         return None
 
-    def _choice(self, override: Override, has_choice: Callable[[], set[str]]) -> str | None:
+    def _choice(self, override: Override) -> str | None:
         """Return the override of a group as text for Hydra; None if it was refused."""
         group = override.key_or_group
         element = override.get_key_element().lstrip("+~")
         value: Any = None if override.is_delete() else override.value()
         problem = choice_problem(group, value)
+        if override.is_delete() and override.value() is not None:
+            hint = f"~{element} leaves out the group, ~{element}.NAME one entry of it"
+            self.note(group, f"{override.input_line} names a choice to leave out", hint)
+            return None
         if problem:
             self.note(group, problem, self._options_of(group))
             return None
         if value is None:
             return f"{element}=[]"  # unlike `~group`, also of a group with a list of choices
-        sign = "+" if override.is_add() and element not in has_choice() else ""
+        sign = "+" if override.is_add() and element not in self.has_choice() else ""
         for name in value if isinstance(value, list) else [value]:
             if not isinstance(name, str) or self.folders.find(f"{group}/{name}") is None:
                 match = self._note_unknown_choice(group, str(name))
                 return f"{sign}{element}={match}" if match else None
+        if isinstance(value, str) and not override.is_add() and self._is_list(override):
+            return f"{element}=[{value}]"  # to which a later `+group=x` can add
         return sign + str(override.input_line).lstrip("+")
 
     def _note_unknown_choice(self, group: str, name: str) -> str | None:
@@ -339,25 +328,17 @@ def _values_given(override: Override) -> list[Any]:
     return list(value.list) if isinstance(value, ChoiceSweep) else [value]
 
 
-def _is_empty(override: Override) -> bool:
-    return override.is_delete() or override.value() in (None, [])
+def _dotted_key(override: Override) -> str:
+    return str(override.get_key_element()).lstrip("+~").replace("/", ".")
 
 
-def _keys_set_by_override(override: Override, key: str) -> frozenset[str]:
-    """Return the keys that an override sets; of a sweep those of each of its values."""
+def _keys_set_by(override: Override) -> set[str]:
+    """Return the keys that an override sets: a section is merged, entry by entry."""
     keys = set[str]()
     for value in _values_given(override):
-        keys |= _keys_set_by(value, key)
-    return frozenset(keys)
-
-
-def _keys_set_by(value: Any, key: str) -> set[str]:
-    """Return the keys that a value sets: a section is merged, entry by entry."""
-    if not isinstance(value, dict):
-        return {key}
-    keys = set[str]()
-    for name, child in value.items():
-        keys |= _keys_set_by(child, join(key, name))
+        for key, part in walk(value, _dotted_key(override)):
+            if not isinstance(part, dict):
+                keys.add(key)
     return keys
 
 

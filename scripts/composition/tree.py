@@ -2,7 +2,6 @@
 
 import copy
 import os
-import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +10,15 @@ from typing import Any
 from regimen.conf.check import format_value, unknown
 from regimen.conf.errors import Problem
 from regimen.conf.fields import declared
-from regimen.conf.interpolation import Interpolations, above, children, join, walk
+from regimen.conf.interpolation import (
+    Interpolations,
+    above,
+    children,
+    is_below,
+    is_related,
+    join,
+    walk,
+)
 from regimen.conf.schema import OWN_KEYS, DataConfig, TransformsConfig, Values
 from regimen.trainer.targets.instantiate import SPECIAL, accepts_argument
 
@@ -21,8 +28,14 @@ _OPEN = {"data": DataConfig, "transforms": TransformsConfig}
 # them, the first has no effect, and the others have less.
 _READ_BY_DATA = ("root", "cache_dir", "num_classes")
 _SPLITS = ("train", "val", "test", "predict")
-_OF_DATA = re.compile(r"data\.").match
 _READERS = ("model.", "data.", "transforms.")  # sections whose arguments read the user's own keys
+# Sections of nodes by name, and the groups that choose which nodes there are.
+_NAMED = {
+    "callbacks": ("callbacks",),
+    "transforms.train": ("transforms", "data"),
+    "transforms.eval": ("transforms", "data"),
+    "transforms.device": ("transforms", "data"),
+}
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -47,7 +60,9 @@ class Choice:
 
     key: str  # of the group, with dots
     is_empty: bool
-    place: int  # of the file that makes the choice, among all files; their number if it is typed
+    is_added: bool  # `+group=x` leaves out no earlier choice
+    file: str | None  # that makes the choice; None: it is typed
+    place: int  # of this file among all; their number if it is typed
 
 
 class Tree:
@@ -61,6 +76,8 @@ class Tree:
         self._primary = Values()  # keys and values of the open sections in the primary file
         self._shared = dict[str, str]()  # arguments of data sets that `data.shared` holds: its key
         self._replaced_targets = dict[str, set[Source]]()  # by node: the sources of earlier targets
+        # By group: the files before a choice that leaves out what they may set keys of.
+        self._files_before_choice = dict[str, set[Source]]()
 
     def merge(
         self,
@@ -77,8 +94,10 @@ class Tree:
             for part in reversed(source.package.split(".")):
                 content = {part: content}
         for choice in later:
-            if not _is_below(source.package, choice.key):  # a file of the group itself
+            if not is_below(source.package, choice.key):  # a file of the group itself
                 content = _without(content, choice, choice.key.split("."))
+                if not choice.is_added:
+                    self._files_before_choice.setdefault(choice.key, set()).add(source)
         for section in _OPEN:
             if primary or section == source.package:
                 keys = dict(children(content.get(section), section))
@@ -108,7 +127,7 @@ class Tree:
                 self._merge(before, value, key, source)
             else:
                 if isinstance(before, dict | list):  # everything in it is gone
-                    self.sources = {k: s for k, s in self.sources.items() if not _is_below(k, key)}
+                    self.sources = {k: s for k, s in self.sources.items() if not is_below(k, key)}
                 old[name] = copy.deepcopy(value)
             self.sources[key] = source
 
@@ -141,11 +160,14 @@ class Tree:
         self.sources[key] = source
         return None
 
-    def drop_leftovers(self, chosen: Collection[str]) -> None:
+    def drop_leftovers(self, chosen: Collection[str], are_transforms_of_data: bool) -> None:
         """Drop the arguments of a replaced `_target_` that the new target does not take.
 
         Arguments that another source gave, or that were `chosen` in a group, are kept. With the
-        training set, the other splits of its data set and the number of its classes are dropped.
+        training set, the other splits of its data set and the number of its classes are dropped;
+        if a file replaces it, so are the transforms that came with the data
+        (`are_transforms_of_data`). So are values for a callback or a transform in a file, where a
+        later choice leaves that one out.
         """
         for key, earlier in self._replaced_targets.items():
             node = self.node(key)
@@ -159,8 +181,34 @@ class Tree:
             has_classes = "num_classes" in self.values["data"]
             if has_classes and replaced.issuperset(self._sources_below("data.num_classes")):
                 self.values["data"]["num_classes"] = None
+            if are_transforms_of_data and not self._is_typed("data.train._target_"):
+                self._drop_transforms_of_group()
+        self._drop_values_of_left_out_nodes()
         for split in ("val", "test"):
             self._replace_by_named_sets(split)
+
+    def _drop_transforms_of_group(self) -> None:
+        for section in ("transforms.train", "transforms.eval", "transforms.device"):
+            for name in self._named_nodes(section):
+                sources = self._sources_below(join(section, name))
+                if all(source.package == "transforms" for source in sources):
+                    del self.node(section)[name]
+
+    def _drop_values_of_left_out_nodes(self) -> None:
+        for section, groups in _NAMED.items():
+            files = set[Source]()
+            for group in groups:
+                files |= self._files_before_choice.get(group, set())
+            for name, node in self._named_nodes(section).items():
+                sources = self._sources_below(join(section, name))
+                if "_target_" not in node and files.issuperset(sources):
+                    del self.node(section)[name]
+
+    def _named_nodes(self, section: str) -> Values:
+        nodes = self.node(section)
+        if not isinstance(nodes, dict):
+            return {}
+        return {name: node for name, node in nodes.items() if _is_section(node)}
 
     def _drop_arguments(
         self, node: Values, key: str, earlier: set[Source], chosen: Collection[str]
@@ -175,7 +223,7 @@ class Tree:
             if name in own_keys or argument in chosen:
                 continue
             came_with_target = all(
-                source in earlier or (source is not last and _is_below(source.package, key))
+                source in earlier or (source is not last and is_below(source.package, key))
                 for source in self._sources_below(argument)
             )
             if came_with_target and not accepts_argument(node, str(name)):
@@ -204,7 +252,7 @@ class Tree:
             self.values["data"][split] = named
 
     def _sources_below(self, key: str) -> list[Source]:
-        return [source for place, source in self.sources.items() if _is_below(place, key)]
+        return [source for place, source in self.sources.items() if is_below(place, key)]
 
     def unused_keys(self, interpolations: Interpolations) -> Iterator[Problem]:
         """Yield the keys of open sections that no file of the group has and nothing reads."""
@@ -216,7 +264,7 @@ class Tree:
             known = list(declared(schema))
             known += [name for name in names if join(section, name) in self.declared]
             for name in names:
-                if name not in known and not _is_read(join(section, name), interpolations):
+                if name not in known and not is_related(join(section, name), interpolations.read):
                     yield unknown(section, name, known)
         yield from self._ineffective_keys(interpolations)
 
@@ -227,7 +275,7 @@ class Tree:
         """
         for key, before in self._primary.items():
             is_changed = before != self.node(key) and self._is_typed(key)
-            if not is_changed or _is_read(key, interpolations):
+            if not is_changed or is_related(key, interpolations.read):
                 continue
             section, _, name = key.partition(".")
             if name in declared(_OPEN[section]) and name not in _READ_BY_DATA:
@@ -235,7 +283,7 @@ class Tree:
             holders, others = self._holders(name, before)
             if name in ("cache_dir", "num_classes") and not holders:
                 continue  # such a key has an effect of its own
-            if not any(map(_OF_DATA, holders)):  # data sets ignore the key
+            if not any(holder.startswith("data.") for holder in holders):  # data sets ignore it
                 holders += others
             feeds = ", ".join(f"{holder}=..." for holder in holders)
             reason = feeds or "no key takes its value from it"
@@ -292,11 +340,6 @@ def _is_section(value: Any) -> bool:
     return isinstance(value, dict)
 
 
-def _is_read(key: str, interpolations: Interpolations) -> bool:
-    """Return whether an interpolation refers to a key, or to a key above or below it."""
-    return any(_is_below(key, read) or _is_below(read, key) for read in interpolations.read)
-
-
 def _without(content: Mapping[str, Any], choice: Choice, path: Sequence[str]) -> Values:
     """Return the content of a file without what a later choice replaces at a path.
 
@@ -333,11 +376,6 @@ def _is_set(value: Any) -> bool:
 
 def _is_node(value: Any) -> bool:
     return isinstance(value, dict) and "_target_" in value
-
-
-def _is_below(key: str | None, other: str) -> bool:
-    """Return whether a key is another one, or lies within it."""
-    return key is not None and f"{key}.".startswith(f"{other}.")
 
 
 def shown_path(path: Path) -> str:

@@ -420,6 +420,9 @@ def test_the_last_word_on_a_group_wins(mine, file, typed):
         pytest.param(["callbacks=null", "+callbacks=ema"], {"ema"}, id="null, one more"),
         pytest.param(["callbacks=[swa]", "+callbacks=ema"], {"swa", "ema"}, id="one more"),
         pytest.param(["+callbacks=ema", "callbacks=[swa]"], {"swa"}, id="one more, a list"),
+        pytest.param(["+callbacks=ema", "+callbacks=swa"], {"swa", "ema"}, id="two more"),
+        pytest.param(["callbacks=none", "+callbacks=ema"], {"ema"}, id="a word, one more"),
+        pytest.param(["+callbacks=ema", "+callbacks=ema"], {"ema"}, id="one twice"),
         pytest.param(["callbacks=[ema]", "callbacks.ema=null"], {"ema"}, id="a value stays"),
     ],
 )
@@ -468,6 +471,63 @@ def test_values_of_a_file_stay_where_another_choice_is_typed(mine):
     config = composed(*line, "lr_scheduler=cosine", "optimizer=adam")
     assert (config["optimizer"]["lr"], config["lr_scheduler"]["interval"]) == (0.5, "epoch")
     assert composed(*line, "lr_scheduler=null")["lr_scheduler"] is None
+
+
+STOPS = "callbacks: {early_stopping: {patience: 3}}\n"
+TURNS = "transforms: {train: {affine: {degrees: 10}}}\n"
+
+
+@pytest.mark.parametrize(
+    ("body", "typed", "section", "there"),
+    [
+        pytest.param(STOPS, "callbacks=none", "callbacks", set(), id="none"),
+        pytest.param(STOPS, "callbacks=[progress]", "callbacks", {"progress"}, id="others"),
+        pytest.param(STOPS, "callbacks=early_stopping", "callbacks", {"early_stopping"}, id="it"),
+        pytest.param(TURNS, "transforms=basic", "transforms", {"to_float", "normalize"}, id="step"),
+        pytest.param(TURNS, "data=diabetes", "transforms", set(), id="a step of other data"),
+    ],
+)
+def test_a_choice_leaves_out_what_a_file_has_values_for(mine, body, typed, section, there):
+    write(mine, "experiment/mine.yaml", EXPERIMENT + body)
+    found = composed("--config-dir", str(mine), "experiment=mine", typed)[section]
+    found = found["train"] if section == "transforms" else found
+    assert found.keys() == there
+    if "early_stopping" in there:
+        assert found["early_stopping"]["patience"] == 3
+
+
+@pytest.mark.parametrize(
+    ("body", "typed", "words"),
+    [
+        pytest.param("", "callbacks=none callbacks.ema.decay=0.9", "+callbacks=ema", id="typed"),
+        pytest.param("callbacks: {emma: {decay: 1}}", "seed=1", "did you mean ema?", id="a word"),
+        pytest.param("callbacks: {emma: {decay: 1}}", "+callbacks=swa", "did you mean", id="more"),
+        pytest.param("", "experment=mine", "did you mean experiment?", id="a group's name"),
+        pytest.param("", "~callbacks=ema", "~callbacks.NAME", id="a choice to delete"),
+        pytest.param("", "tags=[a", "a bracket is open: close it", id="an open bracket"),
+        pytest.param("", "--config-name=elsewhere", "experiment=elsewhere", id="no such file"),
+    ],
+)
+def test_a_mistake_names_the_way_out(mine, body, typed, words):
+    write(mine, "experiment/mine.yaml", EXPERIMENT + body)
+    assert words in refused("--config-dir", str(mine), "experiment=mine", *typed.split())
+
+
+@pytest.mark.parametrize("typed", ["", "transforms=basic", "data=digits"])
+def test_data_in_the_body_of_a_file_do_without_the_transforms_of_the_default(mine, typed):
+    body = (
+        f"data: {{train: {FAKE}}}\ntransforms: {{eval: {{own: {{_target_: torch.nn.Identity}}}}}}\n"
+    )
+    write(mine, "experiment/mine.yaml", EXPERIMENT + body)
+    transforms = composed("--config-dir", str(mine), "experiment=mine", *typed.split())[
+        "transforms"
+    ]
+    steps = {"transforms=basic": {"to_float", "normalize"}, "data=digits": {"affine", "to_float"}}
+    assert transforms["train"].keys() >= steps.get(typed, set())
+    assert bool(transforms["train"]) == bool(typed)
+    assert "own" in transforms["eval"]
+    # A class that is typed in place of the digits' own keeps their transforms.
+    assert composed("data.train._target_=torchvision.datasets.FakeData")["transforms"]["train"]
 
 
 @pytest.mark.parametrize(
