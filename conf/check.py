@@ -5,7 +5,7 @@ import dataclasses
 import math
 import re
 import typing
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import islice
 from typing import Any, Literal, TypeVar
@@ -133,10 +133,11 @@ def _section(raw: Any, schema: type, key: str) -> Iterator[Problem]:
     if describes is not None and not describes(raw):
         return  # the signature of a user's class says what it takes
     keys = declared(schema)
-    if describes is not None:
-        yield from _unknown_keys(raw, key, keys, ["_target_"])
-    elif not is_open(schema):
-        yield from _unknown_keys(raw, key, keys, [])
+    if describes is not None or not is_open(schema):
+        for name in raw:
+            is_target = describes is not None and name == "_target_"
+            if name not in keys and not is_target:
+                yield unknown(key, str(name), list(keys))
     problems = list[Problem]()
     for name, declaration in keys.items():
         if name in raw or declaration.default is REQUIRED:
@@ -146,14 +147,6 @@ def _section(raw: Any, schema: type, key: str) -> Iterator[Problem]:
         section: Any = _build(schema, raw)
         for problem in section.conflicts():
             yield replace(problem, key=join(key, problem.key))
-
-
-def _unknown_keys(
-    raw: Values, key: str, keys: Mapping[str, Key], allowed: list[str]
-) -> Iterator[Problem]:
-    for name in raw:
-        if name not in keys and name not in allowed:
-            yield unknown(key, str(name), list(keys))
 
 
 def _value(value: Any, declaration: Key, key: str) -> Iterator[Problem]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from regimen.conf.errors import shortened
+from regimen.conf.interpolation import nesting
 
 MAX_DEPTH = 40  # as of YAML
 _QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"?', re.DOTALL)
@@ -20,7 +21,8 @@ def plain_json(text: str | bytes, finite: bool = False) -> Any:
     if isinstance(text, bytes):
         text = text.decode("utf-8")
     # Brackets are counted before their depth is computed: most texts have few.
-    if text.count("[") + text.count("{") > MAX_DEPTH and _depth(text) > MAX_DEPTH:
+    has_many = text.count("[") + text.count("{") > MAX_DEPTH
+    if has_many and nesting(re.findall(r"[\[\]{}]", _QUOTED.sub("", text))) > MAX_DEPTH:
         raise ValueError(f"nested deeper than {MAX_DEPTH} levels")
     if finite:
         return json.loads(text, parse_int=_number, parse_float=_number, parse_constant=_number)
@@ -39,19 +41,6 @@ def form_fault(values: Mapping[str, Any], form: Mapping[str, Any]) -> str | None
         if not isinstance(value, expected) or (isinstance(value, bool) and expected is not bool):
             return f"its {name!r} cannot be {shortened(repr(value), 80)}"
     return None
-
-
-def _depth(text: str) -> int:
-    """Return how deep brackets are nested; brackets in quotes do not count."""
-    depth = 0
-    deepest = 0
-    for bracket in re.findall(r"[\[\]{}]", _QUOTED.sub("", text)):
-        if bracket in "[{":
-            depth += 1
-            deepest = max(deepest, depth)
-        else:
-            depth -= 1
-    return deepest
 
 
 def _number(text: str) -> int | float:

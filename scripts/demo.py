@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from regimen.conf.errors import ConfigError
-from regimen.scripts.cli.console import exit_code, importing
-from regimen.scripts.cli.keys import Demo, moved_weights, read_keys
+from regimen.scripts.cli.console import exit_code
+from regimen.scripts.cli.keys import Demo, loaded_run, read_keys
 from regimen.scripts.cli.signals import StoppedEarlyError
 from regimen.trainer.files.layout import encodable
 
@@ -20,19 +20,10 @@ def demo(argv: Sequence[str]) -> int:
     """Run `regimen demo`, return its exit code; torch is imported once the keys are checked."""
     keys, arguments = read_keys(Demo, argv)
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # gradio's own, read when it is imported
-    with importing():
-        from regimen.trainer.inference.run import load_run
-
     # They log a line for each request that gradio sends to itself.
     for name in ("httpx", "httpx2"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    run = load_run(
-        keys.run,
-        keys.device,
-        allow_targets=arguments.allow_targets,
-        moved=moved_weights(arguments.overrides),
-        allow_remote_code=arguments.allow_remote_code,
-    )
+    run = loaded_run(keys, keys.device, arguments)
     page = page_of(run, keys.checkpoint, keys.top_k)
     try:
         serve(page, keys.host, keys.port)

@@ -11,7 +11,7 @@ from regimen.scripts.cli.keys import (
     Export,
     OutputOptions,
     Quantization,
-    moved_weights,
+    loaded_run,
     read_keys,
 )
 
@@ -51,14 +51,5 @@ def quantize(argv: Sequence[str]) -> int:
 def _parse(command: type[OutputOptions], argv: Sequence[str]) -> dict[str, Any]:
     """Return the keys of a command line, and the run itself in place of its path."""
     keys, arguments = read_keys(command, argv)
-    with importing():
-        from regimen.trainer.inference.run import load_run
-
-    run = load_run(
-        keys.run,
-        "cpu",
-        allow_targets=arguments.allow_targets,
-        moved=moved_weights(arguments.overrides),
-        allow_remote_code=arguments.allow_remote_code,
-    )
+    run = loaded_run(keys, "cpu", arguments)
     return asdict(keys) | {"run": run, "out": Path(keys.out) if keys.out else None}

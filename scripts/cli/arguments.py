@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 from regimen.conf.errors import ConfigError, Problem, raise_problems
 from regimen.conf.fields import declared
+from regimen.conf.interpolation import nesting
 from regimen.conf.other_words import our_key
 from regimen.conf.schema import Config, Values
 from regimen.conf.yaml_file import dump
@@ -155,15 +156,7 @@ def _size_problems(text: str) -> Iterator[Problem]:
     if len(text) > MAX_OVERRIDE:
         yield Problem(text[:40] + "...", f"longer than {MAX_OVERRIDE} characters")
         return
-    depth = 0
-    deepest = text.partition("=")[0].count(".")
-    for character in text:
-        if character in "[{(":
-            depth += 1
-        elif character in "]})":
-            depth -= 1
-        deepest = max(deepest, depth)
-    if deepest > MAX_BRACKETS:
+    if max(text.partition("=")[0].count("."), nesting(text)) > MAX_BRACKETS:
         yield Problem(text[:40] + "...", f"nested deeper than {MAX_BRACKETS} levels")
 
 

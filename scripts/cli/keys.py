@@ -23,7 +23,7 @@ from regimen.conf.interpolation import followers
 from regimen.conf.schema import Config
 from regimen.conf.yaml_file import format_scalar, plain_values
 from regimen.scripts.cli.arguments import AnsweredError, Arguments, parse_arguments
-from regimen.scripts.cli.console import print_banner
+from regimen.scripts.cli.console import importing, print_banner
 from regimen.trainer.runs.directory import refuse_links
 
 Format = Literal[
@@ -306,6 +306,20 @@ def moved_weights(overrides: Sequence[str]) -> dict[str, str]:
             )
         places[key] = place
     return places
+
+
+def loaded_run(keys: RunOptions, device: str, arguments: Arguments) -> Any:
+    """Load the run of a command on a device; imports torch."""
+    with importing():
+        from regimen.trainer.inference.run import load_run
+
+    return load_run(
+        keys.run,
+        device,
+        allow_targets=arguments.allow_targets,
+        moved=moved_weights(arguments.overrides),
+        allow_remote_code=arguments.allow_remote_code,
+    )
 
 
 def _following(overrides: Sequence[str], config: Path) -> list[str]:

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
@@ -16,6 +16,7 @@ from torch import Tensor
 from regimen.callbacks.pictures.boxes import side_by_side, with_boxes
 from regimen.conf.check import parse
 from regimen.conf.errors import ConfigError, Problem, one_line, raise_problems
+from regimen.conf.interpolation import mapped
 from regimen.conf.schema import Config
 from regimen.data.errors import DataError
 from regimen.data.formats.chat import Encoder
@@ -346,14 +347,8 @@ class PredictionWriter:
         """Return the boxes of a sample as COCO's results, with the name of the file."""
         number_of = getattr(self._dataset, "number", None)
         number = index if number_of is None else number_of(index)
-        boxes = zip(
-            row.get("category_id", ()),
-            row.get("bbox", ()),
-            row.get("probability", ()),
-            strict=True,
-        )
         results: list[Row] = []
-        for category, box, score in boxes:
+        for _, score, category, box in _boxes_of(row):
             results.append(
                 {
                     "image_id": number,
@@ -437,7 +432,7 @@ def _write_table(file: BinaryIO, suffix: str, columns: Sequence[str], rows: Sequ
 
         cells = {}
         for name in columns:
-            cells[encodable(name)] = [_encodable(row.get(name)) for row in rows]
+            cells[encodable(name)] = [mapped(row.get(name), _encodable) for row in rows]
         parquet.write_table(pyarrow.table(cells), file)
     else:
         lines = [columns]
@@ -447,10 +442,13 @@ def _write_table(file: BinaryIO, suffix: str, columns: Sequence[str], rows: Sequ
 
 
 def _encodable(value: Any) -> Any:
-    """Return a value of a row without texts that UTF-8 cannot encode."""
-    if isinstance(value, list):
-        return [_encodable(part) for part in value]
     return encodable(value) if isinstance(value, str) else value
+
+
+def _boxes_of(row: Row) -> Iterator[tuple[str, float, int, list[float]]]:
+    """Yield name, score, category and place of each box of a sample; none of a broken one."""
+    columns = ("prediction", "probability", "category_id", "bbox")
+    yield from zip(*(row.get(name, ()) for name in columns), strict=True)
 
 
 def _lines_of(row: Row) -> list[Row]:
@@ -458,8 +456,7 @@ def _lines_of(row: Row) -> list[Row]:
     if "bbox" not in row:
         return [row]
     lines = []
-    columns = (row["prediction"], row["probability"], row["category_id"], row["bbox"])
-    for name, score, category, (x, y, width, height) in zip(*columns, strict=True):
+    for name, score, category, (x, y, width, height) in _boxes_of(row):
         lines.append(
             {
                 "file": row["file"],

@@ -9,7 +9,7 @@ from regimen.trainer.assembly.experiment import Experiment
 from regimen.trainer.callback import keeps_weights
 from regimen.trainer.checkpoints.reader import best_or_last
 from regimen.trainer.files.layout import WIDTH, wrap_items
-from regimen.trainer.runs import results as run_results
+from regimen.trainer.runs.results import best_of
 from regimen.trainer.runs.status import CHECKPOINTS, TENSORBOARD, command
 from regimen.trainer.state import MAX_TIME, Kind
 
@@ -37,11 +37,6 @@ def time_fractions(seconds: Mapping[Kind, float]) -> list[str]:
     ]
 
 
-def best_of(experiment: Experiment) -> tuple[str, float, int] | None:
-    """Return (metric, value, step) of the best checkpoint; None if there is none, or of no use."""
-    return run_results.best_of(experiment.trainer.callbacks)
-
-
 def final_block(
     request: RunRequest,
     experiment: Experiment,
@@ -57,7 +52,7 @@ def final_block(
     """
     trainer = experiment.trainer
     state = trainer.state
-    best = best_of(experiment)
+    best = best_of(trainer.callbacks)
     validation = _values(results, "val")
     if validation:
         validation.append(f"(step {state.validated_at})")

@@ -55,6 +55,14 @@ class Job:
         """Return whether the job ran and did not end well."""
         return self.state not in (*ENDED_WELL, "stopped", NOT_STARTED, RUNNING)
 
+    def written(self, keys: Mapping[str, str]) -> list[str]:
+        """Return its values as `name=value`; `keys`: the name of each key."""
+        pairs = []
+        for key, name in keys.items():
+            if key in self.overrides:
+                pairs.append(f"{name}={self.overrides[key]}")
+        return pairs
+
     @property
     def output(self) -> Path:
         """Return the file that its output goes to."""
@@ -288,19 +296,15 @@ def link_jobs(sweep: Path, jobs: Sequence[Job], varied: Sequence[str]) -> None:
     board = sweep / TENSORBOARD
     if board.is_symlink():
         return
-    names = list(zip(short_keys(varied), varied, strict=True))
+    names = dict(zip(varied, short_keys(varied), strict=True))
     links = dict[str, str]()
     for job in jobs:
         target = job.run_dir / TENSORBOARD
         # A running job is linked before its folder exists: an open TensorBoard then finds it.
         if not target.is_dir() and job.state != RUNNING:
             continue
-        pairs = []
-        for name, key in names:
-            if key in job.overrides:
-                pairs.append(f"{name}={job.overrides[key]}")
         # TensorBoard takes a slash for a group of runs.
-        name = re.sub(r"[^ -.0-~]|\\", "_", ",".join(pairs)).strip(".")[:_LONGEST_LINK]
+        name = re.sub(r"[^ -.0-~]|\\", "_", ",".join(job.written(names))).strip(".")[:_LONGEST_LINK]
         name = name or f"job {job.number}"
         if name in links:
             name = f"{name},job={job.number}"

@@ -303,10 +303,7 @@ class Sweep:
         return done
 
     def _print_start(self, job: Job) -> None:
-        pairs = []
-        for key in self.varied:
-            if key in job.overrides:
-                pairs.append(f"{key}={job.overrides[key]}")
+        pairs = job.written({key: key for key in self.varied})
         again = f" (start {job.starts})" if job.starts > 1 else ""
         line = one_line(f"{' '.join(pairs)}  ->  {job.run_dir}{again}")
         print(f"[{self.jobs.index(job) + 1}/{self.count}] {line}", flush=True)

@@ -11,7 +11,6 @@ from PIL import Image
 from regimen.callbacks.ema import EMA
 from regimen.callbacks.lr_finder import LRFinder
 from regimen.conf.schema_trainer import TrainerConfig
-from regimen.scripts.runs.report import best_of
 from regimen.scripts.sweeps.leaderboard import Ranking
 from regimen.trainer import snapshot
 from regimen.trainer.assembly.parts import Assembly
@@ -25,6 +24,7 @@ from regimen.trainer.callback import (
 )
 from regimen.trainer.errors import ModelError
 from regimen.trainer.media import as_image
+from regimen.trainer.runs.results import best_of
 from regimen.trainer.runs.rewind import RewindPoint
 from regimen.trainer.state import LogPoint
 from regimen.trainer.strategies.strategy import Strategy
@@ -95,7 +95,7 @@ def test_averages_and_savers_of_ones_own_have_their_roles(make_trainer):
     assert trainer.average is trainer.callbacks["one"]
     trainer.fit()
     experiment = SimpleNamespace(trainer=trainer)
-    assert best_of(experiment) == ("val/loss", 0.5, 7)
+    assert best_of(experiment.trainer.callbacks) == ("val/loss", 0.5, 7)
     assert RewindPoint.of(trainer.state_dict()).best == (7,)
 
 
