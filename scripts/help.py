@@ -32,7 +32,15 @@ _WIDTH = 96
 _LINE = re.compile(r"( *)([\w-]+):(?: +([^#]*?))? *(?:# *(.*))?$")
 _SKIPPED = {"_target_", "defaults", "_partial_", "_args_"}
 # Comments that are no description: commands, and lines for Hydra and editors.
-_FOR_PROGRAMS = ("train ", "pip ", "torchrun ", "python ", "@package", "yaml-language-server:")
+_FOR_PROGRAMS = (
+    "train ",
+    "pip ",
+    "uv ",
+    "torchrun ",
+    "python ",
+    "@package",
+    "yaml-language-server:",
+)
 Groups = dict[str, dict[str, Path]]  # the file of each choice of each group
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
-from regimen.conf.errors import ConfigError, Problem, raise_problems
+from regimen.conf.errors import ConfigError, Problem, nearest, raise_problems
 from regimen.conf.fields import declared
 from regimen.conf.interpolation import nesting
 from regimen.conf.other_words import our_key
@@ -112,7 +112,11 @@ class _Parser(argparse.ArgumentParser):
         ours = our_key(key)
         if ours:
             return f"it is called {ours} here, and keys are typed as key=value, without dashes"
-        if "." in key or key in declared(Config):
+        options = [name for one in fields(Arguments) for name in one.metadata["names"]]
+        match = nearest(f"--{unknown[1]}", options, cutoff=0.8)
+        if match:
+            return f"did you mean {match}?"
+        if "." in key or key in declared(Config) or "=" in message:
             return f"write {key}=..., without dashes"
         return "see --help"
 

@@ -175,12 +175,9 @@ class Tree:
                 self._drop_arguments(node, key, earlier, chosen)
         if "data.train" in self._replaced_targets:
             replaced = self._replaced_targets["data.train"]
-            for split in ("val", "test", "predict"):
-                if replaced.issuperset(self._sources_below(f"data.{split}")):
-                    self.values["data"][split] = None
-            has_classes = "num_classes" in self.values["data"]
-            if has_classes and replaced.issuperset(self._sources_below("data.num_classes")):
-                self.values["data"]["num_classes"] = None
+            for name in ("val", "test", "predict", "num_classes"):
+                if replaced.issuperset(self._sources_below(f"data.{name}")):
+                    self.values["data"][name] = None
             if are_transforms_of_data and not self._is_typed("data.train._target_"):
                 self._drop_transforms_of_group()
         self._drop_values_of_left_out_nodes()

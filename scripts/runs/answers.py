@@ -54,6 +54,7 @@ from regimen.trainer.inference.run import (
     pictures_for,
     prompts_for,
 )
+from regimen.trainer.strategies.strategy import taking_part
 
 
 def answer(request: RunRequest) -> int:
@@ -73,28 +74,24 @@ def answer(request: RunRequest) -> int:
     if isinstance(dataset, QuestionFile):
         config = _answering(keys, config)
     strategy = build_strategy(config)
-    strategy.setup()
-    try:
-        with strategy.group.propagate_errors():
-            classes = facts.num_classes
-            components = load_components(run_dir, config, classes, strategy, keys.checkpoint)
-            loader = eval_loader(config, dataset, strategy)
-            is_labelled = keys.source in (*config.data.validations, *config.data.tests)
-            has_truth = is_labelled and isinstance(dataset, DetectionFolder)
-            writer = PredictionWriter(keys, facts, dataset, components.task, has_truth)
-            for answers in Predictor(components, keys.save, generation)(loader):
-                if components.is_main:
-                    writer.add(answers)
+    with taking_part(strategy):
+        classes = facts.num_classes
+        components = load_components(run_dir, config, classes, strategy, keys.checkpoint)
+        loader = eval_loader(config, dataset, strategy)
+        is_labelled = keys.source in (*config.data.validations, *config.data.tests)
+        has_truth = is_labelled and isinstance(dataset, DetectionFolder)
+        writer = PredictionWriter(keys, facts, dataset, components.task, has_truth)
+        for answers in Predictor(components, keys.save, generation)(loader):
             if components.is_main:
-                origin = asdict(keys) | facts._asdict()
-                origin |= origin_of(run_dir, components, keys.checkpoint)
-                origin |= {"samples": len(dataset), "batch_size": loader.sampler.batch_size}
-                origin |= {"generation": generation and generation._asdict()}
-                writer.write(origin)
-                print(writer.summary())
-            loader.close()
-    finally:
-        strategy.group.leave()
+                writer.add(answers)
+        if components.is_main:
+            origin = asdict(keys) | facts._asdict()
+            origin |= origin_of(run_dir, components, keys.checkpoint)
+            origin |= {"samples": len(dataset), "batch_size": loader.sampler.batch_size}
+            origin |= {"generation": generation and generation._asdict()}
+            writer.write(origin)
+            print(writer.summary())
+        loader.close()
     return 0
 
 

@@ -11,6 +11,7 @@ from regimen.trainer.export.artefact import evaluate_artefact
 from regimen.trainer.files.atomic import write_json
 from regimen.trainer.inference.predictor import classes_of
 from regimen.trainer.inference.run import checked_config, evaluate_run
+from regimen.trainer.strategies.strategy import taking_part
 
 
 def measure(request: RunRequest) -> int:
@@ -25,14 +26,10 @@ def measure(request: RunRequest) -> int:
         _write(run_dir, {"artefact": keys.artefact}, split, metrics)
         return 0
     strategy = build_strategy(config)
-    strategy.setup()
-    try:
-        with strategy.group.propagate_errors():
-            split, metrics = evaluate_run(config, run_dir, keys.checkpoint, keys.split, strategy)
-            if strategy.group.is_main:
-                _write(run_dir, {"checkpoint": keys.checkpoint}, split, metrics)
-    finally:
-        strategy.group.leave()
+    with taking_part(strategy):
+        split, metrics = evaluate_run(config, run_dir, keys.checkpoint, keys.split, strategy)
+        if strategy.group.is_main:
+            _write(run_dir, {"checkpoint": keys.checkpoint}, split, metrics)
     return 0
 
 

@@ -12,7 +12,7 @@ from regimen.conf.addresses import is_address
 from regimen.conf.check import with_defaults
 from regimen.conf.errors import ConfigError, problems_at
 from regimen.conf.fields import declared
-from regimen.conf.interpolation import leaves
+from regimen.conf.interpolation import join, leaves
 from regimen.conf.schema import Values
 from regimen.conf.schema_trainer import StrategyConfig, name_strategy_class
 from regimen.conf.yaml_file import plain_values
@@ -176,7 +176,11 @@ def _fetch(remote: Remote, raw: Mapping[str, Any]) -> Path:
 def _resume_run(folder: Path, raw: Values) -> Resume:
     """Resume a run from its newest undamaged checkpoint."""
     if not holds_run(folder):
-        raise ConfigError("resume", f"{folder} holds no run: it has no manifest.json")
+        raise ConfigError(
+            "resume",
+            f"{folder} holds no run: it has no manifest.json",
+            "`regimen runs` lists runs; without resume a new one begins",
+        )
     refuse_links(folder)
     # Checkpoints beyond an interrupted rewind belong to the abandoned history.
     newest = CheckpointStore(folder / CHECKPOINTS).newest(interrupted_rewind(folder))
@@ -355,7 +359,7 @@ def changes(
         # look at its target, which would be imported.
         if name in old and name in new and repr(old[name]) == repr(new[name]):
             continue
-        child = f"{key}.{name}" if key else str(name)
+        child = join(key, name)
         node = new if name in new else old
         passed_on = is_argument or ("_target_" in node and accepts_argument(node, name))
         if name in old and name in new:

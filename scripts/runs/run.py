@@ -44,7 +44,7 @@ from regimen.trainer.runs.directory import RunDirectory, refuse_existing, refuse
 from regimen.trainer.runs.metrics_log import MetricsLog
 from regimen.trainer.runs.results import best_record, failure, outcome
 from regimen.trainer.runs.status import CHECKPOINTS, ENDED_WELL, LOG, check_run_dir
-from regimen.trainer.strategies.strategy import Strategy
+from regimen.trainer.strategies.strategy import Strategy, taking_part
 from regimen.trainer.trainer import Trainer
 
 logger = logging.getLogger("regimen")
@@ -123,25 +123,21 @@ def run(request: RunRequest, note: Path | None = None) -> int:
     remark = strategy.explain()
     if remark:
         logger.info("%s", remark)
-    strategy.setup()
-    try:
-        with strategy.group.propagate_errors(), buffered_log() as log:
-            _log_device(strategy)
-            _refuse_different_configs(request, strategy)
-            request = _resume_after_restart(request, strategy)
-            built = _build(request, strategy)
-            if built is not None:
-                trainer = built.experiment.trainer
-                # Signals are handled outermost, around all that writes: a terminal that is closed
-                # sends SIGHUP twice.
-                with (
-                    stop_signals(trainer.state, trainer.group),
-                    recording(built, log),
-                    strategy.group.propagate_errors(),
-                ):
-                    _train(built, note)
-    finally:
-        strategy.group.leave()
+    with taking_part(strategy), buffered_log() as log:
+        _log_device(strategy)
+        _refuse_different_configs(request, strategy)
+        request = _resume_after_restart(request, strategy)
+        built = _build(request, strategy)
+        if built is not None:
+            trainer = built.experiment.trainer
+            # Signals are handled outermost, around all that writes: a terminal that is closed
+            # sends SIGHUP twice.
+            with (
+                stop_signals(trainer.state, trainer.group),
+                recording(built, log),
+                strategy.group.propagate_errors(),
+            ):
+                _train(built, note)
     return 0
 
 

@@ -29,6 +29,7 @@ from regimen.scripts.help import (
     answer,
     completion,
     completions,
+    description,
     schema_keys,
 )
 from regimen.scripts.schema import schema, schema_text
@@ -59,6 +60,12 @@ def every_key(schema, section=""):
 def printed(capsys, *argv):
     answer(parse_arguments(list(argv)))
     return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(CONF).as_posix())
+def test_what_a_file_is_for_is_no_command(path):
+    if path.parent != CONF:
+        assert re.match(r"(?!(uv|pip|train|python) )\S", description(path))
 
 
 def test_help_lists_every_group_with_its_choices_and_what_experiments_are(capsys):

@@ -5,8 +5,8 @@ callback has to ask where a run computes. Each strategy of `conf/strategy/` is a
 of this room. Collectives belong to its `group` (`trainer/distributed.py`).
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
@@ -221,3 +221,14 @@ class Strategy:
     def split_like(self, tree: Any, parameters: Mapping[str, Tensor]) -> Any:
         """Return `tree`, a state by parameter name, with tensors sharded as the parameters are."""
         return tree
+
+
+@contextmanager
+def taking_part(strategy: Strategy) -> Iterator[None]:
+    """Take part in the work of a strategy's processes: an error of one ends all of them."""
+    strategy.setup()
+    try:
+        with strategy.group.propagate_errors():
+            yield
+    finally:
+        strategy.group.leave()
