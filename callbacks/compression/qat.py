@@ -9,8 +9,8 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
 from regimen.callbacks.support import require, steps_of
 from regimen.conf.errors import ConfigError, problems_at
@@ -31,12 +31,11 @@ class _Rounding(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor) -> Tensor:
-        largest = weight.flatten(1).abs().amax(1)  # of each output channel
+        dims = tuple(range(1, weight.ndim))
+        largest = weight.abs().amax(dims, keepdim=True)  # of each output channel
         scale = (largest / _WEIGHT_MAX).float().clamp_min(_MIN_SCALE)
-        for _ in range(weight.ndim - 1):
-            scale = scale.unsqueeze(-1)
-        rounded = (weight.float() / scale).round_()
-        return rounded.mul_(scale).to(weight.dtype)
+        steps = (weight.float() / scale).round_()
+        return steps.mul_(scale).to(weight.dtype)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
@@ -46,22 +45,38 @@ class _Rounding(torch.autograd.Function):
 rounded_weight: Callable[[Tensor], Tensor] = _Rounding.apply
 
 
-class _Conv:
+class _RoundedConv:
     def _conv_forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         plain: Any = super()
         return plain._conv_forward(x, rounded_weight(weight), bias)  # type: ignore[no-any-return]
 
 
-class _Linear(nn.Linear):
+class RoundedConv1d(_RoundedConv, nn.Conv1d):
+    """A convolution with rounded weights."""
+
+
+class RoundedConv2d(_RoundedConv, nn.Conv2d):
+    """A convolution with rounded weights."""
+
+
+class RoundedConv3d(_RoundedConv, nn.Conv3d):
+    """A convolution with rounded weights."""
+
+
+class RoundedLinear(nn.Linear):
+    """A linear layer with rounded weights."""
+
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, rounded_weight(self.weight), self.bias)
+        """Return the features of `x`."""
+        return linear(x, rounded_weight(self.weight), self.bias)
 
 
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-_ROUNDED: dict[type[nn.Module], type[nn.Module]] = {}
-for _kind in _CONVOLUTIONS:
-    _ROUNDED[_kind] = type(f"Rounded{_kind.__name__}", (_Conv, _kind), {})
-_ROUNDED[nn.Linear] = _Linear
+_ROUNDED: dict[type[nn.Module], type[nn.Module]] = {
+    nn.Conv1d: RoundedConv1d,
+    nn.Conv2d: RoundedConv2d,
+    nn.Conv3d: RoundedConv3d,
+    nn.Linear: RoundedLinear,
+}
 
 
 class QuantizationAwareTraining(Callback):
@@ -92,14 +107,15 @@ class QuantizationAwareTraining(Callback):
 
     def check(self, model: nn.Module) -> None:
         """Find the layers that are rounded. Raises ConfigError for a model without any."""
-        self._layers = [name for name, part in model.named_modules() if type(part) in _ROUNDED]
-        if not self._layers:
+        layers = [name for name, part in model.named_modules() if type(part) in _ROUNDED]
+        if not layers:
             kinds = ", ".join(kind.__name__ for kind in _ROUNDED)
             raise ConfigError(f"the model has no layer to quantize: {kinds}")
         # Row 0: the smallest value of each layer's inputs, negated, so that `maximum` updates both
         # rows; row 1: the largest.
-        self._range = torch.zeros(2, len(self._layers))  # running averages
-        self._seen = torch.zeros(2, len(self._layers))  # of this update
+        self._range = torch.zeros(2, len(layers))  # running averages
+        self._seen = torch.zeros(2, len(layers))  # of this update
+        self._layers = layers
 
     def setup(self, trainer: Trainer) -> None:
         """Find the layers, and the first step."""
@@ -108,13 +124,15 @@ class QuantizationAwareTraining(Callback):
                 self.check(trainer.model)
             self._start = steps_of("start_step", self._start_step, trainer.total_steps)
         strategy = trainer.strategy
+        has_whole_model = not strategy.shards_parameters and not strategy.copies_model
         require(
-            not strategy.shards_parameters and not strategy.copies_model,
+            has_whole_model,
             f"callbacks.{self.name} needs one whole model on each process, unlike "
             f"strategy={strategy.name}: use strategy=ddp",
         )
-        self._range = self._range.to(strategy.device)
-        self._seen = self._seen.to(strategy.device)
+        device = strategy.device
+        self._range = self._range.to(device)
+        self._seen = self._seen.to(device)
 
     def on_fit_start(self, trainer: Trainer) -> None:
         """Begin to round."""
@@ -138,16 +156,17 @@ class QuantizationAwareTraining(Callback):
         x, *others = inputs
         if torch.is_grad_enabled():
             with torch.no_grad():
-                low, high = x.detach().aminmax()
+                low, high = x.aminmax()
                 ends = torch.stack([-low, high])
                 seen = self._seen[:, index]  # a view
                 seen.copy_(seen.maximum(ends))
         if not self._has_ranges or not self.rounds:
             return inputs
         negated_low, high = self._range[:, index]
-        scale = ((high + negated_low) / _ACTIVATION_MAX).clamp_min(_MIN_SCALE)
-        zero_point = (negated_low / scale).round().clamp(0, _ACTIVATION_MAX)
-        zero_point = zero_point.to(torch.int32)
+        width = high + negated_low
+        scale = (width / _ACTIVATION_MAX).clamp_min(_MIN_SCALE)
+        zero_point = (negated_low / scale).round()
+        zero_point = zero_point.clamp(0, _ACTIVATION_MAX).to(torch.int32)
         rounded = torch.fake_quantize_per_tensor_affine(
             x.float(), scale, zero_point, quant_min=0, quant_max=_ACTIVATION_MAX
         )
@@ -155,13 +174,15 @@ class QuantizationAwareTraining(Callback):
 
     def on_update_end(self, trainer: Trainer) -> None:
         """Let the ranges follow the batch of the update, over all processes."""
-        if not trainer.state.skipped_in_a_row:
+        state = trainer.state
+        if not state.skipped_in_a_row:
             weight = 1.0  # the first update sets the ranges
             if self._has_ranges:
                 weight = 1 - self._momentum
-            self._range.lerp_(self._largest_of_all(trainer.group), weight)
+            largest = self._largest_of_all(trainer.group)
+            self._range.lerp_(largest, weight)
             self._has_ranges = True
-            self.rounds = trainer.state.global_step >= self._start
+            self.rounds = state.global_step >= self._start
         self._seen.zero_()
 
     def _largest_of_all(self, group: Group) -> Tensor:
@@ -194,5 +215,6 @@ class QuantizationAwareTraining(Callback):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the ranges."""
         ranges = state["fake_quantization"]
-        self._range.copy_(torch.stack([-ranges["low"], ranges["high"]]))
-        self._has_ranges = bool(ranges["known"])
+        self._range[0] = -ranges["low"]
+        self._range[1] = ranges["high"]
+        self._has_ranges = ranges["known"]
