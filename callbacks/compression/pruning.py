@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -46,8 +47,9 @@ class Settings:
         last = len(plan) - 1
         if last == 0:
             return self.sparsity
-        progress = min((step - plan.start) // plan.step, last) / last
-        return self.sparsity + (self.initial_sparsity - self.sparsity) * (1 - progress) ** 3
+        times = min((step - plan.start) // plan.step, last)  # that it was pruned before
+        left = 1 - times / last
+        return self.sparsity + (self.initial_sparsity - self.sparsity) * left**3
 
 
 class Pool(NamedTuple):
@@ -68,18 +70,19 @@ def _parsed(node: Any, defaults: Mapping[str, Any]) -> list[tuple[GroupRule, Set
     valid_keys = (*param_groups.SELECTORS, *defaults)
     with collect_problems(problems):
         for rule in param_groups.parse_rules(node, "rules"):
-            unknown = rule.overrides.keys() - defaults
+            settings = dict(defaults)
+            unknown = []
+            for key, value in rule.overrides.items():
+                if key in defaults:
+                    settings[key] = value
+                else:
+                    unknown.append(key)
             # Options of parameter groups that mean nothing here.
-            for key in ("frozen", "layers"):
-                if getattr(rule, key):
-                    unknown.add(key)
+            unknown += [key for key in ("frozen", "layers") if getattr(rule, key)]
             for key in unknown:
                 hint = did_you_mean(key, valid_keys)
                 problems.append(Problem(f"{rule.key}.{key}", "unknown key", hint))
             with collect_problems(problems), problems_at(rule.key):
-                settings = dict(defaults)
-                for key in defaults.keys() & rule.overrides:
-                    settings[key] = rule.overrides[key]
                 rules.append((rule, Settings(**settings)))
     if not rules and not problems:
         problems.append(Problem("rules", "there is none", "such as {convs: {module: conv}}"))
@@ -98,7 +101,8 @@ def _pools(rules: Sequence[tuple[GroupRule, Settings]], model: nn.Module) -> lis
     for candidate in candidates:
         owner = param_groups.first_rule(all_rules, candidate)
         if owner is not None:
-            members_of.setdefault(owner.key, {})[candidate.name] = candidate.tensor
+            members = members_of.setdefault(owner.key, {})
+            members[candidate.name] = candidate.tensor
     problems = list(param_groups.unused_rules(all_rules, set(members_of), candidates))
     pools = []
     for rule, settings in rules:
@@ -121,7 +125,8 @@ def _without_slices(
 ) -> Iterator[Problem]:
     """Yield a problem for each parameter that has no slices along the chosen dimension."""
     for name, weight in members.items():
-        if weight.ndim < 2 or not -weight.ndim <= settings.dim < weight.ndim:
+        ndim = weight.ndim
+        if ndim < 2 or not -ndim <= settings.dim < ndim:
             yield Problem(
                 rule.key,
                 f"{name} {list(weight.shape)} has no slices along {settings.dim}",
@@ -142,39 +147,43 @@ def extend(pool: Pool, pruned: Mapping[str, Tensor], level: float, seed: int) ->
     the same. torch.nn.utils.prune would rename the parameters, draw from the global generator and
     break ties by device.
     """
-    scores = []
+    scores = {}
     for name, weight in pool.members.items():
-        scores.append(_scores(name, weight, pruned[name], pool.settings, seed))
-    all_scores = torch.cat([score.flatten() for score in scores])
+        scores[name] = _scores(name, weight, pruned[name], pool.settings, seed)
+    all_scores = torch.cat([score.flatten() for score in scores.values()])
     count = round(level * len(all_scores))
     lowest = all_scores.argsort(stable=True)[:count]
     is_chosen = torch.zeros_like(all_scores, dtype=torch.bool)
     is_chosen.index_fill_(0, lowest, True)
-    start = 0
-    for name, score in zip(pool.members, scores, strict=True):
-        end = start + score.numel()
-        pruned[name].logical_or_(is_chosen[start:end].view(score.shape))
-        start = end
+    for name, score in scores.items():
+        chosen = is_chosen[: score.numel()]
+        is_chosen = is_chosen[score.numel() :]  # those of the parameters that follow
+        pruned[name].logical_or_(chosen.view_as(score))
 
 
 def _scores(name: str, weight: Tensor, pruned: Tensor, settings: Settings, seed: int) -> Tensor:
     """Return the score of each unit of a parameter, -1 where it is pruned.
 
-    The shape has 1 in the dimensions that a unit spans.
+    The shape has 1 in the dimensions that a unit spans. l1: Han et al., Learning both Weights and
+    Connections for Efficient Neural Networks, 2015. ln_structured: Li et al., Pruning Filters for
+    Efficient ConvNets, 2017.
     """
-    if settings.method == "random":
-        # The same numbers at every step: a higher sparsity prunes all that a lower one does.
-        key = derived_seed(seed, "pruning", name)
-        generator = torch.Generator().manual_seed(key)
-        drawn = torch.rand(weight.shape, generator=generator, dtype=torch.float64)
-        return drawn.to(weight.device).masked_fill(pruned, -1)
     if settings.method == "ln_structured":
         other_dims = list(range(weight.ndim))
         del other_dims[settings.dim]
         # The mean over a slice, so that slices of different sizes compare.
-        means = weight.abs().pow(settings.norm).mean(other_dims, keepdim=True)
-        return means.masked_fill(pruned.all(other_dims, keepdim=True), -1)
-    return weight.abs().masked_fill(pruned, -1)
+        powers = weight.abs().pow(settings.norm)
+        scores = powers.mean(other_dims, keepdim=True)
+        pruned = pruned.all(other_dims, keepdim=True)
+    elif settings.method == "random":
+        # The same numbers at every step: a higher sparsity prunes all that a lower one does.
+        generator = torch.Generator()
+        generator.manual_seed(derived_seed(seed, "pruning", name))
+        drawn = torch.rand(weight.shape, generator=generator, dtype=torch.float64)
+        scores = drawn.to(weight.device)
+    else:
+        scores = weight.abs()
+    return scores.masked_fill(pruned, -1)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -206,14 +215,12 @@ class Pruning(Settings, Callback):
         defaults = {field.name: getattr(self, field.name) for field in fields(Settings)}
         self._rules = _parsed(self.rules, defaults)
         check_least(every_n_steps=self.every_n_steps)
-        earliest = self.schedule(1).start  # checks both steps
+        self.schedule(1)  # checks both steps
+        start = self.start_step
         end = self.end_step
         # A share of the run and a number of updates are only compared when the run is known.
-        if end is not None and isinstance(end, float) == isinstance(self.start_step, float):
-            require(
-                end >= self.start_step,
-                f"end_step={end}: choose at least start_step={earliest}",
-            )
+        if end is not None and isinstance(end, float) == isinstance(start, float):
+            require(end >= start, f"end_step={end}: choose at least start_step={start}")
         self.pools = list[Pool]()
         self._weights = dict[str, nn.Parameter]()
         self._pruned = dict[str, Tensor]()  # by name of the parameter, True where it is zero
@@ -241,11 +248,10 @@ class Pruning(Settings, Callback):
             self._weights |= pool.members
         for name, weight in self._weights.items():
             if name not in self._pruned:  # a further `fit` goes on with the masks of the first
-                mask = torch.zeros_like(weight, dtype=torch.bool, requires_grad=False)
-                self._pruned[name] = mask
+                self._pruned[name] = torch.zeros_like(weight, dtype=torch.bool)
             if weight.requires_grad:
-                masked = _masked_by(self._pruned[name])
-                hook = weight.register_hook(masked)  # type: ignore[no-untyped-call]
+                mask = partial(_masked, self._pruned[name])
+                hook = weight.register_hook(mask)  # type: ignore[no-untyped-call]
                 self._hooks.append(hook)
 
     def _find_averages(self, callbacks: list[Callback]) -> list[Average]:
@@ -271,17 +277,19 @@ class Pruning(Settings, Callback):
 
     def on_update_end(self, trainer: Trainer) -> None:
         """Prune if it is due, and mask what the update has changed."""
-        if trainer.state.skipped_in_a_row:
+        state = trainer.state
+        if state.skipped_in_a_row:
             return
-        if trainer.state.global_step in self._plan:
+        if state.global_step in self._plan:
             trainer.updater.check_deferred_nonfinite()
             self._prune(trainer)
         else:
             self._apply(self._weights)
 
     def _prune(self, trainer: Trainer) -> None:
+        step = trainer.state.global_step
         for pool in self.pools:
-            level = pool.settings.level(self._plan, trainer.state.global_step)
+            level = pool.settings.level(self._plan, step)
             extend(pool, self._pruned, level, trainer.options.seed)
         self._apply(self._weights)
         # Only after the masks have changed: an average of zero weights stays zero by itself.
@@ -304,7 +312,8 @@ class Pruning(Settings, Callback):
         for mask in self._pruned.values():
             total += mask.numel()
             pruned += int(mask.sum())
-        return {"pruning/sparsity": pruned / total}
+        # With a sparsity of 0, as that of a sweep may be, no weight is taken.
+        return {"pruning/sparsity": pruned / max(total, 1)}
 
     def teardown(self, trainer: Trainer) -> None:
         """Remove the hooks of the gradients."""
@@ -315,9 +324,9 @@ class Pruning(Settings, Callback):
     def explain(self, trainer: Trainer) -> Iterator[str]:
         """Describe what will be pruned, when, and to which sparsity."""
         plan = self.schedule(trainer.total_steps)
-        when = f"at step {plan[0]}"
+        when = f"at step {plan.start}"
         if len(plan) > 1:
-            when = f"from step {plan[0]} to {plan[-1]}, every {plan.step}"
+            when = f"from step {plan.start} to {plan[-1]}, every {plan.step}"
         yield f"callbacks.{self.name} prunes {when}:"
         for rule, settings, members in _pools(self._rules, trainer.model):
             how = f"{settings.sparsity:.1%} ({rule}, {settings.method}, {settings.scope})"
@@ -335,12 +344,8 @@ class Pruning(Settings, Callback):
                 self._pruned[name].copy_(mask)
 
 
-def _masked_by(pruned: Tensor) -> Any:
-    """Return the hook that zeroes gradients of pruned weights: norms are those of the others."""
-
-    def mask(grad: Tensor) -> Tensor:
-        if grad.is_sparse:
-            return grad
-        return grad.masked_fill(pruned, 0)
-
-    return mask
+def _masked(pruned: Tensor, grad: Tensor) -> Tensor:
+    """Return a gradient that is zero for pruned weights: its norm is that of the others."""
+    if grad.is_sparse:
+        return grad
+    return grad.masked_fill(pruned, 0)

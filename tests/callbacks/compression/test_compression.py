@@ -116,6 +116,7 @@ MISTAKES = {
     "global, layer": {"scope": "all"},
     "start_step=-1: choose a whole number": {"start_step": -1},
     "end_step=4: choose at least start_step=5": {"start_step": 5, "end_step": 4},
+    r"end_step=0\.25: choose at least start_step=0\.5": {"start_step": 0.5, "end_step": 0.25},
 }
 
 
@@ -236,6 +237,14 @@ def test_a_skipped_update_prunes_nothing(make_trainer):
     callbacks = {"pruning": gradual(), "zeros": Zeros()}
     make_trainer(callbacks, spoilt=1, max_epochs=1, on_nonfinite="skip").fit()
     assert callbacks["zeros"].counts == [0, 0, 12, 12, 12]
+
+
+def test_a_sparsity_of_0_prunes_nothing(make_trainer):
+    callbacks = {"pruning": Pruning(rules=WEIGHTS, sparsity=0), "zeros": Zeros()}
+    trainer = make_trainer(callbacks, max_epochs=1)
+    trainer.fit()
+    assert callbacks["zeros"].counts == [0] * 5
+    assert trainer.metrics["pruning/sparsity"] == 0
 
 
 def test_the_plan_tells_the_layers(make_trainer):
