@@ -34,7 +34,6 @@ class AnswerTable(ValidationPicture):
 
     def __init__(self, count: int = 8, every_n_validations: int | None = 1) -> None:
         super().__init__(count, every_n_validations)
-        self._first: list[Answered] = []
 
     def fits(self, trainer: Trainer) -> bool:
         """Return whether the task answers."""
@@ -43,15 +42,13 @@ class AnswerTable(ValidationPicture):
     def collect(self, trainer: Trainer, batch: Any, output: Any) -> None:
         """Keep the answers to the first questions so far."""
         if isinstance(output, list) and all(isinstance(one, Answered) for one in output):
-            self._first = sorted([*self._first, *output])[: self.wanted]
+            self.kept = sorted([*self.kept, *output])[: self.wanted]
 
     def finish(self, trainer: Trainer) -> None:
         """Join what the processes kept, and log the table."""
-        own = self._first
-        self._first = []
         answered = list[Answered]()
         # A collective: each process has answered other questions.
-        for part in trainer.group.gather_data(own):
+        for part in trainer.group.gather_data(self.kept):
             answered += part
         answered = sorted(answered)[: self.wanted]
         if trainer.is_main and answered:

@@ -1,6 +1,5 @@
 """Boxes of labels and answers over the images of a validation, for detectors."""
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,11 +10,13 @@ from torchvision.utils import draw_bounding_boxes
 from regimen.callbacks.pictures.picture import (
     ValidationPicture,
     class_names,
+    enlarged,
     is_picture,
     pixels,
     sheet,
 )
 from regimen.callbacks.support import require
+from regimen.data.batch import map_tensors
 from regimen.trainer.media import Image
 from regimen.trainer.trainer import Trainer
 
@@ -46,52 +47,37 @@ class Boxes(ValidationPicture):
         self._threshold = score_threshold
 
     def collect(self, trainer: Trainer, batch: Any, output: Any) -> None:
-        """Keep the first images with their boxes."""
+        """Keep the first images, with what is true of each and what was answered."""
         if self.kept or not is_picture(batch[0]):
             return
-        count = self.wanted
-        images, targets = batch
-        truths = _joined(targets[:count], ("boxes", "labels"))
-        answers = _joined(output[:count], ("boxes", "labels", "scores"))
-        self.kept = [[images[:count].clone(), *truths, *answers]]
+        first = slice(self.wanted)
+        images, truths = batch
+        self.kept = map_tensors(Tensor.clone, [(images[first], truths[first], output[first])])
 
-    def show(self, trainer: Trainer, *parts: Tensor) -> None:
-        """Log the images."""
-        images, true_boxes, true_labels, true_counts, boxes, labels, scores, counts = parts
+    def finish(self, trainer: Trainer) -> None:
+        """Log the images. Waits for the device."""
+        for images, truths, answers in map_tensors(Tensor.cpu, self.kept):
+            self._show(trainer, images, truths, answers)
+
+    def _show(
+        self, trainer: Trainer, images: Tensor, truths: Sequence[Any], answers: Sequence[Any]
+    ) -> None:
         names = class_names(trainer, getattr(trainer.task, "num_classes", 0))
-        ends = true_counts.cumsum(0).tolist()
-        found_ends = counts.cumsum(0).tolist()
-        start = 0
-        found_start = 0
         tiles = []
-        for image, end, found_end in zip(pixels(images), ends, found_ends, strict=True):
-            truth = slice(start, end)
-            numbers = true_labels[truth].tolist()
+        for image, truth, answer in zip(pixels(images), truths, answers, strict=True):
+            numbers = truth["labels"].tolist()
             captions = [_name(names, number) for number in numbers]
-            tiles.append(with_boxes(image, true_boxes[truth], captions, numbers))
+            tiles.append(with_boxes(image, truth["boxes"], captions, numbers))
 
-            found = torch.arange(found_start, found_end)
-            is_sure = scores[found] >= self._threshold
-            sure = found[is_sure]
-            numbers = labels[sure].tolist()
+            is_sure = answer["scores"] >= self._threshold
+            scores = answer["scores"][is_sure].tolist()
+            numbers = answer["labels"][is_sure].tolist()
             captions = []
-            for number, score in zip(numbers, scores[sure].tolist(), strict=True):
+            for number, score in zip(numbers, scores, strict=True):
                 captions.append(f"{_name(names, number)} {score:.2f}")
-            tiles.append(with_boxes(image, boxes[sure], captions, numbers))
-            start = end
-            found_start = found_end
+            tiles.append(with_boxes(image, answer["boxes"][is_sure], captions, numbers))
         captions = ["label", "answer"] * len(images)
         trainer.log_image("boxes/val", sheet(torch.stack(tiles), captions, columns=2))
-
-
-def _joined(samples: Sequence[dict[str, Tensor]], names: Sequence[str]) -> list[Tensor]:
-    """Return the named tensors of samples, one behind the other, and their numbers of boxes."""
-    parts = []
-    for name in names:
-        parts.append(torch.cat([sample[name] for sample in samples]))
-    # The numbers are the tensors' shapes: the host knows them, and nothing waits.
-    parts.append(torch.tensor([len(sample["boxes"]) for sample in samples]))
-    return parts
 
 
 def _name(names: Sequence[str], number: int) -> str:
@@ -106,10 +92,10 @@ def with_boxes(
     `image`: uint8 [1 or 3, H, W]; a small one is enlarged by a whole number. `boxes`: [n, 4], x1 y1
     x2 y2 in its pixels. `numbers`: of their classes, which choose the colors. On the host.
     """
-    factor = max(1, math.ceil(_LEAST_SIDE / max(image.shape[1:])))
-    large = image.expand(3, -1, -1).repeat_interleave(factor, 1).repeat_interleave(factor, 2)
+    large = enlarged(image.expand(3, -1, -1), _LEAST_SIDE)
     if not len(boxes):
         return large
+    factor = large.shape[1] // image.shape[1]
     drawn: Tensor = draw_bounding_boxes(
         large,
         boxes.double() * factor,

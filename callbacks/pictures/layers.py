@@ -33,11 +33,10 @@ class LayerStatistics(Callback):
         if (trainer.state.global_step + 1) % self._every or not trainer.is_main:
             return
         self._gradients |= gradients_of(trainer.model)
-        weights = {}
         for name, parameter in trainer.model.named_parameters():
-            if parameter.requires_grad:
-                weights[name] = parameter.detach().clone()
-        self._weights = weights | self._weights  # what an earlier turn has copied stays
+            # What an earlier turn has copied stays.
+            if parameter.requires_grad and name not in self._weights:
+                self._weights[name] = parameter.detach().clone()
 
     def on_update_end(self, trainer: Trainer) -> None:
         """Compute the norms of the gradients and of the changes."""

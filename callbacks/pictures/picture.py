@@ -48,7 +48,7 @@ class ValidationPicture(Callback):
         self._every = every_n_validations
         self.count = 0  # validations so far
         self._due = False
-        self.kept = list[Sequence[Tensor]]()
+        self.kept = list[Any]()
 
     def collect(self, trainer: Trainer, batch: Any, output: Any) -> None:
         """Keep something of a batch in `kept`."""
@@ -140,6 +140,12 @@ def pixels(images: Tensor) -> Tensor:
     return (shares * 255 + 0.5).byte().expand(-1, 3, -1, -1)
 
 
+def enlarged(images: Tensor, least: int) -> Tensor:
+    """Return images [..., H, W]; where both are below `least`, enlarged by a whole number."""
+    factor = max(1, math.ceil(least / max(images.shape[-2:])))
+    return images.repeat_interleave(factor, -2).repeat_interleave(factor, -1)
+
+
 def sheet(
     images: Tensor, captions: Sequence[str] = (), colors: Sequence[Any] = (), columns: int = 4
 ) -> Image:
@@ -149,8 +155,7 @@ def sheet(
     """
     if images.dtype != torch.uint8:
         images = pixels(images)
-    factor = max(1, math.ceil(_MIN_TILE / max(images.shape[2:])))
-    large = images.repeat_interleave(factor, 2).repeat_interleave(factor, 3)
+    large = enlarged(images, _MIN_TILE)
     font = ImageFont.load_default(_FONT_SIZE)
     text_width, text_height = _largest_text(captions, font)
     missing_width = max(0, text_width - large.shape[3])
