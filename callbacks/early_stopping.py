@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from regimen.callbacks.support import AUTO, CallbackError, Monitor, check_least, require
+from regimen.callbacks.support import AUTO, CallbackError, Monitor, check_least
 from regimen.conf.errors import problems_at
 from regimen.trainer.callback import Callback
 from regimen.trainer.task import Task
@@ -32,7 +32,7 @@ class EarlyStopping(Callback):
 
     def __post_init__(self) -> None:
         check_least(patience=self.patience)
-        require(self.min_delta >= 0, f"min_delta={self.min_delta}: choose 0 or more")
+        check_least(0, min_delta=self.min_delta)
         self._judge = Monitor(self.monitor, self.mode, compared=self.patience is not None)
         self.best: float | None = None
         self.waited = 0  # validations, or epochs, since the best one

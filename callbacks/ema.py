@@ -137,9 +137,8 @@ class EMA(RunningAverage):
     def __post_init__(self) -> None:
         super().__init__(self.use_for_evaluation, self.use_buffers)
         require(0 <= self.decay < 1, f"decay={self.decay}: choose at least 0 and less than 1")
-        check_least(update_every=self.update_every)
-        require(self.start_epoch >= 0, f"start_epoch={self.start_epoch}: choose at least 0")
-        check_least(batch_size=self.batch_size, epochs=self.epochs)
+        check_least(update_every=self.update_every, batch_size=self.batch_size, epochs=self.epochs)
+        check_least(0, start_epoch=self.start_epoch)
         self._decay = self.decay
         if self.batch_size is not None and self.epochs is not None:
             share = self.batch_size * self.update_every / self.epochs

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from regimen.callbacks.support import require
+from regimen.callbacks.support import check_positive
 from regimen.trainer.callback import Callback
 from regimen.trainer.trainer import Trainer
 
@@ -14,7 +14,7 @@ class Overfit(Callback):
     """
 
     def __init__(self, threshold: float = 0.01) -> None:
-        require(threshold > 0, f"threshold={threshold}: choose more than 0")
+        check_positive(threshold=threshold)
         self._threshold = threshold
 
     def on_fit_start(self, trainer: Trainer) -> None:

@@ -8,13 +8,19 @@ from collections.abc import Iterable, Mapping
 
 from tqdm import tqdm
 
-from regimen.callbacks.support import require
+from regimen.callbacks.support import check_positive
 from regimen.trainer.callback import Callback, losses_of, saver_of
 from regimen.trainer.files.layout import is_dumb, terminal_size, wrap_items
+from regimen.trainer.runs.epoch_lines import (
+    EPOCH_LOSS,
+    epoch_text,
+    values_of_epoch,
+    values_text,
+)
+from regimen.trainer.runs.results import best_of
 from regimen.trainer.trainer import Trainer
 
 _LOSS = "train/loss"
-_EPOCH_LOSS = "train/epoch_loss"
 _log = logging.getLogger(__name__)
 
 
@@ -39,7 +45,7 @@ class Progress(Callback):
     affects_result = False
 
     def __init__(self, bar: bool | None = None, every_seconds: float = 10.0) -> None:
-        require(every_seconds > 0, f"every_seconds={every_seconds}: choose more than 0")
+        check_positive(every_seconds=every_seconds)
         self._wants_bar = bar
         self._every_seconds = every_seconds
         self._bars = list[_Bar]()  # of the run and of its epoch
@@ -58,8 +64,7 @@ class Progress(Callback):
         self._first_step = trainer.state.global_step
         if not trainer.is_main or not self._shows_bars():
             return
-        saver = saver_of(trainer.callbacks)
-        best = saver.best_result() if saver is not None else None
+        best = best_of(trainer.callbacks)
         self._best = None if best is None else best[1]
         self._add_bar("run", self._first_step, trainer.total_steps)
         for handler in logging.getLogger().handlers:
@@ -83,7 +88,7 @@ class Progress(Callback):
         if self._bars:
             self._close_bars(1)
             self._add_bar(
-                f"epoch {_epoch_text(trainer, state.epoch + 1)}",
+                f"epoch {epoch_text(trainer, state.epoch + 1)}",
                 state.position,
                 trainer.steps_per_epoch,
             )
@@ -97,16 +102,14 @@ class Progress(Callback):
 
     def on_log(self, trainer: Trainer, scalars: Mapping[str, float]) -> None:
         """Show the logged values."""
-        for key in losses_of(trainer, _EPOCH_LOSS):
-            if key in scalars:
-                self._pending[key] = scalars[key]
-        losses = {key: scalars[key] for key in losses_of(trainer, _LOSS) if key in scalars}
+        self._pending |= _losses(trainer, EPOCH_LOSS, scalars)
+        losses = _losses(trainer, _LOSS, scalars)
         if not losses or not trainer.is_main:
             return
         if self._bars:
-            self._bars[1].set_postfix_str(_values_text(losses), refresh=False)
+            self._bars[1].set_postfix_str(values_text(losses), refresh=False)
         elif trainer.state.position and self._is_line_due():
-            self._log_pace(trainer, _values_text(losses))
+            self._log_pace(trainer, values_text(losses))
 
     def _log_pace(self, trainer: Trainer, losses: str) -> None:
         """Log the place within an epoch, with the speed and the time that is left."""
@@ -119,7 +122,7 @@ class Progress(Callback):
             unit="step",
             bar_format="step {n_fmt}/{total_fmt}: " + losses + " ({rate_fmt}, {remaining} left)",
         )
-        _log_line(f"epoch {_epoch_text(trainer, state.epoch + 1)}, {pace}")
+        _log_line(f"epoch {epoch_text(trainer, state.epoch + 1)}, {pace}")
 
     def on_validation_start(self, trainer: Trainer) -> None:
         """Show that the run validates."""
@@ -137,7 +140,7 @@ class Progress(Callback):
         if self._bars:
             self._bars[1].set_postfix_str(text)
         else:
-            _log_line(f"epoch {_epoch_text(trainer, trainer.state.epoch)}: {text}")
+            _log_line(f"epoch {epoch_text(trainer, trainer.state.epoch)}: {text}")
 
     def on_validation_end(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:
         """Keep the metrics for the line of the epoch that ends here, or for one of their own."""
@@ -195,16 +198,12 @@ class Progress(Callback):
         self._pending = {}
         if not trainer.is_main:
             return
-        losses = losses_of(trainer, _EPOCH_LOSS)
-        values = {}
-        for key in sorted(pending):
-            if key in losses or key.startswith("val/"):
-                values[key] = pending[key]
+        values = values_of_epoch(trainer, dict(sorted(pending.items())))
         state = trainer.state
         seconds = f"{time.monotonic() - self._epoch_start:.1f} s"
-        epoch = _epoch_text(trainer, state.epoch + 1 if state.position else state.epoch)
+        epoch = epoch_text(trainer, state.epoch + 1 if state.position else state.epoch)
         step = str(state.global_step)
-        _log_line(f"epoch {epoch}, step {step}: {_values_text(values)} ({seconds})")
+        _log_line(f"epoch {epoch}, step {step}: {values_text(values)} ({seconds})")
         if self._bars:
             mark = "*" if self._is_new_best(trainer, values) else ""
             row = {"epoch": epoch, "step": step, "time": seconds, "best": mark}
@@ -253,10 +252,6 @@ def _log_line(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
 
-def _epoch_text(trainer: Trainer, epoch: int) -> str:
-    max_epochs = trainer.options.max_epochs
-    return str(epoch) if max_epochs is None else f"{epoch}/{max_epochs}"
-
-
-def _values_text(values: Mapping[str, float]) -> str:
-    return ", ".join(f"{key} {value:.4g}" for key, value in values.items())
+def _losses(trainer: Trainer, name: str, scalars: Mapping[str, float]) -> dict[str, float]:
+    """Return those of the values that are the loss called `name`, or its turns'."""
+    return {key: scalars[key] for key in losses_of(trainer, name) if key in scalars}

@@ -29,10 +29,16 @@ def require(condition: object, message: str) -> None:
         raise CallbackError(message)
 
 
-def check_least(**options: float | None) -> None:
-    """Raise CallbackError for options below 1; None is none."""
+def check_least(least: float = 1, /, **options: float | None) -> None:
+    """Raise CallbackError for options below `least`, or NaN; None is allowed."""
     for name, value in options.items():
-        require(value is None or value >= 1, f"{name}={value}: choose at least 1")
+        require(value is None or value >= least, f"{name}={value}: choose at least {least}")
+
+
+def check_positive(**options: float) -> None:
+    """Raise CallbackError for options that are 0, negative or NaN."""
+    for name, value in options.items():
+        require(value > 0, f"{name}={value}: choose more than 0")
 
 
 def steps_of(key: str, value: float, total: int | None) -> int:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from regimen.callbacks.support import check_least, require, steps_of
+from regimen.callbacks.support import check_least, check_positive, require, steps_of
 from regimen.conf.errors import Problem, collect_problems, did_you_mean, problems_at, raise_problems
 from regimen.trainer.callback import Average, Callback
 from regimen.trainer.optimizers import param_groups
@@ -40,7 +40,7 @@ class Settings:
         )
         require(self.method in _METHODS, f"method={self.method}: choose {', '.join(_METHODS)}")
         require(self.scope in _SCOPES, f"scope={self.scope}: choose {', '.join(_SCOPES)}")
-        require(self.norm > 0, f"norm={self.norm}: choose more than 0")
+        check_positive(norm=self.norm)
 
     def level(self, plan: range, step: int) -> float:
         """Return the share to prune after a step of the plan (Zhu and Gupta 2017)."""

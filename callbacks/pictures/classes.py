@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from regimen.callbacks.pictures.picture import ValidationPicture, class_names, labels_of, matrix
-from regimen.callbacks.support import check_least, require
+from regimen.callbacks.support import check_least
 from regimen.trainer.media import Floats, PRCurve
 from regimen.trainer.trainer import Trainer
 
@@ -67,7 +67,7 @@ class PRCurves(ValidationPicture):
     ) -> None:
         super().__init__(every_n_validations=every_n_validations)
         check_least(max_classes=max_classes)
-        require(thresholds >= 2, f"thresholds={thresholds}: choose at least 2")
+        check_least(2, thresholds=thresholds)
         self._max_classes = max_classes
         self._thresholds = thresholds
         self._classes = 0
