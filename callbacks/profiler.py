@@ -7,6 +7,7 @@ from functools import partial
 
 from torch import profiler
 
+from regimen.callbacks.support import check_least
 from regimen.trainer.callback import Callback
 from regimen.trainer.device import device_count
 from regimen.trainer.files.atomic import write_text
@@ -36,6 +37,8 @@ class Profiler(Callback):
     affects_result = False
 
     def __post_init__(self) -> None:
+        check_least(active=self.active)
+        check_least(0, wait=self.wait, warmup=self.warmup, repeat=self.repeat)
         self._profile: profiler.profile | None = None
 
     def on_fit_start(self, trainer: Trainer) -> None:

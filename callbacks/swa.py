@@ -8,7 +8,7 @@ import torch
 from torch.optim.swa_utils import get_swa_multi_avg_fn
 
 from regimen.callbacks.ema import RunningAverage
-from regimen.callbacks.support import logger, steps_of
+from regimen.callbacks.support import check_least, logger, steps_of
 from regimen.trainer.trainer import Trainer
 
 
@@ -33,6 +33,7 @@ class SWA(RunningAverage):
     def __post_init__(self) -> None:
         super().__init__(self.use_for_evaluation, use_buffers=False)
         steps_of("start_epoch", self.start_epoch, 1)
+        check_least(bn_batches=self.bn_batches)
         self.averaged = 0  # epochs
 
     @property

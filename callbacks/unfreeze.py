@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from regimen.callbacks.support import CallbackError, logger
+from regimen.callbacks.support import CallbackError, logger, require
 from regimen.trainer.callback import Callback
 from regimen.trainer.state import TrainState
 from regimen.trainer.trainer import Trainer
@@ -30,12 +30,11 @@ class Unfreeze(Callback):
     def __init__(self, stages: Mapping[str, Mapping[str, Any] | None]) -> None:
         self._stages = {name: stage for name, stage in stages.items() if stage is not None}
         for name, stage in self._stages.items():
-            # The pattern, and one of the others or none.
-            others = stage.keys() - {"pattern"}
-            if "pattern" not in stage or others not in (set(), {"epoch"}, {"step"}):
-                raise CallbackError(
-                    f"stages.{name}={dict(stage)}: give pattern, and at most one of epoch and step"
-                )
+            require(
+                _is_stage(stage),
+                f"stages.{name}={stage}: give pattern, and at most one of epoch and step: such as "
+                "{pattern: 'layer4.*', epoch: 2}",
+            )
         self._members = dict[str, list[nn.Parameter]]()
         self._frozen = set[str]()  # names of stages
 
@@ -93,6 +92,15 @@ class Unfreeze(Callback):
             parameters = list(module.parameters(recurse=False))
             if any(id(p) in members for p in parameters):
                 module.train(any(p.requires_grad for p in parameters))
+
+
+def _is_stage(stage: Any) -> bool:
+    """Whether it has a glob, and one number or none: from when on its parameters train."""
+    if not isinstance(stage, Mapping) or not isinstance(stage.get("pattern"), str):
+        return False
+    begin = [value for key, value in stage.items() if key in ("epoch", "step")]
+    is_number = all(isinstance(value, int | float | None) for value in begin)
+    return is_number and len(begin) <= 1 and len(stage) == 1 + len(begin)
 
 
 def _has_begun(stage: Mapping[str, Any], state: TrainState) -> bool:

@@ -24,6 +24,7 @@ class ConfusionMatrix(ValidationPicture):
 
     def __init__(self, max_classes: int = 100, every_n_validations: int | None = None) -> None:
         super().__init__(every_n_validations=every_n_validations)
+        check_least(max_classes=max_classes)
         self._max_classes = max_classes
 
     def fits(self, trainer: Trainer) -> bool:

@@ -10,13 +10,15 @@ from regimen.callbacks.checkpoint import Checkpoint
 from regimen.callbacks.early_stopping import EarlyStopping
 from regimen.callbacks.ema import EMA
 from regimen.callbacks.lr_finder import LRFinder
-from regimen.callbacks.pictures.classes import PRCurves
+from regimen.callbacks.pictures.classes import ConfusionMatrix, PRCurves
 from regimen.callbacks.pictures.generated import GeneratedText
 from regimen.callbacks.pictures.layers import LayerStatistics
 from regimen.callbacks.pictures.masks import Masks
 from regimen.callbacks.pictures.samples import Misclassified, TrainingSamples
+from regimen.callbacks.profiler import Profiler
 from regimen.callbacks.progress import Progress
 from regimen.callbacks.support import CallbackError
+from regimen.callbacks.swa import SWA
 from regimen.callbacks.throughput import Throughput
 from regimen.callbacks.trackers.recorder import MetricsLog
 from regimen.scripts.composition.overrides import trains_the_same
@@ -165,6 +167,9 @@ def test_each_state_is_needed_for_that(make_trainer, tmp_path, carry_over, lost)
             (TrainingSamples, {"count": 0}),
             (Misclassified, {"every_n_validations": 0}),
             (PRCurves, {"thresholds": 1}),
+            (ConfusionMatrix, {"max_classes": 0}),
+            (Profiler, {"active": 0}, {"wait": -1}),
+            (SWA, {"bn_batches": 0}),
             (GeneratedText, {"temperature": 0}),
             (Masks, {"count": 0}),
         )

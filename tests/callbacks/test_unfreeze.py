@@ -59,6 +59,9 @@ MISTAKES = {
     r"stages\.a=\{'epoch': 1\}: give pattern": {"a": {"epoch": 1}},
     r"'step': 2\}: .* one of epoch and step": {"a": {"pattern": "*", "epoch": 1, "step": 2}},
     r"'epochs': 1\}: .* one of epoch and step": {"a": {"pattern": "*", "epochs": 1}},
+    r"stages\.a=\{'pattern': 5\}: give pattern": {"a": {"pattern": 5}},
+    r"'epoch': 'two'\}: give pattern": {"a": {"pattern": "*", "epoch": "two"}},
+    r"stages\.a=3: give pattern": {"a": 3},
     r"stages\.last: the model was built with": {"last": {"pattern": "3.*"}},
 }
 
