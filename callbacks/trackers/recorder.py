@@ -277,13 +277,13 @@ def names_of(run: Path, config_text: str) -> Names:
     tags = [str(tag) for tag in config.get("tags") or []]
 
     varied = _varied(run)
-    if not varied:
-        return Names(tags, project, run.name, None, config, {})
+    sweep = None
+    if varied:
+        sweep = f"{project}/{run.parent.name}"
     terms = []
     for key, value in varied.items():
         if value is not None:
             terms.append(f"{key.rpartition('.')[2]}={value}")
-    sweep = f"{project}/{run.parent.name}"
     return Names(tags, project, ",".join(terms) or run.name, sweep, config, varied)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import unfold
 
 from regimen import Callback
-from regimen.callbacks.support import CallbackError
+from regimen.callbacks.support import CallbackError, check_least
 from regimen.callbacks.unfreeze import set_trainable
 from regimen.data.batch import inputs_of
 
@@ -35,10 +35,8 @@ class Whitening(Callback):
         eps: float = 5e-4,
         bias_epochs: float | None = None,
     ) -> None:
-        if samples < 1:
-            raise CallbackError(f"samples={samples}: choose at least 1")
-        if bias_epochs is not None and bias_epochs < 0:
-            raise CallbackError(f"bias_epochs={bias_epochs}: choose at least 0")
+        check_least(samples=samples)
+        check_least(0, bias_epochs=bias_epochs)
         self._module = module
         self._samples = samples
         self._eps = eps
@@ -50,26 +48,32 @@ class Whitening(Callback):
         layer = dict(model.named_modules()).get(self._module)
         key = f"callbacks.{self.name or 'whitening'}.module"
         if not isinstance(layer, nn.Conv2d) or layer.groups != 1 or isinstance(layer.padding, str):
-            found = [name for name, m in model.named_modules() if isinstance(m, nn.Conv2d)][:5]
-            message = f"is {self._module!r}, which is no convolution of the model"
-            raise CallbackError(key, message, f"it has {', '.join(found) or 'none'}")
+            found = [name for name, m in model.named_modules() if isinstance(m, nn.Conv2d)]
+            raise CallbackError(
+                key,
+                f"is {self._module!r}, which is no convolution of the model",
+                f"it has {', '.join(found[:5]) or 'none'}",
+            )
         components = layer.weight[0].numel()
         if layer.out_channels != 2 * components:
-            message = f"{self._module} has {layer.out_channels} filters"
-            hint = f"patches of {components} numbers require {2 * components}"
-            raise CallbackError(key, message, hint)
+            raise CallbackError(
+                key,
+                f"{self._module} has {layer.out_channels} filters",
+                f"patches of {components} numbers require {2 * components}",
+            )
 
     def setup(self, trainer: Trainer) -> None:
         """Find the layer, and how long its bias is trained."""
         self.check(trainer.model)
-        epochs, of_all = self._bias_epochs, trainer.options.max_epochs
+        epochs = self._bias_epochs
+        max_epochs = trainer.options.max_epochs
         if epochs is not None and 0 < epochs < 1:
-            if of_all is None:
+            if max_epochs is None:
                 raise CallbackError(
                     f"callbacks.{self.name}.bias_epochs={epochs} is a fraction of "
                     "trainer.max_epochs, which is not set: give a number of epochs"
                 )
-            self._bias_epochs = int(epochs * of_all)
+            self._bias_epochs = int(epochs * max_epochs)
 
     def on_fit_start(self, trainer: Trainer) -> None:
         """Set the filters, unless a checkpoint holds them."""
@@ -110,8 +114,11 @@ class Whitening(Callback):
             if (batch_slice.update + 1) * batch_slice.total >= self._samples:
                 break
         trainer.train_loader.close()
+        group = trainer.group
         device = trainer.strategy.device
-        total, count = (trainer.group.reduce(t.to(device)).cpu() for t in (total, count))
+        # Collectives: the sums over all processes.
+        total = group.reduce(total.to(device)).cpu()
+        count = group.reduce(count.to(device)).cpu()
         return total / count
 
 
