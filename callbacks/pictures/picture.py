@@ -62,6 +62,7 @@ class ValidationPicture(Callback):
 
     def on_validation_start(self, trainer: Trainer) -> None:
         """Decide whether this validation is shown."""
+        self.kept = []  # of a validation that a signal ended, and that begins again here
         is_last = self._every is None and trainer.done
         self._due = self.fits(trainer) and (is_last or is_due(self.count + 1, self._every))
 

@@ -158,6 +158,38 @@ def test_a_resumed_run_shows_what_it_would_have_shown(carry_over, tag, kind, sto
         assert np.array_equal(picture, same)
 
 
+class StopOnce(Callback):
+    """End the run in the middle of its first validation, as a signal would."""
+
+    def __init__(self):
+        self.stopped = False
+
+    def on_validation_batch(self, trainer, batch, output):
+        if not self.stopped:
+            self.stopped = True
+            trainer.state.request_stop("SIGTERM", 143)
+
+
+@pytest.mark.parametrize("kind", [ConfusionMatrix, PRCurves])
+def test_a_validation_that_is_repeated_counts_each_sample_once(kind):
+    shown = []
+    for stops in ({}, {"stop": StopOnce()}):
+        gallery = Gallery()
+        run = trainer_of({"gallery": gallery, "picture": kind(), **stops}, max_epochs=2)
+        torch.manual_seed(5)  # of the dropout masks
+        run.fit()
+        if stops:
+            assert gallery.shown == {}
+            run.fit()
+        shown.append(gallery.shown)
+    whole, repeated = shown
+    assert whole.keys() == repeated.keys() != set()
+    for name in whole:
+        for (step, expected), (again, found) in zip(whole[name], repeated[name], strict=True):
+            assert step == again
+            assert all(map(np.array_equal, found, expected))
+
+
 def test_layers_against_plain_pytorch(make_trainer):
     found = {}
 
