@@ -5,6 +5,7 @@ network is a small one; sweeps and runs over several processes are dry ones. Wha
 runs once. What cannot run here stands in `NOT_HERE` with its reason.
 """
 
+import json
 import os
 import re
 import shlex
@@ -20,6 +21,7 @@ from PIL import Image
 from torch import nn
 from torchvision.io import write_jpeg
 
+from regimen import Classification, Trainer, TrainerOptions, loader
 from regimen.conf.check import parse
 from regimen.conf.layout import PACKAGES
 from regimen.scripts.composition.compose import compose
@@ -321,6 +323,27 @@ def test_the_python_of_the_page_on_python_trains():
     names = {}
     exec(compile(code, "python.md", "exec"), names)
     assert names["trainer"].metrics["val/r2"] > 0.3
+
+
+def test_the_callback_of_one_s_own_counts(tmp_path):
+    codes = [text for kind, text in FENCED.findall(TEXTS["docs/callbacks.md"]) if kind == "python"]
+    (code,) = (text for text in codes if "class ClassShare" in text)
+    names = {}
+    exec(compile(code, "callbacks.md", "exec"), names)
+    model = nn.Linear(2, 2)
+    trainer = Trainer(
+        model,
+        Classification(num_classes=2),
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        train_loader=loader(torch.ones(20, 2), [0] * 15 + [1] * 5, batch_size=10),
+        callbacks=[names["ClassShare"](label=1)],
+        options=TrainerOptions(max_epochs=2, gradient_accumulation_steps=2, log_every_n_steps=2),
+        run_dir=tmp_path,
+    )
+    trainer.fit()
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    shares = [json.loads(line).get("train/share") for line in lines]
+    assert [share for share in shares if share is not None] == [0.25, 0.25]
 
 
 def test_the_tasks_of_one_s_own_are_some():
