@@ -28,7 +28,8 @@ from toy_pictures import write_digits
 def _root_logger() -> Iterator[None]:
     """A command that runs within a test sets logging up for its process."""
     root = logging.getLogger()
-    handlers, level = list(root.handlers), root.level
+    handlers = list(root.handlers)
+    level = root.level
     yield
     root.handlers[:] = handlers
     root.setLevel(level)

@@ -223,7 +223,8 @@ def test_imports_run_one_way_and_in_no_circle() -> None:
         here = module_of(path)
         graph[here] = {module for module, _ in edges(path)} - {here}
         for module, line in edges(path):
-            room, other = room_of(here), room_of(module)
+            room = room_of(here)
+            other = room_of(module)
             if room != other and LEVEL[other] >= LEVEL[room]:
                 wrong.append(f"{named(path)}:{line} imports {module}")
     assert wrong == []
@@ -257,7 +258,8 @@ def test_who_may_not_see_what() -> None:
     seen = []
     for path in SOURCES:
         for module, line in imports(tree(path)):
-            top, blind = module.split(".")[0], path in MODULES and BLIND.match(module_of(path))
+            top = module.split(".")[0]
+            blind = path in MODULES and BLIND.match(module_of(path))
             hydra = top in ("hydra", "omegaconf") and not named(path).startswith(HYDRA_DOOR)
             if hydra or (blind and top in UNSEEN and module not in KNOWN_TO_ALL):
                 seen.append(f"{named(path)}:{line} imports {module}")

@@ -141,7 +141,8 @@ def test_a_resume_with_the_base_elsewhere_is_exact(train, root, tmp_path):
     run = tmp_path / "run"
     checkpoint = f"resume={root / 'run/checkpoints/step-00000003.pt'}"
     train([*line(root, "moved"), checkpoint, f"run_dir={run}"])
-    ours, theirs = state_of(run), state_of(root / "run")
+    ours = state_of(run)
+    theirs = state_of(root / "run")
     differing = {key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key)}
     assert differing == {"config", "borrowed.0.folder", "borrowed.0.name"}
 

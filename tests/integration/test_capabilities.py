@@ -216,7 +216,9 @@ def test_the_number_that_was_found_stands_in_the_run_and_stays(train, tmp_path):
 @pytest.mark.slow
 def test_a_run_goes_on_from_its_mirror_as_if_it_had_not_moved(train, start, tmp_path):
     words = [*SHORT, "callbacks.checkpoint.every_n_steps=7", "trainer.max_epochs=4"]
-    whole, moved, copy = tmp_path / "whole", tmp_path / "moved", tmp_path / "copy"
+    whole = tmp_path / "whole"
+    moved = tmp_path / "moved"
+    copy = tmp_path / "copy"
     mirrored = ["callbacks=[default,mirror]", f"callbacks.mirror.to=file://{copy}"]
     train([*words, "callbacks=default", f"run_dir={whole}"])
     begun = start([*words, *mirrored, f"run_dir={tmp_path / 'begun'}"])
@@ -260,7 +262,8 @@ def dying(files, moment):
 
 @pytest.mark.parametrize("address", ["memory://run", "file://{}/there"])
 def test_a_copy_that_ends_at_any_moment_leaves_the_run_before_or_after(address, tmp_path):
-    folder, remote = tmp_path / "run", Remote(address.format(tmp_path))
+    folder = tmp_path / "run"
+    remote = Remote(address.format(tmp_path))
     (folder / "checkpoints").mkdir(parents=True)
     (folder / "manifest.json").write_text("{}")
 

@@ -62,7 +62,8 @@ def test_if_nothing_is_whole_it_does_not_start_anew(train, job, killed):
 
 @pytest.mark.parametrize("auto", [True, False], ids=["auto", "path"])
 def test_code_is_refused_and_not_run(train, job, killed, tmp_path, auto):
-    canary, path = tmp_path / "canary", step_file(killed, 40)
+    canary = tmp_path / "canary"
+    path = step_file(killed, 40)
     torch.save({"model": Call(os.system, f"touch {canary}"), "format_version": 2}, path)
     resume = [f"run_dir={killed}", "resume=auto"] if auto else [f"resume={path}"]
     run = train([*job, *resume], 4, environment={"TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1"})

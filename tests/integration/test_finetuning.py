@@ -19,7 +19,8 @@ def test_a_run_s_weights_for_other_classes(train, evaluated, tmp_path):
     images = write_digits(tmp_path / "three", counts, 3, size=16, named="digit {}")
     three = ["data=image_folder", f"data.root={images}", "data.channels=1", "data.image_size=16"]
     three += ["data.mean=[0.3]", "data.std=[0.3]", "transforms=basic", "loader.batch_size=16"]
-    run_dir, base = tmp_path / "tuned", tmp_path / "base"  # of one epoch on all ten digits
+    run_dir = tmp_path / "tuned"
+    base = tmp_path / "base"  # of one epoch on all ten digits
     train([*BASE, "trainer.max_epochs=1", f"run_dir={base}"])
     tuned = [BASE[0], "model=finetune", "model@model.model=small_cnn", f"model.weights={base}"]
     line = [*tuned, *three, f"run_dir={run_dir}"]
@@ -31,7 +32,8 @@ def test_a_run_s_weights_for_other_classes(train, evaluated, tmp_path):
 
     # Once trained, a run needs neither the weights nor the network that it began from.
     shutil.rmtree(base)
-    again, last = evaluated(run_dir), logged(run_dir)[-1]
+    again = evaluated(run_dir)
+    last = logged(run_dir)[-1]
     assert [again[key] == last[key] for key in ("test/accuracy", "test/loss")] == [True, True]
     train([*line, "trainer.max_epochs=3", "resume=auto"])
     assert max(line["step"] for line in logged(run_dir)) == 3 * 6

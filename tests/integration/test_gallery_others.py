@@ -125,7 +125,8 @@ def test_the_target_follows_as_by_hand(monkeypatch):
 
 @pytest.mark.slow
 def test_a_probe_reads_the_encoder_of_a_run_and_leaves_it_as_it_is(train, tmp_path):
-    whole, probe = tmp_path / "byol", tmp_path / "probe"
+    whole = tmp_path / "byol"
+    probe = tmp_path / "probe"
     short = ["trainer.max_steps=3", "trainer.limit_val_batches=1"]
     train([*command_of("byol"), *short, f"run_dir={whole}"], folder=ROOT)
     words = ["experiment=byol_probe", f"model.weights={whole}", f"run_dir={probe}"]
@@ -182,7 +183,8 @@ def test_recall_is_that_of_the_whole_split_in_any_batches_and_processes():
         for process in sizes:
             metrics.append(RecallAt1())
             for size in process:
-                part, rest = rest[:size], rest[size:]
+                part = rest[:size]
+                rest = rest[size:]
                 metrics[-1].update(*(torch.stack(column) for column in zip(*part, strict=True)))
         metrics[0].merge_state(metrics[1:])
         values.append(metrics[0].compute())

@@ -139,7 +139,8 @@ AT_ONCE = {"name": "asha", "options": {"min_resource": 1, "bootstrap_count": 9}}
 
 
 def test_a_pruned_run_says_so_and_is_done(train, tmp_path):
-    place, journal = tmp_path / "run", tmp_path / "study.journal"
+    place = tmp_path / "run"
+    journal = tmp_path / "study.journal"
     # Every job of this study ends at its first validation.
     storage = open_storage(str(journal))
     study = optuna.create_study(study_name="s", storage=storage, direction="maximize")

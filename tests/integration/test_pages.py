@@ -136,7 +136,8 @@ def run(start):
     def begin(words, folder):
         program, *arguments = words
         if program == "python":
-            program, arguments = words[2].removeprefix("scripts."), words[3:]
+            program = words[2].removeprefix("scripts.")
+            arguments = words[3:]
         elif program == "regimen":
             program, *arguments = arguments
         return start(arguments, folder=folder, command=program).wait(0, 300)

@@ -187,7 +187,8 @@ def name(request: pytest.FixtureRequest) -> str:
 
 
 def test_a_plan_is_the_published_one(name: str) -> None:
-    recipe, plan = RECIPES[name], Plan(name)
+    recipe = RECIPES[name]
+    plan = Plan(name)
     assert plan.config.name == name
     assert plan.total == recipe.updates
     sampler = plan.train.sampler
@@ -217,7 +218,8 @@ def test_a_plan_is_the_published_one(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in RECIPES if name != "gpt2_124m"])
 def test_images_have_the_published_sizes_and_draws(name: str) -> None:
-    recipe, plan = RECIPES[name], Plan(name)
+    recipe = RECIPES[name]
+    plan = Plan(name)
     image = torch.randint(0, 256, (3, 300, 400), dtype=torch.uint8)
     train = build_transforms(plan.config, "train", 1000)
     out = Pipeline(train)(image)
@@ -238,7 +240,8 @@ def test_images_have_the_published_sizes_and_draws(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["resnet50_v2", "deit_s"])
 def test_an_epoch_repeats_samples_and_is_as_long_as_in_deit(name: str) -> None:
-    recipe, plan = RECIPES[name], Plan(name)
+    recipe = RECIPES[name]
+    plan = Plan(name)
     order = plan.train.sampler.updates.order
     epochs = [order(epoch) for epoch in (0, 1)]
     assert [len(epoch) for epoch in epochs] == [1_281_024] * 2

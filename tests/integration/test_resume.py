@@ -223,7 +223,8 @@ def test_kills_at_any_moment_lose_nothing(tmp_path):
 
 def controls(folder):
     """Show that the comparison sees each kind of loss; a blind one would prove nothing."""
-    whole, killed = folder / "whole", folder / "killed"
+    whole = folder / "whole"
+    killed = folder / "killed"
     assert differences(whole, killed) == []
     for name, spoil in {
         "buffers": lambda c: c["model"]["features.0.bn.running_mean"].add_(1e-6),

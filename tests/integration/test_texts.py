@@ -176,7 +176,8 @@ def test_code_of_a_model_runs_where_the_command_line_says_so(train, evaluated, f
     config |= {"model_type": "own", "auto_map": names}
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "own.py").write_text(OWN_CODE)
-    ran, run = tmp_path / "ran", tmp_path / "run"
+    ran = tmp_path / "ran"
+    run = tmp_path / "run"
     given = line(folders, "glue", run, f"model.name={folder}", "trainer.max_epochs=1")
     environment = {"RAN": str(ran), "HF_MODULES_CACHE": str(tmp_path / "cache")}
 

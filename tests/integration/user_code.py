@@ -27,7 +27,9 @@ class Bad(Dataset):
     def __init__(self, raises=None, dtype="int64", when="sample", form="pair", **digits):
         if when == "start":
             raise SystemExit(0)
-        self.raises, self.dtype, self.form = raises, getattr(torch, dtype), form
+        self.raises = raises
+        self.dtype = getattr(torch, dtype)
+        self.form = form
 
     def __len__(self):
         return 64
@@ -35,7 +37,8 @@ class Bad(Dataset):
     def __getitem__(self, index):
         if index == 7 and self.raises:
             raise RAISED[self.raises]
-        image, label = torch.zeros(1, 16, 16), torch.tensor(index % 10, dtype=self.dtype)
+        image = torch.zeros(1, 16, 16)
+        label = torch.tensor(index % 10, dtype=self.dtype)
         forms = {"dict": {"image": image, "label": label}, "words": (image, "cat"), "none": None}
         return forms.get(self.form, (image, label))
 
@@ -69,7 +72,8 @@ class Pictures(Dataset):
 class Faulty(nn.Module):
     def __init__(self, leave=False, **mlp):
         super().__init__()
-        self.weight, self.leave = nn.Parameter(torch.ones(1)), leave
+        self.weight = nn.Parameter(torch.ones(1))
+        self.leave = leave
 
     def forward(self, x):
         if self.leave:
@@ -96,7 +100,8 @@ class Heads(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.size, self.place = nn.Linear(3, 1), nn.Linear(3, 2)
+        self.size = nn.Linear(3, 1)
+        self.place = nn.Linear(3, 2)
 
     def forward(self, x):
         x = x.mean((2, 3))

@@ -59,7 +59,8 @@ def test_a_layer_is_w_plus_b_a_alpha_over_rank(folder):
         for name, layer in plain.named_modules():
             if name.endswith(("q_proj", "down_proj")):
                 adapter = layers[name]
-                a, b = adapter.lora_A["default"].weight, adapter.lora_B["default"].weight
+                a = adapter.lora_A["default"].weight
+                b = adapter.lora_B["default"].weight
                 assert a.shape[0] == b.shape[1] == 4
                 layer.weight += b @ a * 6 / 4
                 changed += 1

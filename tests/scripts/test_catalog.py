@@ -38,7 +38,8 @@ def _here(tmp_path, monkeypatch):
 
 def test_every_group_and_choice_is_listed(capsys):
     ls([])
-    listed, group = set(), ""
+    listed = set()
+    group = ""
     for line in capsys.readouterr().out.splitlines():
         if line.startswith(" "):
             listed.add(f"{group}/{line.split()[0]}")

@@ -96,7 +96,8 @@ def test_what_a_finished_run_tells(capsys):
 def test_killed_and_running_runs_are_told_apart_in_rows_of_one_line(capsys):
     assert runs([]) == 0
     assert capsys.readouterr().out == "no runs in runs\n"
-    held, killed = made("net/" + "a_long_name_" * 15, None), made("net/killed", None)
+    held = made("net/" + "a_long_name_" * 15, None)
+    killed = made("net/killed", None)
     lock = RunLock(held)
     assert lock.acquire() is None
     assert runs([]) == 0
@@ -119,7 +120,8 @@ def test_tags_are_listed_and_are_no_difference(capsys):
 
 
 def test_damaged_runs_are_listed_all_the_same(capsys):
-    whole, damaged = made("net/a"), made("net/b")
+    whole = made("net/a")
+    damaged = made("net/b")
     for name in ("status.json", "manifest.json", "config.yaml", "metrics.jsonl"):
         (damaged / name).write_bytes(b"{\xff")
     (made("net/c") / "status.json").write_text('{"state": "finished", "seconds": 1e400}')
@@ -136,7 +138,8 @@ def test_damaged_runs_are_listed_all_the_same(capsys):
 
 
 def test_sweeps_are_found_and_links_are_not_followed(capsys):
-    path, alone = made("net/sweeps/now/0"), made("net/now")
+    path = made("net/sweeps/now/0")
+    alone = made("net/now")
     (path.parent / "leaderboard.csv").write_text("")
     (Path("runs") / "latest").symlink_to(path.absolute())
     first, second = listed(capsys)

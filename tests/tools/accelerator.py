@@ -28,7 +28,8 @@ options = {"extra_cflags": ["-O1"], "is_python_module": False}
 load("regimen_sim", sources, build_directory=folder, **options)
 """
 
-CPU, DEVICE = torch.device("cpu"), default_device()  # the CPU where there is no other
+CPU = torch.device("cpu")
+DEVICE = default_device()  # the CPU where there is no other
 needs_accelerator = pytest.mark.skipif(
     DEVICE == CPU, reason="no accelerator: tests/integration/test_accelerator.py simulates one"
 )

@@ -81,9 +81,11 @@ def soak(folder: Path, kills: int, seed: int, overrides: Sequence[str] = ()) -> 
     """
     epochs = max(2, -(-(kills + 1) * STEPS_BETWEEN_KILLS // STEPS_PER_EPOCH))
     job = [*JOB, f"trainer.max_epochs={epochs}", *overrides]
-    whole, killed = folder / "whole", folder / "killed"
+    whole = folder / "whole"
+    killed = folder / "killed"
     folder.mkdir(parents=True, exist_ok=True)
-    tally, generator = Tally(), random.Random(seed)
+    tally = Tally()
+    generator = random.Random(seed)
     for number in range(kills):
         _disturb(job, killed, tally, generator, in_writing=number % 2 == 0)
         print(f"kill {number + 1}: the newest checkpoint is of step {tally.steps[-1]}", flush=True)

@@ -264,7 +264,8 @@ def blocks() -> nn.Sequential:
 def loaders(group: Group, accumulation: int = 2) -> tuple[Loader, Loader]:
     """Return a process's loaders: updates of 10 samples, the last of 3; 10 samples to validate."""
     place: dict[str, Any] = {"rank": group.data_rank, "world_size": group.data_size}
-    order, data = Shuffled(SAMPLES, seed=1), points(features=9)
+    order = Shuffled(SAMPLES, seed=1)
+    data = points(features=9)
     train = UpdateSampler(order, batch_size=10, gradient_accumulation_steps=accumulation, **place)
     val = UpdateSampler(Sequential(10), batch_size=4 * group.data_size, **place)
     return Loader(data, train, seed=0), Loader(data, val, seed=0)
@@ -308,7 +309,8 @@ def differences(one: Any, other: Any) -> list[str]:
             return not (a if isinstance(a, Tensor) else b).any()
         return bool(a == b)
 
-    ours, theirs = dict(leaves(one)), dict(leaves(other))
+    ours = dict(leaves(one))
+    theirs = dict(leaves(other))
     keys = sorted(ours.keys() | theirs.keys())
     return [k for k in keys if not same(ours.get(k), theirs.get(k)) and "time/" not in k]
 

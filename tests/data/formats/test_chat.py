@@ -268,7 +268,8 @@ def test_splits_and_folds(tokenizer, tmp_path):
         data = chat(root, split, tokenizer[1], 128, pack=False, **options)
         return {tuple(data[i]["labels"].tolist()) for i in range(len(data))}
 
-    train, val = learnt("train"), learnt("val")
+    train = learnt("train")
+    val = learnt("val")
     assert len(train) == 18
     assert len(val) == 2
     assert not train & val

@@ -167,7 +167,8 @@ def test_torchvisions_transforms_move_the_boxes(tmp_path):
     plain = opened(tmp_path)
     flipped = opened(tmp_path, transform=v2.RandomHorizontalFlip(p=1.0))
     for index in range(len(plain)):
-        (image, target), (other, moved) = plain[index], flipped[index]
+        image, target = plain[index]
+        other, moved = flipped[index]
         assert torch.equal(other, image.flip(-1))
         left, top, right, bottom = target["boxes"].T
         expected = torch.stack([64 - right, top, 64 - left, bottom], 1)
@@ -497,7 +498,8 @@ def test_the_frame_leads_back_to_the_picture_through_a_transform(tmp_path):
     plain = detection_folder(str(tmp_path), "val", 64)
     moved = detection_folder(str(tmp_path), "val", 64, transform=lambda pair: resized(*pair))
     for index in range(len(SCENES)):
-        (_, expected), (_, target) = plain[index], moved[index]
+        _, expected = plain[index]
+        _, target = moved[index]
         answer = {name: value.as_subclass(torch.Tensor) for name, value in target.items()}
 
         class Known(torch.nn.Module):

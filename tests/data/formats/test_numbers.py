@@ -26,7 +26,8 @@ SPLITS = ("train", "val", "test")
 
 
 def houses(rows=40):
-    drawn, towns = np.random.default_rng(0), ("Aachen", "Bonn", "Celle")
+    drawn = np.random.default_rng(0)
+    towns = ("Aachen", "Bonn", "Celle")
     return [
         f"{1 + i % 5},{50 + 10 * drawn.random():.3f},{towns[i % 3]},{100 + 3 * i}"
         for i in range(rows)
@@ -85,7 +86,8 @@ def test_a_folder_gives_its_splits(tmp_path):
 
 
 def test_parquet_and_new_rows_are_encoded_alike(file, tmp_path):
-    train, new = rows_of(file), tmp_path / "new.csv"
+    train = rows_of(file)
+    new = tmp_path / "new.csv"
     form = train.input_form()
     new.write_text("town,area,rooms\n" + "\n".join(",".join(r.split(",")[2::-1]) for r in houses()))
     rows = Table(read_columns(str(new)), form["features"], form["missing"], None)
@@ -166,7 +168,8 @@ def test_a_mistake_is_named_by_row_and_column(tmp_path, text, options, words):
     ],
 )
 def test_a_table_is_read_as_people_write_it(file, tmp_path, name, change, options):
-    usual, other = rows_of(file), tmp_path / name
+    usual = rows_of(file)
+    other = tmp_path / name
     other.write_text(change(file.read_text()), newline="")
     found = rows_of(other, **options)
     assert found.features == usual.features
@@ -318,7 +321,8 @@ def test_statistics_of_a_checkpoint_take_the_place_of_the_rows(file, target):
     row = {tuple(inputs.tolist()) for inputs, _ in before}
     # More rows, and larger ones: by their own statistics each row would be encoded anew.
     file.write_text(file.read_text() + "".join(f"9,{900 + i},Bonn,{i}\n" for i in range(40)))
-    anew, alike = rows_of(file, **target), rows_of(file, **target, statistics=kept)
+    anew = rows_of(file, **target)
+    alike = rows_of(file, **target, statistics=kept)
     assert anew.statistics() != kept
     assert alike.statistics() == kept
     assert {tuple(inputs.tolist()) for inputs, _ in alike} & row
@@ -404,7 +408,8 @@ def test_text_is_read_by_bytes(folder, tmp_path):
 
 
 def test_a_shift_is_the_epochs_own_and_overlaps_nothing(folder):
-    data, starts = blocks(folder, shift=True), {}
+    data = blocks(folder, shift=True)
+    starts = {}
     for epoch in range(40):
         data.set_epoch(epoch)
         seen = torch.cat([data[index][0] for index in range(len(data))]).tolist()
@@ -424,7 +429,8 @@ def test_folds_are_contiguous_and_share_out_the_file(folder, shift):
         train = blocks(folder, shift=shift, fold=fold, folds=3)
         val = blocks(folder, "val", fold=fold, folds=3)
         train.set_epoch(5)
-        first, last = fold * 1000 // 3, (fold + 1) * 1000 // 3
+        first = fold * 1000 // 3
+        last = (fold + 1) * 1000 // 3
         held += val.batch(range(len(val)))[0].numel()
         assert val[0][0][0] == NUMBERS[first]
         starts = [train._first(index) for index in range(len(train))]

@@ -82,7 +82,8 @@ def _batch_slice(n, update=0, micro_batch=0):
 
 @pytest.mark.parametrize("kind", [v2.MixUp, v2.CutMix])
 def test_mixing_is_torchvisions_keyed_by_place(kind):
-    images, labels = torch.rand(8, 3, 6, 6), torch.arange(8) % 4
+    images = torch.rand(8, 3, 6, 6)
+    labels = torch.arange(8) % 4
     transforms = DeviceTransforms({"mix": kind(num_classes=4)}, seed=1)
     before = torch.get_rng_state()
     mixed, shares = transforms((images, labels), _batch_slice(8))
@@ -145,7 +146,8 @@ def test_batches_of_any_form_keep_it(wrap):
     assert len(others) == len(list(leaves(batch))) - 1
 
 
-SCALED, PLAIN = ToFloat(), Standardize([0.5], [0.5])
+SCALED = ToFloat()
+PLAIN = Standardize([0.5], [0.5])
 
 
 @pytest.mark.parametrize(

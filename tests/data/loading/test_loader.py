@@ -278,14 +278,16 @@ class _Kinds(_Ragged):
 
 @pytest.mark.parametrize("context", ["fork", "spawn"])
 def test_a_worker_sends_any_tensor_unchanged(context):
-    order, options = Sequential(4), {"num_workers": 1, "multiprocessing_context": context}
+    order = Sequential(4)
+    options = {"num_workers": 1, "multiprocessing_context": context}
     with (
         loading(_Kinds(), order, collate_fn=_as_list) as plain,
         loading(_Kinds(), order, collate_fn=_as_list, **options) as parallel,
     ):
         expected, found = (next(iter(loader.epoch(0))).batch for loader in (plain, parallel))
     for one, other in zip(expected, found, strict=True):
-        deep, same_deep = one.pop("deep"), other.pop("deep")
+        deep = one.pop("deep")
+        same_deep = other.pop("deep")
         assert torch.equal(deep.tensor, same_deep.tensor)
         assert deep.text == same_deep.text
         for name, value in one.items():

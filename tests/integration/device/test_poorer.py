@@ -53,7 +53,8 @@ def test_each_question_has_an_answer_of_its_own():
 
 def trained(words, device):
     """Train as a configuration says; return the weights and what is logged."""
-    log, strategy = Log(), Strategy(device)
+    log = Log()
+    strategy = Strategy(device)
     strategy.setup()
     composed = compose([*words[:1], *SHORT, *words[1:]])
     trainer = build(parse(composed.config), strategy, {"log": log}).trainer
@@ -100,7 +101,8 @@ def test_an_update_that_is_not_finite_is_not_applied(name, own):
     (optimizer,) = optimizers.optimizers.values()
     heeds = not {"fused", "found_inf"} & LACKS
     assert bool(optimizer.defaults["fused"]) == (own or heeds)
-    good, labels = torch.randn(8, 4), torch.zeros(8).long()
+    good = torch.randn(8, 4)
+    labels = torch.zeros(8).long()
     bad = torch.where(torch.arange(8)[:, None] == 3, torch.nan, good)
     batches = [(inputs.to(DEVICE), labels.to(DEVICE)) for inputs in (good, bad, good)]
     options = TrainerOptions(max_epochs=1, log_every_n_steps=3)

@@ -120,7 +120,8 @@ def test_killed_and_resumed_it_ends_the_same(train, start, job, trained, tmp_pat
 
 def test_it_goes_on_on_the_cpu_and_back(train, start, job, tmp_path):
     words = [*job, *FEW, "model.dropout=0"]
-    whole, run = tmp_path / "whole", tmp_path / "run"
+    whole = tmp_path / "whole"
+    run = tmp_path / "run"
     train([*words, f"run_dir={whole}"])
     killed(start, words, run)
     killed(start, [*words, ON_CPU, "resume=auto"], run, step=10)
@@ -237,8 +238,10 @@ def test_one_line_tells_what_the_device_refuses(train, job, tmp_path, words, cod
 def test_as_many_micro_batches_as_its_memory_asks_for():
     words = ["experiment=resnet18", "model=small_cnn", "callbacks=none", "loader.batch_size=256"]
     auto = [*words, "trainer.gradient_accumulation_steps=auto"]
-    config, module = parse(compose(auto).config), torch.get_device_module(DEVICE)
-    strategy, peaks = Strategy(DEVICE), {}
+    config = parse(compose(auto).config)
+    module = torch.get_device_module(DEVICE)
+    strategy = Strategy(DEVICE)
+    peaks = {}
     weights = sum(p.nbytes for p in build(config, Strategy(CPU)).trainer.model.parameters())
     for steps in (1, 2):
         options = replace(config.trainer, gradient_accumulation_steps=steps)

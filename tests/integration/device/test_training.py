@@ -47,7 +47,8 @@ class Asked(TorchDispatchMode):
 
 def trained(words, device):
     """Train a configuration for six updates; return its weights and all that it logs."""
-    log, strategy = Log(), Strategy(device)
+    log = Log()
+    strategy = Strategy(device)
     strategy.setup()
     config = parse(compose([*words[:1], *SHORT, *words[1:]]).config)
     trainer = build(config, strategy, {"log": log}).trainer
@@ -122,9 +123,11 @@ def test_device_transforms_of_every_choice_do_not_wait(name):
     images = torch.randint(256, (6, 3, 32, 32), dtype=torch.uint8)
     if "to_float" in config.transforms.train:  # the workers' images are numbers by then
         images = images / 255
-    batch, batch_slice = (images, torch.arange(6)), BatchSlice(tuple(range(6)), 6, 3, 9, 0, 1, 0, 0)
+    batch = (images, torch.arange(6))
+    batch_slice = BatchSlice(tuple(range(6)), 6, 3, 9, 0, 1, 0, 0)
     expected = DeviceTransforms(steps, seed=1)(batch, batch_slice)
-    on_device, moved = DeviceTransforms(steps, seed=1), to_device(batch, DEVICE)
+    on_device = DeviceTransforms(steps, seed=1)
+    moved = to_device(batch, DEVICE)
     on_device(moved, batch_slice)  # brings its constants there
     with waits() as found:
         result = on_device(moved, batch_slice)
@@ -151,7 +154,8 @@ def test_device_transforms_launch_few_kernels():
     words = ["transforms=on_device", "data=cifar10", "data.root=/nowhere"]
     nodes = parse(compose(words).config).transforms.device
     steps = {key: instantiate(node, _key_=key) for key, node in nodes.items() if node}
-    transforms, counts = DeviceTransforms(steps, seed=1), []
+    transforms = DeviceTransforms(steps, seed=1)
+    counts = []
     for size in (6, 60):
         images = torch.randint(256, (size, 3, 32, 32), dtype=torch.uint8).to(DEVICE)
         batch_slice = BatchSlice(tuple(range(size)), size, 0, size, 0, 1, 0, 0)
@@ -174,7 +178,8 @@ def test_a_process_keeps_the_random_states_of_its_own_devices():
 
     drawn(first)
     state = through_a_file(states(first).state_dict())
-    expected, aside = drawn(first), []
+    expected = drawn(first)
+    aside = []
     for _ in range(2):
         with rng.seeded(first, seed=1):
             aside.append(drawn(first))

@@ -54,7 +54,8 @@ class Watch(Callback):
     """Count the waits of five updates, their data included."""
 
     def __init__(self):
-        self.counting, self.found = waits(), None
+        self.counting = waits()
+        self.found = None
 
     def on_update_end(self, trainer):
         if trainer.state.updates == 2:  # all state is there
@@ -137,7 +138,8 @@ def network(layers=3):
 
 def trainer_of(name, callbacks, layers=3, **options):
     batch = torch.randn(4, 1, 8, 8), torch.tensor([0, 1, 2, 0])
-    model, strategy = network(layers), Strategy(DEVICE)
+    model = network(layers)
+    strategy = Strategy(DEVICE)
     model = strategy.prepare(model)
     node = copy.deepcopy(NODES[name])
     optimizers = build_optimizers(model, node, prefer_fused=True, batch_size=8)
@@ -212,7 +214,8 @@ def test_an_update_calls_few_operators_beyond_by_hand(new_labels, most):
 
     counts = {}
     for make in (bare, ours):
-        run, found = make(rig, "resnet18", batches), []
+        run = make(rig, "resnet18", batches)
+        found = []
         run(2)
         for updates in (2, 6):  # what a run does once cancels out
             with Calls() as calls:

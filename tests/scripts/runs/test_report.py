@@ -26,7 +26,8 @@ class Best(Checkpoint):
 
 @pytest.fixture
 def experiment():
-    state, saver = TrainState(epoch=1, global_step=60, validated_at=40), {"checkpoint": Best()}
+    state = TrainState(epoch=1, global_step=60, validated_at=40)
+    saver = {"checkpoint": Best()}
     trainer = SimpleNamespace(state=state, callbacks=saver, average=None, done=False)
     config = SimpleNamespace(trainer=SimpleNamespace(max_time="0:10:00"))
     sets = {"train": range(1200), "val": None, "test": [1, 2]}
@@ -72,7 +73,8 @@ def test_the_block_fits_the_terminal_and_its_commands_can_be_pasted(
 
 
 def test_why_a_run_ended_is_said_in_words(experiment):
-    request, how_far = RunRequest({}, [], {}, ["experiment=resnet18"]), "1 epoch, 60 updates, 6.0 s"
+    request = RunRequest({}, [], {}, ["experiment=resnet18"])
+    how_far = "1 epoch, 60 updates, 6.0 s"
     pruned = ", pruned: its search ended it early"
     for reason, said in ((None, ""), (PRUNED, pruned), (EARLY, f", ended early: {EARLY}")):
         experiment.trainer.state.stop_reason = reason
@@ -110,7 +112,8 @@ def test_each_moment_counts_once(monkeypatch):
 
 
 def test_the_log_of_a_run_has_what_was_said_before_its_file(tmp_path):
-    logger, path = logging.getLogger("regimen"), tmp_path / "train.log"
+    logger = logging.getLogger("regimen")
+    path = tmp_path / "train.log"
     with buffered_log() as log:
         logger.warning("before")
         log.setTarget(file := LogFileHandler(path))

@@ -45,7 +45,8 @@ RUN = {
     ],
 )
 def test_what_is_new_is_a_change_if_it_says_something(part, more, key):
-    before, later = with_defaults(RUN), with_defaults(RUN | {part: RUN[part] | more})
+    before = with_defaults(RUN)
+    later = with_defaults(RUN | {part: RUN[part] | more})
     (new,) = more.values()
     assert changes(before, later) == ({} if key is None else {key: (ABSENT, new)})
     assert changes(later, before) == ({} if key is None else {key: (new, ABSENT)})
@@ -149,7 +150,8 @@ def test_a_key_of_a_strategy_that_changes_the_numbers_is_no_harmless_one(before,
             ["experiment=resnet18", f"strategy={name}", *(f"strategy.{key}" for key in keys)]
         ).config
 
-    saved, raw = configured(before), configured(now)
+    saved = configured(before)
+    raw = configured(now)
     harmful = [key for key in changes(saved, raw) if not _is_harmless(key, saved, raw)]
     assert harmful == ([f"strategy.{refused}"] if refused else [])
     assert refused is None or not trains_the_same(f"strategy.{refused}")  # told in the manual
@@ -164,7 +166,8 @@ def test_the_targets_of_what_is_equal_are_not_looked_at(monkeypatch):
         asked.append(path)
 
     monkeypatch.setattr("regimen.trainer.targets.instantiate.parameters_of", parameters_of)
-    before, later = with_defaults(RUN), with_defaults(RUN)
+    before = with_defaults(RUN)
+    later = with_defaults(RUN)
     assert changes(before, later) == {}
     assert asked == []
     later["optimizer"] = later["optimizer"] | {"lr": 0.2}

@@ -62,10 +62,14 @@ def generators():
 
 def load_disturbed(trials):
     """Load an epoch again and again, with a signal at a random moment; return how many it met."""
-    trainer, loader = listener(), loader_of(Drawing())
+    trainer = listener()
+    loader = loader_of(Drawing())
     trainer.reader.connect(loader)
     plain = [micro.batch[0] for micro in loader.epoch(0)]
-    before, moments, met, lasted = generators(), random.Random(7), 0, []
+    before = generators()
+    moments = random.Random(7)
+    met = 0
+    lasted = []
     with stop_signals(trainer.state, trainer.group):
         handler = signal.getsignal(signal.SIGUSR1)
         signal.signal(signal.SIGALRM, lambda _, frame: handler(signal.SIGUSR1, frame))
@@ -75,7 +79,8 @@ def load_disturbed(trials):
             if trial >= 10:
                 moment = moments.uniform(1e-6, median(lasted))
                 signal.setitimer(signal.ITIMER_REAL, moment)
-            stream, got = loader.epoch(0), []
+            stream = loader.epoch(0)
+            got = []
             while (micro := trainer.reader.next(stream)) is not None:
                 got.append(micro.batch[0])
             signal.setitimer(signal.ITIMER_REAL, 0)
@@ -163,7 +168,8 @@ def test_a_wait_for_a_slow_worker_ends_with_a_signal(monkeypatch, persistent):
 
 
 def test_only_a_process_that_is_alone_and_waits_is_cut_short():
-    trainer, loader = listener(), loader_of(Drawing())
+    trainer = listener()
+    loader = loader_of(Drawing())
     trainer.reader.connect(loader)
     trainer.state.signal = ("SIGTERM", 143)
     assert len(list(loader.epoch(0))) == 2
@@ -200,7 +206,8 @@ def test_a_handler_of_ours_acts_in_no_process_of_the_users(running):
     before = {number: signal.getsignal(number) for number in stopping_signals()}
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, theirs := lambda *_: os._exit(8))
-    trainer, ended = listener(), {}
+    trainer = listener()
+    ended = {}
     try:
         end_on_signals()
         with stop_signals(trainer.state, trainer.group) if running else contextlib.nullcontext():

@@ -49,7 +49,8 @@ def launched(job):
 def test_a_job_that_is_preempted_or_cancelled_saves(launched, preempted):
     if preempted:
         pytest.importorskip("submitit")
-    job, codes = launched("optimizer.lr=0.5", "resume=some.pt"), []
+    job = launched("optimizer.lr=0.5", "resume=some.pt")
+    codes = []
     assert "resume=some.pt" in job.arguments()
     thread = threading.Thread(target=lambda: codes.append(job()))
     thread.start()

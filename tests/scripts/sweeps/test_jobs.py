@@ -124,7 +124,9 @@ def test_devices_are_distributed_over_jobs(
     monkeypatch.setattr(device, "device_types", lambda: ["cuda", "cpu"])
     monkeypatch.setattr(device, "device_count", lambda: count)
     devices = device.visible()
-    launcher, running, found = LocalLauncher(5, per_device, devices), list[Job](), []
+    launcher = LocalLauncher(5, per_device, devices)
+    running = list[Job]()
+    found = []
     for number, strategy in enumerate(asked):
         job = Job(number, tmp_path, {}, config={"strategy": strategy})
         if there_is_room := launcher.start(job, [], running):
@@ -199,7 +201,8 @@ def test_no_link_leads_out_of_a_sweep(job, sweep_of, place, target, used):
 
 @pytest.mark.parametrize("kind", ["a link out", "a link inside", "a pipe", "a folder that is one"])
 def test_a_job_prints_into_a_file_of_its_own_or_nowhere(tmp_path, kind):
-    victim, output = tmp_path / "victim.txt", tmp_path / "there/output/0.txt"
+    victim = tmp_path / "victim.txt"
+    output = tmp_path / "there/output/0.txt"
     victim.write_text("mine")
     (tmp_path / "there/1").mkdir(parents=True)
     (tmp_path / "there/1/train.log").write_text("job 1\n")

@@ -146,7 +146,9 @@ def test_a_search_that_was_killed_asks_for_the_same_values(jobs, sampler):
     argv += [f"sweep.n_trials={99 if sampler == 'grid' else 4}"]
     argv += ["sweep.sampler_options={n_startup_trials: 1}"] if sampler in ("tpe", "cmaes") else []
     assert run(*argv, "run_dir=whole") == 0
-    whole, rates, jobs.ran = jobs.ran, jobs.rates, []
+    whole = jobs.ran
+    rates = jobs.rates
+    jobs.ran = []
     if sampler != "grid":  # whose values are the same in another order
         run(*argv, "run_dir=other", "seed=8")
         assert not {*rates} & {*jobs.rates}

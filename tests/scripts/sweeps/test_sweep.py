@@ -199,7 +199,8 @@ def test_a_job_is_the_run_that_its_overrides_name(tmp_path):
     for varied in (["seed=3", "run_dir=alone"], ["-m", "seed=2,3", "run_dir=all"]):
         argv = [sys.executable, "-P", "-m", "regimen.scripts.train", *fixed, *varied]
         subprocess.run(argv, cwd=tmp_path, env=env, timeout=300, capture_output=True, check=True)
-    alone, job = tmp_path / "alone", tmp_path / "all" / "1"
+    alone = tmp_path / "alone"
+    job = tmp_path / "all" / "1"
     own = {"created", "started", "pid", "exit"}
     texts = [(run / "overrides.yaml").read_text().splitlines()[:-1] for run in (job, alone)]
     assert texts[0] == texts[1]  # but for the last, run_dir

@@ -20,7 +20,8 @@ from torch.utils.backend_registration import (
     rename_privateuse1_backend,
 )
 
-Stream, Event = torch.Stream, torch.Event
+Stream = torch.Stream
+Event = torch.Event
 default_generators = tuple(native.default_generator(i) for i in range(native.device_count()))
 _initialized = True
 device_count = native.device_count
