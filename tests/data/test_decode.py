@@ -248,29 +248,6 @@ def _jpeg(size=(64, 64)):
     return stream.getvalue()
 
 
-@pytest.mark.parametrize(
-    ("content", "text"),
-    [
-        (None, "cannot read"),  # a folder
-        (b"", "empty"),
-        (_jpeg()[: len(_jpeg()) // 2], "truncated"),
-        (_jpeg()[:-1], "truncated"),
-        (_jpeg()[:20], "cannot decode"),
-        (b"\xff\xd8\xff", "no image format"),
-        (b"<html>404</html>", "no image format"),
-        (b"\x89PNG\r\n\x1a\n1234", "cannot decode"),
-    ],
-    ids=range(8),
-)
-def test_broken_file_is_named(tmp_path, content, text):
-    path = tmp_path / "broken.jpg"
-    path.mkdir() if content is None else path.write_bytes(content)
-    with pytest.raises(DataError, match=text) as caught:
-        read_image(path)
-    assert str(path) in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
 JPEG = _jpeg()
 
 
@@ -286,7 +263,6 @@ JPEG = _jpeg()
         pytest.param(b"\x89PNG\r\n\x1a\n1234", "cannot decode", id="png's mark alone"),
     ],
 )
-# rename test_broken_file_is_named
 def test_a_broken_file_is_named(tmp_path, content, text):
     path = tmp_path / "broken.jpg"
     path.write_bytes(content)
@@ -331,22 +307,6 @@ def test_every_truncation_and_flipped_bit_is_an_image_or_a_data_error(tmp_path):
         assert str(path) in message
 
 
-@pytest.mark.parametrize("name", ["bomb.jpg", "bomb.png"])
-def test_bomb_is_refused_by_its_header(tmp_path, write_image, monkeypatch, name):
-    path = write_image(tmp_path / name)
-    monkeypatch.setattr(decode, "MAX_PIXELS", 100)
-    with pytest.raises(DataError, match=r"refused to decode .*bomb.*12 x 10 pixels"):
-        read_image(path)
-    monkeypatch.undo()
-    if name == "bomb.jpg":  # whose header is no bomb for Pillow
-        jpeg = bytearray(_jpeg())
-        frame = jpeg.index(b"\xff\xc0")
-        jpeg[frame + 5 : frame + 9] = (20000).to_bytes(2, "big") * 2
-        path.write_bytes(jpeg)
-        with pytest.raises(DataError, match="20000 x 20000"):
-            read_image(path)
-
-
 def test_a_program_named_as_a_picture_is_not_run(tmp_path, monkeypatch):
     from PIL import EpsImagePlugin
 
@@ -361,7 +321,6 @@ def test_a_program_named_as_a_picture_is_not_run(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["bomb.jpg", "bomb.png"])
-# rename test_bomb_is_refused_by_its_header
 def test_a_bomb_is_refused_by_its_header(tmp_path, write_image, monkeypatch, name):
     path = write_image(tmp_path / name)
     monkeypatch.setattr(decode, "MAX_PIXELS", 100)
@@ -438,29 +397,6 @@ def _write(path, turn=1, seed=0):
 @pytest.mark.parametrize(
     "step", [v2.RandomResizedCrop(30), v2.RandomResizedCrop((24, 36)), v2.Resize(60)], ids=repr
 )
-def test_part_is_that_of_whole_picture(tmp_path, turn, step):
-    path = _write(tmp_path / "a.jpg", turn)
-    quick = fast_resize(step)
-    scaled = 0
-    for seed in range(8):
-        torch.manual_seed(seed)
-        whole = quick(read_image(path))
-        torch.manual_seed(seed)
-        part = quick(open_image(path))
-        assert (part.shape, part.dtype) == (whole.shape, torch.uint8)
-        difference = (part.int() - whole.int()).abs().float()
-        assert difference.mean() < 1.5
-        assert difference.max() < 16
-        scaled += bool(difference.any())
-    assert scaled >= 4
-
-
-@large
-@pytest.mark.parametrize("turn", range(1, 9))
-@pytest.mark.parametrize(
-    "step", [v2.RandomResizedCrop(30), v2.RandomResizedCrop((24, 36)), v2.Resize(60)], ids=repr
-)
-# rename test_part_is_that_of_whole_picture
 def test_a_part_is_that_of_the_whole_picture(tmp_path, turn, step):
     path = _write(tmp_path / "a.jpg", turn)
     quick = fast_resize(step)

@@ -29,22 +29,6 @@ FEW = ("textwrap", "heapq", "string")  # modules that are quickly read
 
 @given(targets=st.lists(st.integers(0, 4), min_size=1, max_size=80), wanted=st.integers(0, 40))
 @example(targets=[0, 1, 2, 2, 2, 2, 2], wanted=4)
-def test_cut_partitions_and_leaves_every_class_behind(targets, wanted):
-    rest, part = stratified_split(targets, wanted, seed=1)
-    assert sorted([*rest, *part]) == list(range(len(targets)))
-    assert {targets[i] for i in rest} == set(targets)
-    assert len(part) == min(wanted, len(targets) - len(set(targets)))
-    one, again, other = (
-        stratified_split(np.arange(60) % 4, 20, seed)[1].tolist() for seed in (1, 1, 2)
-    )
-    assert one == again != other
-    _, tenth = stratified_split([0] * 60 + [1] * 30 + [2] * 10, 10, seed=0)
-    assert np.bincount(np.repeat([0, 1, 2], [60, 30, 10])[tenth]).tolist() == [6, 3, 1]
-
-
-@given(targets=st.lists(st.integers(0, 4), min_size=1, max_size=80), wanted=st.integers(0, 40))
-@example(targets=[0, 1, 2, 2, 2, 2, 2], wanted=4)
-# rename test_cut_partitions_and_leaves_every_class_behind
 def test_stratified_split_partitions_and_leaves_every_class_behind(targets, wanted):
     rest, part = stratified_split(targets, wanted, seed=1)
 
