@@ -37,21 +37,29 @@ def batches(dataset, size, **options):
     return [micro.batch for micro in loader.epoch(0)]
 
 
+def targets_of(rows):
+    """Return the class numbers of pairs: 0 other, 1 same."""
+    return [["other", "same"].index(row["label"]) for row in rows]
+
+
 def test_pairs_are_what_the_tokenizer_makes_of_them(tokenizer, tmp_path):
     rows = pairs(10)
     write_table(tmp_path / "train.csv", rows)
+
     dataset = texts(str(tmp_path), "train", PAIR, tokenizer, length=64, val_fraction=0)
-    made = make_tokenizer()
-    for batch, start in zip(batches(dataset, 4), (0, 4, 8), strict=True):
-        given = rows[start : start + 4]
-        first, second = ([row[name] for row in given] for name in PAIR)
-        expected = made(first, second, padding="longest", return_tensors="pt")
-        assert batch["labels"].tolist() == [int(row["label"] == "same") for row in given]
-        for name in made.model_input_names:
-            assert torch.equal(batch[name], expected[name])
+
     assert dataset.classes == ["other", "same"]
     assert dataset.path(1) == f"{tmp_path}/train.csv:3"
     assert dataset.shown_of(1) == {name: rows[1][name] for name in PAIR}
+    by_hand = make_tokenizer()
+    for batch, start in zip(batches(dataset, 4), (0, 4, 8), strict=True):
+        given = rows[start : start + 4]
+        premises = [row["premise"] for row in given]
+        hypotheses = [row["hypothesis"] for row in given]
+        expected = by_hand(premises, hypotheses, padding="longest", return_tensors="pt")
+        assert batch["labels"].tolist() == targets_of(given)
+        for name in by_hand.model_input_names:
+            assert torch.equal(batch[name], expected[name])
 
 
 def test_a_task_of_glue_goes_by_its_name(tokenizer, tmp_path):
@@ -74,87 +82,144 @@ def test_a_column_may_have_the_name_of_a_task(tokenizer, tmp_path):
 def test_one_length_for_all(tokenizer, tmp_path):
     write_table(tmp_path / "train.csv", pairs(10))
     options = {"length": 64, "val_fraction": 0}
-    longest, padded = (
-        texts(str(tmp_path), "train", PAIR, tokenizer, padding=padding, **options)
-        for padding in ("longest", "max_length")
-    )
+
+    longest = texts(str(tmp_path), "train", PAIR, tokenizer, padding="longest", **options)
+    padded = texts(str(tmp_path), "train", PAIR, tokenizer, padding="max_length", **options)
+
     for number in range(10):
-        whole = longest[number]
-        size = len(whole["input_ids"])
-        for name, values in padded[number].items():
-            assert name == "labels" or len(values) == 64
-            assert torch.equal(values[:size] if values.ndim else values, whole[name])
-        assert not padded[number]["attention_mask"][size:].any()
+        expected = longest[number]
+        found = padded[number]
+        size = len(expected["input_ids"])
+        assert torch.equal(found.pop("labels"), expected["labels"])
+        for name, values in found.items():
+            assert len(values) == 64
+            assert torch.equal(values[:size], expected[name])
+        assert not found["attention_mask"][size:].any()
     assert longest.fingerprint() != padded.fingerprint()
 
 
-def test_collators_of_transformers_take_the_samples(tokenizer, tmp_path):
+def assert_batches_equal_those_of(collator, dataset):
+    ours = batches(dataset, 3)
+    theirs = batches(dataset, 3, collate_fn=collator)
+    for own, other in zip(ours, theirs, strict=True):
+        assert own.keys() == other.keys()
+        for name, values in own.items():
+            assert torch.equal(values, other[name])
+
+
+def test_a_collator_of_transformers_takes_texts(tokenizer, tmp_path):
     write_table(tmp_path / "train.csv", pairs(6))
     dataset = texts(str(tmp_path), "train", PAIR, tokenizer, length=64, val_fraction=0)
+
     collator = transformers.DataCollatorWithPadding(make_tokenizer())
-    for own, theirs in zip(
-        batches(dataset, 3), batches(dataset, 3, collate_fn=collator), strict=True
-    ):
-        assert own.keys() == theirs.keys()
-        assert all(torch.equal(own[name], theirs[name]) for name in own)
-    write_jsonl(tmp_path / "words.jsonl", sentences(6))
-    words = tagged_words(str(tmp_path / "words.jsonl"), "train", tokenizer, 64, val_fraction=0)
+
+    assert_batches_equal_those_of(collator, dataset)
+
+
+def test_a_collator_of_transformers_takes_tagged_words(tokenizer, tmp_path):
+    path = write_jsonl(tmp_path / "words.jsonl", sentences(6))
+    dataset = tagged_words(str(path), "train", tokenizer, 64, val_fraction=0)
+
     collator = transformers.DataCollatorForTokenClassification(make_tokenizer())
-    for own, theirs in zip(batches(words, 3), batches(words, 3, collate_fn=collator), strict=True):
-        assert all(torch.equal(own[name], theirs[name]) for name in own)
+
+    assert_batches_equal_those_of(collator, dataset)
 
 
-@pytest.mark.parametrize("kind", ["csv", "tsv", "jsonl", "parquet", "saved"])
-def test_every_kind_of_file_holds_the_same(tokenizer, tmp_path, kind):
+def write_tsv(folder, rows):
+    lines = ["\t".join(rows[0])]
+    for row in rows:
+        lines.append("\t".join(row.values()))
+    (folder / "train.tsv").write_text("\n".join(lines))
+
+
+def write_parquet(folder, rows):
+    pyarrow = pytest.importorskip("pyarrow", reason="the extra parquet is not installed")
+    from pyarrow import parquet
+
+    table = pyarrow.Table.from_pylist(rows)
+    parquet.write_table(table, folder / "train.parquet")
+
+
+def write_datasets(folder, rows):
+    """Write the rows as `train`, and three without a label as `test`."""
+    datasets = pytest.importorskip("datasets", reason="the extra huggingface is missing")
+    features = datasets.Features(
+        {
+            "premise": datasets.Value("string"),
+            "hypothesis": datasets.Value("string"),
+            "label": datasets.ClassLabel(names=["other", "same"]),
+        }
+    )
+    numbered = []
+    for row, target in zip(rows, targets_of(rows), strict=True):
+        numbered.append({**row, "label": target})
+    unlabelled = [{**row, "label": -1} for row in rows[:3]]
+    train = datasets.Dataset.from_list(numbered, features=features)
+    test = datasets.Dataset.from_list(unlabelled, features=features)
+    datasets.DatasetDict({"train": train, "test": test}).save_to_disk(folder)
+
+
+WRITERS = {
+    "csv": lambda folder, rows: write_table(folder / "train.csv", rows),
+    "tsv": write_tsv,
+    "jsonl": lambda folder, rows: write_jsonl(folder / "train.jsonl", rows),
+    "parquet": write_parquet,
+    "saved": write_datasets,
+}
+
+
+@pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
+def test_every_kind_of_file_holds_the_same(tokenizer, tmp_path, write):
     rows = pairs(8)
-    if kind == "csv":
-        write_table(tmp_path / "train.csv", rows)
-    elif kind == "tsv":
-        lines = [
-            "\t".join(row.values()) for row in [dict(zip(rows[0], rows[0], strict=True)), *rows]
-        ]
-        (tmp_path / "train.tsv").write_text("\n".join(lines))
-    elif kind == "jsonl":
-        write_jsonl(tmp_path / "train.jsonl", rows)
-    elif kind == "parquet":
-        pyarrow = pytest.importorskip("pyarrow", reason="the extra parquet is not installed")
-        from pyarrow import parquet
+    write(tmp_path, rows)
 
-        parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "train.parquet")
-    else:
-        datasets = pytest.importorskip("datasets", reason="the extra huggingface is missing")
-        numbered = [{**row, "label": int(row["label"] == "same")} for row in rows]
-        features = datasets.Features(
-            {**{name: datasets.Value("string") for name in PAIR},
-             "label": datasets.ClassLabel(names=["other", "same"])}
-        )  # fmt: skip
-        table = datasets.Dataset.from_list(numbered, features=features)
-        unlabelled = [{**row, "label": -1} for row in numbered[:3]]
-        test = datasets.Dataset.from_list(unlabelled, features=features)
-        datasets.DatasetDict({"train": table, "test": test}).save_to_disk(tmp_path)
-        tested = texts(str(tmp_path), "test", PAIR, tokenizer, length=64)
-        assert tested.targets.tolist() == [-100] * 3
-        assert tested.path(2) == f"test of {tmp_path}:2"
     dataset = texts(str(tmp_path), "train", PAIR, tokenizer, length=64, val_fraction=0)
-    assert dataset.targets.tolist() == [int(row["label"] == "same") for row in rows]
-    assert [dataset.shown_of(n)["premise"] for n in range(8)] == [row["premise"] for row in rows]
+
+    assert dataset.targets.tolist() == targets_of(rows)
+    premises = [dataset.shown_of(number)["premise"] for number in range(8)]
+    assert premises == [row["premise"] for row in rows]
 
 
-def test_val_is_cut_from_train_or_a_fold_of_it(tokenizer, tmp_path):
+def test_rows_of_datasets_without_a_label_are_left_out_of_the_loss(tokenizer, tmp_path):
+    write_datasets(tmp_path, pairs(8))
+
+    test = texts(str(tmp_path), "test", PAIR, tokenizer, length=64)
+
+    assert test.targets.tolist() == [-100] * 3
+    assert test.path(2) == f"test of {tmp_path}:2"
+
+
+def test_val_is_cut_from_train(tokenizer, tmp_path):
     path = str(write_table(tmp_path / "all.csv", pairs(40)))
-    train, val = (texts(path, split, PAIR, tokenizer, length=64) for split in ("train", "val"))
-    assert (len(train), len(val)) == (36, 4)
-    assert not {*train.names} & {*val.names}
-    assert texts(path, "test", PAIR, tokenizer, length=64) is None
-    folds = [texts(path, "val", PAIR, tokenizer, length=64, fold=n, folds=4) for n in range(4)]
-    assert len({name for fold in folds for name in fold.names}) == 40
+
+    train = texts(path, "train", PAIR, tokenizer, length=64)
+    val = texts(path, "val", PAIR, tokenizer, length=64)
+    test = texts(path, "test", PAIR, tokenizer, length=64)
+
+    assert len(train) == 36
+    assert len(val) == 4
+    assert set(train.names).isdisjoint(val.names)
+    assert test is None
+
+
+def test_folds_share_the_rows_out(tokenizer, tmp_path):
+    path = str(write_table(tmp_path / "all.csv", pairs(40)))
+
+    names = set()
+    for number in range(4):
+        fold = texts(path, "val", PAIR, tokenizer, length=64, fold=number, folds=4)
+        names.update(fold.names)
+
+    assert len(names) == 40
 
 
 def test_numbers_as_targets(tokenizer, tmp_path):
     rows = [{"text": "good film", "score": "4.5"}, {"text": "bad film", "score": "1"}]
     path = str(write_table(tmp_path / "all.csv", rows))
     options = {"target": "score", "target_kind": "number", "length": 64, "val_fraction": 0}
+
     dataset = texts(path, "train", "text", tokenizer, **options)
+
     assert dataset.targets.tolist() == [4.5, 1.0]
     assert dataset.targets.dtype == torch.float32
     write_table(tmp_path / "all.csv", [*rows, {"text": "rain", "score": "nan"}])
@@ -166,64 +231,85 @@ def test_ends_are_cut_off_and_told(tokenizer, tmp_path):
     rows = [{"text": "rain " * 9, "label": "a"}, {"text": "rain", "label": "b"}]
     path = str(write_jsonl(tmp_path / "all.jsonl", rows))
     options = {"length": 6, "val_fraction": 0}
+
     dataset = texts(path, "train", "text", tokenizer, **options)
-    assert [len(dataset[n]["input_ids"]) for n in range(2)] == [6, 3]
+
+    long, short = [sample["input_ids"] for sample in (dataset[0], dataset[1])]
+    assert len(long) == 6
+    assert len(short) == 3
     assert "1 texts are longer than data.length=6: their ends are cut off" in dataset.explain()
     with pytest.raises(DataError, match=r"all\.jsonl:1: 11 tokens are more than data\.length=6"):
         texts(path, "train", "text", tokenizer, too_long="error", **options)
 
 
+NEW_YORK = {"words": ["annas", "saw", "new", "york"], "tags": ["B-PER", "O", "B-LOC", "I-LOC"]}
+
+
+# [CLS] anna ##s saw new york [SEP]
+NEW_YORK_LABELS = [
+    -100,
+    TAGS.index("B-PER"),
+    -100,
+    TAGS.index("O"),
+    TAGS.index("B-LOC"),
+    TAGS.index("I-LOC"),
+    -100,
+]
+
+
 def test_words_are_labelled_at_their_first_token(tokenizer, tmp_path):
-    rows = [{"words": ["annas", "saw", "new", "york"], "tags": ["B-PER", "O", "B-LOC", "I-LOC"]}]
-    path = str(write_jsonl(tmp_path / "all.jsonl", rows))
+    path = str(write_jsonl(tmp_path / "all.jsonl", [NEW_YORK]))
+
     dataset = tagged_words(path, "train", tokenizer, 64, val_fraction=0)
-    # [CLS] anna ##s saw new york [SEP]
-    expected = [
-        -100,
-        TAGS.index("B-PER"),
-        -100,
-        TAGS.index("O"),
-        *map(TAGS.index, ("B-LOC", "I-LOC")),
-    ]
-    assert dataset[0]["labels"].tolist() == [*expected, -100]
+
+    assert dataset[0]["labels"].tolist() == NEW_YORK_LABELS
     assert dataset.classes == TAGS
     assert dataset.word_places(0) == [1, 3, 4, 5]
+
+
+def test_a_long_sentence_is_cut_if_asked_for(tokenizer, tmp_path):
+    path = str(write_jsonl(tmp_path / "all.jsonl", [NEW_YORK]))
+
     cut = tagged_words(path, "train", tokenizer, 5, too_long="cut", val_fraction=0)
-    assert cut[0]["labels"].tolist() == [*expected[:4], -100]
+
+    assert cut[0]["labels"].tolist() == [*NEW_YORK_LABELS[:4], -100]
     assert "1 sentences are longer" in cut.explain()[1]
+
+
+def conll(rows):
+    """Return sentences as CoNLL-2003 has them: a word a line, an empty line between."""
+    lines = ["-DOCSTART- -X- O", ""]
+    for row in rows:
+        for word, tag in zip(row["words"], row["tags"], strict=True):
+            lines.append(f"{word} NN {tag}")
+        lines.append("")
+    return "\n".join(lines) + "\n"
 
 
 def test_columns_of_conll_are_the_same_sentences(tokenizer, tmp_path):
     rows = sentences(9)
     write_jsonl(tmp_path / "a/train.jsonl", rows)
-    text = "-DOCSTART- -X- O\n\n"
-    for row in rows:
-        words = zip(row["words"], row["tags"], strict=True)
-        text += "".join(f"{word} NN {tag}\n" for word, tag in words) + "\n"
     (tmp_path / "b").mkdir()
-    (tmp_path / "b/train.conll").write_text(text)
-    one, other = (
-        tagged_words(str(tmp_path / name), "train", tokenizer, 64, val_fraction=0) for name in "ab"
-    )
-    assert one.fingerprint() == other.fingerprint()
-    assert other.path(0).endswith("train.conll:3")
+    (tmp_path / "b/train.conll").write_text(conll(rows))
+
+    of_json = tagged_words(str(tmp_path / "a"), "train", tokenizer, 64, val_fraction=0)
+    of_conll = tagged_words(str(tmp_path / "b"), "train", tokenizer, 64, val_fraction=0)
+
+    assert of_conll.fingerprint() == of_json.fingerprint()
+    assert of_conll.path(0).endswith("train.conll:3")
 
 
 def test_a_run_numbers_the_classes_of_a_folder_without_train(tokenizer, tmp_path):
     write_jsonl(tmp_path / "test.jsonl", [{"text": "rain", "label": "wet"}])
     dataset = texts(str(tmp_path), "test", "text", tokenizer, length=64)
     assert dataset[0]["labels"] == 0
+
     follow_names(dataset, ["dry", "wet"], "data.test")
+
     assert dataset[0]["labels"] == 1
+    again = texts(str(tmp_path), "test", "text", tokenizer, length=64)
     with pytest.raises(ClassNamesError, match="'wet' among them"):
-        follow_names(
-            texts(str(tmp_path), "test", "text", tokenizer, length=64), ["dry"], "data.test"
-        )
-    write_jsonl(tmp_path / "ner/test.jsonl", [{"words": ["anna", "saw"], "tags": ["B-PER", "O"]}])
-    words = tagged_words(str(tmp_path / "ner"), "test", tokenizer, 64)
-    follow_names(words, TAGS, "data.test")
-    assert words[0]["labels"].tolist() == [-100, 1, 3, -100]
-    assert words.classes == TAGS
+        follow_names(again, ["dry"], "data.test")
 
 
 def test_a_byte_order_mark_and_lines_of_windows_are_read(tokenizer, tmp_path):
@@ -286,15 +372,30 @@ def test_bad_rows_are_named(tokenizer, tmp_path, rows, message):
         texts(path, "train", "text", tokenizer, length=64, val_fraction=0)
 
 
+def test_a_run_numbers_the_tags_of_a_folder_without_train(tokenizer, tmp_path):
+    write_jsonl(tmp_path / "test.jsonl", [{"words": ["anna", "saw"], "tags": ["B-PER", "O"]}])
+    words = tagged_words(str(tmp_path), "test", tokenizer, 64)
+
+    follow_names(words, TAGS, "data.test")
+
+    assert words[0]["labels"].tolist() == [-100, 1, 3, -100]
+    assert words.classes == TAGS
+
+
 def test_a_label_that_train_lacks(tokenizer, tmp_path):
     write_jsonl(tmp_path / "train.jsonl", LABELLED)
     write_jsonl(tmp_path / "val.jsonl", [*LABELLED, {"text": "rain", "label": "c"}])
+
     with pytest.raises(DataError, match=r"val\.jsonl:3: class 'c' of column 'label' is not among"):
         texts(str(tmp_path), "val", "text", tokenizer, length=64)
-    write_jsonl(tmp_path / "ner/train.jsonl", [{"words": ["a"], "tags": ["O"]}])
-    write_jsonl(tmp_path / "ner/val.jsonl", [{"words": ["a"], "tags": ["B-X"]}])
+
+
+def test_a_tag_that_train_lacks(tokenizer, tmp_path):
+    write_jsonl(tmp_path / "train.jsonl", [{"words": ["a"], "tags": ["O"]}])
+    write_jsonl(tmp_path / "val.jsonl", [{"words": ["a"], "tags": ["B-X"]}])
+
     with pytest.raises(DataError, match=r"val\.jsonl:1: tag 'B-X' is not among those of train"):
-        tagged_words(str(tmp_path / "ner"), "val", tokenizer, 64)
+        tagged_words(str(tmp_path), "val", tokenizer, 64)
 
 
 @pytest.mark.parametrize(
@@ -321,19 +422,28 @@ def test_a_label_that_train_lacks(tokenizer, tmp_path):
 def test_bad_sentences_are_named(tokenizer, tmp_path, row, message):
     good = {"words": ["anna"], "tags": ["O"]}
     path = str(write_jsonl(tmp_path / "all.jsonl", [good, row]))
+
     with pytest.raises(DataError, match=rf"all\.jsonl:2: .*{message}"):
         tagged_words(path, "train", tokenizer, 64, val_fraction=0)
-    conll = tmp_path / "all.conll"
-    conll.write_text("anna O\nsaw\n")
+
+
+def test_a_word_without_a_tag_is_named(tokenizer, tmp_path):
+    path = tmp_path / "all.conll"
+    path.write_text("anna O\nsaw\n")
+
     with pytest.raises(DataError, match=r"all\.conll:2: 'saw' is a word without a tag"):
-        tagged_words(str(conll), "train", tokenizer, 64, val_fraction=0)
+        tagged_words(str(path), "train", tokenizer, 64, val_fraction=0)
 
 
-def test_mistakes_of_the_configuration(tokenizer, tmp_path):
+@pytest.mark.parametrize("given", [[], ["text", "text"], ["a", "b", "c"]], ids=str)
+def test_inputs_are_one_or_two_columns(tokenizer, tmp_path, given):
     path = str(write_jsonl(tmp_path / "all.jsonl", LABELLED))
-    for given in ([], ["text", "text"], ["a", "b", "c"]):
-        with pytest.raises(ConfigError, match=r"data\.input"):
-            texts(path, "train", given, tokenizer)
+    with pytest.raises(ConfigError, match=r"data\.input"):
+        texts(path, "train", given, tokenizer)
+
+
+def test_a_length_or_tokenizer_that_does_not_fit_is_refused(tokenizer, tmp_path):
+    path = str(write_jsonl(tmp_path / "all.jsonl", LABELLED))
     with pytest.raises(ConfigError, match=r"data\.length: is 128, and .* takes 64 tokens"):
         texts(path, "train", "text", tokenizer)
     with pytest.raises(ConfigError, match=r"data\.length: is 2, of which .* take 2"):
@@ -343,44 +453,79 @@ def test_mistakes_of_the_configuration(tokenizer, tmp_path):
     make_tokenizer(pad_token=None).save_pretrained(tmp_path / "bare")
     with pytest.raises(ConfigError, match="has no padding token"):
         texts(path, "train", "text", str(tmp_path / "bare"), length=64)
-    with pytest.raises(DataError, match=r"data\.root=.*nowhere: no such file"):
-        texts(str(tmp_path / "nowhere"), "train", "text", tokenizer)
-    with pytest.raises(DataError, match=r"data\.root=.*nowhere: no such file"):
-        tagged_words(str(tmp_path / "nowhere"), "train", tokenizer)
 
 
-def test_new_texts_for_a_run(tokenizer, tmp_path):
-    form = {
+def test_a_file_that_is_not_there_is_named(tokenizer, tmp_path):
+    nowhere = str(tmp_path / "nowhere")
+    with pytest.raises(DataError, match=r"data\.root=.*nowhere: no such file"):
+        texts(nowhere, "train", "text", tokenizer)
+    with pytest.raises(DataError, match=r"data\.root=.*nowhere: no such file"):
+        tagged_words(nowhere, "train", tokenizer)
+
+
+@pytest.fixture
+def form(tokenizer):
+    """What a run of texts keeps of how it takes them."""
+    return {
         "kind": "texts",
         "columns": ["text"],
         "tokenizer": tokenizer,
         "length": 64,
         "too_long": "cut",
     }
-    (tmp_path / "new.txt").write_text("good film\n\nbad film\n")
-    dataset = find_texts(form, str(tmp_path / "new.txt"), [])
-    assert dataset.path(1) == f"{tmp_path}/new.txt:3"
-    assert dataset[0].keys() == {"input_ids", "token_type_ids", "attention_mask"}
-    assert len(find_texts(form, "-", ["good film", "", "bad"])) == 2
-    assert [given_texts(form, ["rain"])[0]["input_ids"].tolist()] == make_tokenizer()(["rain"])[
-        "input_ids"
-    ]
-    for source, message in (("nowhere.csv", "is no file of texts"), ("-", "holds no text")):
-        with pytest.raises(DataError, match=message):
-            find_texts(form, source, [])
-    two = {**form, "columns": PAIR}
-    assert len(given_texts(two, pairs(3))) == 3
+
+
+@pytest.fixture
+def form_of_words(tokenizer):
+    return {"kind": "words", "tokenizer": tokenizer, "length": 64, "too_long": "error"}
+
+
+def test_new_texts_for_a_run_are_read_from_a_file_or_given(form, tmp_path):
+    path = tmp_path / "new.txt"
+    path.write_text("good film\n\nbad film\n")
+
+    of_file = find_texts(form, str(path), [])
+    of_lines = find_texts(form, "-", ["good film", "", "bad"])
+    given = given_texts(form, ["rain"])
+
+    assert of_file.path(1) == f"{tmp_path}/new.txt:3"
+    assert of_file[0].keys() == {"input_ids", "token_type_ids", "attention_mask"}
+    assert len(of_lines) == 2
+    (expected,) = make_tokenizer()(["rain"])["input_ids"]
+    assert given[0]["input_ids"].tolist() == expected
+
+
+def test_new_texts_that_are_none_are_refused(form):
+    with pytest.raises(DataError, match="is no file of texts"):
+        find_texts(form, "nowhere.csv", [])
+    with pytest.raises(DataError, match="holds no text"):
+        find_texts(form, "-", [])
+
+
+def test_new_pairs_for_a_run(form):
+    of_pairs = {**form, "columns": PAIR}
+
+    assert len(given_texts(of_pairs, pairs(3))) == 3
     with pytest.raises(DataError, match="the run takes pairs of texts"):
-        given_texts(two, ["one"])
-    words = {"kind": "words", "tokenizer": tokenizer, "length": 64, "too_long": "error"}
-    expected = given_texts(words, [["anna", "saw"]])[0]["input_ids"]
-    assert np.array_equal(given_texts(words, ["anna saw"])[0]["input_ids"], expected)
+        given_texts(of_pairs, ["one"])
+
+
+def test_new_words_for_a_run_are_a_list_a_text_or_a_row(form_of_words, tmp_path):
     path = write_jsonl(tmp_path / "new.jsonl", [{"words": ["anna", "saw"]}])
-    assert np.array_equal(find_texts(words, str(path), [])[0]["input_ids"], expected)
-    assert np.array_equal(given_texts(words, [{"words": "anna saw"}])[0]["input_ids"], expected)
-    for wrong in ([], " ", {"text": "anna"}, 3, None, ["anna", 3]):
-        with pytest.raises(DataError, match="neither a text nor a list of words"):
-            given_texts(words, [wrong])
+
+    of_list = given_texts(form_of_words, [["anna", "saw"]])[0]
+    of_text = given_texts(form_of_words, ["anna saw"])[0]
+    of_row = given_texts(form_of_words, [{"words": "anna saw"}])[0]
+    of_file = find_texts(form_of_words, str(path), [])[0]
+
+    for other in (of_text, of_row, of_file):
+        assert np.array_equal(other["input_ids"], of_list["input_ids"])
+
+
+@pytest.mark.parametrize("wrong", [[], " ", {"text": "anna"}, 3, None, ["anna", 3]], ids=str)
+def test_new_words_that_are_none_are_refused(form_of_words, wrong):
+    with pytest.raises(DataError, match="neither a text nor a list of words"):
+        given_texts(form_of_words, [wrong])
 
 
 def test_json_of_a_row_is_kept_as_it_is(tokenizer, tmp_path):
