@@ -24,24 +24,42 @@ from regimen.trainer.files.atomic import storage_error
 from toy_runs import board, until
 
 
+def read_json(path):
+    return json.loads(Path(path).read_text())
+
+
+def statuses():
+    return {row["job"]: row["status"] for row in board()}
+
+
 def test_lost_jobs_are_restarted_up_to_their_retries(job, sweep_of, capfd):
     argv = ["optimizer.lr=0.4,1.5", "seed=1,2,3", "sweep.jobs=3", "sweep.retries=1"]
+
     assert sweep_of("run_dir=there", *argv) == 5  # the first three are lost at once
-    states = {int(row["job"]): row["status"] for row in board()}
-    assert states == {n: "finished" if n < 3 else "failed" for n in range(6)}
+
+    assert statuses() == {
+        "0": "finished",
+        "1": "finished",
+        "2": "finished",
+        "3": "failed",
+        "4": "failed",
+        "5": "failed",
+    }
     out = capfd.readouterr().out
     assert "\njobs at a time: 3; threads of each: " in out
     assert "3 of 6 done; best val/accuracy 0.6000 (job " in out
     assert "job 0 starts again: killed by SIGKILL (out of memory?)" in out
-    words = [json.loads(Path(f"there/{n}/overrides.yaml").read_text()) for n in (0, 3)]
-    assert words[0][-2:] == ["resume=auto", "run_dir=there/0"]
-    assert "resume=auto" not in words[1]  # it was not lost
+    restarted = read_json("there/0/overrides.yaml")
+    assert restarted[-2:] == ["resume=auto", "run_dir=there/0"]
+    assert "resume=auto" not in read_json("there/3/overrides.yaml")  # it was not lost
 
 
 def test_fail_fast_starts_no_further_job(job, sweep_of):
     argv = ["optimizer.lr=1.5,0.1,0.2,0.3", "sweep.jobs=1", "sweep.fail_fast=true"]
+
     assert sweep_of("run_dir=there", *argv) == 5
-    assert [row["status"] for row in board()].count("not started") == 3
+
+    assert list(statuses().values()).count("not started") == 3
 
 
 def test_a_full_disk_under_the_leaderboard_harms_no_job(job, sweep_of, monkeypatch, caplog):
@@ -49,49 +67,65 @@ def test_a_full_disk_under_the_leaderboard_harms_no_job(job, sweep_of, monkeypat
         raise storage_error(folder / "leaderboard.csv", OSError(errno.ENOSPC, "full"))
 
     monkeypatch.setattr(leaderboard, "write_csv", full)
+
     assert sweep_of("run_dir=there", "optimizer.lr=0.1,0.2") == 0
-    assert all(Path(f"there/{n}/status.json").exists() for n in (0, 1))
+
+    assert Path("there/0/status.json").exists()
+    assert Path("there/1/status.json").exists()
     assert caplog.text.count("no space left") == 1  # said once
 
 
 def lives(pid):
-    state = Path(f"/proc/{pid}/stat")
-    return state.exists() and state.read_text().rpartition(")")[2].split()[0] != "Z"
+    stat = Path(f"/proc/{pid}/stat")
+    if not stat.exists():
+        return False
+    _, _, behind_name = stat.read_text().rpartition(")")
+    state = behind_name.split()[0]
+    return state != "Z"  # a zombie
 
 
 @pytest.mark.parametrize(("number", "ended"), [("SIGKILL", -9), ("SIGTERM", 143), ("SIGINT", 130)])
 def test_no_job_outlives_its_sweep(command, number, ended):
     argv = [*command, "optimizer.lr=0.5", "seed=1,2,3", "sweep.jobs=2"]
+    folders = [Path("there/0"), Path("there/1")]
     process = subprocess.Popen(argv, start_new_session=True, stdout=subprocess.PIPE, text=True)
     try:
-        until(lambda: all(Path(f"there/{n}/started").exists() for n in (0, 1)))
-        pids = [int(Path(f"there/{n}/pid").read_text()) for n in (0, 1)]
-        assert all(os.getpgid(pid) == pid for pid in pids)
+        until(lambda: all((folder / "started").exists() for folder in folders))
+        pids = [int((folder / "pid").read_text()) for folder in folders]
+        for pid in pids:
+            assert os.getpgid(pid) == pid
+
         process.send_signal(signal.Signals[number])
+
         out, _ = process.communicate(timeout=60)
-        until(lambda: not any(map(lives, pids)))
+        until(lambda: not any(lives(pid) for pid in pids))
     finally:
         process.kill()
         process.wait()
     assert process.returncode == ended
     assert not Path("there/2").exists()
-    states = {row["job"]: row["status"] for row in board()}
     last = "running" if number == "SIGKILL" else "failed"
-    assert states == {"0": last, "1": last, "2": "not started"}
-    way_out = "train -m --config-path=conf optimizer.lr=0.5 seed=1,2,3 sweep.jobs=2"
-    told = f"interrupted; go on with the sweep: {way_out} resume=auto run_dir=there\n"
-    assert out.endswith(told) or number == "SIGKILL"
+    assert statuses() == {"0": last, "1": last, "2": "not started"}
+    if number != "SIGKILL":
+        words = "train -m --config-path=conf optimizer.lr=0.5 seed=1,2,3 sweep.jobs=2"
+        told = f"interrupted; go on with the sweep: {words} resume=auto run_dir=there\n"
+        assert out.endswith(told)
 
 
 def test_each_job_has_its_thread_limit_and_a_device_of_its_own(job, sweep_of, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(launchers, "usable_cpus", lambda: range(9))
-    devices = "CUDA_VISIBLE_DEVICES", ["2", "5"]
+    devices = ("CUDA_VISIBLE_DEVICES", ["2", "5"])
     monkeypatch.setattr(grid, "check_built", lambda *_: (None, {}, devices))
+
     assert sweep_of("run_dir=there", "optimizer.lr=0.7", "seed=1,2,3,4", "sweep.jobs=4") == 0
-    files = [json.loads(Path(f"there/{n}/environment.json").read_text()) for n in range(4)]
-    assert {shown.pop("CUDA_VISIBLE_DEVICES") for shown in files} == {"2", "5"}
-    assert files == [{"OMP_NUM_THREADS": "2", "REGIMEN_SWEEP_JOB": "1"}] * 4
+
+    seen_devices = set()
+    for number in range(4):
+        environment = read_json(f"there/{number}/environment.json")
+        seen_devices.add(environment.pop("CUDA_VISIBLE_DEVICES"))
+        assert environment == {"OMP_NUM_THREADS": "2", "REGIMEN_SWEEP_JOB": "1"}
+    assert seen_devices == {"2", "5"}
 
 
 def test_a_given_number_of_threads_is_kept(monkeypatch):
@@ -123,37 +157,50 @@ def test_devices_are_distributed_over_jobs(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.setattr(device, "device_types", lambda: ["cuda", "cpu"])
     monkeypatch.setattr(device, "device_count", lambda: count)
-    devices = device.visible()
-    launcher = LocalLauncher(5, per_device, devices)
-    running = list[Job]()
+    launcher = LocalLauncher(5, per_device, device.visible())
+
+    running = []
     found = []
     for number, strategy in enumerate(asked):
         job = Job(number, tmp_path, {}, config={"strategy": strategy})
-        if there_is_room := launcher.start(job, [], running):
+        if launcher.start(job, [], running):
             running.append(job)
-        found.append(job.devices if there_is_room else None)
+            found.append(job.devices)
+        else:
+            found.append(None)  # there is no room
+
     assert found == expected
 
 
 def test_a_long_job_tells_now_and_then_where_it_is(tmp_path, capsys, monkeypatch):
     clock = iter([0.0, 20.0, 40.0, 40.0, 50.0, 80.0, 80.0])
     monkeypatch.setattr(sweep_module, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    lines = [{"step": 10, "epoch": 1, "val/loss": 0.5}, {"step": 15, "epoch": 1, "train/loss": 2.0}]
-    text = "".join(json.dumps(line) + "\n" for line in lines) + '{"step": 16, "ep'
-    (tmp_path / "metrics.jsonl").write_text(text)
+    lines = [
+        '{"step": 10, "epoch": 1, "val/loss": 0.5}',
+        '{"step": 15, "epoch": 1, "train/loss": 2.0}',
+        '{"step": 16, "ep',  # is being written
+    ]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
     job = Job(3, tmp_path, {}, config={"trainer": {"max_epochs": 4}})
+
     for _ in range(5):
         sweep_module.say_progress(job, "val/loss")
-    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("job")]
+
+    out = capsys.readouterr().out
+    told = [line for line in out.splitlines() if line.startswith("job")]
     assert told == ["job 3: epoch 1 of 4, step 15, val/loss 0.5"] * 2
 
 
 def test_mistakes_of_targets_are_found_in_a_process_of_its_own():
     wrong = "callbacks.checkpoint.monitor=val/accurcy"
     arguments = parse_arguments(["-m", "model=mlp,small_cnn", "optimizer.lr=0.1,0.2", wrong])
-    with pytest.raises(ConfigError, match=r"^callbacks.checkpoint.monitor: .* did you mean") as e:
+
+    with pytest.raises(
+        ConfigError, match=r"^callbacks.checkpoint.monitor: .* did you mean"
+    ) as caught:
         grid.check_built(arguments, split_jobs(arguments))
-    assert len(e.value.problems) == 1
+
+    assert len(caught.value.problems) == 1
 
 
 def test_one_job_of_each_combination_of_words_is_checked(monkeypatch):
@@ -166,7 +213,10 @@ def test_one_job_of_each_combination_of_words_is_checked(monkeypatch):
     monkeypatch.setattr(grid, "built", built)
     monkeypatch.setattr(grid, "ProcessPoolExecutor", lambda *_: ThreadPoolExecutor(1))
     arguments = parse_arguments(["-m", "model=mlp,gan", "optimizer.lr=0.1,0.2"])
-    assert grid.check_built(arguments, split_jobs(arguments)) == ("val/accuracy", {}, ("", []))
+
+    found = grid.check_built(arguments, split_jobs(arguments))
+
+    assert found == ("val/accuracy", {}, ("", []))
     assert calls == [[("model=mlp", "optimizer.lr=0.2"), ("model=gan", "optimizer.lr=0.2")]]
 
 
@@ -185,48 +235,70 @@ def test_one_job_of_each_combination_of_words_is_checked(monkeypatch):
 )
 @pytest.mark.parametrize("used", [True, False])
 def test_no_link_leads_out_of_a_sweep(job, sweep_of, place, target, used):
-    Path("folder").mkdir()
-    Path("victim.txt").write_text("mine")
+    folder = Path("folder")
+    folder.mkdir()
+    victim = Path("victim.txt")
+    victim.write_text("mine")
     link = Path("there") / place
     link.parent.mkdir(parents=True)
     link.symlink_to(Path(target).absolute())
+    argv = ["run_dir=there", "optimizer.lr=0.1,0.2"]
     if used:
         Path("there/leaderboard.csv").write_text("job,status\n")
+        argv.append("resume=auto")
+
     with pytest.raises(ConfigError, match=f"{place} is a link that leads out of there"):
-        sweep_of("run_dir=there", "optimizer.lr=0.1,0.2", *["resume=auto"] * used)
-    assert Path("victim.txt").read_text() == "mine"
+        sweep_of(*argv)
+
+    assert victim.read_text() == "mine"
     assert not Path("missing.txt").exists()
-    assert list(Path("folder").iterdir()) == []
+    assert list(folder.iterdir()) == []
 
 
-@pytest.mark.parametrize("kind", ["a link out", "a link inside", "a pipe", "a folder that is one"])
+@pytest.mark.parametrize("kind", ["a link out", "a link inside", "a pipe"])
 def test_a_job_prints_into_a_file_of_its_own_or_nowhere(tmp_path, kind):
     victim = tmp_path / "victim.txt"
-    output = tmp_path / "there/output/0.txt"
     victim.write_text("mine")
-    (tmp_path / "there/1").mkdir(parents=True)
-    (tmp_path / "there/1/train.log").write_text("job 1\n")
-    if kind == "a folder that is one":
-        (tmp_path / "0.txt").write_text("mine")
-        output.parent.symlink_to(tmp_path)
-    else:
-        output.parent.mkdir()
+    log = tmp_path / "there/1/train.log"
+    log.parent.mkdir(parents=True)
+    log.write_text("job 1\n")
+    output = tmp_path / "there/output/0.txt"
+    output.parent.mkdir()
     if kind == "a link out":
         output.symlink_to(victim)
-    if kind == "a link inside":
+    elif kind == "a link inside":
         output.symlink_to("../1/train.log")
-    if kind == "a pipe":
+    else:
         os.mkfifo(output)
-    assert launchers.start_process("platform", [], output).wait() == 0
+
+    process = launchers.start_process("platform", [], output)
+
+    assert process.wait() == 0
     assert victim.read_text() == "mine"
-    assert (tmp_path / "there/1/train.log").read_text() == "job 1\n"
-    assert not (tmp_path / "0.txt").exists() or (tmp_path / "0.txt").read_text() == "mine"
+    assert log.read_text() == "job 1\n"
+
+
+def test_a_job_prints_into_no_folder_that_is_a_link(tmp_path):
+    other = tmp_path / "0.txt"
+    other.write_text("mine")
+    output = tmp_path / "there/output/0.txt"
+    (tmp_path / "there").mkdir()
+    output.parent.symlink_to(tmp_path)
+
+    process = launchers.start_process("platform", [], output)
+
+    assert process.wait() == 0
+    assert other.read_text() == "mine"
 
 
 def test_the_links_of_a_sweep_are_made_in_no_other_folder(tmp_path):
-    (tmp_path / "there/0/tensorboard").mkdir(parents=True)
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "there/tensorboard").symlink_to(tmp_path / "elsewhere")
-    jobs = [Job(0, tmp_path / "there/0", {"lr": "0.1"})]
-    leaderboard.link_jobs(tmp_path / "there", jobs, ["lr"])
-    assert list((tmp_path / "elsewhere").iterdir()) == []
+    there = tmp_path / "there"
+    (there / "0/tensorboard").mkdir(parents=True)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (there / "tensorboard").symlink_to(elsewhere)
+    jobs = [Job(0, there / "0", {"lr": "0.1"})]
+
+    leaderboard.link_jobs(there, jobs, ["lr"])
+
+    assert list(elsewhere.iterdir()) == []
