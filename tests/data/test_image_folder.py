@@ -21,30 +21,52 @@ def _open(root, split="train", **options):
     return image_folder(str(root), split, **options)
 
 
+def paths_of(dataset):
+    return [dataset.path(index) for index in range(len(dataset))]
+
+
+def folders_of(dataset):
+    """Return the name of the folder of each sample, which is its class."""
+    return [path.split("/")[-2] for path in paths_of(dataset)]
+
+
+def place_of(dataset, name):
+    """Return the index of the sample whose path ends so."""
+    (place,) = [index for index, path in enumerate(paths_of(dataset)) if path.endswith(name)]
+    return place
+
+
 def test_missing_val_is_cut_from_train_by_the_rule(picture_tree):
-    train, val = (_open(picture_tree, s, val_fraction=0.25) for s in ("train", "val"))
-    assert (len(train), len(val)) == (12, 4)
-    files = [[split.path(i) for i in range(len(split))] for split in (train, val)]
-    assert not set(files[0]) & set(files[1])
+    train = _open(picture_tree, "train", val_fraction=0.25)
+    val = _open(picture_tree, "val", val_fraction=0.25)
+
+    assert len(train) == 12
+    assert len(val) == 4
+    assert set(paths_of(train)).isdisjoint(paths_of(val))
     assert val.targets.bincount().tolist() == [3, 1]
     assert train.classes == val.classes == ["cat", "dog"]
     again = _open(picture_tree, "val", val_fraction=0.25)
-    assert [again.path(i) for i in range(4)] == files[1]
-    image, target = _open(picture_tree, transform=lambda image: image.float())[-1]
-    assert (image.shape, target) == ((3, 10, 12), 1)
+    assert paths_of(again) == paths_of(val)
 
 
-def test_splits_that_are_there_are_taken_and_absent_ones_reported(
-    picture_tree, write_image, caplog
-):
+def test_a_sample_is_a_transformed_picture_and_its_class(picture_tree):
+    train = _open(picture_tree, transform=lambda image: image.float())
+
+    image, target = train[-1]
+
+    assert image.shape == (3, 10, 12)
+    assert image.dtype == torch.float32
+    assert target == 1
+
+
+def test_splits_that_are_absent_are_reported(picture_tree, caplog):
     rmtree(picture_tree / "test")
+
     with caplog.at_level(logging.WARNING):
         assert _open(picture_tree, "test") is None
         assert _open(picture_tree, "val", val_fraction=0.0) is None
+
     assert "has no folder 'test'" in caplog.text
-    for name in ("cat", "dog"):
-        write_image(picture_tree / "val" / name / "x.png")
-    assert [len(_open(picture_tree, split)) for split in ("train", "val")] == [16, 2]
 
 
 def test_hidden_nested_and_foreign_files(picture_tree, write_image, caplog):
@@ -62,12 +84,21 @@ def test_hidden_nested_and_foreign_files(picture_tree, write_image, caplog):
     assert "notes.txt" in caplog.text
 
 
+def test_a_val_that_is_there_is_not_cut(picture_tree, write_image):
+    for name in ("cat", "dog"):
+        write_image(picture_tree / "val" / name / "x.png")
+
+    assert len(_open(picture_tree, "train")) == 16
+    assert len(_open(picture_tree, "val")) == 2
+
+
 @pytest.mark.parametrize("end", ["nowhere.jpg", "aa.jpg"])
 def test_dangling_link_is_a_sample_that_fails_by_name(picture_tree, end):
     (picture_tree / "train" / "cat" / "aa.jpg").symlink_to(end)
     train = _open(picture_tree, val_fraction=0.0)
-    broken = [i for i in range(len(train)) if train.path(i).endswith("aa.jpg")]
-    with pytest.raises(DataError, match=rf"sample {broken[0]}: cannot read .*aa\.jpg.*=skip"):
+    broken = place_of(train, "aa.jpg")
+
+    with pytest.raises(DataError, match=rf"sample {broken}: cannot read .*aa\.jpg.*=skip"):
         batches(train)
 
 
@@ -104,26 +135,31 @@ def test_a_class_that_a_split_lacks_keeps_its_number(
     for name in ("cat", "dog", "eel"):
         write_image(picture_tree / "train" / name / "x.png")
         write_image(picture_tree / split / name / "x.png")
-    rmtree(picture_tree / split / "cat")
+    cats = picture_tree / split / "cat"
+    rmtree(cats)
     if fault != "missing":
-        (picture_tree / split / "cat").mkdir()
+        cats.mkdir()
     if fault == "other-files":
-        (picture_tree / split / "cat" / "notes.txt").write_text("none yet")
+        (cats / "notes.txt").write_text("none yet")
+
     found = _open(picture_tree, split)
+
     assert found.classes == ["cat", "dog", "eel"]
     names = [found.classes[label] for label in found.targets]
-    assert names == [found.path(i).split("/")[-2] for i in range(len(found))]
+    assert names == folders_of(found)
     assert set(names) == {"dog", "eel"}
     assert f"{split} has no images of 1 of train's classes: cat" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["val", "valid", "validation"])
 def test_the_folder_of_val_may_have_either_name(picture_tree, write_image, name, caplog):
-    write_image(picture_tree / name / "cat" / "x.png")
+    path = write_image(picture_tree / name / "cat" / "x.png")
+
     train = _open(picture_tree)
     val = _open(picture_tree, "val")
+
     assert len(train) == 16
-    assert [val.path(i) for i in range(len(val))] == [str(picture_tree / name / "cat" / "x.png")]
+    assert paths_of(val) == [str(path)]
     assert "not used" not in caplog.text
 
 
@@ -146,36 +182,43 @@ def test_folders_that_are_no_split_are_named_once(
     assert caplog.text.count(f"not used: {named}; splits are called train, val") == 1
 
 
-def test_deep_greys_are_counted_and_keep_their_levels_with_a_range(tmp_path, write_image):
-    """A detector of 12 bits in files of 16: 16 of its 4,096 levels are left without a range."""
-    values = np.arange(4096).astype(np.uint16).reshape(64, 64)
+@pytest.fixture
+def deep_tree(tmp_path, write_image):
+    """Pictures of a detector of 12 bits in files of 16, among photographs."""
+    scans = tmp_path / "train" / "scan"
+    scans.mkdir(parents=True)
     for number in range(5):
-        path = tmp_path / "train" / "scan" / f"{number}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(values).save(path)
+        Image.fromarray(TWELVE_BITS).save(scans / f"{number}.png")
     for number in range(3):
         write_image(tmp_path / "train" / "photo" / f"{number}.png")
         write_image(tmp_path / "train" / "photo" / f"{number}.jpg")
-    plain = _open(tmp_path, channels=1, val_fraction=0)
-    ranged = _open(tmp_path, channels=1, val_fraction=0, value_range=[0, 4095])
-    deep = next(i for i in range(len(plain)) if "scan" in plain.path(i))
-    assert len(plain[deep][0].unique()) == 16
-    assert torch.equal(ranged[deep][0][0], torch.from_numpy((values >> 4).astype(np.uint8)))
+    return tmp_path
+
+
+TWELVE_BITS = np.arange(4096).astype(np.uint16).reshape(64, 64)
+SCAN = "scan/0.png"
+
+
+def test_deep_greys_are_counted(deep_tree):
+    """16 of the detector's 4,096 levels are left without a range."""
+    plain = _open(deep_tree, channels=1, val_fraction=0)
+
+    image, _ = plain[place_of(plain, SCAN)]
+    assert len(image.unique()) == 16
     assert plain.explain_depth() == [
         "5 files of 11 hold 16-bit greys, none above 4095: as 8 bits 16 levels of them are left, "
         "and with data.range=[0,4095] 256"
     ]
+
+
+def test_deep_greys_keep_their_levels_with_a_range(deep_tree):
+    ranged = _open(deep_tree, channels=1, val_fraction=0, value_range=[0, 4095])
+
+    image, _ = ranged[place_of(ranged, SCAN)]
+    expected = (TWELVE_BITS >> 4).astype(np.uint8)
+    assert torch.equal(image[0], torch.from_numpy(expected))
     assert "becomes 256 levels" in ranged.explain_depth()[0]
-    short = _open(tmp_path, channels=1, val_fraction=0, value_range=[0, 1023])
-    assert "values up to 4095 are cut off" in short.explain_depth()[0]
     assert ranged.input_form()["range"] == [0, 4095]
-    for kind in ("ram", "disk"):
-        for files in (plain, ranged):
-            expected = files[deep][0]
-            files.cache = ImageCache(kind, tmp_path / ".cache", 10**7)
-            files.fill_cache(lambda: False)
-            assert torch.equal(files[deep][0], expected)
-            files.cache = None
 
 
 def test_one_image_a_class_cannot_give_a_val_split(tmp_path, write_image):
@@ -184,41 +227,96 @@ def test_one_image_a_class_cannot_give_a_val_split(tmp_path, write_image):
         _open(tmp_path, "val")
 
 
+def test_greys_beyond_a_range_are_counted(deep_tree):
+    short = _open(deep_tree, channels=1, val_fraction=0, value_range=[0, 1023])
+
+    assert "values up to 4095 are cut off" in short.explain_depth()[0]
+
+
+@pytest.mark.parametrize("kind", ["ram", "disk"])
+@pytest.mark.parametrize("limits", [None, [0, 4095]], ids=str)
+def test_deep_greys_are_the_same_from_a_cache(deep_tree, kind, limits):
+    files = _open(deep_tree, channels=1, val_fraction=0, value_range=limits)
+    place = place_of(files, SCAN)
+    expected, _ = files[place]
+
+    files.cache = ImageCache(kind, deep_tree / ".cache", 10**7)
+    files.fill_cache(lambda: False)
+
+    image, _ = files[place]
+    assert torch.equal(image, expected)
+
+
 def test_pictures_are_samples_without_classes(picture_tree):
     names = find_pictures(str(picture_tree / "test"))
+
     files = Pictures(names, 3, [6, 5], transform=lambda image: image.float())
+
     assert len(files) == 4
     assert files[0].shape == files.stand_in().shape == (3, 6, 5)
     assert files.path(0) == str(picture_tree / "test/cat/00.jpg")
-    assert find_pictures(str(picture_tree / "test/*/01.jpg")) == [files.path(1), files.path(3)]
-    assert find_pictures("-", [f"{files.path(2)}\n", "\n"]) == [files.path(2)]
-    for source, words in (("nowhere", "names no picture"), ("-", "no file name came")):
-        with pytest.raises(DataError, match=words):
-            find_pictures(source)
+
+
+def test_pictures_are_found_in_a_folder_by_a_pattern_or_in_a_list(picture_tree):
+    every = find_pictures(str(picture_tree / "test"))
+
+    by_pattern = find_pictures(str(picture_tree / "test/*/01.jpg"))
+    of_list = find_pictures("-", [f"{every[2]}\n", "\n"])
+
+    assert by_pattern == [every[1], every[3]]
+    assert of_list == [every[2]]
+
+
+@pytest.mark.parametrize(
+    ("source", "words"), [("nowhere", "names no picture"), ("-", "no file name came")]
+)
+def test_a_source_without_pictures_is_refused(source, words):
+    with pytest.raises(DataError, match=words):
+        find_pictures(source)
 
 
 def test_a_pipe_is_a_sample_that_fails_by_name(picture_tree):
     os.mkfifo(picture_tree / "train" / "cat" / "pipe.jpg")
     dataset = _open(picture_tree, val_fraction=0)
-    place = next(i for i in range(len(dataset)) if dataset.path(i).endswith("pipe.jpg"))
+
     with pytest.raises(DataError, match=r"pipe\.jpg: it is not a regular file"):
-        dataset[place]
+        dataset[place_of(dataset, "pipe.jpg")]
+
     dataset.explain_depth()
 
 
-def test_a_test_set_without_train_follows_the_names_of_the_run(picture_tree, tmp_path, write_image):
+@pytest.fixture
+def other_test(tmp_path, write_image):
+    """A folder with dogs and birds for a test, and no `train`."""
+    root = tmp_path / "other"
     for name in ("dog", "bird"):
-        write_image(tmp_path / "other" / "test" / name / "0.jpg")
-    typed = ["experiment=resnet18", "data=image_folder", f"data.root={picture_tree}"]
-    config = parse(compose([*typed, f"data.test.root={tmp_path / 'other'}"]).config)
+        write_image(root / "test" / name / "0.jpg")
+    return root
+
+
+def config_of(picture_tree, other_test):
+    words = ["experiment=resnet18", "data=image_folder", f"data.root={picture_tree}"]
+    return parse(compose([*words, f"data.test.root={other_test}"]).config)
+
+
+def test_a_test_set_without_train_follows_the_names_of_the_run(picture_tree, other_test):
     names = ["bird", "cat", "dog"]
-    dataset = build_data(config, ("test",), names).sets["test"]
+
+    dataset = build_data(config_of(picture_tree, other_test), ("test",), names).sets["test"]
+
     assert dataset.classes == names
-    assert [dataset.path(i).split("/")[-2] for i in range(2)] == ["bird", "dog"]
+    assert folders_of(dataset) == ["bird", "dog"]
     assert dataset.targets.tolist() == [0, 2]
+
+
+def test_a_test_set_without_train_follows_the_names_of_train(picture_tree, other_test):
+    config = config_of(picture_tree, other_test)
     with pytest.raises(ClassNamesError, match="'bird' among them"):
         build_data(config)  # a training on cats and dogs
-    rmtree(tmp_path / "other" / "test" / "bird")
-    assert build_data(config).sets["test"].targets.tolist() == [1]
+
+    rmtree(other_test / "test" / "bird")
+    dataset = build_data(config).sets["test"]
+
+    assert dataset.targets.tolist() == [1]
     with pytest.raises(DataError, match="has no folder 'train'"):
-        _open(tmp_path / "other", "val")
+        _open(other_test, "val")

@@ -26,7 +26,9 @@ def _model():
     return nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 5))
 
 
-def test_ten_crops_are_averaged():
+@pytest.fixture
+def ten_crops():
+    """An image, its ten crops as a pipeline makes them, and by hand."""
     image = torch.randint(0, 256, (3, 12, 12), dtype=torch.uint8)
     pipeline = Pipeline(
         {
@@ -36,16 +38,21 @@ def test_ten_crops_are_averaged():
             "normalize": Standardize([0.5] * 3, [0.2] * 3),
         }
     )
-    views = pipeline(image)
-    assert views.shape == (10, 3, 8, 8)
+    crops = torch.stack(v2.TenCrop(8)(image))
+    return pipeline(image), (crops / 255 - 0.5) / 0.2
+
+
+def test_ten_crops_are_averaged(ten_crops):
+    views, by_hand = ten_crops
     model = _model()
-    by_hand = torch.stack(
-        [model(((crop / 255 - 0.5) / 0.2)[None])[0] for crop in v2.TenCrop(8)(image)]
-    )
-    averaged = average_views(model, torch.stack([views, views]))
-    assert torch.equal(Classification(5).answer(model, torch.stack([views, views])), averaged)
-    assert torch.allclose(averaged, by_hand.mean(0).expand(2, 5), atol=1e-5)
-    assert torch.equal(average_views(model, views), model(views))  # single images
+    batch = torch.stack([views, views])
+
+    averaged = average_views(model, batch)
+
+    assert views.shape == (10, 3, 8, 8)
+    expected = torch.stack([model(view[None])[0] for view in by_hand]).mean(0)
+    assert torch.allclose(averaged, expected.expand(2, 5), atol=1e-5)
+    assert torch.equal(Classification(5).answer(model, batch), averaged)
 
 
 def test_videos_go_to_the_model_as_they_are():
@@ -57,14 +64,22 @@ def test_videos_go_to_the_model_as_they_are():
     assert torch.equal(output, model(videos))
 
 
+def test_single_images_are_not_averaged(ten_crops):
+    images, _ = ten_crops
+    model = _model()
+
+    assert torch.equal(average_views(model, images), model(images))
+
+
 def test_shifted_views_are_reflected_at_the_edge():
     image = torch.rand(3, 8, 6)
-    padded = pad(image[None], [2, 2, 2, 2], mode="reflect")[0]
+
     views = Shifted(2)(image)
-    assert torch.equal(views, torch.stack([image, padded[:, :8, :6], padded[:, 4:, 4:]]))
-    both = Mirrored()(views)
-    assert torch.equal(both, torch.cat([views, views.flip(-1)]))
-    assert torch.equal(Mirrored()(image), torch.stack([image, image.flip(-1)]))
+
+    padded = pad(image[None], [2, 2, 2, 2], mode="reflect")[0]
+    upper_left = padded[:, :8, :6]
+    lower_right = padded[:, 4:, 4:]
+    assert torch.equal(views, torch.stack([image, upper_left, lower_right]))
 
 
 def test_views_of_a_batch_equal_those_of_each_image():
@@ -78,37 +93,89 @@ def test_views_of_a_batch_equal_those_of_each_image():
 N = 40_000
 
 
-@pytest.mark.parametrize("which", range(3))
-def test_numbers_are_uniform(which):
-    draws = Draws(keys(range(N), which))
-    first = draws.uniform()
-    second = draws.uniform(-2, 3)
-    assert 0 <= first.min() < first.max() < 1
-    assert -2 <= second.min() < second.max() <= 3
-    assert kstest(first.double(), "uniform").pvalue > 1e-3
-    assert kstest((second.double() + 2) / 5, "uniform").pvalue > 1e-3
-    for sides in (2, 9, 37):
-        counts = np.bincount(draws.integers(sides), minlength=sides)
-        assert len(counts) == sides
-        assert chisquare(counts).pvalue > 1e-3
-    bounds = torch.arange(1, N + 1)  # each sample has its own
-    bounded = draws.integers(bounds)
-    assert (bounded < bounds).all()
-    assert kstest(((bounded + 0.5) / bounds)[500:].double(), "uniform").pvalue > 1e-3
-    orders = draws.order(3) @ torch.tensor([9, 3, 1])
-    counts = orders.unique(return_counts=True)[1]
-    assert len(counts) == 6
+def test_mirrored_views_stand_behind_the_others():
+    image = torch.rand(3, 8, 6)
+    views = torch.rand(3, 3, 8, 6)
+
+    assert torch.equal(Mirrored()(image), torch.stack([image, image.flip(-1)]))
+    assert torch.equal(Mirrored()(views), torch.cat([views, views.flip(-1)]))
+
+
+def assert_uniform(values):
+    """Refuse values that are not uniform on 0 to 1, by Kolmogorov's and Smirnov's test."""
+    assert kstest(values.double(), "uniform").pvalue > 1e-3
+
+
+def assert_equally_often(counts):
     assert chisquare(counts).pvalue > 1e-3
 
 
+@pytest.mark.parametrize("which", range(3))
+def test_numbers_are_uniform(which):
+    draws = Draws(keys(range(N), which))
+
+    first = draws.uniform()
+    second = draws.uniform(-2, 3)
+
+    assert 0 <= first.min() < first.max() < 1
+    assert -2 <= second.min() < second.max() <= 3
+    assert_uniform(first)
+    assert_uniform((second.double() + 2) / 5)
+
+
+@pytest.mark.parametrize("which", range(3))
+def test_integers_are_uniform(which):
+    draws = Draws(keys(range(N), which))
+
+    for sides in (2, 9, 37):
+        counts = np.bincount(draws.integers(sides), minlength=sides)
+        assert len(counts) == sides
+        assert_equally_often(counts)
+
+    bounds = torch.arange(1, N + 1)  # each sample has its own
+    bounded = draws.integers(bounds)
+    assert (bounded < bounds).all()
+    fractions = (bounded + 0.5) / bounds
+    assert_uniform(fractions[500:])  # of small bounds there are few values
+
+
+@pytest.mark.parametrize("which", range(3))
+def test_orders_are_equally_frequent(which):
+    draws = Draws(keys(range(N), which))
+
+    orders = draws.order(3)
+
+    numbered = orders @ torch.tensor([9, 3, 1])
+    _, counts = numbered.unique(return_counts=True)
+    assert len(counts) == 6
+    assert_equally_often(counts)
+
+
+def test_keys_of_many_samples_are_those_of_each():
+    samples = [0, 7, 2**63]
+    assert keys(samples, 3, 2).tolist() == [key(3, 2, sample) for sample in samples]
+
+
+def assert_uncorrelated(one, other):
+    """Refuse pairs that do not fill a table of 10 x 10 evenly."""
+    rows = (one * 10).long()
+    columns = (other * 10).long()
+    counts = np.bincount(rows * 10 + columns, minlength=100)
+    assert_equally_often(counts)
+
+
 def test_draws_of_samples_are_uncorrelated():
-    """Between neighbours in a sample, samples, epochs and names: a 10 x 10 table of pairs."""
-    assert keys([0, 7, 2**63], 3, 2).tolist() == [key(3, 2, value) for value in (0, 7, 2**63)]
     draws = Draws(keys(range(N), 1))
     first = draws.uniform()
     second = draws.uniform()
+
+    assert_uncorrelated(first, second)
+    assert_uncorrelated(first[:-1], first[1:])  # of neighbours
+
+
+def test_draws_of_epochs_and_of_names_are_uncorrelated():
     epochs = [Draws(keys(range(N), 1, 2, epoch)).uniform() for epoch in (0, 1)]
     names = [Draws(keys(range(N), 1) ^ np.uint64(name)).uniform() for name in (6, 7)]
-    for one, other in [(first, second), (first[:-1], first[1:]), tuple(epochs), tuple(names)]:
-        cells = (one * 10).long() * 10 + (other * 10).long()
-        assert chisquare(np.bincount(cells, minlength=100)).pvalue > 1e-3
+
+    assert_uncorrelated(*epochs)
+    assert_uncorrelated(*names)
