@@ -30,31 +30,57 @@ def disturb(model):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter))
-    model.train()(torch.randn(5, 3, dtype=torch.float64))
+    change_statistics(model, features=3)
+
+
+def change_statistics(model, features):
+    model.train()
+    model(torch.randn(5, features, dtype=torch.float64))
+
+
+def values_of(model):
+    return copy.deepcopy(model.state_dict())
+
+
+def places_of(model):
+    """Return which tensors the parameters are, and where they lie in memory."""
+    return {name: (id(p), p.data_ptr()) for name, p in model.named_parameters()}
+
+
+def same(one, other):
+    return all(torch.equal(value, other[name]) for name, value in one.items())
 
 
 def test_exchange_gives_values_and_keeps_tensors():
-    model, average = make_model(), RunningAverage()
+    model = make_model()
+    average = RunningAverage()
     average.begin(model)
-    start = copy.deepcopy(model.state_dict())
+    start = values_of(model)
     disturb(model)
-    trained = copy.deepcopy(model.state_dict())
-    places = {name: (id(p), p.data_ptr()) for name, p in model.named_parameters()}
-
-    def same(expected):
-        return all(torch.equal(v, expected[n]) for n, v in model.state_dict().items())
+    trained = values_of(model)
+    places = places_of(model)
 
     with suppress(RuntimeError), average.exchanged(model):
-        assert same(start)
+        assert same(values_of(model), start)
         raise RuntimeError("in between")
-    assert same(trained)
-    assert {name: (id(p), p.data_ptr()) for name, p in model.named_parameters()} == places
-    loaded, under_way = RunningAverage(), RunningAverage()
+
+    assert same(values_of(model), trained)
+    assert places_of(model) == places
+
+
+def test_an_average_is_loaded_before_it_begins_or_under_way():
+    model = make_model()
+    average = RunningAverage()
+    average.begin(model)
+    start = values_of(model)
+    disturb(model)
+    under_way = RunningAverage()
     under_way.begin(model)
-    for target in (loaded, under_way):
+
+    for target in (RunningAverage(), under_way):
         target.load_state_dict(average.state_dict())
         with target.exchanged(model):
-            assert same(start)
+            assert same(values_of(model), start)
 
 
 class Tied(nn.Module):
@@ -67,18 +93,26 @@ class Tied(nn.Module):
 
 
 def test_tied_weights_move_once_and_keep_both_names():
-    model, average, loaded = Tied(), RunningAverage(), RunningAverage()
+    model = Tied()
+    average = RunningAverage()
     average.begin(model)
+    start = average.tensors()["first.weight"].clone()
     with torch.no_grad():
         model.first.weight.zero_()
-    start = average.tensors()["first.weight"].clone()
-    average.update(get_ema_multi_avg_fn(1 - 0.5))
+    halve = get_ema_multi_avg_fn(0.5)  # half of the way to zero
+
+    average.update(halve)
     state = average.tensors()
+
     assert state.keys() == {"first.weight", "second.weight"}
     assert torch.equal(state["first.weight"], start / 2)
-    loaded.load_state_dict({"model": {name: value.clone() for name, value in state.items()}})
+
+    saved = {name: value.clone() for name, value in state.items()}
+    loaded = RunningAverage()
+    loaded.load_state_dict({"model": saved})
     loaded.begin(model)
-    loaded.update(get_ema_multi_avg_fn(1 - 0.5))
+    loaded.update(halve)
+
     assert torch.equal(loaded.tensors()["second.weight"], start / 4)
 
 
@@ -89,13 +123,27 @@ class History(Callback):
         self.states = []
 
     def on_fit_start(self, trainer):
-        self.states.append(copy.deepcopy(trainer.model.state_dict()))
+        self.states.append(values_of(trainer.model))
 
     on_update_end = on_fit_start
 
 
 PLAIN = {"decay": 0.8, "warmup": False}
 WARMUP = {step: min(0.4, (1 + step) / (10 + step)) for step in (2, 4, 6, 8, 10)}
+
+
+def average_by_hand(states, decays):
+    """Return the average of a history of models; `decays`: by the step where it moves."""
+    average = states[0]
+    for step, decay in decays.items():
+        moved = {}
+        for name, now in states[step].items():
+            if now.is_floating_point():
+                moved[name] = decay * average[name] + (1 - decay) * now
+            else:
+                moved[name] = now  # a count is no average: it is the model's
+        average = moved
+    return average
 
 
 @pytest.mark.parametrize(
@@ -125,17 +173,15 @@ WARMUP = {step: min(0.4, (1 + step) / (10 + step)) for step in (2, 4, 6, 8, 10)}
     ],
 )
 def test_an_ema_is_the_average_written_out_by_hand(make_trainer, options, decays, spoilt):
-    history, ema = History(), EMA(**options)
+    history = History()
+    ema = EMA(**options)
     callbacks = {"history": history, "ema": ema}
     make_trainer(callbacks, spoilt=spoilt, on_nonfinite="skip").fit()
-    expected = history.states[0]
-    for step, decay in decays.items():
-        pairs = {name: (value, history.states[step][name]) for name, value in expected.items()}
-        expected = {  # a count is no average: it is the model's
-            name: decay * kept + (1 - decay) * now if now.is_floating_point() else now
-            for name, (kept, now) in pairs.items()
-        }
-    torch.testing.assert_close(ema.state_dict()["model"], expected, rtol=1e-14, atol=1e-14)
+
+    expected = average_by_hand(history.states, decays)
+    found = ema.state_dict()["model"]
+
+    torch.testing.assert_close(found, expected, rtol=1e-14, atol=1e-14)
 
 
 @pytest.mark.parametrize(
@@ -147,33 +193,42 @@ def test_an_ema_of_half_a_run_is_refused(options):
         EMA(**options)
 
 
+def validated(trainer):
+    return trainer.evaluate(trainer.val_loaders["val"], "val")
+
+
 @pytest.mark.parametrize("used", [True, False])
 def test_which_weights_are_evaluated_is_explicit(make_trainer, tmp_path, used):
     ema = EMA(decay=0.9, use_for_evaluation=used)
     trainer = make_trainer({"ema": ema, "checkpoint": Checkpoint()}, tmp_path)
     trainer.fit()
-    trained = copy.deepcopy(trainer.model.state_dict())
-    evaluated = trainer.evaluate(trainer.val_loaders["val"], "val")
-    assert all(torch.equal(v, trained[n]) for n, v in trainer.model.state_dict().items())
-    state = ema.state_dict()["model"] if used else trained
-    plain = make_trainer({})
-    plain.model.load_state_dict(state)
-    assert plain.evaluate(plain.val_loaders["val"], "val") == evaluated
+    trained = values_of(trainer.model)
+    evaluated = validated(trainer)
+
+    assert same(values_of(trainer.model), trained)
     assert trainer.metrics["val/loss"] == evaluated["val/loss"]
+
+    chosen = ema.state_dict()["model"] if used else trained
+    plain = make_trainer({})
+    plain.model.load_state_dict(chosen)
+
+    assert validated(plain) == evaluated
+
     # As the evaluate command: the checkpoint has both, and nothing is fitted.
     payload = read_checkpoint(tmp_path / "checkpoints" / "last.pt")
     assert torch.equal(payload["model"]["0.weight"], trained["0.weight"])
+
     fresh = make_trainer({"ema": EMA(0.9, use_for_evaluation=used)})
     snapshot.load_weights(fresh.components, payload)
-    assert fresh.evaluate(fresh.val_loaders["val"], "val") == evaluated
+    assert validated(fresh) == evaluated
 
 
-def values_of(model):
-    return copy.deepcopy(model.state_dict())
-
-
-def same(one, other):
-    return all(torch.equal(value, other[name]) for name, value in one.items())
+def fitted(trainer):
+    """Train, with the generators of torch as they were behind it; return the weights."""
+    generator = torch.random.get_rng_state()
+    trainer.fit()
+    torch.random.set_rng_state(generator)
+    return values_of(trainer.model)
 
 
 @pytest.mark.parametrize("used", [True, False])
@@ -183,16 +238,17 @@ def test_average_weights_are_there_at_every_hook_and_gone_afterwards(make_traine
 
     class Samples(Callback):
         def on_update_end(self, trainer):
-            own = values_of(trainer.model)
+            model = trainer.model
+            own = values_of(model)
             with suppress(RuntimeError), trainer.average_weights():
-                assert same(values_of(trainer.model), ema.tensors())
+                assert same(values_of(model), ema.tensors())
                 with trainer.average_weights("ema"), trainer.evaluating():
-                    assert same(values_of(trainer.model), ema.tensors())
-                    assert not trainer.model.training
-                trainer.model.train()(torch.randn(5, 3, dtype=torch.float64))  # statistics
-                assert same({"0.weight": trainer.model[0].weight}, ema.tensors())
+                    assert same(values_of(model), ema.tensors())
+                    assert not model.training
+                change_statistics(model, features=4)
+                assert torch.equal(model[0].weight, ema.tensors()["0.weight"])
                 raise RuntimeError("in between")
-            assert same(own, values_of(trainer.model))
+            assert same(own, values_of(model))
 
         on_fit_start = on_gradients = on_boundary = on_epoch_end = on_fit_end = on_update_end
 
@@ -202,34 +258,40 @@ def test_average_weights_are_there_at_every_hook_and_gone_afterwards(make_traine
         def on_validation_batch(self, trainer, batch, output):
             self.seen = same(values_of(trainer.model), ema.tensors())
 
-    samples, states = Samples(), []
-    for callbacks in ({"ema": ema, "samples": samples}, {"ema": EMA(0.8, warmup=False)}):
-        trainer = make_trainer(callbacks)
-        generator = torch.random.get_rng_state()
-        trainer.fit()
-        torch.random.set_rng_state(generator)
-        states.append(values_of(trainer.model))
-    assert same(*states)
+    samples = Samples()
+    sampled = fitted(make_trainer({"ema": ema, "samples": samples}))
+    plain = fitted(make_trainer({"ema": EMA(0.8, warmup=False)}))
+
+    assert same(sampled, plain)
     assert samples.seen is used  # in a validation the model has what is evaluated
 
 
 def test_average_weights_say_which_average_is_meant(make_trainer):
-    with pytest.raises(ModelError, match=r"average_weights\(\): no callback keeps an average"):
-        make_trainer({}).average_weights()
+    fast = EMA(0.5)
     slow = EMA(0.99, use_for_evaluation=False)
-    both = make_trainer({"fast": EMA(0.5), "slow": slow})
-    both.fit()
-    own = values_of(both.model)
-    with both.average_weights():
-        assert same(values_of(both.model), both.average.tensors())
-    with both.average_weights("slow"):
-        assert same(values_of(both.model), slow.tensors())
-    assert same(own, values_of(both.model))
+    trainer = make_trainer({"fast": fast, "slow": slow})
+    trainer.fit()
+    own = values_of(trainer.model)
+
+    with trainer.average_weights():
+        assert same(values_of(trainer.model), fast.tensors())
+    with trainer.average_weights("slow"):
+        assert same(values_of(trainer.model), slow.tensors())
+
+    assert same(own, values_of(trainer.model))
     with pytest.raises(ModelError, match=r"average_weights\('mean'\): the averages are fast, slow"):
-        both.average_weights("mean")
-    unclear = make_trainer({n: EMA(use_for_evaluation=False) for n in ("one", "two")})
+        trainer.average_weights("mean")
+
+
+def test_average_weights_that_are_not_one_are_refused(make_trainer):
+    none = make_trainer({})
+    with pytest.raises(ModelError, match=r"average_weights\(\): no callback keeps an average"):
+        none.average_weights()
+
+    averages = {name: EMA(use_for_evaluation=False) for name in ("one", "two")}
+    several = make_trainer(averages)
     with pytest.raises(ModelError, match=r"average_weights\(\): the averages are one, two"):
-        unclear.average_weights()
+        several.average_weights()
 
 
 def test_before_its_first_epoch_swa_leaves_the_model_its_own_weights(make_trainer):
@@ -251,10 +313,13 @@ def test_buffers_that_are_copied_are_the_models_between_two_averagings(make_trai
     ema = EMA(0.9, update_every=3, use_buffers=False)
     trainer = make_trainer({"looks": Looks(), "ema": ema}, max_epochs=1)
     trainer.fit()  # 5 updates: the last average is that of the third
-    own, saved = trainer.model.state_dict(), ema.state_dict()["model"]
-    assert torch.equal(seen[-1], own["1.running_mean"])
+
+    own = trainer.model.state_dict()
+    saved = ema.state_dict()["model"]
     differ = {name for name in own if not torch.equal(saved[name], own[name])}
+
     assert differ == {"0.weight", "0.bias", "1.weight", "1.bias", "3.weight", "3.bias"}
+    assert torch.equal(seen[-1], own["1.running_mean"])
 
 
 class Torchs(Callback):
@@ -273,12 +338,16 @@ class Torchs(Callback):
 
 @pytest.mark.parametrize(("start_epoch", "first", "count"), [(1, 1, 3), (0.5, 2, 2), (0, 0, 4)])
 def test_swa_equals_torchs_own(make_trainer, start_epoch, first, count):
-    swa, theirs = SWA(start_epoch), Torchs(first)
+    swa = SWA(start_epoch)
+    theirs = Torchs(first)
     trainer = make_trainer({"swa": swa, "theirs": theirs}, max_epochs=4)
     trainer.fit()
-    assert swa.averaged == count
     # torch's pass over the training data, by which it, too, measures the average's statistics.
-    update_bn(list(trainer.train_loader._loader), theirs.model)
+    batches = list(trainer.train_loader._loader)
+    update_bn(batches, theirs.model)
+
+    assert swa.averaged == count
+
     ours = swa.state_dict()["model"]
     for name, value in theirs.model.module.state_dict().items():
         if not name.endswith("num_batches_tracked"):
@@ -286,34 +355,39 @@ def test_swa_equals_torchs_own(make_trainer, start_epoch, first, count):
 
 
 def test_training_does_not_depend_on_an_average(make_trainer):
-    states = []
-    for callbacks in ({"swa": SWA(1), "ema": EMA(0.9, use_for_evaluation=False)}, {}):
+    def train(callbacks):
         torch.manual_seed(0)
         layers = [nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 2)]
-        trainer = make_trainer(callbacks, model=nn.Sequential(*layers).double(), max_epochs=4)
+        model = nn.Sequential(*layers).double()
+        trainer = make_trainer(callbacks, model=model, max_epochs=4)
         torch.manual_seed(1)
         trainer.fit()
-        states.append(trainer.model.state_dict())
-    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+        return trainer.model.state_dict()
+
+    averages = {"swa": SWA(1), "ema": EMA(0.9, use_for_evaluation=False)}
+    assert same(train({}), train(averages))
 
 
 def test_before_it_begins_the_model_itself_is_evaluated(make_trainer):
-    same = []
+    are_same = []
 
     class Compare(Callback):
         def on_validation_end(self, trainer, metrics):
-            with_swap = trainer.evaluate(trainer.val_loaders["val"], "val")
-            plain = replace(trainer.components, average=None)
-            step = trainer.state.global_step
-            same.append(with_swap == evaluate(plain, trainer.val_loaders["val"], "val", step=step))
+            val = trainer.val_loaders["val"]
+            without_average = replace(trainer.components, average=None)
+            plain = evaluate(without_average, val, "val", step=trainer.state.global_step)
+            are_same.append(trainer.evaluate(val, "val") == plain)
 
     make_trainer({"swa": SWA(1), "compare": Compare()}, max_epochs=3).fit()
-    assert same == [True, False, False]
+    assert are_same == [True, False, False]
 
 
-def test_a_share_of_a_run_needs_its_length_and_one_too_short_says_so(make_trainer, caplog):
+def test_a_share_of_a_run_needs_its_length(make_trainer):
     trainer = make_trainer({"swa": SWA(0.75)}, max_epochs=None, max_steps=4)
     with pytest.raises(CallbackError, match=r"callbacks\.swa\.start_epoch=0\.75 is a share"):
         trainer.fit()
+
+
+def test_a_run_that_is_too_short_for_its_average_says_so(make_trainer, caplog):
     make_trainer({"swa": SWA(5)}).fit()
     assert "callbacks.swa: the run ended before its start_epoch" in caplog.text

@@ -22,15 +22,24 @@ from regimen.trainer.tasks.regression import Regression
 from regimen.trainer.trainer import Trainer
 from toys import StopAt, in_group
 
-N, SEED, EPOCHS = 23, 3, 3
+N = 23
+SEED = 3
+EPOCHS = 3
 X = torch.randn(N, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 Y = X[:, :3].argmax(1)
+
+
+def backwards(values):
+    """Return the values with a negative stride, in the other order of bytes."""
+    return values[::-1].astype(">f8")[::-1]
+
+
 FORMS = {
     "tensors": lambda: (X, Y),
     "arrays": lambda: (X.numpy(), Y.numpy()),
     "small_integers": lambda: (X.numpy(), Y.numpy().astype(np.int8)),
     "lists": lambda: (X.tolist(), Y.tolist()),
-    "backwards": lambda: (X.numpy()[::-1][::-1].astype(">f8"), Y.numpy()),
+    "backwards": lambda: (backwards(X.numpy()), Y.numpy()),
     "one_by_one": lambda: (TensorDataset(X, Y),),
     "samples": lambda: (list(zip(X, Y, strict=True)),),
 }
@@ -51,12 +60,15 @@ def trainer_of(train, steps=1, *, run_dir=None, callbacks=None, model=None, **mo
 
 def by_hand(size, epochs=EPOCHS):
     """Train on whole batches, in the order that (seed, epoch) give."""
-    model, order = network(), Shuffled(N, SEED)
+    model = network()
+    order = Shuffled(N, SEED)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for epoch in range(epochs):
-        for rows in torch.from_numpy(order(epoch)).split(size):
+        rows_of_epoch = torch.from_numpy(order(epoch))
+        for rows in rows_of_epoch.split(size):
             optimizer.zero_grad()
-            cross_entropy(model(X[rows]), Y[rows]).backward()
+            loss = cross_entropy(model(X[rows]), Y[rows])
+            loss.backward()
             optimizer.step()
     return model
 
@@ -68,6 +80,10 @@ def assert_near(one, other):
 
 def rows_of(loader, epoch=0):
     return [micro.batch_slice.indices for micro in loader.epoch(epoch)]
+
+
+def first_batch(loader):
+    return next(loader.epoch(0)).batch
 
 
 @pytest.mark.parametrize("steps", [1, 4])
@@ -83,6 +99,7 @@ def test_an_update_is_that_of_a_loop_by_hand(form, steps, workers):
     loader = regimen.loader(*form(), batch_size=8, seed=SEED, num_workers=workers)
     trainer = trainer_of(loader, steps)
     trainer.fit()
+
     assert trainer.state.micro_batches == trainer.state.updates * steps
     assert_near(by_hand(8), trainer.model)
 
@@ -92,27 +109,33 @@ def test_an_update_is_that_of_a_loop_by_hand(form, steps, workers):
 def test_a_run_that_was_interrupted_ends_with_the_same_bits(tmp_path, stop, workers):
     def run(folder, resume=None, **callbacks):
         loader = regimen.loader(X, Y, batch_size=8, seed=SEED, num_workers=workers)
-        saver = {"checkpoint": Checkpoint(every_n_steps=1)}
-        trainer = trainer_of(loader, 2, run_dir=folder, callbacks={**callbacks, **saver})
+        callbacks["checkpoint"] = Checkpoint(every_n_steps=1)
+        trainer = trainer_of(loader, 2, run_dir=folder, callbacks=callbacks)
         trainer.fit(resume=resume)
         return trainer
 
     whole = run(tmp_path / "whole")
-    assert run(tmp_path / "cut", stop=StopAt(stop)).state.global_step == stop
+    cut = run(tmp_path / "cut", stop=StopAt(stop))
     later = run(tmp_path / "cut", resume="auto")
+
+    assert cut.state.global_step == stop
     assert later.resumed
     assert later.state.global_step == whole.state.global_step
+
     pairs = zip(whole.model.parameters(), later.model.parameters(), strict=True)
-    assert all(torch.equal(one, other) for one, other in pairs)
+    for one, other in pairs:
+        assert torch.equal(one, other)
     assert later.metrics["train/epoch_loss"] == whole.metrics["train/epoch_loss"]
 
 
 def test_one_loader_serves_several_trainers():
     """Each has its own split, and its own place in the epoch."""
     loader = regimen.loader(X, Y, batch_size=8, seed=SEED)
-    one, four = trainer_of(loader), trainer_of(loader, 4)
+    one = trainer_of(loader)
+    four = trainer_of(loader, 4)
     four.fit()
     one.fit()
+
     assert one.state.micro_batches == EPOCHS * 3
     assert_near(one.model, four.model)
     assert len(rows_of(loader)) == 3
@@ -122,42 +145,67 @@ def test_numbers_become_the_model_s_type_and_lose_nothing_before():
     loader = regimen.loader(X.numpy(), Y.numpy(), batch_size=8, seed=SEED)
     narrow = trainer_of(loader, model=network(torch.float32), val_loader=loader)
     narrow.fit()
-    assert next(narrow.draw(0))[0].batch[0].dtype == torch.float32
-    assert torch.equal(next(trainer_of(loader).draw(0))[0].batch[0], X[Shuffled(N, SEED)(0)[:8]])
-    assert next(loader.epoch(0)).batch[0].dtype == torch.get_default_dtype()
+    wide = trainer_of(loader)
+
+    def first_inputs(trainer):
+        micro_batches = next(trainer.draw(0))
+        inputs, _ = micro_batches[0].batch
+        return inputs
+
+    expected_rows = Shuffled(N, SEED)(0)[:8]
+    inputs_of_the_loader, _ = first_batch(loader)
+
+    assert first_inputs(narrow).dtype == torch.float32
+    assert torch.equal(first_inputs(wide), X[expected_rows])
+    assert inputs_of_the_loader.dtype == torch.get_default_dtype()
 
 
 @pytest.mark.quick
 def test_a_validation_counts_each_sample_once():
     loader = regimen.loader(X, Y, batch_size=5, shuffle=False)
     trainer = trainer_of(loader, 4, val_loader=loader)
+
     found = trainer.evaluate(loader, "val")
+
     with torch.no_grad():
         output = trainer.model(X)
-    assert found["val/loss"] == pytest.approx(float(cross_entropy(output, Y)), rel=1e-12)
-    assert found["val/accuracy"] == pytest.approx(float((output.argmax(1) == Y).double().mean()))
+    loss = cross_entropy(output, Y).item()
+    accuracy = (output.argmax(1) == Y).double().mean().item()
+
+    assert found["val/loss"] == pytest.approx(loss, rel=1e-12)
+    assert found["val/accuracy"] == pytest.approx(accuracy)
 
 
 def share_of_a_process(strategy):
     """Return what a process trains on, and what all of them find in an evaluation."""
+    model = strategy.prepare(network())
     loader = regimen.loader(X, Y, batch_size=8, seed=SEED)
-    trainer = trainer_of(loader, 2, strategy=strategy, model=strategy.prepare(network()))
-    counts = [m.batch_slice.count for m in trainer.train_loader.epoch(0)]
+    trainer = trainer_of(loader, 2, strategy=strategy, model=model)
+    counts = [micro.batch_slice.count for micro in trainer.train_loader.epoch(0)]
     others = regimen.loader(X, Y, batch_size=8, shuffle=False)
-    return counts, trainer.evaluate(others, "val")["val/loss"]
+    metrics = trainer.evaluate(others, "val")
+    return counts, metrics["val/loss"]
 
 
 def test_two_processes_share_an_update(ranks):
-    found = ranks(2, in_group(share_of_a_process, DDP))
-    assert [counts for counts, _ in found] == [[2, 2, 2, 2, 2, 2], [2, 2, 2, 2, 2, 1]]
+    first, second = ranks(2, in_group(share_of_a_process, DDP))
+
+    first_counts, first_loss = first
+    second_counts, second_loss = second
+
+    assert first_counts == [2, 2, 2, 2, 2, 2]
+    assert second_counts == [2, 2, 2, 2, 2, 1]
+
     with torch.no_grad():
-        loss = float(cross_entropy(network()(X), Y))
-    assert [value for _, value in found] == pytest.approx([loss, loss], rel=1e-12)
+        loss = cross_entropy(network()(X), Y).item()
+    assert first_loss == pytest.approx(loss, rel=1e-12)
+    assert second_loss == pytest.approx(loss, rel=1e-12)
 
 
 def test_a_split_that_the_options_contradict_is_refused():
     sampler = UpdateSampler(Shuffled(N, SEED), batch_size=8, gradient_accumulation_steps=2)
     given = Loader(TensorDataset(X, Y), sampler, seed=0)
+
     assert trainer_of(given).train_loader is given
     assert trainer_of(given, 2).train_loader is given
     with pytest.raises(DataError, match=r"steps=4 .* UpdateSampler was given 2: .*regimen\.loader"):
@@ -173,47 +221,74 @@ def test_the_values_of_a_regression_stand_in_a_column_or_not(column):
     options = TrainerOptions(max_epochs=60)
     trainer = Trainer(model, Regression(), optimizer, loader, callbacks={}, options=options)
     trainer.fit()
+
     assert trainer.metrics["train/epoch_loss"] < 1e-2
 
 
 def test_several_inputs_stand_in_a_dict():
     inputs = UserDict(a=X.numpy(), b=np.arange(N))
     loader = regimen.loader(inputs, Y, batch_size=8, shuffle=False, seed=SEED)
-    batch, labels = next(loader.epoch(0)).batch
+    batch, labels = first_batch(loader)
+
     assert batch["a"].dtype == torch.float32
     assert batch["b"].tolist() == list(range(8))
     assert torch.equal(labels, Y[:8])
-    alone = next(regimen.loader(X, batch_size=8, shuffle=False).epoch(0)).batch
-    assert torch.equal(alone, X[:8].float())
 
 
-def test_a_sampler_a_collate_function_and_an_order_of_one_s_own():
-    drawn = RandomSampler(range(N), replacement=True, num_samples=16)
-    loader = regimen.loader(X, Y, batch_size=8, sampler=drawn, seed=SEED)
-    assert rows_of(loader, 2) == rows_of(loader, 2) != rows_of(loader, 1)
-    assert sum(map(len, rows_of(loader))) == 16
+def test_inputs_without_targets_stand_alone():
+    loader = regimen.loader(X, batch_size=8, shuffle=False)
+    assert torch.equal(first_batch(loader), X[:8].float())
+
+
+def test_a_sampler_of_one_s_own_draws_anew_in_each_epoch():
+    sampler = RandomSampler(range(N), replacement=True, num_samples=16)
+    loader = regimen.loader(X, Y, batch_size=8, sampler=sampler, seed=SEED)
+    rows = rows_of(loader, epoch=2)
+
+    assert rows_of(loader, epoch=2) == rows
+    assert rows_of(loader, epoch=1) != rows
+    assert sum(len(part) for part in rows_of(loader)) == 16
+
+
+def test_an_order_of_one_s_own():
     samples = regimen.loader(X, Y, batch_size=8).dataset
-    balanced = regimen.loader(X, Y, batch_size=8, sampler=ClassBalanced(samples, SEED))
+    order = ClassBalanced(samples, SEED)
+    balanced = regimen.loader(X, Y, batch_size=8, sampler=order)
     assert len(balanced) == 3
-    rows = regimen.loader(X, Y, batch_size=8, shuffle=False, collate_fn=list)
-    assert [int(label) for _, label in next(rows.epoch(0)).batch] == Y[:8].tolist()
+
+
+def test_a_collate_function_of_one_s_own():
+    loader = regimen.loader(X, Y, batch_size=8, shuffle=False, collate_fn=list)
+    labels = [int(label) for _, label in first_batch(loader)]
+    assert labels == Y[:8].tolist()
 
 
 def frame(**columns):
-    return pytest.importorskip("pandas").DataFrame(columns)
+    pandas = pytest.importorskip("pandas")
+    return pandas.DataFrame(columns)
+
+
+def whole_batch(*data):
+    """Return all six rows of a table as one batch."""
+    return first_batch(regimen.loader(*data, batch_size=6, shuffle=False))
 
 
 def test_a_data_frame_is_a_table_of_numbers():
-    table = frame(size=np.arange(6), price=np.linspace(0, 1, 6), new=[True, False] * 3)
-    target = table.pop("new")  # of the type bool
-    batch, labels = next(regimen.loader(table, target, batch_size=6, shuffle=False).epoch(0)).batch
+    table = frame(size=np.arange(6), price=np.linspace(0, 1, 6))
+    target = frame(new=[True, False] * 3)["new"]  # of the type bool
+
+    batch, labels = whole_batch(table, target)
+
     assert torch.equal(batch, torch.tensor(table.to_numpy(), dtype=torch.float32))
     assert labels.tolist() == [1, 0] * 3
+
     table["new"] = target  # beside numbers, a data frame makes objects of it
-    mixed = next(regimen.loader(table, batch_size=6, shuffle=False).epoch(0)).batch
+    mixed = whole_batch(table)
     assert mixed[:, 2].tolist() == [1.0, 0.0] * 3
-    whole = next(regimen.loader(table[["size"]], batch_size=6, shuffle=False).epoch(0)).batch
-    assert (whole.dtype, whole.shape) == (torch.float32, (6, 1))
+
+    one_column = whole_batch(table[["size"]])
+    assert one_column.dtype == torch.float32
+    assert one_column.shape == (6, 1)
 
 
 @pytest.mark.parametrize(

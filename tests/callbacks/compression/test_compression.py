@@ -33,22 +33,27 @@ def net():
     return model
 
 
+def flat(tensors):
+    return torch.cat([tensor.flatten() for tensor in tensors])
+
+
 def pruned_of(rules, *levels, seed=0, **options):
     """Prune to each level in turn; return the final masks."""
     pruning = Pruning(rules=rules, **options)
     pruning.check(net())
-    pruned = {
-        name: torch.zeros_like(p, dtype=torch.bool)
-        for pool in pruning.pools
-        for name, p in pool.members.items()
-    }
+    pruned = {}
+    for pool in pruning.pools:
+        for name, parameter in pool.members.items():
+            pruned[name] = torch.zeros_like(parameter, dtype=torch.bool)
+
     for level in levels:
         for pool in pruning.pools:
             extend(pool, pruned, level, seed)
     return {name: mask.int().tolist() for name, mask in pruned.items()}
 
 
-SLICES, ROWS = {"method": "ln_structured"}, ([[0, 0, 0], [1, 1, 1]], [[0, 0], [1, 1]])
+SLICES = {"method": "ln_structured"}
+ROWS = ([[0, 0, 0], [1, 1, 1]], [[0, 0], [1, 1]])
 COLUMNS = ([[1, 0, 1], [1, 0, 1]], [[0, 1], [0, 1]])
 LARGE = [[1, 0, 0], [1, 0, 1]]
 
@@ -67,33 +72,44 @@ LARGE = [[1, 0, 0], [1, 0, 1]]
     ],
 )
 def test_masks_by_hand(options, level, masks):
-    found = pruned_of(WEIGHTS, level, **options)
-    assert found == dict(zip(("0.weight", "1.weight"), masks, strict=True))
+    first, second = masks
+    assert pruned_of(WEIGHTS, level, **options) == {"0.weight": first, "1.weight": second}
 
 
 def test_random_masks_follow_from_the_seed_and_grow():
-    few, many = (pruned_of(WEIGHTS, level, method="random") for level in (0.3, 0.7))
-    assert pruned_of(WEIGHTS, 0.3, 0.7, method="random") == many
-    assert pruned_of(WEIGHTS, 0.7, method="random", seed=1) != many
-    flat = [torch.cat([torch.tensor(m).flatten() for m in masks.values()]) for masks in (few, many)]
-    assert [int(f.sum()) for f in flat] == [3, 7]
-    assert (flat[0] <= flat[1]).all()
+    few = pruned_of(WEIGHTS, 0.3, method="random")
+    many = pruned_of(WEIGHTS, 0.7, method="random")
+    in_two_steps = pruned_of(WEIGHTS, 0.3, 0.7, method="random")
+    of_another_seed = pruned_of(WEIGHTS, 0.7, method="random", seed=1)
+
+    assert in_two_steps == many
+    assert of_another_seed != many
+
+    few_flat = flat(torch.tensor(mask) for mask in few.values())
+    many_flat = flat(torch.tensor(mask) for mask in many.values())
+    assert few_flat.sum() == 3
+    assert many_flat.sum() == 7
+    assert (few_flat <= many_flat).all()
 
 
 def test_equal_weights_go_in_order_and_what_is_pruned_stays():
-    model, pruning = nn.Sequential(nn.Linear(4, 1)), Pruning(rules=WEIGHTS)
+    model = nn.Sequential(nn.Linear(4, 1))
+    pruning = Pruning(rules=WEIGHTS)
     nn.init.ones_(model[0].weight)
     pruning.check(model)
     pruned = {"0.weight": torch.tensor([[False, False, False, True]])}
     extend(pruning.pools[0], pruned, 0.5, seed=0)
+
     assert pruned["0.weight"].tolist() == [[True, False, False, True]]
 
 
 def test_rules_divide_as_parameter_groups_do():
-    rules = {"out": {"match": "^1"}, "first": {"kind": "matrix", "sparsity": 0.7, "scope": "layer"}}
-    out = {**rules, "out": {"match": "^1", "sparsity": 0}}
-    assert list(pruned_of(rules, 0.5)) == ["1.weight", "1.bias", "0.weight"]
-    assert pruned_of(out, 0.5) == {"0.weight": [[1, 0, 0], [1, 0, 1]]}
+    first = {"kind": "matrix", "sparsity": 0.7, "scope": "layer"}
+    both = {"out": {"match": "^1"}, "first": first}
+    without_out = {"out": {"match": "^1", "sparsity": 0}, "first": first}
+
+    assert list(pruned_of(both, 0.5)) == ["1.weight", "1.bias", "0.weight"]
+    assert pruned_of(without_out, 0.5) == {"0.weight": [[1, 0, 0], [1, 0, 1]]}
 
 
 def only(**rule):
@@ -122,8 +138,9 @@ MISTAKES = {
 
 @pytest.mark.parametrize("said", MISTAKES)
 def test_mistakes_are_config_errors(said):
+    options = {"rules": WEIGHTS, **MISTAKES[said]}
     with pytest.raises(ConfigError, match=said):
-        Pruning(**{"rules": WEIGHTS, **MISTAKES[said]}).check(net())
+        Pruning(**options).check(net())
 
 
 def test_the_schedule_of_zhu_and_gupta():
@@ -132,12 +149,20 @@ def test_the_schedule_of_zhu_and_gupta():
     assert list(plan) == [4, 7, 10, 13]
     for step in range(4, 20):
         last = min(step - (step - 4) % 3, 13)
-        expected = 0.8 + (0.2 - 0.8) * (1 - (last - 4) / (3 * 3)) ** 3
+        progress = (last - 4) / (3 * 3)
+        expected = 0.8 + (0.2 - 0.8) * (1 - progress) ** 3
         assert settings.level(plan, step) == pytest.approx(expected, abs=1e-15)
-    at_once = Pruning(rules=WEIGHTS, start_step=3).schedule(None)
-    assert (list(at_once), settings.level(at_once, 3)) == ([3], 0.8)
+
+
+def test_a_schedule_without_an_end_prunes_once():
+    plan = Pruning(rules=WEIGHTS, start_step=3).schedule(None)
+    settings = Settings(0.8, 0.2)
+    assert list(plan) == [3]
+    assert settings.level(plan, 3) == 0.8
+
+    share_of_an_unknown_length = Pruning(rules=WEIGHTS, start_step=0.5)
     with pytest.raises(ConfigError, match="give a number"):
-        Pruning(rules=WEIGHTS, start_step=0.5).schedule(None)
+        share_of_an_unknown_length.schedule(None)
 
 
 class Zeros(Callback):
@@ -155,55 +180,83 @@ class Zeros(Callback):
             self.validated.append(zeros_of(trainer))
 
 
+def zeros_in(weights):
+    """Count the zeros of the two matrices."""
+    return sum(int((weights[name] == 0).sum()) for name in ("0.weight", "3.weight"))
+
+
 def zeros_of(trainer):
-    return sum(int((trainer.model[i].weight == 0).sum()) for i in (0, 3))
+    return zeros_in(trainer.model.state_dict())
 
 
 def gradual(**options):
-    steps = {"start_step": 2, "end_step": 8, "every_n_steps": 3}
-    return Pruning(
-        rules=WEIGHTS, **{"sparsity": 0.75, "initial_sparsity": 0.25, **steps, **options}
-    )
+    """Prune at steps 2, 5 and 8, from a quarter of the 48 weights to three quarters."""
+    schedule = {
+        "sparsity": 0.75,
+        "initial_sparsity": 0.25,
+        "start_step": 2,
+        "end_step": 8,
+        "every_n_steps": 3,
+    }
+    return Pruning(rules=WEIGHTS, **schedule | options)
+
+
+def zero_masked(masks):
+    with torch.no_grad():
+        for weight, mask in masks.items():
+            weight *= mask
+
+
+def mask_smallest(masks, count):
+    """Mask the `count` weights of least magnitude, over all layers."""
+    magnitudes = flat(weight.detach().abs() for weight in masks)
+    bound = magnitudes.sort().values[count - 1]
+    for weight, mask in masks.items():
+        mask.copy_(weight.abs() > bound)
 
 
 def test_trains_as_written_out_by_hand(make_trainer):
-    callbacks = {"pruning": gradual(), "zeros": Zeros()}
-    trainer = make_trainer(callbacks, clip_grad_norm=0.5)
+    zeros = Zeros()
+    trainer = make_trainer({"pruning": gradual(), "zeros": zeros}, clip_grad_norm=0.5)
     model = copy.deepcopy(trainer.model)
-    batches = [b for _ in range(2) for b in trainer.train_loader._loader]
+    batches = list(trainer.train_loader._loader)
     trainer.fit()
-    masks = {model[i].weight: torch.ones_like(model[i].weight) for i in (0, 3)}
+
+    weights = [model[0].weight, model[3].weight]
+    masks = {weight: torch.ones_like(weight) for weight in weights}
+    # (1 - progress)^3 of the way is left: at step 5 an eighth.
+    pruned_at = {2: 12, 5: round(48 * (0.75 - 0.5 * 0.5**3)), 8: 36}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    levels = {2: 12, 5: round(48 * (0.75 - 0.5 * 0.5**3)), 8: 36}
-    for step, (inputs, targets) in enumerate(batches, 1):
+    for step, (inputs, targets) in enumerate(batches * 2, 1):
         optimizer.zero_grad()
-        (model(inputs) - targets).square().mean().backward()
+        loss = (model(inputs) - targets).square().mean()
+        loss.backward()
         for weight, mask in masks.items():
             weight.grad *= mask
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
-        with torch.no_grad():
-            for weight, mask in masks.items():
-                weight *= mask
-            if step in levels:
-                flat = torch.cat([weight.abs().flatten() for weight in masks])
-                bound = flat.sort().values[levels[step] - 1]
-                for weight, mask in masks.items():
-                    mask.copy_(weight.abs() > bound)
-                    weight *= mask
+        zero_masked(masks)
+        if step in pruned_at:
+            mask_smallest(masks, pruned_at[step])
+            zero_masked(masks)
+
+    found = trainer.model.state_dict()
+
     for name, value in model.state_dict().items():
-        torch.testing.assert_close(trainer.model.state_dict()[name], value, rtol=0, atol=1e-13)
-    assert trainer.callbacks["zeros"].counts == [0, 12, 12, 12, 33, 33, 33, 36, 36, 36]
+        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-13)
+    assert zeros.counts == [0, 12, 12, 12, 33, 33, 33, 36, 36, 36]
     assert trainer.metrics["pruning/sparsity"] == 36 / 48
 
 
 def test_a_run_that_goes_on_with_pruning_is_pruned_at_once(make_trainer, carry_over):
+    zeros = Zeros()
     dense = make_trainer({"ema": EMA(0.9), "stop": StopAt(6)})
-    going_on = make_trainer({"pruning": gradual(), "ema": EMA(0.9), "zeros": Zeros()})
+    going_on = make_trainer({"pruning": gradual(), "ema": EMA(0.9), "zeros": zeros})
     dense.fit()
     carry_over(dense, going_on)
     going_on.fit()
-    assert going_on.callbacks["zeros"].counts == [33, 36, 36, 36]
+
+    assert zeros.counts == [33, 36, 36, 36]
 
 
 @pytest.mark.parametrize(
@@ -212,31 +265,40 @@ def test_a_run_that_goes_on_with_pruning_is_pruned_at_once(make_trainer, carry_o
     ids=["ema", "swa", "not evaluated"],
 )
 def test_averages_are_pruned_wherever_they_go(make_trainer, tmp_path, average):
-    callbacks = {"pruning": gradual(), "average": average(), "zeros": Zeros()}
-    trainer = make_trainer({**callbacks, "save": Checkpoint(save_weights=True)}, tmp_path)
-    trainer.fit()
-    assert callbacks["zeros"].validated == [33, 36]
+    zeros = Zeros()
+    callbacks = {
+        "pruning": gradual(),
+        "average": average(),
+        "zeros": zeros,
+        "save": Checkpoint(save_weights=True),
+    }
+    make_trainer(callbacks, tmp_path).fit()
+
     folder = tmp_path / "checkpoints"
     payload = read_checkpoint(folder / "last.pt")
     kept = payload["ema"] or payload["callbacks"]["average"]
-    assert int(sum((kept["model"][f"{i}.weight"] == 0).sum() for i in (0, 3))) == 36
     best = read_safetensors(folder / "best.safetensors")
-    assert sum(int((best[f"{i}.weight"] == 0).sum()) for i in (0, 3)) in (33, 36)
+
+    assert zeros.validated == [33, 36]
+    assert zeros_in(kept["model"]) == 36
+    assert zeros_in(best) in (33, 36)
 
 
 def test_averages_that_would_keep_pruned_weights_are_refused(make_trainer):
-    for callbacks, said in (
-        ({"pruning": gradual(), "own": Average()}, r"callbacks\.own would keep"),
-        ({"ema": EMA(0.9), "pruning": gradual()}, r"must come before callbacks\.ema"),
-    ):
-        with pytest.raises(ConfigError, match=said):
-            make_trainer(callbacks).fit()
+    of_ones_own = {"pruning": gradual(), "own": Average()}
+    with pytest.raises(ConfigError, match=r"callbacks\.own would keep"):
+        make_trainer(of_ones_own).fit()
+
+    in_the_wrong_order = {"ema": EMA(0.9), "pruning": gradual()}
+    with pytest.raises(ConfigError, match=r"must come before callbacks\.ema"):
+        make_trainer(in_the_wrong_order).fit()
 
 
 def test_a_skipped_update_prunes_nothing(make_trainer):
-    callbacks = {"pruning": gradual(), "zeros": Zeros()}
+    zeros = Zeros()
+    callbacks = {"pruning": gradual(), "zeros": zeros}
     make_trainer(callbacks, spoilt=1, max_epochs=1, on_nonfinite="skip").fit()
-    assert callbacks["zeros"].counts == [0, 0, 12, 12, 12]
+    assert zeros.counts == [0, 0, 12, 12, 12]
 
 
 def test_a_sparsity_of_0_prunes_nothing(make_trainer):
@@ -248,8 +310,10 @@ def test_a_sparsity_of_0_prunes_nothing(make_trainer):
 
 
 def test_the_plan_tells_the_layers(make_trainer):
-    trainer = make_trainer({"pruning": gradual(scope="layer")})
-    plan = "\n".join(trainer.callbacks["pruning"].explain(trainer))
+    pruning = gradual(scope="layer")
+    trainer = make_trainer({"pruning": pruning})
+    plan = "\n".join(pruning.explain(trainer))
+
     assert "from step 2 to 8, every 3" in plan
     assert "0.weight: 32 weights, 75.0% (rules.weights, l1, layer)" in plan
 
@@ -257,41 +321,63 @@ def test_the_plan_tells_the_layers(make_trainer):
 def test_weights_are_rounded_by_channel_and_gradients_pass():
     weight = torch.tensor([[0.5, -1.27, 0.0126], [12.7, 0.0, 0.26]], requires_grad=True)
     rounded = rounded_weight(weight)
-    torch.testing.assert_close(
-        rounded.detach(), torch.tensor([[0.5, -1.27, 0.01], [12.7, 0.0, 0.3]])
-    )
     rounded.square().sum().backward()
+
+    expected = torch.tensor([[0.5, -1.27, 0.01], [12.7, 0.0, 0.3]])
+
+    torch.testing.assert_close(rounded.detach(), expected)
     torch.testing.assert_close(weight.grad, 2 * rounded.detach())
-    assert torch.equal(rounded_weight(torch.zeros(2, 3)), torch.zeros(2, 3))
+
+
+def test_weights_of_zero_stay_zero_when_rounded():
+    zeros = torch.zeros(2, 3)
+    assert torch.equal(rounded_weight(zeros), zeros)
+
+
+def rounded_to_8_bits(x, low, high):
+    """Round to the 256 values between `low` and `high`, of which one is 0."""
+    scale = (high - low) / 255
+    zero = (-low / scale).round()
+    whole = ((x / scale).round() + zero).clamp(0, 255)
+    return (whole - zero) * scale
 
 
 def test_inputs_are_rounded_to_a_running_range_of_whole_updates():
     torch.manual_seed(0)
     layer = nn.Linear(3, 4)
     plain = copy.deepcopy(layer)
-    qat, model = QuantizationAwareTraining(), nn.Sequential(layer)
+    model = nn.Sequential(layer)
+    qat = QuantizationAwareTraining()
     qat.check(model)
     qat.attach(model)
-    trainer = SimpleNamespace(group=Group(), state=TrainState())
     qat._start = 1
-    low = high = torch.zeros(())
+    trainer = SimpleNamespace(group=Group(), state=TrainState())
+
+    low = torch.zeros(())
+    high = torch.zeros(())
     for number in range(3):
         x = torch.randn(10, 3) * (number + 1)
         qat.rounds = False
-        layer(x[:6]), layer(x[6:])
+        for micro_batch in (x[:6], x[6:]):
+            layer(micro_batch)
         with torch.no_grad():
             layer(100 * x)  # an evaluation is not seen
-        share = 0.1 if number else 1.0
-        low, high = low + share * (x.min() - low), high + share * (x.max() - high)
+        share = 1.0 if number == 0 else 0.1
+        low = low + share * (x.min() - low)
+        high = high + share * (x.max() - high)
         qat.on_update_end(trainer)
     ranges = qat.state_dict()["fake_quantization"]
-    torch.testing.assert_close((ranges["low"][0], ranges["high"][0]), (low, high))
+
+    torch.testing.assert_close(ranges["low"][0], low)
+    torch.testing.assert_close(ranges["high"][0], high)
+
     qat.rounds = True
-    scale = (high - low) / 255
-    zero = (-low / scale).round()
-    rounded = (((x / scale).round() + zero).clamp(0, 255) - zero) * scale
-    expected = nn.functional.linear(rounded, rounded_weight(plain.weight), plain.bias)
+    inputs = rounded_to_8_bits(x, low, high)
+    weight = rounded_weight(plain.weight)
+    expected = nn.functional.linear(inputs, weight, plain.bias)
+
     torch.testing.assert_close(layer(x), expected)
+
     qat.teardown(None)
     assert type(layer) is nn.Linear
     assert torch.equal(layer(x), plain(x))

@@ -45,11 +45,22 @@ SMALL = ("resnet18", "model=small_cnn", "optimizer=sgd_nesterov", "optimizer.lr=
 
 def trained(path, *more, experiment=SMALL):
     """Train for three epochs, a small network on the digits if nothing else is said."""
-    words = [f"experiment={experiment[0]}", *experiment[1:], "trainer.max_epochs=3", *more]
+    name, *overrides = experiment
+    words = [f"experiment={name}", *overrides, "trainer.max_epochs=3", *more]
     words += ["loader.num_workers=0", "callbacks.progress=null", f"run_dir={path}"]
     composed = compose(parse_arguments(words))
-    assert train(RunRequest(composed.config, composed.overrides, {}, words)) == 0
+    request = RunRequest(composed.config, composed.overrides, {}, words)
+    assert train(request) == 0
     return load_run(path, "cpu")
+
+
+def network_of(module):
+    """Return a module with its task, as the formats take it."""
+    return formats.Network(module, Task())
+
+
+def names_in(folder):
+    return {path.name for path in folder.iterdir()}
 
 
 @pytest.fixture(scope="module")
@@ -65,68 +76,110 @@ def logits(run, inputs):
 def onnx_outputs(path, inputs):
     session = onnxruntime.InferenceSession(str(path))
     names = [output.name for output in session.get_outputs()]
-    found = map(torch.from_numpy, session.run(None, {"input": np.asarray(inputs)}))
-    return session, dict(zip(names, found, strict=True))
+    arrays = session.run(None, {"input": np.asarray(inputs)})
+    tensors = [torch.from_numpy(array) for array in arrays]
+    return session, dict(zip(names, tensors, strict=True))
+
+
+def check_figures(run, step, path, facts):
+    """Check that metrics and card are those of the step, not of the end of the run."""
+    found = facts["provenance"]["results"]
+    (validated,) = [n for n in run.metrics if n["step"] == step and "val/loss" in n]
+    assert found["val/loss"] == validated["val/loss"]
+    is_best = step == run.components().state.global_step
+    assert ("test/loss" in found) == is_best  # only the best checkpoint was tested
+
+    card = path.with_name("card.md").read_text()
+    _, _, behind = card.partition(f"## Metrics of the checkpoint (step {step})")
+    section = behind.partition("##")[0]
+    assert f"- val/loss: {validated['val/loss']:.4f}" in section
+    facts_in_yaml = card.split("```yaml\n")[1].partition("```")[0]
+    about = yaml.safe_load(facts_in_yaml)
+    assert [line["step"] for line in about["validations"]] == [20, 40, 60]
 
 
 def test_figures_are_those_of_the_checkpoint(run, tmp_path):
-    best = run.components().state.global_step
     for step in (20, 40, 60):
-        checkpoint = str(run.path / "checkpoints" / f"step-{step:08}.pt")
-        path, facts = export_run(run, "safetensors", tmp_path / f"{step}", checkpoint=checkpoint)
-        found = facts["provenance"]["results"]
-        (validated,) = [n for n in run.metrics if n["step"] == step and "val/loss" in n]
-        assert found["val/loss"] == validated["val/loss"]
-        assert ("test/loss" in found) == (step == best)
-        card = path.with_name("card.md").read_text()
-        figures = card.partition(f"## Metrics of the checkpoint (step {step})")[2]
-        assert f"- val/loss: {validated['val/loss']:.4f}" in figures.partition("##")[0]
-        about = yaml.safe_load(card.split("```yaml\n")[1].partition("```")[0])
-        assert [line["step"] for line in about["validations"]] == [20, 40, 60]
-    assert path.with_name("config.yaml").read_text() == (run.path / "config.yaml").read_text()
+        checkpoint = run.path / "checkpoints" / f"step-{step:08}.pt"
+        out = tmp_path / f"{step}"
+        path, facts = export_run(run, "safetensors", out, checkpoint=str(checkpoint))
+        check_figures(run, step, path, facts)
+
+    own_config = run.path / "config.yaml"
+    assert path.with_name("config.yaml").read_text() == own_config.read_text()
+
     with safe_open(path, "pt") as file:
-        told = json.loads(file.metadata()["regimen"])
+        metadata = file.metadata()
+    told = json.loads(metadata["regimen"])
     assert told["provenance"] == facts["provenance"]
     assert told["classes"] == [str(digit) for digit in range(10)]
 
 
 def says_where_it_comes_from(run, path, facts):
     session, _ = onnx_outputs(path, torch.zeros(1, 1, 16, 16))
-    ends = [(end.name, end.shape) for end in (*session.get_inputs(), *session.get_outputs())]
-    assert ends == [("input", ["batch", 1, 16, 16]), ("output", ["batch", 10])]
+    inputs = [(end.name, end.shape) for end in session.get_inputs()]
+    outputs = [(end.name, end.shape) for end in session.get_outputs()]
+    assert inputs == [("input", ["batch", 1, 16, 16])]
+    assert outputs == [("output", ["batch", 10])]
+
     metadata = session.get_modelmeta().custom_metadata_map
     assert json.loads(metadata["classes"]) == [str(digit) for digit in range(10)]
     origin = json.loads(metadata["provenance"])
+    config = (run.path / "config.yaml").read_text()
     assert origin == facts["provenance"]
     assert origin["step"] == run.components().state.global_step
-    assert origin["config"] == (run.path / "config.yaml").read_text()
+    assert origin["config"] == config
     assert [split["samples"] for split in origin["data"]] == [1257, 270, 270]
+
     card = path.with_name("card.md").read_text()
-    for part in (origin["config"].rstrip(), f"sha256: {origin['sha256']}", "samples: 1257"):
-        assert part in card
-    assert json.loads(path.with_name("export.json").read_text()) == facts
-    assert {p.name for p in path.parent.iterdir()} == {"card.md", "export.json", "model.onnx"}
+    assert config.rstrip() in card
+    assert f"sha256: {origin['sha256']}" in card
+    assert "samples: 1257" in card
+    written = path.with_name("export.json").read_text()
+    assert json.loads(written) == facts
+    assert names_in(path.parent) == {"card.md", "export.json", "model.onnx"}
     nodes = onnx.load(str(path)).graph.node
     assert not nodes[0].metadata_props  # the exporter's notes, half of a small file
 
 
 def test_preprocessing_inside_takes_bytes_and_gives_probabilities(run, tmp_path):
     path, facts = export_run(run, "onnx", tmp_path / "o", preprocessing="inside")
-    pixels = np.random.default_rng(0).integers(0, 256, (4, 1, 16, 16), dtype=np.uint8)
-    _, found = onnx_outputs(path, pixels)
-    by_hand = (torch.from_numpy(pixels).float() / 255 - 0.305) / 0.319
-    expected = logits(run, by_hand).softmax(1)
-    torch.testing.assert_close(found["output"], expected, atol=1e-5, rtol=0)
     assert facts["transforms_of_the_caller"] == {}
     assert facts["verified"]["samples"] == "of the run"
-    _, expected = evaluate_run(run.config, run.path, "best", None)
-    split, found = evaluate_artefact(run.config, path)
+
+    pixels = np.random.default_rng(0).integers(0, 256, (4, 1, 16, 16), dtype=np.uint8)
+    _, found = onnx_outputs(path, pixels)
+    scaled = torch.from_numpy(pixels).float() / 255
+    standardized = (scaled - 0.305) / 0.319
+    expected = logits(run, standardized).softmax(1)
+
+    torch.testing.assert_close(found["output"], expected, atol=1e-5, rtol=0)
+
+    _, metrics_of_the_run = evaluate_run(run.config, run.path, "best", None)
+    split, metrics = evaluate_artefact(run.config, path)
     assert split == "test"
-    assert found == pytest.approx(expected, abs=1e-4)
+    assert metrics == pytest.approx(metrics_of_the_run, abs=1e-4)
 
 
 FORMATS = [name for name in get_args(Format) if name not in FOLDERS]
-QUICK = [pytest.param(n, marks=[compiled, pytest.mark.slow]) if n == "aoti" else n for n in FORMATS]
+SLOW_TO_COMPILE = pytest.param("aoti", marks=[compiled, pytest.mark.slow])
+QUICK = [SLOW_TO_COMPILE if name == "aoti" else name for name in FORMATS]
+
+
+def answers_of(name, lines, x):
+    """Run the lines of a card, as a reader would, and return what they answer."""
+    is_onnx = name == "onnx"
+    names = {"x": x.numpy() if is_onnx else x}
+    exec("\n".join(lines), names)
+    if name == "safetensors":  # these make the model only
+        return names["model"].eval()(x)
+    if is_onnx:
+        return torch.as_tensor(names["answers"][0])
+    return torch.as_tensor(names["answers"])
+
+
+def test_every_format_has_a_way_to_load_it():
+    assert set(FORMATS) == {*formats.GRAPHS, "safetensors"}
 
 
 @pytest.mark.parametrize("name", QUICK)
@@ -134,105 +187,159 @@ def test_the_lines_of_the_card_run_a_file_with_the_metrics_of_the_run(
     run, tmp_path, monkeypatch, name
 ):
     monkeypatch.chdir(tmp_path)  # where the command was typed
-    assert set(FORMATS) == {*formats.GRAPHS, "safetensors"}
     path, facts = export_run(run, name, Path("o"))
+    card = path.with_name("card.md").read_text()
     lines = formats.how_to_load(facts, path.parent)
-    assert all(line in path.with_name("card.md").read_text() for line in lines)
+
+    for line in lines:
+        assert line in card
+
     for size in (1, 4):
         x = torch.randn(size, 1, 16, 16)
-        names = {"x": x.numpy() if name == "onnx" else x}
-        exec("\n".join(lines), names)
-        if name == "safetensors":
-            names["answers"] = names["model"].eval()(x)
-        found = names["answers"][0] if name == "onnx" else names["answers"]
-        torch.testing.assert_close(torch.as_tensor(found), logits(run, x), atol=1e-4, rtol=1e-4)
+        found = answers_of(name, lines, x)
+        torch.testing.assert_close(found, logits(run, x), atol=1e-4, rtol=1e-4)
+
     notes = " ".join(facts.get("notes", []))
     assert ("deprecated" in notes) == (name == "torchscript")
     assert ("machine code" in notes) == (name == "aoti")
+
     if name == "onnx":
         says_where_it_comes_from(run, path, facts)
+
     _, expected = evaluate_run(run.config, run.path, "best", None)
-    _, found = evaluate_artefact(run.config, path, "test", allow_code=True)
-    assert found == pytest.approx(expected, abs=1e-4)
+    _, metrics = evaluate_artefact(run.config, path, "test", allow_code=True)
+
+    assert metrics == pytest.approx(expected, abs=1e-4)
 
 
 def test_lines_make_nodes_within_nodes(tmp_path):
-    layer = {"_target_": "torch.nn.Conv2d", "in_channels": 1, "out_channels": 2, "kernel_size": 3}
-    layers = {"a": layer, "b": {"_target_": "torch.nn.Flatten"}}
+    layers = {
+        "a": {
+            "_target_": "torch.nn.Conv2d",
+            "in_channels": 1,
+            "out_channels": 2,
+            "kernel_size": 3,
+        },
+        "b": {"_target_": "torch.nn.Flatten"},
+    }
     node = {
         "_target_": "regimen.models.sequential.from_layers",
         "layers": layers,
         "input_shape": [1, 4, 4],
     }
-    tuned = {"_target_": "regimen.models.pretrained.fine_tune", "model": node, "weights": "gone.pt"}
-    expected = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten())
-    weights = dict(zip(("a.weight", "a.bias"), expected.state_dict().values(), strict=True))
+    tuned = {
+        "_target_": "regimen.models.pretrained.fine_tune",
+        "model": node,
+        "weights": "gone.pt",  # of where the training began: not needed to load its result
+    }
+    conv = nn.Conv2d(1, 2, 3)
+    weights = {"a.weight": conv.weight.detach(), "a.bias": conv.bias.detach()}
     save_file(weights, tmp_path / "model.safetensors")
     facts = {"format": "safetensors", "model": tuned, "file": "model.safetensors"}
+
+    lines = formats.how_to_load(facts, tmp_path)
     names = {}
-    exec("\n".join(formats.how_to_load(facts, tmp_path)), names)
+    exec("\n".join(lines), names)
+
     x = torch.randn(2, 1, 4, 4)
-    assert torch.equal(names["model"](x), expected(x))
+
+    assert torch.equal(names["model"](x), conv(x).flatten(1))
 
 
 class TwoHeads(nn.Module):
     def forward(self, x):
-        return {"size": x.mean((1, 2, 3)), "more": (x.flatten(1)[:, :4].sin(), None)}
+        size = x.mean((1, 2, 3))
+        first = x.flatten(1)[:, :4].sin()
+        return {"size": size, "more": (first, None)}
 
 
 @pytest.mark.parametrize("name", ["onnx", "torch_export", "torchscript"])
 def test_outputs_of_a_model_of_ones_own_have_names(run, tmp_path, monkeypatch, name):
     monkeypatch.setattr(run, "model", lambda checkpoint: TwoHeads())
     x = torch.randn(3, 1, 16, 16)
-    path, _ = export_run(run, name, tmp_path / name)
-    found = onnx_outputs(path, x)[1] if name == "onnx" else formats.GRAPHS[name].load(path)(x)
-    assert list(found) == ["size", "more_output1"]
     expected = TwoHeads()(x)
-    for value, wanted in zip(found.values(), (expected["size"], expected["more"][0]), strict=True):
-        torch.testing.assert_close(value, wanted, atol=1e-5, rtol=1e-5)
+    first_of_more, _ = expected["more"]
+
+    path, _ = export_run(run, name, tmp_path / name)
+    if name == "onnx":
+        _, found = onnx_outputs(path, x)
+    else:
+        program = formats.GRAPHS[name].load(path)
+        found = program(x)
+
+    assert list(found) == ["size", "more_output1"]
+    torch.testing.assert_close(found["size"], expected["size"], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(found["more_output1"], first_of_more, atol=1e-5, rtol=1e-5)
 
 
 class Branches(nn.Module):
     def forward(self, x):
-        return x.mean((2, 3)) if x.sum() > 0 else -x.mean((2, 3))
+        mean = x.mean((2, 3))
+        if x.sum() > 0:
+            return mean
+        return -mean
 
 
-class BranchesInNumpy(Branches):
+class BranchesInNumpy(nn.Module):
     def forward(self, x):
-        return x.mean((2, 3)) if np.sum(x.numpy()) > 0 else -x.mean((2, 3))
+        mean = x.mean((2, 3))
+        if np.sum(x.numpy()) > 0:
+            return mean
+        return -mean
 
 
 def test_a_branch_is_scripted_or_no_file_is_written(run, tmp_path, monkeypatch):
-    inputs = torch.ones(32, 1, 4, 4) * torch.linspace(-3, 1, 32)[:, None, None, None].flip(0)
     # The first samples take another branch than all together.
+    values = torch.linspace(-3, 1, 32).flip(0)
+    inputs = values[:, None, None, None].expand(32, 1, 4, 4)
     monkeypatch.setattr(artefact, "samples_of", lambda run, names: (inputs, True))
+
     monkeypatch.setattr(run, "model", lambda checkpoint: BranchesInNumpy())
+
     with pytest.raises(ModelError, match="outputs of"):
         export_run(run, "torchscript", tmp_path / "o")
+
     monkeypatch.setattr(run, "model", lambda checkpoint: Branches())
     with pytest.raises(ModelError, match=r"torch\.export"):
         export_run(run, "torch_export", tmp_path / "o")
     assert list(tmp_path.iterdir()) == []
-    network = torch.jit.load(str(export_run(run, "torchscript", tmp_path / "o")[0]))
+
+    path, _ = export_run(run, "torchscript", tmp_path / "o")
+    network = torch.jit.load(str(path))
     for some in (inputs, inputs[:1]):
         assert torch.equal(network(some), Branches()(some))
 
 
+def assert_kept(run, folder, overwrite):
+    """Check that an export into the folder is refused, and leaves what lies there."""
+    file = folder / "mine"
+    file.touch()
+    with pytest.raises(ModelError, match="overwrite=true replaces it if it holds"):
+        export_run(run, "safetensors", folder, overwrite=overwrite)
+    assert file.exists()
+
+
 def test_a_folder_is_replaced_only_when_asked(run, tmp_path):
-    folder = export_run(run, "safetensors", tmp_path / "o")[0].parent
-    (others := tmp_path / "of_others").mkdir()
-    for place, overwrite in ((folder, False), (others, True)):
-        (place / "mine").touch()
-        with pytest.raises(ModelError, match="overwrite=true replaces it if it holds"):
-            export_run(run, "safetensors", place, overwrite=overwrite)
-        assert (place / "mine").exists()
+    path, _ = export_run(run, "safetensors", tmp_path / "o")
+    folder = path.parent
+    others = tmp_path / "of_others"
+    others.mkdir()
+
+    assert_kept(run, folder, overwrite=False)
+    assert_kept(run, others, overwrite=True)
+
     export_run(run, "safetensors", folder, overwrite=True)
     assert not (folder / "mine").exists()
-    left = run.path / "exports" / ".tmp-safetensors"  # by a command that was killed
+
+
+def test_what_a_killed_export_left_is_cleaned_up(run):
+    left = run.path / "exports" / ".tmp-safetensors"
     left.mkdir(parents=True)
     (left / "model.onnx").touch()
+
     export_run(run, "safetensors")
-    assert [path.name for path in left.parent.iterdir()] == ["safetensors"]
+
+    assert names_in(left.parent) == {"safetensors"}
 
 
 def test_without_the_data_it_is_verified_on_random_inputs(run, tmp_path, monkeypatch):
@@ -246,22 +353,30 @@ def test_without_the_data_it_is_verified_on_random_inputs(run, tmp_path, monkeyp
 
 
 def test_a_transform_that_fits_no_graph_is_named():
-    pipeline = Pipeline({"scale": ToFloat(), "odd": lambda x: x, "n": Standardize([0.5], [0.5])})
+    transforms = {
+        "scale": ToFloat(),
+        "odd": lambda x: x,
+        "n": Standardize([0.5], [0.5]),
+    }
+    pipeline = Pipeline(transforms)
     with pytest.raises(ModelError, match=r"transforms\.eval\.odd"):
         formats.build_network(nn.Identity(), Classification(10), pipeline, "inside")
 
 
 def test_files_that_run_code_or_were_changed_are_not_loaded(run, tmp_path):
     path, _ = export_run(run, "torchscript", tmp_path / "ts")
-    whole, none = path.read_bytes(), run.path / "config.yaml"
-    for place, content, allow_code, told in (
-        (path, whole, False, "allow_code=true"),
-        (path, whole + b"more", True, "not the file"),
-        (none, none.read_bytes(), True, r"export\.json"),
-    ):
-        place.write_bytes(content)
-        with pytest.raises(ModelError, match=told):
-            evaluate_artefact(run.config, place, "test", allow_code)
+    with pytest.raises(ModelError, match="allow_code=true"):
+        evaluate_artefact(run.config, path, "test", allow_code=False)
+
+    path.write_bytes(path.read_bytes() + b"more")
+    with pytest.raises(ModelError, match="not the file"):
+        evaluate_artefact(run.config, path, "test", allow_code=True)
+
+    with pytest.raises(ModelError, match=r"export\.json"):
+        evaluate_artefact(run.config, run.path / "config.yaml", "test", allow_code=True)
+
+
+HUGE = {"_target_": "torch.nn.Linear", "in_features": 10**6, "out_features": 10**9}
 
 
 @pytest.mark.parametrize(
@@ -276,17 +391,20 @@ def test_files_that_run_code_or_were_changed_are_not_loaded(run, tmp_path):
         pytest.param({"num_classes": 10**9}, "1000000000 classes, the data", id="many classes"),
         pytest.param({"transforms_of_the_caller": 3}, "cannot be 3", id="transforms as a number"),
         pytest.param({"output": "x" * 5000}, "has the output 'xxx", id="a long output"),
-        pytest.param({"model": {"hidden": 10**9}}, "cannot be loaded", id="a huge network"),
+        pytest.param({"model": HUGE}, "cannot be loaded", id="a huge network"),
     ],
 )
 def test_facts_beside_a_file_of_another_form_are_named(run, tmp_path, change, told):
     path, _ = export_run(run, "safetensors", tmp_path / "weights")
-    facts = json.loads((path.parent / "export.json").read_text())
-    if isinstance(change.get("model"), dict):
-        layers = {"_target_": "torch.nn.Linear", "in_features": 10**6, "out_features": 10**9}
-        change = {"model": layers}
-    facts = {k: v for k, v in (facts | change).items() if v is not None or k == "classes"}
-    (path.parent / "export.json").write_text(json.dumps(facts))
+    place = path.with_name("export.json")
+    facts = json.loads(place.read_text())
+    for key, value in change.items():
+        if value is None:
+            del facts[key]
+        else:
+            facts[key] = value
+    place.write_text(json.dumps(facts))
+
     with pytest.raises(ModelError, match=told) as caught:
         evaluate_artefact(run.config, path, "test")
     assert len(str(caught.value)) < 1000
@@ -303,96 +421,160 @@ NETWORKS = [
 
 @pytest.mark.parametrize(("model", "more", "x"), [pytest.param(*n, id=n[0]) for n in NETWORKS])
 def test_every_kind_of_network_of_ours_can_be_exported(model, more, x):
-    config = parse(compose(["experiment=resnet18", f"model={model}", *more]).config)
+    composed = compose(["experiment=resnet18", f"model={model}", *more])
+    config = parse(composed.config)
     built = Assembly(config, Strategy("cpu"), config.data.num_classes).model
-    program = formats.exported_program(
-        formats.Exportable(formats.Network(built, Task()), x, {})
-    ).module()
+
+    exportable = formats.Exportable(network_of(built), x, {})
+    program = formats.exported_program(exportable).module()
+
     for inputs in (x, x[:1], torch.cat([x, x])):
         with torch.no_grad():
-            torch.testing.assert_close(program(inputs), built(inputs), atol=1e-5, rtol=1e-5)
+            found = program(inputs)
+            expected = built(inputs)
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+def build_loader(executable):
+    """Compile the program of the docs against torch's libraries."""
+    flags = [f"-I{path}" for path in cpp_extension.include_paths()]
+    for path in cpp_extension.library_paths():
+        flags += [f"-L{path}", f"-Wl,-rpath,{path}"]
+    flags += ["-ltorch", "-ltorch_cpu", "-lc10", "-o", executable]
+    subprocess.run(["g++", "-std=c++20", str(SOURCE), *flags], check=True)
 
 
 @pytest.mark.slow
 @compiled
 def test_the_loader_of_the_docs_answers_as_the_model_does(tmp_path):
-    assert len(SOURCE.read_text().splitlines()) <= 30
     torch.manual_seed(0)
-    graph = formats.Exportable(formats.Network(SmallCNN(10), Task()), torch.randn(2, 1, 16, 16), {})
+    network = network_of(SmallCNN(10))
+    graph = formats.Exportable(network, torch.randn(2, 1, 16, 16), {})
     formats.GRAPHS["torchscript"].write(graph, tmp_path / "model.ts")
-    paths, loader = cpp_extension.library_paths(), str(tmp_path / "load_torchscript")
-    flags = [f"-I{path}" for path in cpp_extension.include_paths()]
-    flags += [f"{way}{path}" for path in paths for way in ("-L", "-Wl,-rpath,")]
-    flags += ["-ltorch", "-ltorch_cpu", "-lc10", "-o", loader]
-    subprocess.run(["g++", "-std=c++20", str(SOURCE), *flags], check=True)
-    done, wrong = (
-        subprocess.run([loader, str(path), "1", "16", "16"], capture_output=True, text=True)
-        for path in (tmp_path / "model.ts", SOURCE)
-    )
+    loader = str(tmp_path / "load_torchscript")
+    build_loader(loader)
+
+    def answer(file):
+        command = [loader, str(file), "1", "16", "16"]
+        return subprocess.run(command, capture_output=True, text=True)
+
+    done = answer(tmp_path / "model.ts")
+
+    assert done.returncode == 0
+
     found = torch.tensor([float(line) for line in done.stdout.splitlines()])
     with torch.no_grad():
-        expected = graph.network(torch.zeros(1, 1, 16, 16))[0]
+        expected = network(torch.zeros(1, 1, 16, 16))[0]
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
-    assert (done.returncode, wrong.returncode, wrong.stderr[:7]) == (0, 1, "error: ")
+
+    wrong = answer(SOURCE)
+    assert wrong.returncode == 1
+    assert wrong.stderr.startswith("error: ")
+    assert len(SOURCE.read_text().splitlines()) <= 30
 
 
-def test_static_integers_lose_at_most_a_point(run, tmp_path):
-    path, facts = quantize_run(run, out=tmp_path / "static")
-    before, after = facts["before"], facts["after"]
+@pytest.fixture(scope="module")
+def static(run, tmp_path_factory):
+    """Return the path and the facts of the run's network in 8 bits."""
+    return quantize_run(run, out=tmp_path_factory.mktemp("quantized") / "static")
+
+
+def test_static_integers_lose_at_most_a_point(run, static):
+    path, facts = static
+    before = facts["before"]
+    after = facts["after"]
+
     assert after["test/accuracy"] >= before["test/accuracy"] - 0.01 > 0.89
     assert after["megabytes"] < 0.5 * before["megabytes"]
-    told = {"method": "static", "weights": "uint8", "ranges": "of training samples"}
-    told |= {"activations": "uint8", "calibration_samples": 512}
-    assert facts["quantization"] == told
-    assert {p.name for p in path.parent.iterdir()} == {"card.md", "export.json", "model.onnx"}
+    assert facts["quantization"] == {
+        "method": "static",
+        "weights": "uint8",
+        "ranges": "of training samples",
+        "activations": "uint8",
+        "calibration_samples": 512,
+    }
     assert facts["provenance"]["run"] == str(run.path)
+    assert names_in(path.parent) == {"card.md", "export.json", "model.onnx"}
     assert "calibration_samples: 512" in path.with_name("card.md").read_text()
+
+    tested = {name: value for name, value in after.items() if name.startswith("test/")}
+    assert evaluate_artefact(run.config, path) == ("test", tested)
+
+
+def test_static_integers_are_those_of_weights_and_biases(static):
+    path, _ = static
+    types = onnx.TensorProto
     graph = onnx.load(str(path)).graph
-    kinds = {i.name: i.data_type for i in graph.initializer}
-    weights = [n.input[0] for n in graph.node if n.op_type == "DequantizeLinear"]
-    unsigned, of_biases = onnx.TensorProto.UINT8, onnx.TensorProto.INT32
-    assert {kinds[name] for name in weights if name in kinds} == {unsigned, of_biases}
-    assert onnx.TensorProto.FLOAT not in {kinds[i.name] for i in graph.initializer if i.dims[1:]}
-    found = evaluate_artefact(run.config, path)
-    assert found == ("test", {k: v for k, v in after.items() if k.startswith("test/")})
+    kinds = {tensor.name: tensor.data_type for tensor in graph.initializer}
+    quantized = [n.input[0] for n in graph.node if n.op_type == "DequantizeLinear"]
+    of_weights = {kinds[name] for name in quantized if name in kinds}
+    of_matrices = {tensor.data_type for tensor in graph.initializer if len(tensor.dims) > 1}
+
+    assert of_weights == {types.UINT8, types.INT32}  # int32: of biases
+    assert types.FLOAT not in of_matrices
 
 
 def test_calibration_sees_the_first_samples_of_the_seed(run):
     names = list(run.config.transforms.eval)
-    few, every = ([b["input"] for b in calibration(run.config, names, n)] for n in (64, 10_000))
+
+    few = [batch["input"] for batch in calibration(run.config, names, 64)]
+    every = [batch["input"] for batch in calibration(run.config, names, 10_000)]
+
     assert [len(batch) for batch in few] == [32, 32]
-    assert all((a == b).all() for a, b in zip(few, every, strict=False))
-    assert sum(map(len, every)) == 1257
-    assert min(batch.min() for batch in every) == pytest.approx((0 - 0.305) / 0.319)
+    assert np.array_equal(few, every[:2])
+    assert sum(len(batch) for batch in every) == 1257
+
+    black = (0 - 0.305) / 0.319  # standardized
+    assert min(batch.min() for batch in every) == pytest.approx(black)
 
 
-def test_a_network_trained_for_8_bits_answers_as_it_did_in_training(run, tmp_path):
-    qat = trained(tmp_path / "qat", "callbacks=[default,qat]")
-    names = [list(r.components().model.state_dict()) for r in (run, qat)]
-    assert names[0] == names[1]  # plain weights
-    path, facts = quantize_run(qat, out=tmp_path / "q")
-    assert facts["quantization"]["ranges"] == "learnt in training"
-    assert facts["after"]["test/accuracy"] >= facts["before"]["test/accuracy"] - 0.005
-    samples, _ = samples_of(qat, list(qat.config.transforms.eval))
-    payload = torch.load(qat.path / "checkpoints" / "best.pt", weights_only=True)
-    learnt, model = payload["callbacks"]["qat"], qat.model()
+def outputs_in_training(run, samples):
+    """Return what the model answers with the roundings that it was trained with."""
+    payload = torch.load(run.path / "checkpoints" / "best.pt", weights_only=True)
+    learnt = payload["callbacks"]["qat"]
+    model = run.model()
     rounding = QuantizationAwareTraining()
     rounding.check(model)
     rounding.load_state_dict(learnt)
     rounding.attach(model)
     with torch.inference_mode():
-        expected = model(samples)
+        outputs = model(samples)
     rounding.teardown(None)
-    found = onnx_outputs(path, samples)[1]["output"]
+    return outputs, learnt["fake_quantization"]
+
+
+def test_a_network_trained_for_8_bits_answers_as_it_did_in_training(run, tmp_path):
+    qat = trained(tmp_path / "qat", "callbacks=[default,qat]")
+    weights = qat.components().model.state_dict()
+    assert list(weights) == list(run.components().model.state_dict())  # plain ones
+
+    path, facts = quantize_run(qat, out=tmp_path / "q")
+    assert facts["quantization"]["ranges"] == "learnt in training"
+    assert facts["after"]["test/accuracy"] >= facts["before"]["test/accuracy"] - 0.005
+
+    samples, _ = samples_of(qat, list(qat.config.transforms.eval))
+    expected, ranges = outputs_in_training(qat, samples)
+    _, outputs = onnx_outputs(path, samples)
+    found = outputs["output"]
+
     assert torch.equal(found.argmax(1), expected.argmax(1))
-    assert (found - expected).square().mean().sqrt() < 0.02 * expected.abs().max()
+
+    error = (found - expected).square().mean().sqrt()
+    assert error < 0.02 * expected.abs().max()
+
     graph = onnx.load(str(path)).graph
     values = {i.name: onnx.numpy_helper.to_array(i) for i in graph.initializer}
     scales = [values[n.input[1]] for n in graph.node if n.op_type == "QuantizeLinear"]
-    given = torch.tensor([float(scale) for scale in scales if scale.size == 1])
-    state = learnt["fake_quantization"]
-    for scale in (state["high"] - state["low"]) / 255:
-        assert (scale / given - 1).abs().min() < 1e-4
+    in_the_file = torch.tensor([float(scale) for scale in scales if scale.size == 1])
+    learnt_scales = (ranges["high"] - ranges["low"]) / 255
+
+    for scale in learnt_scales:
+        relative = (scale / in_the_file - 1).abs()
+        assert relative.min() < 1e-4
+
+
+def metrics_only(figures):
+    return {name: value for name, value in figures.items() if "/" in name}
 
 
 def test_masks_are_tested_but_for_their_loss(tmp_path):
@@ -400,17 +582,25 @@ def test_masks_are_tested_but_for_their_loss(tmp_path):
     run = trained(tmp_path / "run", *few, experiment=["segmentation"])
     _, expected = evaluate_run(run.config, run.path, "best", "val")
     del expected["val/loss"]  # class numbers have none
+
     path, facts = quantize_run(run, "static", tmp_path / "quantized", "inside", samples=32)
-    before, after = ({k: v for k, v in facts[w].items() if "/" in k} for w in ("before", "after"))
+
+    before = metrics_only(facts["before"])
+    after = metrics_only(facts["after"])
+
     assert before == pytest.approx(expected, abs=1e-3)
     assert after["val/miou"] == pytest.approx(expected["val/miou"], abs=0.05)
     assert evaluate_artefact(run.config, path) == ("val", after)  # without test data
 
 
 def test_a_file_that_loses_too_much_accuracy_is_not_written(run, tmp_path, monkeypatch):
-    values = iter([0.9, 0.88])
-    measured = lambda *_: ("test", {"test/accuracy": next(values)})  # noqa: E731
+    accuracies = iter([0.9, 0.88])
+
+    def measured(*_):
+        return "test", {"test/accuracy": next(accuracies)}
+
     monkeypatch.setattr(quantization, "metrics_of", measured)
+
     with pytest.raises(ModelError, match=r"from 0\.9000 to 0\.8800"):
         quantize_run(run, out=tmp_path / "q", samples=32)
     assert list(tmp_path.iterdir()) == []
@@ -419,22 +609,33 @@ def test_a_file_that_loses_too_much_accuracy_is_not_written(run, tmp_path, monke
 def test_dynamic_takes_matrix_products_only(run, tmp_path):
     torch.manual_seed(0)
     network = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 300), nn.Linear(300, 3))
-    torch.nn.init.normal_(network[2].weight)
+    nn.init.normal_(network[2].weight)
+    x = torch.randn(5, 1, 4, 4)
+
     assert method_for(network) == "dynamic"
     assert method_for(run.model()) == "static"
-    x = torch.randn(5, 1, 4, 4)
-    proto = formats.onnx_model(formats.Exportable(formats.Network(network, Task()), x, {}))
+
+    exportable = formats.Exportable(network_of(network), x, {})
+    proto = formats.onnx_model(exportable)
     formats.save_onnx(proto, tmp_path / "float.onnx", {"classes": ["a"]})
     made = integer_model(tmp_path / "float.onnx", tmp_path / "int.onnx", None, {})
     formats.save_onnx(made, tmp_path / "int.onnx", {})
+
     kinds = [node.op_type for node in made.graph.node]
-    assert (kinds.count("MatMulInteger"), kinds.count("Conv")) == (2, 1)
-    assert onnx.TensorProto.INT8 not in {i.data_type for i in made.graph.initializer}
+    types = {tensor.data_type for tensor in made.graph.initializer}
+
+    assert kinds.count("MatMulInteger") == 2
+    assert kinds.count("Conv") == 1
+    assert onnx.TensorProto.INT8 not in types
+
     session, found = onnx_outputs(tmp_path / "int.onnx", x)
-    assert session.get_modelmeta().custom_metadata_map["classes"] == '["a"]'
+    metadata = session.get_modelmeta().custom_metadata_map
+    assert metadata["classes"] == '["a"]'
+
     with torch.no_grad():
         expected = network(x)
-    assert (found["output"] - expected).abs().max() < 0.05 * expected.abs().max()
+    error = (found["output"] - expected).abs().max()
+    assert error < 0.05 * expected.abs().max()
 
 
 VOLUMES = [  # a digit [1, 16, 16] as a volume [1, 4, 4, 16]

@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -25,12 +25,14 @@ class Small(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.patch_embed = nn.Linear(3, 4)
-        parts = (nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4)) for _ in "ab")
-        self.blocks = nn.Sequential(*parts)
+        first = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4))
+        second = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4))
+        self.blocks = nn.Sequential(first, second)
         self.head = nn.Linear(4, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden: Tensor = self.blocks(torch.tanh(self.patch_embed(x)))
+        embedded = torch.tanh(self.patch_embed(x))
+        hidden = self.blocks(embedded)
         return torch.as_tensor(self.head(hidden))
 
 
@@ -54,14 +56,18 @@ def train(model: nn.Module, optimizers: list[Optimizer], updates: int = 4) -> li
 
         closure()
         for optimizer in optimizers:
-            needs = isinstance(optimizer, torch.optim.LBFGS)
-            assert needs_closure(type(optimizer)) is needs
-            optimizer.step(closure) if needs else optimizer.step()
+            is_lbfgs = isinstance(optimizer, torch.optim.LBFGS)
+            assert needs_closure(type(optimizer)) is is_lbfgs
+            if is_lbfgs:
+                optimizer.step(closure)
+            else:
+                optimizer.step()
     return [p.detach() for p in model.parameters()]
 
 
 def largest_difference(ours: list[Tensor], theirs: list[Tensor]) -> float:
-    return max(float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True))
+    differences = [(a - b).abs().max() for a, b in zip(ours, theirs, strict=True)]
+    return max(differences).item()
 
 
 def muon_and_adamw(model: nn.Module) -> list[Optimizer]:
@@ -78,16 +84,19 @@ def by_decay(make: Callable[..., Optimizer], decays: Callable[[str], bool], shar
     """Return a function that makes an optimizer of `Small` with two groups."""
 
     def made(parameters: Any) -> Optimizer:
-        named = zip([name for name, _ in network().named_parameters()], parameters, strict=True)
-        groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
-        for name, parameter in named:
-            groups[decays(name)].append(parameter)
-        return make(
-            [
-                {"params": groups[True], "weight_decay": share},
-                {"params": groups[False], "weight_decay": 0.0},
-            ]
-        )
+        names = [name for name, _ in network().named_parameters()]
+        decayed = []
+        others = []
+        for name, parameter in zip(names, parameters, strict=True):
+            if decays(name):
+                decayed.append(parameter)
+            else:
+                others.append(parameter)
+        groups = [
+            {"params": decayed, "weight_decay": share},
+            {"params": others, "weight_decay": 0.0},
+        ]
+        return make(groups)
 
     return made
 
@@ -98,7 +107,8 @@ def is_weight(name: str) -> bool:
 
 def lamb(parameters: Any) -> Optimizer:
     optim = pytest.importorskip("timm.optim")
-    made: Optimizer = by_decay(partial(optim.Lamb, lr=8e-3), is_weight, 0.02)(parameters)
+    make = by_decay(partial(optim.Lamb, lr=8e-3), is_weight, 0.02)
+    made: Optimizer = make(parameters)
     return made
 
 
@@ -134,12 +144,18 @@ BY_HAND: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", [*BY_HAND, "muon"])
 def test_a_shipped_optimizer_does_what_plain_torch_does(name: str) -> None:
-    model, other = network(), network()
+    model = network()
+    other = network()
     begin = [p.detach().clone() for p in model.parameters()]
     optimizers = build_optimizers(model, node(f"optimizer={name}"), batch_size=512)
-    by_hand = muon_and_adamw(other) if name == "muon" else [BY_HAND[name](other.parameters())]
-    theirs = train(other, by_hand)
+    if name == "muon":
+        by_hand = muon_and_adamw(other)
+    else:
+        by_hand = [BY_HAND[name](other.parameters())]
+
     ours = train(model, list(optimizers.optimizers.values()))
+    theirs = train(other, by_hand)
+
     assert largest_difference(ours, theirs) < 1e-12
     assert largest_difference(ours, begin) > 1e-4
 
@@ -150,19 +166,41 @@ def is_bias_or_norm(name: str) -> bool:
 
 def layer_of(name: str) -> int:
     beginnings = ("patch_embed", "blocks.0", "blocks.1", "head")
-    return next(i for i, beginning in enumerate(beginnings) if name.startswith(beginning))
+    (layer,) = [i for i, beginning in enumerate(beginnings) if name.startswith(beginning)]
+    return layer
 
 
-# Learning rate and weight decay of a parameter by its name, with optimizer=adamw.
-RULES_BY_HAND: dict[str, Callable[[str], tuple[float, float] | None]] = {
-    "none": lambda name: (1e-3, 0.05),
-    "no_decay": lambda name: (1e-3, 0.0 if is_bias_or_norm(name) else 0.05),
-    "head": lambda name: (1e-2 if name.startswith("head") else 1e-3, 0.05),
-    "layer_decay": lambda name: (
-        1e-3 * 0.75 ** (3 - layer_of(name)),
-        0.0 if is_bias_or_norm(name) else 0.05,
-    ),
-    "frozen": lambda name: (1e-3, 0.05) if name.startswith("head") else None,
+class Rates(NamedTuple):
+    """What a parameter is trained with."""
+
+    lr: float = 1e-3
+    weight_decay: float = 0.05
+
+
+def no_decay(name: str) -> Rates:
+    return Rates(weight_decay=0.0) if is_bias_or_norm(name) else Rates()
+
+
+def faster_head(name: str) -> Rates:
+    return Rates(lr=1e-2) if name.startswith("head") else Rates()
+
+
+def layer_decay(name: str) -> Rates:
+    lr = 1e-3 * 0.75 ** (3 - layer_of(name))
+    return no_decay(name)._replace(lr=lr)
+
+
+def only_head(name: str) -> Rates | None:
+    return Rates() if name.startswith("head") else None
+
+
+# What a parameter is trained with, by its name, with optimizer=adamw; None: it is frozen.
+RULES_BY_HAND: dict[str, Callable[[str], Rates | None]] = {
+    "none": lambda name: Rates(),
+    "no_decay": no_decay,
+    "head": faster_head,
+    "layer_decay": layer_decay,
+    "frozen": only_head,
 }
 
 
@@ -173,24 +211,44 @@ def test_every_file_is_written_out_by_hand_here() -> None:
     assert files == {f"{name}.yaml" for name in shipped}
 
 
+def groups_by_hand(model: nn.Module, rates_of: Callable[[str], Rates | None]) -> list[Any]:
+    """Return a group for each parameter that is trained."""
+    groups = []
+    for name, parameter in model.named_parameters():
+        rates = rates_of(name)
+        if rates is not None:
+            groups.append({"params": [parameter], **rates._asdict()})
+    return groups
+
+
 @pytest.mark.parametrize("name", list(RULES_BY_HAND))
 def test_shipped_rules_do_what_groups_written_out_do(name: str) -> None:
-    model, other = network(), network()
-    optimizers = build_optimizers(model, node("optimizer=adamw", f"optimizer/param_groups={name}"))
-    values = [(p, RULES_BY_HAND[name](n)) for n, p in other.named_parameters()]
-    by_hand = [{"params": [p], "lr": v[0], "weight_decay": v[1]} for p, v in values if v]
+    model = network()
+    other = network()
+    chosen = node("optimizer=adamw", f"optimizer/param_groups={name}")
+    optimizers = build_optimizers(model, chosen)
+    by_hand = torch.optim.AdamW(groups_by_hand(other, RULES_BY_HAND[name]))
+
     ours = train(model, list(optimizers.optimizers.values()))
-    theirs = train(other, [torch.optim.AdamW(by_hand)])
+    theirs = train(other, [by_hand])
+
     assert largest_difference(ours, theirs) < 1e-12
-    assert (name == "none") == (len(optimizers.groups()) == 1 and not optimizers.frozen)
+
+    is_one_group = len(optimizers.groups()) == 1 and not optimizers.frozen
+    assert is_one_group == (name == "none")
 
 
-def test_rules_can_be_combined_and_shared_ones_hold_within_each_optimizer() -> None:
+def test_rules_can_be_combined() -> None:
     chosen = node("optimizer=sgd", "optimizer/param_groups=[no_decay,head]")
-    groups = [row[:2] for row in build_optimizers(network(), chosen).table()]
+    table = build_optimizers(network(), chosen).table()
+    groups = [row[:2] for row in table]
     assert groups == [("no_decay", "SGD"), ("head", "SGD"), ("default", "SGD")]
+
+
+def test_shared_rules_hold_within_each_optimizer() -> None:
     chosen = node("optimizer=muon", "optimizer/param_groups=no_decay", "optimizer.lr=0.5")
-    assert build_optimizers(network(), chosen).table() == [
+    table = build_optimizers(network(), chosen).table()
+    assert table == [
         ("muon", "muon (Muon)", 2, 32, 0.5, 0.05),
         ("adamw.no_decay", "adamw (AdamW)", 8, 30, 0.5, 0.0),
         ("adamw", "adamw (AdamW)", 2, 20, 0.5, 0.05),
@@ -201,6 +259,7 @@ def test_kernels_go_to_muon_or_by_key_to_the_other_optimizer() -> None:
     model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 3))
     both = build_optimizers(model, node("optimizer=muon"))
     assert [row.tensors for row in both.table()] == [2, 2]
+
     key = "optimizer.optimizers.muon.params.kind=matrix"
     matrices = build_optimizers(model, node("optimizer=muon", key))
     assert [row.tensors for row in matrices.table()] == [1, 3]
@@ -210,9 +269,12 @@ def test_the_two_networks_of_a_gan_have_an_optimizer_each() -> None:
     model = nn.ModuleDict({"generator": nn.Linear(2, 2), "discriminator": nn.Linear(2, 1)})
     optimizers = build_optimizers(model, node("optimizer=gan", "optimizer.lr=0.5"))
     for group in optimizers.groups():
-        names = {optimizers.names[p].partition(".")[0] for p in group.options["params"]}
-        assert (names, len(group.options["params"])) == ({group.name}, 2)
-        assert (group.options["lr"], group.options["betas"][0]) == (0.5, 0.5)
+        names = [optimizers.names[parameter] for parameter in group.options["params"]]
+        networks = {name.partition(".")[0] for name in names}
+        assert networks == {group.name}
+        assert len(names) == 2
+        assert group.options["lr"] == 0.5
+        assert group.options["betas"][0] == 0.5
 
 
 def test_several_optimizers_take_parameters_by_their_rules_and_the_last_the_rest() -> None:
@@ -221,6 +283,7 @@ def test_several_optimizers_take_parameters_by_their_rules_and_the_last_the_rest
     fast = {"_target_": "torch.optim.Adam", "lr": 0.2, "param_groups": None}
     optimizers = build_optimizers(network(), {"optimizers": {"slow": slow, "fast": fast}})
     sizes = [(g.name, len(g.options["params"])) for g in optimizers.groups()]
+
     assert sizes == [("slow.norm", 4), ("slow.head", 2), ("fast", 6)]
     assert optimizers.learning_rates() == {"slow.norm": 0.1, "slow.head": 0.1, "fast": 0.2}
 
@@ -236,22 +299,31 @@ def test_rates_are_scaled_to_the_samples_of_an_update(
     }
     chosen = {"_target_": "torch.optim.AdamW", "lr": 0.1, "param_groups": rules}
     plain = build_optimizers(network(), chosen).learning_rates()
-    assert plain == {"head": 0.3, "norm": 1.0, "none": 0.1, "default": 0.1}
-    scaled = build_optimizers(network(), {**chosen, "lr_per_samples": samples}, batch_size=batch)
-    expected = {name: rate * factor for name, rate in plain.items()}
-    assert scaled.learning_rates() == pytest.approx(expected, rel=1e-12)
-    assert {row.group: row.lr for row in scaled.table()} == scaled.learning_rates()
 
-    # The optimizer's own default rate, and that of several, of which one has its rate as it is.
-    default = build_optimizers(
-        network(), {"_target_": "torch.optim.Adam", "lr_per_samples": samples}, batch_size=batch
-    )
-    assert default.learning_rates() == pytest.approx({"default": 1e-3 * factor})
+    assert plain == {"head": 0.3, "norm": 1.0, "none": 0.1, "default": 0.1}
+
+    chosen["lr_per_samples"] = samples
+    scaled = build_optimizers(network(), chosen, batch_size=batch)
+    rates = scaled.learning_rates()
+    expected = {name: rate * factor for name, rate in plain.items()}
+
+    assert rates == pytest.approx(expected, rel=1e-12)
+    assert {row.group: row.lr for row in scaled.table()} == rates
+
+
+def test_the_default_rate_of_an_optimizer_is_scaled_too() -> None:
+    chosen = {"_target_": "torch.optim.Adam", "lr_per_samples": 512}
+    optimizers = build_optimizers(network(), chosen, batch_size=1024)
+    assert optimizers.learning_rates() == pytest.approx({"default": 1e-3 * 2})
+
+
+def test_one_of_several_optimizers_may_have_its_rate_as_it_is() -> None:
     slow = {"_target_": "torch.optim.SGD", "lr": 0.1, "params": {"match": "^head"}}
     fast = {"_target_": "torch.optim.Adam", "lr": 0.2, "lr_per_samples": None}
-    several = {"lr_per_samples": samples, "optimizers": {"slow": slow, "fast": fast}}
-    rates = build_optimizers(network(), several, batch_size=batch).learning_rates()
-    assert rates == pytest.approx({"slow": 0.1 * factor, "fast": 0.2})
+    several = {"lr_per_samples": 512, "optimizers": {"slow": slow, "fast": fast}}
+    optimizers = build_optimizers(network(), several, batch_size=1024)
+
+    assert optimizers.learning_rates() == pytest.approx({"slow": 0.1 * 2, "fast": 0.2})
 
 
 @pytest.mark.parametrize(
@@ -271,7 +343,8 @@ def test_a_rate_that_cannot_be_scaled_is_refused(
 
 
 PLAIN: dict[str, Any] = {"_target_": "torch.optim.SGD"}
-HEAD, BLOCKS = (PLAIN | {"params": {"match": name}} for name in ("^head", "^blocks"))
+HEAD = PLAIN | {"params": {"match": "^head"}}
+BLOCKS = PLAIN | {"params": {"match": "^blocks"}}
 NORM = {"norm": {"module": "norm"}}
 
 
@@ -302,44 +375,62 @@ def test_an_optimizer_that_cannot_be_built_is_refused(chosen: dict[str, Any], me
     assert getattr(caught.value, "exit_code", None) == 2
 
 
-def test_plain_optimizers_are_wrapped_as_they_are_and_their_groups_get_names() -> None:
+def test_a_plain_optimizer_is_wrapped_as_it_is() -> None:
     model = network()
     plain = torch.optim.SGD(model.parameters(), lr=0.1)
     wrapped = Optimizers.wrap(plain, model)
+
     assert list(wrapped.items()) == [("optimizer", plain)]
     assert wrapped.learning_rates() == {"default": 0.1}
-    assert Optimizers.wrap(wrapped, model) is wrapped
     assert list(wrapped.parameters()) == list(model.parameters())
+    assert Optimizers.wrap(wrapped, model) is wrapped
+
+
+def test_groups_of_plain_optimizers_get_names() -> None:
+    model = network()
     head = {"params": list(model.head.parameters()), "name": "head"}
-    rest = [p for n, p in model.named_parameters() if not n.startswith("head")]
+    rest = [p for name, p in model.named_parameters() if not name.startswith("head")]
     pair = {"a": torch.optim.SGD([head], lr=0.1), "b": torch.optim.SGD(rest, lr=0.2)}
+
     assert Optimizers.wrap(pair, model).learning_rates() == {"head": 0.1, "b": 0.2}
-    groups = [{"params": [p]} for p in model.parameters()]
-    wrapped = Optimizers.wrap(torch.optim.SGD(groups, lr=0.1), model)
+
+    without_names = [{"params": [p]} for p in model.parameters()]
+    wrapped = Optimizers.wrap(torch.optim.SGD(without_names, lr=0.1), model)
     assert list(wrapped.learning_rates()) == [f"group_{i}" for i in range(12)]
-    model.blocks.requires_grad_(False)  # what is frozen may be left out
+
+
+def test_what_is_frozen_may_be_left_out_of_a_plain_optimizer() -> None:
+    model = network()
+    model.blocks.requires_grad_(False)
     trained = [p for p in model.parameters() if p.requires_grad]
     wrapped = Optimizers.wrap(torch.optim.SGD(trained, lr=0.1), model)
-    assert wrapped.table()[-1][:3] == ("frozen", "-", 8)
+    last = wrapped.table()[-1]
+
+    assert last[:3] == ("frozen", "-", 8)
 
 
 def test_wrapping_refuses_parameters_that_are_left_out_foreign_or_double() -> None:
     model = network()
-    head = list(model.head.parameters())
+    of_the_head = torch.optim.SGD(model.head.parameters(), lr=0.1)
     with pytest.raises(ConfigError, match=r"no optimizer has patch_embed.weight.*\(\+2 more\)"):
-        Optimizers.wrap(torch.optim.SGD(head, lr=0.1), model)
-    foreign = [*model.parameters(), nn.Parameter(torch.zeros(1))]
+        Optimizers.wrap(of_the_head, model)
+
+    foreign = nn.Parameter(torch.zeros(1))
+    with_foreign = torch.optim.SGD([*model.parameters(), foreign], lr=0.1)
     with pytest.raises(ConfigError, match="not in the model"):
-        Optimizers.wrap(torch.optim.SGD(foreign, lr=0.1), model)
-    pair = {n: torch.optim.SGD(model.parameters(), lr=0.1) for n in "ab"}
+        Optimizers.wrap(with_foreign, model)
+
+    double = {name: torch.optim.SGD(model.parameters(), lr=0.1) for name in ("a", "b")}
     with pytest.raises(ConfigError, match=r"two groups have patch_embed.weight"):
-        Optimizers.wrap(pair, model)
+        Optimizers.wrap(double, model)
 
 
 def test_the_rates_of_an_update_stay_when_a_tensor_changes() -> None:
-    optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(1))], lr=torch.tensor(0.5))
+    rate = torch.tensor(0.5)
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(1))], lr=rate)
     optimizers = Optimizers({"a": optimizer}, {})
     optimizers.record_rates()
     optimizer.param_groups[0]["lr"].fill_(0.25)
+
     assert optimizers.learning_rates(used=True) == {"default": 0.5}
     assert optimizers.learning_rates() == {"default": 0.25}

@@ -1,16 +1,19 @@
 """Every task against the same training written by hand, however its batches are split (I3, I4)."""
 
 import math
+from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 import toys
 from regimen.trainer.errors import ModelError, SampleError
 from regimen.trainer.state import epoch_metric
+from regimen.trainer.task import Task
 from regimen.trainer.tasks.classification import Classification
 from regimen.trainer.tasks.language_model import LanguageModel
 from regimen.trainer.tasks.multilabel import MultiLabel
@@ -21,30 +24,36 @@ from toys import SAMPLES, Samples, assert_equal, distance, loader, points
 
 def values():
     data = points()
-    noise = torch.randn(SAMPLES, dtype=torch.float64, generator=torch.Generator().manual_seed(8))
+    generator = torch.Generator().manual_seed(8)
+    noise = torch.randn(SAMPLES, dtype=torch.float64, generator=generator)
     return Samples(data.x, data.x[:, 0] * 2 + noise)
 
 
 def several_labels():
     data = points()
-    return Samples(data.x, (data.x[:, :3].flip(0) > 0.3).double())
+    labels = data.x[:, :3].flip(0) > 0.3
+    return Samples(data.x, labels.double())
 
 
 def pixels():
     """Masks of 6 x 6 with between 0 and 35 pixels left out of the loss, another number in each."""
     data = points(SAMPLES * 36, 1)
-    y = data.y.view(SAMPLES, 36)
+    images = data.x.view(SAMPLES, 1, 6, 6)
+    masks = data.y.view(SAMPLES, 36)
     for i in range(SAMPLES):
-        y[i, : (i * 5) % 36] = 255
-    return Samples(data.x.view(SAMPLES, 1, 6, 6), y.view(SAMPLES, 6, 6))
+        left_out = (i * 5) % 36
+        masks[i, :left_out] = 255
+    return Samples(images, masks.view(SAMPLES, 6, 6))
 
 
 def tokens():
     """Texts of 3 to 7 tokens, padded."""
     texts = points(SAMPLES * 8, classes=4).y.view(SAMPLES, 8)
-    x, y = texts[:, :-1].clone(), texts[:, 1:].clone()
+    x = texts[:, :-1].clone()
+    y = texts[:, 1:].clone()
     for i in range(SAMPLES):
-        y[i, 3 + i % 5 :] = -100
+        length = 3 + i % 5
+        y[i, length:] = -100
     return Samples(x, y)
 
 
@@ -57,46 +66,58 @@ class Reader(nn.Module):
         self.head = nn.Linear(6, 4)
 
     def forward(self, x):
-        return self.head(torch.tanh(self.embed(x)))
+        hidden = torch.tanh(self.embed(x))
+        return self.head(hidden)
 
 
 def segmenter():
     return nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.Tanh(), nn.Conv2d(4, 3, 1))
 
 
-# kind: data, network, task, and its loss written out for whole batches of outputs and targets.
+class Case(NamedTuple):
+    data: Callable[[], Samples]
+    network: Callable[[], nn.Module]
+    task: Callable[[], Task]
+    loss: Callable[[Tensor, Tensor], Tensor]  # for whole batches of outputs and targets
+
+
+def loss_of_values(output, y):
+    return F.mse_loss(output.squeeze(1), y)
+
+
+def loss_of_tokens(output, y):
+    return F.cross_entropy(output.flatten(0, 1), y.flatten())
+
+
 CASES = {
-    "values": (
-        *(values, lambda: toys.network(1), Regression),
-        lambda output, y: F.mse_loss(output.squeeze(1), y),
-    ),
-    "several": (several_labels, toys.network, MultiLabel, F.binary_cross_entropy_with_logits),
-    "pixels": (
-        *(pixels, segmenter, lambda: Segmentation(3)),
+    "values": Case(values, lambda: toys.network(1), Regression, loss_of_values),
+    "several": Case(several_labels, toys.network, MultiLabel, F.binary_cross_entropy_with_logits),
+    "pixels": Case(
+        pixels,
+        segmenter,
+        lambda: Segmentation(3),
         partial(F.cross_entropy, ignore_index=255),
     ),
-    "tokens": (
-        *(tokens, Reader, lambda: LanguageModel(4)),
-        lambda output, y: F.cross_entropy(output.flatten(0, 1), y.flatten()),
-    ),
+    "tokens": Case(tokens, Reader, lambda: LanguageModel(4), loss_of_tokens),
 }
 KINDS = list(CASES)
 
 
 def network(kind):
     torch.manual_seed(3)
-    return CASES[kind][1]().double()
+    return CASES[kind].network().double()
 
 
 def by_hand(kind):
-    make, _, _, loss = CASES[kind]
-    return toys.by_hand(toys.of_output(loss), make(), network(kind))
+    case = CASES[kind]
+    objective = toys.of_output(case.loss)
+    return toys.by_hand(objective, case.data(), network(kind))
 
 
 def trainer_of(kind, steps=1, lr=0.1):
-    make, _, task, _ = CASES[kind]
-    val = loader(make(), batch=5, shuffled=False)
-    return toys.trainer_of(task(), make(), steps, model=network(kind), lr=lr, val=val)
+    case = CASES[kind]
+    val = loader(case.data(), batch=5, shuffled=False)
+    return toys.trainer_of(case.task(), case.data(), steps, model=network(kind), lr=lr, val=val)
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 8])
@@ -114,33 +135,46 @@ def test_values_in_one_column_are_those_without_a_column(columns, wide):
     target = torch.randn(6, columns, generator=torch.Generator().manual_seed(2))
     given = target if wide or columns > 1 else target.squeeze(1)
     task = Regression()
+
     result = task.evaluation_step(lambda x: output, (torch.zeros(6), given))
+
     assert result.terms[""] == F.mse_loss(output, target)
+
     total, count = result.sums["mae"]
-    assert total / count == pytest.approx(F.l1_loss(output, target).item())
+    mean_absolute_error = F.l1_loss(output, target).item()
+    assert total / count == pytest.approx(mean_absolute_error)
     assert count == 6 * columns
-    assert task.metrics()["r2"].compute() == pytest.approx(r2(output, target), rel=1e-5)
+
+    computed = task.metrics()["r2"].compute()
+    assert computed == pytest.approx(r2(output, target), rel=1e-5)
 
 
 def r2(output, target):
+    """Return the share of the targets' variance that the outputs explain."""
+    residual = (output - target).square().sum()
     spread = (target - target.mean()).square().sum()
-    return float(1 - (output - target).square().sum() / spread)
+    return float(1 - residual / spread)
 
 
 @pytest.mark.parametrize("shape", [(6,), (2, 4, 5)])
 @pytest.mark.parametrize("kind", [nn.BCEWithLogitsLoss, nn.MSELoss, nn.SmoothL1Loss])
 def test_a_loss_of_values_takes_class_labels_as_one_hot_vectors(kind, shape):
-    draws = torch.Generator().manual_seed(1)
-    labels = torch.randint(4, shape, generator=draws)
-    logits = torch.randn(shape[0], 4, *shape[1:], generator=draws)
+    generator = torch.Generator().manual_seed(1)
+    labels = torch.randint(4, shape, generator=generator)
+    samples, *size = shape
+    logits = torch.randn(samples, 4, *size, generator=generator)
     values = F.one_hot(labels, 4).movedim(-1, 1).float()
-    task = Classification(4, kind()) if len(shape) == 1 else Segmentation(4, kind())
-    inputs = torch.zeros(shape[0])
+    inputs = torch.zeros(samples)
+    task = Segmentation(4, kind()) if size else Classification(4, kind())
+
     result = task.evaluation_step(lambda x: logits, (inputs, labels))
+
     assert result.terms[""] == kind()(logits, values)
-    if len(shape) == 1:
+
+    if not size:
         mixed = task.training_step(lambda x: logits, (inputs, values))  # as MixUp makes them
         assert mixed.terms[""] == result.terms[""]
+
     labels[0] = 4
     with pytest.raises(SampleError, match=r"labels from . to 4"):
         task.evaluation_step(lambda x: logits, (inputs, labels))
@@ -150,61 +184,98 @@ def test_a_loss_of_values_takes_class_labels_as_one_hot_vectors(kind, shape):
 def test_a_mean_of_means_would_differ(kind):
     """The negative control: micro-batches weighted by samples give another training."""
     trainer = trainer_of(kind, steps=3)
-    trainer.task.losses.counted = trainer.task.count_names = []
+    trainer.task.losses.counted = []
+    trainer.task.count_names = []
     trainer.fit()
+
     assert distance(trainer.model, by_hand(kind)) > 1e-6
+
+
+def starting_with(prefix, names):
+    return {name for name in names if name.startswith(prefix)}
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_metrics_named_are_those_that_come(kind):
     trainer = trainer_of(kind, lr=0.0)
+    task = trainer.task
     trainer.fit()
-    named = {f"val/{name}" for name in trainer.task.metric_names()}
-    assert f"val/{trainer.task.monitor()}" in named
-    assert named == {name for name in trainer.metrics if name.startswith("val/")}
-    sums = {f"train/{name}" for name in ["loss", "grad_norm", *trainer.task.score_names]}
-    logged = {name for name in trainer.metrics if name.startswith("train/")}
-    assert sums == {name for name in logged if not name.startswith("train/epoch_")}
-    assert {epoch_metric(name) for name in sums} == logged - sums
+
+    of_validation = {f"val/{name}" for name in task.metric_names()}
+
+    assert starting_with("val/", trainer.metrics) == of_validation
+    assert f"val/{task.monitor()}" in of_validation
+
+    of_updates = {f"train/{name}" for name in ["loss", "grad_norm", *task.score_names]}
+    of_epochs = {epoch_metric(name) for name in of_updates}
+    assert starting_with("train/epoch_", trainer.metrics) == of_epochs
+    assert starting_with("train/", trainer.metrics) == of_updates | of_epochs
 
 
 def figures(kind):
     """Return the metrics of an untrained model, its outputs and the targets."""
     trainer = trainer_of(kind, lr=0.0)
     trainer.fit()
-    data = CASES[kind][0]()
+    case = CASES[kind]
+    data = case.data()
     with torch.no_grad():
         output = trainer.model(data.x)
-    loss = pytest.approx(CASES[kind][3](output, data.y).item(), abs=1e-12)
-    assert [trainer.metrics[f"{stage}/loss"] for stage in ("train", "val")] == [loss, loss]
+    loss = case.loss(output, data.y).item()
+    assert trainer.metrics["train/loss"] == pytest.approx(loss, abs=1e-12)
+    assert trainer.metrics["val/loss"] == pytest.approx(loss, abs=1e-12)
     return trainer.metrics, output, data.y
 
 
-def test_figures_are_those_of_their_definitions():
+def assert_validated(metrics, expected):
+    found = {name: metrics[f"val/{name}"] for name in expected}
+    assert expected == pytest.approx(found)
+
+
+def test_figures_of_values_are_those_of_their_definitions():
     metrics, output, y = figures("values")
     errors = output.squeeze(1) - y
-    r2 = 1 - errors.square().sum() / (y - y.mean()).square().sum()
-    expected = {"mae": errors.abs().mean(), "r2": r2}
-    assert expected == pytest.approx({name: metrics[f"val/{name}"] for name in expected})
+    assert_validated(metrics, {"mae": errors.abs().mean(), "r2": r2(output.squeeze(1), y)})
 
+
+def test_figures_of_several_labels_are_those_of_their_definitions():
     metrics, output, y = figures("several")
     said = output > 0
-    f1 = 2 * (said & (y == 1)).sum() / (said.sum() + y.sum())
+    hits = (said & (y == 1)).sum()
     right = (said == y).double()
-    expected = {"label_accuracy": right.mean(), "exact_match": right.prod(1).mean(), "f1": f1}
-    assert expected == pytest.approx({name: metrics[f"val/{name}"] for name in expected})
+    expected = {
+        "label_accuracy": right.mean(),
+        "exact_match": right.prod(1).mean(),
+        "f1": 2 * hits / (said.sum() + y.sum()),
+    }
 
+    assert_validated(metrics, expected)
+
+
+def test_figures_of_pixels_are_those_of_their_definitions():
     metrics, output, y = figures("pixels")
-    said, valid = output.argmax(1), y != 255
-    pairs = [((said == c) & valid, y == c) for c in range(3)]
-    ious = [(ours & theirs).sum() / (ours | theirs).sum() for ours, theirs in pairs]
-    right = ((said == y) & valid).sum() / valid.sum()
-    expected = {"pixel_accuracy": right, "miou": torch.stack(ious).mean()}
-    assert expected == pytest.approx({name: metrics[f"val/{name}"] for name in expected})
+    valid = y != 255
+    said = output.argmax(1)
+    ious = []
+    for label in range(3):
+        ours = (said == label) & valid
+        theirs = y == label
+        ious.append((ours & theirs).sum() / (ours | theirs).sum())
+    right = (said == y) & valid
+    expected = {
+        "pixel_accuracy": right.sum() / valid.sum(),
+        "miou": torch.stack(ious).mean(),
+    }
 
+    assert_validated(metrics, expected)
+
+
+def test_figures_of_tokens_are_those_of_their_definitions():
     metrics, output, y = figures("tokens")
-    right = ((output.argmax(2) == y) & (y != -100)).sum() / (y != -100).sum()
-    assert metrics["val/token_accuracy"] == pytest.approx(right.item())
+    valid = y != -100
+    right = (output.argmax(2) == y) & valid
+    accuracy = right.sum() / valid.sum()
+
+    assert metrics["val/token_accuracy"] == pytest.approx(accuracy.item())
     assert metrics["val/perplexity"] == pytest.approx(math.exp(metrics["val/loss"]))
 
 
@@ -224,7 +295,8 @@ def test_figures_are_those_of_their_definitions():
 def test_an_output_of_another_shape_is_refused(task, output, target, named):
     with pytest.raises(ModelError, match=named) as refused:
         task.check(torch.zeros(output), torch.zeros(target))
-    assert task.num_classes or "num_classes" not in str(refused.value)
+    if task.num_classes is None:
+        assert "num_classes" not in str(refused.value)
 
 
 class TwoOutputs(nn.Module):
@@ -246,12 +318,13 @@ class TwoOutputs(nn.Module):
 
 
 def masks():
-    draws = torch.Generator().manual_seed(2)
-    images = torch.randn(toys.SAMPLES, 2, 4, 5, generator=draws, dtype=torch.float64)
-    labels = torch.randint(3, (toys.SAMPLES, 4, 5), generator=draws)
-    labels[torch.rand(labels.shape, generator=draws) < 0.3] = 255  # so many pixels do not count
-    labels[2] = 255
-    return toys.Samples(images, labels)
+    generator = torch.Generator().manual_seed(2)
+    images = torch.randn(SAMPLES, 2, 4, 5, generator=generator, dtype=torch.float64)
+    labels = torch.randint(3, (SAMPLES, 4, 5), generator=generator)
+    left_out = torch.rand(labels.shape, generator=generator) < 0.3
+    labels[left_out] = 255
+    labels[2] = 255  # a sample of which nothing counts
+    return Samples(images, labels)
 
 
 @pytest.mark.parametrize("steps", [1, 2, 4])
@@ -259,13 +332,17 @@ def test_an_auxiliary_output_has_a_weighted_loss(steps):
     def objective(model, x, y):
         outputs = model(x)
         main = F.cross_entropy(outputs["out"], y, ignore_index=255)
-        return main + 0.4 * F.cross_entropy(outputs["aux"], y, ignore_index=255)
+        auxiliary = F.cross_entropy(outputs["aux"], y, ignore_index=255)
+        return main + 0.4 * auxiliary
 
     data = masks()
     task = Segmentation(3, aux_weight=0.4)
     trainer = toys.trainer_of(task, data, steps, model=TwoOutputs(), val=loader(data))
     trainer.fit()
-    assert_equal(trainer.model, toys.by_hand(objective, data, TwoOutputs()))
+
+    expected = toys.by_hand(objective, data, TwoOutputs())
+
+    assert_equal(trainer.model, expected)
     assert "loss_aux" not in task.metric_names()
 
 
