@@ -3,7 +3,6 @@
 import json
 import logging
 import math
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -33,40 +32,57 @@ from toys import Log, StopAt
 class TwoHeads(torch.nn.Module):
     def __init__(self):
         super().__init__()
-        self.digit, self.parity = torch.nn.Linear(4, 3).double(), torch.nn.Linear(4, 1).double()
+        self.digit = torch.nn.Linear(4, 3).double()
+        self.parity = torch.nn.Linear(4, 1).double()
 
     def forward(self, inputs, /, *, scale):
         return {"digit": self.digit(inputs * scale), "parity": self.parity(inputs)}
 
 
-def test_summary_shows_shapes_and_all_heads_and_changes_nothing(make_trainer, caplog):
-    with_it, without = make_trainer({"summary": ModelSummary()}), make_trainer({})
-    heads = make_trainer({"summary": ModelSummary()}, model=TwoHeads(), validated=False)
-
-    def training_step(model, batch):
-        made = model(batch[0], scale=2.0)  # which model(inputs) does not know
-        return StepOutput(made["digit"].mean(1) + made["parity"].mean(1))
-
-    heads.task.training_step = training_step
+def test_a_summary_shows_shapes_and_changes_nothing(make_trainer, caplog):
+    with_it = make_trainer({"summary": ModelSummary()})
+    without = make_trainer({})
     with caplog.at_level(logging.INFO):
         with_it.fit()
-        heads.fit()
     without.fit()
-    for shown in ("BatchNorm1d", "N x 8", "74 parameters", "N x 3, N x 1"):
+
+    for shown in ("BatchNorm1d", "N x 8", "74 parameters"):
         assert shown in caplog.text
     assert "failed" not in caplog.text
+
+    weights = with_it.model.state_dict()
     for name, value in without.model.state_dict().items():
-        assert torch.equal(with_it.model.state_dict()[name], value)
+        assert torch.equal(weights[name], value)
+
+
+def test_a_summary_calls_the_model_as_the_task_does(make_trainer, caplog):
+    trainer = make_trainer({"summary": ModelSummary()}, model=TwoHeads(), validated=False)
+
+    def training_step(model, batch):
+        inputs, _ = batch
+        made = model(inputs, scale=2.0)  # which model(inputs) does not know
+        return StepOutput(made["digit"].mean(1) + made["parity"].mean(1))
+
+    trainer.task.training_step = training_step
+    with caplog.at_level(logging.INFO):
+        trainer.fit()
+
+    assert "N x 3, N x 1" in caplog.text
+    assert "failed" not in caplog.text
 
 
 def test_profiler_writes_a_trace_and_a_table(make_trainer, tmp_path):
+    table = tmp_path / "profile.txt"
     make_trainer({"profiler": Profiler(wait=1, warmup=1, active=50)}, tmp_path).fit()
-    assert not (tmp_path / "profile.txt").exists()  # it ends with a run that is too short
+    assert not table.exists()  # it ends with a run that is too short
+
     make_trainer({"profiler": Profiler(wait=1, warmup=1, active=2)}, tmp_path).fit()
-    (trace,) = (tmp_path / "tensorboard" / "profile").glob("*.pt.trace.json")
-    names = {event.get("name") for event in json.loads(trace.read_text())["traceEvents"]}
+    (path,) = (tmp_path / "tensorboard" / "profile").glob("*.pt.trace.json")
+    trace = json.loads(path.read_text())
+    names = {event.get("name") for event in trace["traceEvents"]}
+
     assert "aten::addmm" in names
-    assert "aten::addmm" in (tmp_path / "profile.txt").read_text()
+    assert "aten::addmm" in table.read_text()
 
 
 def test_range_test_also_when_it_goes_on_after_a_resume(make_trainer, tmp_path, carry_over):
@@ -76,26 +92,34 @@ def test_range_test_also_when_it_goes_on_after_a_resume(make_trainer, tmp_path, 
         options = {"scheduler": torch.optim.lr_scheduler.ConstantLR, "max_epochs": 50}
         return make_trainer(callbacks, tmp_path / run, log_every_n_steps=1, **options)
 
-    whole = trainer("whole", log=(log := Log()))
+    log = Log()
+    whole = trainer("whole", log=log)
     whole.fit()
-    assert whole.state.updates == 9
     (name,) = whole.learning_rates()
     used = list(log.of(f"lr/{name}").values())
-    assert used == pytest.approx([10 ** (-5 + i / 2) for i in range(9)])
     report = (tmp_path / "whole/lr_finder.json").read_text()
     found = json.loads(report)
+
+    assert whole.state.updates == 9
+    assert used == pytest.approx([10 ** (-5 + i / 2) for i in range(9)])
     assert found["lr"] == pytest.approx(used)
     assert len(found["loss"]) == 9
     assert found["suggestion"] in found["lr"]
+
     for cut in (4, 9):
-        first, second = trainer(f"cut{cut}", stop=StopAt(cut)), trainer(f"cut{cut}")
+        first = trainer(f"cut{cut}", stop=StopAt(cut))
+        second = trainer(f"cut{cut}")
         first.fit()
         carry_over(first, second)
         second.fit()
         assert (tmp_path / f"cut{cut}/lr_finder.json").read_text() == report
         assert second.state.updates == 9
+
+
+def test_a_range_test_needs_the_loss_of_every_update(make_trainer):
+    trainer = make_trainer({"finder": LRFinder()})
     with pytest.raises(CallbackError, match=r"log_every_n_steps=1"):
-        make_trainer({"finder": LRFinder()}).fit()
+        trainer.fit()
 
 
 def test_no_weights_of_a_range_test_are_the_best(make_trainer, tmp_path):
@@ -103,22 +127,44 @@ def test_no_weights_of_a_range_test_are_the_best(make_trainer, tmp_path):
     finder = LRFinder(min_lr=1e-5, max_lr=1e-1, updates=8)
     options = {"max_epochs": 50, "log_every_n_steps": 1}
     make_trainer({"finder": finder, "checkpoint": saver}, tmp_path, **options).fit()
+
     assert saver.best_result() is None
+
     names = {path.name for path in (tmp_path / "checkpoints").iterdir()}
     assert "last.pt" in names
     assert not [name for name in names if name.startswith("best")]
 
 
-@pytest.mark.parametrize(("highest", "ends"), [(1e6, "explodes"), (1e300, "diverges")])
-def test_range_test_ends_and_reports_when_the_loss_explodes(make_trainer, tmp_path, highest, ends):
-    options = {"smoothing": 0.0} if ends == "explodes" else {"stop_factor": math.inf}
-    finder = LRFinder(min_lr=highest / 1e9, max_lr=highest, updates=40, **options)
-    trainer = make_trainer({"finder": finder}, tmp_path, max_epochs=50, log_every_n_steps=1)
-    with nullcontext() if ends == "explodes" else pytest.raises(DivergedError):
-        trainer.fit()
+@pytest.fixture
+def range_test(make_trainer, tmp_path):
+    """Return a function that makes a range test of 40 updates up to a rate, and its trainer."""
+
+    def make(highest, **options):
+        finder = LRFinder(min_lr=highest / 1e9, max_lr=highest, updates=40, **options)
+        callbacks = {"finder": finder}
+        return finder, make_trainer(callbacks, tmp_path, max_epochs=50, log_every_n_steps=1)
+
+    return make
+
+
+def test_range_test_ends_and_reports_when_the_loss_explodes(range_test, tmp_path):
+    finder, trainer = range_test(1e6, smoothing=0.0)
+    trainer.fit()
+    report = json.loads((tmp_path / "lr_finder.json").read_text())
+
     assert trainer.state.updates < 40
-    assert ends == "diverges" or finder.losses[-1] > 4 * min(finder.losses)
-    assert json.loads((tmp_path / "lr_finder.json").read_text())["loss"]
+    assert finder.losses[-1] > 4 * min(finder.losses)
+    assert report["loss"]
+
+
+def test_range_test_reports_when_the_training_diverges(range_test, tmp_path):
+    _, trainer = range_test(1e300, stop_factor=math.inf)
+    with pytest.raises(DivergedError):
+        trainer.fit()
+
+    report = json.loads((tmp_path / "lr_finder.json").read_text())
+    assert trainer.state.updates < 40
+    assert report["loss"]
 
 
 @pytest.mark.parametrize(
@@ -131,51 +177,77 @@ def test_range_test_ends_and_reports_when_the_loss_explodes(make_trainer, tmp_pa
 )
 def test_suggestion(smoothing, losses, expected):
     finder = LRFinder(smoothing=smoothing)
-    finder.rates, finder.losses = [1, 2, 3, 4, 5], losses
+    finder.rates = [1, 2, 3, 4, 5]
+    finder.losses = losses
     assert finder.suggestion() == expected
 
 
-def test_histograms_rates_and_memory_are_logged_at_their_places(make_trainer, tmp_path):
+def test_histograms_are_logged_at_the_ends_of_epochs(make_trainer, tmp_path):
+    callbacks = {"histograms": Histograms(bins=8), "tensorboard": TensorBoard()}
+    trainer = make_trainer(callbacks, tmp_path)
+    trainer.fit()
+
+    every = {"histograms": 0}
+    board = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance=every).Reload()
+    names = [name for name, _ in trainer.model.named_parameters()]
+    tags = [f"gradients/{name}" for name in names] + [f"weights/{name}" for name in names]
+
+    assert sorted(board.Tags()["histograms"]) == sorted(tags)
+
+    points = board.Histograms("weights/0.weight")
+    last = points[-1].histogram_value
+    weight = trainer.model[0].weight.detach()
+
+    assert [point.step for point in points] == [5, 10]
+    assert last.num == weight.numel()
+    assert last.sum == pytest.approx(weight.sum().item())
+    assert last.max == pytest.approx(weight.max().item())
+
+
+def test_rates_are_those_of_the_last_update_and_memory_is_that_of_epochs(make_trainer, tmp_path):
+    def halve(optimizer):
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        return LRSchedule.wrap(scheduler, "step")
+
     log = Log()
-    step_lr = torch.optim.lr_scheduler.StepLR
-    halve = lambda optimizer: LRSchedule.wrap(step_lr(optimizer, 1, 0.5), "step")  # noqa: E731
-    callbacks = {"histograms": Histograms(bins=8), "tensorboard": TensorBoard(), "log": log}
-    callbacks |= {"lr": LRMonitor(), "memory": Memory()}
+    callbacks = {"log": log, "lr": LRMonitor(), "memory": Memory()}
     trainer = make_trainer(callbacks, tmp_path, lr=1e-2, scheduler=halve)
     trainer.fit()
-    board = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"histograms": 0})
-    names = [name for name, _ in trainer.model.named_parameters()]
-    tags = [f"{kind}/{name}" for kind in ("gradients", "weights") for name in names]
-    assert sorted(board.Reload().Tags()["histograms"]) == sorted(tags)
-    points = board.Histograms("weights/0.weight")
-    assert [point.step for point in points] == [5, 10]
-    weight, found = trainer.model[0].weight.detach(), points[-1].histogram_value
-    expected = pytest.approx((weight.numel(), weight.sum().item(), weight.max().item()))
-    assert (found.num, found.sum, found.max) == expected
+
     (name,) = trainer.learning_rates()
-    assert log.of(f"lr/{name}") == {  # of the last update
-        step: pytest.approx(1e-2 * 0.5 ** (step - 1)) for step in (2, 4, 5, 6, 8, 10)
-    }
+    expected = {step: 1e-2 * 0.5 ** (step - 1) for step in (2, 4, 5, 6, 8, 10)}
+
+    assert log.of(f"lr/{name}") == pytest.approx(expected)
+
     peaks = log.of("memory/peak_rss_mib")
-    assert list(peaks) == [5, 10]  # the ends of epochs
+    assert list(peaks) == [5, 10]
     assert peaks[10] == pytest.approx(peak_rss() / 2**20, rel=0.1)
 
 
 def test_histogram_of_values_that_are_not_finite():
     histogram = histogram_of(torch.tensor([1.0, math.nan, 3.0, math.inf]), bins=2)
-    assert (histogram.counts.tolist(), histogram.total, histogram.squares) == ([1, 1], 4.0, 10.0)
-    assert histogram_of(torch.tensor([math.nan]), bins=2).counts.tolist() == [0, 0]
+    assert histogram.counts.tolist() == [1, 1]
+    assert histogram.total == 4.0
+    assert histogram.squares == 10.0
+
+    of_nothing = histogram_of(torch.tensor([math.nan]), bins=2)
+    assert of_nothing.counts.tolist() == [0, 0]
 
 
 def test_throughput_of_an_interval_and_a_hint_that_comes_once(caplog):
-    state, timer = TrainState(samples=100, updates=5), SimpleNamespace(total=4.0, data=1.0)
+    state = TrainState(samples=100, updates=5)
+    timer = SimpleNamespace(total=4.0, data=1.0)
     trainer = SimpleNamespace(state=state, timer=timer)
-    callback, shown = Throughput(hint_share=0.3), []
+    callback = Throughput(hint_share=0.3)
     callback.on_fit_start(trainer)
+
     assert callback.scalars(trainer) == {}
+
+    shown = []
     with caplog.at_level(logging.INFO):
         for waited in (3.6, 1.0, 1.68, 2.0):  # of the first it says nothing
-            state.samples, state.updates = state.samples + 80, state.updates + 10
+            state.samples += 80
+            state.updates += 10
             timer.data = waited
             shown.append(callback.scalars(trainer))
     assert shown[1] == {
@@ -184,9 +256,9 @@ def test_throughput_of_an_interval_and_a_hint_that_comes_once(caplog):
         "time/data_wait": 0.1,
         "time/data_share": 0.25,
     }
-    assert [record.getMessage() for record in caplog.records] == [
-        "42% of the time is spent waiting for data: set loader.num_workers=auto"
-    ]
+
+    hint = "42% of the time is spent waiting for data: set loader.num_workers=auto"
+    assert [record.getMessage() for record in caplog.records] == [hint]
 
 
 class Detector(torch.nn.Module):
@@ -197,7 +269,8 @@ class Detector(torch.nn.Module):
         self.body = torch.nn.Conv2d(3, 2, 1).double()
 
     def forward(self, pictures):
-        return self.body(torch.stack(pictures)).mean((1, 2, 3))
+        maps = self.body(torch.stack(pictures))
+        return maps.mean((1, 2, 3))
 
 
 def test_a_summary_of_pictures_in_a_list_counts_samples(make_trainer, caplog):
@@ -207,5 +280,6 @@ def test_a_summary_of_pictures_in_a_list_counts_samples(make_trainer, caplog):
     vars(trainer)["draw"] = lambda epoch: iter([[micro_batch]])
     with caplog.at_level(logging.INFO):
         ModelSummary().on_fit_start(trainer)
+
     assert "N x 2 x 8 x 8" in caplog.text
     assert "a sample takes 768FLOPs" in caplog.text  # 2 * 3 * 2 * 64

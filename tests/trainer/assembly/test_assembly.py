@@ -167,9 +167,11 @@ def test_classes_are_those_of_the_data_set_that_an_experiment_brings(own, kind):
     found = own(f"data.train._target_=my_brought.{kind}").config
     assert found["data"]["num_classes"] is None
     assert found["task"]["num_classes"] is None
+
     config = parse(found)
     check_targets(config)
     experiment = build(config)
+
     assert experiment.trainer.model.head.out_features == 3
     assert experiment.trainer.task.num_classes == 3
     assert experiment.trainer.callbacks["mine"].patience == 3
@@ -191,10 +193,13 @@ def test_a_contradiction_or_nothing_to_count_is_refused(own):
 def test_a_counted_number_is_stored_open_and_read_again(own, tmp_path):
     found = own().config
     assert found["model"]["sizes"] == ["${data.num_classes}"]
+
     (tmp_path / "config.yaml").write_text(dump(found))
     stored = ["--config-dir", str(tmp_path), "--config-name", "config"]
     again = compose([*stored, "--allow-target", "my_brought"]).config
+
     assert again == found
+
     plain = own("data.num_classes=3").config
     assert plain["model"]["sizes"] == [3]
 
@@ -205,10 +210,13 @@ def test_a_typed_group_of_data_wins_over_the_data_sets_of_an_experiment(own, tmp
     more += "  on_error: skip\n"
     mine.write_text(mine.read_text().replace("split: train}\n", f"split: train}}\n{more}"))
     digits = compose(["experiment=resnet18"]).config["data"]
+
     assert own().config["data"]["val"].keys() == {"a"}
     assert own("data=digits").config["data"] == {**digits, "on_error": "skip"}
+
     found = own("data=digits", "data.train._target_=my_brought.Named").config["data"]
     assert found["train"] == {"_target_": "my_brought.Named", "split": "train"}
+
     mine.write_text(
         mine.read_text().replace("train: {_target_: my_brought.Named, split: train}", "")
     )
@@ -229,6 +237,7 @@ def test_where_a_run_begins_other_names_are_not_those_of_train(tmp_path, monkeyp
     names = {"train": "a, b", "val": "b, a", "test": "a, b"}
     nodes = [f"data.{s}={{_target_: my_sorted.Sorted, classes: [{n}]}}" for s, n in names.items()]
     config = composed("transforms=none", *nodes)
+
     with pytest.raises(ClassNamesError, match=r"not those of data\.train, in another"):
         build_data(config)
     with pytest.raises(ClassNamesError, match="not those that the run was trained on"):
@@ -245,7 +254,9 @@ def test_what_a_data_set_draws_when_it_is_opened_is_its_own(tmp_path, monkeypatc
     before = random.random(), np.random.rand(), torch.rand(()).item()
     seed_everything(config.seed)
     of_run = build_data(config).sets  # as a run opens them
+
     assert (random.random(), np.random.rand(), torch.rand(()).item()) == before
+
     of_evaluation = build_data(config, ("test",)).sets  # whatever was drawn before
     first = {split: kept[0][0].tolist() for split, kept in of_run.items()}
     assert first["test"] == of_evaluation["test"][0][0].tolist()
@@ -285,6 +296,7 @@ def test_what_shows_only_in_the_object_cannot_be_kept_either():
         set_cache(config, "val", Own(torch.zeros(2, 3, 4, 4), torch.zeros(2), []))
     with pytest.raises(ConfigError, match=r"data\.val \(Digits\) cannot be kept there"):
         set_cache(config, "val", Digits("val", transform=lambda image: image))
+
     whole = Digits("val", transform=Pipeline({"to_float": ToFloat()}, "transforms.eval"))
     with pytest.raises(ConfigError, match=r"transforms\.eval\.to_float: ToFloat takes single"):
         set_cache(config, "val", whole)  # which nobody left to the loader
@@ -295,6 +307,7 @@ def test_the_plan_counts_what_is_kept(digit_photographs):
     sets = build_data(config).sets
     assert device_cache_bytes(config, sets) == (1257 + 270 + 270) * (16 * 16 + 8)
     assert device_cache_bytes(composed(), sets) == 0
+
     files = ["data=cifar10_folder", f"data.root={digit_photographs}", "data.cache=device"]
     config = parse(compose(["experiment=resnet18", *files, "dry_run=true"]).config)
     assert device_cache_bytes(config, build_data(config).sets) is None  # nothing is decoded yet
@@ -343,6 +356,7 @@ def test_train_and_val_are_shared_out_and_test_stays(data):
     plain = sizes(f"data={data}")
     folds = [f"data.folds={FOLDS}"]
     shared = [sizes(f"data={data}", f"data.fold={k}", *folds) for k in range(FOLDS)]
+
     assert {train + val for train, val, _ in shared} == {pool} == {plain[0] + plain[1]}
     assert sum(val for _, val, _ in shared) == pool
     assert {test for *_, test in shared} == {plain[2]}
@@ -351,11 +365,14 @@ def test_train_and_val_are_shared_out_and_test_stays(data):
 def test_folds_hold_every_sample_once_and_follow_the_seed_of_the_split():
     order = torch.cat([Diabetes("val", fold=k, folds=FOLDS).targets for k in range(FOLDS)])
     assert len(order) == len(torch.cat([Diabetes("val").targets, Diabetes("train").targets]))
+
     tests = [Diabetes("test", fold=k, folds=FOLDS).targets.numpy() for k in range(FOLDS)]
     ranks = [np.argsort(np.argsort(values)) for values in tests]
     assert all(np.array_equal(ranks[0], other) for other in ranks)
+
     val = Digits("val", 8, fold=1, folds=5)
     assert val.targets.bincount().min() >= 29  # stratified
+
     other = Digits("val", 8, split_seed=1, fold=1, folds=5)
     assert not torch.equal(val.inputs, other.inputs)
 
@@ -416,10 +433,12 @@ def test_the_users_code_is_met_as_in_a_run(tmp_path, monkeypatch):
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
+
     with pytest.raises(LookupError):  # a fault in a function is no mistake in the configuration
         check("model=mlp", LAMBDA)
     with pytest.raises(ConfigError, match=r"callbacks\.short: Short\.scalars must take \(self, t"):
         check("model=mlp", "+callbacks.short={_target_: my_own.Short}")
+
     for network in ("Filled", "Odd"):  # the run builds it, with storage
         check(f"model={{_target_: my_own.{network}}}", "callbacks.ema=null")
 
@@ -440,6 +459,7 @@ def test_a_check_and_a_run_build_each_part_once(monkeypatch):
     config = parse(compose(["experiment=resnet18", "model=mlp", "optimizer=sgd"]).config)
     check_targets(config)
     build(config, Strategy("cpu"))
+
     # Tried on stand-ins first: what a schedule is given, and which defaults an optimizer has.
     assert max(counts.pop(kind) for kind in (LRSchedule, torch.optim.SGD)) <= 4
     assert counts == dict.fromkeys((MLP, Classification, Checkpoint), 2)
@@ -480,6 +500,7 @@ def test_metrics_of_classes_have_the_names_of_the_data(tmp_path, monkeypatch, na
     trainer = build(composed(*typed, monitored)).trainer
     trainer.setup()
     logged = trainer.evaluate(trainer.val_loaders["val"], "val")
+
     assert {f"val/accuracy_{key}" for key in keys} <= logged.keys()
     assert trainer.callbacks["checkpoint"].improves(0.9, 0.8)
     with pytest.raises(ConfigError, match=f"'val/accuracy_cow' is none of .*accuracy_{keys[2]}"):

@@ -103,10 +103,12 @@ def test_a_model_takes_what_the_training_set_offers(folder: Path) -> None:
     experiment = build(config)
     assert experiment.trainer.model.embedding.num_embeddings == 11
     assert experiment.trainer.model.text == "of 11"
+
     # The checks have no data to ask, and what is stored can be read again.
     check_targets(parse(config))
     text = dump(config)
     assert yaml.safe_load(text)["model"]["vocabulary"] == "${data.train.vocabulary}"
+
     (folder / "again.yaml").write_text(text)
     again = compose([*ALLOWED, "--config-dir", str(folder), "--config-name", "again"]).config
     assert again["model"] == config["model"]
@@ -118,15 +120,19 @@ def test_an_evaluation_reads_no_training_data(folder: Path) -> None:
     task = experiment.trainer.task
     inference_metadata(experiment.config, experiment.data, task).write(folder)
     stored = read_inference_metadata(folder)
+
     assert stored.attributes["data.train.vocabulary"] == 11
     assert stored.model["vocabulary"] == 11
+
     import attributes_mine  # type: ignore[import-not-found]
 
     attributes_mine.Words._opened.clear()
     filled = with_attributes_of(folder, parse(config))
     components = build_evaluator(filled, 11, Strategy("cpu"))
+
     assert components.model.embedding.num_embeddings == 11
     assert attributes_mine.Words._opened == []
+
     (folder / "inference.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"model.names: .* is not known: training stores"):
         with_attributes_of(folder, parse(config))

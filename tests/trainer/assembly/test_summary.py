@@ -16,6 +16,10 @@ def mlp():
     return nn.Sequential(nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 10))
 
 
+FIRST = 32 * 16 + 16  # the parameters of its first layer
+LAST = 16 * 10 + 10
+
+
 class Host(nn.Module):
     """Makes a tensor on the CPU inside: it runs for real or not at all."""
 
@@ -26,38 +30,67 @@ class Host(nn.Module):
 
     def forward(self, x):
         self.calls = torch.rand(4) + random.random()
-        return self.norm(self.linear(x) + self.calls) if bool((self.calls < 5).all()) else x
+        if not bool((self.calls < 5).all()):
+            return x
+        return self.norm(self.linear(x) + self.calls)
 
 
 def test_figures_of_an_mlp_by_hand():
-    model = mlp()
-    summary = summarize(model, torch.zeros(4, 32))
-    assert [(r.name, r.output, r.parameters, r.flops) for r in summary.rows] == [
-        ("", "N x 10", 32 * 16 + 16 + 16 * 10 + 10, summary.flops),
-        ("0", "N x 16", 32 * 16 + 16, 2 * 32 * 16),
-        ("1", "N x 16", 0, 0),
-        ("2", "N x 10", 16 * 10 + 10, 2 * 16 * 10),
-    ]
+    summary = summarize(mlp(), torch.zeros(4, 32))
+    rows = [(row.name, row.output, row.parameters, row.flops) for row in summary.rows]
+
     assert summary.flops == 2 * (32 * 16 + 16 * 10)
+    assert rows == [
+        ("", "N x 10", FIRST + LAST, summary.flops),
+        ("0", "N x 16", FIRST, 2 * 32 * 16),
+        ("1", "N x 16", 0, 0),
+        ("2", "N x 10", LAST, 2 * 16 * 10),
+    ]
     # The input exists anyway; the ReLU's output is what it and the second layer both keep.
     assert summary.activation_bytes == 16 * 4
-    batch = (torch.zeros(4, 32), torch.zeros(4, dtype=torch.long))
-    with_loss = summarize(model, batch, call=lambda m, b: cross_entropy(m(b[0]), b[1]))
-    assert with_loss.activation_bytes - 16 * 4 >= 10 * 4  # the log-probabilities
-    for width in (100, 40, 30):
-        lines = render(summary, width).splitlines()
-        assert max(map(len, lines[:-1])) <= width  # of the table; the totals are one line
-        words = " ".join(lines).replace(",", " ").split()
-        assert {"(model)", "Sequential", "N", "698", "1.34"} <= set(words)
-    size = 698 * 4
-    assert estimate(model, summary, [torch.optim.Adam(model.parameters())], micro_batch=8) == {
+
+
+def test_activations_of_the_loss_are_counted():
+    def loss_of(model, batch):
+        inputs, labels = batch
+        return cross_entropy(model(inputs), labels)
+
+    inputs = torch.zeros(4, 32)
+    labels = torch.zeros(4, dtype=torch.long)
+    without_loss = summarize(mlp(), inputs)
+    with_loss = summarize(mlp(), (inputs, labels), call=loss_of)
+    added = with_loss.activation_bytes - without_loss.activation_bytes
+
+    assert added >= 10 * 4  # the log-probabilities
+
+
+@pytest.mark.parametrize("width", [100, 40, 30])
+def test_a_summary_fits_the_width_of_the_terminal(width):
+    summary = summarize(mlp(), torch.zeros(4, 32))
+    *table, totals = render(summary, width).splitlines()
+    for line in table:
+        assert len(line) <= width
+
+    words = " ".join([*table, totals]).replace(",", " ").split()
+    assert {"(model)", "Sequential", "N", "698", "1.34"} <= set(words)
+
+
+def test_memory_of_a_training_by_hand():
+    model = mlp()
+    summary = summarize(model, torch.zeros(4, 32))
+    size = (FIRST + LAST) * 4
+    adam = torch.optim.Adam(model.parameters())
+
+    assert estimate(model, summary, [adam], micro_batch=8) == {
         "parameters": size,
         "buffers": 0,
         "gradients": size,
         "optimizer state": 2 * size + 4 * 4,  # two moments, and a step count for each tensor
         "activations": 8 * 16 * 4,
     }
-    unknown = estimate(model, summary, [torch.optim.LBFGS(model.parameters())], 8)
+
+    lbfgs = torch.optim.LBFGS(model.parameters())
+    unknown = estimate(model, summary, [lbfgs], micro_batch=8)
     assert unknown["optimizer state"] is None
 
 
@@ -69,26 +102,35 @@ def test_figures_of_an_mlp_by_hand():
 @pytest.mark.parametrize("compute", [False, True])
 def test_looking_changes_nothing(model, compute):
     model.train()
-    next(model.children()).eval()
+    first = next(model.children())
+    first.eval()
     state = {name: value.clone() for name, value in model.state_dict().items()}
     modes = [module.training for module in model.modules()]
     x = torch.randn(8, 4)
-    numbers, python = torch.get_rng_state(), random.getstate()
+    generator_of_torch = torch.get_rng_state()
+    generator_of_python = random.getstate()
+
     summary = summarize(model, x, compute=compute)
+
     assert summary.problem is None
     assert summary.flops == 2 * 4 * 4
-    assert torch.equal(numbers, torch.get_rng_state())
-    assert python == random.getstate()
-    assert all(torch.equal(state[name], value) for name, value in model.state_dict().items())
-    assert modes == [module.training for module in model.modules()]
+    assert torch.equal(torch.get_rng_state(), generator_of_torch)
+    assert random.getstate() == generator_of_python
     assert not hasattr(model, "calls")
-    assert all(p.grad is None for p in model.parameters())
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    for name, value in model.state_dict().items():
+        assert torch.equal(state[name], value)
+    for parameter in model.parameters():
+        assert parameter.grad is None
+    assert [module.training for module in model.modules()] == modes
+    for module in model.modules():
+        assert not module._forward_hooks
+        assert not module._forward_pre_hooks
 
 
 class Recurrent(nn.LSTM):
     def forward(self, x):
-        return super().forward(x)[0]
+        output, _ = super().forward(x)
+        return output
 
 
 @pytest.mark.parametrize(
@@ -102,13 +144,18 @@ class Recurrent(nn.LSTM):
     ids=["mlp", "resnet", "attention", "recurrent"],
 )
 def test_computing_finds_what_the_meta_device_finds(model, example):
-    meta, computed = (summarize(model, torch.randn(example), compute=c) for c in (False, True))
-    assert (computed.flops, computed.rows) == (meta.flops, meta.rows)
+    x = torch.randn(example)
+    meta = summarize(model, x, compute=False)
+    computed = summarize(model, x, compute=True)
+
+    assert computed.flops == meta.flops
+    assert computed.rows == meta.rows
 
 
 @pytest.mark.parametrize("compute", [False, True])
 def test_a_forward_pass_that_fails_is_told_not_raised(compute):
     summary = summarize(mlp(), torch.zeros(4, 31), compute=compute)
+
     assert summary.flops is None
     assert summary.problem is not None
     assert "mat1 and mat2" in summary.problem
@@ -146,10 +193,16 @@ def test_tied_and_frozen_parameters_count_once_and_as_such():
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False), nn.Linear(4, 2))
     model[1].weight = model[0].weight
     model[2].requires_grad_(False)
+
     summary = summarize(model, torch.zeros(2, 4))
-    assert (summary.rows[0].parameters, summary.rows[0].trainable) == (26, 16)
     memory = estimate(model, summary, [], 1)
-    assert (memory["parameters"], memory["gradients"]) == (26 * 4, 16 * 4)
+
+    whole = summary.rows[0]
+
+    assert whole.parameters == 26
+    assert whole.trainable == 16
+    assert memory["parameters"] == 26 * 4
+    assert memory["gradients"] == 16 * 4
     assert "10 frozen" in render(summary)
 
 
@@ -165,12 +218,17 @@ def test_tied_and_frozen_parameters_count_once_and_as_such():
     ids=["sgd", "momentum", "adamw-fused", "rmsprop", "muon"],
 )
 def test_optimizer_state_is_what_a_step_leaves(optimizer):
-    made = optimizer([nn.Parameter(torch.randn(6, 5)), nn.Parameter(torch.randn(7))])
+    parameters = [nn.Parameter(torch.randn(6, 5)), nn.Parameter(torch.randn(7))]
+    made = optimizer(parameters)
     expected = state_bytes(made)
+
     assert made.state == {}
-    for group in made.param_groups:
-        for parameter in group["params"]:
-            parameter.grad = torch.randn_like(parameter)
+
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
     made.step()
-    held = [v for s in made.state.values() for v in s.values() if isinstance(v, Tensor)]
-    assert expected == sum(value.nbytes for value in held)
+    held = 0
+    for state in made.state.values():
+        held += sum(value.nbytes for value in state.values() if isinstance(value, Tensor))
+
+    assert expected == held

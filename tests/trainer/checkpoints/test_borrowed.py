@@ -38,22 +38,27 @@ class Freeze(Callback):
 
     freezes = True
 
-    def __init__(self, **steps):
-        self.steps = {step: name == "thaw" for name, step in steps.items()}
+    def __init__(self, freeze=None, thaw=None):
+        self.freeze = freeze
+        self.thaw = thaw
 
     def on_update_end(self, trainer):
-        if trainer.state.global_step in self.steps:
-            trainer.model[0].requires_grad_(self.steps[trainer.state.global_step])
+        layer = trainer.model[0]
+        if trainer.state.global_step == self.freeze:
+            layer.requires_grad_(False)
+        if trainer.state.global_step == self.thaw:
+            layer.requires_grad_(True)
 
 
 @pytest.fixture
 def file(tmp_path):
-    """The weights of the first layer, and of a norm, in a file."""
+    """The weights of the first layer in a file."""
     torch.manual_seed(5)
     layer = nn.Linear(5, 7).double()
     path = tmp_path / "base" / "base.safetensors"
     path.parent.mkdir()
-    save_file({f"0.{name}": value.detach() for name, value in layer.named_parameters()}, path)
+    weights = {f"0.{name}": value.detach() for name, value in layer.named_parameters()}
+    save_file(weights, path)
     return path
 
 
@@ -68,16 +73,18 @@ def network(file, frozen=True):
 def make(file, callbacks=(), frozen=True, strategy=None, stop=None, borrow=True, **options):
     """A trainer whose callbacks are named, with a checkpoint after each second update."""
     named = {**dict(callbacks), "stop": StopAt(stop)}
-    saver = Checkpoint(monitor=None, every_n_steps=2, every_n_epochs=None, borrow=borrow)
     if borrow != "none":
-        named["checkpoint"] = saver
+        named["checkpoint"] = Checkpoint(
+            monitor=None, every_n_steps=2, every_n_epochs=None, borrow=borrow
+        )
+    options = {"max_epochs": 2, "log_every_n_steps": 1, **options}
     return trainer_of(
         Classification(3),
         points(),
         model=network(file, frozen),
         strategy=strategy,
         callbacks=named,
-        **{"max_epochs": 2, "log_every_n_steps": 1, **options},
+        **options,
     )
 
 
@@ -85,13 +92,24 @@ def saved(trainer):
     return through_a_file(trainer.state_dict())
 
 
+def sha256(path):
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def borrowed_by(trainer):
+    """Return the names of the parameters that a checkpoint leaves out."""
+    every = trainer.model.state_dict().keys()
+    return every - saved(trainer)["model"].keys()
+
+
 def test_a_checkpoint_has_the_hash_in_place_of_what_stays(file):
     trainer = make(file)
     trainer.fit()
     state = saved(trainer)
     (entry,) = state[KEY]
+
     assert entry["folder"] == str(file.parent)
-    assert entry["sha256"] == hashlib.sha256(file.read_bytes()).hexdigest()
+    assert entry["sha256"] == sha256(file)
     assert set(entry["parameters"]) == BASE
     # Buffers stay: BatchNorm's change in every update.
     assert state["model"].keys() == trainer.model.state_dict().keys() - BASE
@@ -102,25 +120,32 @@ def test_it_holds_all_unless_it_is_told_to_borrow(file, borrow):
     trainer = make(file, borrow=borrow)
     trainer.fit()
     state = saved(trainer)
+
     assert KEY not in state
     assert state["model"].keys() == trainer.model.state_dict().keys()
 
 
-def test_what_is_trained_is_saved_from_then_on(file):
-    for callbacks, at_first, at_last in (
-        ({"freeze": Freeze(thaw=3)}, BASE, set()),
-        ({"freeze": Freeze(thaw=3, freeze=5)}, BASE, set()),  # frozen again, with other values
-        ({"u": Unfreeze({"a": {"pattern": "0.*", "step": 3}})}, BASE, set()),
-        ({"u": Unfreeze({"a": {"pattern": "0.*"}})}, BASE, BASE),  # for ever
-    ):
-        is_unfreeze = "u" in callbacks
-        trainer = make(file, callbacks, frozen=not is_unfreeze, stop=2)
-        trainer.fit()
-        every = trainer.model.state_dict().keys()
-        assert every - saved(trainer)["model"].keys() == at_first
-        trainer.callbacks["stop"].update = None
-        trainer.fit()
-        assert every - saved(trainer)["model"].keys() == at_last
+def unfreeze(**more):
+    return Unfreeze({"a": {"pattern": "0.*", **more}})
+
+
+@pytest.mark.parametrize(
+    ("callback", "frozen", "at_last"),
+    [
+        pytest.param(Freeze(thaw=3), True, set(), id="thawed"),
+        pytest.param(Freeze(thaw=3, freeze=5), True, set(), id="frozen again, with other values"),
+        pytest.param(unfreeze(step=3), False, set(), id="by Unfreeze"),
+        pytest.param(unfreeze(), False, BASE, id="never"),
+    ],
+)
+def test_what_is_trained_is_saved_from_then_on(file, callback, frozen, at_last):
+    trainer = make(file, {"mine": callback}, frozen=frozen, stop=2)
+    trainer.fit()
+    assert borrowed_by(trainer) == BASE
+
+    trainer.callbacks["stop"].update = None
+    trainer.fit()
+    assert borrowed_by(trainer) == at_last
 
 
 def test_what_was_trained_before_it_is_frozen_is_saved(file):
@@ -130,47 +155,58 @@ def test_what_was_trained_before_it_is_frozen_is_saved(file):
 
 
 @pytest.mark.parametrize(
-    "average", [None, EMA(decay=0.8), SWA(start_epoch=0), EMA(decay=0.8, use_for_evaluation=False)]
+    "average",
+    [
+        pytest.param(None, id="none"),
+        pytest.param(lambda: EMA(decay=0.8), id="ema"),
+        pytest.param(lambda: SWA(start_epoch=0), id="swa"),
+        pytest.param(lambda: EMA(decay=0.8, use_for_evaluation=False), id="not evaluated"),
+    ],
 )
 def test_a_resume_is_that_of_whole_checkpoints(file, average):
     """Bit for bit, in the middle of an epoch; the average of what stays is not repeated."""
 
     def callbacks():
-        if average is None:
-            return {}
-        kind, options = type(average), {"use_for_evaluation": average.used_for_evaluation}
-        more = {"decay": 0.8} if kind is EMA else {"start_epoch": 0}
-        return {"average": kind(**more, **options)}
+        return {} if average is None else {"average": average()}
 
     whole = make(file, callbacks(), borrow=False)
     whole.fit()
     begun = make(file, callbacks(), stop=4)
     begun.fit()
     state = saved(begun)
+
     for weights in (state["ema"], state["callbacks"].get("average", {})):
         assert not BASE & weights.get("model", {}).keys()
+
     resumed = make(file, callbacks())
     resumed.load_state_dict(state)
     resumed.fit()
     resumed.callbacks["checkpoint"].borrow = False
     found = differences(saved(whole), saved(resumed))
-    assert [name for name in found if "checkpoint" not in name and "made_with" not in name] == []
+    unexpected = [name for name in found if "checkpoint" not in name and "made_with" not in name]
+
+    assert unexpected == []
 
 
 def test_a_file_that_changes_in_the_meantime_is_no_longer_borrowed(file, caplog):
     trainer = make(file, stop=2)
     trainer.fit()
     assert KEY in saved(trainer)
+
     before = trainer.model[0].weight.clone()
-    file.write_bytes(file.read_bytes()[:-8] + b"otherway")
+    content = file.read_bytes()
+    file.write_bytes(content[:-8] + b"otherway")
     state = saved(trainer)
+
     assert KEY not in state
     assert torch.equal(state["model"]["0.weight"], before)
-    assert [r.message for r in caplog.records if "checkpoints hold all" in r.message]
+    assert "checkpoints hold all" in caplog.text
+
     # Nor when it is as it was: the whole checkpoint is the one that a run goes on from.
     other = make(file)
     other.load_state_dict(state)
     other.fit()
+
     assert KEY not in saved(other)
 
 
@@ -178,19 +214,28 @@ def test_another_file_is_refused_with_both_hashes(file):
     trainer = make(file)
     trainer.fit()
     state = saved(trainer)
-    expected = hashlib.sha256(file.read_bytes()).hexdigest()
+    expected = sha256(file)
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
     other = make(file)
     before = {name: value.clone() for name, value in other.model.state_dict().items()}
+
     with pytest.raises(CheckpointError, match=r"model\.weights=FILE") as caught:
         other.load_state_dict(state)
     assert expected in str(caught.value)
-    assert hashlib.sha256(content).hexdigest() in str(caught.value)
-    assert all(torch.equal(before[n], v) for n, v in other.model.state_dict().items())
-    # A model that was not built from a file has no weights to lend.
-    plain = trainer_of(Classification(3), points(), model=nn.Sequential(*other.model))
+    assert sha256(file) in str(caught.value)
+    for name, value in other.model.state_dict().items():
+        assert torch.equal(before[name], value)
+
+
+def test_a_model_that_was_not_built_from_a_file_has_no_weights_to_lend(file):
+    trainer = make(file)
+    trainer.fit()
+    state = saved(trainer)
+    layers = network(file)
+    plain = trainer_of(Classification(3), points(), model=nn.Sequential(*layers))
+
     with pytest.raises(CheckpointError, match="built without reading weights"):
         plain.load_state_dict(state)
 
@@ -200,25 +245,31 @@ def test_a_copy_elsewhere_is_taken(file, tmp_path):
     trainer.fit()
     state = saved(trainer)
     moved = tmp_path / "moved.safetensors"
-    moved.write_bytes(file.read_bytes())
-    file.unlink()
+    file.rename(moved)
+
     other = make(moved)
     other.load_state_dict(state)
+
     toys.assert_equal(other.model, trainer.model, 0)
-    assert saved(other)[KEY][0]["folder"] == str(tmp_path)
+
+    (entry,) = saved(other)[KEY]
+    assert entry["folder"] == str(tmp_path)
 
 
 def test_the_hash_of_several_files_is_that_of_sha256sum(tmp_path):
-    paths = [tmp_path / f"model-0000{number}.safetensors" for number in (2, 1)]
+    paths = [tmp_path / "model-00002.safetensors", tmp_path / "model-00001.safetensors"]
     for path in paths:
         path.write_text(path.name)
     module = nn.Linear(2, 2)
     mark_as_read(module, {"weight"}, paths, "model.name", "x")
     mark_as_read(module, {"bias"}, [tmp_path / "nowhere"], "model.name", "x")  # nothing to lend
     (source,) = sources_of({"": module})
-    line = "sha256sum model-*.safetensors | sha256sum"
-    summed = subprocess.run(line, shell=True, cwd=tmp_path, capture_output=True, text=True)
-    assert source.sha256() == summed.stdout.split()[0]
+
+    command = "sha256sum model-*.safetensors | sha256sum"
+    done = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True)
+    expected, _ = done.stdout.split()
+
+    assert source.sha256() == expected
 
 
 def test_files_are_hashed_once(file, monkeypatch):
@@ -229,6 +280,7 @@ def test_files_are_hashed_once(file, monkeypatch):
     saved(trainer)
     other = make(file)
     other.load_state_dict(state)  # size and time are those of the checkpoint
+
     assert saved(other)[KEY] == state[KEY]
 
 
@@ -238,6 +290,7 @@ def test_the_weights_that_were_read_last_count(file, tmp_path):
     save_file({"0.weight": torch.ones(7, 5).double()}, second)
     fine_tune(model, str(second), strict=False)
     names = {source.files[0].name: names for source, names in sources_of({"a.": model}).items()}
+
     assert names == {"second.safetensors": {"a.0.weight"}, "base.safetensors": {"a.0.bias"}}
 
 
@@ -256,43 +309,54 @@ class Taught(Classification):
 def test_a_frozen_teacher_of_the_task_is_borrowed(file):
     def taught():
         teacher = network(file).requires_grad_(False).eval()
-        named = {"checkpoint": Checkpoint(monitor=None, borrow=True)}
-        return trainer_of(Taught(teacher), points(), callbacks=named)
+        callbacks = {"checkpoint": Checkpoint(monitor=None, borrow=True)}
+        return trainer_of(Taught(teacher), points(), callbacks=callbacks)
 
     trainer = taught()
     trainer.fit()
     state = saved(trainer)
-    assert set(state[KEY][0]["parameters"]) == {f"task.teacher.{name}" for name in BASE}
-    kept = state["state"]["unsaved"][0]["task"]
+    (entry,) = state[KEY]
+    borrowed = set(entry["parameters"])
+    kept = state["state"]["unsaved"][0]["task"].keys()
+
+    assert borrowed == {f"task.teacher.{name}" for name in BASE}
     assert "task.teacher.3.weight" in kept
-    assert not set(state[KEY][0]["parameters"]) & kept.keys()
+    assert not borrowed & kept
+
     other = taught()
     other.load_state_dict(state)
     toys.assert_equal(other.task.teacher, trainer.task.teacher, 0)
 
 
 @pytest.mark.parametrize(
-    "entries",
-    ["x", ["x"], [{"folder": "x"}], [{"parameters": [1]}]],
+    "change",
+    [
+        pytest.param(lambda entry: "x", id="a text"),
+        pytest.param(lambda entry: ["x"], id="a list of texts"),
+        pytest.param(lambda entry: [{"folder": "x"}], id="a folder alone"),
+        pytest.param(lambda entry: [{**entry, "parameters": [1]}], id="a number as parameter"),
+    ],
 )
-def test_a_stranger_s_entries_are_checked(file, entries):
+def test_a_stranger_s_entries_are_checked(file, change):
     trainer = make(file)
     trainer.fit()
     state = saved(trainer)
-    if isinstance(entries, list) and isinstance(entries[0], dict) and "parameters" in entries[0]:
-        entries = [{**state[KEY][0], **entries[0]}]
-    state[KEY] = entries
+    (entry,) = state[KEY]
+    state[KEY] = change(entry)
+
     with pytest.raises(CheckpointError, match="borrowed"):
         check_payload(state, None)
 
 
 def test_weights_alone_are_not_in_it(file, tmp_path):
-    trainer = make(file, run_dir=tmp_path / "run")
+    run = tmp_path / "run"
+    trainer = make(file, run_dir=run)
     trainer.fit()
+
     with pytest.raises(CheckpointError, match=r"convert --whole"):
-        model_only(tmp_path / "run")
+        model_only(run)
     with pytest.raises(ConfigError, match="Python, whose files describe no model"):
-        convert(["--whole", str(tmp_path / "run" / LAST), str(tmp_path / "whole.pt")])
+        convert(["--whole", str(run / LAST), str(tmp_path / "whole.pt")])
 
 
 def test_of_a_model_of_timm_the_weights_of_a_file_are_borrowed(tmp_path):
@@ -323,13 +387,23 @@ def test_a_conversion_takes_places_of_weights_alone(tmp_path, word):
 
 
 def test_a_run_from_python_is_opened_with_a_model_that_has_read_them(file, tmp_path):
-    trainer = make(file, {"ema": EMA(decay=0.8)}, run_dir=tmp_path / "run")
+    path = tmp_path / "run"
+    ema = EMA(decay=0.8)
+    trainer = make(file, {"ema": ema}, run_dir=path)
     trainer.fit()
-    expected = trainer.callbacks["ema"].tensors()
-    opened = load_run(tmp_path / "run", "cpu", model=network(file)).model("last")
-    assert all(torch.equal(value, expected[name]) for name, value in opened.state_dict().items())
+    expected = ema.tensors()
+
+    run = load_run(path, "cpu", model=network(file))
+    model = run.model("last")
+
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, expected[name])
+
+    without_a_file = nn.Sequential(*network(file))
+    run = load_run(path, "cpu", model=without_a_file)
     with pytest.raises(CheckpointError, match="built without reading weights"):
-        load_run(tmp_path / "run", "cpu", model=nn.Sequential(*network(file))).model("last")
+        run.model("last")
+
     best = trainer.load_best()
     assert best.step == trainer.state.global_step
 
@@ -376,17 +450,19 @@ def test_two_processes_borrow_as_one_does(ranks, file, tmp_path, kind, options):
     begin = partial(in_two, file=file, folder=folder, stop=4)
     ranks(2, in_group(begin, kind=kind, **options))
     payload = read_checkpoint(folder / LAST)
-    assert set(payload[KEY][0]["parameters"]) == BASE
-    assert payload["model"].keys() == payload["ema"]["model"].keys() == {"2.weight", "2.bias"}
+    (entry,) = payload[KEY]
+
+    assert set(entry["parameters"]) == BASE
+    assert payload["model"].keys() == {"2.weight", "2.bias"}
+    assert payload["ema"]["model"].keys() == {"2.weight", "2.bias"}
+
     end = partial(in_two, file=file, folder=tmp_path / "resumed", resume=folder / LAST)
     first, second = ranks(2, in_group(end, kind=kind, **options))
-    alone = trainer_of(
-        Classification(3),
-        points(),
-        model=make_sharded(None, file, tmp_path / "x", None).model,
-        make=partial(torch.optim.AdamW, lr=0.05),
-    )
+    model = make_sharded(None, file, tmp_path / "x", None).model
+    optimizer = partial(torch.optim.AdamW, lr=0.05)
+    alone = trainer_of(Classification(3), points(), model=model, make=optimizer)
     alone.fit()
+
     for name, value in alone.model.state_dict().items():
-        for found in (first, second):
-            torch.testing.assert_close(found[name], value, rtol=0, atol=1e-12)
+        torch.testing.assert_close(first[name], value, rtol=0, atol=1e-12)
+        torch.testing.assert_close(second[name], value, rtol=0, atol=1e-12)

@@ -3,6 +3,7 @@
 import errno
 import hashlib
 import importlib
+import itertools
 import os
 import pickle
 import signal
@@ -33,17 +34,19 @@ def weight(value):
 
 def save(strategy, folder, step, names=("last",)):
     """Save a checkpoint of two sharded tensors and a plain one as the callback does."""
+    group = strategy.group
     store = CheckpointStore(folder)
-    mesh = init_device_mesh("cpu", (strategy.group.world_size,))
-    shards = [distribute_tensor(weight(step + i), mesh, [Shard(0)]) for i in range(2)]
+    mesh = init_device_mesh("cpu", (group.world_size,))
+    sharded_weight = distribute_tensor(weight(step), mesh, [Shard(0)])
+    sharded_moment = distribute_tensor(weight(step + 1), mesh, [Shard(0)])
     payload = {
-        "model": {"weight": shards[0], "plain": torch.tensor(float(step))},
-        "optimizer": {"state": [{"weight": {"moment": shards[1]}}]},
+        "model": {"weight": sharded_weight, "plain": torch.tensor(float(step))},
+        "optimizer": {"state": [{"weight": {"moment": sharded_moment}}]},
     }
-    strategy.group.run_on_main(store.prepare)
-    outline = checkpoint_shards.write(payload, store.path_of(step), strategy.group)
-    strategy.group.run_on_main(lambda: store.save(outline, step=step, names=names))
-    strategy.group.run_on_main(lambda: store.prune([]))
+    group.run_on_main(store.prepare)
+    outline = checkpoint_shards.write(payload, store.path_of(step), group)
+    group.run_on_main(lambda: store.save(outline, step=step, names=names))
+    group.run_on_main(lambda: store.prune([]))
 
 
 def in_group(function, *arguments):
@@ -55,16 +58,25 @@ def whole_steps(folder):
     """Return the steps whose checkpoint is whole, with every value as it was saved."""
     steps = []
     for path in sorted(folder.glob("step-*.pt")):
-        step, payload = int(path.stem[5:]), read_whole(path)
+        step = int(path.stem.removeprefix("step-"))
+        payload = read_whole(path)
+        moment = payload["optimizer"]["state"][0]["weight"]["moment"]
         assert torch.equal(payload["model"]["weight"], weight(step))
-        assert torch.equal(payload["optimizer"]["state"][0]["weight"]["moment"], weight(step + 1))
-        assert float(payload["model"]["plain"]) == step
+        assert torch.equal(moment, weight(step + 1))
+        assert payload["model"]["plain"] == step
         steps.append(step)
     return steps
 
 
 def shard_folders(folder):
-    return sorted(int(path.name[5:13]) for path in folder.glob("*.shards"))
+    """Return the steps whose shards are there: their folders are called step-00000001-..."""
+    return sorted(int(path.name.split("-")[1]) for path in folder.glob("*.shards"))
+
+
+def metadata_of(saved):
+    """Return the description of the shards of the one checkpoint, as torch reads it."""
+    (written,) = saved.glob("*.shards/.metadata")
+    return pickle.loads(written.read_bytes())
 
 
 @pytest.fixture
@@ -76,22 +88,29 @@ def saved(ranks, tmp_path):
 
 
 def test_what_is_not_kept_goes_with_its_shards(ranks, tmp_path):
+    folder = tmp_path / "checkpoints"
+
     def run(strategy):
-        for step in range(1, 5):
-            save(strategy, tmp_path / "checkpoints", step, ("last", "best") if step == 1 else ())
+        save(strategy, folder, 1, names=("last", "best"))
+        for step in (2, 3, 4):
+            save(strategy, folder, step, names=())
 
     ranks(2, in_group(run))
-    assert torch.equal(model_only(tmp_path / "checkpoints" / "last.pt")["weight"], weight(1))
-    assert whole_steps(tmp_path / "checkpoints") == [1, 3, 4]  # the best and the newest two
-    assert shard_folders(tmp_path / "checkpoints") == [1, 3, 4]
+
+    last = model_only(folder / "last.pt")
+
+    assert torch.equal(last["weight"], weight(1))
+    assert whole_steps(folder) == [1, 3, 4]  # the best and the newest two
+    assert shard_folders(folder) == [1, 3, 4]
 
 
 def dying(strategy, folder, module, name, occurrence):
-    original, calls = getattr(module, name), []
+    """Save, and be killed at the given call of a function."""
+    original = getattr(module, name)
+    calls = itertools.count(1)
 
     def fatal(*arguments, **options):
-        calls.append(1)
-        if len(calls) == occurrence:
+        if next(calls) == occurrence:
             os.kill(os.getpid(), signal.SIGKILL)
         return original(*arguments, **options)
 
@@ -113,25 +132,32 @@ def test_a_kill_at_any_point_leaves_whole_ones(ranks, saved, module, name, occur
     with pytest.raises(EOFError):
         ranks(1, in_group(dying, saved, module, name, occurrence))
     assert whole_steps(saved) == survivors
+
     ranks(1, in_group(save, saved, 3))  # the first save of a process cleans up
-    assert whole_steps(saved) == [*survivors, 3][-2:]
-    assert shard_folders(saved) == [*survivors, 3][-2:]
-    assert not list(saved.glob(".tmp*"))
+    newest_two = [*survivors, 3][-2:]
+    assert whole_steps(saved) == newest_two
+    assert shard_folders(saved) == newest_two
+    assert list(saved.glob(".tmp*")) == []
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
 @pytest.mark.parametrize("name", ["__1_0.distcp", ".metadata"])
 def test_damage_is_noticed_and_passed_over(ranks, saved, damage, name):
     ranks(2, in_group(save, saved, 2))
-    file = next(saved.glob("step-00000002-*.shards")) / name
+    (folder,) = saved.glob("step-00000002-*.shards")
+    file = folder / name
     content = bytearray(file.read_bytes())
     if damage == "remove":
         file.unlink()
+    elif damage == "cut":
+        file.write_bytes(content[:-1])
     else:
         content[len(content) // 2] ^= 1
-        file.write_bytes(content[:-1] if damage == "cut" else content)
+        file.write_bytes(content)
+
     with pytest.raises(DamagedCheckpointError, match=f"its shard .*{name}"):
         read_whole(saved / "last.pt")
+
     path, _, passed = CheckpointStore(saved).newest()
     assert path.name == "step-00000001.pt"
     assert len(passed) == 1
@@ -143,29 +169,49 @@ def forge(folder, metadata=None, files=None):
     payload = torch.load(path, weights_only=True)
     shards = payload["shards"]
     if metadata is not None:
-        (folder / shards["folder"] / ".metadata").write_bytes(metadata)
+        place = folder / shards["folder"] / ".metadata"
+        place.write_bytes(metadata)
         shards["files"][".metadata"] = hashlib.sha256(metadata).hexdigest()
-    shards["files"] = files or shards["files"]
+    if files is not None:
+        shards["files"] = files
     (folder / "index.json").unlink(missing_ok=True)
     torch.save(payload, path)
     return path
 
 
-def test_no_code_is_run_and_no_file_elsewhere_reached(saved, tmp_path):
-    canary, secret = tmp_path / "canary", tmp_path / "secret"
-    (written,) = saved.glob("*.shards/.metadata")
-    with_bytes = pickle.loads(written.read_bytes())  # which torch would unpickle
-    with_bytes.state_dict_metadata["model/weight"] = BytesStorageMetadata()
-    code = Call(os.system, f"touch {canary}")
-    for metadata, told in ((code, r"contains code \(posix\.system"), (with_bytes, "BytesStorage")):
-        with pytest.raises(CheckpointError, match=rf"^[^\n]*refused: .*{told}[^\n]*$") as caught:
-            read_whole(forge(saved, pickle.dumps(metadata)))
-        assert caught.type is CheckpointError  # no damage, over which an older one would be taken
+def refusal_of(path):
+    """Return the one line with which a checkpoint is refused."""
+    with pytest.raises(CheckpointError) as caught:
+        read_whole(path)
+    assert caught.type is CheckpointError  # no damage, over which an older one would be taken
+    message = str(caught.value)
+    assert "\n" not in message
+    assert "refused: " in message
+    return message
+
+
+def test_no_code_of_a_description_is_run(saved, tmp_path):
+    canary = tmp_path / "canary"
+    code = pickle.dumps(Call(os.system, f"touch {canary}"))
+    assert "contains code (posix.system" in refusal_of(forge(saved, code))
     assert not canary.exists()
+
+
+def test_values_that_torch_would_unpickle_are_refused(saved):
+    metadata = metadata_of(saved)
+    metadata.state_dict_metadata["model/weight"] = BytesStorageMetadata()
+    assert "BytesStorage" in refusal_of(forge(saved, pickle.dumps(metadata)))
+
+
+def test_no_file_elsewhere_is_reached(saved, tmp_path):
+    secret = tmp_path / "secret"
     secret.write_text("x")
     for name in ("../../secret", str(secret), "../secret"):
         with pytest.raises(CheckpointError, match="refused"):
             read_whole(forge(saved, files={name: "0"}))
+
+
+def test_shards_without_a_description_are_refused(saved):
     with pytest.raises(CheckpointError, match=r"no \.metadata"):
         read_whole(forge(saved, files={"__0_0.distcp": "0"}))
 
@@ -182,35 +228,46 @@ def test_no_code_is_run_and_no_file_elsewhere_reached(saved, tmp_path):
 )
 @pytest.mark.parametrize("slots", [True, False], ids=["by slots", "by dict"])
 def test_a_description_changes_no_class(saved, of, name, slots):
+    """The pickled state of a class would set its attributes: by a dict, or by its slots."""
     module, thing = of.split()
     named = getattr(importlib.import_module(module), thing)
     before = getattr(named, name, None)
-    (written,) = saved.glob("*.shards/.metadata")
-    whole = pickle.dumps(pickle.loads(written.read_bytes()), 2).removesuffix(pickle.STOP)
     state = {name: ("changed",)}
-    told = pickle.dumps((None, state) if slots else state, 2).removesuffix(pickle.STOP)[2:]
-    change = pickle.GLOBAL + f"{module}\n{thing}\n".encode() + told + pickle.BUILD + pickle.POP
+    pickled_state = pickle.dumps((None, state) if slots else state, 2)
+    instructions = pickled_state[2:].removesuffix(pickle.STOP)  # without the protocol's header
+    change = pickle.GLOBAL + f"{module}\n{thing}\n".encode() + instructions
+    change += pickle.BUILD + pickle.POP
+    whole = pickle.dumps(metadata_of(saved), 2).removesuffix(pickle.STOP)
+    path = forge(saved, whole + change + pickle.STOP)
+
     with pytest.raises(CheckpointError, match=r"^[^\n]*\.metadata[^\n]*$"):
-        read_whole(forge(saved, whole + change + pickle.STOP))
+        read_whole(path)
     assert getattr(named, name, None) == before
 
 
 @pytest.mark.parametrize("kind", ["above", "absolute", "a pipe", "not listed"])
 def test_shards_lie_in_their_folder(saved, tmp_path, kind):
-    (written,) = saved.glob("*.shards/.metadata")
-    metadata = pickle.loads(written.read_bytes())
-    folder = written.parent
-    places = {"above": "../../secret", "absolute": str(tmp_path / "secret")}
-    name = places.get(kind, "other.distcp")
-    (tmp_path / "secret").write_bytes((folder / "__0_0.distcp").read_bytes())
+    (folder,) = saved.glob("*.shards")
+    shard = (folder / "__0_0.distcp").read_bytes()
+    secret = tmp_path / "secret"
+    secret.write_bytes(shard)
+    if kind == "above":
+        name = "../../secret"
+    elif kind == "absolute":
+        name = str(secret)
+    else:
+        name = "other.distcp"
     if kind == "a pipe":
         os.mkfifo(folder / name)
-    else:
-        (folder / "other.distcp").write_bytes((folder / "__0_0.distcp").read_bytes())
+    elif kind == "not listed":
+        (folder / name).write_bytes(shard)
+    metadata = metadata_of(saved)
     for place in metadata.storage_data.values():
         place.relative_path = name
+    path = forge(saved, pickle.dumps(metadata))
+
     with pytest.raises(CheckpointError, match=f"refused: '{name}' is none of its files"):
-        read_whole(forge(saved, pickle.dumps(metadata)))
+        read_whole(path)
 
 
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata"])
@@ -237,11 +294,11 @@ def test_a_pipe_instead_of_a_shard_is_not_read(saved, name):
     ],
 )
 def test_a_description_of_another_form_is_refused(saved, change):
-    (written,) = saved.glob("*.shards/.metadata")
-    metadata = pickle.loads(written.read_bytes())
+    metadata = metadata_of(saved)
     metadata = change(metadata) or metadata
+    path = forge(saved, pickle.dumps(metadata))
     with pytest.raises(DamagedCheckpointError):
-        read_whole(forge(saved, pickle.dumps(metadata)))
+        read_whole(path)
 
 
 def set_all(values, name, value):
@@ -254,21 +311,23 @@ def test_tensors_larger_than_their_files_are_refused_before_memory_is_asked_for(
     payload = torch.load(path, weights_only=True)
     payload["model"]["weight"] = torch.empty(10**7, 10**7, device="meta")
     torch.save(payload, path)
+
     with pytest.raises(CheckpointError, match=r"400000000000\d+ bytes of tensors cannot be"):
         read_whole(path)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_process_that_cannot_write_fails_all(ranks, saved, rank):
-    def fail(strategy):
-        def refuse(*_):
-            raise OSError(errno.ENOSPC, "No space left on device")
+    def refuse(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
 
+    def fail(strategy):
         if strategy.group.rank == rank:
             FileSystemWriter.write_data = refuse
         with pytest.raises(StorageError, match=r"step-00000002.pt: no space left"):
             save(strategy, saved, 2)
 
     ranks(2, in_group(fail))
+
     assert whole_steps(saved) == [1]
-    assert sorted(path.name for path in saved.glob(".tmp*")) == []
+    assert list(saved.glob(".tmp*")) == []

@@ -29,14 +29,15 @@ from toys import (
 def soft_points():
     """Return points with shares of the classes."""
     data = points()
-    shares = torch.rand(
-        SAMPLES, CLASSES, dtype=torch.float64, generator=torch.Generator().manual_seed(8)
-    )
-    return Samples(data.x, shares / shares.sum(1, keepdim=True))
+    generator = torch.Generator().manual_seed(8)
+    values = torch.rand(SAMPLES, CLASSES, dtype=torch.float64, generator=generator)
+    shares = values / values.sum(1, keepdim=True)
+    return Samples(data.x, shares)
 
 
 def trained(loss, steps, data):
-    trainer = toys.trainer_of(Classification(CLASSES, loss), data, steps, val=toys.loader(data))
+    task = Classification(CLASSES, loss)
+    trainer = toys.trainer_of(task, data, steps, val=toys.loader(data))
     trainer.fit()
     return trainer
 
@@ -45,7 +46,8 @@ def trained(loss, steps, data):
 @pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}, {"weight": vector([1, 2, 5])}])
 def test_soft_targets(options, steps):
     """torch divides by the number of samples there, not by their weights."""
-    data, loss = soft_points(), nn.CrossEntropyLoss(**options)
+    data = soft_points()
+    loss = nn.CrossEntropyLoss(**options)
     trainer = trained(loss, steps, data)  # in float64, as the weights are from here on
     assert_equal(trainer.model, by_hand(of_output(loss), data))
 
@@ -70,10 +72,15 @@ def classes_apart(threshold):
 def test_binary_cross_entropy_takes_labels_and_mixed_ones(make, threshold, steps):
     data = make()
     trainer = trained(BinaryCrossEntropy(threshold), steps, data)
-    assert_equal(trainer.model, by_hand(of_output(classes_apart(threshold)), data))
-    other = classes_apart(None if threshold else 0.2)
-    if make is soft_points:
-        assert distance(trainer.model, by_hand(of_output(other), data)) > 1e-6
+
+    expected = by_hand(of_output(classes_apart(threshold)), data)
+
+    assert_equal(trainer.model, expected)
+
+    if make is soft_points:  # of labels a threshold changes nothing
+        other_loss = classes_apart(None if threshold else 0.2)
+        other = by_hand(of_output(other_loss), data)
+        assert distance(trainer.model, other) > 1e-6
 
 
 @pytest.mark.parametrize("threshold", [-0.1, 1, float("nan")])
@@ -112,7 +119,8 @@ def test_a_function_is_the_loss_of_its_name(function, as_module, steps):
 
 @pytest.mark.parametrize("steps", [1, 3])
 def test_a_function_of_ones_own_is_a_mean_over_the_samples(steps):
-    data, function = points(), functools.partial(scaled, scale=2.0)
+    data = points()
+    function = functools.partial(scaled, scale=2.0)
     trainer = trained(function, steps, data)
     assert_equal(trainer.model, by_hand(of_output(function), data))
 
@@ -143,19 +151,29 @@ def test_a_word_is_no_loss_and_told_how_to_write_it(text, named):
 )
 def test_what_a_data_set_returned_is_told(batch, told):
     task = Classification(2)
-    for step in (task.counts, lambda b: task.training_step(nn.Identity(), b)):
-        with pytest.raises(SampleError, match=f"the data set returned .*{told}"):
-            step(batch)
+    with pytest.raises(SampleError, match=f"the data set returned .*{told}"):
+        task.counts(batch)
+    with pytest.raises(SampleError, match=f"the data set returned .*{told}"):
+        task.training_step(nn.Identity(), batch)
 
 
-@pytest.mark.parametrize("layer", [nn.Linear(4, 2), nn.Conv2d(3, 2, 1), nn.Conv1d(3, 2, 1)])
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [
+        pytest.param(nn.Linear(4, 2), (2, 4), id="Linear"),
+        pytest.param(nn.Conv2d(3, 2, 1), (2, 3, 4, 4), id="Conv2d"),
+        pytest.param(nn.Conv1d(3, 2, 1), (2, 3, 4), id="Conv1d"),
+    ],
+)
 @pytest.mark.parametrize("kind", [torch.float64, torch.uint8, torch.int64], ids=str)
-def test_inputs_of_another_type_are_told_what_to_return(layer, kind):
-    shape = {nn.Linear: (2, 4), nn.Conv2d: (2, 3, 4, 4), nn.Conv1d: (2, 3, 4)}[type(layer)]
-    batch = torch.ones(shape, dtype=kind), torch.zeros(2, dtype=torch.int64)
+def test_inputs_of_another_type_are_told_what_to_return(layer, shape, kind):
+    inputs = torch.ones(shape, dtype=kind)
     with pytest.raises(RuntimeError) as caught:
-        layer(batch[0])
-    assert "should be float32, as inputs.float() is" in (_solution(str(caught.value)) or "")
+        layer(inputs)
+
+    solution = _solution(str(caught.value))
+    assert solution is not None
+    assert "should be float32, as inputs.float() is" in solution
 
 
 SUM = nn.CrossEntropyLoss(reduction="sum")
@@ -179,33 +197,51 @@ def test_penalties_are_those_written_by_hand(kind):
         loss = F.cross_entropy(output, y)
         if kind == "on parameters":
             slopes = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
-            return loss + 0.3 * sum(s.square().sum() for s in slopes)
+            squares = [slope.square().sum() for slope in slopes]
+            return loss + 0.3 * sum(squares)
         score = SUM(output, y) if kind == "of the loss" else output.sum()
         (slope,) = torch.autograd.grad(score, x, create_graph=True)
-        norm = slope.norm(dim=1) - float(kind == "from a norm")
-        return loss + 0.3 * norm.square().mean()
+        target = 1.0 if kind == "from a norm" else 0.0
+        distances = slope.norm(dim=1) - target
+        return loss + 0.3 * distances.square().mean()
 
     data = points()
-    wanted, without = by_hand(hand, data), by_hand(of_output(F.cross_entropy), data)
+    wanted = by_hand(hand, data)
+    without = by_hand(of_output(F.cross_entropy), data)
+
     assert distance(wanted, without) > 1e-4
-    for steps in (1,) if kind == "on parameters" else (1, 2, 3, 8):
-        got = trained(penalised(kind), steps, data)
-        # The root is guarded against 0.
-        assert_equal(got.model, wanted, 1e-8 if kind == "from a norm" else 1e-12)
+
+    # The square of a mean over samples is no such mean: split up, it is another penalty.
+    all_steps = (1,) if kind == "on parameters" else (1, 2, 3, 8)
+    tolerance = 1e-8 if kind == "from a norm" else 1e-12  # the root is guarded against 0
+    for steps in all_steps:
+        trainer = trained(penalised(kind), steps, data)
+        assert_equal(trainer.model, wanted, tolerance)
 
 
 def test_terms_are_logged_and_penalties_are_of_training_alone():
     trainer = trained(penalised("of the loss"), 2, points())
+
     metrics = trainer.metrics
-    assert metrics["train/loss"] == pytest.approx(
-        metrics["train/loss_ce"] + metrics["train/loss_penalty"]
-    )
+    total = metrics["train/loss_ce"] + metrics["train/loss_penalty"]
+
+    assert metrics["train/loss"] == pytest.approx(total)
     assert metrics["train/loss_penalty"] > 0
-    assert "val/loss_penalty" not in metrics
     assert metrics["val/loss"] == pytest.approx(metrics["val/loss_ce"])
-    named = {f"val/{name}" for name in trainer.task.metric_names()}
-    assert named == {name for name in metrics if name.startswith("val/")}
-    assert Losses({"ce": nn.CrossEntropyLoss(), "margin": None}).names == ["loss", "loss_ce"]
+    assert "val/loss_penalty" not in metrics
+
+    of_validation = {name for name in metrics if name.startswith("val/")}
+    assert of_validation == {f"val/{name}" for name in trainer.task.metric_names()}
+
+
+def test_a_term_that_is_null_is_left_out():
+    losses = Losses({"ce": nn.CrossEntropyLoss(), "margin": None})
+    assert losses.names == ["loss", "loss_ce"]
+
+
+def of_whole_numbers():
+    losses = Losses(penalised("of the loss"))
+    losses.prepare_inputs(torch.zeros(2).long())
 
 
 @pytest.mark.parametrize(
@@ -214,10 +250,7 @@ def test_terms_are_logged_and_penalties_are_of_training_alone():
         (lambda: GradientPenalty("inputs", nn.CrossEntropyLoss()), "reduction: sum"),
         (lambda: GradientPenalty("parameters"), "needs a loss"),
         (lambda: Losses(GradientPenalty()), "only gradient penalties"),
-        (
-            lambda: Losses(penalised("of the loss")).prepare_inputs(torch.zeros(2).long()),
-            "floating-point",
-        ),
+        (of_whole_numbers, "floating-point"),
     ],
 )
 def test_what_cannot_be_penalised_is_refused(make, message):
@@ -230,22 +263,27 @@ def test_what_cannot_be_penalised_is_refused(make, message):
 @pytest.mark.parametrize("kind", [nn.CrossEntropyLoss, nn.NLLLoss])
 def test_labels_of_places_give_the_loss_of_torch(kind, shape, reduction):
     """Flattened, as GPUs have no deterministic kernel for images of labels."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(3, 3, *shape, generator=generator, dtype=torch.float64)
+    target = torch.randint(3, (3, *shape), generator=generator)
     weight = torch.tensor([1.0, 2.0, 0.5], dtype=torch.float64)
     loss = kind(weight=weight, ignore_index=2, reduction=reduction)
-    one, other = (
-        torch.randn(3, 3, *shape, generator=generator.manual_seed(1), dtype=torch.float64)
-        .requires_grad_()
-        .log_softmax(1)
-        for _ in range(2)
-    )
-    target = torch.randint(3, (3, *shape), generator=generator)
-    values, _ = Losses(loss)(one, target)
-    value = values[""]
-    expected = loss(other, target)
-    torch.testing.assert_close(value, expected, rtol=0, atol=1e-12)
-    gradients = [torch.autograd.grad(v.sum(), x)[0] for v, x in ((value, one), (expected, other))]
-    torch.testing.assert_close(*gradients, rtol=0, atol=1e-12)
+    losses = Losses(loss)
+
+    def ours(outputs, target):
+        values, _ = losses(outputs, target)
+        return values[""]
+
+    def value_and_gradient(function):
+        leaf = logits.clone().requires_grad_()
+        value = function(leaf.log_softmax(1), target)
+        value.sum().backward()
+        return value.detach(), leaf.grad
+
+    found = value_and_gradient(ours)
+    expected = value_and_gradient(loss)
+
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
 def as_dict(loss, logits):
@@ -279,7 +317,9 @@ class Answering(nn.Module):
 
     def forward(self, inputs, labels=None):
         logits = self.body(inputs)
-        return logits if labels is None else self.form(F.cross_entropy(logits, labels), logits)
+        if labels is None:
+            return logits
+        return self.form(F.cross_entropy(logits, labels), logits)
 
 
 class Targets(nn.Module):
@@ -305,13 +345,15 @@ def test_a_model_with_its_own_loss_trains_as_the_same_loss_of_a_task(pieces, for
     data.y[1:7] = -100  # uneven over the parts of a batch
 
     def run(task, steps):
-        more = {"val": toys.loader(data, shuffled=False), "log_every_n_steps": 1}
-        trainer = toys.trainer_of(task, data, steps, model=Answering(), **more)
+        val = toys.loader(data, shuffled=False)
+        model = Answering()
+        trainer = toys.trainer_of(task, data, steps, model=model, val=val, log_every_n_steps=1)
         trainer.fit()
         return trainer
 
     by_task = run(Classification(CLASSES), 1)
     by_model = run(OwnLoss(Classification(CLASSES)), pieces)
+
     assert_equal(by_task.model, by_model.model)
     assert by_model.metrics == pytest.approx(by_task.metrics, rel=1e-12)
 
@@ -320,14 +362,15 @@ def test_a_model_with_its_own_loss_trains_as_the_same_loss_of_a_task(pieces, for
 def test_a_model_names_its_labels_and_its_ignored_label_as_it_likes(labels):
     data = points()
     data.y[1:7] = -1
-    wanted = points()
-    wanted.y[1:7] = -100
+    in_the_default_way = points()
+    in_the_default_way.y[1:7] = -100
     task = Classification(CLASSES, nn.CrossEntropyLoss(ignore_index=-1))
     own = OwnLoss(task, labels, ignore_index=-1)
     by_model = toys.trainer_of(own, data, 2, model=Targets())
-    by_task = toys.trainer_of(Classification(CLASSES), wanted, 1, model=Answering())
+    by_task = toys.trainer_of(Classification(CLASSES), in_the_default_way, 1, model=Answering())
     by_model.fit()
     by_task.fit()
+
     assert_equal(by_task.model, by_model.model)
     torch.testing.assert_close(by_model.predict(data.x), by_task.predict(data.x))
 
@@ -339,17 +382,19 @@ def test_answers_that_are_lists_of_samples_are_joined_over_batches_of_any_size()
         def interpret(self, output):
             return [{"scores": row} for row in output]
 
-    data = points()
-    trainer = toys.trainer_of(Finding(CLASSES), data, model=Answering())
-    found = trainer.predict([data.x[:3], data.x[3:7], data.x[7:8]])
-    expected = trainer.model(data.x[:8])
-    assert len(found) == 8
-    torch.testing.assert_close(torch.stack([one["scores"] for one in found]), expected)
+    x = points().x[:8]
+    trainer = toys.trainer_of(Finding(CLASSES), points(), model=Answering())
+    answers = trainer.predict([x[:3], x[3:7], x[7:]])
+
+    scores = torch.stack([answer["scores"] for answer in answers])
+
+    assert len(answers) == 8
+    torch.testing.assert_close(scores, trainer.model(x))
 
 
 def test_the_task_of_a_model_with_its_own_loss_is_told_of_epochs_and_evaluations():
     class Listening(Classification):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__(CLASSES)
             self.told = []
 
@@ -362,6 +407,7 @@ def test_the_task_of_a_model_with_its_own_loss_is_told_of_epochs_and_evaluations
     task = Listening()
     val = toys.loader(points(), shuffled=False)
     toys.trainer_of(OwnLoss(task), points(), model=Answering(), val=val, max_epochs=2).fit()
+
     assert task.told == [0, "val", 1, "val"]
 
 
@@ -387,6 +433,7 @@ def test_the_state_of_the_task_is_kept_from_evaluations_and_saved():
     plain = trainer_of(max_epochs=2)
     plain.fit()
     wanted = plain.task.task_state["memory"]
+
     assert wanted.any()
     assert wanted.dtype == torch.float64  # it is moved as the task is
 
@@ -399,6 +446,7 @@ def test_the_state_of_the_task_is_kept_from_evaluations_and_saved():
     resumed = trainer_of(max_epochs=2)
     resumed.load_state_dict(begun.state_dict())
     resumed.fit()
+
     assert torch.equal(resumed.task.task_state["memory"], wanted)
 
 
@@ -411,15 +459,17 @@ def test_wrong_names_of_the_state_of_the_task_are_refused(persistent, monkeypatc
 
 def test_a_wrapped_model_is_asked_for_its_own_parameters(ranks):
     def train(strategy):
-        trainer = toys.trainer_of(
-            OwnLoss(Classification(CLASSES)), points(), model=Targets(), strategy=strategy
-        )
+        task = OwnLoss(Classification(CLASSES))
+        trainer = toys.trainer_of(task, points(), model=Targets(), strategy=strategy)
         trainer.fit()
         return trainer.model
 
     wanted = train(None)
     for model in ranks(2, in_group(train)):
         assert_equal(model, wanted)
+
+
+TWO_SAMPLES = (torch.ones(2, 3), torch.tensor([0, 1]))
 
 
 class Returning(nn.Module):
@@ -446,9 +496,9 @@ class Returning(nn.Module):
     ],
 )
 def test_what_holds_no_scalar_loss_and_one_output_is_refused(value):
-    batch = (torch.ones(2, 3), torch.tensor([0, 1]))
+    task = OwnLoss(Classification(3))
     with pytest.raises(ModelError, match=r"labels=\.\.\.\) returned .* where the loss is a scalar"):
-        OwnLoss(Classification(3)).training_step(Returning(value), batch)
+        task.training_step(Returning(value), TWO_SAMPLES)
 
 
 def test_a_model_that_takes_no_labels_is_named():
@@ -456,8 +506,9 @@ def test_a_model_that_takes_no_labels_is_named():
         def forward(self, inputs, mask=None):
             return inputs
 
+    task = OwnLoss(Classification(3))
     with pytest.raises(ModelError, match=r"Plain\.forward\(inputs, mask\) has none of .*labels"):
-        OwnLoss(Classification(3)).training_step(Plain(), (torch.ones(2, 3), torch.tensor([0, 1])))
+        task.training_step(Plain(), TWO_SAMPLES)
 
 
 def test_a_model_without_a_loss_of_its_own_is_named():

@@ -46,19 +46,36 @@ def every_metric():
     }
 
 
-def test_scikit_learn_agrees():
-    from sklearn import metrics as sk
+def scores_of_scikit_learn(truth, said):
+    """Return what scikit-learn says of labels and predictions, by our names of metrics."""
+    from sklearn import metrics
 
-    got = evaluated(every_metric())
-    truth, said = LOGITS.y.numpy(), LOGITS.x.argmax(1).numpy()
-    assert got["val/balanced"] == pytest.approx(sk.balanced_accuracy_score(truth, said))
-    assert got["val/macro_f1"] == pytest.approx(sk.f1_score(truth, said, average="macro"))
-    assert got["val/miou"] == pytest.approx(sk.jaccard_score(truth, said, average="macro"))
-    recall = sk.recall_score(truth, said, average=None)
-    assert [got[f"val/class_{c}"] for c in "abcd"] == pytest.approx(recall.tolist())
-    assert got["val/perplexity"] == pytest.approx(
-        math.exp(sk.log_loss(truth, LOGITS.x.double().softmax(1)))
-    )
+    return {
+        "macro_f1": metrics.f1_score(truth, said, average="macro"),
+        "miou": metrics.jaccard_score(truth, said, average="macro"),
+    }
+
+
+def chosen(names, found):
+    return {name: found[name] for name in names}
+
+
+def test_scikit_learn_agrees():
+    from sklearn.metrics import balanced_accuracy_score, log_loss, recall_score
+
+    found = evaluated(every_metric())
+    truth = LOGITS.y.numpy()
+    said = LOGITS.x.argmax(1).numpy()
+    probabilities = LOGITS.x.double().softmax(1)
+    expected = scores_of_scikit_learn(truth, said)
+    expected["balanced"] = balanced_accuracy_score(truth, said)
+    expected["perplexity"] = math.exp(log_loss(truth, probabilities))
+    for label, recall in zip("abcd", recall_score(truth, said, average=None), strict=True):
+        expected[f"class_{label}"] = recall
+
+    expected = {f"val/{name}": value for name, value in expected.items()}
+
+    assert chosen(expected, found) == pytest.approx(expected)
 
 
 def leaves_out(ignored):
@@ -78,42 +95,58 @@ IGNORING = {
 
 @pytest.mark.parametrize("kind", IGNORING)
 def test_a_class_that_is_ignored_is_left_out_of_every_score_as_scikit_learn_does(kind):
-    from sklearn import metrics as sk
+    from sklearn.metrics import accuracy_score, log_loss, recall_score
 
     make, shape = IGNORING[kind]
-    draws = torch.Generator().manual_seed(4)
-    target = torch.randint(CLASSES, shape, generator=draws)
-    logits = torch.randn(shape[0], CLASSES, *shape[1:], generator=draws)
+    samples, *size = shape
+    generator = torch.Generator().manual_seed(4)
+    target = torch.randint(CLASSES, shape, generator=generator)
+    logits = torch.randn(samples, CLASSES, *size, generator=generator)
+    counted = target != 1
+    if kind == "several":
+        counted &= target != 3
     task = make(every_metric())
-    counted = (target != 1) & ((target != 3) | (kind != "several"))
-    truth, said = target[counted].numpy(), logits.argmax(1)[counted].numpy()
-    (hits, count), *_ = task.scores(logits, target).values()
-    assert float(hits / count) == pytest.approx(sk.accuracy_score(truth, said))
+
     task.update_metrics(logits, target)
-    got = {name: metric.compute() for name, metric in task.metrics().items()}
-    every = range(CLASSES)
-    assert got["miou"] == pytest.approx(sk.jaccard_score(truth, said, average="macro"))
-    assert got["macro_f1"] == pytest.approx(sk.f1_score(truth, said, average="macro"))
-    recall = sk.recall_score(truth, said, average=None, labels=every, zero_division=math.nan)
-    assert list(got["class"].values()) == pytest.approx(recall.tolist(), nan_ok=True)
-    places = logits.movedim(1, -1)[counted].double().softmax(1)
-    loss = sk.log_loss(truth, places, labels=every)
-    assert got["perplexity"] == pytest.approx(math.exp(loss), rel=1e-5)
+    found = {name: metric.compute() for name, metric in task.metrics().items()}
+    (hits, count), *_ = task.scores(logits, target).values()
+
+    classes = range(CLASSES)
+    truth = target[counted].numpy()
+    said = logits.argmax(1)[counted].numpy()
+
+    assert float(hits / count) == pytest.approx(accuracy_score(truth, said))
+
+    expected = scores_of_scikit_learn(truth, said)
+    assert chosen(expected, found) == pytest.approx(expected)
+
+    recall = recall_score(truth, said, average=None, labels=classes, zero_division=math.nan)
+    assert list(found["class"].values()) == pytest.approx(recall.tolist(), nan_ok=True)
+
+    probabilities = logits.movedim(1, -1)[counted].double().softmax(1)
+    loss = log_loss(truth, probabilities, labels=classes)
+    assert found["perplexity"] == pytest.approx(math.exp(loss), rel=1e-5)
 
 
 def test_a_class_that_does_not_occur_is_left_out_as_by_scikit_learn():
-    from sklearn import metrics as sk
+    from sklearn.metrics import balanced_accuracy_score
 
     truth = torch.tensor([1, 1, 3, 3, 3])
     said = torch.tensor([1, 3, 3, 3, 1])  # classes 0 and 2 neither occur nor are predicted
+    logits = torch.eye(CLASSES)[said]
     metrics = every_metric()
-    for name in ("balanced", "macro_f1", "miou", "class"):
-        metrics[name].update(torch.eye(CLASSES)[said], truth)
-    found = {name: metrics[name].compute() for name in ("balanced", "macro_f1", "miou")}
-    assert found["balanced"] == pytest.approx(sk.balanced_accuracy_score(truth, said))
-    assert found["macro_f1"] == pytest.approx(sk.f1_score(truth, said, average="macro"))
-    assert found["miou"] == pytest.approx(sk.jaccard_score(truth, said, average="macro"))
-    assert [name for name, v in metrics["class"].compute().items() if math.isnan(v)] == ["a", "c"]
+    del metrics["perplexity"]
+    for metric in metrics.values():
+        metric.update(logits, truth)
+    found = {name: metric.compute() for name, metric in metrics.items()}
+
+    expected = scores_of_scikit_learn(truth, said)
+    expected["balanced"] = balanced_accuracy_score(truth, said)
+
+    assert chosen(expected, found) == pytest.approx(expected)
+
+    without_samples = [name for name, value in found["class"].items() if math.isnan(value)]
+    assert without_samples == ["a", "c"]
 
 
 @pytest.mark.parametrize("batch", [1, 5, 29])
@@ -124,14 +157,25 @@ def test_batches_of_any_size_give_the_same_and_an_evaluation_begins_afresh(batch
     assert evaluated(metrics, batch) == pytest.approx(first, abs=1e-6)
 
 
-def test_labels_of_no_class_are_left_out_and_shares_count_as_their_largest():
+def test_labels_of_no_class_are_left_out():
     matrix = ours.ConfusionMatrix(2)
-    matrix.update(torch.tensor([[2.0, 1], [2, 1], [1, 2], [1, 2]]), torch.tensor([0, 255, -100, 0]))
+    logits = torch.tensor([[2.0, 1], [2, 1], [1, 2], [1, 2]])
+    labels = torch.tensor([0, 255, -100, 0])
+    matrix.update(logits, labels)
+
     assert matrix.counts.tolist() == [[1, 1], [0, 0]]
+
+
+def test_shares_count_as_their_largest():
+    matrix = ours.ConfusionMatrix(2)
     matrix.update(torch.tensor([[2.0, 1.0]]), torch.tensor([[0.2, 0.8]]))
-    assert matrix.counts.tolist() == [[1, 1], [1, 0]]
-    metric = ours.MeanIoU(3)  # absent classes do not count
-    metric.update(torch.eye(3)[[0, 0, 1]], torch.tensor([0, 1, 1]))
+    assert matrix.counts.tolist() == [[0, 0], [1, 0]]
+
+
+def test_absent_classes_do_not_count():
+    metric = ours.MeanIoU(3)
+    logits = torch.eye(3)[[0, 0, 1]]
+    metric.update(logits, torch.tensor([0, 1, 1]))
     assert metric.compute() == pytest.approx(0.5)
 
 
@@ -151,7 +195,8 @@ class Accuracy:
     """The share of right answers, as a metric of torchmetrics' kind that has no `merge`."""
 
     def __init__(self, value=float):
-        self.value, self.calls = value, list[str]()
+        self.value = value
+        self.calls = list[str]()
         self.reset()
 
     def to(self, device):
@@ -181,10 +226,15 @@ class Accuracy:
 )
 def test_metrics_of_others_are_taken_by_their_methods(value, expected):
     metric = Accuracy(value)
-    got = evaluated({"mine": metric})
+    metrics = evaluated({"mine": metric})
     assert metric.calls == ["reset", "to cpu", "reset", "compute"]
-    wanted = {f"val/mine{name}": n * got["val/accuracy"] for name, n in expected.items()}
-    assert {name: v for name, v in got.items() if "mine" in name} == pytest.approx(wanted)
+
+    wanted = {}
+    for suffix, factor in expected.items():
+        wanted[f"val/mine{suffix}"] = factor * metrics["val/accuracy"]
+    found = {name: value for name, value in metrics.items() if "mine" in name}
+
+    assert found == pytest.approx(wanted)
 
 
 def test_metrics_of_several_values_say_their_names():
@@ -211,18 +261,23 @@ class Gathered(Accuracy):
 
 def test_every_metric_tells_of_all_processes_samples(ranks):
     def evaluate(strategy):
-        mine = {"reduced": Reduced(), "gathered": Gathered()}
-        metrics = evaluated({**every_metric(), **mine}, 8, strategy)
+        metrics = every_metric() | {"reduced": Reduced(), "gathered": Gathered()}
+        found = evaluated(metrics, 8, strategy)
         with pytest.raises(ModelError) as refused:
             evaluated({"mine": Accuracy()}, 8, strategy)
-        return metrics, str(refused.value)
+        return found, str(refused.value)
 
-    planned = Strategy("cpu")
-    planned.starts_processes, planned.devices = True, 2
-    with pytest.raises(ModelError, match=r"task\.metrics\.mine: Accuracy .* of 2"):
-        check_metrics({"mine": Accuracy()}, planned)
-    alone = evaluated({**every_metric(), "reduced": Accuracy(), "gathered": Accuracy()})
-    for metrics, refused in ranks(3, in_group(evaluate)):
-        assert metrics == pytest.approx(alone)
+    in_one_process = every_metric() | {"reduced": Accuracy(), "gathered": Accuracy()}
+    expected = evaluated(in_one_process)
+    for found, refused in ranks(3, in_group(evaluate)):
+        assert found == pytest.approx(expected)
         assert "task.metrics.mine" in refused
         assert "merge(reduce)" in refused
+
+
+def test_a_metric_that_cannot_be_merged_is_refused_before_the_processes_start():
+    planned = Strategy("cpu")
+    planned.starts_processes = True
+    planned.devices = 2
+    with pytest.raises(ModelError, match=r"task\.metrics\.mine: Accuracy .* of 2"):
+        check_metrics({"mine": Accuracy()}, planned)

@@ -21,6 +21,11 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 3))
 
 
+def assert_same_gradients(model: nn.Module, other: nn.Module) -> None:
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=0, atol=1e-12)
+
+
 def trained(precision, model: nn.Module | None = None, first: int = 0, **options) -> Trainer:
     options = {"model": model or network(), "precision": precision, "max_epochs": 1, **options}
     options["scheduler"] = partial(torch.optim.lr_scheduler.StepLR, step_size=100)
@@ -48,7 +53,8 @@ def test_each_format_is_the_loop_written_by_hand(name, autocast, stored, clip) -
     for x, y in batches(5):
         optimizer.zero_grad()
         with torch.autocast("cpu", dtype=autocast, enabled=autocast is not None):
-            loss = cross_entropy(model(x.to(stored)), y)
+            output = model(x.to(stored))
+            loss = cross_entropy(output, y)
         scaler.scale(loss).backward()
         scaler.unscale_(optimizer)
         if clip:
@@ -56,6 +62,7 @@ def test_each_format_is_the_loop_written_by_hand(name, autocast, stored, clip) -
         scaler.step(optimizer)
         scaler.update()
     ours = trained(name, clip_grad_norm=clip).model
+
     for a, b in zip(model.parameters(), ours.parameters(), strict=True):
         assert a.dtype == b.dtype == stored
         assert torch.equal(a, b)
@@ -64,34 +71,46 @@ def test_each_format_is_the_loop_written_by_hand(name, autocast, stored, clip) -
 def test_an_overflow_moves_nothing_but_the_scale() -> None:
     precision = Precision("fp16", "cpu", {"init_scale": 2.0**40, "backoff_factor": 2.0**-15})
     trainer = trained(precision)
+
     state = trainer.state
-    assert (state.global_step, state.updates, state.skipped_updates) == (3, 5, 2)
+
+    assert state.global_step == 3
+    assert state.updates == 5
+    assert state.skipped_updates == 2
     assert trainer.lr_schedule.updates == 3
     assert trainer.metrics["train/skipped_updates"] == 2
-    assert trainer.metrics["train/loss_scale"] == precision.scale == 2.0**10
+    assert trainer.metrics["train/loss_scale"] == 2.0**10
+    assert precision.scale == 2.0**10
+
+    # The same as a run of the three updates that were applied.
     whole = trained(Precision("fp16", "cpu", {"init_scale": 2.0**10}), first=2)
+    moments = trainer.optimizers.state_dict()["optimizers"]
+    expected_moments = whole.optimizers.state_dict()["optimizers"]
+
     assert differences(trainer.model.state_dict(), whole.model.state_dict()) == []
-    optimizers = (t.optimizers.state_dict()["optimizers"] for t in (trainer, whole))
-    assert differences(*optimizers) == []
+    assert differences(moments, expected_moments) == []
 
 
 def test_a_scale_that_collapses_ends_the_run() -> None:
     model = network()
     with torch.no_grad():
-        model[0].weight[0, 0] = float("nan")
+        model[0].weight[0, 0] = torch.nan
     with pytest.raises(DivergedError, match=r"last 12 updates.*loss scale 16"):
         trained("fp16", model, max_epochs=10, max_skipped_in_a_row=12)
 
 
 def test_gradients_of_single_elements_share_no_memory() -> None:
     # Their gradient is the 1 that a backward pass begins with, unless it is copied.
-    first, second = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+    first = nn.Parameter(torch.ones(1))
+    second = nn.Parameter(torch.ones(1))
     precision = Precision()
     for _ in range(2):
         precision.backward(first.sum() + second.sum())
     first.grad.mul_(5)
     precision.backward(second.sum())
-    assert (first.grad.item(), second.grad.item()) == (10, 3)
+
+    assert first.grad.item() == 10
+    assert second.grad.item() == 3
 
 
 def test_a_loss_of_a_class_of_its_own_is_asked_for_its_backward_pass() -> None:
@@ -100,11 +119,14 @@ def test_a_loss_of_a_class_of_its_own_is_asked_for_its_backward_pass() -> None:
 
         @classmethod
         def __torch_function__(cls, func, types, args=(), kwargs=None):
-            cls.called += func is torch.Tensor.backward
+            if func is torch.Tensor.backward:
+                cls.called += 1
             return super().__torch_function__(func, types, args, kwargs or {})
 
     parameter = nn.Parameter(torch.ones(3))
-    Precision().backward(parameter.sum().as_subclass(Loss))
+    loss = parameter.sum().as_subclass(Loss)
+    Precision().backward(loss)
+
     assert Loss.called == 1
     assert parameter.grad.tolist() == [1, 1, 1]
 
@@ -112,24 +134,34 @@ def test_a_loss_of_a_class_of_its_own_is_asked_for_its_backward_pass() -> None:
 def test_complex_parameters_keep_their_precision_and_are_not_scaled() -> None:
     model = nn.Linear(2, 2, bias=False, dtype=torch.complex64)
     before = model.weight.detach().clone()
+
     with pytest.raises(ModelError, match="complex gradients; use fp32, bf16"):
         Precision("fp16").convert(model)
-    assert torch.equal(Precision("bf16_true").convert(model).weight, before)
-    assert Precision("fp64").convert(model).weight.dtype == torch.complex128
+
+    half = Precision("bf16_true").convert(model)
+    assert torch.equal(half.weight, before)
+
+    double = Precision("fp64").convert(model)
+    assert double.weight.dtype == torch.complex128
 
 
 def test_frequencies_of_positions_are_not_rounded_and_other_buffers_are() -> None:
+    exact = torch.tensor([0.1, 0.01])
+
     class Rotary(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.register_buffer("inv_freq", torch.tensor([0.1, 0.01]), persistent=False)
-            self.register_buffer("table", torch.tensor([0.1, 0.01]), persistent=False)
+            self.register_buffer("inv_freq", exact.clone(), persistent=False)
+            self.register_buffer("table", exact.clone(), persistent=False)
 
-    exact = torch.tensor([0.1, 0.01])
-    model = Precision("bf16_true").convert(nn.Sequential(Rotary()))
-    assert torch.equal(model[0].inv_freq, exact)
-    assert torch.equal(model[0].table, exact.to(torch.bfloat16))
-    assert torch.equal(Precision("fp64").convert(model)[0].inv_freq, exact.double())
+    model = nn.Sequential(Rotary())
+    half = Precision("bf16_true").convert(model)
+
+    assert torch.equal(half[0].inv_freq, exact)
+    assert torch.equal(half[0].table, exact.to(torch.bfloat16))
+
+    double = Precision("fp64").convert(model)
+    assert torch.equal(double[0].inv_freq, exact.double())
 
 
 @pytest.mark.parametrize(
@@ -142,7 +174,8 @@ def test_frequencies_of_positions_are_not_rounded_and_other_buffers_are() -> Non
     ],
 )
 def test_gradients_and_statistics_are_those_without_checkpointing(apply) -> None:
-    plain, saving = convolutions(), convolutions()
+    plain = convolutions()
+    saving = convolutions()
     apply(saving)
     x = torch.randn(5, 1, 8, 8, dtype=torch.float64, requires_grad=True)
     for model in (plain, saving):
@@ -153,8 +186,8 @@ def test_gradients_and_statistics_are_those_without_checkpointing(apply) -> None
                 (slope,) = torch.autograd.grad(loss, x, create_graph=True)
                 loss = loss + slope.square().sum()
             loss.backward()
-    for a, b in zip(plain.parameters(), saving.parameters(), strict=True):
-        torch.testing.assert_close(a.grad, b.grad, rtol=0, atol=1e-12)
+
+    assert_same_gradients(plain, saving)
     assert plain.state_dict().keys() == saving.state_dict().keys()
     assert differences(plain.state_dict(), saving.state_dict()) == []
 
@@ -168,7 +201,8 @@ def test_gradients_and_statistics_are_those_without_checkpointing(apply) -> None
 )
 def test_compiled_it_recomputes_the_same(apply) -> None:
     """The second of its BatchNorms, without a momentum, is not compiled as one graph."""
-    plain, saving = convolutions(), convolutions()
+    plain = convolutions()
+    saving = convolutions()
     apply(saving)
     torch.compiler.reset()
     compiled = torch.compile(saving, backend="aot_eager", dynamic=False)
@@ -176,9 +210,10 @@ def test_compiled_it_recomputes_the_same(apply) -> None:
         x = torch.randn(5, 1, 8, 8, dtype=torch.float64)
         for model in (plain, compiled):
             torch.manual_seed(step)
-            model(x).square().mean().backward()
-    for a, b in zip(plain.parameters(), saving.parameters(), strict=True):
-        torch.testing.assert_close(a.grad, b.grad, rtol=0, atol=1e-12)
+            loss = model(x).square().mean()
+            loss.backward()
+
+    assert_same_gradients(plain, saving)
     assert differences(plain.state_dict(), saving.state_dict()) == []
 
 
@@ -212,16 +247,29 @@ class Unaware:
         pytest.param(Old, "bf16", "trainer.precision=bf16: Tesla T4 emulates bfloat16", id="bf16"),
         pytest.param(Old, "bf16_true", "bf16_true: Tesla T4 emulates bfloat16", id="bf16_true"),
         pytest.param(Old, "tf32", "trainer.precision=tf32: Tesla T4 has no TF32 units", id="tf32"),
-        pytest.param(Old, "fp16", None, id="fp16"),
-        pytest.param(Old, "fp32", None, id="fp32"),
-        pytest.param(Unaware, "bf16", None, id="a device that does not know"),
-        pytest.param(Unaware, "tf32", None, id="a device that does not say"),
     ],
 )
 def test_a_format_without_units_for_it_is_told(module, name, said, monkeypatch) -> None:
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
     remark = format_remark("trainer.precision", name, torch.device("cuda", 0))
-    assert remark is None if said is None else said in remark
+    assert remark is not None
+    assert said in remark
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        pytest.param(Old, "fp16", id="fp16"),
+        pytest.param(Old, "fp32", id="fp32"),
+        pytest.param(Unaware, "bf16", id="a device that does not know"),
+        pytest.param(Unaware, "tf32", id="a device that does not say"),
+    ],
+)
+def test_a_format_with_units_for_it_or_of_an_unknown_device_is_not(
+    module, name, monkeypatch
+) -> None:
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    assert format_remark("trainer.precision", name, torch.device("cuda", 0)) is None
 
 
 @pytest.mark.parametrize(
@@ -235,28 +283,37 @@ def test_a_format_without_units_for_it_is_told(module, name, said, monkeypatch) 
     ],
 )
 def test_so_is_one_that_a_cpu_emulates(flags, name, told, tmp_path, monkeypatch) -> None:
-    (tmp_path / "cpuinfo").write_text(f"flags : {flags}\n")
-    monkeypatch.setattr(precision, "_CPU_INFO", tmp_path / "cpuinfo")
-    assert (format_remark("trainer.precision", name, torch.device("cpu")) is not None) == told
+    cpu_info = tmp_path / "cpuinfo"
+    cpu_info.write_text(f"flags : {flags}\n")
+    monkeypatch.setattr(precision, "_CPU_INFO", cpu_info)
+    remark = format_remark("trainer.precision", name, torch.device("cpu"))
+
+    assert (remark is not None) == told
+
+
+def kept_for_the_backward_pass(model: nn.Module) -> int:
+    """Return how many numbers the forward pass keeps."""
+    kept = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(torch.randn(5, 1, 8, 8, dtype=torch.float64))
+    return sum(kept)
 
 
 def test_activations_are_really_dropped() -> None:
-    saved: list[int] = []
+    by_modules = convolutions()
+    checkpoint_modules(by_modules, ["0", "1"])
+    by_segments = convolutions()
+    checkpoint_segments(by_segments, 1)
 
-    def pack(t: torch.Tensor) -> torch.Tensor:
-        saved.append(t.numel())
-        return t
+    plain = kept_for_the_backward_pass(convolutions())
 
-    sizes = []
-    models = [convolutions() for _ in range(3)]
-    checkpoint_modules(models[1], ["0", "1"])
-    checkpoint_segments(models[2], 1)
-    for model in models:
-        saved.clear()
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-            model(torch.randn(5, 1, 8, 8, dtype=torch.float64))
-        sizes.append(sum(saved))
-    assert max(sizes[1:]) < sizes[0] / 2
+    assert kept_for_the_backward_pass(by_modules) < plain / 2
+    assert kept_for_the_backward_pass(by_segments) < plain / 2
 
 
 def test_the_outermost_match_wins_and_what_cannot_be_cut_is_refused() -> None:
