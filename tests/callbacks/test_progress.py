@@ -1,4 +1,5 @@
 import contextlib
+import itertools
 import logging
 import os
 import re
@@ -45,6 +46,10 @@ class Terminal:
         found = re.split(r"[\r\n]+|\x1b\[\d*[AK]", self.text())
         return [frame.rstrip() for frame in found if frame.strip()]
 
+    def bars(self):
+        """Return each progress bar, each time it was written anew."""
+        return [frame for frame in self.frames() if "|" in frame]
+
     def rows(self):
         """Return what the terminal shows in the end; AssertionError for an unknown code."""
         rows = [[]]
@@ -61,7 +66,8 @@ class Terminal:
             else:
                 assert sign, f"the terminal of the tests does not know ESC [ {number}{letter}"
                 if column == self.columns:
-                    row, column = row + 1, 0
+                    row = row + 1
+                    column = 0
                 rows += [[] for _ in range(row + 1 - len(rows))]
                 rows[row] += " " * (column + 1 - len(rows[row]))
                 rows[row][column] = sign
@@ -71,25 +77,36 @@ class Terminal:
 
     def _collect(self):
         with contextlib.suppress(OSError):  # the last writer has closed it
-            while chunk := os.read(self._master, 65536):
+            while True:
+                chunk = os.read(self._master, 65536)
+                if not chunk:
+                    return
                 self._read.append(chunk)
 
 
 @contextlib.contextmanager
 def console(stream=None, logged=True):
     """Let stderr be `stream`, and set up logging as the command line does, or not at all."""
-    root, stderr = logging.getLogger(), sys.stderr
-    kept = root.handlers, root.level
+    root = logging.getLogger()
+    stderr = sys.stderr
+    handlers = root.handlers
+    level = root.level
     sys.stderr = stream or stderr
     root.handlers = [logging.StreamHandler(sys.stderr)] if logged else []
     root.setLevel(logging.INFO)
     try:
         yield
-        assert not any(handler.filters for handler in root.handlers)
+        for handler in root.handlers:
+            assert not handler.filters
     finally:
         sys.stderr = stderr
-        root.handlers = kept[0]
-        root.setLevel(kept[1])
+        root.handlers = handlers
+        root.setLevel(level)
+
+
+def stages(text):
+    """Return what stands before the first colon of each line: epoch and step."""
+    return [line.partition(":")[0] for line in text.splitlines()]
 
 
 @pytest.fixture(autouse=True)
@@ -126,35 +143,59 @@ RUN = re.compile(r"run: +(\d+)%\|[^|]*\| (\d+/\d+) \[.*")
 EPOCH = re.compile(r"epoch (\d)/2: +(\d+)%\|[^|]*\| (\d/5) \[(.*)")
 
 
-def test_a_terminal_sees_the_run_above_its_epoch(make_trainer, tmp_path):
+@pytest.fixture
+def uneven(make_trainer, tmp_path):
+    """Train two epochs, of which the second is validated; return the terminal and the log."""
     terminal = Terminal()
     callbacks = {"progress": Progress(), "warns": Warns(), "judge": Judge()}
+    options = {"max_epochs": 2, "validate_every_n_epochs": 2, "log_every_n_steps": 1}
     with console(terminal.stream):
         logging.getLogger().addHandler(logging.FileHandler(tmp_path / "log"))
-        uneven = {"max_epochs": 2, "validate_every_n_epochs": 2, "log_every_n_steps": 1}
-        make_trainer(callbacks, tmp_path / "run", **uneven).fit()
-    bars = [frame for frame in terminal.frames() if "|" in frame]
-    runs = [found.groups() for bar in bars if (found := RUN.fullmatch(bar))]
-    epochs = [found.groups() for bar in bars if (found := EPOCH.fullmatch(bar))]
+        make_trainer(callbacks, tmp_path / "run", **options).fit()
+    return terminal, tmp_path / "log"
+
+
+def test_a_terminal_sees_the_run_above_its_epoch(uneven):
+    terminal, _ = uneven
+    bars = terminal.bars()
+    runs = [RUN.fullmatch(bar) for bar in bars]
+    runs = [found.groups() for found in runs if found]
+    epochs = [EPOCH.fullmatch(bar) for bar in bars]
+    epochs = [found.groups() for found in epochs if found]
+
     assert len(runs) + len(epochs) == len(bars)
-    assert (runs[0], epochs[0][:3]) == (("0", "0/10"), ("1", "0", "0/5"))
-    assert any(epoch[:2] == ("2", "100") and "validating" in epoch[3] for epoch in epochs)
+    assert runs[0] == ("0", "0/10")
+    assert epochs[0][:3] == ("1", "0", "0/5")
+
+    validating = [epoch for epoch in epochs if "validating" in epoch[3]]
+    assert ("2", "100") in [epoch[:2] for epoch in validating]
     assert any("train/loss" in epoch[3] for epoch in epochs)
-    assert not any("val/loss" in bar for bar in bars)  # it would be shown as if it were new
+    for bar in bars:
+        assert "val/loss" not in bar  # it would be shown as if it were new
+
+
+def test_a_terminal_has_a_row_for_each_epoch_in_the_end(uneven):
+    terminal, _ = uneven
     rows = [row.split() for row in terminal.rows() if row]  # the bars are gone
-    columns, metrics = ["epoch", "step", "time", "best"], ["val/accuracy", "val/loss"]
-    assert [row[:2] for row in rows] == [
-        ["something", "happened"],
-        columns[:2],
-        ["1/2", "5"],
-        columns[:2],  # there are more
-        ["2/2", "10"],
-    ]
-    assert rows[3] == [*columns, "train/epoch_loss", *metrics]
-    assert ["*" in row for row in rows[-3:]] == [False, False, True]
-    lines = (tmp_path / "log").read_text().splitlines()  # whose file has lines as ever
-    line = r"epoch 2/2, step 10: train/epoch_loss [\d.]+, val/accuracy [\d.]+, val/loss [\d.]+ "
-    assert re.fullmatch(line + r"\([\d.]+ s\)", lines[2])
+    warning, first_names, first, names, second = rows
+    columns = ["epoch", "step", "time", "best"]
+
+    assert warning == ["something", "happened"]
+    assert first_names[:4] == columns
+    assert first[:2] == ["1/2", "5"]
+    assert "*" not in first
+    assert names == [*columns, "train/epoch_loss", "val/accuracy", "val/loss"]  # there are more
+    assert second[:2] == ["2/2", "10"]
+    assert "*" in second
+
+
+def test_a_file_has_lines_beside_a_terminal(uneven):
+    _, log = uneven
+    lines = log.read_text().splitlines()
+    number = r"[\d.]+"
+    metrics = f"train/epoch_loss {number}, val/accuracy {number}, val/loss {number}"
+
+    assert re.fullmatch(rf"epoch 2/2, step 10: {metrics} \({number} s\)", lines[2])
 
 
 def test_more_metrics_than_fit_take_further_lines(make_trainer, monkeypatch):
@@ -163,72 +204,95 @@ def test_more_metrics_than_fit_take_further_lines(make_trainer, monkeypatch):
     with console(terminal.stream):
         monkeypatch.setattr("regimen.trainer.evaluation.evaluate", lambda *args, **more: metrics)
         make_trainer({"progress": Progress()}, max_epochs=1, log_every_n_steps=1).fit()
+
     lines = [row for row in terminal.rows() if row]
-    assert max(map(len, [*lines, *terminal.frames()])) <= 60
+
+    for line in [*lines, *terminal.frames()]:
+        assert len(line) <= 60
+
     half = len(lines) // 2
     names = " ".join(lines[:half]).split()
     assert names == ["epoch", "step", "time", "best", "train/epoch_loss", *metrics]
     for above, below in zip(lines[:half], lines[half:], strict=True):  # each below its name
-        ends = [match.end() for match in re.finditer(r"0\.0125", below)]
-        assert all(above[end - 1] != " " and above[end : end + 1] in ("", " ") for end in ends)
+        for match in re.finditer(r"0\.0125", below):
+            end = match.end()
+            assert above[end - 1] != " "
+            assert above[end : end + 1] in ("", " ")
 
 
 def test_a_task_with_turns_tells_the_loss_of_each():
     task = SimpleNamespace(turns=["told", "made"])
     trainer = SimpleNamespace(task=task)
     assert losses_of(trainer, "train/loss") == ["train/loss_told", "train/loss_made"]
+
     task.turns = ()
     assert losses_of(trainer, "train/loss") == ["train/loss"]
 
 
-@pytest.mark.parametrize("place", ["logged", "printed", "dumb", "unknown", "notebook"])
-def test_a_line_closes_an_epoch_elsewhere_and_where_no_cursor_moves(
-    make_trainer, monkeypatch, capsys, place
-):
-    terminal = Terminal() if place not in ("logged", "printed") else None
+LINES = ["epoch 1/2, step 5", "epoch 2/2, step 10"]
+
+
+@pytest.mark.parametrize("logged", [True, False], ids=["logged", "printed"])
+def test_a_line_closes_an_epoch_where_there_is_no_terminal(make_trainer, capsys, logged):
+    with console(logged=logged):
+        make_trainer({"progress": Progress(bar=None)}).fit()
+    text = capsys.readouterr().err
+    assert stages(text) == LINES
+    assert "\x1b" not in text
+
+
+@pytest.mark.parametrize("place", ["dumb", "unknown", "notebook"])
+def test_a_line_closes_an_epoch_where_no_cursor_moves(make_trainer, monkeypatch, place):
+    terminal = Terminal()
     if place == "notebook":
         monkeypatch.setitem(sys.modules, "ipykernel", SimpleNamespace())
-    elif terminal:
+    else:
         monkeypatch.setenv("TERM", place)
-    with console(terminal.stream if terminal else None, logged=place != "printed"):
-        make_trainer({"progress": Progress(bar=terminal and True)}).fit()
-    text = terminal.text() if terminal else capsys.readouterr().err
-    lines = [line.split(":")[0] for line in text.splitlines()]
-    assert lines == ["epoch 1/2, step 5", "epoch 2/2, step 10"]
+    with console(terminal.stream):
+        make_trainer({"progress": Progress(bar=True)}).fit()
+    text = terminal.text()
+
+    assert stages(text) == LINES
     assert "\x1b" not in text
 
 
 def test_now_and_then_a_line_within_an_epoch_or_a_long_validation(
     make_trainer, capsys, monkeypatch
 ):
-    clock = iter(range(0, 1000, 10))  # each look at the clock: 10 s later
+    clock = itertools.count(0, 10)  # each look at the clock: 10 s later
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     with console():
         progress = Progress(every_seconds=25)
         make_trainer({"progress": progress}, log_every_n_steps=1).fit()
         progress = Progress(every_seconds=10)
         make_trainer({"progress": progress}, max_epochs=1).fit()
+
     lines = capsys.readouterr().err.splitlines()
     within = [line for line in lines if "left" in line]
     # At 0 s the run begins, at 10 s the epoch; the looks at steps 1 to 3 are at 20, 30 and 40, and
     # the rate is that at 50 s: the run has 117 s to go, its second epoch included.
-    line = r"epoch 1/2, step 3/10: train/loss [\d.]+ \(16\.67s/step, 01:56 left\)"
-    assert re.fullmatch(line, within[0])
+    expected = r"epoch 1/2, step 3/10: train/loss [\d.]+ \(16\.67s/step, 01:56 left\)"
+
+    assert re.fullmatch(expected, within[0])
     assert "epoch 1/1: val 1/2 batches" in lines
 
 
 def test_a_resumed_epoch_begins_where_it_was_and_the_best_before_it_counts(
     make_trainer, tmp_path, carry_over
 ):
-    terminal, callbacks = Terminal(), {"progress": Progress(), "judge": Judge(before=0.0)}
-    first, second = make_trainer({"stop": StopAt(3)}), make_trainer(callbacks, tmp_path)
+    terminal = Terminal()
+    callbacks = {"progress": Progress(), "judge": Judge(before=0.0)}
+    first = make_trainer({"stop": StopAt(3)})
+    second = make_trainer(callbacks, tmp_path)
     first.fit()
     carry_over(first, second)
     with console(terminal.stream):
         second.fit()
-    bars = [frame for frame in terminal.frames() if "|" in frame]
-    assert re.search(r"run: +30%\|.*\| 3/10", bars[0])
-    assert re.search(r"epoch 1/2: +60%\|.*\| 3/5", bars[1])
+
+    run, epoch, *_ = terminal.bars()
+
+    assert re.search(r"run: +30%\|.*\| 3/10", run)
+    assert re.search(r"epoch 1/2: +60%\|.*\| 3/5", epoch)
     assert "*" not in terminal.text()
 
 
@@ -236,8 +300,12 @@ def test_a_validation_is_told_once_where_it_happened(make_trainer, capsys):
     rare = {"max_epochs": 3, "validate_every_n_epochs": 2, "validate_every_n_steps": 7}
     with console():
         make_trainer({"progress": Progress()}, **rare).fit()
-    lines = capsys.readouterr().err.splitlines()
-    told = [(line.split(":")[0], "train/" in line, "val/loss" in line) for line in lines]
+
+    told = []
+    for line in capsys.readouterr().err.splitlines():
+        stage, _, metrics = line.partition(":")
+        told.append((stage, "train/" in metrics, "val/loss" in metrics))
+
     assert told == [
         ("epoch 1/3, step 5", True, False),
         ("epoch 2/3, step 7", False, True),
@@ -245,6 +313,9 @@ def test_a_validation_is_told_once_where_it_happened(make_trainer, capsys):
         ("epoch 3/3, step 14", False, True),
         ("epoch 3/3, step 15", True, True),  # the last
     ]
+
+
+def test_an_epoch_that_is_cut_short_is_told(make_trainer, capsys):
     with console():
         make_trainer({"progress": Progress()}, max_epochs=None, max_steps=7).fit()
     assert "epoch 2, step 7: train/epoch_loss" in capsys.readouterr().err

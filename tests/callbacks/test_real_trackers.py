@@ -40,50 +40,71 @@ def client_of(store):
 
 
 def runs(store):
+    """Return the runs of all experiments."""
     client = client_of(store)
-    return [r for e in client.search_experiments() for r in client.search_runs([e.experiment_id])]
+    found = []
+    for experiment in client.search_experiments():
+        found += client.search_runs([experiment.experiment_id])
+    return found
 
 
 def series(store):
+    """Return the points of each metric of the one run."""
     (run,) = runs(store)
     client = client_of(store)
-    return {
-        key: [(m.step, m.value) for m in client.get_metric_history(run.info.run_id, key)]
-        for key in run.data.metrics
-    }
+    found = {}
+    for key in run.data.metrics:
+        history = client.get_metric_history(run.info.run_id, key)
+        found[key] = [(point.step, point.value) for point in history]
+    return found
 
 
 def artifacts(store, folder=None):
-    client, (run,) = client_of(store), runs(store)
-    found = client.list_artifacts(run.info.run_id, folder)
-    inner = [path for f in found if f.is_dir for path in artifacts(store, f.path)]
-    return [f.path for f in found if not f.is_dir] + inner
+    """Return the paths of all files of the one run."""
+    client = client_of(store)
+    (run,) = runs(store)
+    paths = []
+    for file in client.list_artifacts(run.info.run_id, folder):
+        if file.is_dir:
+            paths += artifacts(store, file.path)
+        else:
+            paths.append(file.path)
+    return sorted(paths)
 
 
 @pytest.mark.parametrize("cut", [3, 5])
 def test_mlflow_has_one_run_with_the_points_of_one_never_interrupted(run_twice, store, cut):
     run_twice(lambda name: MLflow(tracking_uri=f"{store}-{name}", artifacts=None), cut)
+    (run,) = runs(f"{store}-cut")
+    assert run.info.status == "FINISHED"
     assert series(f"{store}-cut") == series(f"{store}-whole")
-    assert [run.info.status for run in runs(f"{store}-cut")] == ["FINISHED"]
 
 
 @pytest.mark.parametrize(
-    ("state", "status"),
-    [("pruned", "FINISHED"), ("stopped", "KILLED"), ("failed", "FAILED")],
+    ("state", "status", "files"),
+    [
+        ("pruned", "FINISHED", ["config.yaml", "run_directory.json"]),
+        ("stopped", "KILLED", ["config.yaml"]),
+        ("failed", "FAILED", ["config.yaml", "run_directory.json"]),
+    ],
 )
 def test_mlflow_statuses_and_links_to_the_files_of_a_run_that_is_over(
-    make_trainer, tmp_path, store, state, status
+    make_trainer, tmp_path, store, state, status, files
 ):
-    trainer = make_trainer({"mlflow": MLflow(tracking_uri=store)}, tmp_path / "run")
+    path = tmp_path / "run"
+    trainer = make_trainer({"mlflow": MLflow(tracking_uri=store)}, path)
     trainer.fit()
-    (tmp_path / "run" / "a.txt").write_text("abc")
+    (path / "a.txt").write_text("abc")
     trainer.end(Results(state))
+
     (run,) = runs(store)
-    assert (run.info.status, run.data.tags["state"]) == (status, state)
-    assert run.data.tags["run_dir"] == (tmp_path / "run").as_uri()
-    listed = [] if status == "KILLED" else ["run_directory.json"]
-    assert artifacts(store) == ["config.yaml", *listed]
-    if status != "KILLED":
+
+    assert run.info.status == status
+    assert run.data.tags["state"] == state
+    assert run.data.tags["run_dir"] == path.as_uri()
+    assert artifacts(store) == files
+
+    if "run_directory.json" in files:
         place = f"{run.info.artifact_uri}/run_directory.json"
         text = importlib.import_module("mlflow").artifacts.load_text(place)
         assert '"path": "a.txt"' in text
@@ -101,12 +122,14 @@ def test_mlflow_config_values_pictures_and_files(make_trainer, tmp_path, job, mo
     trainer.log_text("words", "hi")
     trainer.log({"f1/two words: ü": 0.5, "nan": float("nan")})
     trainer.end(Results("finished", {"val/loss": 1.0}))
+
     (run,) = runs(store)
+
     assert run.info.run_name == "width=3"
     assert run.data.tags["sweep"] == "mine/night"
     assert run.data.params["model.width"] == "3"
     assert run.data.metrics["f1/two words_ _"] == 0.5
-    assert sorted(artifacts(store)) == [
+    assert artifacts(store) == [
         "config.yaml",
         "run/config.yaml",
         "run/overrides.yaml",
@@ -117,17 +140,21 @@ def test_mlflow_config_values_pictures_and_files(make_trainer, tmp_path, job, mo
 
 @pytest.mark.usefixtures("mlflow")
 def test_mlflow_a_server_that_is_down_is_one_warning(make_trainer, tmp_path, caplog):
-    trainer = make_trainer({"mlflow": MLflow(tracking_uri="http://127.0.0.1:9")}, tmp_path / "run")
+    tracker = MLflow(tracking_uri="http://127.0.0.1:9")
+    trainer = make_trainer({"mlflow": tracker}, tmp_path / "run")
     trainer.fit()
     trainer.end(Results("preempted", code=143))
+
+    ours = [record for record in caplog.records if record.name.startswith("callbacks")]
+    (text,) = [record.getMessage() for record in ours]
+
     assert trainer.state.global_step == 10
-    texts = [r.getMessage() for r in caplog.records if r.name.startswith("callbacks")]
-    assert len(texts) == 1
-    assert texts[0].startswith("callbacks.mlflow: ")
-    assert texts[0].endswith("; training continues without it")
+    assert text.startswith("callbacks.mlflow: ")
+    assert text.endswith("; training continues without it")
 
 
-_BLOCK, _HEAD = 32768, 7
+_BLOCK = 32768
+_HEAD = 7
 
 
 @pytest.fixture
@@ -138,55 +165,96 @@ def wandb():
 
 
 def records(file):
-    """Yield the records of a `.wandb` file, in LevelDB's log format after a header of 7 bytes."""
+    """Yield the records of a `.wandb` file, in LevelDB's log format after a header of 7 bytes.
+
+    A record is in parts, each with its own header, and no header lies across two blocks.
+    """
     from wandb.proto import wandb_internal_pb2
 
-    content, at, parts = file.read_bytes(), 7, b""
+    content = file.read_bytes()
+    at = 7
+    parts = b""
     while at + _HEAD <= len(content):
-        if _BLOCK - at % _BLOCK < _HEAD:
-            at += _BLOCK - at % _BLOCK
+        left_in_block = _BLOCK - at % _BLOCK
+        if left_in_block < _HEAD:
+            at += left_in_block
             continue
         _, size, kind = struct.unpack("<IHB", content[at : at + _HEAD])
-        if not kind:
+        if kind == 0:  # nothing was written from here on
             return
-        parts += content[at + _HEAD : at + _HEAD + size]
-        at += _HEAD + size
+        begin = at + _HEAD
+        parts += content[begin : begin + size]
+        at = begin + size
         if kind in (1, 4):  # whole, last
             yield wandb_internal_pb2.Record.FromString(parts)
             parts = b""
 
 
 def read(run):
+    """Return the records of a run."""
     importlib.import_module("wandb").teardown()  # its process has written all when it has ended
-    files = sorted((run / "wandb").glob("offline-run-*/*.wandb"))
-    return [record for file in files for record in records(file)]
+    found = []
+    for file in sorted((run / "wandb").glob("offline-run-*/*.wandb")):
+        found += records(file)
+    return found
+
+
+def of_kind(found, kind):
+    """Return those of the records that are of a kind."""
+    return [getattr(record, kind) for record in found if record.HasField(kind)]
 
 
 def history(run):
-    return [
-        {"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in record.history.item}
-        for record in read(run)
-        if record.HasField("history")
-    ]
+    """Return the rows that were logged."""
+    rows = []
+    for entry in of_kind(read(run), "history"):
+        row = {}
+        for item in entry.item:
+            name = "/".join(item.nested_key) or item.key
+            row[name] = json.loads(item.value_json)
+        rows.append(row)
+    return rows
 
 
 def curves(run):
-    return {
-        (row["global_step"], key, value)
-        for row in history(run)
-        for key, value in row.items()
-        if not key.startswith("_")
-    }
+    """Return the points of all curves: step, name and value."""
+    points = set()
+    for row in history(run):
+        for name, value in row.items():
+            if not name.startswith("_"):
+                points.add((row["global_step"], name, value))
+    return points
 
 
 @pytest.mark.usefixtures("wandb")
 def test_wandb_has_one_run_with_the_points_of_one_never_interrupted(run_twice, tmp_path):
     run_twice(lambda _: WandB(), 3)
-    assert curves(tmp_path / "cut") == curves(tmp_path / "whole") != set()
-    steps = [row["_step"] for row in history(tmp_path / "cut")]
+
+    cut = tmp_path / "cut"
+    whole = curves(tmp_path / "whole")
+
+    assert whole
+    assert curves(cut) == whole
+
+    steps = [row["_step"] for row in history(cut)]
     assert steps == sorted(set(steps))  # of three processes
-    names = {path.name.split("-")[3] for path in (tmp_path / "cut" / "wandb").glob("offline-*")}
-    assert len(names) == 1
+
+    folders = (cut / "wandb").glob("offline-*")
+    ids = {folder.name.split("-")[3] for folder in folders}
+    assert len(ids) == 1
+
+
+def values_of(entry):
+    """Return the values that a record updates."""
+    return {update.key: json.loads(update.value_json) for update in entry.update}
+
+
+def artifact_of(found):
+    """Return the one artifact: in a request, or by itself."""
+    requests = of_kind(found, "request")
+    logged = [entry.artifact for entry in of_kind(requests, "log_artifact")]
+    (artifact,) = logged or of_kind(found, "artifact")
+    return artifact
 
 
 @pytest.mark.usefixtures("wandb")
@@ -197,29 +265,32 @@ def test_wandb_config_group_pictures_files_and_the_end(make_trainer, job):
     trainer.log_text("words", "<hi>")
     trainer.log_histogram("weights", torch.tensor([0.0, 1.0, 1.0]), bins=2)
     trainer.end(Results("finished", {"val/loss": 0.5}))
+
     found = read(job)
-    (begun,) = [r.run for r in found if r.HasField("run")]
-    assert (begun.project, begun.display_name, begun.run_group) == ("mine", "width=3", "mine/night")
-    settings = {u.key: json.loads(u.value_json) for u in begun.config.update}
-    assert settings["model"] == {"width": 3}
-    last = {key: value for row in history(job) for key, value in row.items()}
+    (begun,) = of_kind(found, "run")
+
+    assert begun.project == "mine"
+    assert begun.display_name == "width=3"
+    assert begun.run_group == "mine/night"
+    assert values_of(begun.config)["model"] == {"width": 3}
+
+    last = {}
+    for row in history(job):
+        last |= row
     assert last["samples/val/_type"] == "image-file"
     assert last["words/_type"] == "html-file"
     assert last["weights/values"] == [1, 2]
-    summary = {
-        u.key: json.loads(u.value_json)
-        for r in found
-        if r.HasField("summary")
-        for u in r.summary.update
-    }
-    assert (summary["state"], summary["val/loss"]) == ("finished", 0.5)
-    asked = [r.request for r in found if r.HasField("request")]
-    (artifact,) = [r.log_artifact.artifact for r in asked if r.HasField("log_artifact")] or [
-        r.artifact for r in found if r.HasField("artifact")
-    ]
-    listed = {entry.path: entry.ref for entry in artifact.manifest.contents}
-    assert listed["config.yaml"] == (job / "config.yaml").as_uri()
-    assert [r.exit.exit_code for r in found if r.HasField("exit")] == [0]
+
+    summary = {}
+    for entry in of_kind(found, "summary"):
+        summary |= values_of(entry)
+    assert summary["state"] == "finished"
+    assert summary["val/loss"] == 0.5
+
+    files = {entry.path: entry.ref for entry in artifact_of(found).manifest.contents}
+    (end,) = of_kind(found, "exit")
+    assert files["config.yaml"] == (job / "config.yaml").as_uri()
+    assert end.exit_code == 0
 
 
 @pytest.mark.usefixtures("wandb")
@@ -230,6 +301,10 @@ def test_wandb_statuses(make_trainer, tmp_path, state, code):
     trainer = make_trainer({"wandb": WandB(artifacts=None)}, tmp_path)
     trainer.fit()
     trainer.end(Results(state, code=code))
+
     found = read(tmp_path)
-    assert [r.exit.exit_code for r in found if r.HasField("exit")] == [code]
-    assert any(r.HasField("preempting") for r in found) == (state == "preempted")
+    (end,) = of_kind(found, "exit")
+    is_preempted = of_kind(found, "preempting") != []
+
+    assert end.exit_code == code
+    assert is_preempted == (state == "preempted")

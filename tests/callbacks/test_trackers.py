@@ -2,6 +2,7 @@
 
 import json
 import logging
+from types import SimpleNamespace
 
 import pytest
 
@@ -34,7 +35,8 @@ class Listed(Tracker):
 
     def send(self, step, values):
         self._fail_if_down()
-        self.store[self.run_id] += [(step, k, v) for k, v in values.items() if k != "epoch"]
+        points = [(step, name, value) for name, value in values.items() if name != "epoch"]
+        self.store[self.run_id] += points
 
     def send_end(self, results, files):
         self._fail_if_down()
@@ -46,8 +48,18 @@ class Listed(Tracker):
 
 
 def points(store):
+    """Return the points (step, name, value) of the one tracked run."""
     (run,) = store.values()
     return run
+
+
+def steps_of(points):
+    return {step for step, _, _ in points}
+
+
+def write_log(folder, points):
+    lines = [json.dumps({"step": step, "epoch": 0, name: value}) for step, name, value in points]
+    (folder / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
 
 
 @pytest.mark.parametrize("cut", [3, 5, 6])
@@ -64,95 +76,145 @@ def test_other_hyper_parameters_begin_another_tracked_run(make_trainer, tmp_path
     third = make_trainer({"tracker": Listed(store)}, tmp_path, lr=0.01)
     first.fit()
     kept = points(store).copy()
-    lines = [{"step": step, "epoch": 0, key: value} for step, key, value in kept]
-    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    write_log(tmp_path, kept)
     payload = first.state_dict()
     carry_over(first, second)
     second.fit()
     third.load_state_dict(payload, hyper_parameters=False)
     third.fit()
+
     old, new = store.values()
+    later_old = [point for point in old if point[0] > 5]
+    later_new = [point for point in new if point[0] > 5]
+
     assert new[: len(kept)] == kept
-    assert sorted({s for s, *_ in new}) == sorted({s for s, *_ in old})
-    assert [p for p in new if p[0] > 5] != [p for p in old if p[0] > 5]
+    assert steps_of(new) == steps_of(old)
+    assert later_new != later_old
 
 
 def test_a_tracker_that_is_down_is_one_warning_and_gets_all_when_it_is_back(
     make_trainer, tmp_path, caplog, monkeypatch
 ):
-    now, whole, tracker = [0.0], {}, Listed({})
-    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(module.time, "monotonic", lambda: clock.now)
+    whole = {}
     make_trainer({"tracker": Listed(whole)}, tmp_path / "whole").fit()
+    tracker = Listed({})
     tracker.down = True
     trainer = make_trainer({"log": MetricsLog(), "tracker": tracker}, tmp_path / "down")
     with caplog.at_level(logging.WARNING):
         trainer.fit()
         tracker.down = False
         trainer.log_text("words", "lost: pictures and texts do not wait")
-        trainer.log({"test/loss": 1.0})  # within the pause
-        assert tracker.store == {}
-        now[0] += 61
+        trainer.log({"test/loss": 1.0})
+        assert tracker.store == {}  # within the pause
+        clock.now += 61
         trainer.log({"test/accuracy": 1.0})
-    assert [record.getMessage() for record in caplog.records] == [
-        "callbacks.tracker: no route to host; training continues without it"
-    ]
-    assert points(tracker.store)[:-2] == points(whole)
+
+    (warning,) = [record.getMessage() for record in caplog.records]
+    *trained, _, _ = points(tracker.store)
+
+    assert warning == "callbacks.tracker: no route to host; training continues without it"
+    assert trained == points(whole)
+
     trainer.end(Results("pruned"))
     assert tracker.ended == ["pruned"]
 
 
-@pytest.mark.parametrize("next_start", [False, True])
-def test_what_a_tracker_missed_is_sent_at_the_end_or_by_the_next_start(
-    make_trainer, tmp_path, carry_over, next_start
-):
-    class Outage(Callback):
-        def on_update_end(self, trainer):
-            tracker.down = trainer.state.global_step > 3
+class Outage(Callback):
+    """The tracker is down from the fourth update on."""
 
-    whole, store = {}, {}
-    make_trainer({"tracker": Listed(whole)}, tmp_path / "whole").fit()
+    def __init__(self, tracker):
+        self.tracker = tracker
+
+    def on_update_end(self, trainer):
+        self.tracker.down = trainer.state.global_step > 3
+
+
+@pytest.fixture
+def whole(make_trainer, tmp_path):
+    """Return the points of a run without an outage."""
+    store = {}
+    make_trainer({"tracker": Listed(store)}, tmp_path / "whole").fit()
+    return sorted(points(store))
+
+
+def test_what_a_tracker_missed_is_sent_at_the_end(make_trainer, tmp_path, whole):
+    store = {}
     tracker = Listed(store)
-    callbacks = {"outage": Outage(), "log": MetricsLog(), "tracker": tracker}
-    stop = StopAt(7 if next_start else None)
-    first = make_trainer({**callbacks, "stop": stop}, tmp_path / "cut")
+    callbacks = {"outage": Outage(tracker), "log": MetricsLog(), "tracker": tracker}
+    trainer = make_trainer(callbacks, tmp_path / "cut")
+    trainer.fit()
+
+    assert steps_of(points(store)) == {2}
+
+    tracker.down = False
+    trainer.end(Results("preempted"))
+    assert sorted(points(store)) == whole
+
+
+def test_what_a_tracker_missed_is_sent_by_the_next_start(make_trainer, tmp_path, carry_over, whole):
+    store = {}
+    tracker = Listed(store)
+    callbacks = {"outage": Outage(tracker), "log": MetricsLog(), "tracker": tracker}
+    first = make_trainer({**callbacks, "stop": StopAt(7)}, tmp_path / "cut")
     second = make_trainer({"log": MetricsLog(), "tracker": Listed(store)}, tmp_path / "cut")
     first.fit()
-    assert {step for step, *_ in points(store)} == {2}
-    tracker.down = next_start
     first.end(Results("preempted"))
-    if next_start:
-        carry_over(first, second)
-        second.fit()
-    assert sorted(points(store)) == sorted(points(whole))
+
+    assert steps_of(points(store)) == {2}
+
+    carry_over(first, second)
+    second.fit()
+    assert sorted(points(store)) == whole
 
 
 def test_names_of_a_job_are_what_varies_in_its_sweep(tmp_path):
     job = tmp_path / "night" / "3"
     job.mkdir(parents=True)
+    overrides = "- optimizer.lr=0.1\n- +data.seed=2\n- trainer.max_epochs=1\n"
     (job / "config.yaml").write_text("name: digits\noptimizer: {lr: 0.1}\n")
-    (job / "overrides.yaml").write_text(
-        "- optimizer.lr=0.1\n- +data.seed=2\n- trainer.max_epochs=1\n"
-    )
+    (job / "overrides.yaml").write_text(overrides)
+
     alone = names_of(job, "")
-    assert (alone.project, alone.run, alone.sweep) == ("digits", "3", None)
-    (tmp_path / "night" / "sweep.json").write_text('{"swept": ["optimizer.lr", "data.seed"]}')
+
+    assert alone.project == "digits"
+    assert alone.run == "3"
+    assert alone.sweep is None
+
+    (job.parent / "sweep.json").write_text('{"swept": ["optimizer.lr", "data.seed"]}')
     names = names_of(job, "")
-    assert (names.project, names.run, names.sweep) == ("digits", "lr=0.1,seed=2", "digits/night")
-    assert names_of(tmp_path / "x", "name: y").project == "y"  # from Python: no config.yaml
+    assert names.project == "digits"
+    assert names.run == "lr=0.1,seed=2"
+    assert names.sweep == "digits/night"
+
+    from_python = names_of(tmp_path / "x", "name: y")  # no config.yaml
+    assert from_python.project == "y"
 
 
-@pytest.mark.parametrize("artifacts", ["links", "files", None])
-def test_files_of_a_run_are_bounded(tmp_path, artifacts):
-    (tmp_path / "checkpoints").mkdir()
+@pytest.mark.parametrize(
+    ("artifacts", "expected"),
+    [
+        pytest.param("links", ["a.yaml", "checkpoints/best.pt"], id="links"),
+        pytest.param("files", ["a.yaml"], id="files"),
+        pytest.param(None, ["a.yaml"], id="none"),
+    ],
+)
+def test_files_of_a_run_are_bounded(tmp_path, artifacts, expected):
+    checkpoints = tmp_path / "checkpoints"
+    checkpoints.mkdir()
     (tmp_path / "trackers").mkdir()
-    for name, size in (("a.yaml", 10), ("checkpoints/step-2.pt", 900), ("trackers/x.json", 5)):
-        (tmp_path / name).write_bytes(bytes(size))
-    (tmp_path / "checkpoints" / "best.pt").hardlink_to(tmp_path / "checkpoints" / "step-2.pt")
+    (tmp_path / "a.yaml").write_bytes(bytes(10))
+    (checkpoints / "step-2.pt").write_bytes(bytes(900))
+    (checkpoints / "best.pt").hardlink_to(checkpoints / "step-2.pt")
+    (tmp_path / "trackers/x.json").write_bytes(bytes(5))
     (tmp_path / ".tmp-b").touch()
     (tmp_path / ".lock").touch()
     tracker = Listed({})
-    tracker.run, tracker.artifacts, tracker.max_megabytes = tmp_path, artifacts, 1e-4
-    expected = ["a.yaml", "checkpoints/best.pt"] if artifacts == "links" else ["a.yaml"]
+    tracker.run = tmp_path
+    tracker.artifacts = artifacts
+    tracker.max_megabytes = 1e-4  # 100 bytes
+
     assert list(tracker.files()) == expected
 
 

@@ -20,8 +20,14 @@ from toys import Samples, loader
 
 
 def draw():
-    drawn = torch.rand(5).tolist(), [random.random() for _ in range(5)], np.random.rand(5).tolist()
-    return *drawn, random.gauss(0, 1), float(np.random.randn())
+    """Draw from the generators of torch, Python and NumPy: uniform and normal numbers."""
+    return (
+        torch.rand(5).tolist(),
+        [random.random() for _ in range(5)],
+        np.random.rand(5).tolist(),
+        random.gauss(0, 1),
+        float(np.random.randn()),
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -40,27 +46,36 @@ def test_the_same_numbers_follow_and_every_part_matters():
     saved = toys.through_a_file(states.state_dict())
     states.state_dict()  # draws nothing
     expected = draw()
+    later = states.state_dict()
+
     assert draw() != expected
-    other = states.state_dict()
-    assert states.load_state_dict(saved) == []
+
+    remarks = states.load_state_dict(saved)
+    assert remarks == []
     assert draw() == expected
+
     for part in ("torch", "python", "numpy"):
-        states.load_state_dict({**saved, part: other[part]})
+        states.load_state_dict({**saved, part: later[part]})
         assert draw() != expected
 
 
 @pytest.mark.parametrize("seed", [0, 2**32 - 1, 2**32, 2**63 - 1])
 def test_a_seed_repeats_and_the_next_and_other_ranks_differ(seed):
-    def drawn(*seeds):
-        seed_everything(*seeds)
+    def drawn(*seed_and_rank):
+        seed_everything(*seed_and_rank)
         return draw()
 
     first = drawn(seed)
     assert drawn(seed, 0) == first
+
     torch.manual_seed(seed)
-    assert torch.rand(5).tolist() == first[0]
-    for other in ((seed ^ 1,), (seed, 1), (seed, 2)):
-        assert all(a != b for a, b in zip(drawn(*other), first, strict=True))
+    of_torch, *_ = first
+    assert torch.rand(5).tolist() == of_torch
+
+    neighbour = seed ^ 1
+    for other in (drawn(neighbour), drawn(seed, 1), drawn(seed, 2)):
+        for numbers, same_place in zip(other, first, strict=True):
+            assert numbers != same_place
 
 
 @pytest.mark.parametrize("given", ["", ":16:8"])
@@ -72,16 +87,26 @@ def test_the_switches_are_set_and_reported(deterministic, tf32, given):
     if given:
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = given
     precision = "tf32" if tf32 else "fp32"
-    options = {"deterministic": deterministic, "cudnn_benchmark": True, "precision": precision}
-    facts = set_switches(TrainerOptions(**options))
+    options = TrainerOptions(deterministic=deterministic, cudnn_benchmark=True, precision=precision)
+
+    facts = set_switches(options)
+
     benchmark = not deterministic  # whose choice depends on timing
+
     assert facts == {"deterministic": deterministic, "cudnn_benchmark": benchmark, "tf32": tf32}
     assert torch.are_deterministic_algorithms_enabled() is deterministic
     assert torch.backends.cudnn.deterministic is deterministic
     assert torch.backends.cudnn.benchmark is benchmark
-    wanted = given or (":4096:8" if deterministic else None)
-    assert os.environ.get("CUBLAS_WORKSPACE_CONFIG") == wanted
-    assert torch.backends.cuda.matmul.allow_tf32 is torch.backends.cudnn.allow_tf32 is tf32
+    assert torch.backends.cuda.matmul.allow_tf32 is tf32
+    assert torch.backends.cudnn.allow_tf32 is tf32
+
+    workspace = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
+    if given:
+        assert workspace == given
+    elif deterministic:
+        assert workspace == ":4096:8"
+    else:
+        assert workspace is None
     with torch.backends.cudnn.flags(enabled=False):  # which reads the older switches
         assert torch.backends.mkldnn.matmul.fp32_precision == "none"
 
@@ -104,19 +129,22 @@ class Restless(nn.Module):
 
 
 def state(trainer):
-    _, keys, *rest = np.random.get_state()
+    """Return weights and the states of all generators."""
     weights = [p.tolist() for p in trainer.model.parameters()]
-    return weights, torch.get_rng_state().tolist(), random.getstate(), keys.tolist(), rest
+    of_torch = torch.get_rng_state().tolist()
+    of_python = random.getstate()
+    _, keys, *rest = np.random.get_state()
+    return weights, of_torch, of_python, keys.tolist(), rest
 
 
 class Draws(Callback):
     def setup(self, trainer):
-        torch.rand(1), random.random(), np.random.random()
+        draw()
 
     on_fit_start = on_epoch_start = on_epoch_end = on_validation_start = on_fit_end = setup
 
     def on_log(self, trainer, scalars):
-        self.setup(trainer)
+        draw()
 
 
 @pytest.mark.parametrize(
@@ -128,12 +156,12 @@ class Draws(Callback):
     ],
 )
 def test_what_is_done_beside_the_updates_changes_nothing_of_the_training(options):
-    ends = []
-    for given in (options, {}):
+    def end(**given):
         trainer = restless_trainer(**given)
         trainer.fit()
-        ends.append(state(trainer))
-    assert ends[0] == ends[1]
+        return state(trainer)
+
+    assert end(**options) == end()
 
 
 def test_what_is_drawn_is_a_function_of_seed_and_step():
@@ -144,7 +172,9 @@ def test_what_is_drawn_is_a_function_of_seed_and_step():
 
     trainer = restless_trainer(seed=5)
     first = drawn(trainer, None)
+
     assert len(set(first)) == 2
+
     torch.rand(3)
     assert drawn(trainer, 0) == first
     assert drawn(trainer, 1) != first
@@ -159,6 +189,7 @@ def test_an_evaluation_that_a_signal_ends_gives_the_generators_back():
 
     trainer.model.before_evaluation = signal_comes
     before = state(trainer)
+
     with pytest.raises(EvaluationAbandoned):
         trainer.evaluate(trainer.val_loaders["val"], "val")
     assert state(trainer) == before
@@ -166,8 +197,10 @@ def test_an_evaluation_that_a_signal_ends_gives_the_generators_back():
 
 def restless_trainer(**options):
     seed_everything(3)
-    x = torch.randn(12, 5, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+    generator = torch.Generator().manual_seed(7)
+    x = torch.randn(12, 5, generator=generator, dtype=torch.float64)
     data = Samples(x, x.sum(1))
-    loaders = {"data": loader(data, batch=4), "val": loader(data, batch=6, shuffled=False)}
-    options |= {"validate_every_n_epochs": None}
-    return toys.trainer_of(Regression(), model=Restless(), **loaders, **options)
+    train = loader(data, batch=4)
+    val = loader(data, batch=6, shuffled=False)
+    options["validate_every_n_epochs"] = None
+    return toys.trainer_of(Regression(), train, model=Restless(), val=val, **options)

@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import resource
 import signal
+import stat
 
 import pytest
 
@@ -40,7 +41,10 @@ def test_the_old_content_stays_until_the_new_is_whole(tmp_path, error):
         assert list(tmp_path.glob("*.pt")) == [path]  # half a file has no suffix
         if error is not None:
             raise error
-    assert path.read_text() == ("old" if error else "new")
+
+    expected = "new" if error is None else "old"
+
+    assert path.read_text() == expected
     assert names(tmp_path) == [path.name]
 
 
@@ -51,23 +55,35 @@ def die_while_writing(path):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_remains_of_a_killed_writer_are_removed_and_the_users_umask_holds(tmp_path):
-    path, old = tmp_path / "a.txt", os.umask(0o077)
+def test_remains_of_a_killed_writer_are_removed(tmp_path):
+    path = tmp_path / "a.txt"
+    atomic.write_text(path, "old")
+    assert in_a_child(die_while_writing, path) == -signal.SIGKILL
+    assert len(names(tmp_path)) == 2
+
+    atomic.remove_orphans(tmp_path)
+    assert names(tmp_path) == ["a.txt"]
+    assert path.read_text() == "old"
+
+
+def test_the_umask_of_the_user_holds(tmp_path):
+    text = tmp_path / "a.txt"
+    log = tmp_path / "b.txt"
+    old = os.umask(0o077)
     try:
-        atomic.write_text(path, "old")
-        atomic.AppendLog(tmp_path / "b.txt").close()
+        atomic.write_text(text, "old")
+        atomic.AppendLog(log).close()
     finally:
         os.umask(old)
-    assert in_a_child(die_while_writing, path) == -signal.SIGKILL
-    assert len(names(tmp_path)) == 3
-    atomic.remove_orphans(tmp_path)
-    assert names(tmp_path) == ["a.txt", "b.txt"]
-    assert path.read_text() == "old"
-    assert [(tmp_path / name).stat().st_mode & 0o777 for name in names(tmp_path)] == [0o600] * 2
+
+    assert stat.S_IMODE(text.stat().st_mode) == 0o600
+    assert stat.S_IMODE(log.stat().st_mode) == 0o600
 
 
 def leave_with_3_if_none_is(file):
-    mine = [os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
+    """End this process with 3 if it has not the file open, else with 0."""
+    numbers = os.listdir("/proc/self/fd")
+    mine = [os.path.realpath(f"/proc/self/fd/{number}") for number in numbers]
     os._exit(0 if str(file) in mine else 3)
 
 
@@ -93,16 +109,21 @@ def test_what_failed_is_said_in_one_line(tmp_path, monkeypatch, number, reason):
     def fail(*_):
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(os, "fsync", fail)
     path = tmp_path / "a.txt"
+    monkeypatch.setattr(os, "fsync", fail)
+
     with pytest.raises(StorageError, match=f"^cannot write {path}: {reason}$") as caught:
         atomic.write_text(path, "x")
     assert caught.value.exit_code == 7
     assert names(tmp_path) == []
-    missing = f"{tmp_path / 'no' / 'a.txt'}: no such file"
-    for write in (lambda path: atomic.write_text(path, "x"), atomic.AppendLog):
-        with pytest.raises(StorageError, match=missing):
-            write(tmp_path / "no" / "a.txt")
+
+
+def test_a_folder_that_is_missing_is_said(tmp_path):
+    path = tmp_path / "no" / "a.txt"
+    with pytest.raises(StorageError, match=f"{path}: no such file"):
+        atomic.write_text(path, "x")
+    with pytest.raises(StorageError, match=f"{path}: no such file"):
+        atomic.AppendLog(path)
 
 
 def test_json_has_no_nan_and_no_infinity(tmp_path):
@@ -113,14 +134,17 @@ def test_json_has_no_nan_and_no_infinity(tmp_path):
 
 
 def test_a_further_name_is_replaced_in_one_step(tmp_path):
-    for name in ("1", "2"):
-        atomic.write_text(tmp_path / name, name)
-    atomic.link_or_copy(tmp_path / "1", tmp_path / "last")
-    atomic.link_or_copy(tmp_path / "2", tmp_path / "last")
-    atomic.link_or_copy(tmp_path / "2", tmp_path / "last")
+    first = tmp_path / "1"
+    second = tmp_path / "2"
+    last = tmp_path / "last"
+    for path in (first, second):
+        atomic.write_text(path, path.name)
+    for path in (first, second, second):
+        atomic.link_or_copy(path, last)
+
     with pytest.raises(StorageError, match="last"):
-        atomic.link_or_copy(tmp_path / "gone", tmp_path / "last")
-    assert (tmp_path / "last").samefile(tmp_path / "2")
+        atomic.link_or_copy(tmp_path / "gone", last)
+    assert last.samefile(second)
     assert names(tmp_path) == ["1", "2", "last"]
 
 
@@ -138,19 +162,24 @@ def test_a_torn_last_line_is_cut(tmp_path, content, kept):
     path = tmp_path / "log"
     path.write_bytes(content)
     log = atomic.AppendLog(path)
+
     assert log.offset() == len(kept)
+
     log.write("next")
     assert path.read_bytes() == kept + b"next\n"
 
 
 def fill_up(path, messages):
+    """Write to a log beyond what the disk takes, and again when there is room."""
     log = atomic.AppendLog(path)
     log.write("a" * 50)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
     atomic._log.warning = lambda text, *values: messages.put(text % values)
+
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
     for _ in range(5):
         log.write("b" * 80)
     assert log.offset() == 51
+
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     log.write("c")
 
@@ -158,31 +187,43 @@ def fill_up(path, messages):
 def test_a_full_disk_is_one_warning_and_no_torn_line(tmp_path):
     path = tmp_path / "log"
     messages = multiprocessing.get_context("fork").SimpleQueue()
+
     assert in_a_child(fill_up, path, messages) == 0
     assert path.read_text() == "a" * 50 + "\nc\n"
     assert f"cannot write {path}: file too large" in messages.get()
     assert messages.empty()
 
 
-def test_what_a_resumed_run_writes_follows_its_checkpoint(tmp_path, caplog):
-    (folder := tmp_path / "run").mkdir()
-    path = folder / "log"
+def test_what_a_resumed_run_writes_follows_its_checkpoint(tmp_path):
+    path = tmp_path / "log"
     log = atomic.AppendLog(path)
     log.write("one")
     offset = log.offset()
     log.write("zwölf\n")
     for _ in range(2):
         log.close()
+
     log = atomic.AppendLog(path)
     log.truncate(offset)
     log.write("TWO")
+
     assert path.read_text() == "one\nTWO\n"
-    path.unlink()
+
+
+def test_a_log_that_is_removed_is_told_at_the_next_resume(tmp_path, caplog):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    log = atomic.AppendLog(folder / "log")
+    log.write("one")
+    (folder / "log").unlink()
     folder.rmdir()
+
     log.write("nobody reads it, and the run goes on")
+
     assert not caplog.records
+
     log.truncate(137)
-    assert "lost 92 bytes" in caplog.text
+    assert "lost 96 bytes" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -195,37 +236,57 @@ def test_what_a_resumed_run_writes_follows_its_checkpoint(tmp_path, caplog):
     ],
 )
 def test_any_text_can_be_written(tmp_path, text, content):
-    write_text(tmp_path / "a", text)
-    assert (tmp_path / "a").read_bytes() == content
-    log = AppendLog(tmp_path / "log")
+    file = tmp_path / "a"
+    write_text(file, text)
+    assert file.read_bytes() == content
+
+    path = tmp_path / "log"
+    log = AppendLog(path)
     log.write(text)
     log.close()
-    assert (tmp_path / "log").read_bytes() == content + b"\n"
+
+    assert path.read_bytes() == content + b"\n"
     assert encodable(text).encode()
 
 
-def test_a_log_holds_lines_with_their_level_and_is_opened_where_it_is(tmp_path):
-    (tmp_path / "victim").write_text("torn")
-    (tmp_path / "log").symlink_to(tmp_path / "victim")
+def test_a_log_is_opened_where_it_is_or_not_at_all(tmp_path):
+    victim = tmp_path / "victim"
+    victim.write_text("torn")
+    link = tmp_path / "log"
+    link.symlink_to(victim)
     known = list(logging._handlerList)
-    for place, reason in {"log": "symbolic links", "no/log": "no such file"}.items():
-        with pytest.raises(StorageError, match=reason):
-            atomic.LogFileHandler(tmp_path / place)
+
+    with pytest.raises(StorageError, match="symbolic links"):
+        atomic.LogFileHandler(link)
+    with pytest.raises(StorageError, match="no such file"):
+        atomic.LogFileHandler(tmp_path / "no" / "log")
     assert logging._handlerList == known  # at exit there is none to be closed
-    assert (tmp_path / "victim").read_text() == "torn"
-    handler = atomic.LogFileHandler(tmp_path / "train.log")
+    assert victim.read_text() == "torn"
+
+
+def test_a_log_holds_lines_with_their_level(tmp_path):
+    path = tmp_path / "train.log"
+    handler = atomic.LogFileHandler(path)
     logger = logging.getLogger("test.log_file")
     logger.addHandler(handler)
     logger.warning("grüße %d", 3)
     logger.removeHandler(handler)
     handler.close()
-    assert (tmp_path / "train.log").read_text(encoding="utf-8").endswith(" WARNING grüße 3\n")
+
+    text = path.read_text(encoding="utf-8")
+
+    assert text.endswith(" WARNING grüße 3\n")
 
 
-def test_an_item_longer_than_a_line_has_its_own_and_a_file_has_no_width():
-    assert wrap_items(["a", "b" * 20, "c", "d"], 10, ", ") == ["a", "b" * 20, "c, d"]
-    assert terminal_width(io.StringIO()) is None
-    assert terminal_size(io.StringIO()) == (80, 24)
+def test_an_item_longer_than_a_line_has_its_own():
+    long = "b" * 20
+    assert wrap_items(["a", long, "c", "d"], 10, ", ") == ["a", long, "c, d"]
+
+
+def test_a_file_has_no_width():
+    file = io.StringIO()
+    assert terminal_width(file) is None
+    assert terminal_size(file) == (80, 24)
 
 
 def test_a_table_with_room_has_one_line_a_row():
@@ -235,14 +296,27 @@ def test_a_table_with_room_has_one_line_a_row():
 @pytest.mark.parametrize("columns", [1, 4, 40])
 @pytest.mark.parametrize("width", [60, 80, 120, 200])
 def test_a_table_fits_and_no_cell_is_cut(columns, width):
+    value = "value" * 9
     names = [f"{'key' * 5}{i}" for i in range(columns)]
-    rows = [["job", "status", *names, "val/accuracy", "seconds"]]
-    rows += [[str(i), "finished", *["value" * 9] * columns, "0.1234", "10.1"] for i in range(2)]
+    values = [value] * columns
+    rows = [
+        ["job", "status", *names, "val/accuracy", "seconds"],
+        ["0", "finished", *values, "0.1234", "10.1"],
+        ["1", "finished", *values, "0.1234", "10.1"],
+    ]
+
     lines = format_table(rows, width, last=2)
-    assert max(map(len, lines)) <= width
-    firsts = [line.split() for line in lines if not line.startswith(" ")]
-    assert [words[0] for words in firsts] == ["job", "0", "1"]
-    assert all(words[-2:] == ["0.1234", "10.1"] for words in firsts[1:])
+
+    for line in lines:
+        assert len(line) <= width
+
+    header, first, second = [line.split() for line in lines if not line.startswith(" ")]
+    assert header[0] == "job"
+    assert first[0] == "0"
+    assert second[0] == "1"
+    assert first[-2:] == ["0.1234", "10.1"]
+    assert second[-2:] == ["0.1234", "10.1"]
+
     words = " ".join(lines).replace(",", " ").split()
-    assert words.count("value" * 9) == 2 * columns
+    assert words.count(value) == 2 * columns
     assert set(names) <= set(words)

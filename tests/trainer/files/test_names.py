@@ -41,6 +41,7 @@ def test_a_foreign_name_that_leads_out_is_refused(name: object, tmp_path: Path) 
     (folder / "out").symlink_to(tmp_path)
     (folder / "dangling").symlink_to(tmp_path / "missing")
     (folder / "round").symlink_to("out")
+
     with pytest.raises(ForeignNameError):
         path_below(folder, name)
 
@@ -61,4 +62,5 @@ def test_a_foreign_name_below_its_folder_is_its_path(name: str, tmp_path: Path) 
     (tmp_path / "folder").mkdir()
     linked.symlink_to("folder")
     (linked / "inside").symlink_to("a")
+
     assert path_below(linked, name) == linked / name

@@ -71,6 +71,7 @@ def test_a_rule_means(rule: dict[str, Any], expected: str) -> None:
     model = network()
     groups = members(model, {"chosen": rule})
     names = [name for name, _ in model.named_parameters()]
+
     assert groups["chosen"] == expected.split()
     assert groups["default"] == [name for name in names if name not in expected.split()]
 
@@ -90,6 +91,7 @@ def test_every_trainable_parameter_is_in_exactly_one_group_and_a_tied_one_has_tw
     rules = {"norm": {"module": "norm"}, "vectors": {"kind": "vector"}}
     groups = members(Tied(), rules)
     placed = [name for names in groups.values() for name in names]
+
     assert sorted(placed) == sorted(name for name, _ in Tied().named_parameters())
     assert groups["vectors"] == ["scale"]
     for rule in ({"match": "^head"}, {"kind": "embedding"}, {"module": "linear"}):
@@ -99,6 +101,7 @@ def test_every_trainable_parameter_is_in_exactly_one_group_and_a_tied_one_has_tw
 def test_frozen_rules_take_parameters_out_and_stop_their_gradients() -> None:
     model = network()
     made = built(model, {"body": {"except": {"match": "^4"}, "frozen": True}})
+
     assert [n for n, p in model.named_parameters() if p.requires_grad] == ["4.weight", "4.bias"]
     assert [made.names[p] for p in made.parameters()] == ["4.weight", "4.bias"]
     assert [(row.group, row.tensors) for row in made.table()] == [("default", 2), ("frozen", 6)]
@@ -115,6 +118,7 @@ def test_norms_of_others_and_biases_of_recurrent_and_attention_layers_are_known(
     model = nn.ModuleList([nn.LSTM(2, 2), nn.MultiheadAttention(2, 1), PixelNorm2d()])
     groups = members(model, {"norm": {"kind": "norm"}, "bias": {"kind": "bias"}})
     assert groups["norm"] == ["2.gain"]
+
     biases = ["0.bias_ih_l0", "0.bias_hh_l0", "1.in_proj_bias", "1.out_proj.bias"]
     assert groups["bias"] == biases
 
@@ -129,15 +133,18 @@ def test_learning_rate_decays_layer_by_layer() -> None:
         rule["layers"] = ["embed|token", r"blocks\.(\d+)\.", ".*"]
     model = ViT(num_classes=3, image_size=8, dim=12, depth=2, heads=2)
     made = built(model, rules, "AdamW", lr=0.8)
+
     assert list(made.learning_rates().items()) == [
         *((f"no_decay.{i}", lr) for i, lr in enumerate((0.1, 0.2, 0.4, 0.8))),
         *((f"weights.{i}", lr) for i, lr in enumerate((0.2, 0.4, 0.8, 1.6))),
     ]
+
     of = {made.names[p]: g.name for g in made.groups() for p in g.options["params"]}
     assert of["pos_embed"] == "weights.0"
     assert of["patch_embed.bias"] == "no_decay.0"
     assert of["blocks.1.attn.qkv.weight"] == "weights.2"
-    assert (of["norm.bias"], of["head.weight"]) == ("no_decay.3", "weights.3")
+    assert of["norm.bias"] == "no_decay.3"
+    assert of["head.weight"] == "weights.3"
 
 
 def test_layers_of_a_timm_model_are_its_own() -> None:
@@ -145,6 +152,7 @@ def test_layers_of_a_timm_model_are_its_own() -> None:
     model = timm.create_model("resnet10t", pretrained=False, num_classes=3)
     rule = {"match": ".*", "layer_decay": 0.5, "layers": [r"blocks\.(\d+)", ".*"]}
     rates = list(built(model, {"all": rule}, "AdamW", lr=1.0).learning_rates().values())
+
     assert len(rates) > 4
     assert rates == [0.5 ** (len(rates) - 1 - i) for i in range(len(rates))]
 
@@ -156,12 +164,18 @@ def test_overrides_are_absolute_or_a_share_of_the_optimizers() -> None:
     }
     made = built(network(), rules, "AdamW", weight_decay=0.2)
     norm, head, default = (group.options for group in made.groups())
-    assert (norm["lr"], norm["betas"], norm["weight_decay"]) == (0.7, (0.5, 0.6), 0.2)
-    assert (head["lr"], head["weight_decay"]) == (1.0, 0.1)
-    assert (default["lr"], default["weight_decay"]) == (0.1, 0.2)
+
+    assert norm["lr"] == 0.7
+    assert norm["betas"] == (0.5, 0.6)
+    assert norm["weight_decay"] == 0.2
+    assert head["lr"] == 1.0
+    assert head["weight_decay"] == 0.1
+    assert default["lr"] == 0.1
+    assert default["weight_decay"] == 0.2
 
 
-HEAD, ALL = {"match": "^4"}, {"match": ".*"}
+HEAD = {"match": "^4"}
+ALL = {"match": ".*"}
 DECAY: dict[str, Any] = {"layer_decay": 0.5}
 
 
@@ -210,8 +224,10 @@ DECAY: dict[str, Any] = {"layer_decay": 0.5}
 )
 def test_a_rule_that_makes_no_sense_is_refused(rules: Any, message: str) -> None:
     model = network()
+
     with pytest.raises(ConfigError) as caught:
         built(model, rules)
     assert message in str(caught.value)
     assert caught.value.exit_code == 2
-    assert all(p.requires_grad for p in model.parameters())
+    for p in model.parameters():
+        assert p.requires_grad

@@ -1,6 +1,5 @@
 """Optimizer state goes by name: it arrives where it belongs, to the bit, or not at all."""
 
-import functools
 from typing import Any
 
 import pytest
@@ -22,7 +21,7 @@ PAIR: dict[str, Any] = {
 
 def network(width: int = 4, dtype: torch.dtype = torch.float32, layers: int = 3) -> nn.Sequential:
     torch.manual_seed(0)
-    parts = (nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 4), nn.Linear(4, 4))
+    parts = [nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 4), nn.Linear(4, 4)]
     return nn.Sequential(*parts[:layers]).to(dtype)
 
 
@@ -33,12 +32,14 @@ def trained(node: dict[str, Any], model: nn.Module, updates: int = 2) -> Optimiz
 
 
 def train(optimizers: Optimizers, model: nn.Module, updates: int) -> None:
+    """Update with random gradients."""
     generator = torch.Generator().manual_seed(1)
 
     def closure() -> float:
-        for parameter in filter(lambda p: p.requires_grad, model.parameters()):
-            noise = torch.randn(parameter.shape, generator=generator)
-            parameter.grad = noise.to(parameter)
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                noise = torch.randn(parameter.shape, generator=generator)
+                parameter.grad = noise.to(parameter)
         return 1.0
 
     for _ in range(updates):
@@ -47,11 +48,16 @@ def train(optimizers: Optimizers, model: nn.Module, updates: int) -> None:
 
 
 def by_name(optimizers: Optimizers) -> dict[str, dict[str, Any]]:
-    return {
-        optimizers.names[p]: dict(values)
-        for _, optimizer in optimizers.items()
-        for p, values in optimizer.state.items()
-    }
+    """Return the state of each parameter."""
+    found = {}
+    for optimizer in optimizers.optimizers.values():
+        for parameter, values in optimizer.state.items():
+            found[optimizers.names[parameter]] = dict(values)
+    return found
+
+
+def saved_by(optimizers: Optimizers) -> Any:
+    return through_a_file(optimizers.state_dict())
 
 
 @pytest.mark.parametrize(
@@ -77,60 +83,94 @@ def test_a_run_goes_on_as_if_it_had_not_been_cut(node: dict[str, Any]) -> None:
     model = network()
     whole = trained(node, model)
     saved = whole.state_dict()
+
     assert differences(through_a_file(saved), saved) == []
+
     again = network()
     again.load_state_dict(model.state_dict())
     resumed = build_optimizers(again, node)
-    assert resumed.load_state_dict(saved) == []  # which shares nothing with the first run
+    remarks = resumed.load_state_dict(saved)  # which shares nothing with the first run
+
+    assert remarks == []
+
     train(whole, model, 3)
     train(resumed, again, 3)
     assert differences(by_name(resumed), by_name(whole)) == []
     assert differences(again.state_dict(), model.state_dict()) == []
 
 
-def test_reordered_groups_and_parameters_of_one_shape_get_their_own_state() -> None:
+def test_reordered_groups_get_their_own_state() -> None:
     """torch itself goes by position, and would swap these in silence."""
     saved = trained({**ADAM, "param_groups": RULES}, network())
     turned = {name: RULES[name] for name in reversed(RULES)}
     other = build_optimizers(network(), {**ADAM, "param_groups": turned})
-    assert [g.name for g in other.groups()] == ["last", "first"]
-    other.load_state_dict(through_a_file(saved.state_dict()))
+
+    assert [group.name for group in other.groups()] == ["last", "first"]
+
+    other.load_state_dict(saved_by(saved))
     assert differences(by_name(other), by_name(saved)) == []
+
+
+def test_reordered_parameters_of_one_shape_get_their_own_state() -> None:
     model = network()
     saved = trained(SGD, model)
-    backwards = torch.optim.SGD(reversed(list(model.parameters())), lr=0.1, momentum=0.9)
-    other = Optimizers.wrap(backwards, model)
-    other.load_state_dict(through_a_file(saved.state_dict()))
+    backwards = list(reversed(list(model.parameters())))
+    other = Optimizers.wrap(torch.optim.SGD(backwards, lr=0.1, momentum=0.9), model)
+    other.load_state_dict(saved_by(saved))
+
     assert differences(by_name(other), by_name(saved)) == []
 
 
-def test_what_is_frozen_later_loses_its_state_and_what_is_released_begins_afresh() -> None:
-    rules = {**SGD, "param_groups": RULES}
-    frozen = {**SGD, "param_groups": {**RULES, "first": {"match": "^0", "frozen": True}}}
-    for before, after, remark in (
-        (rules, frozen, "frozen since the checkpoint, their state is dropped"),
-        (frozen, rules, "unfrozen since the checkpoint, they begin without state"),
-    ):
-        saved, other = trained(before, network()), build_optimizers(network(), after)
-        remarks = other.load_state_dict(through_a_file(saved.state_dict()))
-        assert remarks == [f"{remark}: 0.weight, 0.bias"]
-        kept = {name: state for name, state in by_name(saved).items() if name.startswith("2")}
-        assert differences(by_name(other), kept) == []
+TRAINED = {**SGD, "param_groups": RULES}
+FROZEN = {**SGD, "param_groups": {**RULES, "first": {"match": "^0", "frozen": True}}}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "remark"),
+    [
+        pytest.param(
+            TRAINED, FROZEN, "frozen since the checkpoint, their state is dropped", id="frozen"
+        ),
+        pytest.param(
+            FROZEN,
+            TRAINED,
+            "unfrozen since the checkpoint, they begin without state",
+            id="released",
+        ),
+    ],
+)
+def test_what_is_frozen_later_loses_its_state_and_what_is_released_begins_afresh(
+    before: dict[str, Any], after: dict[str, Any], remark: str
+) -> None:
+    saved = trained(before, network())
+    other = build_optimizers(network(), after)
+    remarks = other.load_state_dict(saved_by(saved))
+    kept = {name: state for name, state in by_name(saved).items() if name.startswith("2")}
+
+    assert remarks == [f"{remark}: 0.weight, 0.bias"]
+    assert differences(by_name(other), kept) == []
 
 
 def test_hyper_parameters_come_back_or_are_left_as_configured() -> None:
     saved = trained({**ADAM, "param_groups": RULES}, network())
-    saved.groups()[0].options["lr"] = 0.5
-    saved.groups()[1].options["betas"] = (0.1, 0.2)
-    state = through_a_file(saved.state_dict())
+    first, last = saved.groups()
+    first.options["lr"] = 0.5
+    last.options["betas"] = (0.1, 0.2)
+    state = saved_by(saved)
+
     exact = build_optimizers(network(), {**ADAM, "param_groups": RULES})
     exact.load_state_dict(state)
+    _, last = exact.groups()
+
     assert exact.learning_rates() == {"first": 0.5, "last": 0.1}
-    assert exact.groups()[1].options["betas"] == (0.1, 0.2)
+    assert last.options["betas"] == (0.1, 0.2)
+
     new = build_optimizers(network(), {**ADAM, "lr": 0.3, "param_groups": RULES})
     new.load_state_dict(state, hyper_parameters=False)
+    _, last = new.groups()
+
     assert new.learning_rates() == {"first": 0.3, "last": 0.3}
-    assert new.groups()[1].options["betas"] == (0.9, 0.999)
+    assert last.options["betas"] == (0.9, 0.999)
     assert differences(by_name(new), by_name(saved)) == []
 
 
@@ -147,23 +187,35 @@ def test_formats_and_the_choice_of_a_kernel(before: torch.dtype, after: torch.dt
     for state in saved.optimizers["optimizer"].state.values():
         state["exp_avg"] = state["exp_avg"].float() + 1e-4
     other = build_optimizers(network(dtype=after), ADAM)
-    other.load_state_dict(through_a_file(saved.state_dict()))
-    assert before != after or differences(by_name(other), by_name(saved)) == []
+    other.load_state_dict(saved_by(saved))
+
     found = by_name(other)["0.weight"]
-    kept = torch.float32 if before == after else after
-    assert (found["exp_avg"].dtype, found["step"].dtype) == (kept, torch.float32)
-    assert other.groups()[0].options["fused"] is None  # a matter of the machine
+    if before == after:
+        assert differences(by_name(other), by_name(saved)) == []
+        assert found["exp_avg"].dtype == torch.float32
+    else:
+        assert found["exp_avg"].dtype == after
+
+    assert found["step"].dtype == torch.float32
+
+    (group,) = other.groups()
+    assert group.options["fused"] is None  # a matter of the machine
+
     train(other, network(dtype=after), 1)
 
 
 def test_lbfgs_state_is_one_vector_in_order() -> None:
-    saved, model = trained(LBFGS, network()), network()
-    turned = torch.optim.LBFGS(reversed(list(model.parameters())))
+    saved = trained(LBFGS, network())
+    model = network()
+    backwards = list(reversed(list(model.parameters())))
+    other = Optimizers.wrap(torch.optim.LBFGS(backwards), model)
+
     with pytest.raises(CheckpointError, match="are in another order"):
-        Optimizers.wrap(turned, model).load_state_dict(saved.state_dict())
+        other.load_state_dict(saved.state_dict())
 
 
-ADAM_GROUP, GROUP = r"group 'default' of 'optimizer' \(torch.optim.adam.Adam\)", "group 'default'"
+ADAM_GROUP = r"group 'default' of 'optimizer' \(torch.optim.adam.Adam\)"
+GROUP = "group 'default'"
 
 
 @pytest.mark.parametrize(
@@ -185,9 +237,10 @@ ADAM_GROUP, GROUP = r"group 'default' of 'optimizer' \(torch.optim.adam.Adam\)",
 def test_another_arrangement_is_refused(
     saved: dict[str, Any], here: dict[str, Any], models: dict[str, int], message: str
 ) -> None:
-    state = through_a_file(trained(saved, network()).state_dict())
+    state = saved_by(trained(saved, network()))
     other = trained(here, network(**models))
-    before = through_a_file(other.state_dict())
+    before = saved_by(other)
+
     with pytest.raises(CheckpointError, match=message) as caught:
         other.load_state_dict(state)
     assert "\n" not in str(caught.value)
@@ -204,12 +257,18 @@ MISSING = [["groups"], ["type"], ["state"], ["groups", "default", "hyper_paramet
 )
 def test_a_malformed_state_is_refused(path: list[str]) -> None:
     optimizers = trained(SGD, network())
-    state = through_a_file(optimizers.state_dict())
     before = repr(optimizers.state_dict())
-    del functools.reduce(dict.__getitem__, path[:-1], state)[path[-1]]
-    for broken in (state, state | {"optimizers": [1]}):
-        with pytest.raises(CheckpointError, match="malformed"):
-            optimizers.load_state_dict(broken)
+    state = saved_by(optimizers)
+    *keys, last = path
+    part = state
+    for key in keys:
+        part = part[key]
+    del part[last]
+
+    with pytest.raises(CheckpointError, match="malformed"):
+        optimizers.load_state_dict(state)
+    with pytest.raises(CheckpointError, match="malformed"):
+        optimizers.load_state_dict({**state, "optimizers": [1]})
     assert repr(optimizers.state_dict()) == before
 
 

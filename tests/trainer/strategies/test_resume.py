@@ -3,6 +3,7 @@
 import copy
 from collections import Counter
 from functools import partial
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -13,7 +14,9 @@ from regimen.trainer.strategies.strategy import Strategy
 from regimen.trainer.tasks.classification import Classification
 from toys import Log, StopAt, differences, through_a_file
 
-STOP, UPDATES = 5, 9  # of 4 updates an epoch
+# An epoch has 4 updates.
+STOP = 5
+UPDATES = 9
 
 
 class Points(toys.Samples):
@@ -30,16 +33,19 @@ class Points(toys.Samples):
 
 
 def make_trainer(strategy, stop=None, dtype="fp32", dropout=0.3):
+    """Return a trainer of a network with dropout and BatchNorm, or without both."""
     torch.manual_seed(0)
-    layers = [nn.Linear(20, 64), nn.ReLU(), nn.BatchNorm1d(64), nn.Dropout(dropout)]
-    if not dropout:
-        del layers[2:]
+    layers = [nn.Linear(20, 64), nn.ReLU()]
+    if dropout:
+        layers += [nn.BatchNorm1d(64), nn.Dropout(dropout)]
     model = nn.Sequential(*layers, nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 3))
+    if dtype == "fp64":
+        model = model.double()
     torch.manual_seed(strategy.group.rank)
     return toys.trainer_of(
         Classification(3),
         toys.loader(Points(), batch=12, strategy=strategy),
-        model=model.double() if dtype == "fp64" else model,
+        model=model,
         strategy=strategy,
         precision=dtype,
         callbacks={"log": Log(), "stop": StopAt(stop)},
@@ -51,8 +57,13 @@ def make_trainer(strategy, stop=None, dtype="fp32", dropout=0.3):
 
 def outcome(trainer):
     """Return every bit that must be as in a run that was not interrupted."""
-    parts = trainer.model.state_dict(), trainer.optimizers.state_dict(), torch.get_rng_state()
-    return copy.deepcopy([*parts, trainer.callbacks["log"].lines])
+    parts = [
+        trainer.model.state_dict(),
+        trainer.optimizers.state_dict(),
+        torch.get_rng_state(),
+        trainer.callbacks["log"].lines,
+    ]
+    return copy.deepcopy(parts)
 
 
 def interrupted(strategy, warm_up=True):
@@ -79,21 +90,33 @@ in_group = partial(toys.in_group, bucket_cap_mb=0.004)
     ("world_size", "options"), [(2, {"broadcast_buffers": False}), (3, {}), (4, {})]
 )
 def test_a_resume_is_exact(ranks, world_size, options):
-    assert ranks(world_size, in_group(interrupted, **options)) == [[]] * world_size
+    for differing in ranks(world_size, in_group(interrupted, **options)):
+        assert differing == []
 
 
 def test_without_a_warm_up_processes_differ(ranks):
-    assert all(ranks(3, in_group(partial(interrupted, warm_up=False))))
+    for differing in ranks(3, in_group(partial(interrupted, warm_up=False))):
+        assert differing != []
+
+
+class Part(NamedTuple):
+    """A part of a run in float64."""
+
+    seen: list[int]  # the samples in the order of the updates
+    weights: list[torch.Tensor]
+    checkpoint: dict[str, Any]
+    notes: list[str]  # of the resume
 
 
 def part(strategy, content=None, stop=None):
-    """Train a part of a run in float64; return samples by update, weights and a checkpoint."""
+    """Train a part of a run, on from a checkpoint if one is given."""
     trainer = make_trainer(strategy, stop, "fp64", dropout=0)
     notes = trainer.load_state_dict(content) if content else []
-    trainer.train_loader.dataset.seen.clear()  # of the warm-up
+    seen = trainer.train_loader.dataset.seen
+    seen.clear()  # of the warm-up
     trainer.fit()
     weights = [p.detach().clone() for p in trainer.model.parameters()]
-    return trainer.train_loader.dataset.seen, weights, through_a_file(trainer.state_dict()), notes
+    return Part(seen, weights, through_a_file(trainer.state_dict()), notes)
 
 
 @pytest.fixture(scope="module")
@@ -104,12 +127,17 @@ def whole():
 @pytest.mark.parametrize("after", [1, 3, 4])
 def test_another_number_of_processes_goes_on(ranks, whole, after):
     first = ranks(2, in_group(lambda strategy: part(strategy, stop=STOP)))
-    content = first[0][2]
+    content = first[0].checkpoint
     second = ranks(after, in_group(lambda strategy: part(strategy, content)))
-    assert any("saved by 2 processes" in note for note in second[0][3])
+
+    notes = second[0].notes
+
+    assert any("saved by 2 processes" in note for note in notes)
+
     # Every sample of every update, and none twice: a rank without one (of 10 samples) borrows.
-    seen = Counter(index for parts in (first, second) for rank in parts for index in rank[0])
-    assert seen == Counter(whole[0])
-    for _, weights, _, _ in second:
-        for value, expected in zip(weights, whole[1], strict=True):
-            torch.testing.assert_close(value, expected, rtol=0, atol=1e-10)
+    seen = Counter()
+    for process in (*first, *second):
+        seen.update(process.seen)
+    assert seen == Counter(whole.seen)
+    for process in second:
+        torch.testing.assert_close(process.weights, whole.weights, rtol=0, atol=1e-10)

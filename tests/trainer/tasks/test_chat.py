@@ -23,7 +23,8 @@ class Reader(nn.Module):
         self.head = nn.Linear(6, 12)
 
     def forward(self, input_ids, position_ids):
-        return self.head(torch.tanh(self.embed(input_ids) + self.places(position_ids)))
+        hidden = self.embed(input_ids) + self.places(position_ids)
+        return self.head(torch.tanh(hidden))
 
 
 class Rows(torch.utils.data.Dataset):
@@ -44,34 +45,41 @@ class Rows(torch.utils.data.Dataset):
 
 
 def batch_of(rows, indices=None):
-    samples = [rows[i] for i in (range(len(rows)) if indices is None else indices)]
-    return {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
+    """Return the rows, or those of the indices, as one batch."""
+    if indices is None:
+        indices = range(len(rows))
+    return torch.utils.data.default_collate([rows[i] for i in indices])
 
 
 def by_hand(model, batch):
     """Return the sum of the losses of the learnt tokens, their number, and the right ones."""
-    logits = model(batch["input_ids"], batch["position_ids"])
-    total, count, correct = 0.0, 0, 0
-    for row, labels in zip(logits, batch["labels"], strict=True):
-        for place in range(LENGTH - 1):
-            label = labels[place + 1]
-            if label != -100:
-                total = total - F.log_softmax(row[place], 0)[label]
-                count += 1
-                correct += int(row[place].argmax() == label)
+    all_logits = model(batch["input_ids"], batch["position_ids"])
+    total = 0.0
+    count = 0
+    correct = 0
+    for row, labels in zip(all_logits, batch["labels"], strict=True):
+        for logits, label in zip(row[:-1], labels[1:], strict=True):  # of the next token
+            if label == -100:
+                continue
+            total = total + F.cross_entropy(logits, label)
+            count += 1
+            if logits.argmax() == label:
+                correct += 1
     return total, count, correct
 
 
 def trained_by_hand(epochs=2):
     """Train with a loop as anyone would write it, on whole batches."""
     rows = Rows()
+    numbers = torch.arange(len(rows))
+    order = toys.Samples(numbers, numbers)
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    order = toys.Samples(torch.arange(len(rows)), torch.arange(len(rows)))
     for indices, _ in toys.whole_batches(order, epochs):
         total, count, _ = by_hand(model, batch_of(rows, indices.tolist()))
+        loss = total / count
         optimizer.zero_grad()
-        (total / count).backward()
+        loss.backward()
         optimizer.step()
     return model
 
@@ -86,23 +94,29 @@ def test_an_update_is_the_mean_over_its_learnt_tokens(steps):
     val = loader(Rows(), batch=5, shuffled=False)
     trainer = toys.trainer_of(Chat(), loader(Rows(), steps), model=network(), val=val)
     trainer.fit()
+
     assert_equal(trainer.model, trained_by_hand())
+
     with torch.no_grad():
         total, count, correct = by_hand(trainer.model, batch_of(Rows()))
+    loss = total / count
     found = trainer.evaluate()
-    assert found["val/loss"] == pytest.approx(float(total / count), rel=1e-12)
+
+    assert found["val/loss"] == pytest.approx(loss.item(), rel=1e-12)
     assert found["val/token_accuracy"] == correct / count
-    assert found["val/perplexity"] == pytest.approx(float((total / count).exp()), rel=1e-12)
+    assert found["val/perplexity"] == pytest.approx(loss.exp().item(), rel=1e-12)
 
 
 def test_a_batch_or_an_answer_of_another_form_is_refused():
+    task = Chat()
     batch = batch_of(Rows(4))
+
     with pytest.raises(SampleError, match="takes a dict with input_ids and labels"):
-        Chat().training_step(network(), (batch["input_ids"], batch["labels"]))
+        task.training_step(network(), (batch["input_ids"], batch["labels"]))
     with pytest.raises(SampleError, match="a batch has no labels"):
-        Chat().training_step(network(), {"input_ids": batch["input_ids"]})
+        task.training_step(network(), {"input_ids": batch["input_ids"]})
     with pytest.raises(ModelError, match=r"where task=chat takes logits \[n, length"):
-        Chat().training_step(lambda **inputs: torch.zeros(4, 8), batch)
+        task.training_step(lambda **inputs: torch.zeros(4, 8), batch)
 
 
 def test_a_collator_of_transformers_makes_batches_for_it():
@@ -112,25 +126,33 @@ def test_a_collator_of_transformers_makes_batches_for_it():
     tokenizer = make_tokenizer()
     tokenizer.pad_token = tokenizer.eos_token
     collate = transformers.DataCollatorForSeq2Seq(tokenizer, return_tensors="pt")
-    rows = [{"input_ids": [5, 6, 7, 8][:n], "labels": [-100, 6, 7, 8][:n]} for n in (4, 2, 3)]
-    model = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            vocab_size=512,
-            hidden_size=16,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            intermediate_size=16,
-        )
-    ).double()
+    rows = [
+        {"input_ids": [5, 6, 7, 8], "labels": [-100, 6, 7, 8]},
+        {"input_ids": [5, 6], "labels": [-100, 6]},
+        {"input_ids": [5, 6, 7], "labels": [-100, 6, 7]},
+    ]
+    config = transformers.LlamaConfig(
+        vocab_size=512,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=16,
+    )
+    model = transformers.LlamaForCausalLM(config).double()
     task = Chat()
-    batch = collate(rows)
-    losses = []
+
+    total = 0.0
     for row in rows:
-        logits = model(input_ids=torch.tensor([row["input_ids"]])).logits[0, :-1]
+        tokens = torch.tensor([row["input_ids"]])
+        logits = model(input_ids=tokens).logits[0, :-1]
         labels = torch.tensor(row["labels"][1:])
-        losses.append(F.cross_entropy(logits, labels, reduction="sum"))
-    expected = sum(losses) / 6
-    assert int(task.counts(dict(batch))[""]) == 6
+        total = total + F.cross_entropy(logits, labels, reduction="sum")
+    expected = total / 6  # learnt tokens
+
+    batch = dict(collate(rows))
     found = task.training_step(model, dict(batch)).loss[""]
+    answers = task.prediction_step(model, dict(batch))
+
+    assert int(task.counts(batch)[""]) == 6
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
-    assert task.prediction_step(model, dict(batch)).shape == (3, 4, 512)
+    assert answers.shape == (3, 4, 512)

@@ -15,9 +15,13 @@ from regimen.trainer.tasks.gan import GAN
 from regimen.trainer.trainer import Trainer
 from toys import Samples, assert_equal, distance, in_group, loader
 
-SAMPLES, LATENT = 21, 5
+SAMPLES = 21
+LATENT = 5
 SGD = {"_target_": "torch.optim.SGD", "lr": 0.01}
-PARTS = {p: {**SGD, "params": {"match": f"^{p}"}} for p in ("generator", "discriminator")}
+PARTS = {
+    "generator": {**SGD, "params": {"match": "^generator"}},
+    "discriminator": {**SGD, "params": {"match": "^discriminator"}},
+}
 
 
 def network():
@@ -29,9 +33,25 @@ def network():
 def image_loader(steps=1, strategy=None):
     """Load images in [-1, 1] with noise."""
     generator = torch.Generator().manual_seed(7)
-    x = torch.rand(SAMPLES, 1, 8, 8, generator=generator, dtype=torch.float64) * 2 - 1
-    data = WithNoise(Samples(x, torch.zeros(SAMPLES)), LATENT)
-    return loader(data, steps, strategy=strategy)
+    shares = torch.rand(SAMPLES, 1, 8, 8, generator=generator, dtype=torch.float64)
+    images = Samples(shares * 2 - 1, torch.zeros(SAMPLES))
+    return loader(WithNoise(images, LATENT), steps, strategy=strategy)
+
+
+def discriminator_loss(model, images, noise, r1):
+    """Return the loss of the discriminator, with a penalty on its slope at true images."""
+    images = images.requires_grad_()
+    of_true = model.discriminator(images)
+    made = model.generator(noise).detach()
+    of_made = model.discriminator(made)
+    (slope,) = torch.autograd.grad(of_true.sum(), images, create_graph=True)
+    penalty = slope.square().sum((1, 2, 3)).mean()
+    return softplus(-of_true).mean() + softplus(of_made).mean() + r1 / 2 * penalty
+
+
+def generator_loss(model, noise):
+    of_made = model.discriminator(model.generator(noise))
+    return softplus(-of_made).mean()
 
 
 def by_hand(r1, epochs=2):
@@ -43,25 +63,24 @@ def by_hand(r1, epochs=2):
             images, noise = micro_batch.batch
             noise = noise.double()
             discriminator.zero_grad()
-            images = images.requires_grad_()
-            said = model.discriminator(images)
-            loss = softplus(-said).mean()
-            loss = loss + softplus(model.discriminator(model.generator(noise).detach())).mean()
-            (slope,) = torch.autograd.grad(said.sum(), images, create_graph=True)
-            (loss + r1 / 2 * slope.square().sum((1, 2, 3)).mean()).backward()
+            discriminator_loss(model, images, noise, r1).backward()
             discriminator.step()
             generator.zero_grad()
-            softplus(-model.discriminator(model.generator(noise))).mean().backward()
+            generator_loss(model, noise).backward()
             generator.step()
     return model
 
 
 def trainer_of(steps=1, r1=0.0, strategy=None):
     model = network()
-    more = {"model": model, "make": lambda _: build_optimizers(model, {"optimizers": PARTS})}
-    val = None if strategy else image_loader()
+
+    def make(parameters):
+        return build_optimizers(model, {"optimizers": PARTS})
+
     data = image_loader(steps, strategy)
-    return toys.trainer_of(GAN(r1=r1), data, val=val, strategy=strategy, **more)
+    val = None if strategy else image_loader()
+    task = GAN(r1=r1)
+    return toys.trainer_of(task, data, model=model, make=make, val=val, strategy=strategy)
 
 
 @pytest.mark.parametrize("r1", [pytest.param(0.0, id="plain"), pytest.param(2.0, id="r1")])
@@ -73,9 +92,10 @@ def test_training_is_the_same_as_by_hand_by_any_number_of_processes(ranks, r1):
 
     wanted = by_hand(r1)
     for steps in (1, 3):
-        in_two = ranks(2, in_group(partial(train, steps=steps)))
-        for model in (train(None, steps), *in_two):
-            assert_equal(model, wanted, 1e-11)
+        first, second = ranks(2, in_group(partial(train, steps=steps)))
+        assert_equal(train(None, steps), wanted, 1e-11)
+        assert_equal(first, wanted, 1e-11)
+        assert_equal(second, wanted, 1e-11)
 
 
 def test_the_penalty_matters():
@@ -86,24 +106,30 @@ def test_the_penalty_matters():
 def test_the_metrics_named_are_those_that_come():
     trainer = trainer_of()
     trainer.fit()
-    named = {f"val/{name}" for name in trainer.task.metric_names()}
-    assert named == {name for name in trainer.metrics if name.startswith("val/")}
-    parts = trainer.metrics["val/loss_discriminator"] + trainer.metrics["val/loss_generator"]
-    assert trainer.metrics["val/loss"] == pytest.approx(parts)
-    assert {"train/loss_generator", "train/grad_norm_discriminator"} <= trainer.metrics.keys()
+
+    metrics = trainer.metrics
+    of_validation = {name for name in metrics if name.startswith("val/")}
+    parts = metrics["val/loss_discriminator"] + metrics["val/loss_generator"]
+
+    assert of_validation == {f"val/{name}" for name in trainer.task.metric_names()}
+    assert metrics["val/loss"] == pytest.approx(parts)
+    assert {"train/loss_generator", "train/grad_norm_discriminator"} <= metrics.keys()
 
 
 def test_an_evaluation_needs_no_optimizers_and_a_training_one_for_each_turn():
-    model, trained = network(), trainer_of()
+    model = network()
+    trained = trainer_of()
     plain = torch.optim.SGD(model.parameters(), lr=0.0)
     trainer = Trainer(model, GAN(), plain, image_loader(), precision="fp64")
     wanted = trained.evaluate(image_loader(), "test")
+
     assert trainer.evaluate(image_loader(), "test") == wanted
     with pytest.raises(ModelError, match=r"but those of task\.turns discriminator, generator"):
         trainer.fit()
 
 
 def test_images_of_another_size_are_refused():
-    batch = (torch.zeros(2, 1, 16, 16).double(), torch.zeros(2, LATENT).double())
+    images = torch.zeros(2, 1, 16, 16).double()
+    noise = torch.zeros(2, LATENT).double()
     with pytest.raises(ModelError, match=r"model\.image_size"):
-        GAN().turn_step(network(), batch, "discriminator")
+        GAN().turn_step(network(), (images, noise), "discriminator")

@@ -60,7 +60,8 @@ class Restless(nn.Module):
         if self.training:
             self.seen += 1
             self.mean = 0.9 * self.mean + 0.1 * x.mean(0)
-        logits: Tensor = self.layer((x - self.mean) * self.mask / (1 + 0.1 * self.seen))
+        scale = self.mask / (1 + 0.1 * self.seen)
+        logits: Tensor = self.layer((x - self.mean) * scale)
         return logits
 
 
@@ -72,17 +73,37 @@ def trainer_of(
     network=linear, centred=False, steps=1, strategy=None, node=SGD, max_steps=6, **callbacks
 ):
     torch.manual_seed(3)
-    model, task = network().double(), Classification(CLASSES, Scaled(centred))
-    more = {"max_epochs": None, "max_steps": max_steps, "log_every_n_steps": 1}
-    more |= {"model": model, "strategy": strategy or Strategy("cpu"), "callbacks": callbacks}
-    more["make"] = lambda _: build_optimizers(model, node, others=named_modules(task))
-    return toys.trainer_of(task, SAMPLES, steps, **more)
+    model = network().double()
+    task = Classification(CLASSES, Scaled(centred))
+
+    def make(parameters):
+        return build_optimizers(model, node, others=named_modules(task))
+
+    return toys.trainer_of(
+        task,
+        SAMPLES,
+        steps,
+        model=model,
+        make=make,
+        strategy=strategy or Strategy("cpu"),
+        callbacks=callbacks,
+        max_epochs=None,
+        max_steps=max_steps,
+        log_every_n_steps=1,
+    )
+
+
+def loss_of(trainer):
+    return trainer.task.own_modules()["loss"]
 
 
 def weights(trainer):
-    loss = trainer.task.own_modules()["loss"]
-    named = {**trainer.model.state_dict(), **loss.state_dict()}
-    named |= dict(trainer.model.named_buffers())
+    """Return the values of model and loss, with the buffers that no state dict has."""
+    named = {
+        **trainer.model.state_dict(),
+        **loss_of(trainer).state_dict(),
+        **dict(trainer.model.named_buffers()),
+    }
     return {name: value.detach().clone() for name, value in named.items()}
 
 
@@ -97,51 +118,78 @@ def test_parameters_of_a_loss_are_trained_by_any_number_of_processes(ranks, step
     def train(strategy):
         trainer = trainer_of(steps=steps, strategy=strategy)
         trainer.fit()
-        (*_, last) = trainer.optimizers.parameters()
+        *_, last = trainer.optimizers.parameters()
         assert trainer.optimizers.names[last] == "task.loss.scale"
         return weights(trainer)
 
     torch.manual_seed(3)
-    model, loss = nn.Linear(5, CLASSES).double(), Scaled()
-    optimizer = torch.optim.SGD([*model.parameters(), *loss.parameters()], lr=0.5, momentum=0.9)
+    model = nn.Linear(5, CLASSES).double()
+    loss = Scaled()
+    parameters = [*model.parameters(), *loss.parameters()]
+    optimizer = torch.optim.SGD(parameters, lr=0.5, momentum=0.9)
     for x, y in whole_batches(SAMPLES):
         optimizer.zero_grad()
-        loss(model(x), y).backward()
+        value = loss(model(x), y)
+        value.backward()
         optimizer.step()
-    for found in (train(None), *ranks(2, in_group(train))):
-        assert_same(found, {**model.state_dict(), **loss.state_dict()}, 1e-12)
+
+    expected = {**model.state_dict(), **loss.state_dict()}
+    first, second = ranks(2, in_group(train))
+
+    assert_same(train(None), expected, 1e-12)
+    assert_same(first, expected, 1e-12)
+    assert_same(second, expected, 1e-12)
 
 
 def test_rules_know_them():
-    groups = {"task": {"match": r"^task\.loss", "lr": 0.01}}
-    node = {"_target_": "torch.optim.SGD", "lr": 0.5, "param_groups": groups}
-    rates = trainer_of(node=node).optimizers.learning_rates()
-    assert rates == {"task": 0.01, "default": 0.5}
-    groups["task"] = {"match": r"^task\.", "frozen": True}
-    assert list(trainer_of(node=node).optimizers.frozen) == ["task.loss.scale"]
+    def optimizers_with(rule):
+        node = {"_target_": "torch.optim.SGD", "lr": 0.5, "param_groups": {"task": rule}}
+        return trainer_of(node=node).optimizers
+
+    faster = optimizers_with({"match": r"^task\.loss", "lr": 0.01})
+    assert faster.learning_rates() == {"task": 0.01, "default": 0.5}
+
+    frozen = optimizers_with({"match": r"^task\.", "frozen": True})
+    assert list(frozen.frozen) == ["task.loss.scale"]
 
 
-def test_an_optimizer_without_them_is_refused_and_shards_beside_them():
-    model, node = nn.Linear(5, CLASSES).double(), {"_target_": "torch.optim.SGD", "lr": 0.5}
-    task, data = Classification(CLASSES, Scaled()), [SAMPLES[0]]
-    for optimizer in (torch.optim.SGD(model.parameters()), build_optimizers(model, node)):
+def test_an_optimizer_without_them_is_refused():
+    model = nn.Linear(5, CLASSES).double()
+    task = Classification(CLASSES, Scaled())
+    data = [SAMPLES[0]]
+    plain = torch.optim.SGD(model.parameters())
+    built = build_optimizers(model, {"_target_": "torch.optim.SGD", "lr": 0.5})
+
+    for optimizer in (plain, built):
         with pytest.raises(ConfigError, match=r"no optimizer has task\.loss\.scale"):
             Trainer(model, task, optimizer, data)
+
+
+def test_shards_beside_them_are_refused():
+    task = Classification(CLASSES, Scaled())
+    strategy = FSDP(accelerator="cpu")
     with pytest.raises(ModelError, match=r"trains task\.loss\.scale; use strategy=ddp"):
-        FSDP(accelerator="cpu").check(named_modules(task))
+        strategy.check(named_modules(task))
 
 
 @pytest.mark.parametrize("network", [Restless, linear])
 def test_a_resume_is_exact_and_weights_alone_bring_the_task_along(network):
-    whole, begun = trainer_of(network, True), trainer_of(network, True, max_steps=4)
+    whole = trainer_of(network, centred=True)
+    begun = trainer_of(network, centred=True, max_steps=4)
     whole.fit()
     begun.fit()
     payload = copy.deepcopy(begun.state_dict())
+
     assert "mask" not in str(payload["state"]["unsaved"])  # a constant
-    resumed, fresh = trainer_of(network, True), trainer_of(network, True)
-    assert resumed.load_state_dict(payload) == []
+
+    resumed = trainer_of(network, centred=True)
+    remarks = resumed.load_state_dict(payload)
     resumed.fit()
+
+    assert remarks == []
     assert_same(weights(resumed), weights(whole))
+
+    fresh = trainer_of(network, centred=True)
     snapshot.load_weights(fresh.components, copy.deepcopy(whole.state_dict()))
     assert_same(weights(fresh), weights(whole))
 
@@ -149,31 +197,39 @@ def test_a_resume_is_exact_and_weights_alone_bring_the_task_along(network):
 def test_an_evaluation_moves_no_centre():
     trainer = trainer_of(centred=True)
     trainer.evaluate(trainer.train_loader, "val")
-    loss = trainer.task.own_modules()["loss"]
+    loss = loss_of(trainer)
+
     assert loss.training
     assert not loss.centre.any()
 
 
 def test_assigned_buffers_are_put_back_and_averaged():
-    trainer = trainer_of(Restless, True, ema=EMA(decay=0.5, warmup=False))
+    ema = EMA(decay=0.5, warmup=False)
+    trainer = trainer_of(Restless, centred=True, ema=ema)
     first = trainer.model.mean
     trainer.fit()
+
     assert trainer.model.mean is first
-    average, mean = torch.zeros(5).double(), torch.zeros(5).double()
+
+    average = torch.zeros(5).double()
+    mean = torch.zeros(5).double()
     for x, _ in whole_batches(SAMPLES):
         mean = 0.9 * mean + 0.1 * x.mean(0)
         average = 0.5 * average + 0.5 * mean
-    averaged = trainer.callbacks["ema"].state_dict()["model"]["mean"]
+    averaged = ema.state_dict()["model"]["mean"]
+
     torch.testing.assert_close(averaged, average, rtol=0, atol=1e-12)
 
 
 def test_a_refused_update_moves_no_assigned_buffer():
-    trainer = trainer_of(Restless, True)
+    trainer = trainer_of(Restless, centred=True)
     trainer.options.on_nonfinite = "skip"
     before = weights(trainer)
     bad, *_ = trainer.train_loader.epoch(0)
-    bad.batch[0][0] = float("nan")
+    inputs, _ = bad.batch
+    inputs[0] = torch.nan
     trainer.update([bad])
+
     assert trainer.state.skipped_updates == 1
     assert_same(weights(trainer), before)
 
@@ -187,5 +243,6 @@ def test_what_cannot_be_saved_is_named_once(caplog):
         trainer.model.calls += 1
         trainer.state_dict()
     told = [r.message for r in caplog.records if "checkpoints lack it" in r.message]
+
     assert len(told) == 1
     assert told[0].startswith("calls changes in training")
