@@ -13,16 +13,19 @@ from regimen.trainer.state import TrainState
 from regimen.trainer.task import Task
 from regimen.trainer.tasks.gan import GAN
 
-NAN, INF = math.nan, math.inf
+NAN = math.nan
+INF = math.inf
 
 
 @pytest.mark.parametrize("callback", [Checkpoint(), EarlyStopping(patience=1)])
 def test_unknown_direction_is_asked_for_where_values_are_compared(make_trainer, tmp_path, callback):
     with pytest.raises(CallbackError, match="choose min, max or auto"):
         Monitor("val/loss", "smallest")
+
     EarlyStopping("val/wobble").check_task(Task(), ["val"])  # nothing is compared
     with pytest.raises(CallbackError, match="is a larger val/wobble better"):
         EarlyStopping("val/wobble", patience=1).check_task(Task(), ["val"])
+
     trainer = make_trainer({"mine": callback}, tmp_path)
     trainer.task.monitor = lambda: "wobble"
     with pytest.raises(CallbackError, match=r"^callbacks.mine: mode=auto: is a larger val/wobble"):
@@ -54,8 +57,11 @@ def test_the_metric_is_the_one_given_or_the_tasks_and_rises_by_mode_or_name(
     task.metric_names = lambda: metrics
     monitor = Monitor(given, mode)
     monitor.resolve(task, [])
-    assert (monitor.name, monitor.on_validation) == (chosen, (chosen or "").startswith("val/"))
-    assert (monitor.better(2.0, 1.0), monitor.better(1.0, 2.0)) == (rises, not rises)
+
+    assert monitor.name == chosen
+    assert monitor.on_validation == (chosen or "").startswith("val/")
+    assert monitor.better(2.0, 1.0) == rises
+    assert monitor.better(1.0, 2.0) == (not rises)
 
 
 class Scored(Task):
@@ -71,7 +77,11 @@ class Scored(Task):
         return self.own
 
     def modes(self):
-        return {**super().modes(), "fid": "min", "auc": "min"}
+        return {
+            **super().modes(),
+            "fid": "min",
+            "auc": "min",
+        }
 
 
 @pytest.mark.parametrize("name", ["val/fid", "val/auc/fid", "train/fid", "val/auc", "val/distance"])
@@ -88,7 +98,12 @@ def test_a_task_says_which_values_of_its_own_metrics_are_better(name):
 def test_the_best_of_a_loss_whose_name_holds_the_word_of_an_accuracy_is_the_least():
     monitor = Monitor("val/dice_loss")
     monitor.resolve(Task(), ["val"])
-    values = {1: 0.9, 2: 0.5, 3: 0.2, 4: 0.6}
+    values = {
+        1: 0.9,
+        2: 0.5,
+        3: 0.2,
+        4: 0.6,
+    }
     assert monitor.best_first(values)[0] == (3, 0.2)
 
 
@@ -138,12 +153,14 @@ def resumed(callback, epoch, branched=False):
 
 
 def test_a_saved_verdict_is_carried_out_by_the_next_run_between_validations_none_is():
-    patient, finite = EarlyStopping("val/loss", patience=2), EarlyStopping("val/loss")
+    patient = EarlyStopping("val/loss", patience=2)
+    finite = EarlyStopping("val/loss")
     assert run(patient, [1.0, 1.0, 1.0]) == 3
     assert "val/loss has not improved in 2 validations (best 1)" in resumed(patient, epoch=3)
     assert run(finite, [1.0, NAN]) == 2
     assert "val/loss is nan" in resumed(finite, epoch=2)
     assert resumed(finite, epoch=2, branched=True) == "None"  # a smaller rate may mend it
+
     # After `min_epochs` the run goes on to the next validation, which may be better.
     waits = EarlyStopping("val/loss", patience=1, min_epochs=3)
     assert run(waits, [1.0, 1.0]) is None
@@ -155,8 +172,11 @@ def test_a_training_metric_is_looked_at_once_an_epoch(make_trainer):
     callback = EarlyStopping("train/loss", "max", patience=2)  # it falls: never better
     trainer = make_trainer({"stop": callback}, max_epochs=9, validated=False)
     trainer.fit()
-    assert (trainer.state.epoch, callback.waited) == (3, 2)
+
+    assert trainer.state.epoch == 3
+    assert callback.waited == 2
     assert "has not improved in 2 epochs (best" in str(trainer.state.stop_reason)
+
     callback.on_boundary(trainer)  # as by a run that resumes at this boundary
     assert callback.waited == 2
 

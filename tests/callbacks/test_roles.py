@@ -30,6 +30,10 @@ from regimen.trainer.state import LogPoint
 from regimen.trainer.strategies.strategy import Strategy
 
 
+def copies(model):
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
 class Half(Average):
     """Evaluate with half of the weights that the run ended with."""
 
@@ -37,12 +41,12 @@ class Half(Average):
         self.weights = {}
 
     def on_fit_end(self, trainer):
-        self.weights = {n: p.detach().clone() / 2 for n, p in trainer.model.named_parameters()}
+        self.weights = {name: value / 2 for name, value in copies(trainer.model).items()}
 
     @contextmanager
     def swap(self, model):
         parameters = dict(model.named_parameters())
-        kept = {n: p.detach().clone() for n, p in parameters.items()}
+        kept = copies(model)
         with torch.no_grad():
             for name, value in self.weights.items():
                 parameters[name].copy_(value)
@@ -67,32 +71,44 @@ class Keeper(Saver):
         return {"ranking": [[7, 0.5]]}
 
 
-@pytest.mark.parametrize("kind", [Half, EMA])
-def test_an_average_is_evaluated_saved_and_loaded_under_any_name(make_trainer, kind):
+def validated(trainer):
+    return trainer.evaluate(trainer.val_loaders["val"], "val")
+
+
+@pytest.mark.parametrize(("kind", "key"), [(Half, "weights"), (EMA, "model")])
+def test_an_average_is_evaluated_saved_and_loaded_under_any_name(make_trainer, kind, key):
     trainer = make_trainer({"mine": kind()})
     trainer.fit()
     payload = trainer.state_dict()
-    names = dict(trainer.model.named_parameters()).keys()
-    assert payload["ema"]["weights" if kind is Half else "model"].keys() >= names
-    expected = trainer.evaluate(trainer.val_loaders["val"], "val")
-    for load in (
-        lambda trainer: snapshot.load_weights(trainer.components, payload),
-        lambda trainer: trainer.load_state_dict(payload),
-    ):
-        fresh = make_trainer({"mine": kind()})
-        load(fresh)
-        assert fresh.evaluate(fresh.val_loaders["val"], "val") == expected
+    names = copies(trainer.model).keys()
+
+    assert payload["ema"][key].keys() >= names
+
+    expected = validated(trainer)
+    evaluated = make_trainer({"mine": kind()})
+    snapshot.load_weights(evaluated.components, payload)
+    resumed = make_trainer({"mine": kind()})
+    resumed.load_state_dict(payload)
     without = make_trainer({})
     snapshot.load_weights(without.components, payload)
-    assert without.evaluate(without.val_loaders["val"], "val") != expected
+
+    assert validated(evaluated) == expected
+    assert validated(resumed) == expected
+    assert validated(without) != expected
 
 
 def test_averages_and_savers_of_ones_own_have_their_roles(make_trainer):
     with pytest.raises(ModelError, match=r"callbacks\.one and callbacks\.two"):
         make_trainer({"one": Half(), "two": EMA(0.9)})
-    callbacks = {"one": Half(), "two": EMA(0.9, use_for_evaluation=False), "keeps": Keeper()}
+
+    callbacks = {
+        "one": Half(),
+        "two": EMA(0.9, use_for_evaluation=False),
+        "keeps": Keeper(),
+    }
     trainer = make_trainer(callbacks)
     assert trainer.average is trainer.callbacks["one"]
+
     trainer.fit()
     experiment = SimpleNamespace(trainer=trainer)
     assert best_of(experiment.trainer.callbacks) == ("val/loss", 0.5, 7)
@@ -113,15 +129,24 @@ def test_pruning_comes_first_and_checkpoints_last_under_any_name():
 
 
 def test_a_leaderboard_goes_by_the_metric_of_the_best():
-    jobs = [SimpleNamespace(results={"best/val/f1": 0.5, "val/f1": 0.25}, best={})]
+    job = SimpleNamespace(results={"best/val/f1": 0.5, "val/f1": 0.25}, best={})
     config = {"callbacks": {"keeps": {"monitor": "val/f1", "mode": "min"}, "none": None}}
-    ranking = Ranking(config, jobs, task_metric="val/accuracy")
-    assert (ranking.name, ranking.value(jobs[0]), ranking.rank_of(0.5)) == ("val/f1", 0.5, 0.5)
-    assert Ranking({"callbacks": {}}, [], task_metric="val/accuracy").name == "val/accuracy"
-    assert Ranking({"callbacks": {}}, []).name == "val/loss"
+
+    ranking = Ranking(config, [job], task_metric="val/accuracy")
+
+    assert ranking.name == "val/f1"
+    assert ranking.value(job) == 0.5
+    assert ranking.rank_of(0.5) == 0.5
+
+    without_callbacks = {"callbacks": {}}
+    by_task = Ranking(without_callbacks, [], task_metric="val/accuracy")
+    by_default = Ranking(without_callbacks, [])
+
+    assert by_task.name == "val/accuracy"
+    assert by_default.name == "val/loss"
 
 
-def test_a_hook_with_wrong_parameters_is_found_and_a_name_nearly_as_a_hook_is_told(caplog):
+def test_a_hook_with_wrong_parameters_is_found():
     class Short(Callback):
         def on_epoch_end(self):
             pass
@@ -129,6 +154,8 @@ def test_a_hook_with_wrong_parameters_is_found_and_a_name_nearly_as_a_hook_is_to
     with pytest.raises(ModelError, match=r"Short\.on_epoch_end must take \(self, trainer\)"):
         Hooks([Short()], None)
 
+
+def test_a_name_nearly_as_a_hook_is_told(caplog):
     class Lightnings(Callback):
         def on_train_epoch_end(self, trainer):
             pass
@@ -138,6 +165,7 @@ def test_a_hook_with_wrong_parameters_is_found_and_a_name_nearly_as_a_hook_is_to
 
     Hooks([Lightnings()], None)
     (told,) = [record.getMessage() for record in caplog.records]
+
     assert "Lightnings.on_train_epoch_end is no hook" in told
     assert "did you mean on_" in told
 
@@ -160,21 +188,28 @@ class Figure:
     """All that is asked of a figure of matplotlib's."""
 
     def savefig(self, file, format):
-        Image.new("RGB", (5, 3), (255, 0, 0)).save(file, format)
+        red = Image.new("RGB", (5, 3), (255, 0, 0))
+        red.save(file, format)
 
 
-def test_a_figure_is_an_image_and_where_nobody_receives_nothing_is_read(make_trainer):
+def test_a_figure_is_an_image(make_trainer):
     tracker = Tracker()
     trainer = make_trainer({"a": tracker}, max_epochs=1)
     trainer.fit()
     trainer.log_figure("a/figure", Figure())
     image, point = tracker.got["a/figure"]
+
     assert point == LogPoint(step=5, epoch=1)
     assert (image == [255, 0, 0]).all()
+
+
+def test_where_nobody_receives_nothing_is_read(make_trainer):
     deaf = make_trainer({})
-    with torch.device("meta"):
-        deaf.log_image("image", torch.empty(3, 4, 4))  # has no values to read
-        deaf.log_histogram("histogram", torch.empty(4))
+    with torch.device("meta"):  # has no values to read
+        image = torch.empty(3, 4, 4)
+        values = torch.empty(4)
+    deaf.log_image("image", image)
+    deaf.log_histogram("histogram", values)
 
 
 def test_the_end_is_told_once_and_an_error_in_it_changes_nothing(make_trainer, caplog):
@@ -189,8 +224,11 @@ def test_the_end_is_told_once_and_an_error_in_it_changes_nothing(make_trainer, c
     results = Results("finished", {"test/loss": 0.5})
     trainer.end(results)
     trainer.end(Results("failed"))
+
+    (told,) = [record.getMessage() for record in caplog.records]
+
     assert tracker.ends == [results]
-    assert [r.getMessage() for r in caplog.records] == ["Breaks.on_run_end failed: no network"]
+    assert told == "Breaks.on_run_end failed: no network"
 
 
 @pytest.mark.parametrize(
@@ -207,7 +245,12 @@ def test_the_end_is_told_once_and_an_error_in_it_changes_nothing(make_trainer, c
 )
 def test_images_of_any_kind(image, pixel):
     array = as_image(image)
-    assert (array.shape, array.dtype, array[0, 0].tolist()) == ((1, 1, 3), np.uint8, pixel)
+    assert array.shape == (1, 1, 3)
+    assert array.dtype == np.uint8
+    assert array[0, 0].tolist() == pixel
+
+
+def test_an_image_of_five_channels_is_refused():
     with pytest.raises(ValueError, match=r"an image of shape \[1, 2, 5\]"):
         as_image(torch.zeros(5, 1, 2))
 

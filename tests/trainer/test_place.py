@@ -3,7 +3,6 @@
 from itertools import chain
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -22,6 +21,14 @@ from toys import Samples, StopAt, network, points, through_a_file
 EPOCHS = 4
 
 
+def indices_of(micro_batches: Any) -> list[int]:
+    """Return the samples of an update."""
+    found: list[int] = []
+    for micro_batch in micro_batches:
+        found += micro_batch.batch_slice.indices
+    return found
+
+
 class Seen(Callback):
     """Keep the samples and the learning rate of each update."""
 
@@ -31,8 +38,18 @@ class Seen(Callback):
 
     def on_update_start(self, trainer: Trainer, micro_batches: Any) -> None:
         """Note them."""
-        self.samples.append([i for m in micro_batches for i in m.batch_slice.indices])
-        self.rates.append(next(iter(trainer.learning_rates().values())))
+        (rate,) = trainer.learning_rates().values()
+        self.samples.append(indices_of(micro_batches))
+        self.rates.append(rate)
+
+    def all_samples(self) -> list[int]:
+        """Return the samples of all updates in a row."""
+        return list(chain.from_iterable(self.samples))
+
+
+def order(samples: int, epoch: int) -> list[int]:
+    """Return the samples of an epoch in the order of the run."""
+    return Shuffled(samples, 1)(epoch).tolist()
 
 
 def trainer_of(
@@ -87,14 +104,18 @@ def test_another_batch_size_goes_on_behind_the_samples_that_were_seen(scheduler,
     begun, before = trainer_of(samples, old, stop, scheduler=scheduler)
     begun.fit()
     trainer, seen, notes = resumed(begun, samples, new, exact=False, scheduler=scheduler)
-    assert f"loader.batch_size: {old} -> {new}" in notes[0]
     trainer.fit()
-    drawn = np.concatenate([*map(np.array, before.samples), *map(np.array, seen.samples)])
-    wanted = np.concatenate([Shuffled(samples, 1)(epoch) for epoch in range(EPOCHS)])
-    assert drawn.tolist() == wanted.tolist()  # each once an epoch, in the run's order
-    whole, rates = trainer_of(samples, new, scheduler=scheduler)
+    whole, of_whole = trainer_of(samples, new, scheduler=scheduler)
     whole.fit()
-    assert seen.rates == pytest.approx(rates.rates[-len(seen.rates) :])  # the rest of that curve
+
+    assert f"loader.batch_size: {old} -> {new}" in notes[0]
+
+    expected = [order(samples, epoch) for epoch in range(EPOCHS)]
+    drawn = before.all_samples() + seen.all_samples()
+    assert drawn == list(chain(*expected))  # each once an epoch, in the run's order
+
+    left = len(seen.rates)
+    assert seen.rates == pytest.approx(of_whole.rates[-left:])  # the rest of that curve
     assert trainer.state.samples == EPOCHS * samples
 
 
@@ -104,14 +125,19 @@ def test_data_that_grew_or_shrank_go_on_by_their_new_length(scheduler, now):
     begun, before = trainer_of(40, 8, 8, scheduler=scheduler)  # 24 samples of the second epoch
     begun.fit()
     trainer, seen, notes = resumed(begun, now, 8, scheduler=scheduler)
-    assert f"samples of an epoch: 40 -> {now}" in notes[0]
     trainer.fit()
-    assert (trainer.state.epoch, before.samples != []) == (EPOCHS, True)
-    whole, rates = trainer_of(now, 8, scheduler=scheduler)
+    whole, of_whole = trainer_of(now, 8, scheduler=scheduler)
     whole.fit()
-    assert seen.rates == pytest.approx(rates.rates[len(rates.rates) - len(seen.rates) :])
-    rest = Shuffled(now, 1)(1)[24:].tolist()
-    assert list(chain(*seen.samples))[: len(rest)] == rest
+
+    assert f"samples of an epoch: 40 -> {now}" in notes[0]
+    assert trainer.state.epoch == EPOCHS
+    assert before.samples != []
+
+    gone = len(of_whole.rates) - len(seen.rates)
+    assert seen.rates == pytest.approx(of_whole.rates[gone:])
+
+    rest = order(now, 1)[24:]
+    assert seen.all_samples()[: len(rest)] == rest
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
@@ -122,32 +148,41 @@ def test_the_place_is_found_again_by_the_next_resume_in_the_same_epoch(drop_last
     second.callbacks["stop"].update = 5
     second.fit()
     third, last, notes = resumed(second, 40, 6, drop_last=drop_last)
-    assert notes == []
     third.fit()
-    order = Shuffled(40, 1)(0)[24:].tolist()
-    drawn = list(chain(*seen.samples, *last.samples))
-    left = order[: len(order) // 6 * 6] if drop_last else order
+
+    left = order(40, 0)[24:]
+    if drop_last:
+        whole_batches = len(left) // 6
+        left = left[: whole_batches * 6]
+    drawn = seen.all_samples() + last.all_samples()
+
+    assert notes == []
     assert drawn[: len(left)] == left
-    assert drawn[len(left)] == Shuffled(40, 1)(1)[0]
+    assert drawn[len(left)] == order(40, 1)[0]
 
 
 def test_a_run_of_a_number_of_updates_keeps_its_place_in_the_curve():
-    begun, _ = trainer_of(40, 8, 10, max_steps=20, max_epochs=None)
+    length = {"max_steps": 20, "max_epochs": None}
+    begun, _ = trainer_of(40, 8, 10, **length)
     begun.fit()
-    trainer, seen, _ = resumed(begun, 40, 16, exact=False, max_steps=20, max_epochs=None)
+    trainer, seen, _ = resumed(begun, 40, 16, exact=False, **length)
     trainer.fit()
-    whole, rates = trainer_of(40, 16, max_steps=20, max_epochs=None)
+    whole, of_whole = trainer_of(40, 16, **length)
     whole.fit()
-    assert seen.rates == pytest.approx(rates.rates[10:])
+
+    assert seen.rates == pytest.approx(of_whole.rates[10:])
 
 
 def test_a_checkpoint_of_an_earlier_version_goes_on_at_its_update():
     begun, _ = trainer_of(40, 8, 8)
     begun.fit()
     payload = through_a_file(begun.state_dict())
-    del payload["state"]["lengths"], payload["state"]["counters"]["epoch_samples"]
+    del payload["state"]["lengths"]
+    del payload["state"]["counters"]["epoch_samples"]
     trainer, seen = trainer_of(40, 8)
-    assert trainer.load_state_dict(payload) == []
+    notes = trainer.load_state_dict(payload)
     trainer.fit()
-    assert list(chain(*seen.samples))[:16] == Shuffled(40, 1)(1)[24:].tolist()
+
+    assert notes == []
+    assert seen.all_samples()[:16] == order(40, 1)[24:]
     assert torch.tensor(seen.rates).isfinite().all()

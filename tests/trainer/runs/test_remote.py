@@ -15,8 +15,19 @@ from regimen.trainer.runs.remote import Remote
 if TYPE_CHECKING:
     from pathlib import Path
 
-ENTRY = {"file": "step-00000001.pt", "step": 1, "size": 4, "sha256": "", "metrics": {}, "facts": {}}
-INDEX = {"files": {"step-00000001.pt": ENTRY}, "names": {"last": ENTRY}, "layout": {}}
+ENTRY = {
+    "file": "step-00000001.pt",
+    "step": 1,
+    "size": 4,
+    "sha256": "",
+    "metrics": {},
+    "facts": {},
+}
+INDEX = {
+    "files": {"step-00000001.pt": ENTRY},
+    "names": {"last": ENTRY},
+    "layout": {},
+}
 RUN = {
     "manifest.json": b"{}",
     "tensorboard/events.out.tfevents.1.regimen": b"events",
@@ -55,9 +66,15 @@ def content(folder: Path) -> dict[str, bytes]:
 
 
 def test_a_run_is_fetched_and_nothing_that_no_run_has(tmp_path: Path) -> None:
-    others = {"models.py": b"code", ".bashrc": b"code", "conf/model/mlp.yaml": b"", ".lock": b""}
+    others = {
+        "models.py": b"code",
+        ".bashrc": b"code",
+        "conf/model/mlp.yaml": b"",
+        ".lock": b"",
+    }
     stray = {"checkpoints/step-00000009.pt": b"of no index", "tensorboard/.tmp-x": b"half"}
     at({**RUN, **others, **stray}).fetch(tmp_path / "run")
+
     assert content(tmp_path / "run") == {**RUN, "checkpoints/last.pt": b"step"}
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
@@ -80,6 +97,7 @@ def test_a_listing_that_leads_out_is_refused_before_anything_is_copied(
     (folder / "tensorboard").mkdir(parents=True)
     if "out" in name:
         (folder / "tensorboard/out").symlink_to(tmp_path)
+
     with pytest.raises(StorageError, match="cannot read the run at http://host/run"):
         at({**RUN, name: b"theirs"}).fetch(folder)
     assert content(tmp_path) == {}
@@ -106,15 +124,21 @@ def test_a_place_elsewhere_is_refused(tmp_path: Path) -> None:
 )
 def test_an_index_that_leads_out_is_refused(names: Any, files: Any, tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("mine")
-    index = {**INDEX, "names": names, "files": {**INDEX["files"], **files}}
+    index = {
+        **INDEX,
+        "names": names,
+        "files": {**INDEX["files"], **files},
+    }
     hostile = {**RUN, "checkpoints/index.json": json.dumps(index).encode()}
+
     with pytest.raises(StorageError):
         at(hostile).fetch(tmp_path / "runs/run")
     assert content(tmp_path) == {"secret": b"mine"}
 
 
 def test_links_are_neither_fetched_nor_sent(tmp_path: Path) -> None:
-    run, copy = tmp_path / "run", tmp_path / "copy"
+    run = tmp_path / "run"
+    copy = tmp_path / "copy"
     for name, text in RUN.items():
         (run / name).parent.mkdir(parents=True, exist_ok=True)
         (run / name).write_bytes(text)
@@ -122,7 +146,9 @@ def test_links_are_neither_fetched_nor_sent(tmp_path: Path) -> None:
     (run / "train.log").symlink_to(tmp_path / "secret")
     (run / "checkpoints/last.pt").symlink_to("step-00000001.pt")
     Remote(f"file://{copy}").send(run)
+
     assert content(copy) == RUN
+
     os.symlink(tmp_path / "secret", copy / "metrics.jsonl")
     Remote(f"file://{copy}/").fetch(tmp_path / "again")
     assert content(tmp_path / "again") == {**RUN, "checkpoints/last.pt": b"step"}

@@ -1,6 +1,7 @@
 """Compiled, pruned or trained for 8 bits: over several processes as in one."""
 
 import shutil
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -30,23 +31,35 @@ class Network(nn.Module):
 def make_trainer(strategy, model=blocks, callbacks=None, compiling=None, **options):
     torch.manual_seed(0)
     data, val = loaders(strategy.group)
-    given = {"strategy": strategy, "callbacks": callbacks or {}, "compiling": compiling, **options}
-    model = model().double()
-    return trainer_of(Classification(3), data, model=model, val=val, log_every_n_steps=1, **given)
+    return trainer_of(
+        Classification(3),
+        data,
+        model=model().double(),
+        val=val,
+        strategy=strategy,
+        callbacks=callbacks or {},
+        compiling=compiling,
+        log_every_n_steps=1,
+        **options,
+    )
+
+
+class Trained(NamedTuple):
+    weights: dict[str, torch.Tensor]
+    metrics: dict[str, float]
+    graphs: int  # how many were compiled
 
 
 def train(strategy, **compiling):
-    """Train two epochs with a short last batch, compiled if there are options for it.
-
-    Return weights, metrics and the number of graphs.
-    """
+    """Train two epochs with a short last batch, compiled if there are options for it."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     trainer = make_trainer(strategy, Network, compiling=compiling)
     trainer.fit()
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    weights = dict(strategy.gather_tensors(trainer.model.state_dict()))
-    return {name: value.clone() for name, value in weights.items()}, trainer.metrics, graphs
+    whole = strategy.gather_tensors(trainer.model.state_dict())
+    weights = {name: value.clone() for name, value in whole.items()}
+    return Trained(weights, trainer.metrics, graphs)
 
 
 # Inductor writes C++ for a CPU. A kernel takes g++ two seconds: one for all sizes of a batch.
@@ -82,24 +95,29 @@ def test_a_compiled_model_trains_as_any(ranks, kind, options, how, kernels, monk
         return train(strategy), train(strategy, **how)
 
     for plain, compiled in ranks(2, in_group(both, kind, **options), patience=120):
-        assert plain[2] == 0
-        assert compiled[2] > 0
-        for name, value in plain[0].items():
-            torch.testing.assert_close(compiled[0][name], value, rtol=0, atol=1e-10)
+        assert plain.graphs == 0
+        assert compiled.graphs > 0
+        for name, value in plain.weights.items():
+            torch.testing.assert_close(compiled.weights[name], value, rtol=0, atol=1e-10)
         for name in ("train/loss", "val/loss", "val/accuracy"):
-            assert compiled[1][name] == pytest.approx(plain[1][name], abs=1e-10)
+            assert compiled.metrics[name] == pytest.approx(plain.metrics[name], abs=1e-10)
 
 
 def prune(strategy, **compiling):
     """Return weights, average and masks after two epochs of gradual pruning."""
-    head = {"match": "^2", "method": "random", "kind": "matrix"}
-    rules = {"head": head, "all": {"kind": "matrix"}}
-    pruning, ema = Pruning(rules=rules, start_step=1, end_step=5, every_n_steps=2), EMA(0.9)
+    rules = {
+        "head": {"match": "^2", "method": "random", "kind": "matrix"},
+        "all": {"kind": "matrix"},
+    }
+    pruning = Pruning(rules=rules, start_step=1, end_step=5, every_n_steps=2)
+    ema = EMA(0.9)
     callbacks = {"pruning": pruning, "ema": ema}
     trainer = make_trainer(strategy, blocks, callbacks, compiling, clip_grad_norm=0.3)
     trainer.fit()
-    parts = trainer.model.state_dict(), ema.state_dict()["model"], pruning.state_dict()["pruned"]
-    return [dict(part) for part in parts]
+    weights = dict(trainer.model.state_dict())
+    average = dict(ema.state_dict()["model"])
+    masks = dict(pruning.state_dict()["pruned"])
+    return weights, average, masks
 
 
 def quantize(strategy, **compiling):
@@ -108,22 +126,35 @@ def quantize(strategy, **compiling):
     trainer = make_trainer(strategy, blocks, {"qat": qat}, compiling)
     trainer.fit()
     state = qat.state_dict()["fake_quantization"]
-    return [dict(trainer.model.state_dict()), {key: state[key] for key in ("low", "high")}]
+    return dict(trainer.model.state_dict()), {"low": state["low"], "high": state["high"]}
 
 
-@pytest.mark.parametrize(("compress", "tolerance"), [(prune, 1e-10), (quantize, 1e-5)])
-def test_processes_and_compilers_compress_alike(ranks, compress, tolerance):
+def assert_alike(ranks, compress, expected, tolerance):
+    """Compare what two processes find, plain and compiled, with what one does."""
+
     def both(strategy):
         return compress(strategy), compress(strategy, backend="aot_eager")
 
-    alone = compress(Strategy("cpu"))
-    for found in (one for results in ranks(2, in_group(both), patience=120) for one in results):
-        for part, expected in zip(found, alone, strict=True):
-            for name, value in expected.items():
-                torch.testing.assert_close(part[name], value, rtol=0, atol=tolerance)
-    if compress is prune:
-        weights, _, masks = alone
-        assert sum(int(mask.sum()) for mask in masks.values()) == 14 + 81
-        assert all((weights[name][mask] == 0).all() for name, mask in masks.items())
-    else:
-        assert (alone[1]["high"] > 0).all()
+    for plain, compiled in ranks(2, in_group(both), patience=120):
+        for found in (plain, compiled):
+            for part, expected_part in zip(found, expected, strict=True):
+                for name, value in expected_part.items():
+                    torch.testing.assert_close(part[name], value, rtol=0, atol=tolerance)
+
+
+def test_processes_and_compilers_prune_alike(ranks):
+    alone = prune(Strategy("cpu"))
+    assert_alike(ranks, prune, alone, 1e-10)
+
+    weights, _, masks = alone
+    assert sum(int(mask.sum()) for mask in masks.values()) == 14 + 81
+    for name, mask in masks.items():
+        assert (weights[name][mask] == 0).all()
+
+
+def test_processes_and_compilers_quantize_alike(ranks):
+    alone = quantize(Strategy("cpu"))
+    assert_alike(ranks, quantize, alone, 1e-5)
+
+    _, ranges = alone
+    assert (ranges["high"] > 0).all()

@@ -27,7 +27,8 @@ from regimen.trainer.strategies.tensor_parallel import tensor_styles
 from regimen.trainer.tasks.classification import Classification
 from toys import StopAt, leaves, loaders, through_a_file, trainer_of
 
-STOP, UPDATES = 4, 6
+STOP = 4
+UPDATES = 6
 LAST = "checkpoints/last.pt"
 
 
@@ -52,10 +53,12 @@ class Pair(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.up, self.down = nn.Linear(9, 10), nn.Linear(10, 9)
+        self.up = nn.Linear(9, 10)
+        self.down = nn.Linear(10, 9)
 
     def forward(self, x):
-        return x + self.down(torch.tanh(self.up(x)))
+        hidden = torch.tanh(self.up(x))
+        return x + self.down(hidden)
 
 
 def pairs():
@@ -96,12 +99,14 @@ def save(strategy, folder):
 def train(strategy, saved=None, stop=None):
     """Train on from what was saved, and return the metrics and a whole checkpoint."""
     trainer = make_trainer(strategy, stop)
-    if saved is not None:
-        trainer.load_state_dict(saved if isinstance(saved, dict) else read_checkpoint(saved))
+    if isinstance(saved, dict):
+        trainer.load_state_dict(saved)
+    elif saved is not None:
+        trainer.load_state_dict(read_checkpoint(saved))
     trainer.fit()
     content = strategy.gather_tensors(trainer.state_dict())
-    # What is whole is so on the main process.
-    return trainer.metrics, through_a_file(strategy.group.broadcast(content))
+    content = strategy.group.broadcast(content)  # what is whole is so on the main process
+    return trainer.metrics, through_a_file(content)
 
 
 in_group = partial(toys.in_group, kind=FSDP)
@@ -116,7 +121,8 @@ def taken(strategy):
     trainer = make_trainer(strategy, STOP)
     trainer.fit()
     content = trainer.state_dict()
-    return sum(t.nbytes for t in tensors(content["model"]).values() if t.device.type != "meta")
+    weights = tensors(content["model"]).values()
+    return sum(weight.nbytes for weight in weights if weight.device.type != "meta")
 
 
 def test_the_whole_state_is_in_the_memory_of_one_process(ranks):
@@ -127,11 +133,14 @@ def test_the_whole_state_is_in_the_memory_of_one_process(ranks):
 
 def assert_same(one, other, tolerance=1e-10):
     """Compare the metrics and the checkpoints of two runs."""
-    assert other[0] == pytest.approx(one[0], rel=0, abs=tolerance)
+    metrics, content = one
+    other_metrics, other_content = other
+    assert other_metrics == pytest.approx(metrics, rel=0, abs=tolerance)
     for key in ("model", "optimizer", "ema"):
-        known, found = tensors(one[1][key]), tensors(other[1][key])
-        assert known.keys() == found.keys()
+        known = tensors(content[key])
+        found = tensors(other_content[key])
         assert known
+        assert known.keys() == found.keys()
         for name, value in known.items():
             torch.testing.assert_close(found[name], value, rtol=0, atol=tolerance, msg=name)
 
@@ -167,43 +176,58 @@ def test_a_resume_is_exact(ranks, tmp_path, sharded):
 
     options = {"sharded_checkpoint": sharded, "wrap_modules": ["Pair"]}
     for whole, resumed in ranks(3, in_group(interrupted, **options)):
-        assert whole[1]["model"]["2.weight"].device.type == "cpu"
+        _, content = whole
+        assert content["model"]["2.weight"].device.type == "cpu"
         assert_same(whole, resumed, 0)
 
 
 @SHARDED
 def test_any_number_of_processes_goes_on(alone, ranks, tmp_path, sharded):
+    by_two = tmp_path / LAST
+    by_one = tmp_path / "plain" / LAST
     ranks(2, in_group(lambda strategy: save(strategy, tmp_path), sharded_checkpoint=sharded))
     save(Strategy("cpu"), tmp_path / "plain")
-    for saved, options in ((LAST, {"sharded_checkpoint": True}), (LAST, {}), (f"plain/{LAST}", {})):
-        for resumed in ranks(3, in_group(partial(train, saved=tmp_path / saved), **options)):
+
+    def assert_three_go_on(saved, **options):
+        for resumed in ranks(3, in_group(partial(train, saved=saved), **options)):
             assert_same(alone, resumed)
-    assert_same(alone, train(Strategy("cpu"), tmp_path / LAST))
+
+    assert_three_go_on(by_two, sharded_checkpoint=True)
+    assert_three_go_on(by_two)
+    assert_three_go_on(by_one)
+    assert_same(alone, train(Strategy("cpu"), by_two))
 
 
 def test_shards_are_converted(alone, ranks, tmp_path):
     ranks(2, in_group(lambda strategy: save(strategy, tmp_path), sharded_checkpoint=True))
     whole = tmp_path / "whole.pt"
     convert([str(tmp_path / LAST), str(whole)])
+
     with pytest.raises(CheckpointError, match="exists"):
         convert([str(whole), str(tmp_path / LAST)])
     assert_same(alone, train(Strategy("cpu"), whole))
 
 
 def test_no_process_holds_what_is_another_ones(ranks, tmp_path):
-    def read(strategy):
+    def numbers_read(strategy):
+        """Return how many numbers this process reads of a checkpoint."""
         save(strategy, tmp_path)
         trainer = make_trainer(strategy)
         payload = read_checkpoint(tmp_path / LAST)
-        assert {t.device.type for t in tensors(payload["model"]).values()} == {"meta"}
+        for weight in tensors(payload["model"]).values():
+            assert weight.device.type == "meta"
         payload = checkpoint_shards.read(payload, dict(trainer.model.named_parameters()))
         state = tensors({key: payload[key] for key in ("model", "optimizer", "ema")})
-        return [t.to_local().numel() for t in state.values() if t.ndim]
+        return sum(value.to_local().numel() for value in state.values() if value.ndim)
 
-    counts = ranks(3, in_group(read, sharded_checkpoint=True))
-    whole = 4 * sum(p.numel() for p in make_trainer(Strategy("cpu")).model.parameters())
-    assert sum(map(sum, counts)) == whole  # weights, two moments, an average
-    assert max(map(sum, counts)) < whole / 2
+    counts = ranks(3, in_group(numbers_read, sharded_checkpoint=True))
+
+    model = make_trainer(Strategy("cpu")).model
+    parameters = sum(p.numel() for p in model.parameters())
+    whole = 4 * parameters  # weights, two moments, an average
+
+    assert sum(counts) == whole
+    assert max(counts) < whole / 2
 
 
 # Without the rules of single recipes, which name layers of theirs.
@@ -215,13 +239,16 @@ STEPS = 3
 def network(name=""):
     torch.manual_seed(0)
     width, classes = (8, 4) if name == "lbfgs" else (5, 3)  # 5 and 3 rows make uneven shards
-    first, last = nn.Linear(6, width), nn.Linear(width, classes)
-    parts = [("generator", first), ("act", nn.Tanh()), ("discriminator", last)]
-    return nn.Sequential(OrderedDict(parts)).double()
+    layers = {
+        "generator": nn.Linear(6, width),
+        "act": nn.Tanh(),
+        "discriminator": nn.Linear(width, classes),
+    }
+    return nn.Sequential(OrderedDict(layers)).double()
 
 
 def stepped(model, node, prefer_fused=False):
-    """Step on all samples at once; return the weights, whole."""
+    """Step on all samples at once; return the weights, whole, and which optimizers are fused."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(8, 6, generator=generator, dtype=torch.float64)
     y = torch.randint(3, (8,), generator=generator)
@@ -236,28 +263,41 @@ def stepped(model, node, prefer_fused=False):
     for _ in range(STEPS):
         for optimizer in optimizers.optimizers.values():
             optimizer.step(evaluate)
-    fused = {n: o.defaults.get("fused") for n, o in optimizers.items()}
-    whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
-    return [p.detach().clone() for p in whole], fused
+
+    weights = []
+    for parameter in model.parameters():
+        whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+        weights.append(whole.detach().clone())
+    fused = {name: o.defaults.get("fused") for name, o in optimizers.items()}
+    return weights, fused
+
+
+def assert_fused(name, fused):
+    """Check that a kernel is fused where torch has such a one."""
+    target = OPTIMIZERS[name].get("_target_")
+    is_adam = target in ("torch.optim.Adam", "torch.optim.AdamW")
+    has_fused = is_adam or name in ("muon", "gan")
+    key = "adamw" if name == "muon" else "optimizer"
+    assert fused.get(key, True) is (True if has_fused else None)
 
 
 def test_shards_are_trained_as_the_whole(ranks):
-    names = [*OPTIMIZERS.keys() - {"adafactor"}]  # which is refused
+    names = OPTIMIZERS.keys() - {"adafactor"}  # which is refused
 
     def run(strategy):
-        return {n: stepped(strategy.prepare(network(n)), OPTIMIZERS[n], True) for n in names}
+        found = {}
+        for name in sorted(names):
+            model = strategy.prepare(network(name))
+            found[name] = stepped(model, OPTIMIZERS[name], prefer_fused=True)
+        return found
 
     for results in ranks(2, in_group(run)):
         for name, (weights, fused) in results.items():
             # Muon makes its step orthogonal in bfloat16.
             tolerance = 1e-3 if name == "muon" else 1e-10
-            whole = stepped(network(name), OPTIMIZERS[name])[0]
+            whole, _ = stepped(network(name), OPTIMIZERS[name])
             torch.testing.assert_close(weights, whole, rtol=0, atol=tolerance)
-            target = OPTIMIZERS[name].get("_target_")
-            is_adam = target in ("torch.optim.Adam", "torch.optim.AdamW")
-            has_fused = is_adam or name in ("muon", "gan")
-            expected = True if has_fused else None
-            assert fused.get("adamw" if name == "muon" else "optimizer", True) is expected
+            assert_fused(name, fused)
 
 
 def split(more=""):
@@ -285,46 +325,69 @@ MESHES = {
 def test_a_mesh_trains_as_one_process_and_goes_on_from_another(
     alone, ranks, tmp_path, before, mesh
 ):
-    saved, own = tmp_path / "saved", tmp_path / "own"
+    saved = tmp_path / "saved"
+    own = tmp_path / "own"
 
     def then(strategy):
         save(strategy, own)
-        whole, (_, content) = train(strategy), train(strategy, stop=STOP)
-        again = train(strategy, own / LAST), train(strategy, content)
-        return whole, content, again, train(strategy, saved / LAST)
+        whole = train(strategy)
+        _, content = train(strategy, stop=STOP)
+        from_file = train(strategy, own / LAST)
+        from_memory = train(strategy, content)
+        from_another = train(strategy, saved / LAST)
+        return whole, content, from_file, from_memory, from_another
 
     sharded = partial(in_group, sharded_checkpoint=True)
     ranks(4, sharded(lambda strategy: save(strategy, saved), **MESHES[before]), 300)
     results = ranks(4, sharded(then, **MESHES[mesh]), 300)
-    for whole, _, again, resumed in results:
+
+    for whole, _, from_file, from_memory, from_another in results:
         assert_same(alone, whole)
-        assert_same(alone, resumed)
-        for exact in again:
-            assert_same(whole, exact, 0)
-    for content in (results[0][1], own / LAST):
-        assert_same(alone, train(Strategy("cpu"), content))
+        assert_same(alone, from_another)
+        assert_same(whole, from_file, 0)
+        assert_same(whole, from_memory, 0)
+
+    _, content, *_ = results[0]
+    assert_same(alone, train(Strategy("cpu"), content))
+    assert_same(alone, train(Strategy("cpu"), own / LAST))
+
+
+def indices_of(batch_slices):
+    """Return the samples of some batch slices in a row."""
+    found = []
+    for batch_slice in batch_slices:
+        found += batch_slice.indices
+    return found
 
 
 def test_processes_of_a_tensor_group_have_the_same_samples_and_seeds(ranks):
     plan = "strategy.tensor_parallel={size: 2, plan: {layers.*: colwise_rep}}"
     typed = ["experiment=resnet18", "model=mlp", "strategy=fsdp", "strategy.devices=4", plan]
     config = parse(compose(typed).config)
+    options = config.strategy["tensor_parallel"]
 
     def facts(rank):
-        options = config.strategy["tensor_parallel"]
+        """Return the seed, and the batch slices of the first update and validation batch."""
         strategy = FSDP(accelerator="cpu", timeout=60, tensor_parallel=options)
         strategy.setup()
         made = build(config, strategy)
-        validation = eval_loader(config, made.data.sets["val"], strategy)
-        samplers = made.trainer.train_loader.sampler, validation.sampler
+        train = made.trainer.train_loader.sampler
+        val = eval_loader(config, made.data.sets["val"], strategy).sampler
         strategy.group.leave()
-        return torch.initial_seed(), *(sampler.batch_slices(0, 0) for sampler in samplers)
+        return torch.initial_seed(), train.batch_slices(0, 0), val.batch_slices(0, 0)
 
     one, same, other, last = ranks(4, facts)
-    assert one == same != other == last
-    for split in (1, 2):
-        indices = [i for batch_slice in (*one[split], *other[split]) for i in batch_slice.indices]
-        assert len(indices) == len(set(indices)) == one[split][0].total
+
+    assert one == same
+    assert other == last
+    assert same != other
+
+    _, train, val = one
+    _, other_train, other_val = other
+    for mine, others in ((train, other_train), (val, other_val)):
+        indices = indices_of(mine) + indices_of(others)
+        assert len(set(indices)) == len(indices)
+        assert len(indices) == mine[0].total
 
 
 class Scaled(Pair):
@@ -335,15 +398,20 @@ class Scaled(Pair):
         self.scale = nn.Parameter(torch.ones(1))
 
     def forward(self, x):
-        return x + self.down(torch.tanh(self.up(x)) * self.scale)
+        hidden = torch.tanh(self.up(x))
+        return x + self.down(hidden * self.scale)
 
 
 def test_a_whole_parameter_between_split_layers_is_refused(ranks):
+    def scaled():
+        return nn.Sequential(Scaled(), nn.Linear(9, 3))
+
     def refused(strategy):
-        trainer = make_trainer(strategy, network=lambda: nn.Sequential(Scaled(), nn.Linear(9, 3)))
+        trainer = make_trainer(strategy, network=scaled)
         with pytest.raises(ModelError, match=r"0.scale is whole, and used on a part") as caught:
             trainer.fit()
-        return caught.value.problems[0].key
+        (problem,) = caught.value.problems
+        return problem.key
 
     found = ranks(2, in_group(refused, tensor_parallel=split()))
     assert found == ["strategy.tensor_parallel.plan"] * 2
@@ -365,9 +433,13 @@ def test_sparse_gradients_are_refused_before_an_update(ranks):
 
 
 def test_a_mesh_is_told_in_words():
-    assert str(Mesh.of(8, 2, 2)) == "8 processes = 2 replicas x 2 shards x 2 tensor"
-    assert str(Mesh.of(8, 2)) == "8 processes = 4 replicas x 2 shards"
-    assert str(Mesh.of(8)) == "8 processes = 8 shards"
+    three_dimensions = Mesh.of(8, 2, 2)
+    replicas = Mesh.of(8, 2)
+    shards = Mesh.of(8)
+
+    assert str(three_dimensions) == "8 processes = 2 replicas x 2 shards x 2 tensor"
+    assert str(replicas) == "8 processes = 4 replicas x 2 shards"
+    assert str(shards) == "8 processes = 8 shards"
 
 
 class Planned(nn.Module):
@@ -375,17 +447,28 @@ class Planned(nn.Module):
 
     def __init__(self, **more):
         super().__init__()
-        self.layers, self.embed, self.head = pairs(), nn.Embedding(8, 4), nn.Linear(4, 8)
+        self.layers = pairs()
+        self.embed = nn.Embedding(8, 4)
+        self.head = nn.Linear(4, 8)
         self.tp_plan = {"layers.*.up": "colwise", "embed": "embedding_rowwise", **more}
 
 
 def test_a_models_own_plan():
     inner = Planned(**{"head": "colwise_gather_output", "experts.*": "grouped_gemm"})
-    found = tensor_styles(nn.Sequential(inner), "auto", 2)
-    ups = {f"0.layers.{n}.up": "colwise" for n in (0, 1)}
-    assert found == ups | {"0.embed": "rowwise", "0.head": "colwise_rep"}
-    with pytest.raises(ConfigError, match="no style 'grouped_gemm'"):
-        tensor_styles(Planned(**{"layers.2": "grouped_gemm"}), "auto", 2)
+    model = nn.Sequential(inner)
+    assert tensor_styles(model, "auto", 2) == {
+        "0.layers.0.up": "colwise",
+        "0.layers.1.up": "colwise",
+        "0.embed": "rowwise",
+        "0.head": "colwise_rep",
+    }
+
     inner.head.weight = inner.embed.weight
     with pytest.raises(ConfigError, match=r"0\.embed, 0\.head: its weight is another module's"):
-        tensor_styles(nn.Sequential(inner), "auto", 2)
+        tensor_styles(model, "auto", 2)
+
+
+def test_a_style_of_a_models_own_plan_that_is_unknown_is_refused():
+    model = Planned(**{"layers.2": "grouped_gemm"})
+    with pytest.raises(ConfigError, match="no style 'grouped_gemm'"):
+        tensor_styles(model, "auto", 2)

@@ -16,7 +16,8 @@ from regimen.trainer.tasks.losses import vector
 from regimen.trainer.tasks.metrics import MacroF1
 from toys import Log, in_group, loaders, trainer_of
 
-FEATURES, CLASSES = 9, 3
+FEATURES = 9
+CLASSES = 3
 
 
 def make_trainer(
@@ -55,7 +56,8 @@ def outcome(trainer):
 
 
 def assert_same(one, other, tolerance=1e-10):
-    (weights, lines), (other_weights, other_lines) = one, other
+    weights, lines = one
+    other_weights, other_lines = other
     for name, value in weights.items():
         torch.testing.assert_close(other_weights[name], value, rtol=0, atol=tolerance)
     assert [step for step, _ in lines] == [step for step, _ in other_lines]
@@ -75,7 +77,12 @@ def apart(function):
 
 # A loss whose weights depend on the data: sample counts would make the wrong mean.
 WEIGHTED = Classification(CLASSES, nn.CrossEntropyLoss(weight=vector([1, 2, 3])))
-TASKS = {"mean": None, "weighted": WEIGHTED, "clipped": None, "closure": None}
+TASKS = {
+    "mean": None,
+    "weighted": WEIGHTED,
+    "clipped": None,
+    "closure": None,
+}
 OPTIONS = {
     "clipped": {"clip_grad_norm": 0.05},
     "closure": {"optimizer": partial(torch.optim.LBFGS, lr=0.1, max_iter=3)},
@@ -146,7 +153,9 @@ class StopSome(Callback):
     """Some of the processes ask for a stop, or hear of a signal, after one update."""
 
     def __init__(self, step, ranks, signal=None):
-        self.step, self.ranks, self.signal = step, ranks, signal
+        self.step = step
+        self.ranks = ranks
+        self.signal = signal
 
     def on_update_end(self, trainer):
         if trainer.state.updates == self.step and trainer.group.rank in self.ranks:

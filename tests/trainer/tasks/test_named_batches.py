@@ -1,5 +1,8 @@
 """Batches {"input_ids", ..., "labels"}: every task calls the model by name, whoever built it."""
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,6 +10,7 @@ from torch import nn
 
 import toys
 from regimen.trainer.errors import ModelError, SampleError
+from regimen.trainer.task import Task
 from regimen.trainer.tasks.classification import Classification
 from regimen.trainer.tasks.language_model import LanguageModel
 from regimen.trainer.tasks.multilabel import MultiLabel
@@ -39,8 +43,10 @@ class Reader(nn.Module):
 
     def forward(self, input_ids, attention_mask, labels=None):
         seen = self.embed(input_ids) * attention_mask[..., None]
-        mean = seen.sum(1, keepdim=True) / attention_mask.sum(1)[:, None, None]
-        logits = self.head(torch.tanh(seen + mean if self.by_token else mean[:, 0]))
+        lengths = attention_mask.sum(1)[:, None, None]
+        mean = seen.sum(1, keepdim=True) / lengths
+        hidden = seen + mean if self.by_token else mean[:, 0]
+        logits = self.head(torch.tanh(hidden))
         loss = None
         if labels is not None:
             loss = F.cross_entropy(logits.flatten(0, -2), labels.flatten())
@@ -55,18 +61,21 @@ def model_of(outputs, **options):
 class Texts(torch.utils.data.Dataset):
     """Texts of 2 to 6 tokens with a label of any kind."""
 
-    def __init__(self, labels, pair=False):
+    def __init__(self, labels):
         self.labels = labels
         self.tokens = torch.randint(12, (len(labels), LENGTH), generator=_generator())
-        self.pair = pair
 
     def __len__(self):
         return len(self.labels)
 
     def __getitem__(self, index):
-        mask = (torch.arange(LENGTH) < 2 + index % 5).long()
-        inputs = {"input_ids": self.tokens[index] * mask, "attention_mask": mask}
-        return {**inputs, "labels": self.labels[index]}
+        length = 2 + index % 5
+        mask = (torch.arange(LENGTH) < length).long()
+        return {
+            "input_ids": self.tokens[index] * mask,
+            "attention_mask": mask,
+            "labels": self.labels[index],
+        }
 
 
 def _generator():
@@ -77,49 +86,67 @@ def tags_of_words():
     """Return labels [23, LENGTH] of between none and six words."""
     labels = torch.randint(5, (23, LENGTH), generator=_generator())
     for number, row in enumerate(labels):
-        row[number % (LENGTH + 1) :] = -100
+        words = number % (LENGTH + 1)
+        row[words:] = -100
     return labels
 
 
+def loss_of_values(output, target):
+    return F.mse_loss(output[:, 0], target)
+
+
+def loss_of_tokens(output, target):
+    return F.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+class Case(NamedTuple):
+    task: Callable[[], Task]
+    outputs: int
+    labels: torch.Tensor  # of the 23 texts
+    loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # of whole batches
+
+
 CASES = {
-    "classification": (
+    "classification": Case(
         lambda: Classification(3),
         3,
         torch.randint(3, (23,), generator=_generator()),
         F.cross_entropy,
     ),
-    "regression": (
+    "regression": Case(
         Regression,
         1,
         torch.randn(23, generator=_generator(), dtype=torch.float64),
-        lambda output, target: F.mse_loss(output[:, 0], target),
+        loss_of_values,
     ),
-    "multilabel": (
+    "multilabel": Case(
         MultiLabel,
         4,
         torch.randint(2, (23, 4), generator=_generator()).double(),
         F.binary_cross_entropy_with_logits,
     ),
-    "token_classification": (
+    "token_classification": Case(
         lambda: TokenClassification(5, classes=TAGS),
         5,
         tags_of_words(),
-        lambda output, target: F.cross_entropy(output.flatten(0, 1), target.flatten()),
+        loss_of_tokens,
     ),
 }
 
 
-def trained_by_hand(outputs, labels, loss, by_token):
+def trained_by_hand(outputs, labels, loss_of, by_token):
     data = Texts(labels)
+    numbers = torch.arange(len(data))
+    order = toys.Samples(numbers, numbers)
     model = model_of(outputs, by_token=by_token)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    order = toys.Samples(torch.arange(len(data)), torch.arange(len(data)))
     for indices, _ in toys.whole_batches(order, 2):
         samples = [data[i] for i in indices.tolist()]
-        batch = {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
+        batch = torch.utils.data.default_collate(samples)
         target = batch.pop("labels")
         optimizer.zero_grad()
-        loss(model(**batch), target).backward()
+        loss = loss_of(model(**batch), target)
+        loss.backward()
         optimizer.step()
     return model
 
@@ -127,20 +154,26 @@ def trained_by_hand(outputs, labels, loss, by_token):
 @pytest.mark.parametrize("steps", [1, 2, 4])
 @pytest.mark.parametrize("name", CASES)
 def test_an_update_is_that_by_hand(name, steps):
-    make, outputs, labels, loss = CASES[name]
+    case = CASES[name]
     by_token = name == "token_classification"
-    model = model_of(outputs, by_token=by_token, returns=Answer if steps == 2 else None)
-    trainer = trainer_of(make(), loader(Texts(labels), steps), model=model)
+    returns = Answer if steps == 2 else None
+    model = model_of(case.outputs, by_token=by_token, returns=returns)
+    trainer = trainer_of(case.task(), loader(Texts(case.labels), steps), model=model)
     trainer.fit()
-    assert_equal(trainer.model, trained_by_hand(outputs, labels, loss, by_token))
+
+    expected = trained_by_hand(case.outputs, case.labels, case.loss, by_token)
+
+    assert_equal(trainer.model, expected)
 
 
 def test_the_labels_are_no_input_of_a_prediction():
-    batch = next(iter(loader(Texts(CASES["classification"][2])).epoch(0))).batch
+    texts = Texts(CASES["classification"].labels)
+    batch = torch.utils.data.default_collate([texts[i] for i in range(8)])
     task = Classification(3)
     model = model_of(3)
     with_labels = task.prediction_step(model, batch)
     del batch["labels"]
+
     assert torch.equal(task.prediction_step(model, batch), with_labels)
 
 
@@ -149,47 +182,62 @@ def test_a_model_that_takes_the_dict_itself_still_gets_it():
         def forward(self, values):
             return values["x"]
 
-    batch = {"x": torch.zeros(2, 3)}
-    assert Classification(3).prediction_step(Whole(), batch).shape == (2, 3)
-    pair = (batch, torch.zeros(2, dtype=torch.long))
-    assert Classification(3).training_step(Whole(), pair).loss[""] > 0
+    task = Classification(3)
+    inputs = {"x": torch.zeros(2, 3)}
+    labels = torch.zeros(2, dtype=torch.long)
+    answer = task.prediction_step(Whole(), inputs)
+    output = task.training_step(Whole(), (inputs, labels))
+
+    assert answer.shape == (2, 3)
+    assert output.loss[""] > 0
 
 
-def test_the_loss_that_a_model_computes_itself():
+def as_pair(loss, logits):
+    return loss, logits
+
+
+@pytest.mark.parametrize("returns", [Answer, as_pair])
+def test_the_loss_that_a_model_computes_itself(returns):
     labels = tags_of_words()
     task = TokenClassification(5, classes=TAGS)
     plain = trainer_of(task, loader(Texts(labels)), model=model_of(5, by_token=True))
     plain.fit()
-    for returns in (Answer, lambda loss, logits: (loss, logits)):
-        model = model_of(5, by_token=True, returns=returns)
-        own = trainer_of(
-            OwnLoss(TokenClassification(5, classes=TAGS)), loader(Texts(labels), 2), model=model
-        )
-        own.fit()
-        assert_equal(own.model, plain.model)
-    batch = {"input_ids": labels, "labels": labels}
+
+    own_loss = OwnLoss(TokenClassification(5, classes=TAGS))
+    model = model_of(5, by_token=True, returns=returns)
+    own = trainer_of(own_loss, loader(Texts(labels), 2), model=model)
+    own.fit()
+
+    assert_equal(own.model, plain.model)
+
+
+def test_a_loss_of_ones_own_for_a_language_model_is_the_task_chat():
+    labels = tags_of_words()
     with pytest.raises(SampleError, match="task=chat"):
-        OwnLoss(LanguageModel(5)).counts(batch)
+        OwnLoss(LanguageModel(5)).counts({"input_ids": labels, "labels": labels})
 
 
 def test_a_batch_without_labels_says_what_fits():
+    task = Classification(3)
     batch = {"input_ids": torch.zeros(2, 3), "label": torch.zeros(2)}
     with pytest.raises(SampleError, match="a dict whose 'labels' are the target"):
-        Classification(3).training_step(model_of(3), batch)
+        task.training_step(model_of(3), batch)
     with pytest.raises(SampleError, match="texts as targets"):
-        Classification(3).training_step(model_of(3), {"input_ids": None, "labels": ["a"]})
+        task.training_step(model_of(3), {"input_ids": None, "labels": ["a"]})
 
 
 def expected_f1(model, data):
     """Return F1 by seqeval over all sentences."""
     from seqeval.metrics import f1_score
 
-    true, found = [], []
-    for sample in (data[i] for i in range(len(data))):
-        logits = model(sample["input_ids"][None], sample["attention_mask"][None])[0]
+    true = []
+    found = []
+    for number in range(len(data)):
+        sample = data[number]
+        (logits,) = model(sample["input_ids"][None], sample["attention_mask"][None])
         counts = sample["labels"] >= 0
-        found.append([TAGS[n] for n in logits.argmax(1)[counts]])
-        true.append([TAGS[n] for n in sample["labels"][counts]])
+        found.append([TAGS[tag] for tag in logits.argmax(1)[counts]])
+        true.append([TAGS[tag] for tag in sample["labels"][counts]])
     return f1_score(true, found)
 
 
@@ -198,21 +246,21 @@ def test_f1_is_that_of_seqeval_on_all(batch):
     data = Texts(tags_of_words())
     val = loader(data, batch=batch, shuffled=False)
     task = TokenClassification(5, classes=TAGS)
-    trainer = trainer_of(
-        task, loader(data), model=model_of(5, by_token=True), val=val, max_epochs=9
-    )
+    model = model_of(5, by_token=True)
+    trainer = trainer_of(task, loader(data), model=model, val=val, max_epochs=9)
     trainer.fit()
-    found = trainer.evaluate()
-    assert found["val/f1"] == pytest.approx(expected_f1(trainer.model, data), rel=1e-12)
-    assert 0 < found["val/f1"] < 1
+
+    found = trainer.evaluate()["val/f1"]
+
+    assert found == pytest.approx(expected_f1(trainer.model, data), rel=1e-12)
+    assert 0 < found < 1
     assert task.monitor() == "f1"
 
 
 def test_two_processes_train_and_count_the_same(ranks):
-    labels = tags_of_words()
+    data = Texts(tags_of_words())
 
     def train(strategy):
-        data = Texts(labels)
         trainer = trainer_of(
             TokenClassification(5, classes=TAGS),
             loader(data, strategy=strategy),
@@ -221,29 +269,24 @@ def test_two_processes_train_and_count_the_same(ranks):
             strategy=strategy,
         )
         trainer.fit()
-        state = {name: p.detach() for name, p in trainer.model.named_parameters()}
-        return state, trainer.evaluate()
+        weights = {name: p.detach() for name, p in trainer.model.named_parameters()}
+        return weights, trainer.evaluate()
 
-    alone = trainer_of(
-        TokenClassification(5, classes=TAGS),
-        loader(Texts(labels)),
-        model=model_of(5, by_token=True),
-        val=loader(Texts(labels), batch=5, shuffled=False),
-    )
-    alone.fit()
-    for state, metrics in ranks(2, toys.in_group(train)):
-        for name, value in alone.model.named_parameters():
-            torch.testing.assert_close(state[name], value.detach(), rtol=0, atol=1e-12)
-        assert metrics == pytest.approx(alone.evaluate(), rel=1e-12)
+    expected_weights, expected_metrics = train(None)
+    for weights, metrics in ranks(2, toys.in_group(train)):
+        torch.testing.assert_close(weights, expected_weights, rtol=0, atol=1e-12)
+        assert metrics == pytest.approx(expected_metrics, rel=1e-12)
 
 
 def test_tags_that_mark_no_entities_and_unknown_tags():
     with pytest.raises(ModelError, match=r"task\.entities: is true, and the tags 'NOUN'"):
         TokenClassification(2, classes=["NOUN", "O"])
+
     metric = EntityF1()
     metric.update(torch.zeros(1, 5, 2), torch.zeros(1, 2, dtype=torch.long))
     with pytest.raises(ModelError, match=r"task\.classes"):
         metric.compute()
+
     plain = TokenClassification(2, entities=False)
     assert plain.metric_names() == ["loss", "token_accuracy"]
     assert plain.monitor() == "token_accuracy"

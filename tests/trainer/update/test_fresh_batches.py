@@ -146,11 +146,13 @@ def test_a_turn_knows_its_number_and_what_is_left_at_the_end_is_left_out() -> No
     task = Wasserstein()
     trainer = make(task, samples=45 + 4 + 2)  # 13 batches
     trainer.fit(max_epochs=1)
+
     assert trainer.steps_per_epoch == 4
     assert [(index, turn) for index, turn, _ in task.seen] == 4 * [*enumerate(TURNS)]
     for (_, _, seen), wanted in zip(task.seen, batches_of(0, 51), strict=False):
         assert torch.equal(seen, wanted)
-    assert (trainer.state.updates, trainer.state.samples) == (4, 48)
+    assert trainer.state.updates == 4
+    assert trainer.state.samples == 48
 
 
 def test_a_plain_data_loader_gives_each_turn_a_batch_too() -> None:
@@ -159,7 +161,9 @@ def test_a_plain_data_loader_gives_each_turn_a_batch_too() -> None:
     model = networks()
     trainer = Trainer(model, task, build_optimizers(model, copy.deepcopy(NODE)), data)
     trainer.fit()
-    assert all(torch.equal(s, w) for (_, _, s), (w, _) in zip(task.seen, data, strict=True))
+
+    for (_, _, s), (w, _) in zip(task.seen, data, strict=True):
+        assert torch.equal(s, w)
 
 
 class Keeping(Callback):
@@ -184,9 +188,12 @@ def test_a_resume_is_exact(update: int, limit: int | None) -> None:
     options = {"limit_train_batches": limit, "max_epochs": 4 if limit else 2}
     whole = make(callbacks=[keeping], **options)
     whole.fit()
+
     assert whole.steps_per_epoch == (2 if limit else 4)
+
     resumed = make(**options)
     assert resumed.load_state_dict(keeping.kept) == []
+
     resumed.fit()
     assert_equal(resumed.model, whole.model, 0)
     assert set(keeping.seen) <= {(12, 3), (10, 3)}  # the samples and outputs of all turns
@@ -210,9 +217,11 @@ def test_a_resume_with_another_batch_size_goes_on_behind_what_was_seen() -> None
     order = toys.Shuffled(SAMPLES, seed=1)(0)
     seen = torch.cat([x for _, _, x in task.seen])
     rest = data_of().x[torch.as_tensor(order[12:])]
+
     assert trainer.state.updates == 3
     assert len(seen) in (29, 30)
-    assert all((rest == row).all(1).any() for row in seen)
+    for row in seen:
+        assert (rest == row).all(1).any()
     assert len(seen.unique(dim=0)) == len(seen)
 
 
@@ -221,9 +230,11 @@ def test_all_turns_share_a_batch_without_it() -> None:
     task.fresh_batches = False
     trainer = make(task)
     trainer.fit(max_epochs=1)
+
     assert trainer.steps_per_epoch == 12
     for number, batch in enumerate(batches_of(0)):
-        assert all(torch.equal(x, batch) for _, _, x in task.seen[3 * number : 3 * number + 3])
+        for _, _, x in task.seen[3 * number : 3 * number + 3]:
+            assert torch.equal(x, batch)
 
 
 def test_too_few_batches_for_one_update_are_refused() -> None:
@@ -244,6 +255,7 @@ def test_a_nan_in_one_turns_batch_is_told_by_its_sample_and_undoes_all_turns() -
         options=TrainerOptions(max_epochs=1),
         verbose=False,
     )
+
     with pytest.raises(DivergedError, match=f"sample {bad} holds NaN"):
         trainer.fit()
     assert_equal(trainer.model, networks(), 0)
@@ -268,6 +280,7 @@ def test_a_turn_that_comes_again_has_noise_of_its_own() -> None:
     noise = GradientNoise(eta=0.1, gamma=0.5)
     make(Still(), callbacks=[kept], gradient_noise=noise, limit_train_batches=3).fit(max_epochs=1)
     first, second, _ = kept.noises
+
     assert first.any()
     assert not torch.equal(first, second)
 
@@ -280,6 +293,7 @@ def test_the_losses_of_all_turns_stand_in_the_terminals_line(
     with caplog.at_level(logging.INFO):
         trainer.fit(max_epochs=1)
     line = caplog.text
+
     assert "train/epoch_loss_critic" in line
     assert "train/epoch_loss_generator" in line
     assert len(log.of("train/loss_critic")) == 4
@@ -297,5 +311,7 @@ def test_a_configuration_knows_the_length_of_its_run() -> None:
     )
     experiment = build(config)
     trainer = experiment.trainer
+
     assert len(trainer.train_loader) == 13
-    assert (trainer.steps_per_epoch, trainer.total_steps) == (4, 8)
+    assert trainer.steps_per_epoch == 4
+    assert trainer.total_steps == 8

@@ -117,14 +117,19 @@ def test_a_whole_run_is_the_same(name: str, tmp_path: Path) -> None:
 def test_a_bad_update_ends_both_in_the_same_place(name: str, bad: int, tmp_path: Path) -> None:
     runs = {}
     for device in (CPU, DEVICE):
-        folder, data = tmp_path / str(device), batches(UPDATES, bad)
+        folder = tmp_path / str(device)
+        data = batches(UPDATES, bad)
         trainer = trainer_of(name, folder, data, device=device, log_every_n_steps=6)
         with pytest.raises(DivergedError, match=rf"update {bad + 1} \(step {bad + 1}, epoch 0\)"):
             trainer.fit()
         assert trainer.state.global_step == bad
         assert trainer.updater.guard.is_deferred == (device != CPU)
         log = trainer.callbacks["log"].lines  # type: ignore[attr-defined]
-        runs[device] = {**changed_by_updates(trainer), "log": log, "saved": saved(folder)}
+        runs[device] = {
+            **changed_by_updates(trainer),
+            "log": log,
+            "saved": saved(folder),
+        }
     # The host had let the schedule go on: the only thing that is not undone.
     found = differences(runs[CPU], runs[DEVICE])
     assert found == [path for path in found if path.endswith("/lr")]
@@ -141,9 +146,13 @@ def test_after_a_first_update_left_out_the_rest_is_undisturbed(name: str, tmp_pa
     disturbed = trainer_of(name, tmp_path / "disturbed", [bad, *good], **options)
     disturbed.fit()
     state = disturbed.state
-    assert (state.global_step, state.skipped_updates) == (UPDATES, 1)
+
+    assert state.global_step == UPDATES
+    assert state.skipped_updates == 1
     assert disturbed.metrics["train/skipped_updates"] == 1
-    before, after = whole.state_dict(), disturbed.state_dict()
+
+    before = whole.state_dict()
+    after = disturbed.state_dict()
     for key in ("model", "optimizer", "ema", "lr_scheduler"):
         assert differences(before[key], after[key]) == []
 
@@ -153,8 +162,14 @@ def test_weights_that_are_lost_end_a_run_that_skips() -> None:
     with torch.no_grad():
         model[0].weight[0, 0] = float("nan")
     make = partial(torch.optim.AdamW, fused=True)
-    options = {"max_epochs": 9, "on_nonfinite": "skip", "max_skipped_in_a_row": 7, "make": make}
+    options = {
+        "max_epochs": 9,
+        "on_nonfinite": "skip",
+        "max_skipped_in_a_row": 7,
+        "make": make,
+    }
     trainer = toys.trainer_of(Classification(3), batches(UPDATES), model=model.double(), **options)
+
     with pytest.raises(DivergedError, match="last 7 updates"):
         trainer.fit()
 
@@ -199,12 +214,15 @@ def test_nothing_looks_at_a_run_whose_device_left_an_update_out(
 
 def test_stopping_names_the_sample_and_keeps_finite_weights() -> None:
     model = normed()
-    data, task = batches(5, bad=2), Classification(3)
+    data = batches(5, bad=2)
+    task = Classification(3)
     trainer = toys.trainer_of(task, data, model=model, precision="fp32")
+
     with pytest.raises(DivergedError, match=r"row 3 of the batch holds NaN.*update 3") as error:
         trainer.fit()
     assert error.value.exit_code == 5
-    assert all(torch.isfinite(t).all() for t in model.state_dict().values())
+    for t in model.state_dict().values():
+        assert torch.isfinite(t).all()
     assert trainer.state.global_step == 2
 
 
@@ -262,11 +280,13 @@ class Network(nn.Module):
 
 
 def test_an_infinite_loss_with_a_finite_gradient_stops_the_run() -> None:
-    model, data = Network(4), batches(5)
+    model = Network(4)
+    data = batches(5)
     data[0][0][1, 0] = 100.0
     before = copy.deepcopy(model.state_dict())
     task = Classification(4, Infinite(), metrics={})
     trainer = toys.trainer_of(task, data, model=model, precision="fp32")
+
     with pytest.raises(DivergedError, match="the loss is not finite"):
         trainer.fit()
     assert trainer.state.global_step == 0
@@ -309,6 +329,7 @@ def test_several_processes_skip_the_same_updates(ranks, kind):
         return {case: train_split(strategy, *case) for case in CASES}
 
     alone = run(Strategy("cpu"))
+
     for _, counters, error in alone.values():
         assert error or (counters["global_step"], counters["skipped_updates"]) == (5, 1)
     assert "the loss is not finite, at update 3" in alone["stop", 1][2]

@@ -50,6 +50,11 @@ class Batched(Numbers):
         return torch.full((3, 1), float(index)), torch.ones(3, 1)
 
 
+def jumbled(start):
+    """Return all indices in an order that differs by its start."""
+    return [(7 * i + start) % SAMPLES for i in range(SAMPLES)]
+
+
 class Epochs:
     """A sampler of one's own that follows the epoch, as torch's DistributedSampler does."""
 
@@ -62,7 +67,7 @@ class Epochs:
         return SAMPLES
 
     def __iter__(self):
-        return iter([(7 * i + self.epoch) % SAMPLES for i in range(SAMPLES)])
+        return iter(jumbled(self.epoch))
 
 
 class Restless:
@@ -75,7 +80,7 @@ class Restless:
 
     def __iter__(self):
         self.passes += 1
-        return iter([(7 * i + self.passes) % SAMPLES for i in range(SAMPLES)])
+        return iter(jumbled(self.passes))
 
 
 class Streamed(IterableDataset[Any]):
@@ -107,7 +112,12 @@ EXACT = {
     "set_epoch": lambda: DataLoader(DATA, 4, sampler=Epochs()),
     "workers": lambda: DataLoader(DATA, 4, shuffle=True, num_workers=2),
     "persistent": lambda: DataLoader(
-        DATA, 4, shuffle=True, num_workers=1, persistent_workers=True, in_order=False
+        DATA,
+        4,
+        shuffle=True,
+        num_workers=1,
+        persistent_workers=True,
+        in_order=False,
     ),
     "batches_in_a_list": lambda: [
         (torch.full((2, 1), float(i)), torch.ones(2, 1)) for i in range(5)
@@ -129,18 +139,24 @@ class Seen(Callback):
     """Notes the samples of each update; may break off as Ctrl-C in a notebook does."""
 
     def __init__(self, until: int | None = None) -> None:
-        self.until, self.updates = until, []
+        self.until = until
+        self.updates = []
 
     def on_update_end(self, trainer, batch):
-        self.updates.append(batch[0].flatten().tolist())
+        inputs, _ = batch
+        self.updates.append(inputs.flatten().tolist())
         if trainer.state.updates == self.until:
             raise KeyboardInterrupt
 
 
-def trainer_of(make, until=None, run_dir=None, seed=5, **more):
+def network():
+    """Dropout draws from the generator that an iterator of a DataLoader draws from as well."""
     torch.manual_seed(0)
-    # Dropout draws from the generator that an iterator of a DataLoader draws from as well.
-    model = nn.Sequential(nn.Linear(1, 4), nn.Dropout(0.5), nn.Linear(4, 1))
+    return nn.Sequential(nn.Linear(1, 4), nn.Dropout(0.5), nn.Linear(4, 1))
+
+
+def trainer_of(make, until=None, run_dir=None, seed=5, **more):
+    model = network()
     callbacks: dict[str, Callback] = {"seen": Seen(until)}
     if run_dir is not None:
         callbacks["saver"] = Checkpoint(every_n_steps=1, save_top_k=-1)
@@ -168,19 +184,36 @@ def test_what_is_left_of_an_epoch_is_what_was_not_seen(tmp_path, caplog, make, p
     with caplog.at_level(logging.WARNING):
         whole.fit()
     assert "repeats its order" not in caplog.text
+
     length = whole.steps_per_epoch
+    stop = length + 2  # within the second epoch
     run_dir = tmp_path / "run" if place == "checkpoint" else None
-    first = trainer_of(make, length + 2, run_dir)  # within the second epoch
+    first = trainer_of(make, stop, run_dir)
+
     with pytest.raises(KeyboardInterrupt):
         first.fit()
-    # In the file are the updates whose boundary was reached.
-    done = length + 2 if place == "same_trainer" else length + 1
-    later = first if place == "same_trainer" else trainer_of(make, run_dir=run_dir)
-    first.callbacks["seen"].until = None
-    later.fit(resume=None if place == "same_trainer" else "auto")
-    assert updates(first)[:done] + updates(later)[-(2 * length - done) :] == updates(whole)
+
+    if place == "same_trainer":
+        done = stop
+        later = first
+        later.callbacks["seen"].until = None
+        later.fit()
+    else:
+        done = stop - 1  # in the file are the updates whose boundary was reached
+        later = trainer_of(make, run_dir=run_dir)
+        later.fit(resume="auto")
+
+    left = 2 * length - done
+    assert updates(first)[:done] + updates(later)[-left:] == updates(whole)
     for one, other in zip(whole.model.parameters(), later.model.parameters(), strict=True):
         assert torch.equal(one, other)
+
+
+def order_by_hand(epoch):
+    """Return the batches of an epoch of the seed 5."""
+    generator = torch.Generator().manual_seed(derived_seed(5, "order", epoch))
+    loader = DataLoader(DATA, 4, sampler=RandomSampler(DATA, generator=generator))
+    return [x.flatten().tolist() for x, _ in loader]
 
 
 def test_an_epoch_follows_seed_and_epoch_and_leaves_the_callers_generator_alone():
@@ -193,17 +226,17 @@ def test_an_epoch_follows_seed_and_epoch_and_leaves_the_callers_generator_alone(
     trainer = trainer_of(make)
     trainer.fit()
     trainer.evaluate(make(), "test")
+
     assert torch.equal(generator.get_state(), before)
-    expected: list[Any] = []
-    for epoch in range(2):  # by hand
-        drawn = torch.Generator().manual_seed(derived_seed(5, "order", epoch))
-        sampler = RandomSampler(DATA, generator=drawn)
-        expected += [x.flatten().tolist() for x, _ in DataLoader(DATA, 4, sampler=sampler)]
-    assert updates(trainer) == expected
-    assert expected[:6] != expected[6:]
+
+    first = order_by_hand(0)
+    second = order_by_hand(1)
+    assert updates(trainer) == first + second
+    assert first != second
+
     other = trainer_of(make, seed=6)
     other.fit()
-    assert updates(other)[0] != expected[0]
+    assert updates(other)[0] != first[0]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -213,14 +246,15 @@ def test_the_training_draws_what_a_loop_by_hand_does(workers):
 
     trainer = trainer_of(make)
     trainer.fit()
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(1, 4), nn.Dropout(0.5), nn.Linear(4, 1))
+    model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     for _ in range(2):
         for x, y in make():
             optimizer.zero_grad()
-            nn.functional.mse_loss(model(x), y).backward()
+            loss = nn.functional.mse_loss(model(x), y)
+            loss.backward()
             optimizer.step()
+
     for one, other in zip(model.parameters(), trainer.model.parameters(), strict=True):
         torch.testing.assert_close(one, other)
 
@@ -231,29 +265,48 @@ def test_the_training_draws_what_a_loop_by_hand_does(workers):
 def test_what_may_draw_by_itself_is_told_once_as_the_training_starts(caplog, make, named):
     trainer = trainer_of(make)
     assert caplog.text == ""
+
     with caplog.at_level(logging.WARNING):
         trainer.fit()
-    (line,) = [r.getMessage() for r in caplog.records if "repeats its order" in r.getMessage()]
+    messages = [record.getMessage() for record in caplog.records]
+    (line,) = [message for message in messages if "repeats its order" in message]
+
     assert line.startswith("train_loader: whether ")
     assert re.search(named, line)
 
 
-def test_the_numbers_of_samples_are_known_where_torchs_samplers_give_them():
-    def numbers(loader, steps=1):
-        batch_slices = [micro.batch_slice for micro in PlainBatches(loader, steps).epoch(0, 1, 3)]
-        return [batch_slice.indices for batch_slice in batch_slices]
+def numbers_of(loader, steps=1):
+    """Return the numbers of the samples of the second and the third update."""
+    micro_batches = PlainBatches(loader, steps).epoch(0, 1, 3)
+    return [micro_batch.batch_slice.indices for micro_batch in micro_batches]
 
-    assert numbers(DataLoader(DATA, 4)) == [(4, 5, 6, 7), (8, 9, 10, 11)]
-    assert numbers(DataLoader(DATA, 4), 2) == [(4, 5), (6, 7), (8, 9), (10, 11)]
-    assert numbers(DataLoader(DATA, 4, num_workers=1)) == [(4, 5, 6, 7), (8, 9, 10, 11)]
-    unordered = DataLoader(DATA, 4, num_workers=1, in_order=False)
-    assert numbers(unordered) == [(), ()]
-    halves = DataLoader(
-        DATA, 4, collate_fn=lambda samples: torch.stack([s[0] for s in samples[:2]])
-    )
-    assert numbers(halves) == [(), ()]
-    assert numbers([*islice(DataLoader(DATA, 4), 4)]) == [(), ()]
-    assert numbers(DataLoader(Batched(), None, sampler=SequentialSampler(DATA))) == [(), ()]
+
+def first_two(samples):
+    return torch.stack([x for x, _ in samples[:2]])
+
+
+def test_the_numbers_of_samples_are_known_where_torchs_samplers_give_them():
+    loader = DataLoader(DATA, 4)
+    with_workers = DataLoader(DATA, 4, num_workers=1)
+
+    assert numbers_of(loader) == [(4, 5, 6, 7), (8, 9, 10, 11)]
+    assert numbers_of(loader, 2) == [(4, 5), (6, 7), (8, 9), (10, 11)]
+    assert numbers_of(with_workers) == [(4, 5, 6, 7), (8, 9, 10, 11)]
+
+
+@pytest.mark.parametrize(
+    "loader",
+    [
+        pytest.param(DataLoader(DATA, 4, num_workers=1, in_order=False), id="in any order"),
+        pytest.param(DataLoader(DATA, 4, collate_fn=first_two), id="fewer than were drawn"),
+        pytest.param([*islice(DataLoader(DATA, 4), 4)], id="a list of batches"),
+        pytest.param(
+            DataLoader(Batched(), None, sampler=SequentialSampler(DATA)), id="batches as samples"
+        ),
+    ],
+)
+def test_the_numbers_of_samples_are_unknown_elsewhere(loader):
+    assert numbers_of(loader) == [(), ()]
 
 
 class Boxes(Dataset[Any]):

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import math
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -37,14 +38,20 @@ class Failing(GAN):
 
     def __init__(self, turn: str, bad: tuple[int, ...]) -> None:
         super().__init__()
-        self._turn, self._bad, self._calls = turn, bad, 0
+        self._turn = turn
+        self._bad = bad
+        self._calls = 0
 
     def turn_step(self, model: nn.Module, batch: Any, turn: str) -> StepOutput:
         output = super().turn_step(model, batch, turn)
-        self._calls += turn == self._turn
-        lost = turn == self._turn and self._calls - 1 in self._bad
+        if turn != self._turn:
+            return output
+        number = self._calls
+        self._calls += 1
+        if number not in self._bad:
+            return output
         assert isinstance(output.loss, Tensor)
-        return StepOutput(output.loss * (float("nan") if lost else 1.0), sums=output.sums)
+        return StepOutput(output.loss * math.nan, sums=output.sums)
 
 
 class History(Callback):
@@ -60,23 +67,34 @@ class History(Callback):
 
 
 def state_of(trainer: Trainer) -> list[Any]:
-    optimizer = trainer.optimizers.state_dict()["optimizers"]
-    return [trainer.model.state_dict(), {n: o["state"] for n, o in optimizer.items()}]
+    """Return the weights, and the state of each optimizer."""
+    saved = trainer.optimizers.state_dict()["optimizers"]
+    states = {name: optimizer["state"] for name, optimizer in saved.items()}
+    return [trainer.model.state_dict(), states]
+
+
+def history_of(trainer: Trainer) -> list[Any]:
+    history = trainer.callbacks["history"]
+    assert isinstance(history, History)
+    return history.states
+
+
+def pictures_and_noise(seed: int) -> tuple[Tensor, Tensor]:
+    """Return a batch of 4 pictures in [-1, 1], and of noise."""
+    generator = torch.Generator().manual_seed(seed)
+    shares = torch.rand(4, 1, 8, 8, generator=generator)
+    return shares * 2 - 1, torch.randn(4, 5, generator=generator)
 
 
 def trainer_of(task: GAN, device: torch.device = DEVICE, **options: Any) -> Trainer:
     torch.manual_seed(0)
     strategy = Strategy(device)
     model = strategy.prepare(Networks(in_channels=1, image_size=8, latent_dim=5, width=4))
-    batches = [
-        (torch.rand(4, 1, 8, 8, generator=g) * 2 - 1, torch.randn(4, 5, generator=g))
-        for g in (torch.Generator().manual_seed(i) for i in range(UPDATES))
-    ]
     return Trainer(
         model,
         task,
         build_optimizers(model, copy.deepcopy(NODE), prefer_fused=True),
-        batches,
+        [pictures_and_noise(seed) for seed in range(UPDATES)],
         strategy=strategy,
         callbacks={"history": History(), "ema": EMA(0.9)},
         options=TrainerOptions(**{"max_epochs": 1, "log_every_n_steps": 99, **options}),
@@ -90,8 +108,9 @@ def test_a_metric_may_not_have_the_name_of_another_turns_norm() -> None:
             other = GENERATOR if turn == DISCRIMINATOR else DISCRIMINATOR
             return replace(output, sums={f"grad_norm_{other}": (torch.tensor(1.0), 1)})
 
+    trainer = trainer_of(Named())
     with pytest.raises(UserCodeError, match=f"train/grad_norm_{GENERATOR}.*grad_norm_{GENERATOR}"):
-        trainer_of(Named()).fit()
+        trainer.fit()
 
 
 TURNS = pytest.mark.parametrize("turn", [DISCRIMINATOR, GENERATOR])
@@ -101,11 +120,17 @@ TURNS = pytest.mark.parametrize("turn", [DISCRIMINATOR, GENERATOR])
 def test_a_non_finite_turn_undoes_those_before_it(turn: str) -> None:
     trainer = trainer_of(Failing(turn, (0, 2)), on_nonfinite="skip")
     trainer.fit()
-    states = trainer.callbacks["history"].states  # type: ignore[attr-defined]
-    moved = [bool(differences(a, b)) for a, b in itertools.pairwise(states)]
+
+    moved = []
+    for before, after in itertools.pairwise(history_of(trainer)):
+        moved.append(differences(before, after) != [])
+
     assert moved == [False, True, False, True, True]
+
     counters = trainer.state
-    assert (counters.global_step, counters.updates, counters.skipped_updates) == (3, 5, 2)
+    assert counters.global_step == 3
+    assert counters.updates == 5
+    assert counters.skipped_updates == 2
     assert not trainer.updater.guard.is_deferred
 
 
@@ -115,8 +140,11 @@ def test_skipped_updates_are_not_in_the_means(turn: str) -> None:
     bad.fit()
     short = trainer_of(Failing(turn, ()), on_nonfinite="skip", limit_train_batches=UPDATES - 1)
     short.fit()
-    names = {n for n in short.metrics if n.startswith("train/")}
-    assert {n: bad.metrics[n] for n in names} == {n: short.metrics[n] for n in names}
+
+    expected = {name: value for name, value in short.metrics.items() if name.startswith("train/")}
+
+    assert expected
+    assert {name: bad.metrics[name] for name in expected} == expected
 
 
 @TURNS
@@ -125,46 +153,56 @@ def test_a_run_that_a_turn_ends_is_as_before_the_update(turn: str, bad: int) -> 
     trainer = trainer_of(Failing(turn, (bad,)))
     with pytest.raises(DivergedError, match=f"update {bad + 1}"):
         trainer.fit()
-    before = trainer.callbacks["history"].states[bad]  # type: ignore[attr-defined]
+
+    weights_before, optimizers_before = history_of(trainer)[bad]
     weights, optimizers = state_of(trainer)
-    assert not differences(before[0], weights)
-    # A kernel that leaves the very first step out has begun its state, with zeros.
-    assert bad == 0 or not differences(before[1], optimizers)
-    assert (
-        all(not v.any() for o in optimizers.values() for s in o.values() for v in s.values()) or bad
-    )
+    assert differences(weights_before, weights) == []
+
+    if bad:
+        assert differences(optimizers_before, optimizers) == []
+    else:
+        # A kernel that leaves the very first step out has begun its state, with zeros.
+        for states in optimizers.values():
+            for state in states.values():
+                for value in state.values():
+                    assert not value.any()
     assert trainer.state.global_step == bad
     assert trainer.updater.guard.is_deferred == (DEVICE != CPU)
 
 
 @needs_simulation
 def test_the_device_decides_alike() -> None:
-    ends = []
-    for device in (CPU, DEVICE):
+    def end(device: torch.device) -> list[Any]:
         trainer = trainer_of(GAN(), device, max_epochs=2)
         trainer.fit()
         assert trainer.updater.guard.is_deferred == (device != CPU)
-        ends.append([*state_of(trainer), trainer.metrics])
-    assert differences(ends[0], ends[1]) == []
+        return [*state_of(trainer), trainer.metrics]
+
+    assert differences(end(CPU), end(DEVICE)) == []
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("name", "value"),
     [
-        {"clip_grad_norm": 1.0},
-        {"clip_grad_value": 1.0},
-        {"gradient_noise": GradientNoise(eta=0.1, gamma=0.5)},
-        {"precision": "fp16"},
+        ("clip_grad_norm", 1.0),
+        ("clip_grad_value", 1.0),
+        ("gradient_noise", GradientNoise(eta=0.1, gamma=0.5)),
+        ("precision", "fp16"),
     ],
 )
-def test_options_that_lbfgs_would_ignore_are_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(ModelError, match=f"LBFGS.*trainer.{next(iter(options))}"):
-        searching(nn.Linear(4, 3), **options)
+def test_options_that_lbfgs_would_ignore_are_refused(name: str, value: Any) -> None:
+    with pytest.raises(ModelError, match=f"LBFGS.*trainer.{name}"):
+        searching(nn.Linear(4, 3), **{name: value})
 
 
 def searching(model: nn.Module, **options: Any) -> Trainer:
     make = partial(torch.optim.LBFGS, lr=0.1, max_iter=4)
-    options = {"precision": "fp32", "max_epochs": 1, "make": make, **options}
+    options = {
+        "precision": "fp32",
+        "max_epochs": 1,
+        "make": make,
+        **options,
+    }
     return toys.trainer_of(Classification(3), batches(6), model=model, **options)
 
 
@@ -174,12 +212,15 @@ class Counting(nn.Module):
     def __init__(self, bad: int | None = None) -> None:
         super().__init__()
         self.layer = nn.Linear(4, 3)
-        self.calls, self._bad = 0, bad
+        self.calls = 0
+        self._bad = bad
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
-        lost = self._bad is not None and self.calls >= self._bad
-        return torch.as_tensor(self.layer(x)) * (float("nan") if lost else 1.0)
+        output: Tensor = self.layer(x)
+        if self._bad is not None and self.calls >= self._bad:
+            return output * math.nan
+        return output
 
 
 def test_a_search_takes_what_was_computed_as_its_first_evaluation() -> None:
@@ -187,7 +228,8 @@ def test_a_search_takes_what_was_computed_as_its_first_evaluation() -> None:
     model = Counting()
     by_hand = copy.deepcopy(model.layer).to(DEVICE)
     searching(model).fit()
-    other, calls = torch.optim.LBFGS(by_hand.parameters(), lr=0.1, max_iter=4), 0
+    other = torch.optim.LBFGS(by_hand.parameters(), lr=0.1, max_iter=4)
+    calls = 0
 
     for x, y in batches(6):
 
@@ -200,6 +242,7 @@ def test_a_search_takes_what_was_computed_as_its_first_evaluation() -> None:
             return loss
 
         other.step(closure)  # type: ignore[arg-type]
+
     assert model.calls == calls
     for ours, theirs in zip(model.layer.parameters(), by_hand.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6, check_device=False)
@@ -211,6 +254,7 @@ def test_a_search_that_ends_in_nan_is_undone() -> None:
     before = copy.deepcopy(model.state_dict())
     trainer = searching(model, on_nonfinite="skip", max_skipped_in_a_row=99)
     trainer.fit()
+
     assert trainer.state.skipped_updates == 6
     assert differences(before, model.state_dict()) == []
     assert not trainer.optimizers.optimizers["optimizer"].state
