@@ -147,7 +147,11 @@ EPOCH = re.compile(r"epoch (\d)/2: +(\d+)%\|[^|]*\| (\d/5) \[(.*)")
 def uneven(make_trainer, tmp_path):
     """Train two epochs, of which the second is validated; return the terminal and the log."""
     terminal = Terminal()
-    callbacks = {"progress": Progress(), "warns": Warns(), "judge": Judge()}
+    callbacks = {
+        "progress": Progress(),
+        "warns": Warns(),
+        "judge": Judge(),
+    }
     options = {"max_epochs": 2, "validate_every_n_epochs": 2, "log_every_n_steps": 1}
     with console(terminal.stream):
         logging.getLogger().addHandler(logging.FileHandler(tmp_path / "log"))

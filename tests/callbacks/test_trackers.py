@@ -142,7 +142,11 @@ def whole(make_trainer, tmp_path):
 def test_what_a_tracker_missed_is_sent_at_the_end(make_trainer, tmp_path, whole):
     store = {}
     tracker = Listed(store)
-    callbacks = {"outage": Outage(tracker), "log": MetricsLog(), "tracker": tracker}
+    callbacks = {
+        "outage": Outage(tracker),
+        "log": MetricsLog(),
+        "tracker": tracker,
+    }
     trainer = make_trainer(callbacks, tmp_path / "cut")
     trainer.fit()
 
@@ -156,7 +160,11 @@ def test_what_a_tracker_missed_is_sent_at_the_end(make_trainer, tmp_path, whole)
 def test_what_a_tracker_missed_is_sent_by_the_next_start(make_trainer, tmp_path, carry_over, whole):
     store = {}
     tracker = Listed(store)
-    callbacks = {"outage": Outage(tracker), "log": MetricsLog(), "tracker": tracker}
+    callbacks = {
+        "outage": Outage(tracker),
+        "log": MetricsLog(),
+        "tracker": tracker,
+    }
     first = make_trainer({**callbacks, "stop": StopAt(7)}, tmp_path / "cut")
     second = make_trainer({"log": MetricsLog(), "tracker": Listed(store)}, tmp_path / "cut")
     first.fit()

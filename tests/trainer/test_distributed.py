@@ -25,6 +25,7 @@ def test_an_aborted_communicator_tells_of_the_silent_process():
         "NumelIn=1, NumelOut=1, Timeout(ms)=67000) ran for 67010 milliseconds before timing out."
     )
     told = group._as_peer_error(dist.DistBackendError(text), group._errors)
+
     assert type(told) is SilentPeerError
     assert "within 7 s (strategy.timeout)" in str(told)
 

@@ -31,7 +31,11 @@ DATA = TensorDataset(INPUTS, LABELS)
 def trainer_of(task: Any = None, train: Any = None, model: Any = None, **more: Any) -> Trainer:
     torch.manual_seed(0)
     model = model or nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 3))
-    given = {"callbacks": {}, "options": TrainerOptions(max_epochs=1), **more}
+    given = {
+        "callbacks": {},
+        "options": TrainerOptions(max_epochs=1),
+        **more,
+    }
     optimizer = given.pop("optimizer", None) or torch.optim.SGD(model.parameters(), lr=0.1)
     train = DataLoader(DATA, 8) if train is None else train
     return Trainer(model, task or Classification(3), optimizer, train, **given)
@@ -76,6 +80,7 @@ def test_all_wrong_options_are_told_at_once_and_the_defaults_are_sound() -> None
         TrainerOptions(max_epochs=0, seed=-1)
     assert check({}, TrainerConfig) == []
     assert TrainerOptions().max_epochs == TrainerConfig().max_epochs
+
     noise: Any = {"eta": 0.5}
     assert TrainerOptions(gradient_noise=noise).gradient_noise == GradientNoise(eta=0.5)
     assert TrainerOptions(on_nonfinite="skip", error_if_nonfinite=True).on_nonfinite == "stop"
@@ -92,11 +97,14 @@ def test_the_model_is_compiled_and_recomputed_as_the_options_say() -> None:
             channels_last=True,
         )
     )
+
     assert type(again.components.compiled_model).__name__ == "OptimizedModule"
     assert [name for name, part in again.model.named_children() if "forward" in vars(part)] == ["0"]
+
     again.fit()
     for one, other in zip(plain.model.parameters(), again.model.parameters(), strict=True):
         torch.testing.assert_close(one, other)
+
     regions = TrainerOptions(compile={"backend": "eager", "regions": ["Linear"]})
     assert trainer_of(options=regions).model[0]._compiled_call_impl is not None
     with pytest.raises(
@@ -115,7 +123,9 @@ def test_a_switch_of_torchs_is_set_where_it_is_asked_for(name: str) -> None:
     }[name]
     set_switches(TrainerConfig())
     trainer_of()
+
     assert read() is False
+
     try:
         options: dict[str, Any] = {name: True}
         trainer_of(options=TrainerOptions(**options))
@@ -130,6 +140,7 @@ def test_no_batch_of_validation_and_a_fraction_of_an_unknown_length() -> None:
         val_loader=DataLoader(DATA, 8), options=TrainerOptions(limit_val_batches=0)
     )
     assert trainer.val_loaders == {}
+
     endless: Any = {1: [INPUTS, LABELS]}.values().__iter__
 
     class Unsized:
@@ -137,6 +148,7 @@ def test_no_batch_of_validation_and_a_fraction_of_an_unknown_length() -> None:
             return endless()
 
     trainer = trainer_of(train=Unsized(), options=TrainerOptions(limit_train_batches=0.5))
+
     with pytest.raises(ValueError, match=r"limit_train_batches=\.\.\.\): 0.5 is a fraction"):
         trainer.fit()
 

@@ -266,7 +266,13 @@ def test_the_hash_of_several_files_is_that_of_sha256sum(tmp_path):
     (source,) = sources_of({"": module})
 
     command = "sha256sum model-*.safetensors | sha256sum"
-    done = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run(
+        command,
+        shell=True,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
     expected, _ = done.stdout.split()
 
     assert source.sha256() == expected

@@ -329,7 +329,12 @@ def test_a_model_that_cannot_be_asked_is_answered(run, tmp_path, monkeypatch):
     import transformers
 
     config = transformers.T5Config(
-        vocab_size=64, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2
+        vocab_size=64,
+        d_model=16,
+        d_kv=8,
+        d_ff=16,
+        num_layers=1,
+        num_heads=2,
     )
     model = Logits(transformers.T5ForConditionalGeneration(config))
     replace_model(monkeypatch, run, model)

@@ -127,7 +127,11 @@ def test_a_folder_that_is_missing_is_said(tmp_path):
 
 
 def test_json_has_no_nan_and_no_infinity(tmp_path):
-    value = {"a": float("nan"), "b": [1.5, float("inf"), (-float("inf"), True)], "c": "NaN"}
+    value = {
+        "a": float("nan"),
+        "b": [1.5, float("inf"), (-float("inf"), True)],
+        "c": "NaN",
+    }
     atomic.write_json(tmp_path / "a.json", value)
     found = json.loads((tmp_path / "a.json").read_text(), parse_constant=pytest.fail)
     assert found == {"a": None, "b": [1.5, None, [None, True]], "c": "NaN"}

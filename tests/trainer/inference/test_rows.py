@@ -55,6 +55,7 @@ def test_rows_are_encoded_as_those_of_a_file(tmp_path, given):
     file.write_text("\n".join([",".join(ROWS[0]), *lines]) + "\n")
     expected = Table(read_columns(file), FEATURES)
     found = table_of(records_of(given), FEATURES, "error", None)
+
     assert len(found) == len(expected)
     for number in range(len(expected)):
         assert torch.equal(found[number], expected[number])

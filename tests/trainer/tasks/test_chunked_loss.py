@@ -189,7 +189,11 @@ def test_a_model_that_changes_its_logits_is_refused(change):
 
 def test_models_of_transformers_with_caps_are_refused():
     config = transformers.Gemma2Config(
-        vocab_size=512, head_dim=8, num_attention_heads=2, num_key_value_heads=1, **SMALL
+        vocab_size=512,
+        head_dim=8,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        **SMALL,
     )
     model = transformers.Gemma2ForCausalLM(config)
     task = Chat(chunked_loss=True)

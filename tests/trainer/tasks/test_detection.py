@@ -144,7 +144,11 @@ def test_map_is_that_of_torchmetrics(packages):
 def test_crowds_are_ignored_and_a_class_without_boxes_has_no_value(packages):
     boxes = torch.tensor([[10.0, 10, 30, 30], [40, 40, 60, 60]])
     within_the_crowd = torch.tensor([[45.0, 45, 55, 55]])
-    target = {"boxes": boxes, "labels": torch.tensor([0, 0]), "iscrowd": torch.tensor([0, 1])}
+    target = {
+        "boxes": boxes,
+        "labels": torch.tensor([0, 0]),
+        "iscrowd": torch.tensor([0, 1]),
+    }
     answer = {
         "boxes": torch.cat([boxes, within_the_crowd]),
         "scores": torch.tensor([0.5, 0.9, 0.8]),

@@ -80,7 +80,14 @@ def trainer_of(steps=1, r1=0.0, strategy=None):
     data = image_loader(steps, strategy)
     val = None if strategy else image_loader()
     task = GAN(r1=r1)
-    return toys.trainer_of(task, data, model=model, make=make, val=val, strategy=strategy)
+    return toys.trainer_of(
+        task,
+        data,
+        model=model,
+        make=make,
+        val=val,
+        strategy=strategy,
+    )
 
 
 @pytest.mark.parametrize("r1", [pytest.param(0.0, id="plain"), pytest.param(2.0, id="r1")])

@@ -287,7 +287,12 @@ def test_labels_of_places_give_the_loss_of_torch(kind, shape, reduction):
 
 
 def as_dict(loss, logits):
-    return {"loss": loss, "logits": logits, "hidden_states": (logits, logits), "cache": None}
+    return {
+        "loss": loss,
+        "logits": logits,
+        "hidden_states": (logits, logits),
+        "cache": None,
+    }
 
 
 def as_output_alone(loss, logits):

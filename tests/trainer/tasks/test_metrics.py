@@ -238,7 +238,11 @@ def test_metrics_of_others_are_taken_by_their_methods(value, expected):
 
 
 def test_metrics_of_several_values_say_their_names():
-    metrics = {"class": ours.PerClassAccuracy(2), "f1": ours.MacroF1(2), "other": Accuracy()}
+    metrics = {
+        "class": ours.PerClassAccuracy(2),
+        "f1": ours.MacroF1(2),
+        "other": Accuracy(),
+    }
     named = Classification(2, metrics=metrics).metric_names()
     assert named == ["loss", "accuracy", "class_0", "class_1", "f1", "other"]
     with pytest.raises(ModelError, match="classes has 2 names"):

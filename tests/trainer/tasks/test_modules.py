@@ -143,7 +143,11 @@ def test_parameters_of_a_loss_are_trained_by_any_number_of_processes(ranks, step
 
 def test_rules_know_them():
     def optimizers_with(rule):
-        node = {"_target_": "torch.optim.SGD", "lr": 0.5, "param_groups": {"task": rule}}
+        node = {
+            "_target_": "torch.optim.SGD",
+            "lr": 0.5,
+            "param_groups": {"task": rule},
+        }
         return trainer_of(node=node).optimizers
 
     faster = optimizers_with({"match": r"^task\.loss", "lr": 0.01})
