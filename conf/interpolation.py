@@ -10,6 +10,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any
 
 from regimen.conf.errors import Problem, nearest
+from regimen.conf.json_text import nesting
 from regimen.conf.other_words import RESOLVERS as OTHERS
 
 RESERVED = ("total_steps", "steps_per_epoch")  # open until the length of the training is known
@@ -118,19 +119,6 @@ def mapped(node: Any, change: Callable[[Any], Any]) -> Any:
     elif isinstance(node, list | tuple):
         node = [mapped(child, change) for child in node]
     return change(node)
-
-
-def nesting(characters: Iterable[str]) -> int:
-    """Return how deep the brackets among some characters are nested."""
-    depth = 0
-    deepest = 0
-    for character in characters:
-        if character in "[{(":
-            depth += 1
-        elif character in "]})":
-            depth -= 1
-        deepest = max(deepest, depth)
-    return deepest
 
 
 def excessive(root: Any) -> Iterator[Problem]:

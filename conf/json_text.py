@@ -3,11 +3,10 @@
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from regimen.conf.errors import shortened
-from regimen.conf.interpolation import nesting
 
 MAX_DEPTH = 40  # as of YAML
 _QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"?', re.DOTALL)
@@ -41,6 +40,19 @@ def form_fault(values: Mapping[str, Any], form: Mapping[str, Any]) -> str | None
         if not isinstance(value, expected) or (isinstance(value, bool) and expected is not bool):
             return f"its {name!r} cannot be {shortened(repr(value), 80)}"
     return None
+
+
+def nesting(characters: Iterable[str]) -> int:
+    """Return how deep the brackets among some characters are nested."""
+    depth = 0
+    deepest = 0
+    for character in characters:
+        if character in "[{(":
+            depth += 1
+        elif character in "]})":
+            depth -= 1
+        deepest = max(deepest, depth)
+    return deepest
 
 
 def _number(text: str) -> int | float:

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from regimen.conf.errors import ConfigError, Problem, nearest, raise_problems
 from regimen.conf.fields import declared
-from regimen.conf.interpolation import nesting
+from regimen.conf.json_text import nesting
 from regimen.conf.other_words import our_key
 from regimen.conf.schema import Config, Values
 from regimen.conf.yaml_file import dump

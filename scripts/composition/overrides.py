@@ -284,8 +284,11 @@ class Overrides:
         value: Any = None if override.is_delete() else override.value()
         problem = choice_problem(group, value)
         if override.is_delete() and override.value() is not None:
-            hint = f"~{element} leaves out the group, ~{element}.NAME one entry of it"
-            self.note(group, f"{override.input_line} names a choice to leave out", hint)
+            self.note(
+                group,
+                f"{override.input_line} names a choice to leave out",
+                f"~{element} leaves out the group, ~{element}.NAME one entry of it",
+            )
             return None
         if problem:
             self.note(group, problem, self._options_of(group))
