@@ -107,6 +107,7 @@ def texts(
             f"data.root={root}: no such file, nor a folder with a train as {', '.join(ENDINGS)}, "
             "nor one that datasets has saved"
         )
+    source: Path | SavedTable | None
     source, is_part = source_of_split(find, split, val_fraction, folds)
     if source is None:
         return None

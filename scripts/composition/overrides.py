@@ -98,11 +98,12 @@ class Overrides:
                 override = parser.parse_overrides(rest[:1])[0]
             except Exception as error:  # of the grammar, or an internal one of the parser
                 words, hint = self._intended(rest)
-                message = "not an override"
-                if not hint:
+                given = " ".join(rest[:words])
+                if hint:
+                    self.note(given, "not an override", hint)
+                else:
                     reason = first_lines(error).removeprefix("LexerNoViableAltException: ")
-                    message = f"not an override: {reason}"
-                self.note(" ".join(rest[:words]), message, hint)
+                    self.note(given, f"not an override: {reason}")
                 del rest[:words]
                 continue
             if self._is_allowed(override, rest.pop(0), sweep):
