@@ -434,6 +434,22 @@ def find_pictures(source: str, lines: Iterable[str] = ()) -> list[str]:
     return files
 
 
+def stem_in(folder: Path, path: str) -> str:
+    """Return the path of a file within a folder, without its ending."""
+    return os.path.splitext(os.path.relpath(path, folder))[0]
+
+
+def by_stem(folder: Path, what: str) -> dict[str, str]:
+    """Return the images of a folder by `stem_in`. Raises DataError, also for two of one name."""
+    found: dict[str, str] = {}
+    for path in find_pictures(str(folder)):
+        name = stem_in(folder, path)
+        if name in found:
+            raise DataError(f"two {what} of one name: {found[name]} and {path}")
+        found[name] = path
+    return found
+
+
 def image_folder(
     root: str,
     split: Split,

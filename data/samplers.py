@@ -157,8 +157,8 @@ class UpdateSampler:
         for micro_batch in range(micro_batches):
             number = micro_batch * self.world_size + self.rank
             start = number * size + min(number, longer_slices)
-            stop = (number + 1) * size + min(number + 1, longer_slices)
-            count = stop - start
+            count = size + 1 if number < longer_slices else size
+            stop = start + count
             if count == 0:
                 # This rank has no sample left, but takes part in the collectives: it borrows the
                 # update's first one, with count 0.

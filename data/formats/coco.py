@@ -17,7 +17,7 @@ from regimen.conf.errors import truncated_list
 from regimen.conf.json_text import plain_json
 from regimen.data.errors import DataError, as_data_error, check_regular
 from regimen.data.formats.jsonl import read_lines
-from regimen.data.image_folder import find_pictures
+from regimen.data.image_folder import by_stem
 from regimen.data.splits import NAMES
 
 logger = logging.getLogger(__name__)
@@ -344,15 +344,12 @@ def read_yolo(
     polygon, in shares of the picture's width and height. A picture without a file has no box.
     """
     names, number_of = _yolo_classes(tree, classes)
-    pictures = [Picture(path) for path in find_pictures(str(images))]
+    pictures = []
     # labelImg writes the names of its classes beside the boxes.
-    unused = {str(path) for path in labels.rglob("*.txt") if path.name != "classes.txt"}
-    picture_of: dict[str, str] = {}
-    for picture in pictures:
-        name = os.path.splitext(os.path.relpath(picture.path, images))[0]
-        if name in picture_of:
-            raise DataError(f"two pictures of one name: {picture_of[name]} and {picture.path}")
-        picture_of[name] = picture.path
+    unused = {str(file) for file in labels.rglob("*.txt") if file.name != "classes.txt"}
+    for name, path in by_stem(images, "pictures").items():
+        picture = Picture(path)
+        pictures.append(picture)
         file = labels / f"{name}.txt"
         unused.discard(str(file))
         if not os.path.lexists(file):

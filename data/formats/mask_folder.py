@@ -16,7 +16,7 @@ from torch.nn.functional import interpolate
 from regimen.conf.errors import truncated_list
 from regimen.data.decode import Channels, Range, read_mask
 from regimen.data.errors import DataError, UnreadableError
-from regimen.data.image_folder import Pictures, find_pictures
+from regimen.data.image_folder import Pictures, by_stem, find_pictures, stem_in
 from regimen.data.sources import digest_of
 from regimen.data.splits import NAMES, Split, part_of_train, source_of_split
 from regimen.data.transforms import Transform
@@ -178,16 +178,13 @@ def _pairs(images: Path, masks: Path, suffix: str) -> list[tuple[str, str]]:
     if not masks.is_dir():
         raise DataError(f"data.root: {images} has no folder of masks beside it: {masks}")
     pictures = find_pictures(str(images))
-    masks_by_name: dict[str, str] = {}
-    for path in find_pictures(str(masks)):
-        name, ending = os.path.splitext(os.path.relpath(path, masks))
-        if ending.lower() in _LOSSY:
-            raise DataError(f"{path}: {ending} files do not keep class numbers: store masks as PNG")
-        if name in masks_by_name:
-            raise DataError(f"two masks of one name: {masks_by_name[name]} and {path}")
-        masks_by_name[name] = path
-
-    names = [_stem(path, images) + suffix for path in pictures]
+    masks_by_name = by_stem(masks, "masks")
+    for path in masks_by_name.values():
+        if path.lower().endswith(_LOSSY):
+            raise DataError(
+                f"{path}: {', '.join(_LOSSY)} files do not keep class numbers: store masks as PNG"
+            )
+    names = [stem_in(images, path) + suffix for path in pictures]
     without_mask = [row for row, name in enumerate(names) if name not in masks_by_name]
     if without_mask:
         lacking = truncated_list([pictures[row] for row in without_mask], 3)
@@ -199,10 +196,6 @@ def _pairs(images: Path, masks: Path, suffix: str) -> list[tuple[str, str]]:
     if unused:
         logger.warning("%s: %d masks belong to no picture", masks, len(unused))
     return [(path, masks_by_name[name]) for path, name in zip(pictures, names, strict=True)]
-
-
-def _stem(path: str, folder: Path) -> str:
-    return os.path.splitext(os.path.relpath(path, folder))[0]
 
 
 def _warn_of_black_and_white(path: str, ignore_index: int) -> None:

@@ -442,13 +442,14 @@ def table(
         values = train.numbers(target, "error", "data.target")[train_rows]
         scale = saved.get("target_scale") or _mean_and_std(values)
 
-    rows = {"train": train_rows, "val": rest[val_part], "test": test_rows}[split]
+    part = {"train": train_rows, "val": rest[val_part], "test": test_rows}[split]
     file = {"train": None, "val": val_file, "test": test_file}[split]
     columns = train
+    rows: Indices | None = part
     if file is not None:
         columns = read_columns(file, dialect)
-        rows = np.arange(len(columns))
-    if not len(rows):
+        rows = None  # all
+    elif not len(part):
         return None
     targets = _targets(columns, target, classes, scale)
     return Table(columns, fitted_features, missing, transform, rows, targets, classes, scale)

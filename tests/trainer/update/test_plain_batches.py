@@ -355,7 +355,8 @@ def test_lists_with_an_item_for_each_sample_are_split_with_the_update(collate, k
     options = TrainerOptions(max_epochs=2, gradient_accumulation_steps=steps, precision="fp64")
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     given = loader if known else list(loader)
-    Trainer(model, OfBoxes(), optimizer, given, options=options).fit()
+    trainer = Trainer(model, OfBoxes(), optimizer, given, options=options)
+    trainer.fit()
     optimizer = torch.optim.SGD(by_hand.parameters(), lr=1e-4)
     for batch in [*loader, *loader]:
         optimizer.zero_grad()
@@ -363,6 +364,10 @@ def test_lists_with_an_item_for_each_sample_are_split_with_the_update(collate, k
         optimizer.step()
     for one, other in zip(model.parameters(), by_hand.parameters(), strict=True):
         torch.testing.assert_close(one, other)
+    with torch.no_grad():  # of batches of 3 and 2, each sample counts once
+        losses = [OfBoxes().training_step(by_hand, batch) for batch in loader]
+    found = trainer.evaluate(given, "test")["test/loss"]
+    assert found == pytest.approx(float(torch.cat(losses).mean()))
 
 
 def test_lists_of_a_models_inputs_and_what_is_no_row_are_split_as_before():
