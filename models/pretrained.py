@@ -281,6 +281,15 @@ def fetch(entry: Any, key: str = "model.weights") -> dict[str, Tensor]:
         ) from error
 
 
+def parameters_as_in(model: nn.Module, state: Mapping[str, Tensor]) -> set[str]:
+    """Return the names of the parameters that have the values of a state dict."""
+    names = set()
+    for name, parameter in model.named_parameters():
+        if name in state and torch.equal(state[name].to(parameter), parameter):
+            names.add(name)
+    return names
+
+
 def resize_head(model: nn.Module, num_classes: int, outputs: int) -> None:
     """Give each linear or convolution layer with `outputs` outputs `num_classes` new ones."""
     if num_classes == outputs:

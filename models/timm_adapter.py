@@ -1,16 +1,14 @@
 """Models of timm by name; timm is optional and imported when a model is built."""
 
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from regimen.data.errors import import_package
 from regimen.models.layers import NetworkError
-from regimen.models.pretrained import weights_wanted
+from regimen.models.pretrained import parameters_as_in, weights_wanted
 from regimen.trainer.checkpoints.borrowed import mark_as_read
 from regimen.trainer.checkpoints.reader import model_only
 from regimen.trainer.errors import CheckpointError
@@ -38,20 +36,8 @@ def build(
         raise CheckpointError(f"model.pretrained: no weights for {name}: {error}") from error
     file = (arguments.get("pretrained_cfg_overlay") or {}).get("file")
     if load and file:
-        mark_as_read(model, _read_from(file, model), [Path(file)], _FILE, file)
+        with suppress(CheckpointError):  # of a form that timm alone reads
+            # timm adapts others to the channels and the classes, or renames them: these are saved.
+            read = parameters_as_in(model, model_only(Path(file)))
+            mark_as_read(model, read, [Path(file)], _FILE, file)
     return model
-
-
-def _read_from(file: str, model: nn.Module) -> set[str]:
-    """Return the parameters that have the values of a file.
-
-    timm adapts others to the channels and the classes, and may rename them: these are saved.
-    """
-    state: Mapping[str, Tensor] = {}
-    with suppress(CheckpointError):  # a form that timm alone reads
-        state = model_only(Path(file))
-    read = set()
-    for name, parameter in model.named_parameters():
-        if name in state and torch.equal(state[name].to(parameter), parameter):
-            read.add(name)
-    return read

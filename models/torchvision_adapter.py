@@ -12,6 +12,7 @@ from regimen.models.layers import NetworkError
 from regimen.models.pretrained import (
     cached_file,
     fetch,
+    parameters_as_in,
     resize_head,
     resize_input,
     weights_wanted,
@@ -72,11 +73,7 @@ def build(
             # The weights of the Inceptions include the auxiliary outputs, which were not built.
             model.load_state_dict(state, strict=name not in _INCEPTIONS)
         resize_head(model, num_classes, trained_classes)
-        read = set[str]()
-        for key, parameter in model.named_parameters():
-            # A head of another size has new values.
-            if key in state and state[key].shape == parameter.shape:
-                read.add(key)
+        read = parameters_as_in(model, state)  # a head of another size has new values
         mark_as_read(model, read, [cached_file(entry)], "model.weights", weights)
     if in_channels != 3:
         resize_input(model, in_channels, weights is not None)

@@ -96,7 +96,8 @@ def build(
             model_config = transformers.AutoConfig.from_pretrained(
                 name, trust_remote_code=runs_code, **options
             )
-    vocabulary = getattr(model_config.get_text_config(), "vocab_size", None)
+    text_config = model_config.get_text_config()
+    vocabulary = getattr(text_config, "vocab_size", None)
     needed = num_classes or 0  # not known where nothing counts the tokens of the data
     if is_causal and vocabulary is not None and needed > vocabulary:
         raise NetworkError(
@@ -104,7 +105,7 @@ def build(
             f"{name} has a vocabulary of {vocabulary:,} tokens, and the data have {needed:,}",
             "take the tokenizer of the model (data.tokenizer)",
         )
-    _check_positions(name, model_config.get_text_config(), context)
+    _check_positions(name, text_config, context)
     if config is not None or not pretrained or not weights_wanted():
         with _named(name, NetworkError):
             return Logits(auto_model.from_config(model_config, trust_remote_code=runs_code))
@@ -121,9 +122,8 @@ def build(
         )
         files = _weight_files(name, model_config)
     initialized = set(outcome["missing_keys"])
-    for entry in outcome["mismatched_keys"]:
-        # A head of another size is listed by its name, or by that and both shapes.
-        initialized.add(entry if isinstance(entry, str) else entry[0])
+    for head, *_ in outcome["mismatched_keys"]:  # with its shapes, here and in the files
+        initialized.add(head)
     loaded = set[str]()
     for parameter, _ in model.named_parameters(remove_duplicate=False):
         if parameter not in initialized:
@@ -169,7 +169,7 @@ def _weight_files(name: str, config: Any) -> list[Path]:
 def _check_positions(name: str, config: Any, context: int | None) -> None:
     """Raise NetworkError if positions are a table that is too short; rotary ones have no end."""
     positions = getattr(config, "max_position_embeddings", None)
-    # Named otherwise before transformers 5.
+    # A few models have no `rope_parameters`.
     is_rotary = hasattr(config, "rope_parameters") or hasattr(config, "rope_theta")
     if context is None or positions is None or is_rotary or context <= positions:
         return
