@@ -21,12 +21,18 @@ class Regression(Task):
     def training_step(self, model, batch):
         inputs, targets = batch
         errors = (model(inputs) - targets).square().mean(1)
-        return StepOutput(loss=errors, sums={"accuracy": ((errors < 1).sum(), len(errors))})
+        is_small = errors < 1
+        return StepOutput(loss=errors, sums={"accuracy": (is_small.sum(), len(errors))})
 
 
 def make_model():
     torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2)).double()
+    return nn.Sequential(
+        nn.Linear(4, 8),
+        nn.BatchNorm1d(8),
+        nn.ReLU(),
+        nn.Linear(8, 2),
+    ).double()
 
 
 def make_batches(count, seed):
@@ -40,10 +46,15 @@ def make_trainer():
     """Return a function that builds a trainer: 5 updates an epoch, 2 epochs."""
 
     def make(callbacks, run_dir=None, *, lr=0.05, validated=True, spoilt=None, **more):
-        batches, val = make_batches(5, seed=0), make_batches(2, seed=1)
+        batches = make_batches(5, seed=0)
+        val = make_batches(2, seed=1)
         if spoilt is not None:
             batches[spoilt][0].fill_(float("nan"))
-        options = {"model": make_model(), "val": val if validated else None, "lr": lr}
+        options = {
+            "model": make_model(),
+            "val": val if validated else None,
+            "lr": lr,
+        }
         options |= {"callbacks": callbacks, "log_every_n_steps": 2, **more}
         trainer = trainer_of(Regression(), batches, **options)
         if run_dir is not None:
@@ -83,8 +94,11 @@ def run_twice(make_trainer, tmp_path, carry_over):
         whole = make_trainer({"tracker": make("whole")}, tmp_path / "whole")
         whole.fit()
         whole.end(Results("finished"))
-        first = make_trainer({"tracker": make("cut"), "stop": StopAt(cut)}, tmp_path / "cut")
-        second, third = (make_trainer({"tracker": make("cut")}, tmp_path / "cut") for _ in "23")
+
+        place = tmp_path / "cut"
+        first = make_trainer({"tracker": make("cut"), "stop": StopAt(cut)}, place)
+        second = make_trainer({"tracker": make("cut")}, place)
+        third = make_trainer({"tracker": make("cut")}, place)
         first.fit()
         first.end(Results("preempted", code=143))
         carry_over(first, second)

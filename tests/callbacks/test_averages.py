@@ -92,26 +92,35 @@ class Tied(nn.Module):
         self.register_buffer("scratch", torch.ones(2), persistent=False)
 
 
-def test_tied_weights_move_once_and_keep_both_names():
-    model = Tied()
+HALVE = get_ema_multi_avg_fn(0.5)  # half of the way to the model
+
+
+def halved_of(model):
+    """Return an average that went half of the way to zero, and where it began."""
     average = RunningAverage()
     average.begin(model)
     start = average.tensors()["first.weight"].clone()
     with torch.no_grad():
         model.first.weight.zero_()
-    halve = get_ema_multi_avg_fn(0.5)  # half of the way to zero
+    average.update(HALVE)
+    return average, start
 
-    average.update(halve)
+
+def test_tied_weights_move_once_and_keep_both_names():
+    average, start = halved_of(Tied())
     state = average.tensors()
-
     assert state.keys() == {"first.weight", "second.weight"}
     assert torch.equal(state["first.weight"], start / 2)
 
-    saved = {name: value.clone() for name, value in state.items()}
+
+def test_an_average_of_tied_weights_goes_on_from_its_state():
+    model = Tied()
+    average, start = halved_of(model)
+    saved = {name: value.clone() for name, value in average.tensors().items()}
     loaded = RunningAverage()
     loaded.load_state_dict({"model": saved})
     loaded.begin(model)
-    loaded.update(halve)
+    loaded.update(HALVE)
 
     assert torch.equal(loaded.tensors()["second.weight"], start / 4)
 
@@ -354,12 +363,19 @@ def test_swa_equals_torchs_own(make_trainer, start_epoch, first, count):
             torch.testing.assert_close(ours[name], value, rtol=1e-12, atol=1e-12)
 
 
+def with_dropout():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(4, 8),
+        nn.BatchNorm1d(8),
+        nn.Dropout(0.5),
+        nn.Linear(8, 2),
+    ).double()
+
+
 def test_training_does_not_depend_on_an_average(make_trainer):
     def train(callbacks):
-        torch.manual_seed(0)
-        layers = [nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 2)]
-        model = nn.Sequential(*layers).double()
-        trainer = make_trainer(callbacks, model=model, max_epochs=4)
+        trainer = make_trainer(callbacks, model=with_dropout(), max_epochs=4)
         torch.manual_seed(1)
         trainer.fit()
         return trainer.model.state_dict()

@@ -36,7 +36,9 @@ class TwoHeads(torch.nn.Module):
         self.parity = torch.nn.Linear(4, 1).double()
 
     def forward(self, inputs, /, *, scale):
-        return {"digit": self.digit(inputs * scale), "parity": self.parity(inputs)}
+        digit = self.digit(inputs * scale)
+        parity = self.parity(inputs)
+        return {"digit": digit, "parity": parity}
 
 
 def test_a_summary_shows_shapes_and_changes_nothing(make_trainer, caplog):
@@ -88,7 +90,11 @@ def test_profiler_writes_a_trace_and_a_table(make_trainer, tmp_path):
 def test_range_test_also_when_it_goes_on_after_a_resume(make_trainer, tmp_path, carry_over):
     def trainer(run, **more):
         finder = LRFinder(min_lr=1e-5, max_lr=1e-1, updates=9)
-        callbacks = {"finder": finder, "rates": LRMonitor(), **more}
+        callbacks = {
+            "finder": finder,
+            "rates": LRMonitor(),
+            **more,
+        }
         options = {"scheduler": torch.optim.lr_scheduler.ConstantLR, "max_epochs": 50}
         return make_trainer(callbacks, tmp_path / run, log_every_n_steps=1, **options)
 
@@ -186,19 +192,23 @@ def test_histograms_are_logged_at_the_ends_of_epochs(make_trainer, tmp_path):
     callbacks = {"histograms": Histograms(bins=8), "tensorboard": TensorBoard()}
     trainer = make_trainer(callbacks, tmp_path)
     trainer.fit()
+    place = str(tmp_path / "tensorboard")
+    board = EventAccumulator(place, size_guidance={"histograms": 0})  # all of them
+    board.Reload()
 
-    every = {"histograms": 0}
-    board = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance=every).Reload()
-    names = [name for name, _ in trainer.model.named_parameters()]
-    tags = [f"gradients/{name}" for name in names] + [f"weights/{name}" for name in names]
+    tags = []
+    for name, _ in trainer.model.named_parameters():
+        tags += [f"gradients/{name}", f"weights/{name}"]
+    shown = board.Tags()["histograms"]
 
-    assert sorted(board.Tags()["histograms"]) == sorted(tags)
+    assert sorted(shown) == sorted(tags)
 
-    points = board.Histograms("weights/0.weight")
-    last = points[-1].histogram_value
+    first, second = board.Histograms("weights/0.weight")
+    last = second.histogram_value
     weight = trainer.model[0].weight.detach()
 
-    assert [point.step for point in points] == [5, 10]
+    assert first.step == 5
+    assert second.step == 10
     assert last.num == weight.numel()
     assert last.sum == pytest.approx(weight.sum().item())
     assert last.max == pytest.approx(weight.max().item())
@@ -210,7 +220,11 @@ def test_rates_are_those_of_the_last_update_and_memory_is_that_of_epochs(make_tr
         return LRSchedule.wrap(scheduler, "step")
 
     log = Log()
-    callbacks = {"log": log, "lr": LRMonitor(), "memory": Memory()}
+    callbacks = {
+        "log": log,
+        "lr": LRMonitor(),
+        "memory": Memory(),
+    }
     trainer = make_trainer(callbacks, tmp_path, lr=1e-2, scheduler=halve)
     trainer.fit()
 
@@ -225,13 +239,18 @@ def test_rates_are_those_of_the_last_update_and_memory_is_that_of_epochs(make_tr
 
 
 def test_histogram_of_values_that_are_not_finite():
-    histogram = histogram_of(torch.tensor([1.0, math.nan, 3.0, math.inf]), bins=2)
+    values = torch.tensor([1.0, math.nan, 3.0, math.inf])
+    histogram = histogram_of(values, bins=2)
+
     assert histogram.counts.tolist() == [1, 1]
     assert histogram.total == 4.0
     assert histogram.squares == 10.0
 
-    of_nothing = histogram_of(torch.tensor([math.nan]), bins=2)
-    assert of_nothing.counts.tolist() == [0, 0]
+
+def test_histogram_of_no_finite_value():
+    values = torch.tensor([math.nan])
+    histogram = histogram_of(values, bins=2)
+    assert histogram.counts.tolist() == [0, 0]
 
 
 def test_throughput_of_an_interval_and_a_hint_that_comes_once(caplog):

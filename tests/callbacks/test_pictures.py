@@ -188,7 +188,11 @@ def test_captions_fit_below_their_tiles():
 def test_a_resumed_run_shows_what_it_would_have_shown(carry_over, tag, kind, stop, steps):
     def run(**more):
         gallery = Gallery()
-        callbacks = {"gallery": gallery, "kind": kind(), **more}
+        callbacks = {
+            "gallery": gallery,
+            "kind": kind(),
+            **more,
+        }
         return gallery, trainer_of(callbacks, max_epochs=6, log_every_n_steps=3)
 
     whole, uninterrupted = run()
@@ -355,13 +359,16 @@ def answers_of(trainer, val, known=None):
     trainer.model.eval()
     with torch.no_grad():
         outputs = torch.cat([trainer.model(x) for x, _ in val])
+    scores = trainer.task.interpret(outputs)
     labels = torch.cat([y for _, y in val])
-    if known is None:
-        known = torch.ones(len(labels), dtype=torch.bool)
+    if labels.ndim == 2:
+        positive = labels > 0.5
     else:
-        known = known(labels)
-    positive = labels > 0.5 if labels.ndim == 2 else labels[:, None] == torch.arange(CLASSES)
-    return Answers(trainer.task.interpret(outputs), labels, positive, known)
+        positive = labels[:, None] == torch.arange(CLASSES)
+    counts = torch.ones(len(labels), dtype=torch.bool)
+    if known is not None:
+        counts = known(labels)
+    return Answers(scores, labels, positive, counts)
 
 
 def shown_of_classes(task, train, val):
@@ -464,7 +471,13 @@ def test_masks_are_shown_beside_image_and_label():
     callbacks = {"gallery": gallery, "masks": Masks(count=2)}
     model = nn.Conv2d(1, 3, 1)
 
-    trainer_of(callbacks, task=Segmentation(3), model=model, train=batches, max_epochs=1).fit()
+    trainer_of(
+        callbacks,
+        task=Segmentation(3),
+        model=model,
+        train=batches,
+        max_epochs=1,
+    ).fit()
 
     _, picture = gallery.shown["masks/val"][0]
     height, width, _ = picture.shape
@@ -516,7 +529,13 @@ def test_boxes_are_shown_beside_the_true_ones():
     callbacks = {"gallery": gallery, "boxes": Boxes(count=2)}
     task = Detection(2)
 
-    trainer_of(callbacks, task=task, model=Detected(), train=batches, max_epochs=1).fit()
+    trainer_of(
+        callbacks,
+        task=task,
+        model=Detected(),
+        train=batches,
+        max_epochs=1,
+    ).fit()
 
     _, picture = gallery.shown["boxes/val"][0]
     height, width, _ = picture.shape
@@ -529,13 +548,18 @@ def test_boxes_are_drawn_at_their_places():
     black = torch.zeros(1, 32, 32, dtype=torch.uint8)
     drawn = with_boxes(black, BOX, ["one"], [1])
     inked = drawn.amax(0).nonzero()
+    top_left = inked.amin(0).tolist()
+    bottom_right = inked.amax(0).tolist()
 
     assert drawn.shape == (3, 256, 256)
-    assert inked.amin(0).tolist() == pytest.approx([32, 32], abs=2)  # enlarged by 8
-    assert inked.amax(0).tolist() == pytest.approx([96, 96], abs=2)
+    assert top_left == pytest.approx([32, 32], abs=2)  # enlarged by 8
+    assert bottom_right == pytest.approx([96, 96], abs=2)
 
-    without = with_boxes(black, torch.zeros(0, 4), [], [])
-    assert not without.any()
+
+def test_without_boxes_nothing_is_drawn():
+    black = torch.zeros(1, 32, 32, dtype=torch.uint8)
+    drawn = with_boxes(black, torch.zeros(0, 4), [], [])
+    assert not drawn.any()
 
 
 def test_generated_images_come_from_the_same_noise_each_time():
@@ -589,7 +613,11 @@ def test_text_is_written_from_a_prompt_and_draws_nothing_from_the_training(tmp_p
         gallery = Gallery()
         text = GeneratedText(count=1, prompt=4, length=length)
         callbacks = {"gallery": gallery, "text": text}
-        options = {"task": LanguageModel(4), "model": nn.Embedding(4, 4), "train": batches}
+        options = {
+            "task": LanguageModel(4),
+            "model": nn.Embedding(4, 4),
+            "train": batches,
+        }
         trainer_of(callbacks, tmp_path, max_epochs=1, **options).fit()
         _, shown = gallery.shown["generated/text"][0]
         return shown, torch.get_rng_state()

@@ -26,21 +26,36 @@ SWEPT = "optimizer.weight_decay"
 STATES = ("finished", "pruned", "preempted", "stopped", "killed", "failed")
 
 
+def hparams_of(events):
+    """Return the hyper-parameters of the one session that a run's events begin."""
+    found = []
+    for event in events:
+        for value in event.summary.value:
+            if value.tag == metadata.SESSION_START_INFO_TAG:
+                content = value.metadata.plugin_data.content
+                found.append(metadata.parse_session_start_info_plugin_data(content))
+    (start,) = found
+    return {name: getattr(v, v.WhichOneof("kind")) for name, v in start.hparams.items()}
+
+
+CONFIG = """
+seed: 3
+run_dir: null
+optimizer: {lr: 1.0e-06, nesterov: true, betas: [0.9, 0.99]}
+loader: {batch_size: 8, num_workers: 2}
+model: {_target_: regimen.models.mlp.MLP}
+"""
+
+
 def test_hparams_are_in_the_runs_own_files(make_trainer, tmp_path, events):
-    (tmp_path / "config.yaml").write_text(
-        "seed: 3\nrun_dir: null\noptimizer: {lr: 1.0e-06, nesterov: true, betas: [0.9, 0.99]}\n"
-        "loader: {batch_size: 8, num_workers: 2}\nmodel: {_target_: regimen.models.mlp.MLP}\n"
-    )
+    (tmp_path / "config.yaml").write_text(CONFIG)
     patterns = ["seed", "run_dir", "optimizer.*", "loader.batch_size", "model._target_"]
     make_trainer({"tensorboard": TensorBoard(patterns)}, tmp_path).fit()
-    assert [path.is_file() for path in (tmp_path / "tensorboard").iterdir()] == [True]
-    (start,) = (
-        metadata.parse_session_start_info_plugin_data(value.metadata.plugin_data.content).hparams
-        for event in events(tmp_path)
-        for value in event.summary.value
-        if value.tag == metadata.SESSION_START_INFO_TAG
-    )
-    assert {key: getattr(value, value.WhichOneof("kind")) for key, value in start.items()} == {
+
+    (file,) = (tmp_path / "tensorboard").iterdir()
+
+    assert file.is_file()
+    assert hparams_of(events(tmp_path)) == {
         "seed": 3.0,
         "optimizer.lr": 1e-6,
         "optimizer.nesterov": True,
@@ -70,49 +85,64 @@ def tab(board):
     request = api_pb2.ListSessionGroupsRequest(
         allowed_statuses=statuses, col_params=metrics, slice_size=100
     )
-    groups = ListSessionGroups(*asked, request).run().session_groups
-    return experiment, {s.name: (group, s) for group in groups for s in group.sessions}
+    rows = {}
+    for group in ListSessionGroups(*asked, request).run().session_groups:
+        for session in group.sessions:
+            rows[session.name] = (group, session)
+    return experiment, rows
+
+
+def run_job(make_trainer, folder, number, state):
+    """Train a job of a sweep, and let it end; a killed one does not say so."""
+    folder.mkdir()
+    config = {"seed": 3, "optimizer": {"lr": 0.05, "weight_decay": number}}
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    (folder / "overrides.yaml").write_text(json.dumps([f"{SWEPT}={number}"]))
+    callbacks = {
+        "tensorboard": TensorBoard(["seed", "optimizer.*"]),
+        "checkpoint": Checkpoint(monitor="val/loss"),
+    }
+    trainer = make_trainer(callbacks, folder)
+    trainer.fit()
+    trainer.log({"test/loss": 0.25})
+    if state != "killed":
+        trainer.end(Results(state))
+    return Job(number, folder, {SWEPT: str(number)}, state=state)
 
 
 def test_each_job_of_a_sweep_has_a_row_with_what_varies_and_how_it_ended(make_trainer, tmp_path):
     (tmp_path / "sweep.json").write_text(json.dumps({"swept": [SWEPT]}))
     jobs = []
     for number, state in enumerate(STATES):
-        folder = tmp_path / str(number)
-        jobs.append(Job(number, folder, {SWEPT: str(number)}, state=state))
-        folder.mkdir()
-        config = {"seed": 3, "optimizer": {"lr": 0.05, "weight_decay": number}}
-        (folder / "config.yaml").write_text(yaml.safe_dump(config))
-        (folder / "overrides.yaml").write_text(json.dumps([f"{SWEPT}={number}"]))
-        trainer = make_trainer(
-            {
-                "tensorboard": TensorBoard(["seed", "optimizer.*"]),
-                "checkpoint": Checkpoint(monitor="val/loss"),
-            },
-            folder,
-        )
-        trainer.fit()
-        trainer.log({"test/loss": 0.25})
-        if state != "killed":
-            trainer.end(Results(state))
+        jobs.append(run_job(make_trainer, tmp_path / str(number), number, state))
     link_jobs(tmp_path, jobs, [SWEPT])
 
     experiment, rows = tab(tmp_path / "tensorboard")
-    assert [info.name for info in experiment.hparam_infos] == [SWEPT]  # the first five are ticked
+
+    hparams = [info.name for info in experiment.hparam_infos]
     metrics = [info.name.tag for info in experiment.metric_infos]
+
+    assert hparams == [SWEPT]  # the first five are ticked
     assert metrics == ["best/val/loss", "test/loss", "test/accuracy"]
-    statuses = [rows[f"weight_decay={number}"][1].status for number in range(len(STATES))]
-    done, unknown = api_pb2.STATUS_SUCCESS, api_pb2.STATUS_UNKNOWN
-    assert statuses == [done, done, unknown, unknown, unknown, unknown]
+
+    statuses = []
+    for number in range(len(STATES)):
+        _, session = rows[f"weight_decay={number}"]
+        statuses.append(session.status)
+    assert statuses[:2] == [api_pb2.STATUS_SUCCESS] * 2
+    assert statuses[2:] == [api_pb2.STATUS_UNKNOWN] * 4
+
     group, _ = rows["weight_decay=0"]
-    assert group.hparams[SWEPT].number_value == 0
     values = {value.name.tag: value.value for value in group.metric_values}
+    index = (tmp_path / "0" / "checkpoints" / "index.json").read_text()
+
+    assert group.hparams[SWEPT].number_value == 0
     assert values["test/loss"] == 0.25
-    best = (tmp_path / "0" / "checkpoints" / "index.json").read_text()
-    assert str(values["best/val/loss"])[:8] in best
+    assert str(values["best/val/loss"])[:8] in index
 
 
 def test_command_is_safe_to_paste():
-    plain, odd = command(Path("runs/net/1")), command(Path("/my runs/net:1"))
+    plain = command(Path("runs/net/1"))
+    odd = command(Path("/my runs/net:1"))
     assert plain == "tensorboard --logdir runs/net/1/tensorboard"
     assert odd == "tensorboard --logdir '/my runs/net:1/tensorboard'"

@@ -35,7 +35,11 @@ FOLDER = Path(__file__).resolve().parents[2] / "conf" / "callbacks"
 OPTIONS = {
     "early_stopping": {"patience": 2, "mode": "min"},
     "unfreeze": {"stages": {"first": {"pattern": "0.*", "step": 7}}},
-    "pruning": {"rules": {"weights": {"kind": "matrix"}}, "start_step": 4, "every_n_steps": 3},
+    "pruning": {
+        "rules": {"weights": {"kind": "matrix"}},
+        "start_step": 4,
+        "every_n_steps": 3,
+    },
     "qat": {"start_step": 3},
     "ema": {"decay": 0.9},
     "swa": {"start_epoch": 1, "use_for_evaluation": False},
@@ -55,18 +59,23 @@ def shipped():
     """Return the classes of the callbacks that a YAML names, by its name."""
     classes = {}
     for path in sorted(FOLDER.glob("*.yaml")):
-        node = (yaml.safe_load(path.read_text()) or {}).get(path.stem)
+        content = yaml.safe_load(path.read_text()) or {}
+        node = content.get(path.stem)
         if node is not None:  # a set of callbacks, such as `default`, has no node of its name
             classes[path.stem] = locate(node["_target_"])
     return classes
 
 
 def everything():
+    """Return all callbacks that a training can have at once, each by its name."""
     classes = shipped()
     last = ("ema", "swa", "checkpoint")  # they read the weights that others change
-    names = [name for name in classes if name not in {*LEFT_OUT, *last}]
-    callbacks = {name: classes[name](**OPTIONS.get(name, {})) for name in (*names, *last)}
-    return {"metrics_log": MetricsLog(), **callbacks}
+    first = [name for name in classes if name not in last and name not in LEFT_OUT]
+    callbacks = {"metrics_log": MetricsLog()}
+    for name in (*first, *last):
+        options = OPTIONS.get(name, {})
+        callbacks[name] = classes[name](**options)
+    return callbacks
 
 
 def test_what_does_not_affect_the_result_is_said_by_its_class():
@@ -88,6 +97,7 @@ def test_resumed_as_if_never_interrupted(make_trainer, tmp_path, carry_over, cut
     whole = make_trainer(everything(), tmp_path / "whole", max_epochs=6)
     whole.fit()
     assert "has not improved" in str(whole.state.stop_reason)
+
     trainer = None
     for cut in [*cuts, None]:
         stop = StopInValidation() if cut == "validation" else StopAt(cut)
@@ -97,7 +107,8 @@ def test_resumed_as_if_never_interrupted(make_trainer, tmp_path, carry_over, cut
         trainer = following
         trainer.fit()
         if cut == "validation":
-            assert (trainer.state.global_step, trainer.state.validated_at) == (10, 5)
+            assert trainer.state.global_step == 10
+            assert trainer.state.validated_at == 5
     assert differences(tmp_path / "cut", tmp_path / "whole") == []
     assert trainer.state.stop_reason == whole.state.stop_reason  # early stopping had its way
 
@@ -120,35 +131,44 @@ class Paired(Callback):
 
 def test_a_second_fit_goes_on_as_if_there_had_been_one(make_trainer, tmp_path):
     # With clipping the gradients of pruned weights count, with momentum their updates.
-    whole = make_trainer(everything(), tmp_path / "whole", max_epochs=4, clip_grad_norm=0.1)
+    options = {"max_epochs": 4, "clip_grad_norm": 0.1}
+    paired = Paired()
+    callbacks = {**everything(), "paired": paired, "stop": StopAt(12)}
+    whole = make_trainer(everything(), tmp_path / "whole", **options)
     whole.fit()
-    callbacks = {**everything(), "paired": Paired(), "stop": StopAt(12)}
-    parts = make_trainer(callbacks, tmp_path / "parts", max_epochs=4, clip_grad_norm=0.1)
+    parts = make_trainer(callbacks, tmp_path / "parts", **options)
     parts.fit()
+
     assert parts.state.global_step == 12
+
     parts.log({"own": 1.0})  # between the two
     parts.fit()
-    assert parts.state.global_step == whole.state.global_step > 12
-    assert callbacks["paired"].held == ["setup", "teardown"] * 2
     trained = parts.model.state_dict()
+    lines = list(read_metrics(tmp_path / "parts"))
+
+    assert whole.state.global_step > 12
+    assert parts.state.global_step == whole.state.global_step
+    assert paired.held == ["setup", "teardown"] * 2
     for name, value in whole.model.state_dict().items():
         assert torch.equal(trained[name], value), name
-    assert {"step": 12, "epoch": 2, "own": 1.0} in list(read_metrics(tmp_path / "parts"))
+    assert {"step": 12, "epoch": 2, "own": 1.0} in lines
 
 
 @pytest.mark.parametrize(
     "lost", ["early_stopping", "checkpoint", "tensorboard", "metrics_log", "ema"]
 )
 def test_each_state_is_needed_for_that(make_trainer, tmp_path, carry_over, lost):
+    cut = tmp_path / "cut"
     whole = make_trainer(everything(), tmp_path / "whole", max_epochs=6)
-    first = make_trainer({**everything(), "stop": StopAt(12)}, tmp_path / "cut", max_epochs=6)
-    second = make_trainer(everything(), tmp_path / "cut", max_epochs=6)
+    first = make_trainer({**everything(), "stop": StopAt(12)}, cut, max_epochs=6)
+    second = make_trainer(everything(), cut, max_epochs=6)
     whole.fit()
     first.fit()
     first.callbacks[lost].state_dict = dict
     carry_over(first, second)
     second.fit()
-    assert differences(tmp_path / "cut", tmp_path / "whole") != []
+
+    assert differences(cut, tmp_path / "whole") != []
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,12 @@ def study(tmp_path):
 
 @pytest.fixture
 def trial(tmp_path):
-    return lambda: Trial(str(tmp_path / "study.journal"), "s", 0)
+    """Return a function that makes the callback of the first trial."""
+
+    def make():
+        return Trial(str(tmp_path / "study.journal"), "s", 0)
+
+    return make
 
 
 def reported(study):
@@ -65,24 +70,33 @@ def test_a_metric_is_reported_once_and_changes_nothing(
     again = make_trainer({"trial": trial(), "stop": StopAt(99)}, **options)
     carry_over(first, again)
     again.fit()
+    log = Log()
+    plain = trained(make_trainer, {"log": log}, **options)
+
     assert not again.state.pruned
-    plain = trained(make_trainer, {"log": (log := Log())}, **options)
-    assert list(reported(it)) == steps
-    assert list(reported(it).values()) == list(log.of(metric).values())
-    one, other = plain.state_dict(), again.state_dict()
+
+    values = reported(it)
+    assert list(values) == steps
+    assert list(values.values()) == list(log.of(metric).values())
+
+    one = plain.state_dict()
+    other = again.state_dict()
     assert one["state"] == other["state"]
     assert str(one["rng"]) == str(other["rng"])
     torch.testing.assert_close(one["model"], other["model"], rtol=0, atol=0)
 
 
-def test_the_pruner_ends_a_run_that_is_not_done(study, trial, make_trainer):
+def test_the_pruner_ends_a_run_that_is_not_done(study, trial, make_trainer, tmp_path):
     it = study(ALWAYS)
     trainer = trained(make_trainer, {"trial": trial()}, max_epochs=5)
-    assert (trainer.state.stop_reason, trainer.state.epoch) == (PRUNED, 2)
-    assert (trainer.state.pruned, trainer.state.interrupted) == (True, False)
+    assert trainer.state.stop_reason == PRUNED
+    assert trainer.state.epoch == 2
+    assert trainer.state.pruned
+    assert not trainer.state.interrupted
     assert it.trials[0].user_attrs[PRUNED_AT] == 10
-    done = make_trainer({"trial": Trial(trial()._storage, "s", it.ask().number)}, max_epochs=2)
-    done.fit()
+
+    second = Trial(str(tmp_path / "study.journal"), "s", it.ask().number)
+    done = trained(make_trainer, {"trial": second}, max_epochs=2)
     assert done.state.stop_reason is None
 
 
@@ -97,9 +111,8 @@ def test_the_pruner_ends_a_run_that_is_not_done(study, trial, make_trainer):
     ],
 )
 def test_each_pruner_compares_with_the_other_jobs(
-    study, trial, make_trainer,
-    name, options, others, expected
-):  # fmt: skip
+    study, trial, make_trainer, name, options, others, expected
+):
     it = study({"name": name, "options": options})
     for _ in range(2):
         other = it.ask()
@@ -122,12 +135,16 @@ def test_an_end_that_a_signal_overtook_comes_with_the_resume(
     it = study(ALWAYS)
     first = make_trainer({"trial": trial(), "stop": Signal()}, max_epochs=5)
     first.fit()
+
     assert first.state.stop_code == 143
     assert it.trials[0].user_attrs[PRUNED_AT] == 10
+
     again = make_trainer({"trial": trial(), "stop": Callback()}, max_epochs=5)
     carry_over(first, again)
     again.fit()
-    assert (again.state.epoch, again.state.pruned) == (2, True)
+
+    assert again.state.epoch == 2
+    assert again.state.pruned
 
 
 def test_a_replayed_validation_does_not_decide_again(study, trial, make_trainer):
@@ -135,55 +152,72 @@ def test_a_replayed_validation_does_not_decide_again(study, trial, make_trainer)
     open_trial = it._storage.get_trial_id_from_study_id_trial_number(it._study_id, 0)
     it._storage.set_trial_intermediate_value(open_trial, 3, 0.5)
     trainer = trained(make_trainer, {"trial": trial()}, max_epochs=3)
+
     assert not trainer.state.pruned
     assert reported(it) == {3: 0.5}
 
 
 def test_a_study_that_does_not_fit_ends_the_run_at_its_start(study, trial, make_trainer, tmp_path):
     place = str(tmp_path / "study.journal")
+    without_study = make_trainer({"trial": trial()})
     with pytest.raises(CheckpointError, match="the study that the job belongs to is gone"):
-        make_trainer({"trial": trial()}).fit()
+        without_study.fit()
+
     study(NEVER)
+    without_trial = make_trainer({"trial": Trial(place, "s", 7)})
     with pytest.raises(CheckpointError, match="has no trial 7 of 's'"):
-        make_trainer({"trial": Trial(place, "s", 7)}).fit()
-    optuna.create_study(study_name="unnamed", storage=open_storage(place)).ask()
+        without_trial.fit()
+
+    unnamed = optuna.create_study(study_name="unnamed", storage=open_storage(place))
+    unnamed.ask()
+    without_metric = make_trainer({"trial": Trial(place, "unnamed", 0)})
+
     with pytest.raises(CheckpointError, match="does not say which metric"):
-        make_trainer({"trial": Trial(place, "unnamed", 0)}).fit()
+        without_metric.fit()
 
 
-def test_a_study_that_is_lost_on_the_way_is_a_warning(
-    study, trial, make_trainer, tmp_path,
-    caplog
-):  # fmt: skip
-    study(ALWAYS)
-
+def test_a_study_that_is_lost_on_the_way_is_a_warning(study, trial, make_trainer, tmp_path, caplog):
     class Lose(Callback):
         def on_epoch_start(self, trainer):
             (tmp_path / "study.journal").unlink(missing_ok=True)
 
+    study(ALWAYS)
     trainer = trained(make_trainer, {"lose": Lose(), "trial": trial()}, max_epochs=3)
+
     assert trainer.done
     assert "this validation is not reported" in caplog.text
 
 
 def test_the_main_process_decides_for_all(study, trial):
     study(ALWAYS)
-    told = []
+    # At the start: no problem, the metric, no earlier end. At the boundary: it is pruned.
+    answers = iter([None, "val/loss", None])
 
     class Other(Group):
         def broadcast(self, value):
-            told.append(value)
-            return {0: None, 1: "val/loss", 2: None}.get(len(told) - 1, True)
+            return next(answers, True)
 
     other = Other()
-    other.rank, other.world_size = 1, 2
-    it = SimpleNamespace(group=other, is_main=False, state=TrainState(), done=False)
-    it.metrics = {"val/loss": 1.0}
+    other.rank = 1
+    other.world_size = 2
+    state = TrainState()
+    metrics = {"val/loss": 1.0}
+    trainer = SimpleNamespace(
+        group=other,
+        is_main=False,
+        state=state,
+        done=False,
+        metrics=metrics,
+    )
     callback = trial()
-    callback.setup(it)
-    callback.on_fit_start(it)
-    assert it.state.stop_request is None
-    it.state.global_step = it.state.validated_at = 5
-    callback.on_boundary(it)
-    assert it.state.stop_request == (PRUNED, 0)
+    callback.setup(trainer)
+    callback.on_fit_start(trainer)
+
+    assert state.stop_request is None
+
+    state.global_step = 5
+    state.validated_at = 5
+    callback.on_boundary(trainer)
+
+    assert state.stop_request == (PRUNED, 0)
     assert callback._trial is None  # only the main process opens it

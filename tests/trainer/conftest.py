@@ -53,7 +53,8 @@ def ranks():
     started = []
 
     def run(world_size, function, patience=60):
-        pipes, port = [], free_port()
+        pipes = []
+        port = free_port()
         for rank in range(world_size):
             receiver, sender = context.Pipe(duplex=False)
             arguments = (rank, world_size, port, function, sender)

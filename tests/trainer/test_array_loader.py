@@ -54,7 +54,12 @@ def trainer_of(train, steps=1, *, run_dir=None, callbacks=None, model=None, **mo
     model = network() if model is None else model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     options = TrainerOptions(max_epochs=EPOCHS, gradient_accumulation_steps=steps)
-    parts = {"callbacks": callbacks or {}, "run_dir": run_dir, "options": options, **more}
+    parts = {
+        "callbacks": callbacks or {},
+        "run_dir": run_dir,
+        "options": options,
+        **more,
+    }
     return Trainer(model, Classification(3), optimizer, train, **parts)
 
 
@@ -275,20 +280,24 @@ def whole_batch(*data):
 
 def test_a_data_frame_is_a_table_of_numbers():
     table = frame(size=np.arange(6), price=np.linspace(0, 1, 6))
-    target = frame(new=[True, False] * 3)["new"]  # of the type bool
+    answers = frame(new=[True, False] * 3)["new"]
+    values = torch.tensor(table.to_numpy(), dtype=torch.float32)
+    batch, labels = whole_batch(table, answers)
 
-    batch, labels = whole_batch(table, target)
-
-    assert torch.equal(batch, torch.tensor(table.to_numpy(), dtype=torch.float32))
+    assert torch.equal(batch, values)
     assert labels.tolist() == [1, 0] * 3
 
-    table["new"] = target  # beside numbers, a data frame makes objects of it
-    mixed = whole_batch(table)
-    assert mixed[:, 2].tolist() == [1.0, 0.0] * 3
 
-    one_column = whole_batch(table[["size"]])
-    assert one_column.dtype == torch.float32
-    assert one_column.shape == (6, 1)
+def test_a_column_of_truths_beside_numbers_becomes_numbers():
+    table = frame(size=np.arange(6), new=[True, False] * 3)  # which makes objects of it
+    mixed = whole_batch(table)
+    assert mixed[:, 1].tolist() == [1.0, 0.0] * 3
+
+
+def test_a_data_frame_of_one_column_stays_a_table():
+    batch = whole_batch(frame(size=np.arange(6)))
+    assert batch.dtype == torch.float32
+    assert batch.shape == (6, 1)
 
 
 @pytest.mark.parametrize(

@@ -32,9 +32,17 @@ class Coupled(Classification):
 def trainer_of(callbacks=None, task=None, run_dir=None, **options):
     torch.manual_seed(0)
     inputs = torch.randn(24, 8)
-    data = DataLoader(TensorDataset(inputs, inputs[:, :3].argmax(1)), batch_size=8)
-    more = {"callbacks": callbacks, "run_dir": run_dir, **options}
-    return toys.trainer_of(task or Classification(3), data, model=nn.Linear(8, 3), val=data, **more)
+    labels = inputs[:, :3].argmax(1)
+    data = DataLoader(TensorDataset(inputs, labels), batch_size=8)
+    return toys.trainer_of(
+        task or Classification(3),
+        data,
+        model=nn.Linear(8, 3),
+        val=data,
+        callbacks=callbacks,
+        run_dir=run_dir,
+        **options,
+    )
 
 
 def weights(trainer):
@@ -44,10 +52,17 @@ def weights(trainer):
 def test_fit_tells_each_epoch_unless_it_is_told_not_to(capsys):
     trainer_of().fit()
     lines = capsys.readouterr().err.splitlines()
-    told = [line.partition(":")[0] for line in lines]
-    assert told == ["epoch 1/2, step 3"] * 2 + ["epoch 2/2, step 6"] * 2
+    epochs = [line.partition(":")[0] for line in lines]
+
+    assert epochs == [
+        "epoch 1/2, step 3",
+        "epoch 1/2, step 3",
+        "epoch 2/2, step 6",
+        "epoch 2/2, step 6",
+    ]
     assert "train/epoch_loss" in lines[0]
     assert "val/accuracy" in lines[1]
+
     trainer_of(callbacks={}).fit()
     assert capsys.readouterr().err == ""
 
@@ -70,36 +85,54 @@ def test_what_a_callback_takes_to_start_is_no_time_of_the_loop(monkeypatch):
     trainer.evaluate(trainer.val_loaders["val"], "val")  # of which the run knows nothing
     trainer.fit()
     spent = {kind: seconds for kind, seconds in trainer.timer.spent.items() if seconds}
+
     assert spent == {"start and end": 4, "callbacks": 6, "evaluation": 6}
 
 
 @pytest.mark.parametrize("place", ["auto", "directory", "file"])
 def test_a_run_goes_on_where_it_was(tmp_path, place):
-    whole = trainer_of({"checkpoint": Checkpoint()}, run_dir=tmp_path / "whole", max_epochs=4)
-    whole.fit(resume="auto")  # there is nothing yet: it starts
+    def train(run_dir, epochs, resume=None):
+        callbacks = {"checkpoint": Checkpoint()}
+        trainer = trainer_of(callbacks, run_dir=run_dir, max_epochs=epochs)
+        trainer.fit(resume=resume)
+        return trainer
+
+    whole = train(tmp_path / "whole", 4, resume="auto")  # there is nothing yet: it starts
     first = tmp_path / "deep" / "first"
-    trainer_of({"checkpoint": Checkpoint()}, run_dir=str(first)).fit()
-    resume = {"auto": "auto", "directory": first, "file": first / "checkpoints" / "last.pt"}[place]
-    run_dir = first if place == "auto" else tmp_path / "second"
-    later = trainer_of({"checkpoint": Checkpoint()}, run_dir=run_dir, max_epochs=4)
-    later.fit(resume=resume)
+    train(str(first), 2)
+    if place == "auto":
+        later = train(first, 4, resume="auto")
+    elif place == "directory":
+        later = train(tmp_path / "second", 4, resume=first)
+    else:
+        later = train(tmp_path / "second", 4, resume=first / "checkpoints" / "last.pt")
+
     assert later.state.global_step == 12
-    pairs = zip(weights(whole), weights(later), strict=True)
-    assert all(torch.equal(one, other) for one, other in pairs)
+    for one, other in zip(weights(whole), weights(later), strict=True):
+        assert torch.equal(one, other)
 
 
-def test_a_resume_or_a_directory_that_cannot_be_is_refused(tmp_path):
+def test_a_resume_that_cannot_be_is_refused(tmp_path):
+    trainer = trainer_of({})
     with pytest.raises(CheckpointError, match="give Trainer one"):
-        trainer_of({}).fit(resume="auto")
+        trainer.fit(resume="auto")
     with pytest.raises(CheckpointError, match="no checkpoint in it"):
-        trainer_of({}).fit(resume=tmp_path)
+        trainer.fit(resume=tmp_path)
+
+
+def test_a_resume_before_what_the_directory_holds_is_refused(tmp_path):
     run = tmp_path / "run"
     trainer_of({"checkpoint": Checkpoint(save_top_k=-1)}, run_dir=run).fit()
+    later = trainer_of({}, run_dir=run)
     with pytest.raises(CheckpointError, match="later steps"):
-        trainer_of({}, run_dir=run).fit(resume=run / "checkpoints" / "step-00000003.pt")
-    (tmp_path / "file").write_text("")
-    with pytest.raises(StorageError):  # before training
-        trainer_of({"checkpoint": Checkpoint()}, run_dir=tmp_path / "file" / "run")
+        later.fit(resume=run / "checkpoints" / "step-00000003.pt")
+
+
+def test_a_directory_below_a_file_is_refused_before_training(tmp_path):
+    file = tmp_path / "file"
+    file.write_text("")
+    with pytest.raises(StorageError):
+        trainer_of({"checkpoint": Checkpoint()}, run_dir=file / "run")
 
 
 def test_checkpoints_without_a_directory_are_not_lost_in_silence(caplog):
@@ -122,31 +155,47 @@ def test_a_hook_is_given_batch_and_outputs_where_it_asks(steps):
 
     trainer = trainer_of({"look": Look()}, gradient_accumulation_steps=steps)
     trainer.fit()
+
+    _, all_labels = trainer.train_loader._loader.dataset.tensors
     (inputs, labels), outputs = seen[0]
-    assert (len(seen), inputs.shape) == (6, (8, 8))
-    assert torch.equal(labels, trainer.train_loader._loader.dataset.tensors[1][:8])
+
+    assert len(seen) == 6
+    assert inputs.shape == (8, 8)
+    assert torch.equal(labels, all_labels[:8])
     assert len(outputs) == steps
-    assert all(isinstance(output, StepOutput) for output in outputs)
-    plain = trainer_of({})
-    plain.fit()  # nobody asks: nothing is kept
-    assert plain.updater.last_update() == {"batch": None, "outputs": []}
+    for output in outputs:
+        assert isinstance(output, StepOutput)
+
+
+def test_batch_and_outputs_are_not_kept_if_no_hook_asks():
+    trainer = trainer_of({})
+    trainer.fit()
+    assert trainer.updater.last_update() == {"batch": None, "outputs": []}
 
 
 def test_a_hook_with_other_parameters_is_refused():
-    for hook, told in (
-        (lambda self, trainer, batch, batch_idx: None, "'batch_idx'"),
-        (lambda self, batch: None, "'batch'"),  # which would be given the trainer
-    ):
-        kind = type("Foreign", (Callback,), {"on_update_end": hook})
-        with pytest.raises(ModelError, match=rf"batch and outputs: .*{told}"):
-            trainer_of({"foreign": kind()})
+    class WithIndex(Callback):
+        def on_update_end(self, trainer, batch, batch_idx):
+            pass
+
+    class WithoutTrainer(Callback):
+        def on_update_end(self, batch):  # which would be given the trainer
+            pass
+
+    with pytest.raises(ModelError, match=r"batch and outputs: .*'batch_idx'"):
+        trainer_of({"foreign": WithIndex()})
+    with pytest.raises(ModelError, match=r"batch and outputs: .*'batch'"):
+        trainer_of({"foreign": WithoutTrainer()})
 
 
 def test_a_loss_of_coupled_samples_says_that_a_split_changes_it(caplog):
+    whole = trainer_of({}, Coupled(3))
+    split = trainer_of({}, Coupled(3), gradient_accumulation_steps=2)
     with caplog.at_level(logging.WARNING):
-        trainer_of({}, Coupled(3)).fit()
+        whole.fit()
         assert caplog.text == ""
-        trainer_of({}, Coupled(3), gradient_accumulation_steps=2).fit()
+        split.fit()
+
     assert "Coupled couples the samples of a micro-batch" in caplog.text
     assert "2 micro-batches" in caplog.text
 
@@ -161,32 +210,46 @@ class Endless(IterableDataset[Any]):
         self.source = source
 
     def __iter__(self):
-        samples = ((x, y) for xs, ys in BATCHES for x, y in zip(xs, ys, strict=True))
-        return samples if self.source is None else self.source
+        if self.source is not None:
+            return self.source
+        return self.samples()
+
+    def samples(self):
+        for inputs, targets in BATCHES:
+            yield from zip(inputs, targets, strict=True)
 
 
 def test_a_loader_without_a_length_trains_and_validates():
     loader = DataLoader(Endless(), batch_size=4)
-    trainer = trained_on(loader, loader, max_epochs=2)
-    assert trainer.state.global_step == 6
-    assert trainer.metrics["val/loss"] >= 0
-    assert trained_on(loader, max_epochs=None, max_steps=7).state.global_step == 7
+    by_epochs = trained_on(loader, loader, max_epochs=2)
+    by_steps = trained_on(loader, max_epochs=None, max_steps=7)
+
+    assert by_epochs.state.global_step == 6
+    assert by_epochs.metrics["val/loss"] >= 0
+    assert by_steps.state.global_step == 7
 
 
 @pytest.mark.parametrize("steps", [1, 2])
 def test_an_empty_batch_is_an_update_of_no_sample(steps):
     empty = (torch.zeros(0, 2), torch.zeros(0))
     state = trained_on([BATCHES[0], empty], gradient_accumulation_steps=steps).state
-    assert (state.updates, state.samples) == (2, 4)
+    assert state.updates == 2
+    assert state.samples == 4
 
 
-@pytest.mark.parametrize("place", ["train_loader", "val_loader"])
-def test_what_can_be_read_only_once_is_refused(place):
-    given = [iter(BATCHES)] if place == "train_loader" else [BATCHES, (b for b in BATCHES)]
-    with pytest.raises(TypeError, match=f"{place} is an iterator .* only once"):
-        trained_on(*given)
-    with pytest.raises(TypeError, match=f"{place} is not an iterable of batches: "):
-        trained_on(*given[:-1], 3)
+def test_training_data_that_can_be_read_only_once_are_refused():
+    with pytest.raises(TypeError, match=r"train_loader is an iterator .* only once"):
+        trained_on(iter(BATCHES))
+    with pytest.raises(TypeError, match="train_loader is not an iterable of batches: "):
+        trained_on(3)
+
+
+def test_validation_data_that_can_be_read_only_once_are_refused():
+    generator = (batch for batch in BATCHES)
+    with pytest.raises(TypeError, match=r"val_loader is an iterator .* only once"):
+        trained_on(BATCHES, generator)
+    with pytest.raises(TypeError, match="val_loader is not an iterable of batches: "):
+        trained_on(BATCHES, 3)
 
 
 @pytest.mark.parametrize("horizon", [{"max_epochs": 3}, {"max_epochs": None, "max_steps": 20}])
@@ -209,8 +272,14 @@ class Whole(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        layers = [nn.Conv2d(3, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
-        self.layers = nn.Sequential(*layers, nn.Linear(4, 3)).double()
+        layers = [
+            nn.Conv2d(3, 4, 3),
+            nn.ReLU(),
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+            nn.Linear(4, 3),
+        ]
+        self.layers = nn.Sequential(*layers).double()
 
     def forward(self, x):
         return self.layers(x)
@@ -219,11 +288,19 @@ class Whole(nn.Module):
 def test_the_memory_format_changes_no_number():
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(12, 3, 6, 6, generator=generator, dtype=torch.float64)
-    data = Samples(x, torch.randint(3, (12,), generator=generator))
-    model, seen = Whole(), []
-    model.layers[0].register_forward_pre_hook(lambda _, args: seen.append(args[0].stride()[1]))
+    y = torch.randint(3, (12,), generator=generator)
+    data = Samples(x, y)
+    model = Whole()
+    strides_of_channels = set()
+
+    def look(layer, arguments):
+        (images,) = arguments
+        strides_of_channels.add(images.stride()[1])
+
+    model.layers[0].register_forward_pre_hook(look)
     toys.trainer_of(Classification(3), data, model=model, channels_last=True).fit()
-    assert set(seen) == {1}
+
+    assert strides_of_channels == {1}
     assert_equal(by_hand(of_output(cross_entropy), data, Whole()), model)
 
 
@@ -231,20 +308,22 @@ def test_the_memory_format_changes_no_number():
 def test_each_shape_is_compiled_by_itself(options, dynamic):
     """Torch's own choice would make a resumed run's kernels depend on the shapes it has met."""
     torch._dynamo.reset()
-    symbols = []
+    has_symbols = []
 
     def backend(graph, inputs):
-        symbols.append(any(isinstance(value, torch.SymInt) for value in inputs))
+        has_symbols.append(any(isinstance(value, torch.SymInt) for value in inputs))
         return graph.forward
 
     model = compiled_model(Whole(), {"backend": backend, **options})
     for size in (4, 3, 4):
         model(torch.zeros(size, 3, 6, 6, dtype=torch.float64))
-    assert symbols == [False, dynamic]
+
+    assert has_symbols == [False, dynamic]
 
 
 def config_of(*overrides):
-    return parse(compose(["experiment=resnet18", "loader.batch_size=8", *overrides]).config)
+    composed = compose(["experiment=resnet18", "loader.batch_size=8", *overrides])
+    return parse(composed.config)
 
 
 class Numbers:
@@ -261,8 +340,10 @@ def read(config, limit, world_size, samples=None):
     for rank in range(world_size):
         group = SimpleNamespace(rank=rank, data_rank=rank, data_size=world_size)
         strategy = SimpleNamespace(group=group, device=torch.device("cpu"))
-        for micro_batch in eval_loader(config, Numbers(), strategy, limit, samples).epoch(0):
-            seen += micro_batch.batch.tolist()[: micro_batch.batch_slice.count]
+        loader = eval_loader(config, Numbers(), strategy, limit, samples)
+        for micro_batch in loader.epoch(0):
+            counted = micro_batch.batch_slice.count
+            seen += micro_batch.batch.tolist()[:counted]
     assert len(seen) == len(set(seen))
     return set(seen)
 

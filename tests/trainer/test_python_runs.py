@@ -40,7 +40,12 @@ def trainer_of(run_dir=None, callbacks=None, epochs=2, val=DATA, task=None, **mo
     model = nn.Linear(8, 3)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     options = TrainerOptions(max_epochs=epochs)
-    given = {"callbacks": callbacks, "run_dir": run_dir, "options": options, **more}
+    given = {
+        "callbacks": callbacks,
+        "run_dir": run_dir,
+        "options": options,
+        **more,
+    }
     return Trainer(model, task or Classification(3), optimizer, DATA, val, **given)
 
 
@@ -513,6 +518,7 @@ def test_a_run_is_loaded_into_a_model_at_hand(tmp_path, average):
     trainer.fit()
     trainer.load_best()
     expected = trainer.predict(INPUTS)
+    probabilities, classes = expected.max(1)
 
     model = nn.Linear(8, 3)
     run = load_run(tmp_path, "cpu", model=model)
@@ -522,10 +528,10 @@ def test_a_run_is_loaded_into_a_model_at_hand(tmp_path, average):
     assert run.metrics[-1]["step"] == 2 * UPDATES
     torch.testing.assert_close(answers_of(model), expected)
 
-    probabilities, classes = expected.max(1)
     said = torch.tensor([row["probability"] for row in rows])
+    predicted = [row["prediction"] for row in rows]
     torch.testing.assert_close(said, probabilities)
-    assert [row["prediction"] for row in rows] == [str(label) for label in classes.tolist()]
+    assert predicted == [str(label) for label in classes.tolist()]
 
 
 def test_each_checkpoint_of_a_model_at_hand_is_loaded_anew(tmp_path):

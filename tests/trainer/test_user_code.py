@@ -27,7 +27,8 @@ from regimen.trainer.trainer import Trainer
 class Net(nn.Module):
     def __init__(self, detach=False, features=8, classes=3):
         super().__init__()
-        self.detach, self.head = detach, nn.Linear(features, classes)
+        self.detach = detach
+        self.head = nn.Linear(features, classes)
 
     def forward(self, x):
         out = self.head(x)
@@ -93,6 +94,7 @@ def test_a_mistake_says_which_function_what_it_had_and_what_to_change(result, mo
     trainer = trainer_of(Net(**model), Mine(result) if result else Mine())
     with pytest.raises(Exception) as caught:  # noqa: PT011 (whatever torch raises)
         trainer.fit()
+
     error = caught.value
     said = str(error) if isinstance(error, UserCodeError) else describe_user_error(error)
     assert [text for text in texts if text not in said] == []
@@ -101,16 +103,28 @@ def test_a_mistake_says_which_function_what_it_had_and_what_to_change(result, mo
     assert isinstance(error, UserCodeError) or in_python(said) in error.__notes__
 
 
-def test_a_dry_runs_update_finds_them_and_changes_nothing_and_a_tensor_is_a_loss():
+def dry_run(trainer):
+    """Compute the first update without applying it."""
+    micro_batches = next(trainer.draw(0))
+    trainer.updater.dry_run_backward(micro_batches)
+
+
+def test_a_dry_runs_update_finds_them_and_changes_nothing():
     model = Net().double()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     for result in (in_a_dict, detached, odd_sums):
         trainer = trainer_of(model, Mine(result))
         with pytest.raises(UserCodeError):
-            trainer.updater.dry_run_backward(next(trainer.draw(0)))
-    trainer = trainer_of(model, Mine())
-    trainer.updater.dry_run_backward(next(trainer.draw(0)))
-    assert all(torch.equal(before[name], now) for name, now in model.state_dict().items())
+            dry_run(trainer)
+
+    dry_run(trainer_of(model, Mine()))
+
+    for name, now in model.state_dict().items():
+        assert torch.equal(before[name], now)
+
+
+def test_a_tensor_is_a_loss():
+    trainer = trainer_of(Net().double(), Mine())
     trainer.fit()
     assert trainer.state.global_step == 2
     assert trainer.metrics["val/loss"] > 0
@@ -147,6 +161,11 @@ def test_what_is_no_code_of_the_users_is_not_blamed_on_it():
 
 
 def test_shapes_are_spelled_briefly():
-    batch = {"image": torch.zeros(2, 3), "more": [torch.zeros(2)] * 9, "n": 3, "text": "long" * 99}
+    batch = {
+        "image": torch.zeros(2, 3),
+        "more": [torch.zeros(2)] * 9,
+        "n": 3,
+        "text": "long" * 99,
+    }
     more = "(float32 [2], float32 [2], float32 [2], float32 [2], ...)"
     assert describe_value(batch) == f"{{image: float32 [2, 3], more: {more}, n: 3, text: str}}"

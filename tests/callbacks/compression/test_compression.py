@@ -26,11 +26,12 @@ SECOND = [[-4.0, 6.0], [7.0, -0.25]]
 
 
 def net():
-    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2)).double()
+    first = nn.Linear(3, 2).double()
+    second = nn.Linear(2, 2).double()
     with torch.no_grad():
-        model[0].weight.copy_(torch.tensor(FIRST))
-        model[1].weight.copy_(torch.tensor(SECOND))
-    return model
+        first.weight.copy_(torch.tensor(FIRST))
+        second.weight.copy_(torch.tensor(SECOND))
+    return nn.Sequential(first, second)
 
 
 def flat(tensors):
@@ -93,14 +94,16 @@ def test_random_masks_follow_from_the_seed_and_grow():
 
 
 def test_equal_weights_go_in_order_and_what_is_pruned_stays():
-    model = nn.Sequential(nn.Linear(4, 1))
+    layer = nn.Linear(4, 1)
+    nn.init.ones_(layer.weight)
     pruning = Pruning(rules=WEIGHTS)
-    nn.init.ones_(model[0].weight)
-    pruning.check(model)
-    pruned = {"0.weight": torch.tensor([[False, False, False, True]])}
-    extend(pruning.pools[0], pruned, 0.5, seed=0)
+    pruning.check(nn.Sequential(layer))
+    (pool,) = pruning.pools
+    mask = torch.tensor([[False, False, False, True]])
 
-    assert pruned["0.weight"].tolist() == [[True, False, False, True]]
+    extend(pool, {"0.weight": mask}, 0.5, seed=0)
+
+    assert mask.tolist() == [[True, False, False, True]]
 
 
 def test_rules_divide_as_parameter_groups_do():
@@ -215,21 +218,15 @@ def mask_smallest(masks, count):
         mask.copy_(weight.abs() > bound)
 
 
-def test_trains_as_written_out_by_hand(make_trainer):
-    zeros = Zeros()
-    trainer = make_trainer({"pruning": gradual(), "zeros": zeros}, clip_grad_norm=0.5)
-    model = copy.deepcopy(trainer.model)
-    batches = list(trainer.train_loader._loader)
-    trainer.fit()
-
+def trained_by_hand(model, batches, pruned_at):
+    """Train with SGD and clipping, and prune as many weights as the steps say."""
     weights = [model[0].weight, model[3].weight]
     masks = {weight: torch.ones_like(weight) for weight in weights}
-    # (1 - progress)^3 of the way is left: at step 5 an eighth.
-    pruned_at = {2: 12, 5: round(48 * (0.75 - 0.5 * 0.5**3)), 8: 36}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    for step, (inputs, targets) in enumerate(batches * 2, 1):
+    for step, (inputs, targets) in enumerate(batches, 1):
         optimizer.zero_grad()
-        loss = (model(inputs) - targets).square().mean()
+        errors = model(inputs) - targets
+        loss = errors.square().mean()
         loss.backward()
         for weight, mask in masks.items():
             weight.grad *= mask
@@ -239,6 +236,16 @@ def test_trains_as_written_out_by_hand(make_trainer):
         if step in pruned_at:
             mask_smallest(masks, pruned_at[step])
             zero_masked(masks)
+
+
+def test_trains_as_written_out_by_hand(make_trainer):
+    zeros = Zeros()
+    trainer = make_trainer({"pruning": gradual(), "zeros": zeros}, clip_grad_norm=0.5)
+    model = copy.deepcopy(trainer.model)
+    batches = list(trainer.train_loader._loader)
+    trainer.fit()
+    at_step_5 = 0.75 - 0.5 * 0.5**3  # halfway in time, a half cubed of the way is left
+    trained_by_hand(model, batches * 2, {2: 12, 5: round(48 * at_step_5), 8: 36})
 
     found = trainer.model.state_dict()
 
@@ -251,7 +258,13 @@ def test_trains_as_written_out_by_hand(make_trainer):
 def test_a_run_that_goes_on_with_pruning_is_pruned_at_once(make_trainer, carry_over):
     zeros = Zeros()
     dense = make_trainer({"ema": EMA(0.9), "stop": StopAt(6)})
-    going_on = make_trainer({"pruning": gradual(), "ema": EMA(0.9), "zeros": zeros})
+    going_on = make_trainer(
+        {
+            "pruning": gradual(),
+            "ema": EMA(0.9),
+            "zeros": zeros,
+        }
+    )
     dense.fit()
     carry_over(dense, going_on)
     going_on.fit()
@@ -319,14 +332,16 @@ def test_the_plan_tells_the_layers(make_trainer):
 
 
 def test_weights_are_rounded_by_channel_and_gradients_pass():
-    weight = torch.tensor([[0.5, -1.27, 0.0126], [12.7, 0.0, 0.26]], requires_grad=True)
+    values = [[0.5, -1.27, 0.0126], [12.7, 0.0, 0.26]]
+    weight = torch.tensor(values, requires_grad=True)
     rounded = rounded_weight(weight)
-    rounded.square().sum().backward()
+    loss = rounded.square().sum()
+    loss.backward()
 
     expected = torch.tensor([[0.5, -1.27, 0.01], [12.7, 0.0, 0.3]])
 
     torch.testing.assert_close(rounded.detach(), expected)
-    torch.testing.assert_close(weight.grad, 2 * rounded.detach())
+    torch.testing.assert_close(weight.grad, 2 * expected)
 
 
 def test_weights_of_zero_stay_zero_when_rounded():
@@ -342,30 +357,39 @@ def rounded_to_8_bits(x, low, high):
     return (whole - zero) * scale
 
 
-def test_inputs_are_rounded_to_a_running_range_of_whole_updates():
+@pytest.fixture
+def rounding():
+    """Return a layer whose inputs are rounded, and the callback that does it."""
     torch.manual_seed(0)
     layer = nn.Linear(3, 4)
-    plain = copy.deepcopy(layer)
     model = nn.Sequential(layer)
     qat = QuantizationAwareTraining()
     qat.check(model)
     qat.attach(model)
     qat._start = 1
-    trainer = SimpleNamespace(group=Group(), state=TrainState())
+    return layer, qat
 
+
+def observe(qat, layer, x):
+    """Compute an update of two micro-batches, and evaluate between them and its end."""
+    qat.rounds = False
+    for micro_batch in (x[:6], x[6:]):
+        layer(micro_batch)
+    with torch.no_grad():
+        layer(100 * x)  # an evaluation is not seen
+    qat.on_update_end(SimpleNamespace(group=Group(), state=TrainState()))
+
+
+def test_inputs_are_rounded_to_a_running_range_of_whole_updates(rounding):
+    layer, qat = rounding
     low = torch.zeros(())
     high = torch.zeros(())
     for number in range(3):
         x = torch.randn(10, 3) * (number + 1)
-        qat.rounds = False
-        for micro_batch in (x[:6], x[6:]):
-            layer(micro_batch)
-        with torch.no_grad():
-            layer(100 * x)  # an evaluation is not seen
+        observe(qat, layer, x)
         share = 1.0 if number == 0 else 0.1
         low = low + share * (x.min() - low)
         high = high + share * (x.max() - high)
-        qat.on_update_end(trainer)
     ranges = qat.state_dict()["fake_quantization"]
 
     torch.testing.assert_close(ranges["low"][0], low)
@@ -373,11 +397,19 @@ def test_inputs_are_rounded_to_a_running_range_of_whole_updates():
 
     qat.rounds = True
     inputs = rounded_to_8_bits(x, low, high)
-    weight = rounded_weight(plain.weight)
-    expected = nn.functional.linear(inputs, weight, plain.bias)
+    weight = rounded_weight(layer.weight)
+    expected = nn.functional.linear(inputs, weight, layer.bias)
 
     torch.testing.assert_close(layer(x), expected)
 
+
+def test_a_layer_is_plain_again_behind_the_training(rounding):
+    layer, qat = rounding
+    plain = nn.Linear(3, 4)
+    plain.load_state_dict(layer.state_dict())
+    x = torch.randn(10, 3)
+    observe(qat, layer, x)
     qat.teardown(None)
+
     assert type(layer) is nn.Linear
     assert torch.equal(layer(x), plain(x))

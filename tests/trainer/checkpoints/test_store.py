@@ -34,17 +34,27 @@ def value_of(content):
     return float(content["model"]["weight"][0])
 
 
-def test_names_are_links_and_the_index_describes(store):
+@pytest.fixture
+def three(store):
+    """Return a store with three checkpoints, of which the second is the best."""
     store.save(payload(1.0), step=10, metrics={"val/loss": 0.5, "x": float("nan")})
     store.save(payload(2.0), step=20, names=("last", "best"))
     store.save(payload(3.0), step=30)
+    return store
 
-    assert os.path.samefile(store.folder / "last.pt", store.path_of(30))
-    assert os.path.samefile(store.folder / "best.pt", store.path_of(20))
 
-    index = json.loads((store.folder / "index.json").read_text())
+def test_names_are_links(three):
+    last = three.folder / "last.pt"
+    best = three.folder / "best.pt"
+    assert last.samefile(three.path_of(30))
+    assert best.samefile(three.path_of(20))
+
+
+def test_the_index_describes(three):
+    text = (three.folder / "index.json").read_text()
+    index = json.loads(text)
     first = index["files"]["step-00000010.pt"]
-    content = store.path_of(10).read_bytes()
+    content = three.path_of(10).read_bytes()
 
     assert first["sha256"] == hashlib.sha256(content).hexdigest()
     assert first["metrics"] == {"val/loss": 0.5, "x": None}
@@ -52,7 +62,7 @@ def test_names_are_links_and_the_index_describes(store):
     assert first["facts"].keys() >= {"torch", "threads", "device", "world_size", "saved"}
     assert index["layout"] == {"weight": "float32[1000]"}
     assert index["names"]["best"]["step"] == 20
-    assert list(listed(store.folder)) == [10, 20, 30]
+    assert list(listed(three.folder)) == [10, 20, 30]
 
 
 def test_a_name_is_given_to_a_checkpoint_that_is_there(store):

@@ -48,21 +48,33 @@ def prompts(texts=TEXTS):
     return Prompts([f"p{n}" for n in range(len(texts))], texts, ALPHABET, CONTEXT)
 
 
+def logits_of(model):
+    """Return a function of a batch, as generation takes it."""
+    task = LanguageModel(len(ALPHABET))
+    return partial(task.prediction_step, model)
+
+
+def spelled(tokens):
+    return "".join(ALPHABET[token] for token in tokens)
+
+
 @torch.no_grad()
 def written(generation, model, numbers=(0, 1, 2, 3, 4)):
+    """Return the texts that follow the prompts of the given numbers."""
     dataset = prompts()
-    logits_of = partial(LanguageModel(len(ALPHABET)).prediction_step, model)
-    tokens = generation(logits_of, collate([dataset[n] for n in numbers]))
-    return ["".join(ALPHABET[t] for t in row) for row in tokens.tolist()]
+    batch = collate([dataset[number] for number in numbers])
+    tokens = generation(logits_of(model), batch)
+    return [spelled(row) for row in tokens.tolist()]
 
 
 @torch.no_grad()
 def by_hand(model, text, new):
     tokens = [ALPHABET.index(character) for character in text]
     for _ in range(new):
-        logits = model(torch.tensor([tokens[-CONTEXT:]]))[0, -1]
+        seen = torch.tensor([tokens[-CONTEXT:]])
+        logits = model(seen)[0, -1]
         tokens.append(int(logits.argmax()))
-    return "".join(ALPHABET[token] for token in tokens[len(text) :])
+    return spelled(tokens[len(text) :])
 
 
 def test_the_likeliest_text_is_that_of_a_plain_loop(model):
@@ -74,13 +86,25 @@ def test_the_likeliest_text_is_that_of_a_plain_loop(model):
 @pytest.mark.parametrize("size", [1, 2, 5], ids=lambda size: f"batch-{size}")
 def test_draws_do_not_depend_on_the_batch(model, size):
     generation = Generation(30, "random", temperature=0.9, seed=7)
+    of_another_seed = Generation(30, "random", temperature=0.9, seed=8)
     whole = written(generation, model)
-    parts = [range(first, min(first + size, 5)) for first in range(0, 5, size)]
-    assert [text for part in parts for text in written(generation, model, part)] == whole
-    assert written(Generation(30, "random", temperature=0.9, seed=8), model) != whole
-    logits_of = partial(LanguageModel(len(ALPHABET)).prediction_step, model)
-    twins = generation(logits_of, collate([prompts(["a", "a"])[number] for number in (0, 1)]))
-    assert not torch.equal(*twins)  # keyed by the number of the prompt
+
+    in_parts = []
+    for first in range(0, 5, size):
+        numbers = range(first, min(first + size, 5))
+        in_parts += written(generation, model, numbers)
+
+    assert in_parts == whole
+    assert written(of_another_seed, model) != whole
+
+
+def test_draws_for_equal_prompts_differ(model):
+    """They are keyed by the number of the prompt."""
+    generation = Generation(30, "random", temperature=0.9, seed=7)
+    twins = prompts(["a", "a"])
+    with torch.no_grad():
+        one, other = generation(logits_of(model), collate([twins[0], twins[1]]))
+    assert not torch.equal(one, other)
 
 
 def test_few_and_cold_draws_are_the_likeliest(model):
@@ -89,22 +113,28 @@ def test_few_and_cold_draws_are_the_likeliest(model):
     assert written(Generation(20, "random", temperature=1e-4), model) == greedy
 
 
-def test_draws_have_the_shares_of_the_softmax():
+@pytest.mark.parametrize(("top_k", "temperature"), [(None, 1.0), (3, 2.0)])
+def test_draws_have_the_shares_of_the_softmax(top_k, temperature):
     logits = torch.tensor([2.0, 0.0, 1.0, -50.0, 1.5])
     count = 1000
 
-    def logits_of(tokens):
+    def same_logits(tokens):
         return logits[None, :, None].expand(len(tokens), -1, tokens.shape[1])
 
     batch = (torch.zeros(1, 4, dtype=torch.long), torch.tensor([1]), torch.tensor([0]))
-    for top_k, temperature in ((None, 1.0), (3, 2.0)):
-        tokens = Generation(count, "random", temperature, top_k)(logits_of, batch)
-        kept = logits if top_k is None else logits.where(logits >= 1.0, -torch.inf)
-        expected = (kept / temperature).softmax(0)
-        shares = torch.bincount(tokens[0], minlength=5) / count
-        # Four standard deviations of a share: 4 * sqrt(p (1 - p) / n) < 0.064.
-        torch.testing.assert_close(shares, expected, atol=0.064, rtol=0)
-        assert set(tokens[0].tolist()) <= set(expected.nonzero()[:, 0].tolist()) - {3}
+    (tokens,) = Generation(count, "random", temperature, top_k)(same_logits, batch)
+
+    kept = logits
+    if top_k is not None:
+        kept = logits.where(logits >= 1.0, -torch.inf)  # the three largest
+    expected = (kept / temperature).softmax(0)
+    shares = torch.bincount(tokens, minlength=5) / count
+
+    # Four standard deviations of a share: 4 * sqrt(p (1 - p) / n) < 0.064.
+    torch.testing.assert_close(shares, expected, atol=0.064, rtol=0)
+
+    possible = expected > 1e-9
+    assert (shares[~possible] == 0).all()
 
 
 def test_a_text_beyond_the_vocabulary_is_named():
@@ -116,12 +146,17 @@ def test_prompts_are_the_lines_of_a_file(tmp_path):
     path = tmp_path / "prompts.txt"
     path.write_text("one\n\n  two \r\nthree")
     names, texts = find_prompts(str(path))
-    assert texts == ["one", "  two \r", "three"] or texts == ["one", "  two ", "three"]
+
     assert names == [f"{path}:1", f"{path}:3", f"{path}:4"]
+    assert texts in (["one", "  two \r", "three"], ["one", "  two ", "three"])
     assert find_prompts("-", ["a", ""]) == (["-:1"], ["a"])
-    (tmp_path / "empty").write_text("\n")
+
+
+def test_a_file_of_empty_lines_holds_no_prompt(tmp_path):
+    path = tmp_path / "empty"
+    path.write_text("\n")
     with pytest.raises(DataError, match="holds no prompt"):
-        find_prompts(str(tmp_path / "empty"))
+        find_prompts(str(path))
 
 
 @pytest.mark.parametrize(
@@ -174,30 +209,34 @@ TABLE = {"kind": "table", "missing": "mean"}
     ],
 )
 def test_facts_of_another_form_are_damaged(tmp_path, change):
-    (tmp_path / "inference.json").write_text(json.dumps(FACTS))
+    path = tmp_path / "inference.json"
+    path.write_text(json.dumps(FACTS))
     assert read_inference_metadata(tmp_path).classes == ["a", "b"]
-    (tmp_path / "inference.json").write_text(json.dumps(FACTS | change))
-    with pytest.raises(
-        RunDirectoryError, match=r"inference\.json is missing or damaged \("
-    ) as caught:
+
+    path.write_text(json.dumps(FACTS | change))
+    told = r"inference\.json is missing or damaged \("
+    with pytest.raises(RunDirectoryError, match=told) as caught:
         read_inference_metadata(tmp_path)
     assert len(str(caught.value)) < 500
 
 
 def test_for_a_damaged_checkpoint_the_others_are_named(tmp_path):
-    (tmp_path / "checkpoints").mkdir()
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
     for name in ("best", "last", "step-00000005"):
-        (tmp_path / "checkpoints" / f"{name}.pt").write_bytes(b"x")
+        (folder / f"{name}.pt").write_bytes(b"x")
     with pytest.raises(DamagedCheckpointError, match="=NAME takes another of best, last, step-0"):
         load_components(tmp_path, None, None, None, "best")
 
 
 def test_a_run_with_a_link_that_leads_out_is_not_opened(tmp_path):
-    run, secret = tmp_path / "run", tmp_path / "secret.pt"
+    secret = tmp_path / "secret.pt"
+    torch.save({"model": {"w": torch.zeros(1)}}, secret)
+    run = tmp_path / "run"
     (run / "checkpoints").mkdir(parents=True)
     (run / "config.yaml").write_text("name: x\n")
-    torch.save({"model": {"w": torch.zeros(1)}}, secret)
     (run / "checkpoints/best.pt").symlink_to(secret)
+
     with pytest.raises(RunDirectoryError, match=r"best\.pt is a link that leads out"):
         load_run(run)
     with pytest.raises(RunDirectoryError, match=r"best\.pt is a link that leads out"):
@@ -241,28 +280,54 @@ class Joint:
 """
 
 
+def write_picture(path, seed, most):
+    """Write 8 x 8 random numbers below `most` as a picture of one channel."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    values = np.random.RandomState(seed).randint(0, most, (8, 8))
+    Image.fromarray(values.astype(np.uint8)).save(path)
+
+
+def words_of_masks(root, kind):
+    """Return the words that choose the data: folders of masks, or a data set of one's own."""
+    words = [
+        "--allow-target",
+        "own_masks",
+        "experiment=segmentation",
+        "data=mask_folder",
+        f"data.root={root}",
+        "data.num_classes=3",
+        "data.image_size=null",
+        "data.channels=1",
+        "data.mean=[0.5]",
+        "data.std=[0.5]",
+        "transforms=none",
+        "transforms.train={f: {_target_: own_masks.Joint}}",
+        "transforms.eval={f: {_target_: own_masks.Joint}}",
+    ]
+    if kind != "mask_folder":
+        for split in ("train", "val"):
+            place = root / split
+            words.append(f"data.{split}={{_target_: own_masks.Own, root: {place}, kind: {kind}}}")
+    return words
+
+
 @pytest.mark.parametrize("kind", ["mask_folder", "picture", "array", "joint"])
 def test_a_run_with_masks_is_asked_about_files(tmp_path, monkeypatch, kind):
     for split in ("train", "val"):
-        for folder, most in (("images", 256), ("masks", 3)):
-            (tmp_path / split / folder).mkdir(parents=True)
-            for number in range(4):
-                values = np.random.RandomState(number).randint(0, most, (8, 8)).astype(np.uint8)
-                Image.fromarray(values).save(tmp_path / split / folder / f"{number}.png")
+        for number in range(4):
+            write_picture(tmp_path / split / "images" / f"{number}.png", number, 256)
+            write_picture(tmp_path / split / "masks" / f"{number}.png", number, 3)
     (tmp_path / "own_masks.py").write_text(OWN_MASKS)
     monkeypatch.syspath_prepend(str(tmp_path))
-    typed = ["--allow-target", "own_masks", "experiment=segmentation", "data=mask_folder"]
-    typed += [f"data.root={tmp_path}", "data.num_classes=3", "data.image_size=null"]
-    typed += ["data.channels=1", "data.mean=[0.5]", "data.std=[0.5]", "transforms=none"]
-    typed += [f"transforms.{s}={{f: {{_target_: own_masks.Joint}}}}" for s in ("train", "eval")]
-    if kind != "mask_folder":
-        for split in ("train", "val"):
-            given = f"root: {tmp_path / split}, kind: {kind}"
-            typed.append(f"data.{split}={{_target_: own_masks.Own, {given}}}")
-    config = parse(compose(typed).config)
+    config = parse(compose(words_of_masks(tmp_path, kind)).config)
     experiment = build(config)
     facts = inference_metadata(config, experiment.data, experiment.trainer.task)
+
     files = [str(tmp_path / "val" / "images" / f"{number}.png") for number in range(4)]
     asked = pictures_for(facts, config, files)
-    for number, (image, _) in enumerate(map(experiment.data.sets["val"].__getitem__, range(4))):
+
+    val = experiment.data.sets["val"]
+
+    for number in range(4):
+        image, _ = val[number]
         assert torch.equal(asked[number], image)

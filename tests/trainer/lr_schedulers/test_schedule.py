@@ -38,21 +38,40 @@ from schedules_by_hand import (
 from toys import through_a_file
 
 
+def first_group(values: list[list[float]]) -> list[float]:
+    """Return the rate of the first group at each update."""
+    return [at_update[0] for at_update in values]
+
+
+def rates_only(values: list[list[float]]) -> list[list[float]]:
+    """Leave out the momentum, which stands behind the rate of each group."""
+    return [at_update[::2] for at_update in values]
+
+
 @pytest.mark.parametrize("name", sorted(path.stem for path in CONF.glob("*.yaml")))
 def test_a_shipped_schedule_is_torchs_own(name: str) -> None:
     ours = walked(node(name))
     assert_close(ours, walk_by_hand(name))
-    assert (len({tuple(values) for values in ours}) == 1) == (name == "constant")
+    is_constant = all(values == ours[0] for values in ours)
+    assert is_constant == (name == "constant")
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_a_warm_up_stands_in_front_of_any_schedule(name: str) -> None:
     """It rises to the schedule's first value; the rest is the schedule over what remains."""
     chosen = node(name) | {"interval": "step", "warmup": None}
+    warmup = {"epochs": 1, "start_factor": 0.25, "shape": "exponential"}
     after = walked(chosen, TOTAL - 6, TOTAL - 6)
-    ours = walked(chosen | {"warmup": {"epochs": 1, "start_factor": 0.25, "shape": "exponential"}})
-    first = [0.25 ** (1 - t / 6) for t in range(6)]
-    assert_close([v[::2] for v in ours[:6]], [[f * lr for lr in after[0][::2]] for f in first])
+    ours = walked(chosen | {"warmup": warmup})
+
+    first_rates, *_ = rates_only(after)
+    rising = []
+    for update in range(6):
+        factor = 0.25 ** (1 - update / 6)
+        rising.append([factor * rate for rate in first_rates])
+
+    assert_close(rates_only(ours[:6]), rising)
+
     if name != "plateau":  # which waits for validations, and by then others have gone by
         assert_close(ours[6:], after)
 
@@ -80,19 +99,37 @@ def test_a_plateau_follows_its_metric_in_the_direction_that_is_better(
 
 
 def test_a_plateau_schedule_does_not_count_validations_of_the_warm_up() -> None:
-    rates = walked(node("plateau", "lr_scheduler.patience=0") | {"warmup": {"epochs": 3}})
-    by_epoch = [rates[step][0] for step in range(17, TOTAL, PER_EPOCH)]
+    rates = first_group(
+        walked(node("plateau", "lr_scheduler.patience=0") | {"warmup": {"epochs": 3}})
+    )
+    by_epoch = rates[17::PER_EPOCH]
     # Losses from the third epoch's on: 0.95 is the best so far, then 0.93, 0.92, 0.91, 0.8, 0.85.
-    assert by_epoch == pytest.approx([0.4 * (0.01 + 0.99 * 17 / 18)] + [0.4] * 5)
+    end_of_warm_up = 0.4 * (0.01 + 0.99 * 17 / 18)
+    assert by_epoch == pytest.approx([end_of_warm_up] + [0.4] * 5)
+
+
+HALVED = {"_target_": f"{TORCH}.ExponentialLR", "gamma": 0.5, "interval": "epoch"}
 
 
 def test_a_warm_up_in_updates_goes_before_a_schedule_of_epochs() -> None:
-    chosen = {"_target_": f"{TORCH}.ExponentialLR", "gamma": 0.5, "interval": "epoch"}
-    rates = [v[0] for v in walked(chosen | {"warmup": {"steps": 6, "start_factor": 0.5}}, 24)]
-    assert rates[:6] == pytest.approx([0.4 * (0.5 + 0.5 * t / 6) for t in range(6)])
-    assert rates[6:] == pytest.approx([0.4] * 6 + [0.2] * 6 + [0.1] * 6)
-    rates = [v[0] for v in walked(chosen | {"warmup": {"epochs": 2, "start_factor": 0.5}}, 24)]
-    assert rates == pytest.approx([0.2] * 6 + [0.3] * 6 + [0.4] * 6 + [0.2] * 6)
+    warmup = {"steps": 6, "start_factor": 0.5}
+    rates = first_group(walked(HALVED | {"warmup": warmup}, 24))
+    rising = [0.4 * (0.5 + 0.5 * update / 6) for update in range(6)]
+
+    assert rates[:6] == pytest.approx(rising)
+    assert rates[6:12] == pytest.approx([0.4] * 6)
+    assert rates[12:18] == pytest.approx([0.2] * 6)
+    assert rates[18:] == pytest.approx([0.1] * 6)
+
+
+def test_a_warm_up_in_epochs_rises_once_an_epoch() -> None:
+    warmup = {"epochs": 2, "start_factor": 0.5}
+    rates = first_group(walked(HALVED | {"warmup": warmup}, 24))
+
+    assert rates[:6] == pytest.approx([0.2] * 6)
+    assert rates[6:12] == pytest.approx([0.3] * 6)
+    assert rates[12:18] == pytest.approx([0.4] * 6)
+    assert rates[18:] == pytest.approx([0.2] * 6)
 
 
 def test_horizons_are_those_of_the_schedule_itself() -> None:
@@ -100,7 +137,9 @@ def test_horizons_are_those_of_the_schedule_itself() -> None:
     over = optimizers()
     chosen = node("cosine", "lr_scheduler.interval=epoch", "lr_scheduler.warmup.epochs=2")
     schedule = build_lr_schedule(chosen, over, TOTAL, PER_EPOCH)
+
     assert schedule.schedules["optimizer"].scheduler.T_max == 6
+
     walk(over, schedule)
     assert over.learning_rates()["first"] == pytest.approx(0.0, abs=1e-12)
 
@@ -109,38 +148,53 @@ def test_horizons_are_those_of_the_schedule_itself() -> None:
 @pytest.mark.parametrize("name", FILES)
 def test_the_curve_is_what_a_run_does(name: str, warmup: dict[str, int] | None) -> None:
     chosen = node(name) | {"warmup": warmup}
-    over, generator = optimizers(), torch.get_rng_state()
+    over = optimizers()
     schedule = build_lr_schedule(chosen, over, TOTAL, PER_EPOCH)
     rates = over.learning_rates()
+    generator = torch.get_rng_state()
     drawn = curve(schedule, over, TOTAL, points=TOTAL)
+
     assert torch.equal(torch.get_rng_state(), generator)
     assert over.learning_rates() == rates
+
     if name == "plateau":
         schedule.schedules["optimizer"].metric = "never measured"
-    seen = walk(over, schedule)
+    seen = rates_only(walk(over, schedule))
     assert [step for step, _ in drawn["first"]] == list(range(TOTAL))
-    pairs = zip(drawn["first"], drawn["default"], strict=True)
-    assert_close([[a, b] for (_, a), (_, b) in pairs], [values[::2] for values in seen])
+
+    of_first = [rate for _, rate in drawn["first"]]
+    of_default = [rate for _, rate in drawn["default"]]
+    assert_close([list(pair) for pair in zip(of_first, of_default, strict=True)], seen)
 
 
 def test_a_curve_has_few_points_and_a_last_one() -> None:
     over = optimizers()
-    drawn = curve(build_lr_schedule(node("cosine"), over, 100_000, 1000), over, 100_000, points=50)
-    assert [step for step, _ in drawn["default"]] == [*range(0, 100_000, 2000), 99_999]
-    assert drawn["default"][0][1] == 0.1
-    nothing = build_lr_schedule(None, optimizers(), 1, None)
-    assert curve(nothing, optimizers(), 1) == {"first": [(0, 0.4)], "default": [(0, 0.1)]}
+    schedule = build_lr_schedule(node("cosine"), over, 100_000, 1000)
+    drawn = curve(schedule, over, 100_000, points=50)
+    steps = [step for step, _ in drawn["default"]]
+
+    assert steps == [*range(0, 100_000, 2000), 99_999]
+    assert drawn["default"][0] == (0, 0.1)
+
+
+def test_the_curve_without_a_schedule_is_a_point() -> None:
+    schedule = build_lr_schedule(None, optimizers(), 1, None)
+    drawn = curve(schedule, optimizers(), 1)
+    assert drawn == {"first": [(0, 0.4)], "default": [(0, 0.1)]}
 
 
 @pytest.mark.parametrize("warm", [pytest.param(False, id="plain"), pytest.param(True, id="warm")])
 @pytest.mark.parametrize("cut", [pytest.param(3, id="early"), pytest.param(20, id="mid-epoch")])
 @pytest.mark.parametrize("name", FILES)
 def test_a_schedule_goes_on_exactly_after_a_resume(name: str, cut: int, warm: bool) -> None:
-    chosen = node(name) | ({"warmup": {"steps": 5, "start_factor": 0.1}} if warm else {})
+    chosen = node(name)
+    if warm:
+        chosen |= {"warmup": {"steps": 5, "start_factor": 0.1}}
     whole, schedule = scheduled(chosen)
     walk(whole, schedule, 0, cut)
     resumed, again = scheduled(chosen)
     carry_over((whole, schedule), (resumed, again))
+
     assert walk(resumed, again, cut) == walk(whole, schedule, cut)
     assert again.state_dict() == schedule.state_dict()
 
@@ -152,13 +206,17 @@ def test_a_changed_configuration_goes_on_along_its_own_curve(
     name: str, warm: int, keeps: bool
 ) -> None:
     """A longer run, another learning rate: as if they had been so from the start."""
-    chosen = node(name) | ({"warmup": {"steps": warm}} if warm else {})
-    old = scheduled(chosen)
-    walk(*old, 0, 20)
+    chosen = node(name)
+    if warm:
+        chosen |= {"warmup": {"steps": warm}}
     rates = None if keeps else [0.7, 0.3]
-    whole, resumed = (scheduled(chosen, rates, 2 * TOTAL) for _ in "ab")
+    old = scheduled(chosen)
+    whole = scheduled(chosen, rates, 2 * TOTAL)
+    resumed = scheduled(chosen, rates, 2 * TOTAL)
+    walk(*old, 0, 20)
     walk(*whole, 0, 20)
     carry_over(old, resumed, keeps, False)
+
     assert walk(*resumed, 20, 96) == walk(*whole, 20, 96)
 
 
@@ -166,13 +224,17 @@ def test_a_plateau_schedule_keeps_what_it_has_seen_and_how_far_it_came_down() ->
     old, schedule = scheduled(node("plateau", "lr_scheduler.patience=1"))
     walk(old, schedule, 0, 30)
     assert old.learning_rates()["first"] == pytest.approx(0.04)
+
     # The second group's learning rate is new, the first's is not.
     resumed, again = scheduled(node("plateau", "lr_scheduler.patience=5"), [0.4, 0.3])
     carry_over((old, schedule), (resumed, again), False, False)
     assert resumed.learning_rates() == pytest.approx({"first": 0.04, "default": 0.3})
+
+    before = schedule.schedules["optimizer"].scheduler
     scheduler = again.schedules["optimizer"].scheduler
-    assert (scheduler.patience, scheduler.best) == (5, 0.9)
-    assert scheduler.num_bad_epochs == schedule.schedules["optimizer"].scheduler.num_bad_epochs
+    assert scheduler.patience == 5
+    assert scheduler.best == 0.9
+    assert scheduler.num_bad_epochs == before.num_bad_epochs
 
 
 @pytest.mark.parametrize(
@@ -186,33 +248,58 @@ def test_a_plateau_schedule_keeps_what_it_has_seen_and_how_far_it_came_down() ->
     ],
 )
 def test_another_schedule_is_refused(chosen: list[str], message: str) -> None:
-    (_, old), (_, new) = scheduled(node("step")), scheduled(node(*chosen))
+    _, old = scheduled(node("step"))
+    _, new = scheduled(node(*chosen))
+    state = through_a_file(old.state_dict())
     with pytest.raises(CheckpointError, match=message):
-        new.load_state_dict(through_a_file(old.state_dict()))
-    for broken in ({}, {"updates": 0, "epochs": 0, "tracks": {"optimizer": {"type": 3}}}):
+        new.load_state_dict(state)
+
+
+def test_a_malformed_state_is_refused() -> None:
+    _, schedule = scheduled(node("step"))
+    half = {
+        "updates": 0,
+        "epochs": 0,
+        "tracks": {"optimizer": {"type": 3}},
+    }
+    for broken in ({}, half):
         with pytest.raises(CheckpointError, match="malformed"):
-            old.load_state_dict(broken)
+            schedule.load_state_dict(broken)
 
 
-CYCLIC = {"_target_": f"{TORCH}.CyclicLR", "base_lr": 0.01, "max_lr": None, "step_size_up": 7}
+CYCLIC = {
+    "_target_": f"{TORCH}.CyclicLR",
+    "base_lr": 0.01,
+    "max_lr": None,
+    "step_size_up": 7,
+}
 
 
 @pytest.mark.parametrize("name", ["one_cycle", "step", "plateau", "lambda", "chained", "cyclic"])
 def test_reordered_groups_keep_their_schedules(name: str) -> None:
+    chosen = CYCLIC if name == "cyclic" else node(name)
     rules = {"a": {"match": "^0", "lr": 0.4}, "b": {"match": "^1", "lr": 0.1}}
 
-    def over(names: str) -> Optimizers:
+    def over(names: str) -> tuple[Optimizers, LRSchedule]:
         model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
-        groups = {name: rules[name] for name in names}
-        sgd = {"_target_": "torch.optim.SGD", "lr": 0.1, "momentum": 0.9}
-        return build_optimizers(model, {**sgd, "param_groups": groups})
+        sgd = {
+            "_target_": "torch.optim.SGD",
+            "lr": 0.1,
+            "momentum": 0.9,
+            "param_groups": {name: rules[name] for name in names},
+        }
+        made = build_optimizers(model, sgd)
+        return made, build_lr_schedule(chosen, made, TOTAL, PER_EPOCH)
 
-    chosen = CYCLIC if name == "cyclic" else node(name)
-    both = [(o, build_lr_schedule(chosen, o, TOTAL, PER_EPOCH)) for o in (over("ab"), over("ba"))]
-    walk(*both[0], 0, 20)
-    carry_over(*both)
-    turned = [[*values[2:], *values[:2]] for values in walk(*both[1], 20)]
-    assert turned == walk(*both[0], 20)
+    one = over("ab")
+    other = over("ba")
+    walk(*one, 0, 20)
+    carry_over(one, other)
+
+    # Each update has two values for each of the groups.
+    turned = [[*values[2:], *values[:2]] for values in walk(*other, 20)]
+
+    assert turned == walk(*one, 20)
 
 
 class DecayToo(by_torch.LRScheduler):
@@ -232,24 +319,32 @@ def one_cycle(optimizer: Optimizer) -> Any:
     return by_torch.OneCycleLR(optimizer, [0.4, 0.1], 40)
 
 
+def hyper_parameters(optimizer: Optimizer) -> list[Any]:
+    """Return what a scheduler may move, for each group."""
+    found = []
+    for group in optimizer.param_groups:
+        others = [group.get(name) for name in ("momentum", "betas", "weight_decay")]
+        found.append([float(group["lr"]), *others])
+    return found
+
+
 @pytest.mark.parametrize("tensor", [False, True])
 @pytest.mark.parametrize("make", [cyclic, one_cycle, DecayToo])
 def test_a_scheduler_moves_other_hyper_parameters_and_goes_on(
     make: Callable[[Optimizer], Any], tensor: bool
 ) -> None:
     def plain() -> Optimizer:
-        rates = [torch.tensor(lr) if tensor else lr for lr in (0.4, 0.1)]
-        groups = [{"params": [nn.Parameter(torch.zeros(1))], "lr": lr} for lr in rates]
+        groups = []
+        for lr in (0.4, 0.1):
+            parameter = nn.Parameter(torch.zeros(1))
+            groups.append({"params": [parameter], "lr": torch.tensor(lr) if tensor else lr})
         return AdamW(groups) if tensor else SGD(groups, momentum=0.9)
 
     def begun() -> tuple[Optimizers, LRSchedule]:
         optimizer = plain()
-        model = nn.ParameterList([p for g in optimizer.param_groups for p in g["params"]])
+        first, second = optimizer.param_groups
+        model = nn.ParameterList([*first["params"], *second["params"]])
         return Optimizers.wrap(optimizer, model), LRSchedule.wrap(make(optimizer))
-
-    def values(optimizer: Optimizer) -> list[Any]:
-        names = ("momentum", "betas", "weight_decay")
-        return [[float(g["lr"]), *(g.get(name) for name in names)] for g in optimizer.param_groups]
 
     by_hand = plain()
     scheduler = make(by_hand)
@@ -259,27 +354,31 @@ def test_a_scheduler_moves_other_hyper_parameters_and_goes_on(
             before = over, schedule
             over, schedule = begun()
             carry_over(before, (over, schedule))
-        for optimizer in (by_hand, over.optimizers["optimizer"]):
-            optimizer.step()
+        ours = over.optimizers["optimizer"]
+        by_hand.step()
+        ours.step()
         scheduler.step()
         schedule.after_update()
-        assert values(over.optimizers["optimizer"]) == values(by_hand)
+        assert hyper_parameters(ours) == hyper_parameters(by_hand)
 
 
-EPOCHS, UPDATES = 3, 10  # of a Trainer that a person builds
+# Of a Trainer that a person builds.
+EPOCHS = 3
+UPDATES = 10
 
 
 def rates_of(make: Callable[[Any], Any], interval: Any = None, **options: Any) -> list[float]:
     """Return the rate of each update under a Trainer, with a plain scheduler."""
     rates = []
+    model = nn.Linear(4, 3)
+    optimizer = SGD(model.parameters(), lr=1.0)
 
     class Rates(Callback):
         def on_update_start(self, trainer: Any, micro_batches: Any) -> None:
-            rates.append(trainer.optimizers.optimizers["optimizer"].param_groups[0]["lr"])
+            (group,) = optimizer.param_groups
+            rates.append(group["lr"])
 
-    model = nn.Linear(4, 3)
-    optimizer = SGD(model.parameters(), lr=1.0)
-    Trainer(
+    trainer = Trainer(
         model,
         Classification(3),
         optimizer,
@@ -288,17 +387,19 @@ def rates_of(make: Callable[[Any], Any], interval: Any = None, **options: Any) -
         lr_interval=interval,
         callbacks={"rates": Rates()},
         options=TrainerOptions(**{"max_epochs": EPOCHS, **options}),
-    ).fit()
+    )
+    trainer.fit()
     return rates
 
 
 def rates_by_hand(make: Callable[[Any], Any], by_step: bool) -> list[float]:
     optimizer = SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    (group,) = optimizer.param_groups
     scheduler = make(optimizer)
     rates = []
     for _ in range(EPOCHS):
         for _ in range(UPDATES):
-            rates.append(optimizer.param_groups[0]["lr"])
+            rates.append(group["lr"])
             optimizer.step()
             if by_step:
                 scheduler.step()

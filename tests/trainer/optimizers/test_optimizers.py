@@ -318,7 +318,11 @@ def test_the_default_rate_of_an_optimizer_is_scaled_too() -> None:
 
 
 def test_one_of_several_optimizers_may_have_its_rate_as_it_is() -> None:
-    slow = {"_target_": "torch.optim.SGD", "lr": 0.1, "params": {"match": "^head"}}
+    slow = {
+        "_target_": "torch.optim.SGD",
+        "lr": 0.1,
+        "params": {"match": "^head"},
+    }
     fast = {"_target_": "torch.optim.Adam", "lr": 0.2, "lr_per_samples": None}
     several = {"lr_per_samples": 512, "optimizers": {"slow": slow, "fast": fast}}
     optimizers = build_optimizers(network(), several, batch_size=1024)
@@ -390,13 +394,21 @@ def test_groups_of_plain_optimizers_get_names() -> None:
     model = network()
     head = {"params": list(model.head.parameters()), "name": "head"}
     rest = [p for name, p in model.named_parameters() if not name.startswith("head")]
-    pair = {"a": torch.optim.SGD([head], lr=0.1), "b": torch.optim.SGD(rest, lr=0.2)}
+    named = torch.optim.SGD([head], lr=0.1)
+    unnamed = torch.optim.SGD(rest, lr=0.2)
+    wrapped = Optimizers.wrap({"a": named, "b": unnamed}, model)
 
-    assert Optimizers.wrap(pair, model).learning_rates() == {"head": 0.1, "b": 0.2}
+    assert wrapped.learning_rates() == {"head": 0.1, "b": 0.2}
 
-    without_names = [{"params": [p]} for p in model.parameters()]
-    wrapped = Optimizers.wrap(torch.optim.SGD(without_names, lr=0.1), model)
-    assert list(wrapped.learning_rates()) == [f"group_{i}" for i in range(12)]
+
+def test_groups_without_names_are_numbered() -> None:
+    model = network()
+    groups = [{"params": [p]} for p in model.parameters()]
+    plain = torch.optim.SGD(groups, lr=0.1)
+    wrapped = Optimizers.wrap(plain, model)
+    names = list(wrapped.learning_rates())
+
+    assert names == [f"group_{i}" for i in range(12)]
 
 
 def test_what_is_frozen_may_be_left_out_of_a_plain_optimizer() -> None:

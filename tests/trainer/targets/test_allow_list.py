@@ -43,53 +43,87 @@ def nameable(path):
     return True
 
 
-def test_of_ours_what_yaml_names_and_the_classes_beside_it_can_be_named():
-    texts = [file.read_text(encoding="utf-8") for file in (ROOT / "conf").rglob("*.yaml")]
-    named = {path for text in texts for path in re.findall(r"_target_:\s*([\w.]+)", text)}
-    ours = {tuple(path.rsplit(".", 1)) for path in named if path.startswith("regimen.")}
+def named_in_yaml():
+    """Return what our YAML files name of ours: pairs of a module and a name."""
     found = set()
-    for file in [file for package in PACKAGES for file in (ROOT / package).rglob("*.py")]:
-        module = "regimen." + file.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".")
-        if module in {module for module, _ in ours}:
+    for file in (ROOT / "conf").rglob("*.yaml"):
+        text = file.read_text(encoding="utf-8")
+        for path in re.findall(r"_target_:\s*([\w.]+)", text):
+            if path.startswith("regimen."):
+                module, name = path.rsplit(".", 1)
+                found.add((module, name))
+    return found
+
+
+def our_modules():
+    """Yield the import path of each module of the packages."""
+    for package in PACKAGES:
+        for file in (ROOT / package).rglob("*.py"):
+            path = file.relative_to(ROOT).with_suffix("").as_posix()
+            yield "regimen." + path.replace("/", ".")
+
+
+def test_of_ours_what_yaml_names_and_the_classes_beside_it_can_be_named():
+    ours = named_in_yaml()
+    with_names = {module for module, _ in ours}
+    found = set()
+    for module in our_modules():
+        if module in with_names:
             names = vars(importlib.import_module(module))
-            found |= {(module, n) for n in names if nameable(f"{module}.{n}")}
+            found |= {(module, name) for name in names if nameable(f"{module}.{name}")}
         else:  # checked by the module's name alone
             assert not nameable(f"{module}.Anything")
+
     assert ours <= found
+
+    with_classes = {module for module, name in ours if name[0].isupper()}
     for module, name in found - ours:
         thing = getattr(sys.modules[module], name)
         assert isinstance(thing, type), name
         assert not issubclass(thing, BaseException), name
-        assert any(other == module and n[0].isupper() for other, n in ours), name
-        assert (thing.__module__, name[0] == "_") == (module, False), name
+        assert module in with_classes, name
+        assert thing.__module__ == module, name
+        assert not name.startswith("_"), name
+
+
+def package_of(path):
+    return path.partition(".")[0]
+
+
+def loaded_modules(packages):
+    """Yield the modules of these packages that are imported, by name."""
+    for name, module in sorted(sys.modules.items()):
+        if package_of(name) in packages and isinstance(module, types.ModuleType):
+            yield name, module
 
 
 def test_what_can_be_named_of_the_libraries_is_public_and_their_own():
-    certain = [name for name in LIBRARIES if name.partition(".")[0] != "timm"]  # an extra
-    listed = {name: importlib.import_module(name) for name in certain}
-    roots = {name.partition(".")[0] for name in listed}
+    listed = [name for name in LIBRARIES if package_of(name) != "timm"]  # an extra
+    for name in listed:
+        importlib.import_module(name)
     found = set()
-    for name, module in sorted(sys.modules.items()):
-        if name.partition(".")[0] not in roots or not isinstance(module, types.ModuleType):
-            continue
-        names = [one for one in sorted(vars(module)) if one.isidentifier()]
+    for name, module in loaded_modules({package_of(name) for name in listed}):
+        attributes = [one for one in sorted(vars(module)) if one.isidentifier()]
         if name not in LIBRARIES:  # checked by its name alone: one shows it for all
-            names = names[-1:]
-        found |= {(name, one) for one in names if nameable(f"{name}.{one}")}
+            attributes = attributes[-1:]
+        found |= {(name, one) for one in attributes if nameable(f"{name}.{one}")}
+
     assert {name for name, _ in found} == set(listed)
+    assert len(found) > 600
+
     for module, name in found:
         thing = getattr(sys.modules[module], name)
+        owner = thing.__module__ or ""
         assert not name.startswith("_")
         assert not isinstance(thing, types.ModuleType)
-        owner = thing.__module__ or ""
         assert "_deprecated" not in owner
-        assert owner.partition(".")[0] == module.partition(".")[0], (module, name)
-    assert len(found) > 600
+        assert package_of(owner) == package_of(module), (module, name)
 
 
 def test_of_timm_its_own_optimizers_can_be_named():
     optim = pytest.importorskip("timm.optim")
     found = {name for name in vars(optim) if nameable(f"timm.optim.{name}")}
+
     assert {"Lamb", "Lars", "Lion", "MADGRAD"} <= found
     for name in found:
         kind = getattr(optim, name)
@@ -104,6 +138,7 @@ def test_the_name_alone_is_looked_at_first():
     for path in f"{paths} torchvision.transforms.v2.ColorJitter regimen.models.mlp.MLP".split():
         assert refusal(path) is None
         assert callable(locate(path))
+
     odd: list[Any] = ["", ".", "torch.nn.", "torch..nn", "a b.c", "torch.nn.__class__", 5, None, []]
     for path in [*odd, "x" * 400]:
         assert "dotted path" in (refusal(path) or "")
@@ -117,10 +152,16 @@ def test_a_refusal_names_the_key_the_nearest_name_and_the_way_out(folder):
         locate("torch.nn.Linaer")
     assert "--allow-target somewhere" in (refusal("somewhere.deep.Net") or "")
     assert "--allow-target transformers`" in (refusal("transformers.AutoModel") or "")
+
     (folder / "my_networks.py").touch()
     assert "did you mean my_networks.Net?" in (refusal("my_netwroks.Net") or "")
     assert "such as torch.nn.Linear" in (refusal("torch.nn.modules.linear.Linear") or "")
-    node = {"_target_": "torch.nn.Identity", "x": [{"_target_": "os.system"}], "y": {"_target_": 3}}
+
+    node = {
+        "_target_": "torch.nn.Identity",
+        "x": [{"_target_": "os.system"}],
+        "y": {"_target_": 3},
+    }
     keys = [p.key for p in refused_targets(node, "model")]
     assert keys == ["model.x.0._target_", "model.y._target_"]
 
@@ -132,8 +173,10 @@ def test_packages_of_the_working_folder_may_be_named(folder):
     (package.parent / "__init__.py").touch()
     (package / "nets.py").write_text("def build():\n    return 3\n")
     targets.close([str(folder), str(package / "conf")])  # a project that holds its configurations
+
     assert instantiate({"_target_": "my_package.deep.nets.build"}) == 3
     assert sys.path[-1] == str(folder)
+
     (folder / "my_broken.py").write_text("import no_such_module_anywhere\n")
     assert refusal("my_broken.Net") is None  # the name is checked without an import
     assert "my_broken" not in sys.modules
@@ -152,17 +195,19 @@ def test_packages_of_the_working_folder_may_be_named(folder):
     ],
 )
 def test_no_code_comes_from_folders_that_are_not_packages(folder, place, packages):
+    canary = folder / "canary"
+    code = f"open({str(canary)!r}, 'w')\nclass Model: ...\n"
     (folder / place).mkdir(parents=True)
     for package in packages:
         (folder / package / "__init__.py").touch()
-    code = f"open({str(folder / 'canary')!r}, 'w')\nclass Model: ...\n"
     (folder / place / "payload.py").write_text(code)
     targets.close([str(folder / "stranger")])
     path = f"{place.replace('/', '.')}.payload.Model"
+
     assert "not allowed" in (refusal(path) or "")
     with pytest.raises(TargetError, match="not allowed"):
         locate(path)
-    assert not (folder / "canary").exists()
+    assert not canary.exists()
 
 
 def test_a_package_of_the_user_does_not_open_others(folder):
@@ -175,6 +220,7 @@ def test_a_package_of_the_user_does_not_open_others(folder):
     for path in (*doors, "map_leaves", "AppendLog", "skip_init"):
         with pytest.raises(TargetError, match="not allowed"):
             instantiate({"_target_": f"my_doors.{path}"})
+
     made = instantiate({"_target_": "my_doors.Linear", "in_features": 1, "out_features": 2})
     assert made.out_features == 2
 
@@ -184,6 +230,7 @@ def test_the_working_folder_does_not_stand_in_for_what_is_installed(folder, monk
     monkeypatch.syspath_prepend(str(folder / "elsewhere"))
     for name in ("json", "yaml", "torch", "os", "models", "elsewhere/sneaky_thing"):
         (folder / f"{name}.py").write_text("raise SystemExit('ran')\n")
+
     for path in ("json.loads", "yaml.load", "os.system", "sneaky_thing.run"):
         assert "not allowed" in (refusal(path) or "")
     assert locate("regimen.models.mlp.MLP").__module__ == "regimen.models.mlp"
@@ -191,6 +238,7 @@ def test_the_working_folder_does_not_stand_in_for_what_is_installed(folder, monk
 
 def test_allowed_packages_are_those_and_what_is_theirs(folder):
     targets.allow(["json"])
+
     assert locate("json.loads")("3") == 3
     with pytest.raises(TargetError, match="not allowed"):
         locate("json.decoder.re.compile")
@@ -263,8 +311,10 @@ CALLS = [
 
 @pytest.mark.parametrize("call", CALLS, ids=range(len(CALLS)))
 def test_no_call_reaches_the_canary(call, tmp_path):
-    canary, file = tmp_path / "canary", tmp_path / "file"
+    canary = tmp_path / "canary"
+    file = tmp_path / "file"
     file.write_text("whole, without a line's end")
+
     with pytest.raises(TargetError) as caught:
         instantiate(armed(call, f"touch {canary}", str(file)), _key_="callbacks.x")
     assert caught.value.exit_code == 2
@@ -337,6 +387,7 @@ def test_what_unpickles_is_refused_at_any_depth(call, key, timm):
     with pytest.raises(TargetError, match="not allowed here"):
         instantiate(node("torch.nn.Sequential", _args_=[call]), _key_="model")
     assert timm == []
+
     instantiate(node("timm.create_model", model_name="resnet18", drop_rate=0.1))
     assert timm == ["resnet18"]
 

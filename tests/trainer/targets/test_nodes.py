@@ -13,9 +13,17 @@ from torch import nn
 from regimen.trainer.targets.allow_list import TargetError
 from regimen.trainer.targets.instantiate import CheckedNode, instantiate, may_hold, nodes_in
 
-SGD, LINEAR, SEQUENTIAL = "torch.optim.SGD", "torch.nn.Linear", "torch.nn.Sequential"
-DROPOUT, CONV2D = "torch.nn.Dropout", "torch.nn.Conv2d"
-CONV = {"_target_": CONV2D, "in_channels": 1, "out_channels": 2, "kernel_size": 3}
+SGD = "torch.optim.SGD"
+LINEAR = "torch.nn.Linear"
+SEQUENTIAL = "torch.nn.Sequential"
+DROPOUT = "torch.nn.Dropout"
+CONV2D = "torch.nn.Conv2d"
+CONV = {
+    "_target_": CONV2D,
+    "in_channels": 1,
+    "out_channels": 2,
+    "kernel_size": 3,
+}
 PARAMS = {"provided": ("params",)}
 
 
@@ -50,8 +58,11 @@ PARAMS = {"provided": ("params",)}
 )
 def test_a_mistake_is_named_and_what_binds_passes(target, arguments, given, expected):
     node = {"_target_": target, **arguments}
-    nodes = [(key, inner, given if inner is node else {}) for key, inner in nodes_in(node, "k")]
-    found = [str(p) for key, inner, more in nodes for p in CheckedNode(inner, key, **more).problems]
+    found = []
+    for key, inner in nodes_in(node, "k"):
+        options = given if inner is node else {}
+        found += [str(problem) for problem in CheckedNode(inner, key, **options).problems]
+
     assert len(found) == len(expected), found
     for text, pattern in zip(found, expected, strict=True):
         assert re.match(rf"k\.{pattern}", text)
@@ -76,41 +87,70 @@ def test_a_mistake_is_named_and_what_binds_passes(target, arguments, given, expe
     ],
 )
 def test_what_an_annotation_may_hold(annotation, fits, never):
-    assert all(may_hold(annotation, value) for value in fits)
-    assert not any(may_hold(annotation, value) for value in never)
+    for value in fits:
+        assert may_hold(annotation, value)
+    for value in never:
+        assert not may_hold(annotation, value)
 
 
-def test_nested_nodes_are_built_and_arguments_of_the_caller_win_and_arrive_untouched():
+def test_nested_nodes_are_built():
     layer = {"_target_": LINEAR, "_args_": [2, 3]}
-    model = instantiate({"_target_": SEQUENTIAL, "_args_": [layer, layer]})
-    assert [type(module) for module in model] == [nn.Linear, nn.Linear]
-    assert model[0] is not model[1]
-    assert (instantiate(layer).out_features, instantiate(layer, 4, 5).out_features) == (3, 5)
-    parameters = [{"params": [nn.Parameter(torch.ones(1))], "name": "a"}]
+    first, second = instantiate({"_target_": SEQUENTIAL, "_args_": [layer, layer]})
+
+    assert type(first) is nn.Linear
+    assert type(second) is nn.Linear
+    assert first is not second
+
+
+def test_arguments_of_the_caller_win():
+    layer = {"_target_": LINEAR, "_args_": [2, 3]}
+    by_node = instantiate(layer)
+    by_caller = instantiate(layer, 4, 5)
+
+    assert by_node.out_features == 3
+    assert by_caller.out_features == 5
+
+
+def test_arguments_of_the_caller_arrive_untouched():
+    parameter = nn.Parameter(torch.ones(1))
     node = {"_target_": SGD, "lr": 0.1}
-    optimizer = instantiate(node, parameters, lr=0.5)
-    assert optimizer.param_groups[0]["lr"] == 0.5
-    assert optimizer.param_groups[0]["params"][0] is parameters[0]["params"][0]
+    optimizer = instantiate(node, [{"params": [parameter], "name": "a"}], lr=0.5)
+
+    (group,) = optimizer.param_groups
+
+    assert group["lr"] == 0.5
+    assert group["params"][0] is parameter
     assert node == {"_target_": SGD, "lr": 0.1}
 
 
 def test_a_partial_is_a_callable_that_takes_the_rest():
     node = {"_target_": LINEAR, "_partial_": True, "bias": False}
     make = instantiate(node, in_features=2)
-    assert (make(out_features=3).weight.shape, make(out_features=4).bias) == ((3, 2), None)
-    assert pickle.loads(pickle.dumps(instantiate(node))).keywords == {"bias": False}
+    three = make(out_features=3)
+    four = make(out_features=4)
+
+    assert three.weight.shape == (3, 2)
+    assert four.bias is None
+
+    copied = pickle.loads(pickle.dumps(instantiate(node)))
+    assert copied.keywords == {"bias": False}
 
 
-def test_values_arrive_plain_and_nodes_as_they_are_where_that_is_asked_for():
+def test_nodes_arrive_as_they_are_where_that_is_asked_for():
     node = {"_target_": "torch.nn.ParameterDict", "_recursive_": False}
     inner = {"_target_": "torch.nn.Identity"}
     for given in ({"parameters": {"a": inner}}, {"_args_": [{"a": inner}]}):
-        assert instantiate({**node, **given})["a"] == inner
-    # Text is not resolved a second time.
+        made = instantiate({**node, **given})
+        assert made["a"] == inner
+
+
+def test_texts_are_not_resolved_a_second_time():
     texts = ["${total_steps}", "a${oc.env:HOME}b", "\\${x}", "${", "\\\\${y}", {}]
-    made = instantiate({"_target_": node["_target_"], "parameters": {"a": texts}})["a"]
-    assert made == texts
-    assert [type(made), type(made[-1])] == [list, dict]
+    made = instantiate({"_target_": "torch.nn.ParameterDict", "parameters": {"a": texts}})
+
+    assert made["a"] == texts
+    assert type(made["a"]) is list
+    assert type(made["a"][-1]) is dict
 
 
 MISSING = {"_target_": "torchvision.datasets.ImageFolder", "root": "nowhere"}
@@ -135,6 +175,8 @@ def test_a_value_that_the_target_rejects_is_a_config_error(
     (tmp_path / "my_faulty.py").write_text("def build():\n    return 1 + 'x'\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
+
     with pytest.raises(kind, match=f"^{message}"):
         instantiate({"_target_": target, **given}, _key_="k")
+
     sys.modules.pop("my_faulty", None)

@@ -24,7 +24,9 @@ from regimen.trainer.task import Task
 from regimen.trainer.trainer import Trainer
 from toys import assert_equal, in_group, loader
 
-ROWS, LENGTH, SIZE = 4, 3, 5
+ROWS = 4
+LENGTH = 3
+SIZE = 5
 LSTMState = tuple[Tensor, Tensor]
 
 
@@ -119,6 +121,7 @@ def test_state_starts_anew_each_epoch_and_evaluations_leave_it_alone() -> None:
     task = Truncated()
     trainer = make(task, val=other_rows, callbacks=[Predicting()])
     trainer.fit()
+
     assert_equal(trainer.model, by_hand(), 0)
     assert [name for name in task.begun if name != "predict"][:5] == [0, *3 * ["val"], 1]
     assert "predict" in task.begun
@@ -133,6 +136,7 @@ def test_an_evaluation_begins_with_the_state_that_its_start_sets() -> None:
     again = make(copy.deepcopy(task))
     again.model.load_state_dict(trainer.model.state_dict())
     second = again.evaluate(batches(2, seed=1))
+
     assert second == trainer.evaluate(batches(2, seed=1)) != first
     assert state is not None
     assert task.state is not None
@@ -153,6 +157,7 @@ def test_a_resume_within_an_epoch_is_exact(steps: int) -> None:
     resumed = make(task)
     resumed.load_state_dict(keeping.kept)
     resumed.fit()
+
     assert_equal(resumed.model, whole.model, 0)
     assert task.begun[0] == 1  # epoch 0 goes on, and is not started again
 
@@ -166,6 +171,7 @@ def test_a_resume_from_a_file_is_exact(tmp_path: Path) -> None:
     make(Truncated(), callbacks=[Stopping()], run_dir=tmp_path / "run").fit()
     resumed = make(Truncated(), run_dir=tmp_path / "run")
     resumed.fit(resume="auto")
+
     assert_equal(resumed.model, by_hand(), 0)
 
 
@@ -244,6 +250,7 @@ def test_a_bank_that_is_written_in_place_is_kept_from_evaluations() -> None:
     plain.fit()
     validated = make(Bank(), val=batches(3, seed=1))
     validated.fit()
+
     assert_equal(plain.model, validated.model, 0)
     assert isinstance(plain.task, Bank)
     assert isinstance(validated.task, Bank)
@@ -259,8 +266,10 @@ def test_an_update_that_is_skipped_leaves_no_trace_in_the_state() -> None:
     trainer.fit()
     without = make(Truncated(), [data[0], *data[2:]], epochs=1)
     without.fit()
+
     assert trainer.state.skipped_updates == 1
     assert_equal(trainer.model, without.model, 0)
+
     stopped = Truncated()
     with pytest.raises(DivergedError):
         make(stopped, data, epochs=1).fit()
@@ -275,6 +284,7 @@ def test_an_error_in_an_evaluation_puts_the_state_back() -> None:
         task.bank += 1
         task.place = 5
         raise RuntimeError
+
     assert not task.bank.any()
     assert task.place == 0
 
@@ -290,6 +300,7 @@ def test_state_that_is_not_declared_is_named_once(caplog: pytest.LogCaptureFixtu
         trainer.state_dict()
         trainer.fit(max_epochs=4)
         trainer.state_dict()
+
     assert caplog.text.count("task.state changes in training") == 1
     assert 'persistent = ("state",)' in caplog.text
 
@@ -345,6 +356,7 @@ def test_tensors_that_are_attributes_go_where_the_batches_go() -> None:
     task = WithTensors()
     build_components(Recurrent(), task, strategy=Strategy("meta"), precision="fp64")
     assert [tensor.device.type for tensor in tensors_in(task)] == ["meta"] * 3
+
     dtypes = [tensor.dtype for tensor in tensors_in(task)]
     assert dtypes == [torch.float64, torch.float64, torch.int64]
     assert task.pairs["b"] == "text"

@@ -22,10 +22,15 @@ from regimen.trainer.tasks.segmentation import Segmentation
 from toys import SAMPLES, Samples, assert_equal, distance, loader, points
 
 
+def normal(*shape, seed, dtype=torch.float32):
+    """Return random numbers of the standard normal distribution."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=dtype)
+
+
 def values():
     data = points()
-    generator = torch.Generator().manual_seed(8)
-    noise = torch.randn(SAMPLES, dtype=torch.float64, generator=generator)
+    noise = normal(SAMPLES, seed=8, dtype=torch.float64)
     return Samples(data.x, data.x[:, 0] * 2 + noise)
 
 
@@ -131,11 +136,10 @@ def test_training_is_the_same_as_by_hand(kind, steps):
 @pytest.mark.parametrize("columns", [1, 3])
 @pytest.mark.parametrize("wide", [False, True])
 def test_values_in_one_column_are_those_without_a_column(columns, wide):
-    output = torch.randn(6, columns, generator=torch.Generator().manual_seed(1))
-    target = torch.randn(6, columns, generator=torch.Generator().manual_seed(2))
+    output = normal(6, columns, seed=1)
+    target = normal(6, columns, seed=2)
     given = target if wide or columns > 1 else target.squeeze(1)
     task = Regression()
-
     result = task.evaluation_step(lambda x: output, (torch.zeros(6), given))
 
     assert result.terms[""] == F.mse_loss(output, target)
@@ -145,8 +149,8 @@ def test_values_in_one_column_are_those_without_a_column(columns, wide):
     assert total / count == pytest.approx(mean_absolute_error)
     assert count == 6 * columns
 
-    computed = task.metrics()["r2"].compute()
-    assert computed == pytest.approx(r2(output, target), rel=1e-5)
+    explained = task.metrics()["r2"].compute()
+    assert explained == pytest.approx(r2(output, target), rel=1e-5)
 
 
 def r2(output, target):
@@ -156,28 +160,41 @@ def r2(output, target):
     return float(1 - residual / spread)
 
 
-@pytest.mark.parametrize("shape", [(6,), (2, 4, 5)])
+@pytest.mark.parametrize(
+    ("task_of", "shape"),
+    [
+        pytest.param(partial(Classification, 4), (6,), id="classes"),
+        pytest.param(partial(Segmentation, 4), (2, 4, 5), id="masks"),
+    ],
+)
 @pytest.mark.parametrize("kind", [nn.BCEWithLogitsLoss, nn.MSELoss, nn.SmoothL1Loss])
-def test_a_loss_of_values_takes_class_labels_as_one_hot_vectors(kind, shape):
-    generator = torch.Generator().manual_seed(1)
-    labels = torch.randint(4, shape, generator=generator)
+def test_a_loss_of_values_takes_class_labels_as_one_hot_vectors(kind, task_of, shape):
     samples, *size = shape
-    logits = torch.randn(samples, 4, *size, generator=generator)
-    values = F.one_hot(labels, 4).movedim(-1, 1).float()
+    labels = torch.randint(4, shape, generator=torch.Generator().manual_seed(1))
+    logits = normal(samples, 4, *size, seed=2)
+    one_hot = F.one_hot(labels, 4).movedim(-1, 1).float()
     inputs = torch.zeros(samples)
-    task = Segmentation(4, kind()) if size else Classification(4, kind())
-
+    task = task_of(kind())
     result = task.evaluation_step(lambda x: logits, (inputs, labels))
 
-    assert result.terms[""] == kind()(logits, values)
-
-    if not size:
-        mixed = task.training_step(lambda x: logits, (inputs, values))  # as MixUp makes them
-        assert mixed.terms[""] == result.terms[""]
+    assert result.terms[""] == kind()(logits, one_hot)
 
     labels[0] = 4
     with pytest.raises(SampleError, match=r"labels from . to 4"):
         task.evaluation_step(lambda x: logits, (inputs, labels))
+
+
+@pytest.mark.parametrize("kind", [nn.BCEWithLogitsLoss, nn.MSELoss, nn.SmoothL1Loss])
+def test_a_loss_of_values_takes_one_hot_vectors_as_mixup_makes_them(kind):
+    labels = torch.randint(4, (6,), generator=torch.Generator().manual_seed(1))
+    logits = normal(6, 4, seed=2)
+    one_hot = F.one_hot(labels, 4).float()
+    inputs = torch.zeros(6)
+    task = Classification(4, kind())
+    mixed = task.training_step(lambda x: logits, (inputs, one_hot))
+    plain = task.evaluation_step(lambda x: logits, (inputs, labels))
+
+    assert mixed.terms[""] == plain.terms[""]
 
 
 @pytest.mark.parametrize("kind", ["pixels", "tokens"])
