@@ -216,6 +216,12 @@ def test_shards_without_a_description_are_refused(saved):
         read_whole(forge(saved, files={"__0_0.distcp": "0"}))
 
 
+def pickled(value):
+    """Return the instructions that make a value, without the header and the stop."""
+    content = pickle.dumps(value, 2)
+    return content.removeprefix(pickle.PROTO + b"\x02").removesuffix(pickle.STOP)
+
+
 @pytest.mark.parametrize(
     ("of", "name"),
     [
@@ -233,12 +239,12 @@ def test_a_description_changes_no_class(saved, of, name, slots):
     named = getattr(importlib.import_module(module), thing)
     before = getattr(named, name, None)
     state = {name: ("changed",)}
-    pickled_state = pickle.dumps((None, state) if slots else state, 2)
-    instructions = pickled_state[2:].removesuffix(pickle.STOP)  # without the protocol's header
-    change = pickle.GLOBAL + f"{module}\n{thing}\n".encode() + instructions
-    change += pickle.BUILD + pickle.POP
-    whole = pickle.dumps(metadata_of(saved), 2).removesuffix(pickle.STOP)
-    path = forge(saved, whole + change + pickle.STOP)
+    push_class = pickle.GLOBAL + f"{module}\n{thing}\n".encode()
+    push_state = pickled((None, state) if slots else state)
+    change = push_class + push_state + pickle.BUILD + pickle.POP
+    header = pickle.PROTO + b"\x02"
+    whole = header + pickled(metadata_of(saved)) + change + pickle.STOP
+    path = forge(saved, whole)
 
     with pytest.raises(CheckpointError, match=r"^[^\n]*\.metadata[^\n]*$"):
         read_whole(path)

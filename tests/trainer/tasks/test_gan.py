@@ -41,12 +41,14 @@ def image_loader(steps=1, strategy=None):
 def discriminator_loss(model, images, noise, r1):
     """Return the loss of the discriminator, with a penalty on its slope at true images."""
     images = images.requires_grad_()
-    of_true = model.discriminator(images)
     made = model.generator(noise).detach()
+    of_true = model.discriminator(images)
     of_made = model.discriminator(made)
+    loss_of_true = softplus(-of_true).mean()
+    loss_of_made = softplus(of_made).mean()
     (slope,) = torch.autograd.grad(of_true.sum(), images, create_graph=True)
     penalty = slope.square().sum((1, 2, 3)).mean()
-    return softplus(-of_true).mean() + softplus(of_made).mean() + r1 / 2 * penalty
+    return loss_of_true + loss_of_made + r1 / 2 * penalty
 
 
 def generator_loss(model, noise):

@@ -189,31 +189,57 @@ def penalised(kind):
     return {"ce": nn.CrossEntropyLoss(), "penalty": Term(PENALTIES[kind], 0.3)}
 
 
-@pytest.mark.parametrize("kind", list(PENALTIES))
-def test_penalties_are_those_written_by_hand(kind):
-    def hand(model, x, y):
-        x = x.clone().requires_grad_()
-        output = model(x)
-        loss = F.cross_entropy(output, y)
-        if kind == "on parameters":
-            slopes = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
-            squares = [slope.square().sum() for slope in slopes]
-            return loss + 0.3 * sum(squares)
-        score = SUM(output, y) if kind == "of the loss" else output.sum()
-        (slope,) = torch.autograd.grad(score, x, create_graph=True)
-        target = 1.0 if kind == "from a norm" else 0.0
-        distances = slope.norm(dim=1) - target
-        return loss + 0.3 * distances.square().mean()
+def slope_at_inputs(score_of, model, x):
+    """Return the gradient [n, features] of a score at the inputs, and the outputs there."""
+    x = x.clone().requires_grad_()
+    output = model(x)
+    (slope,) = torch.autograd.grad(score_of(output), x, create_graph=True)
+    return slope, output
 
+
+def of_the_loss(model, x, y):
+    slope, output = slope_at_inputs(lambda output: SUM(output, y), model, x)
+    penalty = slope.square().sum(1).mean()
+    return F.cross_entropy(output, y) + 0.3 * penalty
+
+
+def of_the_outputs(model, x, y):
+    slope, output = slope_at_inputs(torch.sum, model, x)
+    penalty = slope.square().sum(1).mean()
+    return F.cross_entropy(output, y) + 0.3 * penalty
+
+
+def from_a_norm(model, x, y):
+    slope, output = slope_at_inputs(torch.sum, model, x)
+    penalty = (slope.norm(dim=1) - 1.0).square().mean()
+    return F.cross_entropy(output, y) + 0.3 * penalty
+
+
+def on_parameters(model, x, y):
+    loss = F.cross_entropy(model(x), y)
+    slopes = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+    penalty = sum(slope.square().sum() for slope in slopes)
+    return loss + 0.3 * penalty
+
+
+@pytest.mark.parametrize(
+    ("kind", "objective", "all_steps", "tolerance"),
+    [
+        pytest.param("of the loss", of_the_loss, (1, 2, 3, 8), 1e-12, id="of the loss"),
+        pytest.param("of the outputs", of_the_outputs, (1, 2, 3, 8), 1e-12, id="of the outputs"),
+        # The root is guarded against 0.
+        pytest.param("from a norm", from_a_norm, (1, 2, 3, 8), 1e-8, id="from a norm"),
+        # The square of a mean over samples is no such mean: split up, it is another penalty.
+        pytest.param("on parameters", on_parameters, (1,), 1e-12, id="on parameters"),
+    ],
+)
+def test_penalties_are_those_written_by_hand(kind, objective, all_steps, tolerance):
     data = points()
-    wanted = by_hand(hand, data)
+    wanted = by_hand(objective, data)
     without = by_hand(of_output(F.cross_entropy), data)
 
     assert distance(wanted, without) > 1e-4
 
-    # The square of a mean over samples is no such mean: split up, it is another penalty.
-    all_steps = (1,) if kind == "on parameters" else (1, 2, 3, 8)
-    tolerance = 1e-8 if kind == "from a norm" else 1e-12  # the root is guarded against 0
     for steps in all_steps:
         trainer = trained(penalised(kind), steps, data)
         assert_equal(trainer.model, wanted, tolerance)

@@ -1,7 +1,9 @@
 """Metrics: sums on the device, exact for any split and any number of processes (I4)."""
 
 import math
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -93,10 +95,18 @@ IGNORING = {
 }
 
 
-@pytest.mark.parametrize("kind", IGNORING)
-def test_a_class_that_is_ignored_is_left_out_of_every_score_as_scikit_learn_does(kind):
-    from sklearn.metrics import accuracy_score, log_loss, recall_score
+class Scored(NamedTuple):
+    """A task's scores of random answers, and those of its samples that count."""
 
+    accuracy: float
+    metrics: dict[str, Any]
+    truth: np.ndarray
+    said: np.ndarray
+    probabilities: torch.Tensor  # [samples that count, classes]
+
+
+@pytest.fixture
+def scored(kind):
     make, shape = IGNORING[kind]
     samples, *size = shape
     generator = torch.Generator().manual_seed(4)
@@ -105,27 +115,38 @@ def test_a_class_that_is_ignored_is_left_out_of_every_score_as_scikit_learn_does
     counted = target != 1
     if kind == "several":
         counted &= target != 3
+
     task = make(every_metric())
-
     task.update_metrics(logits, target)
-    found = {name: metric.compute() for name, metric in task.metrics().items()}
     (hits, count), *_ = task.scores(logits, target).values()
+    of_places = logits.movedim(1, -1)[counted]
+    return Scored(
+        accuracy=float(hits / count),
+        metrics={name: metric.compute() for name, metric in task.metrics().items()},
+        truth=target[counted].numpy(),
+        said=of_places.argmax(1).numpy(),
+        probabilities=of_places.double().softmax(1),
+    )
 
+
+@pytest.mark.parametrize("kind", IGNORING)
+def test_a_class_that_is_ignored_is_left_out_of_every_score_as_scikit_learn_does(scored):
+    from sklearn.metrics import accuracy_score, log_loss, recall_score
+
+    truth = scored.truth
+    said = scored.said
     classes = range(CLASSES)
-    truth = target[counted].numpy()
-    said = logits.argmax(1)[counted].numpy()
-
-    assert float(hits / count) == pytest.approx(accuracy_score(truth, said))
-
-    expected = scores_of_scikit_learn(truth, said)
-    assert chosen(expected, found) == pytest.approx(expected)
-
+    accuracy = accuracy_score(truth, said)
     recall = recall_score(truth, said, average=None, labels=classes, zero_division=math.nan)
-    assert list(found["class"].values()) == pytest.approx(recall.tolist(), nan_ok=True)
+    loss = log_loss(truth, scored.probabilities, labels=classes)
+    expected = scores_of_scikit_learn(truth, said)
 
-    probabilities = logits.movedim(1, -1)[counted].double().softmax(1)
-    loss = log_loss(truth, probabilities, labels=classes)
-    assert found["perplexity"] == pytest.approx(math.exp(loss), rel=1e-5)
+    of_classes = list(scored.metrics["class"].values())
+
+    assert scored.accuracy == pytest.approx(accuracy)
+    assert chosen(expected, scored.metrics) == pytest.approx(expected)
+    assert of_classes == pytest.approx(recall.tolist(), nan_ok=True)
+    assert scored.metrics["perplexity"] == pytest.approx(math.exp(loss), rel=1e-5)
 
 
 def test_a_class_that_does_not_occur_is_left_out_as_by_scikit_learn():
