@@ -6,6 +6,7 @@ Single mistakes are rows of tests/mistakes.yaml.
 import functools
 import random
 import re
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -178,16 +179,32 @@ def test_classes_are_those_of_the_data_set_that_an_experiment_brings(own, kind):
     assert experiment.data.num_classes == 3
 
 
-def test_a_contradiction_or_nothing_to_count_is_refused(own):
-    for typed, told in (
-        ("data.num_classes=5", "is 5, but data.train has 3 classes: a, b, c; set data.num_classes"),
-        ("data.num_classes=2", "is 2, but data.train has 3 classes"),
-        ("data.train._target_=my_brought.Bare", "is null, and there is nothing to count"),
-    ):
-        with pytest.raises(ConfigError, match=re.escape(f"data.num_classes: {told}")):
-            build(parse(own(typed).config))
+@pytest.mark.parametrize(
+    ("typed", "told"),
+    [
+        pytest.param(
+            "data.num_classes=5",
+            "is 5, but data.train has 3 classes: a, b, c; set data.num_classes",
+            id="too many",
+        ),
+        pytest.param("data.num_classes=2", "is 2, but data.train has 3 classes", id="too few"),
+        pytest.param(
+            "data.train._target_=my_brought.Bare",
+            "is null, and there is nothing to count",
+            id="nothing to count",
+        ),
+    ],
+)
+def test_a_contradiction_or_nothing_to_count_is_refused(own, typed, told):
+    config = parse(own(typed).config)
+    with pytest.raises(ConfigError, match=re.escape(f"data.num_classes: {told}")):
+        build(config)
+
+
+def test_a_number_of_classes_stands_for_what_cannot_be_counted(own):
     bare = own("data.train._target_=my_brought.Bare", "data.num_classes=4").config
-    assert build(parse(bare)).trainer.model.head.out_features == 4
+    experiment = build(parse(bare))
+    assert experiment.trainer.model.head.out_features == 4
 
 
 def test_a_counted_number_is_stored_open_and_read_again(own, tmp_path):
@@ -196,31 +213,41 @@ def test_a_counted_number_is_stored_open_and_read_again(own, tmp_path):
 
     (tmp_path / "config.yaml").write_text(dump(found))
     stored = ["--config-dir", str(tmp_path), "--config-name", "config"]
-    again = compose([*stored, "--allow-target", "my_brought"]).config
+    again = compose([*stored, "--allow-target", "my_brought"])
 
-    assert again == found
+    assert again.config == found
 
-    plain = own("data.num_classes=3").config
-    assert plain["model"]["sizes"] == [3]
+
+def test_a_number_that_is_given_is_stored_as_it_is(own):
+    found = own("data.num_classes=3").config
+    assert found["model"]["sizes"] == [3]
 
 
 def test_a_typed_group_of_data_wins_over_the_data_sets_of_an_experiment(own, tmp_path):
     mine = tmp_path / "experiment" / "mine.yaml"
-    more = "  val: {a: {_target_: my_brought.Named, split: val}}\n  test: null\n"
-    more += "  on_error: skip\n"
-    mine.write_text(mine.read_text().replace("split: train}\n", f"split: train}}\n{more}"))
+    train = "train: {_target_: my_brought.Named, split: train}"
+    others = (
+        "\n  val: {a: {_target_: my_brought.Named, split: val}}\n  test: null\n  on_error: skip"
+    )
+    text = mine.read_text()
+
+    assert train in text
+
+    mine.write_text(text.replace(train, train + others))
+
+    def data_of(*typed):
+        return own(*typed).config["data"]
+
     digits = compose(["experiment=resnet18"]).config["data"]
 
-    assert own().config["data"]["val"].keys() == {"a"}
-    assert own("data=digits").config["data"] == {**digits, "on_error": "skip"}
+    assert data_of()["val"].keys() == {"a"}
+    assert data_of("data=digits") == {**digits, "on_error": "skip"}
 
-    found = own("data=digits", "data.train._target_=my_brought.Named").config["data"]
+    found = data_of("data=digits", "data.train._target_=my_brought.Named")
     assert found["train"] == {"_target_": "my_brought.Named", "split": "train"}
 
-    mine.write_text(
-        mine.read_text().replace("train: {_target_: my_brought.Named, split: train}", "")
-    )
-    assert own("data=digits").config["data"]["val"] == digits["val"]
+    mine.write_text(text.replace(train, others))  # without a data set to train on
+    assert data_of("data=digits")["val"] == digits["val"]
 
 
 def test_a_data_set_without_names_or_with_the_runs_stays_as_it_is():
@@ -229,14 +256,23 @@ def test_a_data_set_without_names_or_with_the_runs_stays_as_it_is():
     follow_names(Named(["a", "b"]), None, "data.test")
 
 
+SORTED = """
+class Sorted(list):
+    def __init__(self, classes):
+        self.classes = classes
+"""
+
+
 def test_where_a_run_begins_other_names_are_not_those_of_train(tmp_path, monkeypatch):
-    code = "class Sorted(list):\n    def __init__(self, classes): self.classes = classes\n"
-    (tmp_path / "my_sorted.py").write_text(code)
+    (tmp_path / "my_sorted.py").write_text(SORTED)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    names = {"train": "a, b", "val": "b, a", "test": "a, b"}
-    nodes = [f"data.{s}={{_target_: my_sorted.Sorted, classes: [{n}]}}" for s, n in names.items()]
-    config = composed("transforms=none", *nodes)
+    config = composed(
+        "transforms=none",
+        "data.train={_target_: my_sorted.Sorted, classes: [a, b]}",
+        "data.val={_target_: my_sorted.Sorted, classes: [b, a]}",
+        "data.test={_target_: my_sorted.Sorted, classes: [a, b]}",
+    )
 
     with pytest.raises(ClassNamesError, match=r"not those of data\.train, in another"):
         build_data(config)
@@ -244,23 +280,31 @@ def test_where_a_run_begins_other_names_are_not_those_of_train(tmp_path, monkeyp
         build_data(config, ["val"], ["a", "b"])
 
 
+def drawn_from_all():
+    """Draw from the generators of Python, NumPy and torch."""
+    return random.random(), np.random.rand(), torch.rand(()).item()
+
+
 def test_what_a_data_set_draws_when_it_is_opened_is_its_own(tmp_path, monkeypatch):
     (tmp_path / "my_drawn.py").write_text(DRAWN)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    drawn = [f"data.{s}={{_target_: my_drawn.Drawn, n: 3}}" for s in ("train", "val", "test")]
-    config = composed("transforms=none", *drawn)
+    splits = ("train", "val", "test")
+    nodes = [f"data.{split}={{_target_: my_drawn.Drawn, n: 3}}" for split in splits]
+    config = composed("transforms=none", *nodes)
+
     seed_everything(config.seed)
-    before = random.random(), np.random.rand(), torch.rand(()).item()
+    before = drawn_from_all()
     seed_everything(config.seed)
     of_run = build_data(config).sets  # as a run opens them
 
-    assert (random.random(), np.random.rand(), torch.rand(()).item()) == before
+    assert drawn_from_all() == before
 
     of_evaluation = build_data(config, ("test",)).sets  # whatever was drawn before
-    first = {split: kept[0][0].tolist() for split, kept in of_run.items()}
-    assert first["test"] == of_evaluation["test"][0][0].tolist()
-    assert first["test"] != first["val"] != first["train"]
+    train, val, test = [of_run[split][0][0].tolist() for split in splits]
+    assert test == of_evaluation["test"][0][0].tolist()
+    assert test != val
+    assert val != train
 
 
 @pytest.mark.parametrize(
@@ -286,31 +330,38 @@ def test_a_crop_larger_than_the_images_is_a_mistake_in_the_configuration(steps, 
 
 
 def test_what_shows_only_in_the_object_cannot_be_kept_either():
-    config = composed("data.cache=device")
-
     class Own(ImageTensors):
         def __getitem__(self, index):
             return self.images[index] / 2, 0
 
-    with pytest.raises(ConfigError, match=r"data\.cache: is device, but data\.val \(Own\) cannot"):
-        set_cache(config, "val", Own(torch.zeros(2, 3, 4, 4), torch.zeros(2), []))
-    with pytest.raises(ConfigError, match=r"data\.val \(Digits\) cannot be kept there"):
-        set_cache(config, "val", Digits("val", transform=lambda image: image))
+    config = composed("data.cache=device")
+    own = Own(torch.zeros(2, 3, 4, 4), torch.zeros(2), [])
+    with_a_function = Digits("val", transform=lambda image: image)
+    to_float = Pipeline({"to_float": ToFloat()}, "transforms.eval")
+    left_to_nobody = Digits("val", transform=to_float)
 
-    whole = Digits("val", transform=Pipeline({"to_float": ToFloat()}, "transforms.eval"))
+    with pytest.raises(ConfigError, match=r"data\.cache: is device, but data\.val \(Own\) cannot"):
+        set_cache(config, "val", own)
+    with pytest.raises(ConfigError, match=r"data\.val \(Digits\) cannot be kept there"):
+        set_cache(config, "val", with_a_function)
     with pytest.raises(ConfigError, match=r"transforms\.eval\.to_float: ToFloat takes single"):
-        set_cache(config, "val", whole)  # which nobody left to the loader
+        set_cache(config, "val", left_to_nobody)
 
 
 def test_the_plan_counts_what_is_kept(digit_photographs):
     config = composed("data.cache=device", "data.image_size=16")
     sets = build_data(config).sets
-    assert device_cache_bytes(config, sets) == (1257 + 270 + 270) * (16 * 16 + 8)
+    samples = 1257 + 270 + 270
+
+    assert device_cache_bytes(config, sets) == samples * (16 * 16 + 8)
     assert device_cache_bytes(composed(), sets) == 0
 
+
+def test_the_plan_does_not_know_what_is_not_decoded_yet(digit_photographs):
     files = ["data=cifar10_folder", f"data.root={digit_photographs}", "data.cache=device"]
     config = parse(compose(["experiment=resnet18", *files, "dry_run=true"]).config)
-    assert device_cache_bytes(config, build_data(config).sets) is None  # nothing is decoded yet
+    sets = build_data(config).sets
+    assert device_cache_bytes(config, sets) is None
 
 
 WOBBLES = """
@@ -344,8 +395,10 @@ def test_a_direction_that_neither_the_task_nor_a_name_says_is_asked_for_before_d
 
 
 def sizes(*typed):
+    """Return the number of samples of each data set."""
     config = parse(compose([*typed, "transforms=none"]).config)
-    return [len(dataset) for dataset in build_data(config).sets.values() if dataset is not None]
+    sets = build_data(config).sets
+    return [len(dataset) for dataset in sets.values() if dataset is not None]
 
 
 @pytest.mark.parametrize(
@@ -353,35 +406,51 @@ def sizes(*typed):
 )
 def test_train_and_val_are_shared_out_and_test_stays(data):
     pool = 376 if data == "diabetes" else 1527
-    plain = sizes(f"data={data}")
-    folds = [f"data.folds={FOLDS}"]
-    shared = [sizes(f"data={data}", f"data.fold={k}", *folds) for k in range(FOLDS)]
+    train, val, test = sizes(f"data={data}")
+    assert train + val == pool
 
-    assert {train + val for train, val, _ in shared} == {pool} == {plain[0] + plain[1]}
-    assert sum(val for _, val, _ in shared) == pool
-    assert {test for *_, test in shared} == {plain[2]}
+    validated = 0
+    for fold in range(FOLDS):
+        own_train, own_val, own_test = sizes(
+            f"data={data}", f"data.fold={fold}", f"data.folds={FOLDS}"
+        )
+        assert own_train + own_val == pool
+        assert own_test == test
+        validated += own_val
+    assert validated == pool
 
 
-def test_folds_hold_every_sample_once_and_follow_the_seed_of_the_split():
-    order = torch.cat([Diabetes("val", fold=k, folds=FOLDS).targets for k in range(FOLDS)])
-    assert len(order) == len(torch.cat([Diabetes("val").targets, Diabetes("train").targets]))
+def test_folds_hold_every_sample_once():
+    without_folds = len(Diabetes("val").targets) + len(Diabetes("train").targets)
+    in_folds = 0
+    for fold in range(FOLDS):
+        in_folds += len(Diabetes("val", fold=fold, folds=FOLDS).targets)
+    assert in_folds == without_folds
 
-    tests = [Diabetes("test", fold=k, folds=FOLDS).targets.numpy() for k in range(FOLDS)]
-    ranks = [np.argsort(np.argsort(values)) for values in tests]
-    assert all(np.array_equal(ranks[0], other) for other in ranks)
 
+def test_folds_leave_the_test_samples_alone():
+    """Targets are standardized by the training samples of a fold: their order is the same."""
+    orders = []
+    for fold in range(FOLDS):
+        targets = Diabetes("test", fold=fold, folds=FOLDS).targets
+        orders.append(targets.argsort(stable=True))
+    for order in orders:
+        assert torch.equal(order, orders[0])
+
+
+def test_folds_are_stratified_and_follow_the_seed_of_the_split():
     val = Digits("val", 8, fold=1, folds=5)
-    assert val.targets.bincount().min() >= 29  # stratified
-
     other = Digits("val", 8, split_seed=1, fold=1, folds=5)
+    assert val.targets.bincount().min() >= 29
     assert not torch.equal(val.inputs, other.inputs)
 
 
 def test_the_folds_of_a_folder_are_cut_from_train(tmp_path):
     for place in ("train/cat", "train/dog", "val/cat", "val/dog"):
-        (tmp_path / place).mkdir(parents=True)
-        for n in range(4):
-            (tmp_path / place / f"{n}.png").touch()
+        folder = tmp_path / place
+        folder.mkdir(parents=True)
+        for number in range(4):
+            (folder / f"{number}.png").touch()
     given = ["data=image_folder", f"data.root={tmp_path}"]
     assert sizes(*given) == [8, 8]
     assert sizes(*given, "data.fold=1", "data.folds=4") == [6, 2]
@@ -418,19 +487,34 @@ def test_mistakes_in_all_parts_are_listed_together():
             "+transforms.train.crop={_target_: torchvision.transforms.v2.RandomCrop, size: []}",
             "+transforms.device.flip={_target_: torchvision.transforms.v2.Resize, size: [1,2,3]}",
         )
-    keys = {"model", "task.loss", "callbacks.early_stopping", "transforms.train.crop"}
-    assert {problem.key for problem in caught.value.problems} == {*keys, "transforms.device.flip"}
+    assert {problem.key for problem in caught.value.problems} == {
+        "model",
+        "task.loss",
+        "callbacks.early_stopping",
+        "transforms.train.crop",
+        "transforms.device.flip",
+    }
+
+
+USERS_CODE = """
+import torch
+from regimen.trainer.callback import Callback
+def fail(step):
+    raise LookupError(step)
+class Short(Callback):
+    def scalars(self): ...
+class Filled(torch.nn.Linear):
+    def __init__(self):
+        super().__init__(2, 2)
+        self.first = self.weight.sum().item()
+class Odd(torch.nn.Linear):
+    def __init__(self):
+        raise OSError('no file')
+"""
 
 
 def test_the_users_code_is_met_as_in_a_run(tmp_path, monkeypatch):
-    (tmp_path / "my_own.py").write_text(
-        "import torch\nfrom regimen.trainer.callback import Callback\n"
-        "def fail(step):\n    raise LookupError(step)\n"
-        "class Short(Callback):\n    def scalars(self): ...\n"
-        "class Filled(torch.nn.Linear):\n    def __init__(self):\n"
-        "        super().__init__(2, 2)\n        self.first = self.weight.sum().item()\n"
-        "class Odd(torch.nn.Linear):\n    def __init__(self):\n        raise OSError('no file')\n"
-    )
+    (tmp_path / "my_own.py").write_text(USERS_CODE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
 
@@ -444,12 +528,12 @@ def test_the_users_code_is_met_as_in_a_run(tmp_path, monkeypatch):
 
 
 def test_a_check_and_a_run_build_each_part_once(monkeypatch):
-    counts: dict[type, int] = {}
+    counts = Counter()
 
     def counted(cls, init):
         @functools.wraps(init)
         def construct(*args, **kwargs):
-            counts[cls] = counts.get(cls, 0) + 1
+            counts[cls] += 1
             init(*args, **kwargs)
 
         return construct
@@ -460,9 +544,12 @@ def test_a_check_and_a_run_build_each_part_once(monkeypatch):
     check_targets(config)
     build(config, Strategy("cpu"))
 
+    assert counts[MLP] == 2
+    assert counts[Classification] == 2
+    assert counts[Checkpoint] == 2
     # Tried on stand-ins first: what a schedule is given, and which defaults an optimizer has.
-    assert max(counts.pop(kind) for kind in (LRSchedule, torch.optim.SGD)) <= 4
-    assert counts == dict.fromkeys((MLP, Classification, Checkpoint), 2)
+    assert counts[LRSchedule] <= 4
+    assert counts[torch.optim.SGD] <= 4
 
 
 def test_an_open_number_of_classes_is_that_of_the_data():
@@ -492,19 +579,27 @@ class Named(ImageTensors):
 def test_metrics_of_classes_have_the_names_of_the_data(tmp_path, monkeypatch, names, keys):
     (tmp_path / "named_classes.py").write_text(NAMED)
     monkeypatch.syspath_prepend(tmp_path)
-    typed = ["--allow-target", "named_classes", "task/metrics=per_class", "data.test=null"]
-    typed.append("data.num_classes=3")
     node = f"{{_target_:named_classes.Named,names:{names}}}"
-    typed += [f"data.train={node}", f"data.val={node}"]
-    monitored = f"callbacks.checkpoint.monitor='val/accuracy_{keys[2]}'"
-    trainer = build(composed(*typed, monitored)).trainer
+    typed = [
+        "--allow-target",
+        "named_classes",
+        "task/metrics=per_class",
+        "data.test=null",
+        "data.num_classes=3",
+        f"data.train={node}",
+        f"data.val={node}",
+    ]
+    last = keys[-1]
+    trainer = build(composed(*typed, f"callbacks.checkpoint.monitor='val/accuracy_{last}'")).trainer
     trainer.setup()
     logged = trainer.evaluate(trainer.val_loaders["val"], "val")
 
     assert {f"val/accuracy_{key}" for key in keys} <= logged.keys()
     assert trainer.callbacks["checkpoint"].improves(0.9, 0.8)
-    with pytest.raises(ConfigError, match=f"'val/accuracy_cow' is none of .*accuracy_{keys[2]}"):
-        build(composed(*typed, "callbacks.checkpoint.monitor=val/accuracy_cow"))
+
+    unknown = composed(*typed, "callbacks.checkpoint.monitor=val/accuracy_cow")
+    with pytest.raises(ConfigError, match=f"'val/accuracy_cow' is none of .*accuracy_{last}"):
+        build(unknown)
 
 
 def test_the_layout_of_images_is_refused_for_volumes():

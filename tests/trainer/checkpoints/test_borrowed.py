@@ -386,27 +386,6 @@ def test_of_a_model_of_timm_the_weights_of_a_file_are_borrowed(tmp_path):
     assert sources_of({"": built(pretrained=False)}) == {}
 
 
-def test_of_a_model_of_timm_the_weights_of_a_file_are_borrowed(tmp_path):
-    timm = pytest.importorskip("timm")
-    file = tmp_path / "trained.safetensors"
-    torch.manual_seed(7)
-    save_file(timm.create_model("resnet10t", num_classes=5).state_dict(), file)
-    overlay = {"file": str(file), "num_classes": 5}
-
-    def built(**more):
-        return timm_model("resnet10t", 3, 1, pretrained_cfg_overlay=overlay, **more)
-
-    model = built(pretrained=True)
-    ((source, names),) = sources_of({"": model}).items()
-    assert (source.key, source.files) == ("model.pretrained_cfg_overlay.file", [file])
-    # The channels and the classes are others: timm adapts one layer, and begins the other anew.
-    every = dict(model.named_parameters())
-    assert names == every.keys() - {"conv1.0.weight", "fc.weight", "fc.bias"}
-    again = dict(built(pretrained=True).named_parameters())
-    assert all(torch.equal(again[name], every[name]) for name in names)
-    assert sources_of({"": built(pretrained=False)}) == {}
-
-
 @pytest.mark.parametrize("word", ["model.name", "model.name=", "trainer.max_epochs=3"])
 def test_a_conversion_takes_places_of_weights_alone(tmp_path, word):
     with pytest.raises(ConfigError, match=f"'{word}' does not say where weights are"):

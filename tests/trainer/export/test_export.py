@@ -84,18 +84,23 @@ def onnx_outputs(path, inputs):
 def check_figures(run, step, path, facts):
     """Check that metrics and card are those of the step, not of the end of the run."""
     found = facts["provenance"]["results"]
-    (validated,) = [n for n in run.metrics if n["step"] == step and "val/loss" in n]
-    assert found["val/loss"] == validated["val/loss"]
-    is_best = step == run.components().state.global_step
-    assert ("test/loss" in found) == is_best  # only the best checkpoint was tested
+    of_step = [line for line in run.metrics if line["step"] == step]
+    (validated,) = [line for line in of_step if "val/loss" in line]
+    best = run.components().state.global_step
+    loss = validated["val/loss"]
+    assert found["val/loss"] == loss
+    assert ("test/loss" in found) == (step == best)  # only the best checkpoint was tested
 
     card = path.with_name("card.md").read_text()
     _, _, behind = card.partition(f"## Metrics of the checkpoint (step {step})")
-    section = behind.partition("##")[0]
-    assert f"- val/loss: {validated['val/loss']:.4f}" in section
-    facts_in_yaml = card.split("```yaml\n")[1].partition("```")[0]
+    section, _, _ = behind.partition("##")
+    assert f"- val/loss: {loss:.4f}" in section
+
+    _, _, behind = card.partition("```yaml\n")
+    facts_in_yaml, _, _ = behind.partition("```")
     about = yaml.safe_load(facts_in_yaml)
-    assert [line["step"] for line in about["validations"]] == [20, 40, 60]
+    steps = [line["step"] for line in about["validations"]]
+    assert steps == [20, 40, 60]
 
 
 def test_figures_are_those_of_the_checkpoint(run, tmp_path):
@@ -115,30 +120,38 @@ def test_figures_are_those_of_the_checkpoint(run, tmp_path):
     assert told["classes"] == [str(digit) for digit in range(10)]
 
 
+def graph_of(path):
+    return onnx.load(str(path)).graph
+
+
 def says_where_it_comes_from(run, path, facts):
     session, _ = onnx_outputs(path, torch.zeros(1, 1, 16, 16))
-    inputs = [(end.name, end.shape) for end in session.get_inputs()]
-    outputs = [(end.name, end.shape) for end in session.get_outputs()]
-    assert inputs == [("input", ["batch", 1, 16, 16])]
-    assert outputs == [("output", ["batch", 10])]
+    (taken,) = session.get_inputs()
+    (given,) = session.get_outputs()
+    assert taken.name == "input"
+    assert taken.shape == ["batch", 1, 16, 16]
+    assert given.name == "output"
+    assert given.shape == ["batch", 10]
 
     metadata = session.get_modelmeta().custom_metadata_map
-    assert json.loads(metadata["classes"]) == [str(digit) for digit in range(10)]
+    classes = json.loads(metadata["classes"])
     origin = json.loads(metadata["provenance"])
     config = (run.path / "config.yaml").read_text()
+    assert classes == [str(digit) for digit in range(10)]
     assert origin == facts["provenance"]
     assert origin["step"] == run.components().state.global_step
     assert origin["config"] == config
-    assert [split["samples"] for split in origin["data"]] == [1257, 270, 270]
+    samples = [split["samples"] for split in origin["data"]]
+    assert samples == [1257, 270, 270]
 
     card = path.with_name("card.md").read_text()
+    written = path.with_name("export.json").read_text()
     assert config.rstrip() in card
     assert f"sha256: {origin['sha256']}" in card
     assert "samples: 1257" in card
-    written = path.with_name("export.json").read_text()
     assert json.loads(written) == facts
     assert names_in(path.parent) == {"card.md", "export.json", "model.onnx"}
-    nodes = onnx.load(str(path)).graph.node
+    nodes = graph_of(path).node
     assert not nodes[0].metadata_props  # the exporter's notes, half of a small file
 
 
@@ -504,9 +517,9 @@ def test_static_integers_lose_at_most_a_point(run, static):
 def test_static_integers_are_those_of_weights_and_biases(static):
     path, _ = static
     types = onnx.TensorProto
-    graph = onnx.load(str(path)).graph
+    graph = graph_of(path)
     kinds = {tensor.name: tensor.data_type for tensor in graph.initializer}
-    quantized = [n.input[0] for n in graph.node if n.op_type == "DequantizeLinear"]
+    quantized = [node.input[0] for node in graph.node if node.op_type == "DequantizeLinear"]
     of_weights = {kinds[name] for name in quantized if name in kinds}
     of_matrices = {tensor.data_type for tensor in graph.initializer if len(tensor.dims) > 1}
 
@@ -516,16 +529,16 @@ def test_static_integers_are_those_of_weights_and_biases(static):
 
 def test_calibration_sees_the_first_samples_of_the_seed(run):
     names = list(run.config.transforms.eval)
-
     few = [batch["input"] for batch in calibration(run.config, names, 64)]
     every = [batch["input"] for batch in calibration(run.config, names, 10_000)]
+    sizes = [len(batch) for batch in few]
+    darkest = min(batch.min() for batch in every)
+    black = (0 - 0.305) / 0.319  # standardized
 
-    assert [len(batch) for batch in few] == [32, 32]
+    assert sizes == [32, 32]
     assert np.array_equal(few, every[:2])
     assert sum(len(batch) for batch in every) == 1257
-
-    black = (0 - 0.305) / 0.319  # standardized
-    assert min(batch.min() for batch in every) == pytest.approx(black)
+    assert darkest == pytest.approx(black)
 
 
 def outputs_in_training(run, samples):
@@ -543,33 +556,62 @@ def outputs_in_training(run, samples):
     return outputs, learnt["fake_quantization"]
 
 
-def test_a_network_trained_for_8_bits_answers_as_it_did_in_training(run, tmp_path):
-    qat = trained(tmp_path / "qat", "callbacks=[default,qat]")
+@pytest.fixture(scope="module")
+def qat(tmp_path_factory):
+    return trained(tmp_path_factory.mktemp("qat") / "run", "callbacks=[default,qat]")
+
+
+@pytest.fixture(scope="module")
+def learnt_integers(qat, tmp_path_factory):
+    """Return the path and the facts of a network in 8 bits that was trained for them."""
+    return quantize_run(qat, out=tmp_path_factory.mktemp("qat") / "q")
+
+
+def test_a_network_trained_for_8_bits_keeps_plain_weights_and_its_accuracy(
+    run, qat, learnt_integers
+):
+    _, facts = learnt_integers
     weights = qat.components().model.state_dict()
-    assert list(weights) == list(run.components().model.state_dict())  # plain ones
+    plain = run.components().model.state_dict()
+    before = facts["before"]["test/accuracy"]
+    after = facts["after"]["test/accuracy"]
 
-    path, facts = quantize_run(qat, out=tmp_path / "q")
+    assert list(weights) == list(plain)
     assert facts["quantization"]["ranges"] == "learnt in training"
-    assert facts["after"]["test/accuracy"] >= facts["before"]["test/accuracy"] - 0.005
+    assert after >= before - 0.005
 
-    samples, _ = samples_of(qat, list(qat.config.transforms.eval))
-    expected, ranges = outputs_in_training(qat, samples)
+
+def test_a_network_trained_for_8_bits_answers_as_it_did_in_training(qat, learnt_integers):
+    path, _ = learnt_integers
+    names = list(qat.config.transforms.eval)
+    samples, _ = samples_of(qat, names)
+    expected, _ = outputs_in_training(qat, samples)
     _, outputs = onnx_outputs(path, samples)
     found = outputs["output"]
+    error = (found - expected).square().mean().sqrt()
+    largest = expected.abs().max()
 
     assert torch.equal(found.argmax(1), expected.argmax(1))
+    assert error < 0.02 * largest
 
-    error = (found - expected).square().mean().sqrt()
-    assert error < 0.02 * expected.abs().max()
 
-    graph = onnx.load(str(path)).graph
-    values = {i.name: onnx.numpy_helper.to_array(i) for i in graph.initializer}
-    scales = [values[n.input[1]] for n in graph.node if n.op_type == "QuantizeLinear"]
-    in_the_file = torch.tensor([float(scale) for scale in scales if scale.size == 1])
+def test_a_network_trained_for_8_bits_has_its_scales_in_the_file(qat, learnt_integers):
+    path, _ = learnt_integers
+    names = list(qat.config.transforms.eval)
+    samples, _ = samples_of(qat, names)
+    _, ranges = outputs_in_training(qat, samples)
     learnt_scales = (ranges["high"] - ranges["low"]) / 255
+    graph = graph_of(path)
+    values = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in graph.initializer}
+    in_the_file = []
+    for node in graph.node:
+        if node.op_type == "QuantizeLinear":
+            scale = values[node.input[1]]
+            if scale.size == 1:
+                in_the_file.append(float(scale))
 
     for scale in learnt_scales:
-        relative = (scale / in_the_file - 1).abs()
+        relative = (scale / torch.tensor(in_the_file) - 1).abs()
         assert relative.min() < 1e-4
 
 
@@ -606,20 +648,34 @@ def test_a_file_that_loses_too_much_accuracy_is_not_written(run, tmp_path, monke
     assert list(tmp_path.iterdir()) == []
 
 
-def test_dynamic_takes_matrix_products_only(run, tmp_path):
+@pytest.fixture
+def convolution_and_products():
+    """Return a network most of whose weights are those of matrix products."""
     torch.manual_seed(0)
-    network = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 300), nn.Linear(300, 3))
-    nn.init.normal_(network[2].weight)
-    x = torch.randn(5, 1, 4, 4)
+    layers = [
+        nn.Conv2d(1, 2, 3),
+        nn.Flatten(),
+        nn.Linear(8, 300),
+        nn.Linear(300, 3),
+    ]
+    nn.init.normal_(layers[2].weight)
+    return nn.Sequential(*layers)
 
-    assert method_for(network) == "dynamic"
+
+def test_the_method_follows_from_the_weights(run, convolution_and_products):
+    assert method_for(convolution_and_products) == "dynamic"
     assert method_for(run.model()) == "static"
 
+
+def test_dynamic_takes_matrix_products_only(convolution_and_products, tmp_path):
+    network = convolution_and_products
+    x = torch.randn(5, 1, 4, 4)
+    single = tmp_path / "float.onnx"
+    integers = tmp_path / "int.onnx"
     exportable = formats.Exportable(network_of(network), x, {})
-    proto = formats.onnx_model(exportable)
-    formats.save_onnx(proto, tmp_path / "float.onnx", {"classes": ["a"]})
-    made = integer_model(tmp_path / "float.onnx", tmp_path / "int.onnx", None, {})
-    formats.save_onnx(made, tmp_path / "int.onnx", {})
+    formats.save_onnx(formats.onnx_model(exportable), single, {"classes": ["a"]})
+    made = integer_model(single, integers, None, {})
+    formats.save_onnx(made, integers, {})
 
     kinds = [node.op_type for node in made.graph.node]
     types = {tensor.data_type for tensor in made.graph.initializer}
@@ -628,14 +684,15 @@ def test_dynamic_takes_matrix_products_only(run, tmp_path):
     assert kinds.count("Conv") == 1
     assert onnx.TensorProto.INT8 not in types
 
-    session, found = onnx_outputs(tmp_path / "int.onnx", x)
+    session, found = onnx_outputs(integers, x)
     metadata = session.get_modelmeta().custom_metadata_map
-    assert metadata["classes"] == '["a"]'
-
     with torch.no_grad():
         expected = network(x)
     error = (found["output"] - expected).abs().max()
-    assert error < 0.05 * expected.abs().max()
+    largest = expected.abs().max()
+
+    assert metadata["classes"] == '["a"]'
+    assert error < 0.05 * largest
 
 
 VOLUMES = [  # a digit [1, 16, 16] as a volume [1, 4, 4, 16]
