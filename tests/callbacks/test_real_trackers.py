@@ -145,7 +145,7 @@ def test_mlflow_a_server_that_is_down_is_one_warning(make_trainer, tmp_path, cap
     trainer.fit()
     trainer.end(Results("preempted", code=143))
 
-    ours = [record for record in caplog.records if record.name.startswith("callbacks")]
+    ours = [record for record in caplog.records if record.name.startswith("regimen.callbacks")]
     (text,) = [record.getMessage() for record in ours]
 
     assert trainer.state.global_step == 10
