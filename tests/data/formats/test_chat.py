@@ -52,8 +52,8 @@ def opened(tmp_path, folder, rows, split="train", **options):
 
 def learnt_by_hand(row, template, tokens, made):
     """Return which tokens have a byte between the marks of `{% generation %}`."""
-    for tag, mark in (("{% generation %}", "‹"), ("{% endgeneration %}", "›")):
-        template = template.replace(tag, mark)
+    template = template.replace("{% generation %}", "‹")
+    template = template.replace("{% endgeneration %}", "›")
     marked = made.apply_chat_template(row["messages"], chat_template=template, tokenize=False)
     is_inside = False
     flags = []
@@ -66,7 +66,8 @@ def learnt_by_hand(row, template, tokens, made):
     begin = 0
     for token in tokens:
         # The word of a byte-level token has one character for each of its bytes.
-        end = begin + len(made.convert_ids_to_tokens(int(token)))
+        word = made.convert_ids_to_tokens(int(token))
+        end = begin + len(word)
         learnt.append(any(flags[begin:end]))
         begin = end
     assert begin == len(flags)
@@ -80,26 +81,45 @@ def test_the_learnt_tokens_are_those_of_a_template_that_marks_them(
 ):
     made, folder = tokenizer
     row = [*AWKWARD, *conversations(3)][number]
-    row = {"messages": [m for m in row["messages"] if m["role"] != "system"]}
-    (tmp_path / "template").write_text(template)
-    encoder = Encoder(folder, str(tmp_path / "template"), control_tokens="keep")
+    messages = [message for message in row["messages"] if message["role"] != "system"]
+    row = {"messages": messages}
+    file = tmp_path / "template"
+    file.write_text(template)
+    encoder = Encoder(folder, str(file), control_tokens="keep")
+
     document = encoder.encode(Row("here", row))
+
     expected = learnt_by_hand(row, template, document.tokens, made)
     assert document.is_learnt.tolist() == expected
-    if number >= len(AWKWARD):
-        theirs = made.apply_chat_template(
-            row["messages"], chat_template=template, return_assistant_tokens_mask=True
-        )
-        assert document.tokens.tolist() == theirs["input_ids"]
-        if not made.backend_tokenizer.post_processor.trim_offsets:  # theirs lack the last break
-            assert document.is_learnt.tolist() == [bool(n) for n in theirs["assistant_masks"]]
+
+
+@pytest.mark.parametrize("template", [CHATML, PLAIN], ids=["control tokens", "plain"])
+@pytest.mark.parametrize("number", range(3))
+def test_the_learnt_tokens_are_those_of_transformers(tokenizer, number, template, tmp_path):
+    made, folder = tokenizer
+    messages = conversations(3)[number]["messages"]
+    messages = [message for message in messages if message["role"] != "system"]
+    file = tmp_path / "template"
+    file.write_text(template)
+    encoder = Encoder(folder, str(file), control_tokens="keep")
+
+    document = encoder.encode(Row("here", {"messages": messages}))
+
+    theirs = made.apply_chat_template(
+        messages, chat_template=template, return_assistant_tokens_mask=True
+    )
+    assert document.tokens.tolist() == theirs["input_ids"]
+    if not made.backend_tokenizer.post_processor.trim_offsets:  # theirs lack the last break
+        assert document.is_learnt.tolist() == [mask == 1 for mask in theirs["assistant_masks"]]
 
 
 def test_a_message_that_is_not_learnt_is_only_read(tokenizer):
     made, folder = tokenizer
     row = conversation("tea number 1", "milk number 2", system="rain")
     row["messages"][2]["learn"] = False
+
     document = Encoder(folder).encode(Row("here", row))
+
     assert learnt_texts(document, made) == ["milk number 2<|im_end|>\n"]
     assert "tea number 1<|im_end|>" in made.decode(document.tokens.tolist())
 
@@ -107,36 +127,53 @@ def test_a_message_that_is_not_learnt_is_only_read(tokenizer):
 def learnt_texts(document, made):
     """Return the learnt parts of a document."""
     learnt = np.flatnonzero(document.is_learnt)
-    groups = np.split(learnt, np.flatnonzero(np.diff(learnt) > 1) + 1)
+    gaps = np.flatnonzero(np.diff(learnt) > 1)
+    groups = np.split(learnt, gaps + 1)
     return [made.decode(document.tokens[group].tolist()) for group in groups]
 
 
-def test_other_forms_of_a_row(tokenizer):
+ASK, ANSWER, ASK_AGAIN, ANSWER_AGAIN = conversation("tea", "milk")["messages"]
+
+
+@pytest.mark.parametrize(
+    ("row", "learnt"),
+    [
+        pytest.param({"text": "rain and snow"}, "rain and snow<|im_end|>", id="text"),
+        pytest.param(
+            {"prompt": "rain\n", "completion": " and 🦆"}, " and 🦆<|im_end|>", id="two texts"
+        ),
+        pytest.param(
+            {"prompt": [ASK, ANSWER, ASK_AGAIN], "completion": [ANSWER_AGAIN]},
+            "milk<|im_end|>\n",
+            id="messages and the last one",
+        ),
+    ],
+)
+def test_other_forms_of_a_row(tokenizer, row, learnt):
     made, folder = tokenizer
-    encoder = Encoder(folder)
-    text = encoder.encode(Row("here", {"text": "rain and snow"}))
-    assert learnt_texts(text, made) == ["rain and snow<|im_end|>"]
-    pair = encoder.encode(Row("here", {"prompt": "rain\n", "completion": " and 🦆"}))
-    assert learnt_texts(pair, made) == [" and 🦆<|im_end|>"]
-    ask, answer, again, last = conversation("tea", "milk")["messages"]
-    row = {"prompt": [ask, answer, again], "completion": [last]}
-    assert learnt_texts(encoder.encode(Row("here", row)), made) == ["milk<|im_end|>\n"]
+
+    document = Encoder(folder).encode(Row("here", row))
+
+    assert learnt_texts(document, made) == [learnt]
 
 
 def test_a_tokenizers_own_first_and_last_tokens_are_kept_once(tmp_path):
-    made = make_tokenizer()
     from tokenizers.processors import TemplateProcessing
 
+    made = make_tokenizer()
     made.backend_tokenizer.post_processor = TemplateProcessing(
         single="<|im_start|> $A <|im_end|>", special_tokens=[("<|im_start|>", 0), ("<|im_end|>", 1)]
     )
     made.save_pretrained(tmp_path)
     encoder = Encoder(str(tmp_path))
-    document = encoder.encode(Row("here", {"text": "rain"}))
-    assert document.tokens.tolist()[0] == 0
-    assert document.tokens.tolist().count(1) == 1
-    assert learnt_texts(document, made) == ["rain<|im_end|>"]
+
+    text = encoder.encode(Row("here", {"text": "rain"}))
     chatted = encoder.encode(Row("here", conversation("tea")))  # the template writes its own
+
+    tokens = text.tokens.tolist()
+    assert tokens[0] == 0
+    assert tokens.count(1) == 1
+    assert learnt_texts(text, made) == ["rain<|im_end|>"]
     assert chatted.tokens.tolist().count(1) == 2
 
 
@@ -177,60 +214,68 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("message", WRONG)
-def test_a_wrong_line_is_named_and_nothing_starts(tokenizer, tmp_path, message):
-    line = WRONG[message]
-    line = line if isinstance(line, str) else json.dumps(line)
+@pytest.mark.parametrize(("message", "line"), WRONG.items(), ids=WRONG)
+def test_a_wrong_line_is_named_and_nothing_starts(tokenizer, tmp_path, message, line):
+    _, folder = tokenizer
+    text = line if isinstance(line, str) else json.dumps(line)
     good = json.dumps({"text": "rain"})
-    (tmp_path / "train.jsonl").write_text(f"{good}\n\n{line}\n")
+    (tmp_path / "train.jsonl").write_text(f"{good}\n\n{text}\n")
+
     with pytest.raises(DataError, match=f"train.jsonl:3: .*{message}") as caught:
-        chat(str(tmp_path), "train", tokenizer[1], context=40, val_fraction=0)
+        chat(str(tmp_path), "train", folder, context=40, val_fraction=0)
+
     assert caught.value.exit_code == 3
 
 
 @pytest.mark.parametrize("template", [REVERSED, LAST_ONLY, NO_PROMPT], ids=str)
 def test_a_template_that_rewrites_earlier_turns_is_refused(tokenizer, tmp_path, template):
-    (tmp_path / "template").write_text(template)
+    _, folder = tokenizer
+    file = tmp_path / "template"
+    file.write_text(template)
+
     with pytest.raises(DataError, match=r"train.jsonl:1: .* writes message 2 .* another way"):
-        opened(
-            tmp_path, tokenizer[1], [conversation("a", "b")], template=str(tmp_path / "template")
-        )
+        opened(tmp_path, folder, [conversation("a", "b")], template=str(file))
 
 
 def test_a_template_that_refuses_a_conversation_is_quoted(tokenizer, tmp_path):
-    (tmp_path / "template").write_text("{{ raise_exception('only three turns') }}")
+    _, folder = tokenizer
+    file = tmp_path / "template"
+    file.write_text("{{ raise_exception('only three turns') }}")
+
     with pytest.raises(DataError, match=r"train.jsonl:1: .* fails: .*only three turns"):
-        opened(tmp_path, tokenizer[1], [conversation("a")], template=str(tmp_path / "template"))
+        opened(tmp_path, folder, [conversation("a")], template=str(file))
 
 
 def test_variables_reach_the_template(tokenizer, tmp_path):
-    (tmp_path / "template").write_text("{{ mood }} " + CHATML)
-    data = opened(
-        tmp_path,
-        tokenizer[1],
-        [conversation("tea")],
-        template=str(tmp_path / "template"),
-        template_variables={"mood": "calm"},
-    )
+    _, folder = tokenizer
+    file = tmp_path / "template"
+    file.write_text("{{ mood }} " + CHATML)
+    options = {"template": str(file), "template_variables": {"mood": "calm"}}
+
+    data = opened(tmp_path, folder, [conversation("tea")], **options)
+
     assert "calm <|im_start|>user" in data.explain()[1]
 
 
 def test_a_tokenizer_that_cannot_serve_is_an_error_of_the_configuration(tmp_path):
     rows = [conversation("tea")]
-    bare = make_tokenizer(template=None)
-    bare.save_pretrained(tmp_path / "bare")
+    bare_folder = str(tmp_path / "bare")
+    endless_folder = str(tmp_path / "endless")
+    made = make_tokenizer(template=None)
+    made.save_pretrained(bare_folder)
+    made.eos_token = None
+    made.save_pretrained(endless_folder)
+
     with pytest.raises(ConfigError, match=r"no chat template, which .*train\.jsonl:1 needs"):
-        opened(tmp_path, str(tmp_path / "bare"), rows)
-    bare.eos_token = None
-    bare.save_pretrained(tmp_path / "endless")
+        opened(tmp_path, bare_folder, rows)
     with pytest.raises(ConfigError, match=r"no end token, which .*train\.jsonl:1 needs"):
-        opened(tmp_path, str(tmp_path / "endless"), [{"text": "rain"}])
+        opened(tmp_path, endless_folder, [{"text": "rain"}])
     with pytest.raises(ConfigError, match=r"data\.tokenizer"):
         opened(tmp_path, str(tmp_path / "nowhere"), rows)
     with pytest.raises(ConfigError, match="names a tokenizer"):
         opened(tmp_path, None, rows)
     with pytest.raises(ConfigError, match=r"data\.template"):
-        opened(tmp_path, str(tmp_path / "bare"), rows, template="nowhere")
+        opened(tmp_path, bare_folder, rows, template="nowhere")
 
 
 def test_code_of_a_tokenizers_folder_is_not_run(tmp_path):
@@ -246,50 +291,85 @@ def test_code_of_a_tokenizers_folder_is_not_run(tmp_path):
         opened(tmp_path, str(folder), [conversation("tea")])
 
 
-def test_long_conversations_are_cut_or_dropped(tokenizer, tmp_path, caplog):
-    rows = [{"text": "rain"}, {"text": "snow milk " * 40}]
-    cut = opened(tmp_path, tokenizer[1], rows, context=40, too_long="cut", pack=False)
-    assert (cut[1]["labels"] != -100).sum() == 39
-    dropped = opened(tmp_path, tokenizer[1], rows, context=40, too_long="drop")
+LONG = "snow milk " * 40
+
+
+def test_long_conversations_are_cut(tokenizer, tmp_path):
+    _, folder = tokenizer
+    rows = [{"text": "rain"}, {"text": LONG}]
+
+    cut = opened(tmp_path, folder, rows, context=40, too_long="cut", pack=False)
+
+    is_learnt = cut[1]["labels"] != -100
+    assert is_learnt.sum() == 39
+    unlearnt = [{"prompt": LONG, "completion": "rain"}]
+    with pytest.raises(DataError, match=r"jsonl:1: no token of its first 40 tokens is"):
+        opened(tmp_path, folder, unlearnt, context=40, too_long="cut")
+
+
+def test_long_conversations_are_dropped(tokenizer, tmp_path, caplog):
+    _, folder = tokenizer
+    rows = [{"text": "rain"}, {"text": LONG}]
+
+    dropped = opened(tmp_path, folder, rows, context=40, too_long="drop")
+
     assert len(dropped) == 1
     assert "1 conversations of more than 40 tokens are left out" in caplog.text
-    rows = [{"prompt": "snow milk " * 40, "completion": "rain"}]
-    with pytest.raises(DataError, match=r"jsonl:1: no token of its first 40 tokens is"):
-        opened(tmp_path, tokenizer[1], rows, context=40, too_long="cut")
+    long = [{"prompt": LONG, "completion": "rain"}]
     with pytest.raises(DataError, match="all 1 conversations are longer"):
-        opened(tmp_path, tokenizer[1], rows, context=40, too_long="drop")
+        opened(tmp_path, folder, long, context=40, too_long="drop")
 
 
-def test_splits_and_folds(tokenizer, tmp_path):
+def learnt_of(root, folder, split, **options):
+    """Return the labels of each conversation of a split, which tell them apart."""
+    data = chat(str(root), split, folder, 128, pack=False, **options)
+    return {tuple(data[index]["labels"].tolist()) for index in range(len(data))}
+
+
+def test_val_is_cut_from_train_or_a_fold_of_it(tokenizer, tmp_path):
+    _, folder = tokenizer
     write_rows(tmp_path / "train.jsonl", conversations(20))
-    root = str(tmp_path)
 
-    def learnt(split, **options):
-        data = chat(root, split, tokenizer[1], 128, pack=False, **options)
-        return {tuple(data[i]["labels"].tolist()) for i in range(len(data))}
+    train = learnt_of(tmp_path, folder, "train")
+    val = learnt_of(tmp_path, folder, "val")
+    folds = [learnt_of(tmp_path, folder, "val", fold=n, folds=4) for n in range(4)]
 
-    train = learnt("train")
-    val = learnt("val")
     assert len(train) == 18
     assert len(val) == 2
-    assert not train & val
-    folds = [learnt("val", fold=n, folds=4) for n in range(4)]
+    assert train.isdisjoint(val)
     assert set.union(*folds) == train | val
-    assert sum(map(len, folds)) == 20
-    assert chat(root, "test", tokenizer[1]) is None
+    assert sum(len(fold) for fold in folds) == 20
+
+
+def test_a_val_of_its_own_is_not_cut(tokenizer, tmp_path):
+    _, folder = tokenizer
+    write_rows(tmp_path / "train.jsonl", conversations(20))
     write_rows(tmp_path / "val.jsonl", conversations(3, 20))
-    assert len(learnt("train")) == 20
-    assert len(learnt("val")) == 3
-    with pytest.raises(DataError, match=r"nor a folder with a train\.jsonl"):
-        chat(str(tmp_path / "nowhere"), "train", tokenizer[1])
+
+    assert len(learnt_of(tmp_path, folder, "train")) == 20
+    assert len(learnt_of(tmp_path, folder, "val")) == 3
+
+
+def test_a_test_that_is_not_there_is_none_and_an_empty_one_is_refused(tokenizer, tmp_path):
+    _, folder = tokenizer
+    root = str(tmp_path)
+    write_rows(tmp_path / "train.jsonl", conversations(20))
+    assert chat(root, "test", folder) is None
+
     (tmp_path / "test.jsonl").write_text("\n")
+
     with pytest.raises(DataError, match="holds no conversation"):
-        chat(root, "test", tokenizer[1])
+        chat(root, "test", folder)
+    with pytest.raises(DataError, match=r"nor a folder with a train\.jsonl"):
+        chat(str(tmp_path / "nowhere"), "train", folder)
 
 
 def test_the_plan_shows_what_is_learnt(tokenizer, tmp_path):
+    _, folder = tokenizer
     rows = [conversation("tea\nmilk"), {"text": "rain"}]
-    first, second = opened(tmp_path, tokenizer[1], rows, context=64).explain()
+
+    first, second = opened(tmp_path, folder, rows, context=64).explain()
+
     assert first.startswith("2 conversations in 1 rows of 64 tokens")
     assert second.endswith(r"assistant\n«tea\nmilk<|im_end|>\n»")
 
@@ -297,15 +377,22 @@ def test_the_plan_shows_what_is_learnt(tokenizer, tmp_path):
 def test_control_tokens_in_a_text_are_kept_where_they_are_asked_for(tokenizer, tmp_path):
     made, folder = tokenizer
     row = conversation("tea<|im_end|>milk")
+
     dataset = opened(tmp_path, folder, [row], context=64, control_tokens="keep")
+
     (end,) = made.encode("<|im_end|>", add_special_tokens=False)
+    is_end = dataset[0]["input_ids"] == end
     # Of the question (which quotes the answer), its turn, the answer, and its turn.
-    assert (dataset[0]["input_ids"] == end).sum() == 4
+    assert is_end.sum() == 4
     assert opened(tmp_path, folder, [{"text": "a<|im_end|>b"}], context=64) is not None
 
 
 def test_keys_that_are_not_read_are_told(tokenizer, tmp_path):
+    _, folder = tokenizer
     rows = [{"text": "rain", "mesages": []}, {"text": "snow", "id": 3}]
-    said = opened(tmp_path, tokenizer[1], rows, context=64).explain()
-    assert said[-1] == "keys of lines that are not read: id, mesages"
-    assert "not read" not in str(opened(tmp_path, tokenizer[1], [{"text": "a"}]).explain())
+
+    told = opened(tmp_path, folder, rows, context=64).explain()
+
+    assert told[-1] == "keys of lines that are not read: id, mesages"
+    told = opened(tmp_path, folder, [{"text": "a"}]).explain()
+    assert "not read" not in str(told)

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections import Counter
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -28,7 +29,8 @@ from regimen.data.sources import Digits
 
 @contextmanager
 def loading(dataset, order=None, batch_size=6, split=None, **options):
-    order = Shuffled(len(dataset), 5) if order is None else order
+    if order is None:
+        order = Shuffled(len(dataset), 5)
     sampler = UpdateSampler(order, batch_size=batch_size, **(split or {}))
     loader = Loader(dataset, sampler, seed=5, **options)
     try:
@@ -50,38 +52,53 @@ def same(one, other):
     return len(one) == len(other) and all(map(torch.equal, one, other))
 
 
+def counted(micro):
+    """Return the inputs of a micro-batch, without the borrowed samples."""
+    return micro.batch[0][: micro.batch_slice.count]
+
+
+def generators():
+    """Return the states of the training's own generators."""
+    return [torch.get_rng_state().tolist(), random.getstate(), str(np.random.get_state())]
+
+
 @pytest.mark.parametrize(("workers", "persistent"), [(0, False), (1, True), (3, False), (3, True)])
 def test_neither_workers_nor_the_position_change_a_batch(noisy, workers, persistent):
     options = {"num_workers": workers, "persistent_workers": persistent}
-    with (  # more batches than all workers have ahead
-        loading(noisy(), batch_size=2) as plain,
-        loading(noisy(), batch_size=2, **options) as loader,
-    ):
-        epochs = [drain(plain, epoch) for epoch in range(2)]
-        training = [torch.get_rng_state().tolist(), random.getstate(), str(np.random.get_state())]
-        assert same(drain(loader, 0), epochs[0])
-        assert same(drain(loader, 1), epochs[1])
+    with loading(noisy(), batch_size=2) as plain:  # more batches than all workers have ahead
+        first = drain(plain, 0)
+        second = drain(plain, 1)
+    before = generators()
+
+    with loading(noisy(), batch_size=2, **options) as loader:
+        assert same(drain(loader, 0), first)
+        assert same(drain(loader, 1), second)
         for start, stop in ((0, 3), (2, 10), (4, 9), (10, 10)):
-            assert same(drain(loader, 1, start, stop), epochs[1][start:stop])
-    assert not same(*epochs)
-    now = [torch.get_rng_state().tolist(), random.getstate(), str(np.random.get_state())]
-    assert now == training
+            assert same(drain(loader, 1, start, stop), second[start:stop])
+
+    assert not same(first, second)
+    assert generators() == before
 
 
 @pytest.mark.quick
 def test_augmentation_is_keyed_by_the_sample_whatever_the_order_and_the_split(noisy):
     with loading(noisy(), Sequential(20)) as loader:
         whole = torch.cat(drain(loader, 1))
-        assert not torch.equal(torch.cat(drain(loader, 2)), whole)
+        next_epoch = torch.cat(drain(loader, 2))
+
     parts = []
     for rank in range(2):
         split = {"gradient_accumulation_steps": 2, "rank": rank, "world_size": 2}
         with loading(noisy(), split=split) as loader:
-            parts += [micro.batch[0][: micro.batch_slice.count] for micro in loader.epoch(1)]
-    joined = torch.cat(parts)
-    assert not torch.equal(joined, whole)
-    assert torch.equal(joined[joined[:, 0].argsort()], whole)
-    assert len(whole[:, 1:].unique()) == 60
+            parts += [counted(micro) for micro in loader.epoch(1)]
+    shuffled = torch.cat(parts)
+
+    assert not torch.equal(next_epoch, whole)
+    assert not torch.equal(shuffled, whole)
+    by_index = shuffled[:, 0].argsort()
+    assert torch.equal(shuffled[by_index], whole)
+    draws = whole[:, 1:]
+    assert len(draws.unique()) == 60
 
 
 REPEATING = {
@@ -96,81 +113,111 @@ REPEATING = {
 @pytest.mark.parametrize("make", REPEATING.values(), ids=REPEATING)
 def test_a_sample_drawn_twice_in_an_epoch_is_augmented_anew(noisy, make):
     """By hand: the key of the first is (seed, epoch, index), of those after it one number more."""
-    dataset = noisy()
-    both = noisy(110)
-    with loading(both, make(dataset)) as loader:
+    dataset = noisy(110)
+
+    with loading(dataset, make(noisy())) as loader:
         whole = torch.cat(drain(loader, 1))
-        indices = [i for micro in loader.epoch(1) for i in micro.batch_slice.indices]
-    seen = dict.fromkeys(indices, 0)
+        indices = []
+        for micro in loader.epoch(1):
+            indices += micro.batch_slice.indices
+
+    drawn_before = Counter()
     expected = []
     with preserved_rng():
         for index in indices:
-            parts = (SAMPLE, 1, index, seen[index])
-            seed_rng(key(5, *parts[: 3 + (seen[index] > 0)]))
-            expected.append(both[index][0])
-            seen[index] += 1
-    assert max(seen.values()) > 2
+            own_key = [SAMPLE, 1, index]
+            if drawn_before[index] > 0:
+                own_key.append(drawn_before[index])
+            seed_rng(key(5, *own_key))
+            inputs, _ = dataset[index]
+            expected.append(inputs)
+            drawn_before[index] += 1
+    assert max(drawn_before.values()) > 2
     assert torch.equal(whole, torch.stack(expected))
-    assert len(whole[:, 1:].unique()) == 3 * len(whole)
-    parts = []
-    split = {"gradient_accumulation_steps": 2, "world_size": 2}
-    for rank in range(2):
-        with loading(both, make(dataset), split=split | {"rank": rank}, num_workers=rank) as loader:
-            drain(loader, 0)
-            for start in (1, 2):  # in the middle of an epoch
-                parts += [
-                    (
-                        micro.batch_slice.update,
-                        micro.batch_slice.start,
-                        micro.batch[0][: micro.batch_slice.count],
-                    )
-                    for micro in loader.epoch(1, start, start + 1)
-                ]
-    parts.sort(key=lambda part: part[:2])
-    with loading(both, make(dataset)) as loader:
-        middle = torch.cat(drain(loader, 1, 1, 3))
-    assert torch.equal(torch.cat([part for *_, part in parts]), middle)
+    draws = whole[:, 1:]
+    assert len(draws.unique()) == 3 * len(whole)
 
 
 BROKEN = r"(?m)^sample 10 \(/pictures/10\.jpg\): ValueError: broken in two lines$"
 
 
+@pytest.mark.parametrize("make", REPEATING.values(), ids=REPEATING)
+def test_a_sample_drawn_twice_is_augmented_alike_whatever_the_split(noisy, make):
+    dataset = noisy(110)
+    with loading(dataset, make(noisy())) as loader:
+        expected = torch.cat(drain(loader, 1, 1, 3))
+
+    parts = {}
+    for rank in range(2):
+        split = {"gradient_accumulation_steps": 2, "world_size": 2, "rank": rank}
+        with loading(dataset, make(noisy()), split=split, num_workers=rank) as loader:
+            drain(loader, 0)
+            for start in (1, 2):  # in the middle of an epoch
+                for micro in loader.epoch(1, start, start + 1):
+                    place = micro.batch_slice.update, micro.batch_slice.start
+                    parts.setdefault(place, []).append(counted(micro))
+
+    in_order = []
+    for place in sorted(parts):
+        in_order += parts[place]
+    assert torch.equal(torch.cat(in_order), expected)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_broken_sample_is_named_and_where_it_broke(noisy, workers):
+    with (
+        loading(noisy(bad={10: "raise"}), num_workers=workers, timeout=2.0) as loader,
+        pytest.raises(DataError, match=BROKEN) as caught,
+    ):
+        drain(loader)
+
+    assert caught.value.exit_code == 3
+    assert "\n" not in str(caught.value)
+    assert "in __getitem__" in caught.value.__notes__[0]
+
+
 @pytest.mark.parametrize(
-    ("fault", "workers", "text"),
+    ("fault", "text"),
     [
-        ("raise", 0, BROKEN),
-        ("raise", 2, BROKEN),
-        ("kill", 2, "was killed by SIGKILL at sample 10"),
-        ("exit", 2, "left with exit code 3 at sample 10"),
-        ("hang", 2, r"gave no batch for 2 s \(loader.timeout\) at sample 10"),
-        ("memory", 2, "out of memory: MemoryError"),
+        ("kill", "was killed by SIGKILL at sample 10"),
+        ("exit", "left with exit code 3 at sample 10"),
+        ("hang", r"gave no batch for 2 s \(loader.timeout\) at sample 10"),
+        ("memory", "out of memory: MemoryError"),
     ],
 )
-def test_lost_worker_is_named_with_its_sample(noisy, fault, workers, text):
+def test_a_lost_worker_is_named_with_its_sample(noisy, fault, text):
     with (
-        loading(noisy(bad={10: fault}), num_workers=workers, timeout=2.0) as loader,
+        loading(noisy(bad={10: fault}), num_workers=2, timeout=2.0) as loader,
         pytest.raises((DataError, WorkerError), match=text) as caught,
     ):
         drain(loader)
-    assert caught.value.exit_code == (3 if fault == "raise" else 8)
+
+    assert caught.value.exit_code == 8
     assert "\n" not in str(caught.value)
-    assert fault != "raise" or "in __getitem__" in caught.value.__notes__[0]
 
 
-def test_workers_survive_signals_to_the_group_and_leave_with_the_loader(noisy):
+def test_workers_survive_signals_to_the_group(noisy):
     with loading(noisy(), num_workers=2, persistent_workers=True) as loader:
         before = signal.getsignal(signal.SIGCHLD)
         expected = drain(loader)
-        workers = processes(loader)
-        for worker in workers:
+
+        for worker in processes(loader):
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
                 os.kill(worker.pid, number)
+
         assert same(drain(loader), expected)
         assert signal.getsignal(signal.SIGCHLD) == before
+
+
+def test_workers_leave_with_their_epoch_or_the_loader(noisy):
+    with loading(noisy(), num_workers=2, persistent_workers=True) as loader:
+        drain(loader)
+        workers = processes(loader)
         epoch = loader.epoch(0)
         next(epoch)
         epoch.close()  # an abandoned epoch leaves none
         assert not any(worker.is_alive() for worker in workers)
+
         drain(loader)
         workers = processes(loader)
     assert not any(worker.is_alive() for worker in workers)
@@ -227,13 +274,17 @@ class _Relabelled(Digits):
         return image, 9 - label
 
 
+def labels_of(dataset, on_error):
+    with loading(dataset, Sequential(len(dataset)), 32, on_error=on_error) as loader:
+        return torch.cat([micro.batch[1] for micro in loader.epoch(0)])
+
+
 @pytest.mark.parametrize("on_error", ["raise", "drop"])
 def test_a_subclass_with_its_own_getitem_is_not_bypassed(on_error):
-    labels = []
-    for dataset in (Digits("val"), _Relabelled("val")):
-        with loading(dataset, Sequential(len(dataset)), 32, on_error=on_error) as loader:
-            labels.append(torch.cat([micro.batch[1] for micro in loader.epoch(0)]))
-    assert torch.equal(labels[1], 9 - labels[0])
+    labels = labels_of(Digits("val"), on_error)
+    relabelled = labels_of(_Relabelled("val"), on_error)
+
+    assert torch.equal(relabelled, 9 - labels)
 
 
 class _Indexed:
@@ -254,9 +305,10 @@ class _Indexed:
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_batch_is_given_its_indices_as_a_list(workers):
+    every = torch.arange(24.0).view(6, 4)
     with loading(_Indexed(), Sequential(6), 3, num_workers=workers) as loader:
         for micro in loader.epoch(0):
-            rows = torch.arange(24.0).view(6, 4)[list(micro.batch_slice.indices)]
+            rows = every[list(micro.batch_slice.indices)]
             assert same(micro.batch, [rows, rows])
 
 
@@ -276,48 +328,58 @@ class _Kinds(_Ragged):
         }
 
 
+def first_batch(dataset, **options):
+    with loading(dataset, Sequential(4), collate_fn=_as_list, **options) as loader:
+        return next(iter(loader.epoch(0))).batch
+
+
 @pytest.mark.parametrize("context", ["fork", "spawn"])
 def test_a_worker_sends_any_tensor_unchanged(context):
-    order = Sequential(4)
-    options = {"num_workers": 1, "multiprocessing_context": context}
-    with (
-        loading(_Kinds(), order, collate_fn=_as_list) as plain,
-        loading(_Kinds(), order, collate_fn=_as_list, **options) as parallel,
-    ):
-        expected, found = (next(iter(loader.epoch(0))).batch for loader in (plain, parallel))
-    for one, other in zip(expected, found, strict=True):
-        deep = one.pop("deep")
-        same_deep = other.pop("deep")
-        assert torch.equal(deep.tensor, same_deep.tensor)
-        assert deep.text == same_deep.text
-        for name, value in one.items():
-            assert type(other[name]) is type(value)
-            assert other[name].dtype == value.dtype
-            assert torch.equal(other[name].to_dense(), value.to_dense())
-        other["half"].add_(1)  # it is the receiver's own
-        assert not torch.equal(other["half"], one["half"])
+    expected = first_batch(_Kinds())
+    found = first_batch(_Kinds(), num_workers=1, multiprocessing_context=context)
+
+    for here, sent in zip(expected, found, strict=True):
+        deep = here.pop("deep")
+        sent_deep = sent.pop("deep")
+        assert torch.equal(deep.tensor, sent_deep.tensor)
+        assert deep.text == sent_deep.text
+        for name, value in here.items():
+            assert type(sent[name]) is type(value)
+            assert sent[name].dtype == value.dtype
+            assert torch.equal(sent[name].to_dense(), value.to_dense())
+        sent["half"].add_(1)  # it is the receiver's own
+        assert not torch.equal(sent["half"], here["half"])
+
+
+def _load_and_die(dataset, writer):
+    """Write the numbers of the workers into a pipe, and be killed within an epoch."""
+    with loading(dataset, num_workers=2) as loader:
+        epoch = loader.epoch(0)
+        next(epoch)
+        numbers = [worker.pid.to_bytes(4) for worker in processes(loader)]
+        os.write(writer, b"".join(numbers))
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_workers_leave_when_their_parent_is_gone(noisy):
     reader, writer = os.pipe()
     parent = os.fork()
-    if not parent:
+    if parent == 0:
         try:
-            with loading(noisy(), num_workers=2) as loader:
-                epoch = loader.epoch(0)
-                next(epoch)
-                os.write(writer, b"".join(worker.pid.to_bytes(4) for worker in processes(loader)))
-                os.kill(os.getpid(), signal.SIGKILL)
+            _load_and_die(noisy(), writer)
         finally:
             os._exit(1)
     os.close(writer)
     os.waitpid(parent, 0)
-    for pid in (int.from_bytes(os.read(reader, 4)) for _ in range(2)):
+
+    for _ in range(2):
+        pid = int.from_bytes(os.read(reader, 4))
         try:
             descriptor = os.pidfd_open(pid)
-        except ProcessLookupError:
+        except ProcessLookupError:  # it has left already
             continue
-        assert select.select([descriptor], [], [], 20)[0]
+        readable, _, _ = select.select([descriptor], [], [], 20)
+        assert readable
         os.close(descriptor)
 
 
@@ -395,36 +457,69 @@ BAD = {3: "raise", 11: "raise"}
 
 
 def _skipping(dataset, on_error, workers=0, **options):
+    """Return the micro-batches of two epochs, and their loader."""
     options = {"max_skipped": 5, "num_workers": workers, "on_error": on_error, **options}
+    micros = []
     with loading(dataset, **options) as loader:
-        return [micro for epoch in range(2) for micro in loader.epoch(epoch)], loader
+        for epoch in range(2):
+            micros += loader.epoch(epoch)
+    return micros, loader
+
+
+def _replacement(index):
+    """Return what stands for a broken sample: the first of its keyed draws that is whole."""
+    for attempt in range(9):
+        drawn = key(5, REPLACEMENT, index, attempt) % 20
+        if drawn not in BAD:
+            return drawn
+    raise AssertionError("all of the first draws are broken")
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_training_replaces_broken_samples_by_a_rule_and_warns_once(noisy, workers, caplog):
-    micros, loader = _skipping(noisy(bad=BAD), "replace", workers)
-    assert caplog.text.count("/pictures/3.jpg") == 1
+def test_training_replaces_broken_samples_by_a_rule(noisy, workers):
+    micros, _ = _skipping(noisy(bad=BAD), "replace", workers)
+
     whole, _ = _skipping(noisy(), "raise")
-    split, _ = _skipping(noisy(bad=BAD), "replace", split={"gradient_accumulation_steps": 3})
-    images = torch.cat([micro.batch[0] for micro in micros])
-    assert torch.equal(torch.cat([micro.batch[0] for micro in split]), images)
-    for got, intact in zip(micros, whole, strict=True):
-        assert got.batch_slice == intact.batch_slice
+    for found, intact in zip(micros, whole, strict=True):
+        assert found.batch_slice == intact.batch_slice
         for slot, index in enumerate(intact.batch_slice.indices):
+            inputs = found.batch[0][slot]
             if index in BAD:
-                drawn = (key(5, REPLACEMENT, index, attempt) % 20 for attempt in range(9))
-                assert int(got.batch[0][slot, 0]) == next(i for i in drawn if i not in BAD)
+                assert int(inputs[0]) == _replacement(index)
             else:
-                assert torch.equal(got.batch[0][slot], intact.batch[0][slot])
+                assert torch.equal(inputs, intact.batch[0][slot])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_replacements_are_the_same_whatever_the_split(noisy, workers):
+    whole, _ = _skipping(noisy(bad=BAD), "replace", workers)
+    split, _ = _skipping(noisy(bad=BAD), "replace", split={"gradient_accumulation_steps": 3})
+
+    of_whole = torch.cat([micro.batch[0] for micro in whole])
+    of_split = torch.cat([micro.batch[0] for micro in split])
+    assert torch.equal(of_split, of_whole)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_broken_samples_are_told_once_and_kept(noisy, workers, caplog):
+    _, loader = _skipping(noisy(bad=BAD), "replace", workers)
+
+    assert caplog.text.count("/pictures/3.jpg") == 1
     first, second = sorted(loader.skipped, key=lambda entry: entry.index)
-    assert (first.index, first.path, second.index) == (3, "/pictures/3.jpg", 11)
+    assert first.index == 3
+    assert first.path == "/pictures/3.jpg"
     assert first.reason == "sample 3 (/pictures/3.jpg): ValueError: broken in two lines"
+    assert second.index == 11
+
+
+WEIGHTS = [0.0] * 20
+WEIGHTS[3] = WEIGHTS[4] = WEIGHTS[9] = 1.0
 
 
 @pytest.mark.parametrize(
     "order",
     [
-        lambda data: Weighted(data, 5, [float(i in (3, 4, 9)) for i in range(20)], 20),
+        lambda data: Weighted(data, 5, WEIGHTS, 20),
         lambda data: SamplerOrder([3, 11, 4, 9], 5),
         lambda data: GivenBatches([[3, 4], [11, 9]], 5),
     ],
@@ -432,43 +527,69 @@ def test_training_replaces_broken_samples_by_a_rule_and_warns_once(noisy, worker
 )
 def test_a_replacement_is_one_of_the_samplers_own(noisy, order):
     dataset = noisy(bad=BAD)
+
     micros, _ = _skipping(dataset, "replace", order=order(dataset))
-    assert {int(i) for micro in micros for i in micro.batch[0][:, 0]} == {4, 9}
+
+    inputs = torch.cat([micro.batch[0] for micro in micros])
+    assert set(inputs[:, 0].tolist()) == {4, 9}
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_evaluation_drops_broken_samples(noisy, workers):
     micros, loader = _skipping(noisy(bad=BAD), "drop", workers, order=Sequential(20))
-    first = micros[:4]
-    seen = [i for m in first for i in m.batch_slice.indices[: m.batch_slice.count]]
-    assert seen == [i for i in range(20) if i not in BAD]
-    assert [int(i) for m in first for i in m.batch[0][:, 0]] == seen
-    assert [m.batch_slice.count for m in first] == [5, 5, 6, 2]
+
+    first_epoch = micros[:4]
+    sound = [index for index in range(20) if index not in BAD]
+    named = []
+    read = []
+    for micro in first_epoch:
+        named += micro.batch_slice.indices[: micro.batch_slice.count]
+        read += micro.batch[0][:, 0].tolist()
+    assert named == sound
+    assert read == sound
+    assert [micro.batch_slice.count for micro in first_epoch] == [5, 5, 6, 2]
     assert len(loader.skipped) == 2
-    nothing_left = noisy(bad=dict.fromkeys(range(6), "raise"))
-    (first, *_), _ = _skipping(nothing_left, "drop", order=Sequential(20), max_skipped=10)
-    assert (first.batch_slice.count, first.batch[0].shape) == (0, (1, 4))
-    assert int(first.batch[0][0, 0]) > 5
+
+
+def test_an_update_of_broken_samples_alone_borrows_one_that_does_not_count(noisy):
+    dataset = noisy(bad=dict.fromkeys(range(6), "raise"))
+
+    (first, *_), _ = _skipping(dataset, "drop", order=Sequential(20), max_skipped=10)
+
+    inputs = first.batch[0]
+    assert first.batch_slice.count == 0
+    assert inputs.shape == (1, 4)
+    assert int(inputs[0, 0]) > 5
 
 
 def test_evaluation_keeps_samples_that_occur_twice(noisy):
     order = SamplerOrder([4, 3, 4, 5, 4, 6], 5)
+
     micros, _ = _skipping(noisy(bad=BAD), "drop", order=order)
-    batch_slice = micros[0].batch_slice
-    assert batch_slice.draws() == [(4, 0), (4, 1), (5, 0), (4, 2), (6, 0)]
-    assert batch_slice.count == 5
-    assert micros[0].batch[0][:, 0].tolist() == [4, 4, 5, 4, 6]
+
+    first = micros[0]
+    assert first.batch_slice.draws() == [(4, 0), (4, 1), (5, 0), (4, 2), (6, 0)]
+    assert first.batch_slice.count == 5
+    assert first.batch[0][:, 0].tolist() == [4, 4, 5, 4, 6]
 
 
 @pytest.mark.parametrize("on_error", ["replace", "drop"])
 def test_too_many_broken_samples_end_the_run(noisy, on_error):
     with pytest.raises(DataError, match=r"more than data\.max_skipped=1: sample \d+ "):
         _skipping(noisy(bad=BAD), on_error, max_skipped=1)
-    nothing_else = noisy(4, bad=dict.fromkeys(range(4), "raise"))
+
+
+@pytest.mark.parametrize("on_error", ["replace", "drop"])
+def test_broken_samples_alone_end_the_run(noisy, on_error):
+    dataset = noisy(4, bad=dict.fromkeys(range(4), "raise"))
     with pytest.raises(DataError, match="replacements could not be loaded"):
-        _skipping(nothing_else, on_error, max_skipped=100)
+        _skipping(dataset, on_error, max_skipped=100)
+
+
+@pytest.mark.parametrize("on_error", ["replace", "drop"])
+def test_broken_samples_count_after_a_resume_too(noisy, on_error):
     with loading(noisy(bad=BAD), on_error=on_error, max_skipped=2) as resumed:
-        resumed.load_skipped_state([[7, None, "sample 7"]])  # counts after a resume, too
+        resumed.load_skipped_state([[7, None, "sample 7"]])
         with pytest.raises(DataError, match="3 samples could not be loaded"):
             drain(resumed)
         assert resumed.skipped_state()[0] == [7, None, "sample 7"]
