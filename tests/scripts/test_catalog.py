@@ -36,52 +36,78 @@ def _here(tmp_path, monkeypatch):
     MINE.write_text("# @package _global_\n# What I am after.\nname: mine\n")
 
 
+def shown(capsys, *argv):
+    """Return what `regimen ls` prints."""
+    ls(list(argv))
+    return capsys.readouterr().out
+
+
 def test_every_group_and_choice_is_listed(capsys):
-    ls([])
     listed = set()
     group = ""
-    for line in capsys.readouterr().out.splitlines():
+    for line in shown(capsys).splitlines():
         if line.startswith(" "):
-            listed.add(f"{group}/{line.split()[0]}")
+            name = line.split()[0]
+            listed.add(f"{group}/{name}")
         else:
             group = line
-    shipped = {p.relative_to(CONF).with_suffix("").as_posix() for p in CONF.rglob("*/*.yaml")}
-    assert listed == shipped
-    told = {path: description(path) for path in CONF.rglob("*/*.yaml")}
-    assert [path for path, text in told.items() if not text or text.startswith("pip ")] == []
+
+    paths = CONF.rglob("*/*.yaml")
+    assert listed == {path.relative_to(CONF).with_suffix("").as_posix() for path in paths}
 
 
-def test_a_group_is_listed_with_those_inside_it_and_the_users_files(capsys):
-    ls(["task/"])
-    text = capsys.readouterr().out
+def test_every_choice_has_a_description():
+    for path in CONF.rglob("*/*.yaml"):
+        text = description(path)
+        assert text, path
+        assert not text.startswith("pip "), path
+
+
+def test_a_group_is_listed_with_those_inside_it(capsys):
+    text = shown(capsys, "task/")
+
     assert re.findall(r"^\S.*", text, re.M) == ["task", "task/loss", "task/metrics"]
     assert re.search(r"^  none +No metrics beside the accuracies\.$", text, re.M)
-    ls(["experiment", "--config-dir", "conf"])
-    text = capsys.readouterr().out
+
+
+def test_a_group_is_listed_with_the_users_files(capsys):
+    text = shown(capsys, "experiment", "--config-dir", "conf")
+
     assert re.search(rf"^  mine +What I am after\. \({MINE}\)$", text, re.M)
     assert re.search("^  resnet18 ", text, re.M)
 
 
-def test_a_copy_is_the_file():
-    Path("../a").mkdir()
-    for source, target, copy in (
+@pytest.mark.parametrize(
+    ("source", "target", "copy"),
+    [
         ("experiment/resnet18", "new/experiment/mine.yaml", "new/experiment/mine.yaml"),
         ("model/mlp.yaml", "new/model/", "new/model/mlp.yaml"),
         ("task/loss/cross_entropy", "../a/", "../a/cross_entropy.yaml"),
-    ):
-        assert cp([source, target]) == 0
-        shipped = (CONF / source).with_suffix(".yaml")
-        assert Path(copy).read_bytes() == shipped.read_bytes()
+    ],
+)
+def test_a_copy_is_the_file(source, target, copy):
+    Path("../a").mkdir()
+
+    assert cp([source, target]) == 0
+
+    shipped = (CONF / source).with_suffix(".yaml")
+    assert Path(copy).read_bytes() == shipped.read_bytes()
+
+
+def files_in(folder):
+    return [path for path in folder.rglob("*") if path.is_file()]
 
 
 @pytest.mark.parametrize(("line", "expected"), TABLE["commands"])
 def test_what_is_refused_leaves_every_file_as_it_was(line, expected):
     before = MINE.read_text()
+
     with pytest.raises(ConfigError, match=re.escape(expected)) as caught:
         regimen(line.split())
+
     assert caught.value.exit_code == 2
     assert MINE.read_text() == before
-    assert [path for path in Path().rglob("*") if path.is_file()] == [MINE]
+    assert files_in(Path()) == [MINE]
 
 
 @pytest.mark.parametrize(
@@ -97,11 +123,14 @@ def test_what_is_refused_leaves_every_file_as_it_was(line, expected):
 def test_a_missing_folder_is_made_below_the_working_folder_only(command, place, tmp_path):
     Path("out").symlink_to("..")
     folder = place.format(tmp=tmp_path)
+    words = command.format(folder).split()
+
     with pytest.raises(ConfigError, match=f"there is no folder {folder}; make it first"):
-        regimen(command.format(folder).split())
+        regimen(words)
+
     assert sorted(path.name for path in tmp_path.iterdir()) == ["here"]
     Path(folder).mkdir(parents=True)
-    assert regimen(command.format(folder).split()) == 0
+    assert regimen(words) == 0
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS])
@@ -119,6 +148,7 @@ def test_a_disk_that_is_full_or_read_only_is_one_line_and_the_next_try_is_free(
     command, number, written, monkeypatch
 ):
     calls = []
+    words = command.split()
 
     def failing(original):
         def call(*arguments, **options):
@@ -133,13 +163,16 @@ def test_a_disk_that_is_full_or_read_only_is_one_line_and_the_next_try_is_free(
         patch.setattr(os, "fsync", failing(os.fsync))
         patch.setattr(Path, "write_text", failing(Path.write_text))
         with pytest.raises(StorageError, match=os.strerror(number).lower()) as caught:
-            regimen(command.split())
+            regimen(words)
         assert caught.value.exit_code == 7
-    name = Path(command.split()[-1])
-    left = [path for path in name.rglob("*") if path.is_file()]
-    assert all(json.loads(path.read_text()) for path in left)  # whole, each by itself
-    assert left == [] or command.startswith("schema")
-    assert regimen(command.split()) == 0
+
+    left = files_in(Path(words[-1]))
+    if words[0] == "schema":
+        for path in left:
+            assert json.loads(path.read_text())  # whole, each by itself
+    else:
+        assert left == []
+    assert regimen(words) == 0
 
 
 def test_a_project_is_begun_where_a_killed_command_began_one(tmp_path):
@@ -159,40 +192,54 @@ def project(monkeypatch):
 def test_a_new_project_trains_at_once_and_its_tests_pass(project):
     words = ["--config-dir", "conf", "experiment=mine", "trainer.max_epochs=2", "run_dir=run"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ""}
-    assert new(["../a b"]) == 0  # blanks, too
+    options = {"env": environment, "capture_output": True, "text": True, "timeout": 300}
+
     for module in (["regimen.scripts.train", *words], ["pytest", "-q", "-p", "no:cacheprovider"]):
-        command = [sys.executable, "-P", "-m", *module]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+        done = subprocess.run([sys.executable, "-P", "-m", *module], **options)
         assert done.returncode == 0, done.stdout + done.stderr
+
     title, *epochs = (project / "run/diary.txt").read_text().splitlines()
-    assert (title, len(epochs)) == ("mine", 2)
+    assert title == "mine"
+    assert len(epochs) == 2
+
+
+def test_the_name_of_a_project_may_hold_a_blank():
+    assert new(["../a b"]) == 0
 
 
 def test_the_commands_of_its_readme_are_sound(project):
     (block,) = re.findall(r"```bash\n(.*?)```", (project / "README.md").read_text(), re.DOTALL)
-    lines = [shlex.split(line, comments=True) for line in block.splitlines()]
-    assert all(words[:2] == ["uv", "run"] for words in lines)
-    for command, *words in (words[2:] for words in lines):
+
+    for line in block.splitlines():
+        runner, verb, command, *words = shlex.split(line, comments=True)
+        assert [runner, verb] == ["uv", "run"]
         if command == "train" and "-m" in words:
             assert len(split_jobs(parse_arguments(words))) == 2
         elif command == "train":
             assert compose(words).config["name"] == "mine"
-        else:
-            assert command == "pytest" or words[0] in COMMANDS
+        elif command != "pytest":
+            assert words[0] in COMMANDS
 
 
 def test_it_depends_on_this_clone(project):
     facts = tomllib.loads((project / "pyproject.toml").read_text())
+
     assert facts["project"]["name"] == "flowers"
     source = facts["tool"]["uv"]["sources"]["torch-regimen"]
     assert (project / source["path"]).resolve() == ROOT
     assert source["editable"]
-    texts = [path.read_text() for path in project.rglob("*") if path.is_file()]
     absolute = re.compile(rf"(?<!\.\.){re.escape(str(ROOT))}")
-    assert not any(map(absolute.search, texts))  # a team shares the project
+    for path in files_in(project):  # which a team shares
+        assert not absolute.search(path.read_text())
+
+
+def test_its_configuration_names_the_schema_for_editors(project):
     (config,) = (project / "conf").rglob("*.yaml")
-    (schema,) = re.findall(r"\$schema=(.*)", config.read_text())
-    assert json.loads((config.parent / schema).read_text())["title"] == "experiment"
+
+    (name,) = re.findall(r"\$schema=(.*)", config.read_text())
+
+    schema = json.loads((config.parent / name).read_text())
+    assert schema["title"] == "experiment"
 
 
 @pytest.mark.parametrize(

@@ -96,14 +96,24 @@ def test_values_without_a_job_are_refused(override, text):
 
 def test_a_sweep_goes_on_ranks_its_jobs_and_returns_the_first_failure(job, capfd):
     assert run("name=mine", "optimizer.lr=0.3,1.5,3,0.2") == 5
+
     (folder,) = Path("runs/mine/sweeps").iterdir()
     rows = board(folder)
-    assert ",".join(rows[0]) == "job,status,name,optimizer.lr,val/accuracy,seconds,run_dir"
-    assert [row["optimizer.lr"] for row in rows] == ["0.2", "0.3", "1.5", "3"]
-    assert [row["status"] for row in rows] == ["finished", "finished", "failed", "failed"]
-    assert rows[0]["val/accuracy"] == "0.8"
-    assert rows[0]["run_dir"] == str(folder / "3")
-    assert [row["seconds"] for row in rows] == ["1.5", "1.5", "", ""]
+    assert list(rows[0]) == [
+        "job",
+        "status",
+        "name",
+        "optimizer.lr",
+        "val/accuracy",
+        "seconds",
+        "run_dir",
+    ]
+    assert column(rows, "optimizer.lr") == ["0.2", "0.3", "1.5", "3"]
+    assert column(rows, "status") == ["finished", "finished", "failed", "failed"]
+    assert column(rows, "seconds") == ["1.5", "1.5", "", ""]
+    best = rows[0]
+    assert best["val/accuracy"] == "0.8"
+    assert best["run_dir"] == str(folder / "3")
     out = capfd.readouterr().out
     assert "job output" not in out
     assert "job output 0.3" in (folder / "output" / "0.txt").read_text()
@@ -111,11 +121,17 @@ def test_a_sweep_goes_on_ranks_its_jobs_and_returns_the_first_failure(job, capfd
     assert out.count("it diverged") == 4
 
 
+def column(rows, name):
+    return [row[name] for row in rows]
+
+
 def test_nothing_starts_before_every_configuration_is_sound(job):
     with pytest.raises(ConfigError) as caught:
         run("optimizer.lr=0.1,abc,-1", "trainer.max_epoch=1,2")
-    keys = [p.key for p in caught.value.problems]
-    assert keys == ["trainer.max_epoch"] * 2 + ["optimizer.lr"] * 2
+
+    keys = [problem.key for problem in caught.value.problems]
+    # The rates 'abc' and -1, and the key of both values of it.
+    assert keys == ["trainer.max_epoch", "trainer.max_epoch", "optimizer.lr", "optimizer.lr"]
     assert not Path("runs").exists()
 
 
@@ -125,60 +141,88 @@ def test_keys_that_identify_no_job_cannot_vary(job, varied):
         run(varied)
 
 
+def starts_of(number):
+    """Return how often a job of the sweep in `there` was started."""
+    return Path(f"there/output/{number}.txt").read_text().count("job output")
+
+
 def test_a_changed_grid_finds_the_folders_of_its_jobs(job):
     assert run("run_dir=there", "optimizer.lr=0.1,0.2,1.5") == 5
     keep_configs(Path("there"))
+
     assert run("optimizer.lr=0.3,1.5,0.2", "resume=auto", "run_dir=there") == 5
+
     rows = {row["optimizer.lr"]: row for row in board()}
-    assert {lr: row["job"] for lr, row in rows.items()} == {"0.2": "1", "0.3": "3", "1.5": "2"}
+    assert rows.keys() == {"0.2", "0.3", "1.5"}
+    assert rows["0.2"]["job"] == "1"
     assert rows["0.2"]["val/accuracy"] == "0.8"
-    said = [Path(f"there/output/{n}.txt").read_text().count("job output") for n in (1, 2)]
-    assert said == [1, 2]  # the first had finished
+    assert rows["0.3"]["job"] == "3"
+    assert rows["1.5"]["job"] == "2"
+    assert starts_of(1) == 1  # it had finished
+    assert starts_of(2) == 2
+
+
+def test_a_finished_job_of_another_configuration_is_started_again(job):
+    """Its own process decides what becomes of it."""
+    assert run("run_dir=there", "optimizer.lr=0.2") == 0
     keep_configs(Path("there"))
     with Path("conf/train.yaml").open("a") as file:
-        file.write("seed: 3\n")  # another configuration: the job's own process decides
+        file.write("seed: 3\n")
+
     run("optimizer.lr=0.2", "resume=auto", "run_dir=there")
-    assert Path("there/output/1.txt").read_text().count("job output") == 2
+
+    assert starts_of(0) == 2
 
 
 def test_the_newest_unfinished_sweep_is_resumed(job, capfd):
     argv = ["name=mine", "optimizer.lr=0.1,0.4", "resume=auto"]
+    sweeps = Path("runs/mine/sweeps")
     assert run(*argv) == 137
-    (folder,) = Path("runs/mine/sweeps").iterdir()
+    (folder,) = sweeps.iterdir()
     keep_configs(folder)
     reason = "job 1 killed (exit 137): killed by SIGKILL (out of memory?); go on with: train it\n"
     assert reason in capfd.readouterr().out
+
     assert run(*argv) == 0
-    out = capfd.readouterr().out
-    assert f"going on with the sweep {folder}\n" in out
+
+    assert f"going on with the sweep {folder}\n" in capfd.readouterr().out
     assert (folder / "output" / "0.txt").read_text() == "job output 0.1\n"  # it ran once
-    assert run(*argv) == 137
-    assert len(list(Path("runs/mine/sweeps").iterdir())) == 2
+    assert run(*argv) == 137  # a new one
+    assert len(list(sweeps.iterdir())) == 2
 
 
 def test_a_sweep_held_by_a_process_is_not_resumed(tmp_path):
-    stamps = ["2026-01-01_00-00-00", "2026-01-01_00-00-00-9", "2026-01-01_00-00-00-10"]
-    for stamp in stamps:
-        (tmp_path / stamp).mkdir()
-        (tmp_path / stamp / "leaderboard.csv").write_text("job,status\n0,finished\n1,failed\n")
-    assert newest_unfinished(tmp_path) == tmp_path / stamps[2]
-    (tmp_path / stamps[2] / "leaderboard.csv").write_text("job,status\n0,finished\n")
-    lock = RunLock(tmp_path / stamps[1])
+    oldest = tmp_path / "2026-01-01_00-00-00"
+    ninth = tmp_path / "2026-01-01_00-00-00-9"
+    tenth = tmp_path / "2026-01-01_00-00-00-10"
+    for folder in (oldest, ninth, tenth):
+        folder.mkdir()
+        (folder / "leaderboard.csv").write_text("job,status\n0,finished\n1,failed\n")
+    assert newest_unfinished(tmp_path) == tenth
+
+    (tenth / "leaderboard.csv").write_text("job,status\n0,finished\n")
+    lock = RunLock(ninth)
     assert lock.acquire() is None
-    assert newest_unfinished(tmp_path) == tmp_path / stamps[0]
+
+    assert newest_unfinished(tmp_path) == oldest
     lock.release()
-    assert newest_unfinished(tmp_path) == tmp_path / stamps[1]
+    assert newest_unfinished(tmp_path) == ninth
 
 
-def test_a_combination_is_one_job_and_a_folder_holds_one_sweep(job, caplog):
+def test_a_combination_is_one_job(job, caplog):
     assert run("run_dir=there", "optimizer.lr=0.1,0.10,1e-1", "seed=1,1") == 0
-    assert [(row["job"], row["run_dir"]) for row in board()] == [("0", "there/0")]
-    assert (Path("there") / "0" / "status.json").exists()
+
+    (row,) = board()
+    assert row["job"] == "0"
+    assert row["run_dir"] == "there/0"
+    assert Path("there/0/status.json").exists()
     assert "nothing varies" not in caplog.text
+
+
+def test_a_folder_holds_one_sweep(job):
+    run("run_dir=there", "optimizer.lr=0.1,0.2")
     with pytest.raises(ConfigError, match="holds a run or a sweep"):
         run("run_dir=there", "optimizer.lr=0.1")
-    run("run_dir=one", "optimizer.lr=0.1")
-    assert "nothing varies: this is one job; several: optimizer.lr=0.1,0.01" in caplog.text
 
 
 def test_two_sweeps_of_the_same_second_keep_apart(job):
@@ -192,19 +236,33 @@ def test_quoted_text_is_read_as_it_was(text, tmp_path):
     assert compose([f"run_dir={quoted(text)}"]).config["run_dir"] == text
 
 
+def test_a_sweep_of_one_job_says_how_to_have_several(job, caplog):
+    run("run_dir=one", "optimizer.lr=0.1")
+    assert "nothing varies: this is one job; several: optimizer.lr=0.1,0.01" in caplog.text
+
+
+def facts_of(run):
+    """Return a run's manifest without what belongs to its process."""
+    manifest = json.loads((run / "manifest.json").read_text())
+    for name in ("created", "started", "pid", "exit"):
+        manifest.pop(name, None)
+    return manifest
+
+
 @pytest.mark.slow
 def test_a_job_is_the_run_that_its_overrides_name(tmp_path):
-    fixed = ["experiment=resnet18", "model=mlp", "trainer.max_epochs=1", "model.hidden=[8]"]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    for varied in (["seed=3", "run_dir=alone"], ["-m", "seed=2,3", "run_dir=all"]):
-        argv = [sys.executable, "-P", "-m", "regimen.scripts.train", *fixed, *varied]
-        subprocess.run(argv, cwd=tmp_path, env=env, timeout=300, capture_output=True, check=True)
+    program = [sys.executable, "-P", "-m", "regimen.scripts.train"]
+    words = ["experiment=resnet18", "model=mlp", "trainer.max_epochs=1", "model.hidden=[8]"]
+    options = {"cwd": tmp_path, "timeout": 300, "capture_output": True, "check": True}
+    options["env"] = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+    subprocess.run([*program, *words, "seed=3", "run_dir=alone"], **options)
+    subprocess.run([*program, *words, "-m", "seed=2,3", "run_dir=all"], **options)
+
     alone = tmp_path / "alone"
     job = tmp_path / "all" / "1"
-    own = {"created", "started", "pid", "exit"}
-    texts = [(run / "overrides.yaml").read_text().splitlines()[:-1] for run in (job, alone)]
-    assert texts[0] == texts[1]  # but for the last, run_dir
-    manifests = [json.loads((run / "manifest.json").read_text()) for run in (job, alone)]
-    facts = [{k: v for k, v in of_one.items() if k not in own} for of_one in manifests]
-    assert facts[0] == facts[1]
+    own_words = (alone / "overrides.yaml").read_text().splitlines()
+    job_words = (job / "overrides.yaml").read_text().splitlines()
+    assert job_words[:-1] == own_words[:-1]  # but for the last, run_dir
+    assert facts_of(job) == facts_of(alone)
     assert differences(alone, job) == []
