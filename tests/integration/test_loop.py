@@ -23,13 +23,17 @@ QUICK = [
 
 @pytest.fixture
 def run(train, tmp_path):
-    """Train for real and return the log; `folder` is where the run is."""
+    """Train for real; the run is in `run` of the test's folder."""
 
-    return lambda *overrides: train([*QUICK, *overrides, f"run_dir={tmp_path / 'run'}"])
+    def begin(*overrides):
+        return train([*QUICK, *overrides, f"run_dir={tmp_path / 'run'}"])
+
+    return begin
 
 
 @pytest.fixture
 def lines(tmp_path):
+    """Return what that run has logged."""
     return lambda: logged(tmp_path / "run")
 
 
@@ -41,9 +45,15 @@ def values(lines, key):
     return [line[key] for line in lines if key in line]
 
 
+def read_status(run):
+    return json.loads((run / "status.json").read_text())
+
+
 def ends_at_nothing(rates):
     """Whether a one-cycle schedule was made for just these updates, no more and no fewer."""
-    return min(rates) < 1e-3 * max(rates) and rates.index(min(rates)) >= len(rates) - 2
+    least = min(rates)
+    is_last = rates.index(least) >= len(rates) - 2
+    return is_last and least < 1e-3 * max(rates)
 
 
 @pytest.mark.parametrize(
@@ -66,71 +76,104 @@ def ends_at_nothing(rates):
     ],
 )
 def test_how_far_and_how_often(run, lines, words, trained, validated):
-    run(*(f"trainer.{word}" for word in words))
-    assert steps(lines(), "train/loss") == list(range(1, trained + 1))
-    assert steps(lines(), "val/loss") == validated
-    assert len(steps(lines(), "test/loss")) == (validated != [])
+    run(*[f"trainer.{word}" for word in words])
+
+    log = lines()
+    assert steps(log, "train/loss") == list(range(1, trained + 1))
+    assert steps(log, "val/loss") == validated
+    tests = steps(log, "test/loss")
+    assert len(tests) == (1 if validated else 0)
     if "max_steps=30" not in words:  # the horizon is that of the epochs, too
-        assert ends_at_nothing(values(lines(), "lr/default"))
+        assert ends_at_nothing(values(log, "lr/default"))
+
+
+# A schedule made for ten thousand epochs would hardly begin.
+ENDLESS = ["trainer.max_epochs=10000", "lr_scheduler=constant"]
 
 
 def test_time_ends_a_run_in_good_order(run, lines, tmp_path):
-    # constant: a schedule made for ten thousand epochs would hardly begin
-    run("trainer.max_epochs=10000", "trainer.max_time=1.5", "lr_scheduler=constant")
-    status = json.loads((tmp_path / "run" / "status.json").read_text())
-    assert (status["state"], status["code"]) == ("stopped", 0)  # not finished: more time goes on
+    run(*ENDLESS, "trainer.max_time=1.5")
+
+    status = read_status(tmp_path / "run")
+    assert status["state"] == "stopped"  # not finished: more time goes on
+    assert status["code"] == 0
     assert "max_time" in status["reason"]
     assert status["resume"].endswith("resume=auto")
-    last = max(line["step"] for line in lines())
+    log = lines()
+    last = max(line["step"] for line in log)
     assert 0 < last < 200_000
-    assert steps(lines(), "test/loss") == [status["best"]["step"]]
-    again = ["trainer.max_epochs=10000", "trainer.max_time=1", "lr_scheduler=constant"]
-    resumed = run(*again, "resume=auto")
+    assert steps(log, "test/loss") == [status["best"]["step"]]
+
+
+def test_more_time_goes_on(run, lines, tmp_path):
+    run(*ENDLESS, "trainer.max_time=1.5")
+    last = max(line["step"] for line in lines())
+
+    resumed = run(*ENDLESS, "trainer.max_time=1", "resume=auto")
+
     assert f"resumed at step {last}" in resumed.err
     changed = [line for line in resumed.err.splitlines() if "changed: " in line]
     assert changed == ["  changed: trainer.max_time: 1.5 -> 1"]
     assert "ended by its time limit (trainer.max_time=1" in resumed.out
-    assert max(line["step"] for line in lines()) > last
-    status = json.loads((tmp_path / "run" / "status.json").read_text())
-    assert steps(lines(), "test/loss") == [status["best"]["step"]]  # the earlier one is abandoned
+    log = lines()
+    assert max(line["step"] for line in log) > last
+    best = read_status(tmp_path / "run")["best"]
+    assert steps(log, "test/loss") == [best["step"]]  # the earlier one is abandoned
 
 
-def test_a_look_at_validation_first_fails_early(train, tmp_path):
-    write_digits(tmp_path / "images", {"train": 4, "val": 2})
-    next((tmp_path / "images" / "val" / "0").iterdir()).write_bytes(b"broken")
-    words = ["data=image_folder", f"data.root={tmp_path / 'images'}", "data.image_size=8"]
-    for looks in (0, 1):
-        run = tmp_path / str(looks)
-        train([*QUICK, *words, f"run_dir={run}", f"trainer.validate_at_start={looks}"], 3)
-        log = run / "metrics.jsonl"
-        assert (log.exists() and "train/loss" in log.read_text()) == (looks == 0)
+@pytest.mark.parametrize("looks", [0, 1])
+def test_a_look_at_validation_first_fails_early(train, tmp_path, looks):
+    images = tmp_path / "images"
+    write_digits(images, {"train": 4, "val": 2})
+    first = next((images / "val" / "0").iterdir())
+    first.write_bytes(b"broken")
+    words = ["data=image_folder", f"data.root={images}", "data.image_size=8"]
+    run = tmp_path / "run"
+
+    train([*QUICK, *words, f"run_dir={run}", f"trainer.validate_at_start={looks}"], 3)
+
+    log = run / "metrics.jsonl"
+    has_trained = log.exists() and "train/loss" in log.read_text()
+    assert has_trained == (looks == 0)
 
 
 def test_debug_overfit(run, lines):
     done = run("debug=overfit", "callbacks.overfit.threshold=0.2", "trainer.overfit_batches=2")
-    trained = steps(lines(), "train/loss")
+
+    log = lines()
+    trained = steps(log, "train/loss")
     assert trained == list(range(1, len(trained) + 1))
     assert len(trained) < 2 * 60
-    assert values(lines(), "train/loss")[-1] <= 0.2 < values(lines(), "train/loss")[-2]
-    assert values(lines(), "train/epoch_accuracy")[-1] > 0.9
+    *_, before_last, last = values(log, "train/loss")
+    assert last <= 0.2 < before_last
+    assert values(log, "train/epoch_accuracy")[-1] > 0.9
     assert "near zero" in done.out
     # Validated is what is trained on: 128 samples, no others.
-    shares = [share * 128 for share in values(lines(), "val/accuracy")]
-    assert shares == pytest.approx([*map(round, shares)], abs=1e-9)
+    right = [accuracy * 128 for accuracy in values(log, "val/accuracy")]
+    assert right == pytest.approx([round(number) for number in right], abs=1e-9)
 
 
-@pytest.mark.parametrize(
-    "experiment", ["regression", "multilabel", "segmentation", "char_lm", "gan"]
-)
-def test_other_tasks_have_a_plan_run_and_are_evaluated(train, tmp_path, experiment):
+OTHERS = ["regression", "multilabel", "segmentation", "char_lm", "gan"]
+
+
+@pytest.mark.parametrize("experiment", OTHERS)
+def test_other_tasks_have_a_plan(train, tmp_path, experiment):
     train([f"experiment={experiment}", "dry_run=true", f"run_dir={tmp_path / 'plan'}"])
-    (plan,) = (path.read_text() for path in (tmp_path / "plan").iterdir())
-    parts = ("Data", "Model", "Optimizer", "Updates", "FLOPs")
-    assert [part for part in parts if part not in plan] == []
+
+    (file,) = (tmp_path / "plan").iterdir()
+    plan = file.read_text()
+    for part in ("Data", "Model", "Optimizer", "Updates", "FLOPs"):
+        assert part in plan
+
+
+@pytest.mark.parametrize("experiment", OTHERS)
+def test_other_tasks_run_and_are_evaluated(train, tmp_path, experiment):
     train([f"experiment={experiment}", "debug=fast", f"run_dir={tmp_path / 'run'}"])
-    lines = logged(tmp_path / "run")
-    assert max(line["step"] for line in lines) == 2
-    assert steps(lines, "val/loss") == steps(lines, "test/loss") == [2]
+
+    log = logged(tmp_path / "run")
+    assert max(line["step"] for line in log) == 2
+    assert steps(log, "val/loss") == [2]
+    assert steps(log, "test/loss") == [2]
     assert (tmp_path / "run" / "checkpoints" / "best.pt").exists()
 
 
@@ -138,25 +181,34 @@ TRIED = [*QUICK[:3], "trainer.max_epochs=3", "trainer.limit_train_batches=3"]
 AT_ONCE = {"name": "asha", "options": {"min_resource": 1, "bootstrap_count": 9}}
 
 
-def test_a_pruned_run_says_so_and_is_done(train, tmp_path):
-    place = tmp_path / "run"
-    journal = tmp_path / "study.journal"
-    # Every job of this study ends at its first validation.
+def study_that_prunes_at_once(journal):
+    """Begin a study of which each job ends at its first validation."""
     storage = open_storage(str(journal))
     study = optuna.create_study(study_name="s", storage=storage, direction="maximize")
     study.set_metric_names(["val/accuracy"])
     study.set_user_attr(PRUNER, AT_ONCE)
     study.ask()
-    trial = f"sweep.trial={{storage: '{journal}', study: s, number: 0}}"
-    run = train([*TRIED, trial, f"run_dir={place}"])
-    status = json.loads((place / "status.json").read_text())
-    assert (status["state"], status["reason"]) == ("pruned", "pruned at epoch 1, step 3")
+
+
+def test_a_pruned_run_says_so_and_is_done(train, tmp_path):
+    place = tmp_path / "run"
+    journal = tmp_path / "study.journal"
+    study_that_prunes_at_once(journal)
+    words = [*TRIED, f"sweep.trial={{storage: '{journal}', study: s, number: 0}}"]
+
+    run = train([*words, f"run_dir={place}"])
+    again = train([*words, f"run_dir={place}", "resume=auto"])
+
+    status = read_status(place)
+    assert status["state"] == "pruned"
+    assert status["reason"] == "pruned at epoch 1, step 3"
     assert "best/val/accuracy" in status["results"]
-    assert not any(key.startswith("test/") for key in status["results"])
+    for name in status["results"]:
+        assert not name.startswith("test/")
     assert "pruned: its search ended it early" in run.out
     assert "is behind the other jobs" in run.err
-    assert yaml.safe_load((place / "config.yaml").read_text())["sweep"] is None
-    again = train([*TRIED, trial, f"run_dir={place}", "resume=auto"])
+    config = yaml.safe_load((place / "config.yaml").read_text())
+    assert config["sweep"] is None
     assert "already pruned at epoch 1, step 3" in again.err
 
 
@@ -166,11 +218,17 @@ PACKAGES = ("conf/", "data/", "models/", "trainer/", "callbacks/", "scripts/")
 
 def test_few_frames_of_ours_lie_between_the_command_and_a_step(train, tmp_path):
     shutil.copy(Path(__file__).with_name("user_code.py"), tmp_path / "users.py")
-    words = [*QUICK[:2], "optimizer=sgd", "optimizer={_target_: users.Recording, lr: 0.1}"]
-    train([*words, "trainer.max_steps=1"], folder=tmp_path)
+    words = ["experiment=resnet18", "model=mlp", "optimizer=sgd", "trainer.max_steps=1"]
+    words.append("optimizer={_target_: users.Recording, lr: 0.1}")
+
+    train(words, folder=tmp_path)
+
     frames = json.loads((tmp_path / "frames.json").read_text())
-    named = [f"{file.removeprefix(f'{ROOT}/')} {name}" for file, name in frames]
-    ours = [name for name in named if name.startswith(PACKAGES)]
-    ours = ours[ours.index("scripts/train.py train") :]  # from the command's function
-    assert "trainer/trainer.py fit" in ours
-    assert len(ours) <= 9, ours
+    ours = []
+    for file, name in frames:
+        place = file.removeprefix(f"{ROOT}/")
+        if place.startswith(PACKAGES):
+            ours.append(f"{place} {name}")
+    from_command = ours[ours.index("scripts/train.py train") :]
+    assert "trainer/trainer.py fit" in from_command
+    assert len(from_command) <= 9, from_command
