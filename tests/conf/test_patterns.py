@@ -41,10 +41,21 @@ def test_a_pattern_without_end_is_refused_at_once(text):
 @pytest.mark.parametrize(
     "text",
     [
-        *("bias$", r"^blocks\.(\d+)\.", r"(^|\.)(head|heads|fc|classifier)(\.|$)", ".*"),
-        *(r".*\.attn\..*(q|k|v)_proj.*weight", "(.*norm.*|.*bias.*)", r"^(?!head).*\.weight$"),
-        *(r"(\w+\.)*bias", r"(layers\.\d+\.)+weight", r".*attn.*q.*weight.*"),
-        *(r"(layers?|blocks?)\.\d+\.", r"(\w+\.){2}\w", "(?:a|b)*c", "(?i:NORM)", r"[\w.]+$"),
+        "bias$",
+        r"^blocks\.(\d+)\.",
+        r"(^|\.)(head|heads|fc|classifier)(\.|$)",
+        ".*",
+        r".*\.attn\..*(q|k|v)_proj.*weight",
+        "(.*norm.*|.*bias.*)",
+        r"^(?!head).*\.weight$",
+        r"(\w+\.)*bias",
+        r"(layers\.\d+\.)+weight",
+        r".*attn.*q.*weight.*",
+        r"(layers?|blocks?)\.\d+\.",
+        r"(\w+\.){2}\w",
+        "(?:a|b)*c",
+        "(?i:NORM)",
+        r"[\w.]+$",
     ],
 )
 def test_a_usual_pattern_finds_what_re_finds(text):

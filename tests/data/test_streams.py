@@ -56,26 +56,48 @@ def _same(one, other):
 @pytest.mark.parametrize("workers", [1, 2])
 def test_workers_do_not_change_a_stream(workers, jumps):
     whole = batches(Numbers(jumps=jumps))
-    assert _same(batches(Numbers(jumps=jumps), workers=workers), whole)
-    assert sorted(torch.cat(whole)[:, 0].tolist()) == list(range(20))
+
+    found = batches(Numbers(jumps=jumps), workers=workers)
+
+    assert _same(found, whole)
+    numbers = torch.cat(whole)[:, 0]
+    assert sorted(numbers.tolist()) == list(range(20))
+
+
+@pytest.mark.parametrize("jumps", [False, True])
+def test_a_stream_is_told_its_epoch(jumps):
+    first = batches(Numbers(jumps=jumps))
     later = batches(Numbers(jumps=jumps), epoch=2)
+
+    epochs = torch.cat(later)[:, 1]
+    assert epochs.unique().tolist() == [2.0]
+    assert not _same(first, later)
     one = Loader(Numbers(jumps=jumps), UpdateSampler(Sequential(20), batch_size=6), seed=9)
-    for epoch, expected in ((0, whole), (2, later)):  # of one loader
+    for epoch, expected in ((0, first), (2, later)):
         assert _same([micro.batch[0] for micro in one.epoch(epoch)], expected)
-    assert torch.cat(later)[:, 1].unique().tolist() == [2.0]
-    assert not _same(whole, later)
-    for start in range(4):  # as a resume begins
+
+
+@pytest.mark.parametrize("jumps", [False, True])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_stream_is_resumed_at_any_update(workers, jumps):
+    whole = batches(Numbers(jumps=jumps), epoch=2)
+
+    for start in range(4):
         resumed = batches(Numbers(jumps=jumps), epoch=2, start=start, workers=workers)
-        assert _same(resumed, later[start:])
+        assert _same(resumed, whole[start:])
 
 
 def test_ranks_share_a_stream_out():
-    parts = [
-        batches(Numbers(), rank=rank, world_size=2, gradient_accumulation_steps=2)
-        for rank in range(2)
-    ]
-    batch_slices = [batch_slice for pair in zip(*parts, strict=True) for batch_slice in pair]
-    assert torch.equal(torch.cat(batch_slices), torch.cat(batches(Numbers())))
+    cut = {"world_size": 2, "gradient_accumulation_steps": 2}
+
+    first = batches(Numbers(), rank=0, **cut)
+    second = batches(Numbers(), rank=1, **cut)
+
+    in_order = []
+    for pair in zip(first, second, strict=True):
+        in_order += pair
+    whole = batches(Numbers())
+    assert torch.equal(torch.cat(in_order), torch.cat(whole))
 
 
 class _Raw:
@@ -107,14 +129,21 @@ def test_an_epoch_that_was_broken_off_is_forgotten():
     fresh = Stream(Numbers())
     broken.begin_epoch(0, 5)
     assert broken[2] is not None
-    for stream in (broken, fresh):
-        stream.begin_epoch(1, 6)
-    assert torch.equal(broken[3][0], fresh[3][0])
+
+    broken.begin_epoch(1, 6)
+    fresh.begin_epoch(1, 6)
+
+    found, _ = broken[3]
+    expected, _ = fresh[3]
+    assert torch.equal(found, expected)
 
 
 def test_a_stream_that_ends_early_is_told():
     with pytest.raises(DataError, match="ended after 20 of 30 samples: set its length to 20"):
         batches(Stream(Numbers(), length=30))
+
+
+def test_a_stream_without_a_length_or_with_replacements_is_refused():
     with pytest.raises(DataError, match=r"_Raw has no length.*data\.streams\.Stream"):
         Stream(_Raw())
     sampler = UpdateSampler(Sequential(20), batch_size=6)

@@ -65,8 +65,26 @@ LAYOUTS = [
 ]
 
 
+def content_of(tree, split="train", name="a.json"):
+    """Write the scenes in COCO's layout; return its file and the file's content."""
+    file = tree / split / name
+    return file, write_coco(file.parent, file, SCENES)
+
+
+def labels_of(index):
+    _, boxes = SCENES[index]
+    return [label for label, _ in boxes]
+
+
+def boxes_of(index):
+    """Return the boxes of a scene, (boxes, 4)."""
+    _, boxes = SCENES[index]
+    return torch.tensor([box for _, box in boxes], dtype=torch.float32).reshape(-1, 4)
+
+
 def opened(tree, split="train", **options):
-    return detection_folder(str(tree), split, **{"image_size": 64, "val_fraction": 0, **options})
+    options = {"image_size": 64, "val_fraction": 0, **options}
+    return detection_folder(str(tree), split, **options)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -74,84 +92,122 @@ def opened(tree, split="train", **options):
 def test_each_layout_gives_the_boxes_of_the_scenes(tmp_path, layout, val):
     layout(tmp_path, "train", SCENES)
     layout(tmp_path, val, SCENES[:2])
+
     train = opened(tmp_path)
+
     assert train.classes == CLASSES
     assert len(train) == 6  # pictures without boxes are kept
-    for index, (picture, boxes) in enumerate(SCENES):
+    for index, (picture, _) in enumerate(SCENES):
         image, target = train[index]
-        assert isinstance(target["boxes"], tv_tensors.BoundingBoxes)
-        assert (image.shape, image.dtype) == ((3, 64, 64), torch.float32)
+        assert image.shape == (3, 64, 64)
+        assert image.dtype == torch.float32
         # 48 x 64 pixels: nothing is scaled, and what is missing below is black.
         expected = torch.from_numpy(picture).permute(2, 0, 1) / 255
         torch.testing.assert_close(image[:, :48].as_subclass(torch.Tensor), expected)
         assert not image[:, 48:].any()
-        wanted = torch.tensor([box for _, box in boxes]).float().reshape(-1, 4)
-        torch.testing.assert_close(target["boxes"].as_subclass(torch.Tensor), wanted)
-        assert target["labels"].tolist() == [label for label, _ in boxes]
+        assert isinstance(target["boxes"], tv_tensors.BoundingBoxes)
+        found = target["boxes"].as_subclass(torch.Tensor)
+        torch.testing.assert_close(found, boxes_of(index))
+        assert target["labels"].tolist() == labels_of(index)
         assert int(target["image_id"]) == index
     assert len(opened(tmp_path, "val")) == 2
     assert opened(tmp_path, "test") is None
 
 
 def test_pictures_and_boxes_are_scaled_into_the_square(tmp_path):
-    layout_beside(tmp_path, "train", [scene(0, (64, 32))])
+    narrow = scene(0, (64, 32))
+    layout_beside(tmp_path, "train", [narrow])
+
     image, target = opened(tmp_path, image_size=128)[0]
+
     assert image.shape == (3, 128, 128)
     assert not image[:, :, 64:].any()
-    _, boxes = scene(0, (64, 32))
-    assert target["boxes"].tolist() == [[2.0 * edge for edge in box] for _, box in boxes]
+    _, boxes = narrow
+    expected = [[2.0 * edge for edge in box] for _, box in boxes]
+    assert target["boxes"].tolist() == expected
 
 
-def test_a_missing_val_is_cut_from_train_and_folds_cover_it(tmp_path):
+def test_a_missing_val_is_cut_from_train(tmp_path):
     layout_yolo(tmp_path, "train", SCENES)
+
     train = opened(tmp_path, val_fraction=0.34)
     val = opened(tmp_path, "val", val_fraction=0.34)
-    names = [*train.names, *val.names]
-    assert (len(train), len(val), len({*names})) == (4, 2, 6)
-    folds = [opened(tmp_path, "val", fold=fold, folds=3) for fold in range(3)]
-    assert sorted(name for fold in folds for name in fold.names) == sorted(names)
+
+    assert len(train) == 4
+    assert len(val) == 2
+    assert len({*train.names, *val.names}) == 6
 
 
-def test_crowds_are_left_out_of_training_and_ignored_by_an_evaluation(tmp_path):
+def test_folds_share_the_pictures_out(tmp_path):
+    layout_yolo(tmp_path, "train", SCENES)
+
+    names = []
+    for fold in range(3):
+        names.extend(opened(tmp_path, "val", fold=fold, folds=3).names)
+
+    assert sorted(names) == sorted(opened(tmp_path).names)
+
+
+@pytest.fixture
+def crowded(tmp_path):
+    """Scenes whose first box is that of a crowd, for training and validation."""
     for split in ("train", "val"):
-        content = write_coco(tmp_path / split, tmp_path / split / "a.json", SCENES)
+        file, content = content_of(tmp_path, split)
         content["annotations"][0]["iscrowd"] = 1
-        (tmp_path / split / "a.json").write_text(json.dumps(content))
-    _, target = opened(tmp_path)[0]
-    assert len(target["boxes"]) == len(SCENES[0][1]) - 1
+        file.write_text(json.dumps(content))
+    return tmp_path
+
+
+def test_crowds_are_left_out_of_training(crowded):
+    _, target = opened(crowded)[0]
+
+    assert len(target["boxes"]) == len(labels_of(0)) - 1
     assert "iscrowd" not in target
-    _, target = opened(tmp_path, "val")[0]
-    assert target["iscrowd"].tolist() == [1] + [0] * (len(SCENES[0][1]) - 1)
 
 
-def test_a_category_of_all_classes_or_of_the_background_is_no_class(tmp_path, caplog):
-    content = write_coco(tmp_path / "train", tmp_path / "train/a.json", SCENES)
+def test_crowds_are_ignored_by_an_evaluation(crowded):
+    _, target = opened(crowded, "val")[0]
+
+    others = len(labels_of(0)) - 1
+    assert target["iscrowd"].tolist() == [1] + [0] * others
+
+
+def test_a_category_of_all_classes_or_of_the_background_is_no_class(tmp_path):
+    file, content = content_of(tmp_path)
     for category in content["categories"]:
         category["supercategory"] = "digits"
     content["categories"] += [
         {"id": 0, "name": "digits", "supercategory": "none"},
         {"id": 5, "name": "Background"},
     ]
-    (tmp_path / "train/a.json").write_text(json.dumps(content))
+    file.write_text(json.dumps(content))
+
     train = opened(tmp_path)
+
     assert train.classes == CLASSES
-    assert train[0][1]["labels"].tolist() == [label for label, _ in SCENES[0][1]]
+    _, target = train[0]
+    assert target["labels"].tolist() == labels_of(0)
 
 
-def test_names_may_be_given_in_another_order(tmp_path):
-    layout_beside(tmp_path / "coco", "train", SCENES)
-    layout_yolo(tmp_path / "yolo", "train", SCENES)
+@pytest.mark.parametrize("layout", [layout_beside, layout_yolo])
+def test_names_may_be_given_in_another_order(tmp_path, layout):
+    layout(tmp_path, "train", SCENES)
     turned = CLASSES[::-1]
-    for kind in ("coco", "yolo"):
-        train = opened(tmp_path / kind, classes=turned)
-        assert train.classes == turned
-        assert train[0][1]["labels"].tolist() == [2 - label for label, _ in SCENES[0][1]]
+
+    train = opened(tmp_path, classes=turned)
+
+    assert train.classes == turned
+    _, target = train[0]
+    assert target["labels"].tolist() == [2 - label for label in labels_of(0)]
 
 
 def test_yolo_takes_polygons_by_their_box(tmp_path):
     layout_yolo(tmp_path, "train", SCENES)
     (tmp_path / "train/labels/000.txt").write_text("1 0.25 0.5 0.5 0.25 0.75 0.5 0.5 0.75\n")
-    assert opened(tmp_path)[0][1]["boxes"].tolist() == [[16, 12, 48, 36]]
+
+    _, target = opened(tmp_path)[0]
+
+    assert target["boxes"].tolist() == [[16, 12, 48, 36]]
 
 
 def test_the_fingerprint_is_that_of_names_and_boxes(tmp_path):
@@ -166,6 +222,7 @@ def test_torchvisions_transforms_move_the_boxes(tmp_path):
     layout_beside(tmp_path, "train", SCENES)
     plain = opened(tmp_path)
     flipped = opened(tmp_path, transform=v2.RandomHorizontalFlip(p=1.0))
+
     for index in range(len(plain)):
         image, target = plain[index]
         other, moved = flipped[index]
@@ -173,47 +230,66 @@ def test_torchvisions_transforms_move_the_boxes(tmp_path):
         left, top, right, bottom = target["boxes"].T
         expected = torch.stack([64 - right, top, 64 - left, bottom], 1)
         assert torch.equal(moved["boxes"], expected)
-        assert all(other[:, y:b, x:r].any() for x, y, r, b in moved["boxes"].int().tolist())
+        for left, top, right, bottom in moved["boxes"].int().tolist():
+            assert other[:, top:bottom, left:right].any()
 
 
-def test_the_augmentation_keeps_boxes_on_their_objects_and_is_keyed_by_sample(tmp_path):
+def augmented(config, batch_size, workers):
+    """Return the samples of the second epoch, as (image, target)."""
+    train = build_data(config, ["train"]).sets["train"]
+    sampler = UpdateSampler(Sequential(20), batch_size=batch_size)
+    loader = Loader(train, sampler, seed=0, collate_fn=collate_boxes, num_workers=workers)
+    samples = []
+    for micro in loader.epoch(1):
+        images, targets = micro.batch
+        samples += zip(images, targets, strict=True)
+    loader.close()
+    return samples
+
+
+@pytest.fixture
+def augmentation(tmp_path):
+    """A configuration of detection with twenty scenes."""
     layout_beside(tmp_path, "train", [scene(number) for number in range(20)])
     words = ["data=detection", f"data.root={tmp_path}", "data.image_size=64"]
-    config = parse(compose([*words, "data.val_fraction=0"]).config)
-    loaders = []
-    for batch_size, workers in ((4, 0), (5, 2)):
-        train = build_data(config, ["train"]).sets["train"]
-        sampler = UpdateSampler(Sequential(20), batch_size=batch_size)
-        options = {"seed": 0, "collate_fn": collate_boxes, "num_workers": workers}
-        loader = Loader(train, sampler, **options)
-        batches = [micro_batch.batch for micro_batch in loader.epoch(1)]
-        loaders.append([pair for batch in batches for pair in zip(*batch, strict=True)])
-        loader.close()
-    changed = 0
-    for index, ((image, target), (other, same)) in enumerate(zip(*loaders, strict=True)):
-        assert torch.equal(image, other)
-        assert torch.equal(target["boxes"], same["boxes"])
-        assert len(target["boxes"]) == len(target["labels"]) <= len(scene(index)[1])
+    return parse(compose([*words, "data.val_fraction=0"]).config)
+
+
+def test_the_augmentation_keeps_boxes_on_their_objects(augmentation):
+    left_out = 0
+    for index, (image, target) in enumerate(augmented(augmentation, 4, workers=0)):
+        _, boxes = scene(index)
+        assert len(target["boxes"]) == len(target["labels"]) <= len(boxes)
         for box in target["boxes"]:
             left, top = box[:2].floor().int().tolist()
             right, bottom = box[2:].ceil().int().tolist()
             assert 0 <= left < right <= 64
             assert 0 <= top < bottom <= 64
             assert image[:, top:bottom, left:right].std() > 0.02  # a part of a digit
-        changed += len(target["boxes"]) != len(scene(index)[1])
-    assert changed  # a crop has left an object out
+        left_out += len(boxes) - len(target["boxes"])
+    assert left_out > 0  # by a crop
+
+
+def test_the_augmentation_is_keyed_by_sample(augmentation):
+    samples = augmented(augmentation, 4, workers=0)
+    others = augmented(augmentation, 5, workers=2)
+
+    for (image, target), (other_image, other_target) in zip(samples, others, strict=True):
+        assert torch.equal(image, other_image)
+        assert torch.equal(target["boxes"], other_target["boxes"])
 
 
 def test_samples_become_a_batch_of_plain_tensors(tmp_path):
     layout_beside(tmp_path, "train", SCENES)
     train = opened(tmp_path)
+
     images, targets = collate_boxes([train[index] for index in range(6)])
+
     assert type(images) is torch.Tensor
     assert images.shape == (6, 3, 64, 64)
-    assert {type(value) for target in targets for value in target.values()} == {torch.Tensor}
-    stand_in, target = opened(tmp_path, "train").stand_in()
-    assert stand_in.shape == (3, 64, 64)
-    assert target["boxes"].shape == (0, 4)
+    for target in targets:
+        for value in target.values():
+            assert type(value) is torch.Tensor
 
 
 # What is wrong in a COCO file, and what the message names.
@@ -418,77 +494,132 @@ def test_what_is_not_one_data_set_is_refused(tmp_path):
         opened(tmp_path)
 
 
+def test_a_stand_in_has_no_boxes(tmp_path):
+    layout_beside(tmp_path, "train", SCENES)
+
+    image, target = opened(tmp_path, "train").stand_in()
+
+    assert image.shape == (3, 64, 64)
+    assert target["boxes"].shape == (0, 4)
+
+
 def test_a_picture_of_another_size_than_its_annotations_say(tmp_path):
-    file = tmp_path / "train/a.json"
-    content = write_coco(tmp_path / "train", file, SCENES)
+    file, content = content_of(tmp_path)
     content["images"][0].update(width=48, height=64)
-    content["annotations"] = [a for a in content["annotations"] if a["image_id"] != 1]
+    others = [box for box in content["annotations"] if box["image_id"] != 1]
+    content["annotations"] = others
     file.write_text(json.dumps(content))
+
     with pytest.raises(DataError, match=r"000\.png has 64 x 48 pixels.* 48 x 64"):
         opened(tmp_path)[0]
 
 
 def test_boxes_that_are_wrong_can_be_left_out(tmp_path, caplog):
-    file = tmp_path / "train/a.json"
-    content = write_coco(tmp_path / "train", file, SCENES)
-    for index, box in enumerate([[60, 0, 16, 16], [70, 0, 16, 16], [5, 5, 0, 3]]):
-        content["annotations"][index]["bbox"] = box
+    file, content = content_of(tmp_path)
+    content["annotations"][0]["bbox"] = [60, 0, 16, 16]  # in part
+    content["annotations"][1]["bbox"] = [70, 0, 16, 16]
+    content["annotations"][2]["bbox"] = [5, 5, 0, 3]
     file.write_text(json.dumps(content))
+
     train = opened(tmp_path, invalid_boxes="drop")
-    kept = [box for index in range(6) for box in train[index][1]["boxes"].tolist()]
+
+    kept = []
+    for index in range(6):
+        _, target = train[index]
+        kept += target["boxes"].tolist()
     assert len(kept) == len(content["annotations"]) - 2
     assert kept[0] == [60, 0, 64, 16]
     assert "left out 2 invalid boxes" in caplog.text
 
 
 def test_a_pixel_beyond_the_edge_is_rounding(tmp_path):
-    file = tmp_path / "train/a.json"
-    content = write_coco(tmp_path / "train", file, SCENES)
+    file, content = content_of(tmp_path)
     content["annotations"][0]["bbox"] = [-0.5, 0, 16, 48.9]
     file.write_text(json.dumps(content))
-    assert np.allclose(opened(tmp_path)[0][1]["boxes"][0], [0, 0, 15.5, 48])
+
+    _, target = opened(tmp_path)[0]
+
+    assert np.allclose(target["boxes"][0], [0, 0, 15.5, 48])
 
 
 def test_scenes_of_digits_have_boxes_around_their_ink():
     scenes = DigitBoxes("val", scenes=40, sides=(12, 20))
-    again = DigitBoxes("val", scenes=40, sides=(12, 20))
+
     assert len(scenes) == 40
-    assert scenes.fingerprint() == again.fingerprint()
-    assert scenes.fingerprint() != DigitBoxes("val", scenes=40, split_seed=1).fingerprint()
-    counts = []
+    counts = set()
     for index in range(len(scenes)):
         image, target = scenes[index]
         outside = image.clone()
-        for x1, y1, x2, y2 in target["boxes"].int().tolist():
-            inside = image[:, y1:y2, x1:x2]
+        for left, top, right, bottom in target["boxes"].int().tolist():
+            inside = image[:, top:bottom, left:right]
             assert inside.amax((0, 1)).min() > 0.1  # each column, and each row, has ink
             assert inside.amax((0, 2)).min() > 0.1
-            outside[:, y1:y2, x1:x2] = 0
+            outside[:, top:bottom, left:right] = 0
         assert outside.max() < 0.13
-        counts.append(len(target["boxes"]))
-    assert {*counts} == {1, 2, 3}
-    assert {"size", "frame", "iscrowd"} <= scenes[0][1].keys()
-    assert not {"size", "frame", "iscrowd"} & DigitBoxes("train", scenes=1)[0][1].keys()
+        counts.add(len(target["boxes"]))
+    assert counts == {1, 2, 3}
+
+
+def test_scenes_of_digits_have_the_fingerprint_of_what_they_are_made_with():
+    found = DigitBoxes("val", scenes=40, sides=(12, 20)).fingerprint()
+
+    again = DigitBoxes("val", scenes=40, sides=(12, 20))
+    other = DigitBoxes("val", scenes=40, split_seed=1)
+    assert found == again.fingerprint()
+    assert found != other.fingerprint()
+
+
+def test_scenes_of_digits_for_an_evaluation_have_what_it_needs():
+    of_evaluation = {"size", "frame", "iscrowd"}
+
+    _, val = DigitBoxes("val", scenes=1)[0]
+    _, train = DigitBoxes("train", scenes=1)[0]
+
+    assert of_evaluation <= val.keys()
+    assert of_evaluation.isdisjoint(train.keys())
+
+
+def test_scenes_of_digits_that_cannot_be_made_are_refused():
     with pytest.raises(DataError, match=r"data.sides=\[30, 20\]"):
         DigitBoxes("val", sides=(30, 20))
     with pytest.raises(DataError, match=r"data.scenes=0: give at least 1"):
         DigitBoxes("val", scenes=0)
 
 
-def test_categories_and_pictures_keep_the_numbers_of_their_files(tmp_path):
-    layout_beside(tmp_path / "coco", "train", SCENES)
-    layout_beside(tmp_path / "coco", "val", SCENES)
-    val = detection_folder(str(tmp_path / "coco"), "val", 64)
+def test_categories_and_pictures_of_coco_keep_the_numbers_of_their_file(tmp_path):
+    layout_beside(tmp_path, "train", SCENES)
+    layout_beside(tmp_path, "val", SCENES)
+
+    val = detection_folder(str(tmp_path), "val", 64)
+    turned = detection_folder(str(tmp_path), "val", 64, classes=CLASSES[::-1])
+
     assert val.category_ids == [10, 20, 30]
     assert [val.number(index) for index in range(3)] == [1, 2, 3]
-    reversed_names = CLASSES[::-1]
-    val = detection_folder(str(tmp_path / "coco"), "val", 64, classes=reversed_names)
-    assert val.category_ids == [30, 20, 10]
-    layout_yolo(tmp_path / "yolo", "val", SCENES)
-    layout_yolo(tmp_path / "yolo", "train", SCENES)
-    val = detection_folder(str(tmp_path / "yolo"), "val", 64)
+    assert turned.category_ids == [30, 20, 10]
+
+
+def test_categories_and_pictures_of_yolo_are_counted(tmp_path):
+    layout_yolo(tmp_path, "val", SCENES)
+    layout_yolo(tmp_path, "train", SCENES)
+
+    val = detection_folder(str(tmp_path), "val", 64)
+
     assert val.category_ids == [0, 1, 2]
     assert val.number(2) == 2
+
+
+class Known(torch.nn.Module):
+    """A detector that answers with what it is given."""
+
+    def __init__(self, target):
+        super().__init__()
+        self.answer = {
+            "boxes": target["boxes"].as_subclass(torch.Tensor),
+            "labels": target["labels"].as_subclass(torch.Tensor),
+        }
+
+    def forward(self, images):
+        return [self.answer]
 
 
 def test_the_frame_leads_back_to_the_picture_through_a_transform(tmp_path):
@@ -497,18 +628,13 @@ def test_the_frame_leads_back_to_the_picture_through_a_transform(tmp_path):
     resized = v2.Compose([v2.Resize((30, 90)), v2.Pad([3, 5, 0, 2])])
     plain = detection_folder(str(tmp_path), "val", 64)
     moved = detection_folder(str(tmp_path), "val", 64, transform=lambda pair: resized(*pair))
+
     for index in range(len(SCENES)):
         _, expected = plain[index]
         _, target = moved[index]
-        answer = {name: value.as_subclass(torch.Tensor) for name, value in target.items()}
-
-        class Known(torch.nn.Module):
-            def forward(self, images, answer=answer):
-                return [{"boxes": answer["boxes"], "labels": answer["labels"]}]
-
         batch = collate_boxes([moved[index]])
-        (found,) = Detection.prediction_step(None, Known(), batch)
-        _, boxes = SCENES[index]
-        truth = torch.tensor([box for _, box in boxes], dtype=torch.float32).view(-1, 4)
-        torch.testing.assert_close(found["boxes"], truth, rtol=0, atol=1e-3)
+
+        (found,) = Detection.prediction_step(None, Known(target), batch)
+
+        torch.testing.assert_close(found["boxes"], boxes_of(index), rtol=0, atol=1e-3)
         assert expected["size"].tolist() == target["size"].tolist() == [48, 64]
