@@ -45,9 +45,11 @@ def _here(tmp_path, monkeypatch):
         Path("runs", run).mkdir(parents=True)
         Path("runs", run, "manifest.json").write_text("{}")
     for name in ("experiment/mine", "model/resnet_mine"):
-        Path("mine", name).parent.mkdir(parents=True)
-        text = "# train experiment=mine\n# @package _global_\n# What I am after.\nname: mine\n"
-        Path("mine", f"{name}.yaml").write_text(text)
+        file = Path("mine", f"{name}.yaml")
+        file.parent.mkdir(parents=True)
+        file.write_text(
+            "# train experiment=mine\n# @package _global_\n# What I am after.\nname: mine\n"
+        )
 
 
 def every_key(schema, section=""):
@@ -261,7 +263,8 @@ def test_a_mistake_is_marked(row):
 
 def test_the_command_prints_a_schema_or_writes_all(tmp_path, capsys):
     assert schema(["task/loss"]) == 0
-    assert json.loads(text := capsys.readouterr().out)["title"] == "task/loss"
+    text = capsys.readouterr().out
+    assert json.loads(text)["title"] == "task/loss"
     assert schema(["--write", str(tmp_path / "editor")]) == 0
     written = {path.name: path.read_text(encoding="utf-8") for path in tmp_path.rglob("*.json")}
     assert {"configuration.json", "experiment.json", "task.loss.json"} <= set(written)

@@ -20,7 +20,8 @@ from regimen.trainer.callback import Callback
 
 EXPERIMENT = "# train experiment=mine\n# @package _global_\n"
 OPEN = "model._target_=torchvision.models.resnet18"  # takes any argument
-TASKS, CHOSEN = "task._target_=regimen.trainer.tasks.", "task/loss=weighted_sum"
+TASKS = "task._target_=regimen.trainer.tasks."
+CHOSEN = "task/loss=weighted_sum"
 MLP = "num_classes in_channels image_size activation hidden"
 FAKE = "{_target_: torchvision.datasets.FakeData, size: 8}"
 
@@ -158,8 +159,8 @@ def test_a_stored_configuration_composes_to_itself(tmp_path):
     line = ["--config-dir", str(tmp_path), "--config-name", "config"]
     assert composed(*line) == stored
     # Keys whose readers are resolved are kept.
-    saved = "defaults:\n  - train\n  - _self_\nname: saved\ndata:\n  image_size: 16\n"
-    (tmp_path / "config.yaml").write_text(saved)
+    saved = tmp_path / "config.yaml"
+    saved.write_text("defaults:\n  - train\n  - _self_\nname: saved\ndata:\n  image_size: 16\n")
     assert composed(*line, "data.image_size=24")["data"]["image_size"] == 24
 
 
@@ -319,8 +320,8 @@ trackers.wandb.WandB.mode trackers.wandb.WandB.project unfreeze.Unfreeze.stages
     ids=["a folder", "a server", "below", "a mirror", "a mirror by position", "within another"],
 )
 def test_where_a_run_is_written_or_sent_to_no_file_says(mine, node, key, place):
-    text = f"name: mine\ncallbacks:\n  sent: {{{node}}}\n"
-    write(mine, "experiment/mine.yaml", EXPERIMENT + text)
+    content = EXPERIMENT + f"name: mine\ncallbacks:\n  sent: {{{node}}}\n"
+    write(mine, "experiment/mine.yaml", content)
     line = ["--config-dir", str(mine), "experiment=mine"]
     told = refused(*line)
     assert f"callbacks.sent.{key}: is {place!r}" in told
@@ -360,8 +361,8 @@ def test_every_text_that_one_of_our_callbacks_takes_is_no_place_or_is_known_as_o
 def test_an_address_of_a_file_has_one_protocol_of_a_list(mine, place, words, key, monkeypatch):
     monkeypatch.setattr(addresses, "_typed_protocols", set())
     own = f"{{root: '{place}'}}" if key == "root" else f"{{train: {{root: '{place}'}}}}"
-    text = f"defaults: [override /data: shards]\nname: mine\ndata: {own}\n"
-    write(mine, "experiment/mine.yaml", EXPERIMENT + text)
+    content = EXPERIMENT + f"defaults: [override /data: shards]\nname: mine\ndata: {own}\n"
+    write(mine, "experiment/mine.yaml", content)
     line = ["--config-dir", str(mine), "experiment=mine"]
     told = refused(*line, *([] if key == "root" else ["data.root=x"]))
     assert f"data.{key}: {place!r}" in told
@@ -456,20 +457,23 @@ def test_the_last_word_of_files_on_a_group_wins(mine, base, choices, target):
 
 
 def test_one_more_choice_is_added_to_the_list_of_a_file(mine):
-    text = "defaults: [override /callbacks: [default, ema]]\n"
-    write(mine, "experiment/mine.yaml", EXPERIMENT + text)
-    callbacks = composed("--config-dir", str(mine), "experiment=mine", "+callbacks=swa")[
-        "callbacks"
-    ]
-    assert {"checkpoint", "ema", "swa"} <= callbacks.keys()
+    content = EXPERIMENT + "defaults: [override /callbacks: [default, ema]]\n"
+    write(mine, "experiment/mine.yaml", content)
+
+    config = composed("--config-dir", str(mine), "experiment=mine", "+callbacks=swa")
+
+    assert {"checkpoint", "ema", "swa"} <= config["callbacks"].keys()
 
 
 def test_values_of_a_file_stay_where_another_choice_is_typed(mine):
-    text = "optimizer: {lr: 0.5}\nlr_scheduler: {interval: epoch}\n"
-    write(mine, "experiment/mine.yaml", EXPERIMENT + text)
+    content = EXPERIMENT + "optimizer: {lr: 0.5}\nlr_scheduler: {interval: epoch}\n"
+    write(mine, "experiment/mine.yaml", content)
     line = ["--config-dir", str(mine), "experiment=mine"]
+
     config = composed(*line, "lr_scheduler=cosine", "optimizer=adam")
-    assert (config["optimizer"]["lr"], config["lr_scheduler"]["interval"]) == (0.5, "epoch")
+
+    assert config["optimizer"]["lr"] == 0.5
+    assert config["lr_scheduler"]["interval"] == "epoch"
     assert composed(*line, "lr_scheduler=null")["lr_scheduler"] is None
 
 

@@ -37,64 +37,113 @@ def experiment():
 SIX_SECONDS = dict.fromkeys(KINDS[:6], 1.0)
 
 
-@pytest.mark.parametrize("columns", [None, 60, 120])
-def test_the_block_fits_the_terminal_and_its_commands_can_be_pasted(
-    experiment, tmp_path, monkeypatch, columns
-):
-    monkeypatch.chdir(tmp_path)
-    Path("my run/tensorboard").mkdir(parents=True)
-    bare = final_block(RunRequest({}, [], {}, []), experiment, Path("my run"), RESULTS, SIX_SECONDS)
-    assert "\nevaluate" not in bare  # there is no checkpoint to test
-    Path("my run/checkpoints").mkdir()
-    Path("my run/checkpoints/last.pt").touch()
-    experiment.trainer.state.stop_reason = MAX_TIME
-    request = RunRequest({}, [], {}, ["experiment=resnet18"])
-    facts = (RESULTS, SIX_SECONDS, columns)
-    text = final_block(request, experiment, Path("my run"), *facts).strip()
-    said = {}
+REQUEST = RunRequest({}, [], {}, ["experiment=resnet18"])
+LABEL = len("trained  ")  # the width of the column of labels
+
+
+def by_label(text):
+    """Return the lines of the block, without their labels, by label."""
+    found = {}
     for line in text.splitlines():
-        said.setdefault(line[:9].strip(), []).append(line[9:])
-    commands = [line for line in text.splitlines() if line.startswith(("tensorboard", "evaluate"))]
-    for line in commands:
-        said.pop(line[:9].strip())
-    look, evaluate = map(shlex.split, commands)
-    go_on = shlex.split(said.pop("go on")[0])
-    facts = [line for lines in said.values() for line in lines]
-    assert max(map(len, facts)) + len("trained  ") <= (columns or 100)
-    assert evaluate == ["evaluate", "run=my run"]
-    assert look == ["tensorboard", "--logdir", "my run/tensorboard"]
-    assert go_on[-2:] == ["run_dir='my run'", "resume=auto"]
-    assert said["data"] == ["train range 1,200, test list 2"]
+        label = line[:LABEL].strip()
+        found.setdefault(label, []).append(line[LABEL:])
+    return found
+
+
+@pytest.fixture
+def run_dir(tmp_path, monkeypatch):
+    """A run directory with a blank in its name."""
+    monkeypatch.chdir(tmp_path)
+    path = Path("my run")
+    (path / "tensorboard").mkdir(parents=True)
+    (path / "checkpoints").mkdir()
+    (path / "checkpoints/last.pt").touch()
+    return path
+
+
+def test_a_run_without_a_checkpoint_is_not_evaluated(experiment, run_dir):
+    (run_dir / "checkpoints/last.pt").unlink()
+    (run_dir / "checkpoints").rmdir()
+
+    text = final_block(RunRequest({}, [], {}, []), experiment, run_dir, RESULTS, SIX_SECONDS)
+
+    assert "\nevaluate" not in text
+
+
+@pytest.mark.parametrize("columns", [None, 60, 120])
+def test_the_commands_of_the_block_can_be_pasted(experiment, run_dir, columns):
+    experiment.trainer.state.stop_reason = MAX_TIME
+
+    text = final_block(REQUEST, experiment, run_dir, RESULTS, SIX_SECONDS, columns)
+
+    commands = {}
+    for line in text.splitlines():
+        if line.startswith(("tensorboard", "evaluate")):
+            program, *arguments = shlex.split(line)
+            commands[program] = arguments
+    assert commands == {
+        "tensorboard": ["--logdir", "my run/tensorboard"],
+        "evaluate": ["run=my run"],
+    }
+    (go_on,) = by_label(text)["go on"]
+    assert shlex.split(go_on)[-2:] == ["run_dir='my run'", "resume=auto"]
+
+
+@pytest.mark.parametrize(("columns", "width"), [(None, 100), (60, 60), (120, 120)])
+def test_the_block_fits_the_terminal(experiment, run_dir, columns, width):
+    experiment.trainer.state.stop_reason = MAX_TIME
+
+    text = final_block(REQUEST, experiment, run_dir, RESULTS, SIX_SECONDS, columns)
+
+    for line in text.splitlines():
+        # A command is one line, however long it is, so that it can be pasted.
+        if not line.startswith(("tensorboard", "evaluate", "go on")):
+            assert len(line) <= width
+    told = by_label(text.strip())
+    assert told["data"] == ["train range 1,200, test list 2"]
     ended = "ended by its time limit (trainer.max_time=0:10:00)"
-    assert ", ".join(said["trained"]) == f"1 epoch, 60 updates, 6.0 s, {ended}"
-    values = {k.removeprefix("train/"): v for k, v in RESULTS.items() if k.startswith("train/")}
-    told = ", ".join(said["train"]).split(", ")
-    assert told == [f"{name} {value:.4f}" for name, value in values.items()]
+    assert ", ".join(told["trained"]) == f"1 epoch, 60 updates, 6.0 s, {ended}"
+    expected = []
+    for name, value in RESULTS.items():
+        if name.startswith("train/"):
+            expected.append(f"{name.removeprefix('train/')} {value:.4f}")
+    assert ", ".join(told["train"]) == ", ".join(expected)
 
 
-def test_why_a_run_ended_is_said_in_words(experiment):
-    request = RunRequest({}, [], {}, ["experiment=resnet18"])
-    how_far = "1 epoch, 60 updates, 6.0 s"
-    pruned = ", pruned: its search ended it early"
-    for reason, said in ((None, ""), (PRUNED, pruned), (EARLY, f", ended early: {EARLY}")):
-        experiment.trainer.state.stop_reason = reason
-        text = final_block(request, experiment, Path("run"), RESULTS, SIX_SECONDS)
-        lines = [line[9:] for line in text.splitlines() if line.startswith("trained  ")]
-        assert ", ".join(lines) == how_far + said
-        assert "\nbest     val/accuracy 0.9000 at step 40\n" in text
+@pytest.mark.parametrize(
+    ("reason", "said"),
+    [
+        (None, ""),
+        (PRUNED, ", pruned: its search ended it early"),
+        (EARLY, f", ended early: {EARLY}"),
+    ],
+)
+def test_why_a_run_ended_is_said_in_words(experiment, reason, said):
+    experiment.trainer.state.stop_reason = reason
+
+    text = final_block(REQUEST, experiment, Path("run"), RESULTS, SIX_SECONDS)
+
+    trained = by_label(text)["trained"]
+    assert ", ".join(trained) == f"1 epoch, 60 updates, 6.0 s{said}"
+    assert "\nbest     val/accuracy 0.9000 at step 40\n" in text
 
 
 def test_shares_are_of_the_whole_time_and_the_largest_comes_first():
     nothing = dict.fromkeys(KINDS, 0.0)
     spent = {"data": 4.2, "forward + backward": 5.0, "optimizer": 0.8, "callbacks": 0.001}
-    told = "50% forward + backward, 42% waiting for data, 8% optimizer"
-    assert ", ".join(time_fractions(nothing | spent)) == told
+
+    assert time_fractions({**nothing, **spent}) == [
+        "50% forward + backward",
+        "42% waiting for data",
+        "8% optimizer",
+    ]
     assert time_fractions(nothing) == []
 
 
 def test_each_moment_counts_once(monkeypatch):
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr("regimen.trainer.state.perf_counter", lambda: clock.now)
+
     timer = Timer()
     clock.now = 1.0
     timer.lap("data")
@@ -104,8 +153,11 @@ def test_each_moment_counts_once(monkeypatch):
             clock.now = 3.5
         clock.now = 7.0
     clock.now = 7.25
-    assert (timer.total, timer.data) == (1.25, 1.0)  # evaluation and checkpoints are no training
-    assert (timer.spent["evaluation"], timer.spent["checkpoints"]) == (5.5, 0.5)
+
+    assert timer.data == 1.0
+    assert timer.total == 1.25  # evaluation and checkpoints are no training
+    assert timer.spent["evaluation"] == 5.5
+    assert timer.spent["checkpoints"] == 0.5
     timer.reset()
     assert timer.total == timer.data == 0
     assert sum(timer.spent.values()) == clock.now
@@ -114,11 +166,15 @@ def test_each_moment_counts_once(monkeypatch):
 def test_the_log_of_a_run_has_what_was_said_before_its_file(tmp_path):
     logger = logging.getLogger("regimen")
     path = tmp_path / "train.log"
+    file = LogFileHandler(path)
+
     with buffered_log() as log:
         logger.warning("before")
-        log.setTarget(file := LogFileHandler(path))
+        log.setTarget(file)
         log.flush()
         logger.warning("within")
     logger.warning("behind")
+
     file.close()
-    assert [line.split()[-1] for line in path.read_text().splitlines()] == ["before", "within"]
+    messages = [line.split()[-1] for line in path.read_text().splitlines()]
+    assert messages == ["before", "within"]

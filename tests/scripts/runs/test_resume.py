@@ -47,39 +47,72 @@ RUN = {
 def test_what_is_new_is_a_change_if_it_says_something(part, more, key):
     before = with_defaults(RUN)
     later = with_defaults(RUN | {part: RUN[part] | more})
-    (new,) = more.values()
-    assert changes(before, later) == ({} if key is None else {key: (ABSENT, new)})
-    assert changes(later, before) == ({} if key is None else {key: (new, ABSENT)})
+
+    added = changes(before, later)
+    removed = changes(later, before)
+
+    if key is None:
+        assert added == {}
+        assert removed == {}
+    else:
+        (new,) = more.values()
+        assert added == {key: (ABSENT, new)}
+        assert removed == {key: (new, ABSENT)}
 
 
-def test_an_order_of_transforms_and_what_is_empty_within_an_argument_are_values():
+def test_an_order_of_transforms_is_a_value():
     first = {"transforms": {"train": {"a": {}, "b": {}}}}
     second = {"transforms": {"train": {"b": {}, "a": {}}}}
-    assert [*changes(first, second)] == ["transforms.train (order)"]
-    before, after = ({"model": RUN["model"] | {"activation": given}} for given in ({}, {"a": None}))
+
+    assert list(changes(first, second)) == ["transforms.train (order)"]
+
+
+def test_what_is_empty_within_an_argument_is_a_value():
+    before = {"model": RUN["model"] | {"activation": {}}}
+    after = {"model": RUN["model"] | {"activation": {"a": None}}}
+
     assert changes(before, after) == {"model.activation.a": (ABSENT, None)}
 
 
-def test_a_mirror_is_fetched_over_no_file_of_others(tmp_path):
+@pytest.fixture
+def mirrored(tmp_path):
+    """A run of one checkpoint, whose weights are of no run that is known here."""
     run = tmp_path / "run"
-    (run / "checkpoints").mkdir(parents=True)
+    checkpoints = run / "checkpoints"
+    checkpoints.mkdir(parents=True)
     content = {"model": {"w": torch.tensor([5.0])}, "state": {"step": 5}}
-    CheckpointStore(run / "checkpoints").save(content, step=5)
+    CheckpointStore(checkpoints).save(content, step=5)
     (run / "metrics.jsonl").write_text('{"step": 5}\n')
     (run / "manifest.json").write_text("{}")
+    return run
+
+
+def resume_from(run, run_dir):
+    return {"resume": f"file://{run}", "run_dir": str(run_dir), "name": "x", "dry_run": False}
+
+
+def test_a_mirror_is_fetched_over_no_file_of_others(mirrored, tmp_path):
     project = tmp_path / "project"
     project.mkdir()
     (project / "config.yaml").write_text("mine: 1")
-    raw = {"resume": f"file://{run}", "run_dir": str(project), "name": "x", "dry_run": False}
+
     with pytest.raises(ConfigError, match=r"holds config\.yaml, and no run"):
-        find_resume(raw)
+        find_resume(resume_from(mirrored, project))
+
     assert [path.name for path in project.iterdir()] == ["config.yaml"]
-    (project / "config.yaml").unlink()
-    (project / ".lock").touch()  # of a try that was killed, which had begun to fetch
-    (project / "metrics.jsonl").write_text("half")
+
+
+def test_a_mirror_is_fetched_where_a_try_was_killed_that_had_begun_to_fetch(mirrored, tmp_path):
+    project = tmp_path / "project"
+    project.mkdir()
+    (project / ".lock").touch()
+    metrics = project / "metrics.jsonl"
+    metrics.write_text("half")
+
     with pytest.raises(CheckpointError, match="not a checkpoint of a run"):  # of these tests
-        find_resume(raw)
-    assert (project / "metrics.jsonl").read_text() == (run / "metrics.jsonl").read_text()
+        find_resume(resume_from(mirrored, project))
+
+    assert metrics.read_text() == (mirrored / "metrics.jsonl").read_text()
 
 
 @pytest.mark.parametrize(
@@ -92,13 +125,12 @@ def test_a_mirror_is_fetched_over_no_file_of_others(tmp_path):
 def test_a_callback_may_say_that_a_run_trains_the_same_without_it(target, harmless, monkeypatch):
     assert EarlyStopping.affects_result
     monkeypatch.setattr("regimen.callbacks.histograms.Histograms.affects_result", False)
-    node = {"_target_": target, "every_n_epochs": 2}
-    for before, now in (({"mine": node}, {}), ({}, {"mine": node}), ({"mine": node},) * 2):
-        saved, raw = {"callbacks": before}, {"callbacks": now}
+    without = {"callbacks": {}}
+    with_it = {"callbacks": {"mine": {"_target_": target, "every_n_epochs": 2}}}
+
+    for saved, raw in ((with_it, without), (without, with_it), (with_it, with_it)):
         for key in ("callbacks.mine", "callbacks.mine.every_n_epochs"):
             assert _is_harmless(key, saved, raw) is harmless
-    assert not _is_harmless("callbacks.other", {"callbacks": {}}, {"callbacks": {}})
-    assert not _is_harmless("optimizer.lr", {"callbacks": {}}, {"callbacks": {}})
 
 
 STRATEGIES = {
@@ -120,43 +152,72 @@ STRATEGIES = {
 )
 def test_a_strategy_may_say_that_another_training_comes_out(before, now, harmless, monkeypatch):
     monkeypatch.setattr("regimen.trainer.strategies.fsdp.FSDP.affects_result", True)
-    saved, raw = {"strategy": STRATEGIES[before]}, {"strategy": STRATEGIES[now]}
+    saved = {"strategy": STRATEGIES[before]}
+    raw = {"strategy": STRATEGIES[now]}
     for key in ("strategy._target_", "strategy.devices"):
         assert _is_harmless(key, saved, raw) is harmless
+
+
+def test_a_key_that_nobody_declares_harmless_is_none():
+    without = {"callbacks": {}}
+
+    assert not _is_harmless("callbacks.other", without, without)
+    assert not _is_harmless("optimizer.lr", without, without)
+
+
+def configured(words):
+    """Return the configuration with a strategy and its keys, all in one text."""
+    name, *keys = words.split()
+    overrides = [f"strategy.{key}" for key in keys]
+    return compose(["experiment=resnet18", f"strategy={name}", *overrides]).config
+
+
+COMPRESSED = "ddp comm_hook=fp16_compress"
 
 
 @pytest.mark.parametrize(
     ("before", "now", "refused"),
     [
-        pytest.param("ddp comm_hook=fp16_compress", "ddp", "comm_hook", id="compressed"),
+        pytest.param(COMPRESSED, "ddp", "comm_hook", id="compressed"),
         pytest.param("ddp", "ddp comm_hook=powersgd", "comm_hook", id="compressed-now"),
-        pytest.param("ddp comm_hook=fp16_compress", "single", "comm_hook", id="compressed-alone"),
+        pytest.param(COMPRESSED, "single", "comm_hook", id="compressed-alone"),
         pytest.param("fsdp mixed_precision=bf16", "fsdp", "mixed_precision", id="format"),
         pytest.param("fsdp", "fsdp mixed_precision=bf16", "mixed_precision", id="format-now"),
         pytest.param("fsdp mixed_precision=bf16", "ddp", "mixed_precision", id="format-whole"),
         pytest.param("ddp", "ddp sync_batchnorm=true", "sync_batchnorm", id="statistics"),
         pytest.param("ddp", "ddp broadcast_buffers=false", "broadcast_buffers", id="buffers"),
-        pytest.param("ddp sync_batchnorm=true", "single", None, id="statistics-alone"),
-        pytest.param("ddp", "fsdp wrap_modules=[Linear]", None, id="sharded"),
-        pytest.param("fsdp cpu_offload=true", "single", None, id="alone"),
-        pytest.param("single", "ddp devices=2 bucket_cap_mb=1", None, id="more-devices"),
-        pytest.param("ddp comm_hook=fp16_compress", "ddp comm_hook=fp16_compress", None, id="same"),
     ],
 )
 def test_a_key_of_a_strategy_that_changes_the_numbers_is_no_harmless_one(before, now, refused):
-    def configured(words):
-        name, *keys = words.split()
-        return compose(
-            ["experiment=resnet18", f"strategy={name}", *(f"strategy.{key}" for key in keys)]
-        ).config
+    key = f"strategy.{refused}"
 
-    saved = configured(before)
-    raw = configured(now)
-    harmful = [key for key in changes(saved, raw) if not _is_harmless(key, saved, raw)]
-    assert harmful == ([f"strategy.{refused}"] if refused else [])
-    assert refused is None or not trains_the_same(f"strategy.{refused}")  # told in the manual
-    for key in ("strategy", "strategy._target_", "strategy.devices", "trainer.compile.mode"):
-        assert trains_the_same(key)
+    assert harmful_changes(configured(before), configured(now)) == [key]
+    assert not trains_the_same(key)  # told in the manual
+
+
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [
+        pytest.param("ddp sync_batchnorm=true", "single", id="statistics-alone"),
+        pytest.param("ddp", "fsdp wrap_modules=[Linear]", id="sharded"),
+        pytest.param("fsdp cpu_offload=true", "single", id="alone"),
+        pytest.param("single", "ddp devices=2 bucket_cap_mb=1", id="more-devices"),
+        pytest.param(COMPRESSED, COMPRESSED, id="same"),
+    ],
+)
+def test_another_strategy_that_computes_the_same_is_harmless(before, now):
+    assert harmful_changes(configured(before), configured(now)) == []
+
+
+def harmful_changes(saved, raw):
+    return [key for key in changes(saved, raw) if not _is_harmless(key, saved, raw)]
+
+
+@pytest.mark.parametrize(
+    "key", ["strategy", "strategy._target_", "strategy.devices", "trainer.compile.mode"]
+)
+def test_how_a_run_is_computed_trains_the_same(key):
+    assert trains_the_same(key)
 
 
 def test_the_targets_of_what_is_equal_are_not_looked_at(monkeypatch):
@@ -168,9 +229,13 @@ def test_the_targets_of_what_is_equal_are_not_looked_at(monkeypatch):
     monkeypatch.setattr("regimen.trainer.targets.instantiate.parameters_of", parameters_of)
     before = with_defaults(RUN)
     later = with_defaults(RUN)
+
     assert changes(before, later) == {}
     assert asked == []
     later["optimizer"] = later["optimizer"] | {"lr": 0.2}
-    assert [*changes(before, later)] == ["optimizer.lr"]
+    assert list(changes(before, later)) == ["optimizer.lr"]
     assert set(asked) == {"torch.optim.SGD"}
-    assert changes({"lr": 1}, {"lr": True}) == {"lr": (1, True)}  # equal, but for their types
+
+
+def test_equal_values_of_other_types_are_a_change():
+    assert changes({"lr": 1}, {"lr": True}) == {"lr": (1, True)}

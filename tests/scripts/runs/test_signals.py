@@ -69,27 +69,29 @@ def load_disturbed(trials):
     before = generators()
     moments = random.Random(7)
     met = 0
-    lasted = []
+    undisturbed_seconds = []
     with stop_signals(trainer.state, trainer.group):
         handler = signal.getsignal(signal.SIGUSR1)
         signal.signal(signal.SIGALRM, lambda _, frame: handler(signal.SIGUSR1, frame))
         for trial in range(trials):
-            trainer.state.signal, trainer.state.stop_code = None, 0
+            trainer.state.signal = None
+            trainer.state.stop_code = 0
+            is_disturbed = trial >= 10  # the first ones tell how long it takes
             started = time.perf_counter()
-            if trial >= 10:
-                moment = moments.uniform(1e-6, median(lasted))
+            if is_disturbed:
+                moment = moments.uniform(1e-6, median(undisturbed_seconds))
                 signal.setitimer(signal.ITIMER_REAL, moment)
-            stream = loader.epoch(0)
-            got = []
-            while (micro := trainer.reader.next(stream)) is not None:
-                got.append(micro.batch[0])
+            loaded = batches_until_a_stop(trainer.reader, loader)
             signal.setitimer(signal.ITIMER_REAL, 0)
-            if trial < 10:  # undisturbed, to learn how long it takes
-                lasted.append(time.perf_counter() - started)
+            if not is_disturbed:
+                undisturbed_seconds.append(time.perf_counter() - started)
+
             assert generators() == before, f"trial {trial}"
-            assert all(map(torch.equal, got, plain))
-            assert len(got) == len(plain) or trainer.state.stop_code == 143
-            met += trainer.state.signal is not None
+            assert all(map(torch.equal, loaded, plain))
+            if len(loaded) < len(plain):
+                assert trainer.state.stop_code == 143
+            if trainer.state.signal is not None:
+                met += 1
     return met
 
 
@@ -124,19 +126,36 @@ class Swallowing(Drawing):
             return torch.full((1,), 99.0), torch.ones(())
 
 
+def batches_until_a_stop(reader, loader):
+    """Return the inputs of an epoch, up to where a signal cut it short."""
+    stream = loader.epoch(0)
+    inputs = []
+    while True:
+        micro = reader.next(stream)
+        if micro is None:
+            return inputs
+        inputs.append(micro.batch[0])
+
+
 def test_a_data_set_that_catches_everything_swallows_no_signal():
     dataset = Swallowing(12)
     model = nn.Linear(1, 1)
-    parts = Regression(), torch.optim.SGD(model.parameters(), lr=0.1), loader_of(dataset)
-    trainer = Trainer(model, *parts, strategy=Strategy("cpu"))
-    seen = []
-    model.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].max().item()))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = loader_of(dataset)
+    trainer = Trainer(model, Regression(), optimizer, loader, strategy=Strategy("cpu"))
+    largest_inputs = []
+    model.register_forward_pre_hook(
+        lambda module, inputs: largest_inputs.append(inputs[0].max().item())
+    )
+
     with stop_signals(trainer.state, trainer.group):
         trainer.fit()
-    state = trainer.state
-    assert (state.stop_reason, state.stop_code, state.global_step) == ("SIGTERM", 143, 1)
+
+    assert trainer.state.stop_reason == "SIGTERM"
+    assert trainer.state.stop_code == 143
+    assert trainer.state.global_step == 1
     assert dataset.loaded == 6  # the sample is finished, its update is not
-    assert max(seen) == 1.0
+    assert max(largest_inputs) == 1.0
 
 
 class Slow(Drawing):
@@ -177,16 +196,23 @@ def test_only_a_process_that_is_alone_and_waits_is_cut_short():
     assert not trainer.state.stop_code
 
 
-@pytest.mark.parametrize("ignored", [True, False])
-def test_under_nohup_a_closed_terminal_is_nothing(ignored):
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
+@pytest.mark.parametrize(
+    ("handler", "noted"),
+    [
+        pytest.param(signal.SIG_IGN, None, id="True"),
+        pytest.param(signal.SIG_DFL, ("SIGHUP", 143), id="False"),
+    ],
+)
+def test_under_nohup_a_closed_terminal_is_nothing(handler, noted):
+    before = signal.signal(signal.SIGHUP, handler)
     try:
         trainer = listener()
         with stop_signals(trainer.state, trainer.group):
-            assert (signal.SIGHUP in stopping_signals()) is not ignored
+            is_stopping = signal.SIGHUP in stopping_signals()
             os.kill(os.getpid(), signal.SIGHUP)
-        assert trainer.state.signal == (None if ignored else ("SIGHUP", 143))
-        assert signal.getsignal(signal.SIGHUP) == (signal.SIG_IGN if ignored else signal.SIG_DFL)
+        assert is_stopping == (noted is not None)
+        assert trainer.state.signal == noted
+        assert signal.getsignal(signal.SIGHUP) == handler
     finally:
         signal.signal(signal.SIGHUP, before)
 
@@ -200,27 +226,40 @@ def _pause(started):
         os._exit(7)
 
 
+def _leave(*_):
+    os._exit(8)
+
+
+def _exit_code_of_a_fork(number):
+    """Return with which code a process of the user's ends that is sent a signal."""
+    started = FORK.Event()
+    process = FORK.Process(target=_pause, args=(started,))
+    process.start()
+    assert started.wait(60)
+    os.kill(process.pid, number)
+    process.join(60)
+    code = process.exitcode
+    process.kill()
+    return code
+
+
 @pytest.mark.parametrize("running", [False, True], ids=["early", "in a run"])
 def test_a_handler_of_ours_acts_in_no_process_of_the_users(running):
     """A fork is told by a signal to end, as `Pool.terminate` tells its processes, and ends."""
     before = {number: signal.getsignal(number) for number in stopping_signals()}
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGHUP, theirs := lambda *_: os._exit(8))
+    signal.signal(signal.SIGHUP, _leave)
     trainer = listener()
+    in_force = contextlib.nullcontext()
+    if running:
+        in_force = stop_signals(trainer.state, trainer.group)
     ended = {}
     try:
         end_on_signals()
-        with stop_signals(trainer.state, trainer.group) if running else contextlib.nullcontext():
+        with in_force:
             for number in EXIT_CODES:
-                started = FORK.Event()
-                process = FORK.Process(target=_pause, args=(started,))
-                process.start()
-                assert started.wait(60)
-                os.kill(process.pid, number)
-                process.join(60)
-                ended[number.name] = process.exitcode
-                process.kill()
-            assert signal.getsignal(signal.SIGHUP) is not theirs  # here ours are still in force
+                ended[number.name] = _exit_code_of_a_fork(number)
+            assert signal.getsignal(signal.SIGHUP) is not _leave  # here ours are still in force
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -228,14 +267,14 @@ def test_a_handler_of_ours_acts_in_no_process_of_the_users(running):
     assert trainer.state.signal is None
 
 
-@pytest.mark.parametrize(("main", "lines"), [(True, 1), (False, 0)], ids=["main", "other"])
-def test_a_second_interrupt_leaves_with_one_line(main, lines):
+def _printed_at_a_second_interrupt(is_main):
+    """Interrupt a fork twice; return its exit code and what it printed."""
     reader, writer = os.pipe()
     process = os.fork()
-    if not process:
+    if process == 0:
         os.dup2(writer, 2)
         trainer = listener()
-        trainer.group = SimpleNamespace(is_main=main, world_size=1, on_signal=lambda: None)
+        trainer.group = SimpleNamespace(is_main=is_main, world_size=1, on_signal=lambda: None)
         with stop_signals(trainer.state, trainer.group):
             signal.raise_signal(signal.SIGINT)
             signal.raise_signal(signal.SIGINT)
@@ -243,10 +282,24 @@ def test_a_second_interrupt_leaves_with_one_line(main, lines):
     os.close(writer)
     with open(reader) as file:
         text = file.read()
-    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 130
-    assert text.count("\n") == lines
-    assert text.startswith("error: ended at once by a second Ctrl-C" if main else "")
-    assert ("resume=auto" in text) == main
+    _, status = os.waitpid(process, 0)
+    return os.waitstatus_to_exitcode(status), text
+
+
+def test_a_second_interrupt_leaves_with_one_line():
+    code, text = _printed_at_a_second_interrupt(is_main=True)
+
+    assert code == 130
+    assert text.count("\n") == 1
+    assert text.startswith("error: ended at once by a second Ctrl-C")
+    assert "resume=auto" in text
+
+
+def test_a_second_interrupt_of_another_process_than_the_main_one_says_nothing():
+    code, text = _printed_at_a_second_interrupt(is_main=False)
+
+    assert code == 130
+    assert text == ""
 
 
 @pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
@@ -259,6 +312,9 @@ first.run_and_exit = lambda *words: signal.raise_signal(signal.{name})
 commands.main("train")
 """
     command = [sys.executable, "-P", "-c", early]
+
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout) == (code, "")
+
+    assert done.returncode == code
+    assert done.stdout == ""
     assert done.stderr == f"error: stopped by {name}: there was nothing to save\n"

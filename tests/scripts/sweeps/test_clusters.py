@@ -64,11 +64,13 @@ def test_a_job_that_is_preempted_or_cancelled_saves(launched, preempted):
 
 
 def test_a_job_leaves_the_signal_of_submitit_alone(launched):
-    status = "import signal; print(signal.getsignal(signal.SIGUSR2) is signal.SIG_IGN)"
-    Path("modules/look.py").write_text(status)
+    module = Path("modules/look.py")
+    module.write_text("import signal; print(signal.getsignal(signal.SIGUSR2) is signal.SIG_IGN)")
     job = launched()
     job.module = "look"
+
     assert job() == 0
+
     assert Path("there/output/0.txt").read_text() == "True\n"
 
 
@@ -144,9 +146,9 @@ def test_a_signal_lets_the_jobs_of_ray_save(ray_sweep):
 )
 def test_programs_of_a_launcher_come_from_the_command_line_only(job, sweep_of, launcher, options):
     name = options.partition(":")[0]
-    Path("conf/sweep").mkdir()
-    text = f"launcher: {launcher}\nlauncher_options: {{{options}}}\n"
-    Path("conf/sweep/theirs.yaml").write_text(text)
+    file = Path("conf/sweep/theirs.yaml")
+    file.parent.mkdir()
+    file.write_text(f"launcher: {launcher}\nlauncher_options: {{{options}}}\n")
     for more in ([], ["sweep.launcher_options={num_cpus: 1}"]):
         with pytest.raises(ConfigError, match="comes from the command line only") as caught:
             sweep_of("optimizer.lr=0.1,0.2", "+sweep=theirs", *more)

@@ -26,20 +26,36 @@ NASTY = "<script> $x_1^{2"
 
 
 def ended(number, state="finished", loss=None, overrides=None, **facts):
-    given = overrides or {"optimizer.lr": f"{number}"}
-    told = {"state": state, "results": {} if loss is None else {"val/loss": loss}} | facts
-    return Job(number, Path("s", str(number)), given, **told)
+    """Return a job that ended, with a validation loss or with given results."""
+    if overrides is None:
+        overrides = {"optimizer.lr": f"{number}"}
+    results = {}
+    if loss is not None:
+        results["val/loss"] = loss
+    facts = {"state": state, "results": results, **facts}
+    return Job(number, Path("s", str(number)), overrides, **facts)
 
 
-def test_the_pruned_the_failed_and_the_waiting_come_last_and_a_study_has_its_metric():
-    jobs = [ended(n, state) for n, state in enumerate(("not started", "failed", "running"))]
-    both = {"best/val/accuracy": 0.9, "val/loss": 1.0}
-    jobs += [ended(3, "pruned", 0.5), ended(4, results=both)]
+def test_the_pruned_the_failed_and_the_waiting_come_last():
+    jobs = [
+        ended(0, "not started"),
+        ended(1, "failed"),
+        ended(2, "running"),
+        ended(3, "pruned", 0.5),
+        ended(4, loss=1.0),
+    ]
+
     ranking = Ranking(CONFIG, jobs, "val/loss", decided=True)
+
     assert [job.number for job in ranking.ranked()] == [4, 3, 1, 0, 2]
     assert [job.number for job in jobs if job.failed] == [1]
-    assert ranking.value(jobs[4]) == 1.0
-    assert Ranking(CONFIG, jobs).value(jobs[4]) == 0.9
+
+
+def test_a_study_has_its_metric_and_a_grid_that_of_its_checkpoints():
+    job = ended(0, results={"best/val/accuracy": 0.9, "val/loss": 1.0})
+
+    assert Ranking(CONFIG, [job], "val/loss", decided=True).value(job) == 1.0
+    assert Ranking(CONFIG, [job]).value(job) == 0.9
 
 
 @pytest.mark.parametrize(
@@ -63,22 +79,32 @@ def test_a_direction_that_nobody_says_is_asked_for():
 
 
 def test_groups_have_a_mean_and_a_deviation(tmp_path, capsys):
-    losses = [("1", "0", 2.0), ("1", "1", 4.0), ("1", "2", None), ("2", "0", 1.0), ("3", "0", None)]
     jobs = [
-        ended(n, "failed" if loss is None else "finished", loss, {"lr": lr, "seed": seed})
-        for n, (lr, seed, loss) in enumerate(losses)
+        ended(0, loss=2.0, overrides={"lr": "1", "seed": "0"}),
+        ended(1, loss=4.0, overrides={"lr": "1", "seed": "1"}),
+        ended(2, "failed", overrides={"lr": "1", "seed": "2"}),
+        ended(3, loss=1.0, overrides={"lr": "2", "seed": "0"}),
+        ended(4, "failed", overrides={"lr": "3", "seed": "0"}),
     ]
     ranking = Ranking(CONFIG, jobs)
+
     write_csv(tmp_path, ranking, ["seed"], len(jobs))
-    rows = board(tmp_path)
-    assert list(rows[0])[-4:] == ["run_dir", "mean", "std", "n"]
-    (of_one,) = (row for row in rows if row["job"] == "0")
-    assert [of_one[key] for key in ("mean", "std", "n")] == ["3.0", repr(2**0.5), "2"]
     show(tmp_path, ranking, ["seed"], ["lr", "seed"])
+
+    rows = {row["job"]: row for row in board(tmp_path)}
+    first = rows["0"]
+    assert list(first)[-4:] == ["run_dir", "mean", "std", "n"]
+    assert first["mean"] == "3.0"
+    assert first["std"] == repr(2**0.5)
+    assert first["n"] == "2"
     out = capsys.readouterr().out
-    shown = out[out.index("val/loss over seed") :].splitlines()[1:5]
-    groups = ["lr mean std n", "2 1.0000 1", "1 3.0000 1.4142 2", "3 0"]
-    assert [line.split() for line in shown] == [line.split() for line in groups]
+    _, *table = out[out.index("val/loss over seed") :].splitlines()
+    assert [line.split() for line in table[:4]] == [
+        ["lr", "mean", "std", "n"],
+        ["2", "1.0000", "1"],
+        ["1", "3.0000", "1.4142", "2"],
+        ["3", "0"],
+    ]
 
 
 def test_keys_are_shortened_to_distinct_ends():
@@ -111,12 +137,16 @@ def make(tmp_path):
             curve = facts.get("curve", [])
             job = Job(number, tmp_path / str(number), facts["values"])
             job.state = facts.get("state", "finished")
-            job.results = {"best/val/accuracy": max(curve)} if curve else {}
+            job.results = {}
+            if curve:
+                job.results["best/val/accuracy"] = max(curve)
             job.run_dir.mkdir()
-            pairs = enumerate(curve, 1)
-            lines = [{"step": 10 * n, "val/accuracy": v, "val/loss": 1 - v} for n, v in pairs]
-            text = "\n".join(map(json.dumps, lines)) + '\n{"step": 9'
-            (job.run_dir / "metrics.jsonl").write_text(text)
+            lines = []
+            for place, accuracy in enumerate(curve, 1):
+                line = {"step": 10 * place, "val/accuracy": accuracy, "val/loss": 1 - accuracy}
+                lines.append(json.dumps(line))
+            lines.append('{"step": 9')  # torn by a kill
+            (job.run_dir / "metrics.jsonl").write_text("\n".join(lines))
             made.append(job)
         return made
 
@@ -125,71 +155,106 @@ def make(tmp_path):
 
 def test_a_study_has_the_results_of_the_jobs_by_their_numbers(make):
     pytest.importorskip("optuna")
-    lr, model = "optimizer.lr", "model"
     jobs = make(
-        {"values": {lr: "0.001", model: "1"}, "curve": [0.2, 0.9, 0.8]},
-        {"values": {lr: "9", model: "mlp"}, "state": "failed"},
-        {"values": {lr: "1", model: "$x", "seed": "1"}, "curve": [0.95], "state": "pruned"},
-        {"values": {lr: "0.01"}, "curve": [0.3, 0.4]},
+        {"values": {"optimizer.lr": "0.001", "model": "1"}, "curve": [0.2, 0.9, 0.8]},
+        {"values": {"optimizer.lr": "9", "model": "mlp"}, "state": "failed"},
+        {
+            "values": {"optimizer.lr": "1", "model": "$x", "seed": "1"},
+            "curve": [0.95],
+            "state": "pruned",
+        },
+        {"values": {"optimizer.lr": "0.01"}, "curve": [0.3, 0.4]},
     )
-    study = study_of(Ranking(CONFIG, jobs, "val/accuracy"), [lr, model, "seed", "fixed"])
-    facts = [(t.state.name, t.params, t.value, t.intermediate_values) for t in study.trials]
+
+    ranking = Ranking(CONFIG, jobs, "val/accuracy")
+    study = study_of(ranking, ["optimizer.lr", "model", "seed", "fixed"])
+
+    facts = []
+    for trial in study.trials:
+        facts.append((trial.state.name, trial.params, trial.value, trial.intermediate_values))
     assert facts == [
-        ("COMPLETE", {"lr": 0.001, model: "1"}, 0.9, {10: 0.2, 20: 0.9, 30: 0.8}),
+        ("COMPLETE", {"lr": 0.001, "model": "1"}, 0.9, {10: 0.2, 20: 0.9, 30: 0.8}),
         ("FAIL", {}, None, {}),
-        ("PRUNED", {"lr": 1.0, model: r"\$x", "seed": 1.0}, 0.95, {10: 0.95}),
+        ("PRUNED", {"lr": 1.0, "model": r"\$x", "seed": 1.0}, 0.95, {10: 0.95}),
         ("COMPLETE", {"lr": 0.01}, 0.4, {10: 0.3, 20: 0.4}),
     ]
-    kinds = {name: str(kind) for name, kind in study.trials[2].distributions.items()}
-    assert kinds["lr"] == "FloatDistribution(high=1.0, log=True, low=0.001, step=None)"
-    assert (study.best_trial.number, study.direction.name) == (0, "MAXIMIZE")
+    kind = study.trials[2].distributions["lr"]
+    assert str(kind) == "FloatDistribution(high=1.0, log=True, low=0.001, step=None)"
+    assert study.best_trial.number == 0
+    assert study.direction.name == "MAXIMIZE"
 
 
-def test_a_picture_of_a_sweep(make, tmp_path, capsys, monkeypatch):
-    jobs = make(
-        *({"values": {"model": NASTY[n % 2 :], "lr": f"{n}"}, "curve": [n / 9]} for n in range(9)),
-        {"values": {"model": "mlp", "lr": "3"}, "state": "failed"},
-    )
-    file = tmp_path / "report.png"
+@pytest.fixture
+def ten_jobs(make):
+    """Nine jobs whose names of models are hard to draw, and one that failed."""
+    facts = []
+    for number in range(9):
+        values = {"model": NASTY[number % 2 :], "lr": f"{number}"}
+        facts.append({"values": values, "curve": [number / 9]})
+    return make(*facts, {"values": {"model": "mlp", "lr": "3"}, "state": "failed"})
+
+
+def test_a_picture_that_cannot_be_drawn_is_told(ten_jobs, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    for chosen in (jobs, jobs[9:]):
-        write_report(tmp_path, Ranking(CONFIG, chosen, "val/accuracy"), ["model", "lr"])
+    failed = ten_jobs[9:]
+
+    for jobs in (ten_jobs, failed):
+        write_report(tmp_path, Ranking(CONFIG, jobs, "val/accuracy"), ["model", "lr"])
+
     missing, none = capsys.readouterr().out.splitlines()
     assert missing == "report.png takes two packages: pip install matplotlib optuna"
     assert none == "no report.png: no job has a result"
-    assert not file.exists()
-    monkeypatch.undo()
+    assert not (tmp_path / "report.png").exists()
+
+
+def test_a_picture_of_a_sweep(ten_jobs, tmp_path, capsys):
     pytest.importorskip("matplotlib", reason="report.png takes matplotlib, the extra `report`")
+    file = tmp_path / "report.png"
     heights = []
     for count in (9, 7, 1):  # with importance; without; of one job
-        write_report(tmp_path, Ranking(CONFIG, jobs[:count], "val/accuracy"), ["model", "lr"])
+        write_report(tmp_path, Ranking(CONFIG, ten_jobs[:count], "val/accuracy"), ["model", "lr"])
         assert capsys.readouterr().out == f"report: {file}\n"
         heights.append(Image.open(file).height)
-    assert heights == sorted({*heights}, reverse=True)
+
+    most, fewer, fewest = heights
+    assert most > fewer > fewest
 
 
 def test_tensorboard_shows_jobs_by_what_varies_in_them(make, tmp_path):
-    values = [
-        {"optimizer.lr": "0.1", "seed": "1"},
-        {"optimizer.lr": "0.1", "seed": "2"},
-        {"optimizer.lr": "../../a\nb", "seed": "x" * 300},
-        {"optimizer.lr": "0.2", "seed": "1"},
-    ]
-    jobs = make(*({"values": of_one} for of_one in values))
+    jobs = make(
+        {"values": {"optimizer.lr": "0.1", "seed": "1"}},
+        {"values": {"optimizer.lr": "0.1", "seed": "2"}},
+        {"values": {"optimizer.lr": "../../a\nb", "seed": "x" * 300}},
+        {"values": {"optimizer.lr": "0.2", "seed": "1"}},
+    )
     for job in jobs[:3]:
         (job.run_dir / "tensorboard").mkdir()
-    shown = tmp_path / "tensorboard"
     jobs[3].state = "running"
+    shown = tmp_path / "tensorboard"
+
     link_jobs(tmp_path, jobs, ["optimizer.lr", "seed"])
-    links = {path.name[:22]: os.readlink(path) for path in shown.iterdir()}
-    assert links == {
+
+    assert {path.name[:22]: os.readlink(path) for path in shown.iterdir()} == {
         "lr=0.1,seed=1": "../0/tensorboard",
         "lr=0.1,seed=2": "../1/tensorboard",
         "lr=.._.._a_b,seed=xxxx": "../2/tensorboard",
         "lr=0.2,seed=1": "../3/tensorboard",
     }
+
+
+def test_links_of_another_grid_take_the_place_of_those_before(make, tmp_path):
+    jobs = make(
+        {"values": {"optimizer.lr": "0.1", "seed": "1"}},
+        {"values": {"optimizer.lr": "0.1", "seed": "2"}},
+    )
+    for job in jobs:
+        (job.run_dir / "tensorboard").mkdir()
+    shown = tmp_path / "tensorboard"
+    link_jobs(tmp_path, jobs, ["optimizer.lr", "seed"])
     (shown / "mine").mkdir()
-    link_jobs(tmp_path, jobs[:2], ["optimizer.lr"])  # the grid has changed
+
+    link_jobs(tmp_path, jobs, ["optimizer.lr"])
     assert {path.name for path in shown.iterdir()} == {"lr=0.1", "lr=0.1,job=1", "mine"}
+
     link_jobs(tmp_path, jobs[:1], [])
     assert {path.name for path in shown.iterdir()} == {"job 0", "mine"}

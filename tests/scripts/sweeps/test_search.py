@@ -568,7 +568,11 @@ def test_enqueued_values_out_of_the_space_are_refused():
 @pytest.mark.slow
 def test_a_real_search_prunes_and_reports(tmp_path):
     argv = [
-        *(sys.executable, "-P", "-m", "regimen.scripts.train", "-m"),
+        sys.executable,
+        "-P",
+        "-m",
+        "regimen.scripts.train",
+        "-m",
         "experiment=resnet18",
         "model=mlp",
         "optimizer=sgd_nesterov",
