@@ -89,7 +89,8 @@ def environment() -> dict[str, str]:
     text = b"".join(path.read_bytes() for path in sorted(SOURCES.glob("*.[ch]*")))
     digest = hashlib.sha256(text + torch.__version__.encode() + sys.version.encode()).hexdigest()
     folder = Path(tempfile.gettempdir()) / f"regimen-sim-{os.getuid()}-{digest[:16]}"
-    (information := folder / "regimen_sim-0.dist-info").mkdir(parents=True, exist_ok=True)
+    information = folder / "regimen_sim-0.dist-info"
+    information.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-c", COMPILE, str(folder), *files]
     subprocess.run(command, check=True, env={**os.environ, "PATH": path})
     (information / "METADATA").write_text("Metadata-Version: 2.1\nName: regimen-sim\nVersion: 0\n")

@@ -46,7 +46,11 @@ TEXT = f"""(() => {{
 
 def installed() -> str | None:
     """Return the path of a Chromium; None where there is none."""
-    return next((path for name in NAMES if (path := shutil.which(name))), None)
+    for name in NAMES:
+        path = shutil.which(name)
+        if path is not None:
+            return path
+    return None
 
 
 class Browser:
@@ -106,11 +110,14 @@ class Browser:
     def until(self, expression: str, seconds: float = 90) -> Any:
         """Return the value of an expression, a plain one, once it is something."""
         deadline = time.monotonic() + seconds
-        while not (value := self.value(expression)):
-            page = self.value(TEXT) if time.monotonic() > deadline else None
-            assert page is None, f"waited in vain for {expression}: {self.errors}, on {page}"
+        while True:
+            value = self.value(expression)
+            if value:
+                return value
+            if time.monotonic() > deadline:
+                page = self.value(TEXT)
+                raise AssertionError(f"waited in vain for {expression}: {self.errors}, on {page}")
             time.sleep(0.01)
-        return value
 
     def shows(self, *texts: str) -> str:
         """Wait until all these texts can be seen, and return all that can be, a piece a line."""

@@ -36,7 +36,8 @@ def check_resume(train: Any, folder: Path, command: list[str], step: int) -> Pat
     """Compare a run with one that goes on from a step; return the first, which saves there."""
     command = [
         *command,
-        *("trainer.log_every_n_steps=2", "callbacks.checkpoint.save_top_k=-1"),
+        "trainer.log_every_n_steps=2",
+        "callbacks.checkpoint.save_top_k=-1",
         f"callbacks.checkpoint.every_n_steps={step}",
     ]
     whole = folder / "whole"
@@ -51,7 +52,9 @@ def check_resume(train: Any, folder: Path, command: list[str], step: int) -> Pat
 def check_short_resume(train: Any, folder: Path, example: str) -> None:
     """Compare two epochs of six updates with a run that goes on from the fourth."""
     short = [
-        *("trainer.max_epochs=2", "trainer.limit_train_batches=6", "trainer.limit_val_batches=2"),
+        "trainer.max_epochs=2",
+        "trainer.limit_train_batches=6",
+        "trainer.limit_val_batches=2",
         "trainer.limit_test_batches=1",
     ]
     check_resume(train, folder, [*command_of(example), *short], step=4)

@@ -36,12 +36,13 @@ def differences(first: Path, second: Path, but: Collection[str] = ()) -> list[st
 
     `but` names keys of the last checkpoint that may differ, such as `config`.
     """
-    states = [
-        {key: value for key, value in state_of(run).items() if key not in but}
-        for run in (first, second)
-    ]
+    state = state_of(first)
+    other = state_of(second)
+    for key in but:
+        state.pop(key, None)
+        other.pop(key, None)
     return [
-        *_differing("state", *states),
+        *_differing("state", state, other),
         *_differing("metrics.jsonl", metrics_of(first), metrics_of(second)),
         *_differing("tensorboard", series_of(first), series_of(second)),
     ]
@@ -61,10 +62,11 @@ def state_of(run: Path, checkpoint: str = "last") -> dict[str, str]:
 
 def metrics_of(run: Path) -> dict[str, str]:
     """Return the lines of `metrics.jsonl` by number, without wall-clock facts."""
-    return {
-        f"line {number}": json.dumps({k: v for k, v in line.items() if not _is_wall_clock(k)})
-        for number, line in enumerate(logged(run), 1)
-    }
+    found = {}
+    for number, line in enumerate(logged(run), 1):
+        kept = {key: value for key, value in line.items() if not _is_wall_clock(key)}
+        found[f"line {number}"] = json.dumps(kept)
+    return found
 
 
 def logged(run: Path) -> list[dict[str, Any]]:
@@ -81,21 +83,20 @@ def series_of(run: Path) -> dict[str, str]:
 
     events = EventAccumulator(str(run / "tensorboard"), size_guidance={"scalars": 0})
     events.Reload()
-    return {
-        tag: str([(event.step, event.value) for event in events.Scalars(tag)])
-        for tag in events.Tags()["scalars"]
-        if not _is_wall_clock(tag)
-    }
+    series = {}
+    for tag in events.Tags()["scalars"]:
+        if not _is_wall_clock(tag):
+            points = [(event.step, event.value) for event in events.Scalars(tag)]
+            series[tag] = str(points)
+    return series
 
 
 def repeated_steps(run: Path) -> list[str]:
     """Return the (step, key) pairs that `metrics.jsonl` holds more than once."""
-    places = Counter((key, line["step"]) for line in logged(run) for key in line)
-    return [
-        f"{key} at step {step}"
-        for (key, step), times in places.items()
-        if times > 1 and key not in ("step", "epoch")
-    ]
+    times: Counter[tuple[str, int]] = Counter()
+    for line in logged(run):
+        times.update((key, line["step"]) for key in line if key not in ("step", "epoch"))
+    return [f"{key} at step {step}" for (key, step), count in times.items() if count > 1]
 
 
 def _flat(value: Any, key: str) -> Iterator[tuple[str, str]]:
@@ -107,8 +108,8 @@ def _flat(value: Any, key: str) -> Iterator[tuple[str, str]]:
             yield from _flat(inner, f"{key}.{number}")
     elif isinstance(value, torch.Tensor):
         content = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        digest = hashlib.sha256(content.numpy().tobytes()).hexdigest()[:16]
-        yield key, f"{value.dtype}{list(value.shape)} {digest}"
+        digest = hashlib.sha256(content.numpy().tobytes()).hexdigest()
+        yield key, f"{value.dtype}{list(value.shape)} {digest[:16]}"
     else:
         yield key, repr(value)
 
@@ -118,10 +119,16 @@ def _is_wall_clock(key: str) -> bool:
 
 
 def _differing(where: str, first: dict[str, str], second: dict[str, str]) -> list[str]:
-    keys = [k for k in dict.fromkeys([*first, *second]) if first.get(k) != second.get(k)]
-    shown = [f"{where}: {k}: {first.get(k)} -> {second.get(k)}" for k in keys[:_SHOWN]]
-    more = [f"{where}: (+{len(keys) - _SHOWN} more)"] if len(keys) > _SHOWN else []
-    return shown + more
+    texts = []
+    for key in dict.fromkeys([*first, *second]):
+        one = first.get(key)
+        other = second.get(key)
+        if one != other:
+            texts.append(f"{where}: {key}: {one} -> {other}")
+    if len(texts) > _SHOWN:
+        more = len(texts) - _SHOWN
+        return [*texts[:_SHOWN], f"{where}: (+{more} more)"]
+    return texts
 
 
 if __name__ == "__main__":

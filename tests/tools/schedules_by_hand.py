@@ -17,7 +17,8 @@ from toys import section, through_a_file
 
 CONF = Path(__file__).resolve().parents[2] / "conf" / "lr_scheduler"
 
-TOTAL, PER_EPOCH = 48, 6
+TOTAL = 48
+PER_EPOCH = 6
 LOSSES = [1.0, 0.9, 0.95, 0.93, 0.92, 0.91, 0.8, 0.85]  # of the eight epochs
 LRS = [0.4, 0.1]
 TORCH = "torch.optim.lr_scheduler"

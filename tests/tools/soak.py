@@ -27,8 +27,13 @@ from same_run import differences, digest_of, repeated_steps
 # BatchNorm, dropout, augmentation in two workers, an average of weights, a scheduler: whatever
 # has a state. A checkpoint after each update, and logging and validation at odds with the epochs.
 JOB = [
-    *("experiment=resnet18", "model=small_cnn", "model.dropout=0.2", "callbacks=[default,ema]"),
-    *("loader.num_workers=2", "trainer.log_every_n_steps=3", "trainer.validate_every_n_steps=7"),
+    "experiment=resnet18",
+    "model=small_cnn",
+    "model.dropout=0.2",
+    "callbacks=[default,ema]",
+    "loader.num_workers=2",
+    "trainer.log_every_n_steps=3",
+    "trainer.validate_every_n_steps=7",
     "callbacks.checkpoint.every_n_steps=1",
 ]
 STEPS_PER_EPOCH = 20
@@ -93,7 +98,8 @@ def soak(folder: Path, kills: int, seed: int, overrides: Sequence[str] = ()) -> 
         with _started(job, run) as process:
             if process.wait():
                 raise SoakError(f"{run} ended with {process.returncode}: {_said(run)}")
-    if found := [*differences(whole, killed), *repeated_steps(killed)]:
+    found = [*differences(whole, killed), *repeated_steps(killed)]
+    if found:
         raise SoakError("the runs differ: " + "; ".join(found))
     if _temporary(killed):
         raise SoakError(f"{killed}: remains of killed writers were not removed")

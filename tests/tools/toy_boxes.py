@@ -21,9 +21,13 @@ def scene(number: int, size: tuple[int, int] = (48, 64)) -> tuple[NDArray[np.uin
     height, width = size
     picture = np.zeros((height, width, 3), np.uint8)
     boxes: Boxes = []
-    for half in range(0 if number % 5 == 4 else 1 + number % 2):  # each fifth is empty
+    count = 1 + number % 2
+    if number % 5 == 4:
+        count = 0  # each fifth is empty
+    for half in range(count):
         label = int(draws.randint(len(CLASSES)))
-        chosen = digits.images[draws.choice(np.flatnonzero(digits.target == label))]
+        candidates = np.flatnonzero(digits.target == label)
+        chosen = digits.images[draws.choice(candidates)]
         ink = (chosen * 15.9).astype(np.uint8).repeat(2, 0).repeat(2, 1)
         left = half * width // 2 + int(draws.randint(width // 2 - 16 + 1))
         top = int(draws.randint(height - 16 + 1))
@@ -38,8 +42,14 @@ def coco(scenes: list[tuple[NDArray[np.uint8], Boxes]]) -> dict[str, Any]:
     annotations: list[dict[str, Any]] = []
     for number, (picture, boxes) in enumerate(scenes):
         height, width = picture.shape[:2]
-        name = f"{number:03}.png"
-        images.append({"id": number + 1, "file_name": name, "width": width, "height": height})
+        images.append(
+            {
+                "id": number + 1,
+                "file_name": f"{number:03}.png",
+                "width": width,
+                "height": height,
+            }
+        )
         for label, (x1, y1, x2, y2) in boxes:
             annotations.append(
                 {
@@ -80,7 +90,9 @@ def write_yolo(images: Path, labels: Path, scenes: list[tuple[NDArray[np.uint8],
         height, width = picture.shape[:2]
         lines = []
         for label, (x1, y1, x2, y2) in boxes:
-            centre = f"{(x1 + x2) / 2 / width} {(y1 + y2) / 2 / height}"
-            lines.append(f"{label} {centre} {(x2 - x1) / width} {(y2 - y1) / height}\n")
+            # Shares of the picture: the middle of the box, its width and height.
+            x = (x1 + x2) / 2 / width
+            y = (y1 + y2) / 2 / height
+            lines.append(f"{label} {x} {y} {(x2 - x1) / width} {(y2 - y1) / height}\n")
         if lines:
             (labels / f"{number:03}.txt").write_text("".join(lines))

@@ -20,13 +20,16 @@ def write_digits(
     """Write digits as root/SPLIT/CLASS/NUMBER.png: so many of each class in each split."""
     images, labels = load_digits(return_X_y=True)
     for label in range(classes):
-        pictures = iter(images[labels == label])
+        is_own = labels == label
+        pictures = iter(images[is_own])
         for split, count in counts.items():
             folder = root / split / named.format(label)
             folder.mkdir(parents=True, exist_ok=True)
             for number in range(count):
                 pixels = next(pictures).reshape(8, 8) * 15.9
-                grown = Image.fromarray(np.kron(pixels, np.ones((size // 8,) * 2)).astype(np.uint8))
-                grown = grown.convert("RGB") if colour else grown
-                grown.save(folder / f"{number:03}.{suffix}")
+                grown = np.kron(pixels, np.ones((size // 8, size // 8)))
+                picture = Image.fromarray(grown.astype(np.uint8))
+                if colour:
+                    picture = picture.convert("RGB")
+                picture.save(folder / f"{number:03}.{suffix}")
     return root

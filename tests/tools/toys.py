@@ -22,8 +22,10 @@ from regimen.trainer.strategies.strategy import Strategy
 from regimen.trainer.task import Task
 from regimen.trainer.trainer import Trainer
 
-FEATURES, CLASSES = 5, 3
-SAMPLES, BATCH = 23, 8  # the last update of an epoch has 7 samples
+FEATURES = 5
+CLASSES = 3
+SAMPLES = 23
+BATCH = 8  # the last update of an epoch has 7 samples
 
 Objective = Callable[[nn.Module, Tensor, Tensor], Tensor]
 
@@ -32,7 +34,8 @@ class Samples:
     """Inputs and targets in memory, as a user would write a data set."""
 
     def __init__(self, x: Tensor, y: Tensor) -> None:
-        self.x, self.y = x, y
+        self.x = x
+        self.y = y
 
     def __len__(self) -> int:
         return len(self.x)

@@ -181,7 +181,8 @@ class Collectives(Backend):
     def barrier(self, options: Any) -> Any:
         return self.gloo.barrier(options)  # type: ignore[attr-defined]
 
-    _allgather_base, _reduce_scatter_base = all_gather_single, reduce_scatter_single
+    _allgather_base = all_gather_single
+    _reduce_scatter_base = reduce_scatter_single
 
 
 def load() -> None:
