@@ -52,7 +52,6 @@ ORDER = (
     ("trainer.export",),
     ("callbacks.support",),
     ("callbacks.trackers",),
-    ("callbacks.saving",),
     ("callbacks",),
     ("scripts.cli",),
     ("scripts.composition",),
@@ -87,20 +86,20 @@ KNOWN_TO_ALL = (
 # changes it. A number goes down with what is thrown away, and up in the commit that brings a
 # capability. Lines are free.
 EXPRESSIONS = {
-    "conf": 2407,
-    "data": 10234,
-    "models": 1704,
-    "trainer": 22943,
-    "callbacks": 5132,
-    "scripts": 10165,
+    "conf": 2411,
+    "data": 10035,
+    "models": 1711,
+    "trainer": 22934,
+    "callbacks": 5057,
+    "scripts": 10230,
 }
 # Habits that make a line hard to read, per 1,000 code lines of the six packages: at most.
 HABITS = {
-    "expressions": 1540,
-    "pairs": 0.1,
-    "ternaries": 19.2,
-    "comprehensions": 29.8,
-    "walruses": 0.4,
+    "expressions": 1521,
+    "pairs": 0.0,
+    "ternaries": 18.5,
+    "comprehensions": 29.7,
+    "walruses": 0.3,
     "truths as numbers": 0.0,
     "fragments of messages": 0.0,
 }

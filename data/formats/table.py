@@ -410,10 +410,7 @@ def table(
 
     saved = statistics or {}
     saved_names = [feature["name"] for feature in saved.get("features", ())]
-    if features is None:
-        names = _default_features(train, target, saved_names)
-    else:
-        names = list(features)
+    names = _default_features(train, target, saved_names) if features is None else list(features)
     if not names:
         raise DataError(f"data.path={path}: no column but data.target={target} to predict from")
     if saved_names != names:
