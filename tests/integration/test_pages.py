@@ -5,6 +5,8 @@ network is a small one; sweeps and runs over several processes are dry ones. Wha
 runs once. What cannot run here stands in `NOT_HERE` with its reason.
 """
 
+import csv
+import io
 import json
 import os
 import re
@@ -86,47 +88,81 @@ def blocks():
     """Return the commands that stand below one another, by page and line."""
     found = {}
     for name, text in TEXTS.items():
+        page = name.removesuffix(".md")
         for block in re.finditer(f"(?:{COMMAND})+", text, re.M):
-            place = f"{name.removesuffix('.md')}-{text.count(chr(10), 0, block.start()) + 1}"
-            lines = re.findall(COMMAND, block[0], re.M)
-            found[place] = [line.partition(" # ")[0].strip() for line in lines]
+            line = text.count("\n", 0, block.start()) + 1
+            commands = re.findall(COMMAND, block[0], re.M)
+            found[f"{page}-{line}"] = [without_comment(command) for command in commands]
     return found
+
+
+def without_comment(line):
+    return line.partition(" #")[0].strip()
+
+
+def all_commands():
+    commands = []
+    for block in blocks().values():
+        commands += block
+    return commands
 
 
 def reason(command):
     """Return why a command does not run here, or None."""
-    return next((why for part, why in NOT_HERE.items() if part in command + " "), None)
+    for part, why in NOT_HERE.items():
+        if part in command + " ":
+            return why
+    return None
+
+
+def write_numbers(path, target, values):
+    """Write a table with twelve columns of numbers and a target."""
+    names = [f"c{number}" for number in range(12)]
+    lines = [[*names, target]]
+    for row, value in enumerate(values):
+        numbers = [(row * (number + 3)) % 7 for number in range(12)]
+        lines.append([*numbers, value])
+    path.parent.mkdir(exist_ok=True)
+    with open(path, "w", newline="") as file:
+        csv.writer(file, lineterminator="\n").writerows(lines)
+
+
+def write_masks(folder):
+    for split, count in (("train", 10), ("test", 2)):
+        images = folder / split / "images"
+        masks = folder / split / "masks"
+        images.mkdir(parents=True)
+        masks.mkdir(parents=True)
+        for number in range(count):
+            mask = np.full((16, 16), number % 3, np.uint8)
+            Image.fromarray(mask * 80).save(images / f"{number}.png")
+            Image.fromarray(mask).save(masks / f"{number}.png")
+
+
+def write_shards(folder, pictures):
+    """Write the pictures of each split's folders as a shard, with the folders' names as labels."""
+    folder.mkdir()
+    for split in ("train", "val", "test"):
+        with tarfile.open(folder / f"{split}-000.tar", "w") as shard:
+            for path in sorted((pictures / split).rglob("*.png")):
+                label = path.parent.name.encode()
+                member = tarfile.TarInfo(f"{path.stem}.cls")
+                member.size = len(label)
+                shard.add(path, path.name)
+                shard.addfile(member, io.BytesIO(label))
 
 
 def tables(place):
     """Write what data=table, tokens, shards and the prompts are read from."""
-    rows = [[(row * (number + 3)) % 7 for number in range(12)] for row in range(60)]
-    names = [f"c{number}" for number in range(12)]
-    for path, target, values in (
-        ("houses.csv", "price", [sum(row) for row in rows]),
-        ("TABLES/train.csv", "kind", [f"k{row[0] % 2}" for row in rows]),
-    ):
-        (place / path).parent.mkdir(exist_ok=True)
-        lines = [[*names, target], *([*row, v] for row, v in zip(rows, values, strict=True))]
-        (place / path).write_text("".join(",".join(map(str, line)) + "\n" for line in lines))
+    write_numbers(place / "houses.csv", "price", range(60))
+    write_numbers(place / "TABLES/train.csv", "kind", ["k0", "k1"] * 30)
     (place / "book.txt").write_text("to be or not to be, that is the question. " * 400)
     (place / "prompts.txt").write_text("to be\nor not\n")
-    for split, count in (("train", 10), ("test", 2)):
-        for number in range(count):
-            mask = np.full((16, 16), number % 3, np.uint8)
-            for kind, pixels in (("images", mask * 80), ("masks", mask)):
-                path = place / "MASKS" / split / kind / f"{number}.png"
-                path.parent.mkdir(parents=True, exist_ok=True)
-                Image.fromarray(pixels).save(path)
+    write_masks(place / "MASKS")
     (place / "TOKENS").mkdir()
-    np.save(place / "TOKENS" / "train.npy", np.arange(20 * 1025, dtype=np.uint16) % 50257)
-    for split in ("train", "val", "test"):
-        (place / "SHARDS").mkdir(exist_ok=True)
-        with tarfile.open(place / "SHARDS" / f"{split}-000.tar", "w") as shard:
-            for path in sorted((place / "DIR" / split).rglob("*.png")):
-                shard.add(path, path.name)
-                (label := place / f"{path.stem}.cls").write_text(path.parent.name)
-                shard.add(label, label.name)
+    tokens = np.arange(20 * 1025, dtype=np.uint16) % 50257
+    np.save(place / "TOKENS" / "train.npy", tokens)
+    write_shards(place / "SHARDS", place / "DIR")
 
 
 @pytest.fixture(scope="module")
@@ -182,28 +218,24 @@ def copy(source, target):
 
 def limited(command):
     """Return a command's words with tiny limits."""
-    command = re.sub(r"<time>", "TIME", command)
-    for large, small in SMALLER.items():
-        command = command.replace(large, small)
-    command = command.replace("step-00000120", "step-00000002")
-    command = command.partition(" > ")[0].replace("out=DIR", "out=OUT")
-    command = command.replace("resume=runs/", "model=small_cnn resume=runs/")
-    command = command.replace("embeddings:avgpool", "embeddings:pool")  # the small network's
-    for kind in ("TOKENS", "TABLES", "SHARDS"):
-        if f"data={kind.lower().removesuffix('s')}" in command or f"data={kind.lower()}" in command:
-            command = command.replace("=DIR", f"={kind}")
+    command = renamed(command)
     words = [word for word in shlex.split(command) if not word.startswith("[")]
-    if {"predict", "export", "quantize"} & {*words[:2]}:
+    program = set(words[:2])
+    if program & {"predict", "export", "quantize"}:
         return [*words, "overwrite=true"]  # commands of a block are often alternatives
     if words[0] != "train" or "--help" in words:
         return words
     given = {word.partition("=")[0] for word in words}
     limits = [limit for limit in LIMITS if limit.partition("=")[0] not in given]
-    if "experiment=resnet18" in words and "model" not in given:
-        limits += ["model=small_cnn"] * (not any(part in command for part in NEEDS_RESNET))
-    dry = {"strategy.devices=2", "-m"} & {*words} and "sweep=optuna" not in words
-    if dry and "dry_run" not in given:
-        limits += ["dry_run=true", *[NO_REPORT] * ("-m" in words)]
+    takes_any_model = not any(part in command for part in NEEDS_RESNET)
+    if "experiment=resnet18" in words and "model" not in given and takes_any_model:
+        limits.append("model=small_cnn")
+    is_sweep = "-m" in words
+    is_dry = is_sweep or "strategy.devices=2" in words
+    if is_dry and "sweep=optuna" not in words and "dry_run" not in given:
+        limits.append("dry_run=true")
+        if is_sweep:
+            limits.append(NO_REPORT)
     return [*words, *limits]
 
 
@@ -211,6 +243,24 @@ def limited(command):
 def done_before():
     """Commands that neither read nor name a run, and have run."""
     return set()
+
+
+def renamed(command):
+    """Return a command with the names and sizes of what there is here."""
+    command = command.replace("<time>", "TIME")
+    for large, small in SMALLER.items():
+        command = command.replace(large, small)
+    command = command.replace("step-00000120", "step-00000002")
+    command = command.partition(" > ")[0]
+    command = command.replace("out=DIR", "out=OUT")
+    command = command.replace("resume=runs/", "model=small_cnn resume=runs/")
+    command = command.replace("embeddings:avgpool", "embeddings:pool")  # the small network's
+    for folder in ("TOKENS", "TABLES", "SHARDS"):
+        plural = folder.lower()
+        singular = plural.removesuffix("s")
+        if f"data={singular}" in command or f"data={plural}" in command:
+            command = command.replace("=DIR", f"={folder}")
+    return command
 
 
 @pytest.mark.slow
@@ -223,29 +273,30 @@ def test_a_block_runs(commands, world, run, tmp_path, done_before):
         shutil.rmtree(folder / "runs/mine")
     if any("RUN/exports" in command for command in here):
         (folder / "exports").rename(folder / "RUN/exports")
+
     for command in here:
         words = tuple(limited(command))
         if words in done_before:
             continue
         run(words, folder)
-        if words[0] == "train" and not any(w.startswith(("run_dir=", "resume=")) for w in words):
+        names_a_run = any(word.startswith(("run_dir=", "resume=")) for word in words)
+        if words[0] == "train" and not names_a_run:
             done_before.add(words)
 
 
-def test_every_shell_reads_them():
+def test_every_shell_reads_the_commands():
     """Brackets, parentheses and globs stand in quotes: zsh and bash have a use of their own."""
-    bare = [
-        command
-        for commands in blocks().values()
-        for command in commands
-        if set("[](){}*?") & set(re.sub(r"'[^']*'| \[\w+=\]", "", command))
-    ]
-    assert bare == []
+    for command in all_commands():
+        # The pages show words that may be left out as [word=].
+        bare = re.sub(r"'[^']*'| \[\w+=\]", "", command)
+        assert set(bare).isdisjoint("[](){}*?"), command
 
 
 def test_every_exception_is_on_a_page():
-    shown = [command + " " for commands in blocks().values() for command in commands]
-    assert [part for part in NOT_HERE if not any(part in command for command in shown)] == []
+    shown = [command + " " for command in all_commands()]
+
+    for part in NOT_HERE:
+        assert any(part in command for command in shown), part
 
 
 NOT_COMPOSED = (  # what a page shows within its text: names of the reader, mistakes, parts left out
@@ -280,49 +331,69 @@ def inline():
     found = set()
     for text in TEXTS.values():
         for line in re.findall(r"(?:^|`|&& )train ([^`\n]*=[^`\n]*)", text, re.M):
-            found.add(line.partition("   ")[0].partition(" #")[0].partition(" [")[0].strip())
-    return sorted(line for line in found if not any(part in line for part in NOT_COMPOSED))
+            for end in ("   ", " #", " ["):
+                line = line.partition(end)[0]
+            if not any(part in line for part in NOT_COMPOSED):
+                found.add(line.strip())
+    return sorted(found)
 
 
-@pytest.mark.parametrize("command", [pytest.param(c, id=c) for c in inline()])
+@pytest.mark.parametrize("command", inline())
 def test_a_command_composes_and_its_targets_bind(command, monkeypatch):
     monkeypatch.chdir(ROOT)
     words = [word for word in shlex.split(command) if word not in ("-m", "--cfg", "job")]
-    base = [] if "experiment=" in command else ["experiment=resnet18"]
-    config = parse(compose([*base, *words]).config)
+    if "experiment=" not in command:
+        words.insert(0, "experiment=resnet18")
+
+    config = parse(compose(words).config)
+
     if not any(package in command for package in EXTRAS):
         check_targets(config)
 
 
+def fenced(name, kind):
+    """Return the texts of a page's blocks in a language."""
+    return [text for language, text in FENCED.findall(TEXTS[name]) if language == kind]
+
+
 def test_what_the_readme_adds_runs_as_printed(train, tmp_path):
+    lines = []
     for kind, text in OWN:
         if kind in ("python", "yaml"):
             name = text.splitlines()[0].removeprefix("# ")  # the first line names the file
             assert re.fullmatch(r"[\w/]+\.(py|yaml)", name), name
-            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-            (tmp_path / name).write_text(text)
-    lines = [line for kind, text in OWN if kind == "bash" for line in text.splitlines()]
-    commands = [line.partition(" #")[0].strip() for line in lines if line.strip()]
+            path = tmp_path / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        elif kind == "bash":
+            lines += text.splitlines()
+    commands = [without_comment(line) for line in lines if line.strip()]
     assert len(commands) >= 3
+
     for command in commands:
         program, *arguments = shlex.split(command)
         assert program == "train"
         done = train(arguments, folder=tmp_path)
+        # The callback of the reader's own prints this line.
         assert ("epoch 10\n" in done.out) == ("Shout" in command)
 
 
 def test_the_python_snippet_of_the_readme_trains(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    snippets = [text for kind, text in FENCED.findall(README) if "trainer.fit()" in text]
+    snippets = [text for _, text in FENCED.findall(README) if "trainer.fit()" in text]
+
     exec(compile(snippets[0], "README.md", "exec"), {})
+
     assert float(capsys.readouterr().out) > 0.85
     assert (tmp_path / "runs/digits/checkpoints/last.pt").exists()
 
 
 def test_the_python_of_the_page_on_python_trains():
-    (code,) = (text for kind, text in FENCED.findall(TEXTS["docs/python.md"]) if kind == "python")
+    (code,) = fenced("docs/python.md", "python")
     names = {}
+
     exec(compile(code, "python.md", "exec"), names)
+
     assert names["trainer"].metrics["val/r2"] > 0.3
 
 
@@ -349,50 +420,67 @@ def test_the_callback_of_one_s_own_counts(tmp_path):
 
 def test_the_tasks_of_one_s_own_are_some():
     names = {}
-    for kind, text in FENCED.findall(TEXTS["docs/tasks.md"]):
-        if kind == "python":
-            exec(text, names)
+    for text in fenced("docs/tasks.md", "python"):
+        exec(text, names)
+
     assert issubclass(names["Cautious"], Task)
     assert issubclass(names["TruncatedBPTT"], Task)
 
 
 def test_the_yaml_of_optimizers_builds():
-    layers = {"conv1": nn.Conv2d(1, 2, 3), "bn1": nn.BatchNorm2d(2), "fc": nn.Linear(2, 2)}
-    network = nn.ModuleDict({**layers, "hidden": nn.Linear(2, 2)})
-    blocks = [
-        text for kind, text in FENCED.findall(TEXTS["docs/optimization.md"]) if kind == "yaml"
-    ]
-    whole, rules, several, schedule = map(yaml.safe_load, blocks)
+    network = nn.ModuleDict(
+        {
+            "conv1": nn.Conv2d(1, 2, 3),
+            "bn1": nn.BatchNorm2d(2),
+            "fc": nn.Linear(2, 2),
+            "hidden": nn.Linear(2, 2),
+        }
+    )
     sgd = {"_target_": "torch.optim.SGD", "lr": 0.1, "weight_decay": 0.1}
-    assert [g.name for g in build_optimizers(network, whole["optimizer"]).groups()] == ["default"]
+    shown = [yaml.safe_load(text) for text in fenced("docs/optimization.md", "yaml")]
+    whole, rules, several, schedule = shown
+
+    one = build_optimizers(network, whole["optimizer"])
     grouped = build_optimizers(network, {**sgd, **rules})
+    two = build_optimizers(network, several["optimizer"])
+    schedules = build_lr_schedule(schedule["lr_scheduler"], two, 100, 10).schedules
+
+    assert [group.name for group in one.groups()] == ["default"]
     assert [row.group for row in grouped.table()] == ["no_decay", "head", "default", "frozen"]
-    both = build_optimizers(network, several["optimizer"])
-    assert [group.name for group in both.groups()] == ["muon", "adamw"]
-    built = build_lr_schedule(schedule["lr_scheduler"], both, 100, 10)
-    assert list(built.schedules) == ["muon", "adamw"]
+    assert [group.name for group in two.groups()] == ["muon", "adamw"]
+    assert list(schedules) == ["muon", "adamw"]
 
 
-def test_the_readme_shows_an_experiment_whole_and_the_steps_of_the_dockerfile():
+def test_the_readme_shows_an_experiment_whole():
     assert (ROOT / "conf/experiment/resnet18.yaml").read_text() in README
+
+
+def test_the_readme_shows_the_steps_of_the_dockerfile():
     text = (ROOT / "Dockerfile").read_text()
-    steps = re.findall(r"^RUN (.*)$", text, re.M)
-    shown = [step.replace(" --no-cache-dir", "").replace(" --no-cache", "") for step in steps]
-    shown = [step for step in shown if not step.startswith("useradd")]
-    assert len(shown) == 2
+
+    steps = []
+    for step in re.findall(r"^RUN (.*)$", text, re.M):
+        if not step.startswith("useradd"):
+            step = step.replace(" --no-cache-dir", "").replace(" --no-cache", "")
+            steps.append(step.replace("$TORCH_BACKEND", "cpu"))
+    assert len(steps) == 2
+    for step in steps:
+        assert step in README
     assert re.search(r"^USER (?!root)\w+$", text, re.M)  # and nothing after it is for root
-    assert [s for s in shown if s.replace("$TORCH_BACKEND", "cpu") not in README] == []
 
 
 @pytest.mark.parametrize("path", [pytest.param(p, id=p.stem) for p in PAGES])
 def test_links_lead_somewhere_and_files_that_are_named_exist(path):
     text = TEXTS[path.relative_to(ROOT).as_posix()]
+
     links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text)
-    assert [link for link in links if not (path.parent / link).exists()] == []
-    named = re.findall(r"(?:^|[ `])(tests/[\w/]+\.py)", text, re.M)
+    tests = re.findall(r"(?:^|[ `])(tests/[\w/]+\.py)", text, re.M)
     groups = "task|data|transforms|trainer|model|optimizer|lr_scheduler|callbacks"
-    named += [f"conf/{name}" for name in re.findall(rf"`((?:{groups})/[\w/]+\.yaml)`", text)]
-    assert [name for name in named if not (ROOT / name).is_file()] == []
+    configs = re.findall(rf"`((?:{groups})/[\w/]+\.yaml)`", text)
+
+    assert [link for link in links if not (path.parent / link).exists()] == []
+    assert [name for name in tests if not (ROOT / name).is_file()] == []
+    assert [name for name in configs if not (ROOT / "conf" / name).is_file()] == []
 
 
 @pytest.mark.parametrize("path", [pytest.param(p, id=p.stem) for p in PAGES[1:]])
@@ -404,16 +492,24 @@ def test_lines_of_prose_have_at_most_100_characters(path):
 
 
 def test_the_site_lists_every_page():
-    nav = yaml.dump(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
-    listed = re.findall(r"[\w/]+\.md", nav)
-    assert sorted(listed) == sorted(p.relative_to(DOCS).as_posix() for p in DOCS.rglob("*.md"))
+    site = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+
+    listed = re.findall(r"[\w/]+\.md", yaml.dump(site["nav"]))
+
+    pages = [path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")]
+    assert sorted(listed) == sorted(pages)
 
 
 def test_the_messages_are_those_of_the_code():
-    files = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
+    sources = []
+    for package in PACKAGES:
+        for path in (ROOT / package).rglob("*.py"):
+            sources.append(path.read_text(encoding="utf-8"))
     # Literals next to each other are one text.
-    text = re.sub(r'"\s*\n\s*f?"', "", "\n".join(p.read_text(encoding="utf-8") for p in files))
+    text = re.sub(r'"\s*\n\s*f?"', "", "\n".join(sources))
+
     shown = re.findall(r"^\| `([^`]+)` \|", TEXTS["docs/troubleshooting.md"], re.M)
+
     assert len(shown) > 20
     assert [message for message in shown if message not in text] == []
 
@@ -439,10 +535,13 @@ def test_the_notebook_runs_in_a_kernel(tmp_path):
     notebook = nbformat.read(DOCS / "notebook.ipynb", as_version=4)
     nbformat.validate(notebook)
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    assert not any(cell.outputs for cell in cells)
+    for cell in cells:
+        assert not cell.outputs
     notebook.cells.append(nbformat.v4.new_code_cell(CHECKED))
+
     resources = {"metadata": {"path": str(tmp_path)}}
     nbclient.NotebookClient(notebook, timeout=120, resources=resources).execute()
-    (resumed,) = (cell for cell in cells if 'fit(resume="auto")' in cell.source)
+
+    (resumed,) = [cell for cell in cells if 'fit(resume="auto")' in cell.source]
     assert resumed.outputs[-1]["data"]["text/plain"] == "True"  # the same bits
     assert [path.name for path in tmp_path.iterdir()] == ["runs"]
