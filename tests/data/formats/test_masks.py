@@ -1,5 +1,7 @@
 """Folders of pictures and masks: the numbers of the files, in one size, or an error with a name."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -19,8 +21,13 @@ def _write(path, array, mode=None):
     path.parent.mkdir(parents=True, exist_ok=True)
     picture = Image.fromarray(array)
     if mode == "P":
-        picture.putpalette([value for index in range(256) for value in (index, 0, 255 - index)])
-    (picture.convert(mode) if mode == "1" else picture).save(path)
+        palette = []
+        for index in range(256):
+            palette += [index, 0, 255 - index]
+        picture.putpalette(palette)
+    if mode == "1":
+        picture = picture.convert("1")
+    picture.save(path)
     return path
 
 
@@ -33,7 +40,8 @@ def tree(tmp_path):
     """Ten pictures for training and three for the test, with masks of three classes."""
     for split, count in (("train", 10), ("test", 3)):
         for number in range(count):
-            colours = np.random.RandomState(number).randint(0, 256, (10, 12, 3), np.uint8)
+            random = np.random.RandomState(number)
+            colours = random.randint(0, 256, (10, 12, 3), np.uint8)
             _write(tmp_path / split / "images" / f"{number}.jpg", colours)
             _write(tmp_path / split / "masks" / f"{number}.png", _numbers(number))
     return tmp_path
@@ -45,91 +53,151 @@ def _open(root, split="train", num_classes=3, **options):
 
 def test_masks_are_the_numbers_of_their_files(tree):
     train = _open(tree, val_fraction=0)
+
+    assert len(train) == 10
     for index in range(len(train)):
         image, mask = train[index]
-        number = int(train.path(index).split("/")[-1].removesuffix(".jpg"))
+        number = int(Path(train.path(index)).stem)
         assert mask.dtype == torch.int64
         assert np.array_equal(mask.numpy(), _numbers(number))
-        assert (image.shape, image.dtype) == ((3, 10, 12), torch.uint8)
+        assert image.shape == (3, 10, 12)
+        assert image.dtype == torch.uint8
 
 
-@pytest.mark.parametrize("mode", ["L", "P", "1", "I;16"])
-def test_masks_of_any_plain_kind(tree, mode):
+@pytest.mark.parametrize(
+    ("mode", "largest", "kind"),
+    [
+        ("L", 1, np.uint8),
+        ("P", 1, np.uint8),
+        ("1", 255, np.uint8),  # black and white
+        ("I;16", 1, np.uint16),
+    ],
+)
+def test_masks_of_any_plain_kind(tree, mode, largest, kind):
     expected = _numbers(7, classes=2)
-    array = expected * 255 if mode == "1" else expected
-    array = array.astype(np.uint16) if mode == "I;16" else array
-    _write(tree / "train" / "masks" / "0.png", array, mode)
-    assert np.array_equal(_open(tree, val_fraction=0)[0][1].numpy(), expected)
+    levels = (expected * largest).astype(kind)
+    _write(tree / "train" / "masks" / "0.png", levels, mode)
+
+    _, mask = _open(tree, val_fraction=0)[0]
+
+    assert np.array_equal(mask.numpy(), expected)
 
 
-@pytest.mark.parametrize("size", [24, [20, 6]])
-def test_images_and_masks_are_resized_masks_by_the_nearest_pixel(tree, size):
+@pytest.mark.parametrize(
+    ("size", "height", "width"),
+    [pytest.param(24, 24, 24, id="24"), pytest.param([20, 6], 20, 6, id="size1")],
+)
+def test_images_and_masks_are_resized_masks_by_the_nearest_pixel(tree, size, height, width):
     image, mask = _open(tree, val_fraction=0, image_size=size)[3]
-    height, width = (size, size) if isinstance(size, int) else size
-    assert image.shape[1:] == mask.shape == (height, width)
-    nearest = Image.fromarray(_numbers(3)).resize((width, height), Image.Resampling.NEAREST)
+
+    assert image.shape[1:] == (height, width)
+    assert mask.shape == (height, width)
+    original = Image.fromarray(_numbers(3))
+    nearest = original.resize((width, height), Image.Resampling.NEAREST)
     assert np.array_equal(mask.numpy(), np.asarray(nearest))
 
 
-def test_values_map_levels_to_classes_and_ignored_pixels_stay(tree, caplog):
+def test_levels_of_black_and_white_alone_are_told(tree, caplog):
     _write(tree / "train" / "masks" / "0.png", _numbers(0, classes=2) * 255)
+
     _open(tree, num_classes=2, val_fraction=0)
+
     assert "0 and 255 alone, and 255 is ignored" in caplog.text
+
+
+def test_values_map_levels_to_classes(tree):
+    expected = _numbers(0, classes=2)
+    _write(tree / "train" / "masks" / "0.png", expected * 255)
+
     white = _open(tree, "train", 2, val_fraction=0, values=[0, 255], ignore_index=-100)
-    assert np.array_equal(white[0][1].numpy(), _numbers(0, classes=2))
+
+    _, mask = white[0]
+    assert np.array_equal(mask.numpy(), expected)
+
+
+def test_ignored_pixels_stay(tree):
     unsure = _numbers(1)
     unsure[0] = 255
     _write(tree / "train" / "masks" / "1.png", unsure)
-    assert np.array_equal(_open(tree, val_fraction=0)[1][1].numpy(), unsure)
+
+    _, mask = _open(tree, val_fraction=0)[1]
+
+    assert np.array_equal(mask.numpy(), unsure)
 
 
 @pytest.mark.parametrize("name", ["val", "valid", "validation"])
-@pytest.mark.parametrize("layout", ["split-first", "kind-first"])
-def test_the_folders_of_a_split(tmp_path, name, layout, tree):
-    split = (lambda n, k: f"{n}/{k}") if layout == "split-first" else (lambda n, k: f"{k}/{n}")
-    root = tmp_path / "other"
-    for number, folder in enumerate(["train", name, "test"]):
-        picture = np.zeros((4, 4, 3), np.uint8)
-        _write(root / split(folder, "images") / f"{number}.png", picture)
-        _write(root / split(folder, "masks") / f"{number}_mask.png", _numbers(0, size=(4, 4)))
-    found = [_open(root, kind, mask_suffix="_mask") for kind in ("train", "val", "test")]
-    assert [dataset.path(0)[-5:] for dataset in found] == ["0.png", "1.png", "2.png"]
-    assert [len(dataset) for dataset in found] == [1, 1, 1]
+@pytest.mark.parametrize("layout", ["{split}/{kind}", "{kind}/{split}"])
+def test_the_folders_of_a_split(tmp_path, name, layout):
+    for number, split in enumerate(["train", name, "test"]):
+        images = tmp_path / layout.format(split=split, kind="images")
+        masks = tmp_path / layout.format(split=split, kind="masks")
+        _write(images / f"{number}.png", np.zeros((4, 4, 3), np.uint8))
+        _write(masks / f"{number}_mask.png", _numbers(0, size=(4, 4)))
+
+    for number, split in enumerate(["train", "val", "test"]):
+        dataset = _open(tmp_path, split, mask_suffix="_mask")
+        assert len(dataset) == 1
+        assert Path(dataset.path(0)).name == f"{number}.png"
 
 
-def test_a_missing_val_is_cut_and_folds_partition(tree, caplog):
-    train, val = (_open(tree, split, val_fraction=0.3) for split in ("train", "val"))
-    assert (len(train), len(val)) == (7, 3)
-    assert not {*train.names} & {*val.names}
+def test_a_missing_val_is_cut_from_train(tree):
+    train = _open(tree, "train", val_fraction=0.3)
+    val = _open(tree, "val", val_fraction=0.3)
+
+    assert len(train) == 7
+    assert len(val) == 3
+    assert set(train.names).isdisjoint(val.names)
     assert fingerprint(train) != fingerprint(val)
+
+
+def test_a_missing_val_that_is_not_cut_is_none(tree, caplog):
     assert _open(tree, "val", val_fraction=0) is None
     assert "has no images of 'val'" in caplog.text
-    parts = [_open(tree, "val", fold=fold, folds=5) for fold in range(5)]
-    assert sorted(name for part in parts for name in part.names) == sorted(
-        _open(tree, val_fraction=0).names
-    )
+
+
+def test_folds_share_the_pictures_out(tree):
+    names = []
+    for fold in range(5):
+        names.extend(_open(tree, "val", fold=fold, folds=5).names)
+
+    every = _open(tree, val_fraction=0).names
+    assert sorted(names) == sorted(every)
+
+
+def without_mask(tree):
+    (tree / "train/masks/4.png").unlink()
+
+
+def lossy(tree):
+    (tree / "train/masks/4.png").rename(tree / "train/masks/4.jpg")
+
+
+def other_size(tree):
+    _write(tree / "train/masks/0.png", _numbers(0, size=(9, 9)))
+
+
+def unknown_value(tree):
+    _write(tree / "train/masks/0.png", _numbers(0, 3) + 7)
+
+
+def colours(tree):
+    _write(tree / "train/masks/0.png", np.zeros((10, 12, 3), np.uint8))
+
+
+def without_train(tree):
+    (tree / "train").rename(tree / "training")
 
 
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        (
-            lambda tree: (tree / "train/masks/4.png").unlink(),
-            r"1 of 10 pictures have no mask.*4\.j",
-        ),
-        (lambda tree: (tree / "train/masks/4.png").rename(tree / "train/masks/4.jpg"), "do not ke"),
-        (
-            lambda tree: _write(tree / "train/masks/0.png", _numbers(0, size=(9, 9))),
-            "must be alike",
-        ),
-        (lambda tree: _write(tree / "train/masks/0.png", _numbers(0, 3) + 7), "is none of a class"),
-        (
-            lambda tree: _write(tree / "train/masks/0.png", np.zeros((10, 12, 3), np.uint8)),
-            r"0\.png: RGB pixels are colours",
-        ),
-        (lambda tree: (tree / "train").rename(tree / "training"), "has no folders train/images"),
+        (without_mask, r"1 of 10 pictures have no mask.*4\.j"),
+        (lossy, "do not ke"),
+        (other_size, "must be alike"),
+        (unknown_value, "is none of a class"),
+        (colours, r"0\.png: RGB pixels are colours"),
+        (without_train, "has no folders train/images"),
     ],
-    ids=["no-mask", "lossy", "sizes", "unknown-value", "colours", "no-train"],
 )
 def test_a_mistake_in_a_mask_folder_is_named(tree, change, text):
     change(tree)
@@ -138,17 +206,34 @@ def test_a_mistake_in_a_mask_folder_is_named(tree, change, text):
 
 
 def _words(tree, *more):
-    data = ["data=mask_folder", f"data.root={tree}", "data.num_classes=3", "data.image_size=16"]
-    return ["experiment=segmentation", *data, "loader.batch_size=4", "loader.num_workers=0", *more]
+    return [
+        "experiment=segmentation",
+        "data=mask_folder",
+        f"data.root={tree}",
+        "data.num_classes=3",
+        "data.image_size=16",
+        "loader.batch_size=4",
+        "loader.num_workers=0",
+        *more,
+    ]
 
 
-def test_flips_treat_masks_alike_and_a_plan_is_made(tree, capsys):
-    flip = "{_target_: regimen.data.batch_transforms.RandomHorizontalFlip, masks: true, p: 1.0}"
-    config = parse(compose(_words(tree, f"transforms.train.flip={flip}")).config)
+FLIP = "{_target_: regimen.data.batch_transforms.RandomHorizontalFlip, masks: true, p: 1.0}"
+
+
+def test_a_flip_that_treats_masks_alike_is_deferred_to_the_batch(tree):
+    config = parse(compose(_words(tree, f"transforms.train.flip={FLIP}")).config)
+
     dataset = build_data(config).sets["train"]
+
     assert list(dataset.transform.deferred)[-1] == "train.flip"
-    request = compose(_words(tree, f"transforms.train.flip={flip}", "model.width=4"))
+
+
+def test_a_plan_of_masks_is_made(tree, capsys):
+    request = compose(_words(tree, f"transforms.train.flip={FLIP}", "model.width=4"))
+
     make_plan(request, build(request.config), tree / "run")
+
     assert "MaskFolder" in capsys.readouterr().out
 
 
