@@ -37,6 +37,7 @@ VARIANTS = {
         "callbacks.early_stopping.min_delta=0.9",
     ],
     "mixup": ["transforms=mixup"],
+    "repeated-augmentation": ["+loader/sampler=repeated", "transforms=shift"],
     "accumulation": ["trainer.gradient_accumulation_steps=3"],
     "unfreeze": [
         "callbacks=[default,unfreeze]",
