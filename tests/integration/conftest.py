@@ -48,11 +48,11 @@ def run_command(command, arguments, folder, output, environment, tmpfs):
         mount(*tmpfs)
     torchrun = command == "torchrun"
     sys.argv = [*([] if torchrun else ["regimen"]), command, *arguments]
-    if names := environment.get("STANDARD_INPUT"):
-        sys.stdin = open(names)  # noqa: SIM115 (until the process ends)
-    module = importlib.import_module(
-        "torch.distributed.run" if torchrun else "regimen.scripts.commands"
-    )
+    if "STANDARD_INPUT" in environment:
+        # Open until the process ends.
+        sys.stdin = open(environment["STANDARD_INPUT"])  # noqa: SIM115
+    name = "torch.distributed.run" if torchrun else "regimen.scripts.commands"
+    module = importlib.import_module(name)
 
     if "TRAIN_AS_ON_A_GPU" in environment:
         train_as_on_a_gpu()
@@ -150,9 +150,15 @@ class Running:
 def job():
     """Two epochs of 20 updates with whatever has a state: BatchNorm, dropout, an average."""
     return [
-        *("experiment=resnet18", "model=small_cnn", "model.dropout=0.2", "optimizer=sgd_nesterov"),
-        *("callbacks=[default,ema]", "loader.num_workers=0", "trainer.log_every_n_steps=4"),
-        *("callbacks.checkpoint.every_n_steps=5", "callbacks.checkpoint.save_top_k=-1"),
+        "experiment=resnet18",
+        "model=small_cnn",
+        "model.dropout=0.2",
+        "optimizer=sgd_nesterov",
+        "callbacks=[default,ema]",
+        "loader.num_workers=0",
+        "trainer.log_every_n_steps=4",
+        "callbacks.checkpoint.every_n_steps=5",
+        "callbacks.checkpoint.save_top_k=-1",
         "trainer.max_epochs=2",
     ]
 

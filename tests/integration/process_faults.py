@@ -20,7 +20,9 @@ class Noted(Digits):
 
 class Break(Callback):
     def __init__(self, how, rank=1, step=7):
-        self.how, self.rank, self.step = how, rank, step
+        self.how = how
+        self.rank = rank
+        self.step = step
 
     def on_update_end(self, trainer):
         first = os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0"

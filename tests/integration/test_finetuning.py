@@ -17,14 +17,27 @@ BASE = ["experiment=resnet18", "model=small_cnn", "trainer.log_every_n_steps=1"]
 def test_a_run_s_weights_for_other_classes(train, evaluated, tmp_path):
     counts = {"train": 30, "val": 15, "test": 15}
     images = write_digits(tmp_path / "three", counts, 3, size=16, named="digit {}")
-    three = ["data=image_folder", f"data.root={images}", "data.channels=1", "data.image_size=16"]
-    three += ["data.mean=[0.3]", "data.std=[0.3]", "transforms=basic", "loader.batch_size=16"]
-    run_dir = tmp_path / "tuned"
     base = tmp_path / "base"  # of one epoch on all ten digits
     train([*BASE, "trainer.max_epochs=1", f"run_dir={base}"])
-    tuned = [BASE[0], "model=finetune", "model@model.model=small_cnn", f"model.weights={base}"]
-    line = [*tuned, *three, f"run_dir={run_dir}"]
-    train([*line, "trainer.max_epochs=2"])
+    run_dir = tmp_path / "tuned"
+    words = [
+        "experiment=resnet18",
+        "model=finetune",
+        "model@model.model=small_cnn",
+        f"model.weights={base}",
+        "data=image_folder",
+        f"data.root={images}",
+        "data.channels=1",
+        "data.image_size=16",
+        "data.mean=[0.3]",
+        "data.std=[0.3]",
+        "transforms=basic",
+        "loader.batch_size=16",
+        f"run_dir={run_dir}",
+    ]
+
+    train([*words, "trainer.max_epochs=2"])
+
     log = (run_dir / "train.log").read_text()
     assert f"initial weights {base}: 18 tensors loaded; resized: head.weight, head.bias" in log
     saved = torch.load(run_dir / "checkpoints" / "last.pt", weights_only=True)
@@ -34,8 +47,9 @@ def test_a_run_s_weights_for_other_classes(train, evaluated, tmp_path):
     shutil.rmtree(base)
     again = evaluated(run_dir)
     last = logged(run_dir)[-1]
-    assert [again[key] == last[key] for key in ("test/accuracy", "test/loss")] == [True, True]
-    train([*line, "trainer.max_epochs=3", "resume=auto"])
+    assert again["test/accuracy"] == last["test/accuracy"]
+    assert again["test/loss"] == last["test/loss"]
+    train([*words, "trainer.max_epochs=3", "resume=auto"])
     assert max(line["step"] for line in logged(run_dir)) == 3 * 6
 
 
@@ -47,12 +61,21 @@ def test_photographs_with_a_pretrained_network(train, digit_photographs, tmp_pat
     trained = torchvision.models.resnet18().state_dict()
     torch.save(trained, weights)
     run_dir = tmp_path / "run"
-    line = ["experiment=images_finetune", f"data.root={digit_photographs}", "data.image_size=32"]
-    line += ["model.model.name=resnet18", "loader.num_workers=0", "trainer.max_epochs=2"]
-    line += ["trainer.log_every_n_steps=1", f"run_dir={run_dir}"]
-    gone = train([*line, "model.weights=gone.pt"], 2)
+    words = [
+        "experiment=images_finetune",
+        f"data.root={digit_photographs}",
+        "data.image_size=32",
+        "model.model.name=resnet18",
+        "loader.num_workers=0",
+        "trainer.max_epochs=2",
+        "trainer.log_every_n_steps=1",
+        f"run_dir={run_dir}",
+    ]
+
+    gone = train([*words, "model.weights=gone.pt"], 2)
+    train([*words, f"model.weights={weights}"])
+
     assert "model.weights: no file gone.pt; it takes a .pt or .safetensors file" in gone.error
-    train([*line, f"model.weights={weights}"])
     assert "resized: fc.weight, fc.bias" in (run_dir / "train.log").read_text()
     rates = [line for line in logged(run_dir) if "lr/head" in line]
     assert rates
@@ -60,22 +83,29 @@ def test_photographs_with_a_pretrained_network(train, digit_photographs, tmp_pat
         assert line["lr/head"] == pytest.approx(10 * line["lr/default"])
     saved = torch.load(run_dir / "checkpoints" / "last.pt", weights_only=True)["model"]
     assert saved.keys() == trained.keys()
-    same = {name for name in saved if torch.equal(saved[name], trained[name])}
-    assert same == {name for name in saved if "bn" in name or "downsample.1" in name}
+    unchanged = {name for name in saved if torch.equal(saved[name], trained[name])}
+    norms = {name for name in saved if "bn" in name or "downsample.1" in name}
+    assert unchanged == norms
 
 
 def test_a_table_is_learned_and_predicted_for(train, tmp_path):
-    houses, new, out = (tmp_path / f"{name}.csv" for name in ("houses", "new", "answers"))
-    drawn = np.random.default_rng(0).integers(1, 9, (120, 2)).tolist()
-    rows = "".join(f"{r},t{t},{10 * r + 5 * t}\n" for r, t in drawn)
-    houses.write_text(f"rooms,town,price\n{rows}")
+    """A price of 10 for each room and 5 for the number of the town."""
+    houses = tmp_path / "houses.csv"
+    lines = ["rooms,town,price"]
+    for rooms, town in np.random.default_rng(0).integers(1, 9, (120, 2)):
+        lines.append(f"{rooms},t{town},{10 * rooms + 5 * town}")
+    houses.write_text("\n".join(lines) + "\n")
+    new = tmp_path / "new.csv"
     new.write_text("town,rooms\nt3,5\nt1,8\n")
+    out = tmp_path / "answers.csv"
     run_dir = tmp_path / "run"
-    table = ["experiment=regression", "data=table", f"data.path={houses}", "data.target=price"]
-    wrong = train([*table, f"run_dir={run_dir}", "data.channels=3"], 3)
-    assert wrong.error.endswith("set data.channels=9")
-    train([*table, "data.channels=9", "trainer.max_epochs=40", f"run_dir={run_dir}"])
+    words = ["experiment=regression", "data=table", f"data.path={houses}", "data.target=price"]
+
+    wrong = train([*words, f"run_dir={run_dir}", "data.channels=3"], 3)
+    train([*words, "data.channels=9", "trainer.max_epochs=40", f"run_dir={run_dir}"])
     train([f"run={run_dir}", f"source={new}", f"out={out}"], command="predict")
+
+    assert wrong.error.endswith("set data.channels=9")
     with out.open() as file:
         answers = {row["file"]: float(row["prediction"]) for row in csv.DictReader(file)}
     # In the file's own units.

@@ -22,7 +22,8 @@ from regimen.models.small_cnn import SmallCNN
 from toy_pictures import write_digits
 
 MISTAKES = yaml.safe_load((Path(__file__).parents[1] / "mistakes.yaml").read_text())
-MEAN, STD = 0.305, 0.319  # of conf/data/digits.yaml
+MEAN = 0.305
+STD = 0.319  # of conf/data/digits.yaml
 
 
 @pytest.fixture(scope="module")

@@ -59,7 +59,8 @@ class Pictures(Dataset):
     classes = ("dark", "light")
 
     def __init__(self, count, transform=None):
-        self.count, self.transform = count, transform
+        self.count = count
+        self.transform = transform
 
     def __len__(self):
         return self.count
