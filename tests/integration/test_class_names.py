@@ -8,9 +8,18 @@ import pytest
 from PIL import Image
 
 SMALL = [
-    *("experiment=resnet18", "model=mlp", "model.hidden=[8]", "transforms=basic"),
-    *("data=image_folder", "data.image_size=8", "data.channels=1", "data.mean=[0.5]"),
-    *("data.std=[0.5]", "loader.batch_size=8", "loader.num_workers=0", "optimizer.lr=0.05"),
+    "experiment=resnet18",
+    "model=mlp",
+    "model.hidden=[8]",
+    "transforms=basic",
+    "data=image_folder",
+    "data.image_size=8",
+    "data.channels=1",
+    "data.mean=[0.5]",
+    "data.std=[0.5]",
+    "loader.batch_size=8",
+    "loader.num_workers=0",
+    "optimizer.lr=0.05",
 ]
 PETS = {"cat": 40, "dog": 210}  # how bright their pictures are
 

@@ -125,8 +125,11 @@ def test_a_killed_run_reads_killed_and_goes_on(start, train, job, whole, tmp_pat
 
 # 0.6 M parameters with their momentum: 5 MB.
 LARGE = [
-    *("experiment=resnet18", "model=mlp", "model.hidden=[800,500]"),
-    *("optimizer=sgd_nesterov", "loader.num_workers=0"),
+    "experiment=resnet18",
+    "model=mlp",
+    "model.hidden=[800,500]",
+    "optimizer=sgd_nesterov",
+    "loader.num_workers=0",
 ]
 
 

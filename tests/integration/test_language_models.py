@@ -15,8 +15,11 @@ from same_run import logged, state_of
 from toy_chat import conversation, conversations, make_tokenizer, write_model, write_rows
 
 FEW = [
-    *("data.context=128", "loader.batch_size=8", "trainer.max_epochs=2"),
-    *("trainer.log_every_n_steps=1", "callbacks.checkpoint.every_n_steps=3"),
+    "data.context=128",
+    "loader.batch_size=8",
+    "trainer.max_epochs=2",
+    "trainer.log_every_n_steps=1",
+    "callbacks.checkpoint.every_n_steps=3",
     "callbacks.checkpoint.save_top_k=-1",
 ]
 
@@ -70,10 +73,13 @@ def test_adapters_are_trained_and_the_base_stays(folders, trained):
 
 @pytest.mark.parametrize("steps", [2, 4])
 def test_micro_batches_change_nothing(train, folders, trained, tmp_path, steps):
-    split = f"trainer.gradient_accumulation_steps={steps}"
-    train(line(folders, tmp_path / "run", "trainer.precision=fp64", split))
-    assert losses(tmp_path / "run") == pytest.approx(losses(trained), rel=1e-12)
-    other = weights(tmp_path / "run")
+    run = tmp_path / "run"
+    words = ["trainer.precision=fp64", f"trainer.gradient_accumulation_steps={steps}"]
+
+    train(line(folders, run, *words))
+
+    assert losses(run) == pytest.approx(losses(trained), rel=1e-12)
+    other = weights(run)
     for name, value in weights(trained).items():
         torch.testing.assert_close(other[name], value, rtol=0, atol=1e-10)
 
@@ -90,8 +96,10 @@ def test_two_processes_change_nothing(train, folders, trained, tmp_path):
 
 def test_a_resume_in_mid_epoch_is_exact(train, folders, trained, tmp_path):
     run = tmp_path / "run"
-    begun = f"resume={trained / 'checkpoints/step-00000003.pt'}"
-    train(line(folders, run, "trainer.precision=fp64", begun))
+    checkpoint = trained / "checkpoints/step-00000003.pt"
+
+    train(line(folders, run, "trainer.precision=fp64", f"resume={checkpoint}"))
+
     assert state_of(run) == state_of(trained)
 
 

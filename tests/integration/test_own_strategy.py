@@ -60,8 +60,14 @@ timeout: 60.0
 factor: 1.0
 """
 JOB = [
-    *("--config-dir", "conf", "experiment=resnet18", "model=mlp", "model.hidden=[16]"),
-    *("loader.num_workers=0", "loader.batch_size=100", "trainer.max_epochs=1"),
+    "--config-dir",
+    "conf",
+    "experiment=resnet18",
+    "model=mlp",
+    "model.hidden=[16]",
+    "loader.num_workers=0",
+    "loader.batch_size=100",
+    "trainer.max_epochs=1",
     "callbacks.model_summary=null",
 ]
 

@@ -61,7 +61,8 @@ def sweep(train, job, runs):
 @pytest.fixture
 def page(tmp_path):
     """Run a command that a run has printed, and open its page with a fragment."""
-    browsers, servers = [], []
+    browsers = []
+    servers = []
 
     def show(command, fragment):
         words = [sys.executable, "-m", "tensorboard.main", *shlex.split(command)[1:]]

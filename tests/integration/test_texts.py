@@ -14,9 +14,14 @@ from same_run import logged, state_of
 from toy_texts import pairs, sentences, write_bert, write_jsonl, write_table
 
 FEW = [
-    *("data.length=64", "loader.batch_size=8", "trainer.max_epochs=3", "optimizer.lr=1e-2"),
-    *("trainer.log_every_n_steps=1", "callbacks.checkpoint.every_n_steps=4"),
-    *("callbacks.checkpoint.save_top_k=-1", "trainer.precision=fp64"),
+    "data.length=64",
+    "loader.batch_size=8",
+    "trainer.max_epochs=3",
+    "optimizer.lr=1e-2",
+    "trainer.log_every_n_steps=1",
+    "callbacks.checkpoint.every_n_steps=4",
+    "callbacks.checkpoint.save_top_k=-1",
+    "trainer.precision=fp64",
 ]
 WAYS = {
     "padded to one length": ["data.padding=max_length"],
@@ -91,8 +96,10 @@ def test_two_processes_change_nothing(train, folders, trained, tmp_path):
 
 def test_a_resume_in_mid_epoch_is_exact(train, folders, trained, tmp_path):
     name, run = trained
-    begun = f"resume={run / 'checkpoints/step-00000004.pt'}"
-    train(line(folders, name, tmp_path / "run", begun))
+    checkpoint = run / "checkpoints/step-00000004.pt"
+
+    train(line(folders, name, tmp_path / "run", f"resume={checkpoint}"))
+
     assert state_of(tmp_path / "run") == state_of(run)
 
 

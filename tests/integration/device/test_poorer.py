@@ -31,8 +31,12 @@ from toys import Log
 pytestmark = needs_simulation
 LACKS = set(os.environ.get("SIM_LACKS", "").split(","))
 SHORT = [
-    *("trainer.max_epochs=2", "trainer.limit_train_batches=3", "trainer.limit_val_batches=2"),
-    *("trainer.log_every_n_steps=2", "loader.batch_size=8", "loader.eval_batch_size=16"),
+    "trainer.max_epochs=2",
+    "trainer.limit_train_batches=3",
+    "trainer.limit_val_batches=2",
+    "trainer.log_every_n_steps=2",
+    "loader.batch_size=8",
+    "loader.eval_batch_size=16",
 ]
 
 
@@ -69,9 +73,14 @@ def trained(words, device):
     [
         pytest.param(
             [
-                *("experiment=resnet18", "model=small_cnn", "model.widths=[4,8]"),
-                *("loader.num_workers=2", "loader.pin_memory=true", "callbacks=[ema]"),
-                *("transforms=on_device", "task/metrics=per_class"),
+                "experiment=resnet18",
+                "model=small_cnn",
+                "model.widths=[4,8]",
+                "loader.num_workers=2",
+                "loader.pin_memory=true",
+                "callbacks=[ema]",
+                "transforms=on_device",
+                "task/metrics=per_class",
             ],
             id="digits",
         ),

@@ -23,8 +23,11 @@ from toy_pictures import write_digits
 
 pytestmark = needs_accelerator
 FEW = [
-    *("model.widths=[4,8]", "loader.batch_size=128", "trainer.precision=fp64"),
-    *("trainer.deterministic=true", "callbacks.model_summary=null"),
+    "model.widths=[4,8]",
+    "loader.batch_size=128",
+    "trainer.precision=fp64",
+    "trainer.deterministic=true",
+    "callbacks.model_summary=null",
 ]
 ON_CPU = "strategy.accelerator=cpu"
 OWN = """
@@ -101,15 +104,19 @@ def trained(train, job, tmp_path_factory):
         pytest.param([], id="sgd, EMA"),
         pytest.param(
             [
-                *("optimizer=adamw", "callbacks=[default,swa]", "trainer.clip_grad_norm=1.0"),
-                *("loader.num_workers=2", "transforms=on_device"),
+                "optimizer=adamw",
+                "callbacks=[default,swa]",
+                "trainer.clip_grad_norm=1.0",
+                "loader.num_workers=2",
+                "transforms=on_device",
             ],
             id="adamw, SWA, workers",
         ),
     ],
 )
 def test_killed_and_resumed_it_ends_the_same(train, start, job, trained, tmp_path, words):
-    whole, words = trained, [*job, *words, *FEW]
+    whole = trained
+    words = [*job, *words, *FEW]
     if len(words) > len([*job, *FEW]):
         whole = tmp_path / "whole"
         train([*words, f"run_dir={whole}"])
@@ -132,7 +139,8 @@ def test_it_goes_on_on_the_cpu_and_back(train, start, job, tmp_path):
 
 def read_table(path):
     """Return the texts and the numbers of a CSV file's rows."""
-    texts, numbers = [], []
+    texts = []
+    numbers = []
     with path.open(newline="") as file:
         for row in csv.DictReader(file):
             for name, cell in row.items():
@@ -323,10 +331,17 @@ def test_a_device_has_a_number(words, expected):
 )
 def test_two_of_them_train_as_one_process(train, tmp_path, strategy):
     words = [
-        *("experiment=resnet18", "model=mlp", "model.hidden=[16]", "trainer.precision=fp64"),
-        *("trainer.max_steps=12", "loader.num_workers=0", "trainer.clip_grad_norm=0.5"),
-        *("trainer.gradient_accumulation_steps=2", "trainer.log_every_n_steps=5"),
-        *("loader.batch_size=67", "callbacks.model_summary=null"),
+        "experiment=resnet18",
+        "model=mlp",
+        "model.hidden=[16]",
+        "trainer.precision=fp64",
+        "trainer.max_steps=12",
+        "loader.num_workers=0",
+        "trainer.clip_grad_norm=0.5",
+        "trainer.gradient_accumulation_steps=2",
+        "trainer.log_every_n_steps=5",
+        "loader.batch_size=67",
+        "callbacks.model_summary=null",
     ]
     runs = []
     for more in ([], [*strategy, "strategy.devices=2"]):

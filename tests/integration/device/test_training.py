@@ -25,9 +25,15 @@ from toys import Log, through_a_file
 pytestmark = needs_accelerator
 TRANSFORMS = Path(__file__).parents[3] / "conf" / "transforms"
 SHORT = [
-    *("trainer.precision=fp64", "trainer.max_epochs=2", "trainer.limit_train_batches=3"),
-    *("trainer.limit_val_batches=1", "trainer.log_every_n_steps=2", "callbacks=none"),
-    *("loader.batch_size=8", "loader.eval_batch_size=16", "loader.num_workers=0"),
+    "trainer.precision=fp64",
+    "trainer.max_epochs=2",
+    "trainer.limit_train_batches=3",
+    "trainer.limit_val_batches=1",
+    "trainer.log_every_n_steps=2",
+    "callbacks=none",
+    "loader.batch_size=8",
+    "loader.eval_batch_size=16",
+    "loader.num_workers=0",
 ]
 DIGITS = ["experiment=resnet18", "model=small_cnn", "model.widths=[4,8]"]
 PENALISED = ["task/loss=input_gradient_penalty", "task/metrics=per_class"]
@@ -73,8 +79,12 @@ def trained(words, device):
         pytest.param([*DIGITS, *PENALISED], 0, id="penalty and metrics"),
         pytest.param(
             [
-                *(*DIGITS, "optimizer=sgd_nesterov", "callbacks=[ema]", "loader.num_workers=2"),
-                *("trainer.gradient_accumulation_steps=3", "trainer.clip_grad_norm=0.1"),
+                *DIGITS,
+                "optimizer=sgd_nesterov",
+                "callbacks=[ema]",
+                "loader.num_workers=2",
+                "trainer.gradient_accumulation_steps=3",
+                "trainer.clip_grad_norm=0.1",
                 "trainer.gradient_noise={eta: 0.01, gamma: 0.55}",
             ],
             0,
