@@ -193,7 +193,7 @@ def warn_unused(place: Path, names: Sequence[str]) -> None:
     if not names:
         return
     logger.warning(
-        "%s: not used: %s; splits are called train, val (or valid, validation) and test",
+        "%s: not used: %s; splits are called train, val (or valid, validation, dev) and test",
         place,
         truncated_list(names, 5),
     )

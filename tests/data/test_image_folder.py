@@ -166,7 +166,7 @@ def test_the_folder_of_val_may_have_either_name(picture_tree, write_image, name,
 @pytest.mark.parametrize(
     ("made", "folds", "named"),
     [
-        (["dev"], 0, "dev"),
+        (["held_out"], 0, "held_out"),
         (["Val", "holdout", ".cache"], 0, "Val, holdout"),
         (["val", "valid"], 0, "valid"),
         (["validation"], 3, "validation"),
