@@ -129,9 +129,9 @@ class PlainBatches:
 
 
 def _parts_of(batch: Any) -> list[Any]:
-    if isinstance(batch, Mapping):
-        return list(batch.values())
-    return list(batch) if isinstance(batch, list | tuple) else [batch]
+    if isinstance(batch, list | tuple):
+        return list(batch)
+    return list(batch.values()) if isinstance(batch, Mapping) else [batch]
 
 
 def _is_list_of_samples(part: Any) -> bool:
@@ -149,7 +149,13 @@ def _is_list_of_samples(part: Any) -> bool:
 def _count_samples(batch: Any, asked: int) -> int:
     """Return the number of samples in a batch; `asked`: how many were loaded, 0 if unknown."""
     parts = _parts_of(batch)
-    counts = [len(part) for part in parts if isinstance(part, Tensor) and part.ndim]
+    counts = []
+    for part in parts:
+        if isinstance(part, Tensor) and part.ndim:
+            rows = len(part)
+            if asked in (0, rows):
+                return rows  # as of nearly all batches
+            counts.append(rows)
     counts += [len(part) for part in parts if _is_list_of_samples(part)]
     tensor = first_tensor(batch)
     if tensor is not None and tensor.ndim:

@@ -40,9 +40,12 @@ def pair_of(batch: Any) -> tuple[Any, Any]:
 
     Raises SampleError for a batch that is neither.
     """
-    if isinstance(batch, Mapping) and LABELS in batch:
-        batch = (named_inputs(batch), batch[LABELS])
-    if not isinstance(batch, list | tuple) or len(batch) != 2:
+    if isinstance(batch, list | tuple) and len(batch) == 2:
+        inputs, target = batch
+    elif isinstance(batch, Mapping) and LABELS in batch:
+        inputs = named_inputs(batch)
+        target = batch[LABELS]
+    else:
         returned = "nothing (None)"
         if batch is not None:
             returned = f"samples that make a batch {describe_value(batch)}"
@@ -52,7 +55,6 @@ def pair_of(batch: Any) -> tuple[Any, Any]:
             f"the data set returned {returned}, and this task takes pairs: let __getitem__ return "
             f"({example}), a dict whose {LABELS!r} are the target, or write a task of your own"
         )
-    inputs, target = batch
     is_text = isinstance(target, list | tuple) and any(isinstance(t, str) for t in target)
     if target is None or is_text:
         returned = (
