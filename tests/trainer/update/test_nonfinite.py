@@ -231,7 +231,7 @@ class Alone(MultiProcess):
 
 
 @pytest.mark.parametrize("bad_ranks", [[1], [0, 1]], ids=["one", "all"])
-def test_a_process_that_decides_alone_waits_for_no_collective(
+def test_processes_that_decide_alone_wait_for_no_collective(
     ranks: Any, monkeypatch: pytest.MonkeyPatch, bad_ranks: list[int]
 ) -> None:
     monkeypatch.setattr(distributed, "_GRACE_PERIOD", 30.0 if len(bad_ranks) > 1 else 0.2)
