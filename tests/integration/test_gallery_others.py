@@ -56,7 +56,8 @@ def test_two_processes_train_one_model_and_a_resume_goes_on(train, tmp_path):
     resumed = shutil.copytree(whole, tmp_path / "resumed")
     middle = resumed / "checkpoints" / "step-00000020.pt"
     train([*HOGWILD, *save, f"resume={middle}"], folder=ROOT)
-    assert last_values(resumed)["step"] == 60
+    # The line of the test has the step of the best checkpoint, which the race decides.
+    assert max(line["step"] for line in logged(resumed)) == 60
     assert last_values(resumed)["val/accuracy"] > 0.6
     counted = torch.load(resumed / "checkpoints" / "last.pt", weights_only=True)["state"]
     assert counted["counters"]["samples"] == 3 * 1257
