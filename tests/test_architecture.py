@@ -89,7 +89,7 @@ EXPRESSIONS = {
     "conf": 2411,
     "data": 10035,
     "models": 1711,
-    "trainer": 22936,
+    "trainer": 22967,
     "callbacks": 5057,
     "scripts": 10230,
 }

@@ -5,7 +5,6 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch.optim import Optimizer
 from regimen.conf.schema_trainer import TrainerConfig
 from regimen.data.batch import MicroBatch
 from regimen.trainer import evaluation, snapshot
-from regimen.trainer.callback import Average, Callback, Hooks, Results, average_of
+from regimen.trainer.callback import Callback, Hooks, Results, average_of
 from regimen.trainer.checkpoints import reader
 from regimen.trainer.checkpoints.archive import on_host
 from regimen.trainer.components.components import build_components, start_remarks
@@ -27,18 +26,16 @@ from regimen.trainer.components.setup import (
     refuse_monitors,
 )
 from regimen.trainer.components.sources import as_val_sources, in_updates, order_remark
-from regimen.trainer.distributed import Group
 from regimen.trainer.errors import ModelError, SampleError
-from regimen.trainer.lr_schedulers.schedule import Interval, LRSchedule
+from regimen.trainer.lr_schedulers.schedule import Interval
 from regimen.trainer.media import Media, PRCurve, as_image, histogram_of
 from regimen.trainer.optimizers.optimizers import Optimizers
 from regimen.trainer.options import is_reached, log_is_due, validation_is_due, validation_limit
-from regimen.trainer.rng import RandomStates
 from regimen.trainer.runs import from_python
 from regimen.trainer.runs.directory import make_folder
 from regimen.trainer.runs.from_python import PythonRun
 from regimen.trainer.runs.interrupt import stopping_on_interrupt
-from regimen.trainer.state import MAX_TIME, LogPoint, Timer, TrainState
+from regimen.trainer.state import MAX_TIME, LogPoint
 from regimen.trainer.strategies.strategy import NULL_CONTEXT, Strategy
 from regimen.trainer.task import Task, batches_per_update
 from regimen.trainer.update.updater import Updater
@@ -59,27 +56,6 @@ class Trainer:
     does; one that is there is refused, unless `fit(resume=...)` goes on with it, or `overwrite`
     lets a new one take its place. Without `run_dir` nothing is written.
     """
-
-    # The parts of its components, which callbacks read; `__setattr__` refuses to replace one.
-    model: nn.Module
-    training_model: nn.Module
-    task: Task
-    optimizers: Optimizers
-    lr_schedule: LRSchedule
-    strategy: Strategy
-    group: Group
-    is_main: bool  # whether this process writes and prints
-    precision: Precision
-    options: TrainerConfig
-    callbacks: Mapping[str, Callback]
-    average: Average | None
-    config_text: str  # in every checkpoint, as the next
-    data_facts: Mapping[str, Any]
-    state: TrainState
-    train_loader: Any
-    random: RandomStates
-    timer: Timer
-    metrics: dict[str, float]  # the last value of everything logged
 
     _is_built = False  # while the constructor assigns the parts
 
@@ -125,10 +101,26 @@ class Trainer:
             data_facts=data_facts,
         )
         self.components = components
-        for part in fields(components):
-            setattr(self, part.name, getattr(components, part.name))
+        # What callbacks read; `__setattr__` refuses to replace it.
+        self.model = components.model
+        self.training_model = components.training_model
+        self.task = components.task
+        self.optimizers = components.optimizers
+        self.lr_schedule = components.lr_schedule
+        self.strategy = components.strategy
         self.group = components.group
-        self.is_main = components.is_main
+        self.is_main = components.is_main  # whether this process writes and prints
+        self.precision = components.precision
+        self.options = components.options
+        self.callbacks = components.callbacks
+        self.average = components.average
+        self.config_text = components.config_text  # in every checkpoint, as the next
+        self.data_facts = components.data_facts
+        self.state = components.state
+        self.train_loader = components.train_loader
+        self.random = components.random
+        self.timer = components.timer
+        self.metrics = components.metrics  # the last value of everything logged
         self.hooks = Hooks(self.callbacks.values(), self)
         options = components.options
         sources = as_val_sources(val_loader, options.limit_val_batches, options.seed)
@@ -479,6 +471,7 @@ class Trainer:
         metrics: dict[str, float] = {}
         for stage, loader in sets.items():
             batches = limit
+            # Of a loader that is given all batches are read.
             if limit is None and sets is self.val_loaders:
                 batches = validation_limit(self.options, loader)
             shows = shows_batches and not metrics

@@ -523,7 +523,10 @@ def data_facts(sets: Mapping[str, Any]) -> dict[str, Any]:
     names = class_names(sets)
     if names:
         facts["classes"] = names
-    encoded = {s: one for s, one in sets.items() if callable(getattr(one, "statistics", None))}
+    encoded = {}
+    for split, dataset in sets.items():
+        if callable(getattr(dataset, "statistics", None)):
+            encoded[split] = dataset
     if encoded:
         first = encoded.get("train", next(iter(encoded.values())))
         facts["statistics"] = first.statistics()
@@ -533,8 +536,11 @@ def data_facts(sets: Mapping[str, Any]) -> dict[str, Any]:
 
 def nodes_with_statistics(config: Config) -> dict[str, Any]:
     """Return, by split, the nodes whose targets can be given statistics."""
-    nodes = config.data.nodes().items()
-    return {s: node for s, node in nodes if "statistics" in (parameters_of(node["_target_"]) or {})}
+    found = {}
+    for split, node in config.data.nodes().items():
+        if "statistics" in (parameters_of(node["_target_"]) or {}):
+            found[split] = node
+    return found
 
 
 def with_statistics(config: Config, payload: Mapping[str, Any] | None) -> Config:
