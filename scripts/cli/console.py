@@ -4,10 +4,12 @@ A banner comes first, before torch is imported. Warnings and log messages of lib
 log. Output after a closed pipe or a full disk is dropped.
 """
 
+import atexit
 import gc
 import logging
 import os
 import sys
+import threading
 import traceback
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -37,9 +39,25 @@ def run_and_exit(command: Callable[[Sequence[str]], int], argv: Sequence[str]) -
         code = command(argv)
     except BaseException as error:
         code = report(error)
+    if "RANK" in os.environ:  # one of several processes
+        end_process(code)
     sys.stdout.flush()
     sys.stderr.flush()
     sys.exit(code)
+
+
+def end_process(code: int) -> NoReturn:
+    """Exit as Python does, but without tearing the interpreter down.
+
+    Threads of gloo live on until then, and one may still hold a tensor. If it asks for the
+    interpreter while that is torn down, the process is aborted, and a whole run is reported as
+    killed by SIGABRT. Processes of `multiprocessing` end in the same way.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads, ends executors
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def set_up() -> None:

@@ -28,6 +28,7 @@ from regimen.data.tokenizers import allow_remote_code
 from regimen.scripts.cli.arguments import RunRequest
 from regimen.scripts.cli.console import (
     describe,
+    end_process,
     exit_code,
     importing,
     log_to_stderr,
@@ -269,11 +270,11 @@ def main() -> None:
                 files.finished.touch()
     except BaseException as error:
         code = _write_failure(error, rank, files)
-    sys.stdout.flush()
-    sys.stderr.flush()
     if code:  # without waiting for threads that wait for other processes
+        sys.stdout.flush()
+        sys.stderr.flush()
         leave_at_once(code)
-    sys.exit(0)
+    end_process(0)
 
 
 def _run(files: RankFiles) -> int:

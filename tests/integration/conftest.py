@@ -4,6 +4,7 @@ A server process imports what the command imports and then forks once for each r
 costs its training and not 5 s of imports. The server has computed nothing, so no thread is lost.
 """
 
+import atexit
 import contextlib
 import ctypes
 import functools
@@ -57,11 +58,15 @@ def run_command(command, arguments, folder, output, environment, tmpfs):
     if "TRAIN_AS_ON_A_GPU" in environment:
         train_as_on_a_gpu()
 
+    def keep_tree():
+        if tmpfs is not None:  # what is mounted here nobody else sees
+            shutil.copytree(tmpfs[0], output.with_suffix(".tree"))
+
+    atexit.register(keep_tree)  # for one of several processes, which ends by `os._exit`
     try:
         module.main()
     finally:
-        if tmpfs is not None:  # what is mounted here nobody else sees
-            shutil.copytree(tmpfs[0], output.with_suffix(".tree"))
+        keep_tree()
 
 
 def train_as_on_a_gpu():

@@ -1,8 +1,10 @@
 """What happens to a process of a group; copied beside the runs that it happens to."""
 
+import atexit
 import os
 import signal
 import sys
+import threading
 import time
 
 import torch
@@ -61,6 +63,31 @@ class Break(Callback):
     def preempt_the_node(self, trainer):
         os.kill(os.getppid(), signal.SIGUSR1)
         self.wait(trainer)
+
+
+class Aborting:
+    """Ends the process where objects are deleted while the interpreter is torn down."""
+
+    def __init__(self):
+        self.abort = os.abort
+
+    def __del__(self):
+        self.abort()
+
+
+class LeaveThings(Callback):
+    """Leave behind what a process has to see to when it ends, and what would abort it."""
+
+    def on_fit_end(self, trainer):
+        global aborting
+        aborting = Aborting()
+        rank = trainer.group.rank
+        atexit.register(print, f"exit function {rank}", file=sys.stderr)
+        threading.Thread(target=self.finish_late, args=(rank,)).start()
+
+    def finish_late(self, rank):
+        time.sleep(0.5)
+        print(f"thread {rank}", file=sys.stderr)
 
 
 class DieInTurn(Callback):

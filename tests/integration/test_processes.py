@@ -321,6 +321,24 @@ def test_a_signal_saves_and_ends_all(launched, tmp_path, number, code):
     assert not notes.exists()
 
 
+def test_processes_end_without_tearing_the_interpreter_down(launched):
+    run = launched("+callbacks.late._target_=faults.LeaveThings", "trainer.max_epochs=1")
+
+    run.wait(0)
+
+    for rank in (0, 1):
+        assert run.err.index(f"thread {rank}") < run.err.index(f"exit function {rank}")
+
+
+def test_ranks_of_another_launcher_end_without_tearing_the_interpreter_down(ranks):
+    group = ranks(2, "+callbacks.late._target_=faults.LeaveThings", "trainer.max_epochs=1")
+
+    assert group.wait() == [0, 0], group.err
+
+    for rank in (0, 1):
+        assert group.err.index(f"thread {rank}") < group.err.index(f"exit function {rank}")
+
+
 @pytest.mark.slow
 def test_a_second_ctrl_c_ends_at_once(launched):
     run = launched(*broken("wait_deaf"))
