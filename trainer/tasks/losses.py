@@ -258,14 +258,14 @@ def flatten_positions(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _evaluate(loss: nn.Module, output: Any, target: Any) -> Tensor:
+    if isinstance(loss, _CROSS_ENTROPIES):
+        value: Tensor = loss(*flatten_positions(output, target))
+        by_label = value.ndim and not target.is_floating_point()  # reduction="none"
+        return value.view(target.shape) if by_label else value
     if isinstance(loss, _BY_VALUE):
         target = _as_values(output, target)
-    if not isinstance(loss, _CROSS_ENTROPIES):
-        value: Tensor = loss(output, target)
-        return value
-    value = loss(*flatten_positions(output, target))
-    by_label = value.ndim and not target.is_floating_point()  # reduction="none"
-    return value.view(target.shape) if by_label else value
+    result: Tensor = loss(output, target)
+    return result
 
 
 def _as_values(output: Any, target: Any) -> Any:

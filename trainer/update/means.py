@@ -1,5 +1,7 @@
 """Exact means over the samples of an update, an epoch or a data set: sums and counts (I3, I4)."""
 
+import functools
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
@@ -22,6 +24,14 @@ class MeanKey(NamedTuple):
     term: str  # the name of the term, or of the metric
 
 
+# Each key is made once: new ones for each update would take 1 us of it.
+@functools.cache
+def loss_key(name: str, term: str) -> MeanKey:
+    """Return the key of the mean of a term of a loss."""
+    return MeanKey(name, term)
+
+
+@functools.cache
 def metric_key(name: str) -> MeanKey:
     """Return the key of a metric's mean."""
     return MeanKey("", name)
@@ -40,6 +50,10 @@ _Number = float | _OnDevice
 _Addition = tuple[MeanKey, _Number, _Number, bool]
 
 
+def _zero_sums() -> defaultdict[MeanKey, list[float]]:
+    return defaultdict(lambda: [0.0, 0])  # of each key the sum and the count
+
+
 class MeanAccumulator:
     """Add up sums and counts by name; the mean is taken once, over all devices (I4).
 
@@ -53,7 +67,7 @@ class MeanAccumulator:
         self._device = device
         self._is_deferred = is_async(device)
         self._receivers = [self] if parent is None else [self, parent]
-        self._sums: dict[MeanKey, list[float]] = {}  # sum and count
+        self._sums = _zero_sums()
         self.has_no_labels = False  # whether no label counted in what `means` returned last
         # Of a device that the host waits for:
         self._pending: list[_Addition] = []
@@ -92,7 +106,7 @@ class MeanAccumulator:
         if mean:
             total = total * count if count > 0 else 0.0
         for receiver in self._receivers:
-            entry = receiver._sums.setdefault(key, [0.0, 0])
+            entry = receiver._sums[key]
             entry[0] += total
             entry[1] += count
 
@@ -122,7 +136,7 @@ class MeanAccumulator:
     def add_output(self, output: StepOutput, samples: int, loss_name: str = "loss") -> None:
         """Add a step's loss terms and metrics; `samples` of its batch count, maybe none."""
         for term_name, term in output.terms.items():
-            key = MeanKey(loss_name, term_name)
+            key = loss_key(loss_name, term_name)
             count = output.counts.get(term_name)
             if not samples:
                 self.add(key, 0.0, 0)
@@ -184,7 +198,7 @@ class MeanAccumulator:
     def reset(self) -> None:
         """Reset all sums; what is pending is added to the parent first."""
         self.flush()
-        self._sums = {}
+        self._sums = _zero_sums()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the partial sums; waits for the device."""
@@ -208,7 +222,7 @@ class MeanAccumulator:
         self.reset()
         for state in states:
             for key, (total, count) in _saved_sums(state):
-                entry = self._sums.setdefault(key, [0.0, 0])
+                entry = self._sums[key]
                 if include_values:
                     entry[0] += total
                     entry[1] += count
