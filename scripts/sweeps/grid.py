@@ -45,7 +45,10 @@ def sweep(arguments: Arguments) -> int:
         logger.warning("warning: nothing varies: this is one job; several: optimizer.lr=0.1,0.01")
     runner = Sweep(arguments, configs[0], varied, len(jobs))
     pairs = list(zip(jobs, configs, strict=True))
-    unfinished = [job for job, config in pairs if not has_finished(runner.folder_of(job), config)]
+    unfinished = []
+    for job, config in pairs:
+        if not has_finished(runner.folder_of(job), config):
+            unfinished.append(job)
     if len(unfinished) > 1:  # a single job checks itself
         runner.metric, runner.modes, runner.devices = check_built(arguments, unfinished)
     with runner.lock():

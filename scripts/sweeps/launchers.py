@@ -54,7 +54,8 @@ def start_process(
 ) -> "subprocess.Popen[bytes]":
     """Start `train` in a process group of its own; it saves and ends when this process dies.
 
-    `output`: the file for what it prints. `folder`: its working directory.
+    `output`: the file for what it prints. `environment`: added to that of this process. `folder`:
+    its working directory.
     """
 
     def prepare() -> None:
@@ -67,7 +68,7 @@ def start_process(
         return subprocess.Popen(
             [sys.executable, "-P", "-m", module, *argv],
             cwd=folder,
-            env={**os.environ, **environment, **AS_JOB},
+            env={**os.environ, **environment},
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=file,
@@ -91,7 +92,7 @@ def _open_output(output: Path) -> IO[bytes]:
 class Launcher:
     """Base of the launchers."""
 
-    cancelled = False  # whether the jobs were told to end
+    cancelled = False  # whether the jobs of a cluster were told to end
 
     def close(self) -> None:
         """Release the resources of the launcher: none by default."""
@@ -101,7 +102,9 @@ class Launcher:
         try:
             return int(result())
         except Exception:  # cancelled, lost with its machine, or out of time or memory for good
-            return -(signal.SIGTERM if self.cancelled else signal.SIGKILL)
+            if self.cancelled:
+                return -signal.SIGTERM
+            return -signal.SIGKILL
 
 
 class LocalLauncher(Launcher):
@@ -125,7 +128,7 @@ class LocalLauncher(Launcher):
         """Start a job beside others and return at once; return False if no device is free."""
         strategy = job.config.get("strategy") or {}
         processes = _device_count(strategy)
-        environment = dict[str, str]()
+        environment = dict(AS_JOB)
         job.devices = []
         if self._names and strategy.get("accelerator") != "cpu":
             free = self._free_devices(running)
@@ -136,7 +139,7 @@ class LocalLauncher(Launcher):
             separator = ";" if self._variable == "ONEAPI_DEVICE_SELECTOR" else ","
             environment[self._variable] = separator.join(job.devices)
         environment |= thread_limit(self._jobs, processes)
-        job.task = start_process(TRAIN, argv, job.output, environment)
+        job.handle = start_process(TRAIN, argv, job.output, environment)
         return True
 
     def _free_devices(self, running: Collection[Job]) -> list[str]:
@@ -147,17 +150,17 @@ class LocalLauncher(Launcher):
 
     def poll(self, job: Job) -> int | None:
         """Return the exit code of a job, -N: killed by signal N; None: it still runs."""
-        code: int | None = job.task.poll()
-        return code
+        exit_code: int | None = job.handle.poll()
+        return exit_code
 
     def send(self, number: int, running: Collection[Job]) -> None:
         """Send a signal to all jobs; as from a terminal, Ctrl-C goes to all processes of each."""
         for job in running:
             with suppress(ProcessLookupError):
                 if number == signal.SIGINT:
-                    os.killpg(job.task.pid, number)
+                    os.killpg(job.handle.pid, number)
                 else:
-                    job.task.send_signal(number)
+                    job.handle.send_signal(number)
 
 
 def _device_count(strategy: Mapping[str, Any]) -> int:
@@ -255,41 +258,45 @@ class SubmititLauncher(Launcher):
     def __init__(self, options: dict[str, Any]) -> None:
         self._cluster = options.pop("cluster", "slurm")
         self._options = options
-        self._new = list[Job]()
+        self._collected = list[Job]()  # for the next submission
+        self._executor: Any = None
         self.description = f"jobs go to {self._cluster} through submitit"
         # Checks the options; invalid ones leave no files behind.
         with tempfile.TemporaryDirectory() as folder:
-            self._open(Path(folder))
-        self._executor: Any = None
+            self._open_executor(Path(folder))
 
     def start(self, job: Job, argv: Sequence[str], running: Collection[Job]) -> bool:
         """Collect a job for the next submission."""
-        job.task = NodeJob.of(job, argv)
-        self._new.append(job)
+        job.handle = NodeJob.of(job, argv)
+        self._collected.append(job)
         return True
 
     def poll(self, job: Job) -> int | None:
-        """Submit the new jobs; return the exit code of a job, None while it runs."""
-        if self._new:
+        """Submit the collected jobs; return the exit code of a job, None while it runs."""
+        if self._collected:
             self._submit()
-        return self.exit_code(job.task.result) if job.task.done() else None
+        if not job.handle.done():
+            return None
+        return self.exit_code(job.handle.result)
 
     def send(self, number: int, running: Collection[Job]) -> None:
         """Cancel all jobs: running ones save and end, the others never start."""
         self.cancelled = True
         for job in running:
-            job.task.cancel(check=False)
+            job.handle.cancel(check=False)
 
     def _submit(self) -> None:
         if self._executor is None:
-            self._executor = self._open(self._new[0].run_dir.parent.absolute() / "submitit")
-        with self._executor.batch():
-            tasks = [self._executor.submit(job.task) for job in self._new]
-        for job, task in zip(self._new, tasks, strict=True):
-            job.task = task
-        self._new = []
+            sweep = self._collected[0].run_dir.parent
+            self._executor = self._open_executor(sweep.absolute() / "submitit")
+        with self._executor.batch():  # at its end they are submitted, as one array
+            for job in self._collected:
+                job.handle = self._executor.submit(job.handle)
         # The id of a job of an array is ARRAY_NUMBER: the array is cancelled as a whole.
-        ids = dict.fromkeys(str(task.job_id).partition("_")[0] for task in tasks)
+        ids = dict[str, None]()
+        for job in self._collected:
+            ids[str(job.handle.job_id).partition("_")[0]] = None
+        self._collected = []
         program = "scancel" if self._cluster == "slurm" else "kill"
         logger.info(
             "they go on even if this process is killed; what cancels them then: %s %s",
@@ -297,7 +304,7 @@ class SubmititLauncher(Launcher):
             " ".join(ids),
         )
 
-    def _open(self, folder: Path) -> Any:
+    def _open_executor(self, folder: Path) -> Any:
         submitit = _import("submitit")
         python = {}
         if self._cluster in ("slurm", "local"):
@@ -318,14 +325,14 @@ class RayLauncher(Launcher):
 
     def __init__(self, options: dict[str, Any]) -> None:
         self._address = options.pop("address", None)
-        self.description = (
-            f"jobs go to Ray at {self._address}" if self._address else "jobs go to Ray"
-        )
+        self.description = "jobs go to Ray"
+        if self._address:
+            self.description += f" at {self._address}"
         self._ray = _import("ray")
         try:
             # Ray does not restart jobs: `sweep.retries` counts their starts.
-            remote = self._ray.remote(**{**options, "max_retries": 0})
-            self._task = remote(lambda job: job())
+            remote = self._ray.remote(**(options | {"max_retries": 0}))
+            self._run_job = remote(lambda job: job())
         except (ValueError, TypeError) as error:
             raise ConfigError(_OPTIONS, first_lines(error)) from error
 
@@ -333,19 +340,21 @@ class RayLauncher(Launcher):
         """Submit a job to Ray, which starts it when there is room."""
         if not self._ray.is_initialized():
             self._start_ray()
-        job.task = self._task.remote(NodeJob.of(job, argv))
+        job.handle = self._run_job.remote(NodeJob.of(job, argv))
         return True
 
     def poll(self, job: Job) -> int | None:
         """Return the exit code of a job, None while it runs."""
-        done, _ = self._ray.wait([job.task], timeout=0)
-        return self.exit_code(partial(self._ray.get, job.task)) if done else None
+        done, _ = self._ray.wait([job.handle], timeout=0)
+        if not done:
+            return None
+        return self.exit_code(partial(self._ray.get, job.handle))
 
     def send(self, number: int, running: Collection[Job]) -> None:
         """Cancel all tasks: running jobs save and end, the others never start."""
         self.cancelled = True
         for job in running:
-            self._ray.cancel(job.task)
+            self._ray.cancel(job.handle)
 
     def close(self) -> None:
         """Leave Ray, or end the one that was started here."""

@@ -25,8 +25,9 @@ SHOWN = 20  # jobs in the table on the screen
 _BEST = "best/"
 _STATISTICS = ("mean", "std", "n")  # columns on a group
 _LONGEST_LINK = 150  # characters; file systems allow 255 bytes
-Group = tuple[tuple[str, str], ...]  # the overrides that its jobs have in common
+Group = tuple[tuple[str, str], ...]  # key and value of the overrides that its jobs have in common
 Format = Callable[[float], str]
+_rounded: Format = "{:.4f}".format
 
 
 @dataclass(slots=True)
@@ -40,8 +41,8 @@ class Job:
     config: dict[str, Any] = field(default_factory=dict)  # {} where it is not known
     more_texts: list[str] = field(default_factory=list)  # overrides that do not affect the training
     starts: int = 0
-    task: Any = None  # what its launcher tracks it by, while it runs
-    devices: list[str] = field(default_factory=list)  # of its own
+    handle: Any = None  # of its launcher: a process, or a job of the cluster
+    devices: list[str] = field(default_factory=list)  # names of the accelerators it may use
     reported_at: float = 0.0  # time of the last line about it
     state: str = NOT_STARTED
     code: int = 0
@@ -55,13 +56,13 @@ class Job:
         """Return whether the job ran and did not end well."""
         return self.state not in (*ENDED_WELL, "stopped", NOT_STARTED, RUNNING)
 
-    def written(self, keys: Mapping[str, str]) -> list[str]:
-        """Return its values as `name=value`; `keys`: the name of each key."""
-        pairs = []
-        for key, name in keys.items():
+    def assignments(self, names: Mapping[str, str]) -> list[str]:
+        """Return its values as `name=value`; `names`: how each key is called."""
+        texts = []
+        for key, name in names.items():
             if key in self.overrides:
-                pairs.append(f"{name}={self.overrides[key]}")
-        return pairs
+                texts.append(f"{name}={self.overrides[key]}")
+        return texts
 
     @property
     def output(self) -> Path:
@@ -71,23 +72,22 @@ class Job:
     def end(self, code: int) -> None:
         """Record the end of its process; `code`: its exit code, -N if signal N killed it."""
         status = {}
-        with suppress(RunDirectoryError):
+        with suppress(RunDirectoryError):  # where it cannot be read, the exit code decides
             status = read_status(self.run_dir)
-        self.state = str(status.get("state") or ("failed" if code else "finished"))
+        self.state = str(status.get("state") or "finished")
         if code and self.state in (*ENDED_WELL, RUNNING):
             self.state = "failed"
-        self.code = 128 - code if code < 0 else code
         self.seconds = status.get("seconds")
         self.results = status.get("results") or {}
         if isinstance(status.get("best"), dict):
             self.best = status["best"]
+        self.code = code
         self.reason = ""
         if code > 0:
             self.reason = str(status.get("reason") or self._last_error())
         elif code < 0:
-            hint = f"; go on with: {status['resume']}" if status.get("resume") else ""
-            memory = " (out of memory?)" if code == -signal.SIGKILL else ""
-            self.reason = f"killed by {signal.Signals(-code).name}{memory}{hint}"
+            self.code = 128 - code  # as shells return it
+            self.reason = _killed_by(-code, status.get("resume"))
 
     def _last_error(self) -> str:
         """Return the last `error:` line of its output; else where the output is."""
@@ -96,6 +96,16 @@ class Job:
             text = self.output.read_text("utf-8", "replace")
             errors = re.findall(r"^error: (.*)", text, re.MULTILINE)
         return errors[-1].strip() if errors else f"see {self.output}"
+
+
+def _killed_by(number: int, resume_command: str | None) -> str:
+    """Return the reason of a job that a signal has killed, and how it goes on."""
+    reason = f"killed by {signal.Signals(number).name}"
+    if number == signal.SIGKILL:
+        reason += " (out of memory?)"
+    if resume_command:
+        reason += f"; go on with: {resume_command}"
+    return reason
 
 
 class Ranking:
@@ -116,11 +126,10 @@ class Ranking:
         task_modes: Mapping[str, str] | None = None,
     ) -> None:
         self.jobs = jobs
-        monitors = dict[str, str]()  # the mode of each monitored metric
-        for node in config["callbacks"].values():
-            if node and node.get("monitor") not in (None, AUTO):
-                monitors[epoch_metric(node["monitor"])] = node.get("mode", AUTO)
-        self.name = next(reversed(monitors), task_metric or "val/loss")
+        monitored = _monitored(config)
+        self.name = task_metric or "val/loss"
+        if monitored:
+            self.name = next(reversed(monitored))
         if not decided:
             self.name = self._recorded_metric() or self.name
 
@@ -128,8 +137,10 @@ class Ranking:
         for job in jobs:
             if "mode" in job.best:
                 modes[str(job.best.get("metric"))] = str(job.best["mode"])
-        monitor = Monitor(self.name, monitors.get(self.name, AUTO))
-        monitor.find_direction(modes | dict(task_modes or {}))
+        if task_modes is not None:
+            modes |= task_modes
+        monitor = Monitor(self.name, monitored.get(self.name, AUTO))
+        monitor.find_direction(modes)
         self.rank_of = monitor.rank
         self.larger_is_better = self.rank_of(1.0) < 0
 
@@ -157,21 +168,25 @@ class Ranking:
 
         def position(job: Job) -> tuple[bool, bool, bool, bool, float, int]:
             value = self.value(job)
-            rank = 0.0
-            if value is not None:
-                rank = self.rank_of(value)
-            is_open = job.state in (NOT_STARTED, RUNNING)
-            return is_open, job.failed, value is None, job.state == "pruned", rank, job.number
+            return (
+                job.state in (NOT_STARTED, RUNNING),
+                job.failed,
+                value is None,
+                job.state == "pruned",
+                0.0 if value is None else self.rank_of(value),
+                job.number,
+            )
 
         return sorted(self.jobs, key=position)
 
-    def compared(self) -> list[Job]:
-        """Return the jobs that have a result, the best first."""
-        jobs = []
+    def compared(self) -> list[tuple[Job, float]]:
+        """Return the jobs that have a result, and it, the best first."""
+        results = []
         for job in self.ranked():
-            if not job.failed and self.value(job) is not None:
-                jobs.append(job)
-        return jobs
+            value = self.value(job)
+            if value is not None and not job.failed:
+                results.append((job, value))
+        return results
 
     def groups(self, keys: Sequence[str]) -> dict[Group, list[float]]:
         """Group the results of jobs that differ in `keys` only; jobs that failed have none.
@@ -181,16 +196,16 @@ class Ranking:
         results = dict[Group, list[float]]()
         for job in self.jobs:
             results[_group_of(job, keys)] = []
-        for job in self.compared():
-            results[_group_of(job, keys)].append(self.value(job) or 0.0)
+        for job, value in self.compared():
+            results[_group_of(job, keys)].append(value)
 
-        def position(result: tuple[Group, list[float]]) -> tuple[bool, float]:
-            _, values = result
+        def position(group: Group) -> tuple[bool, float]:
+            values = results[group]
             if not values:
                 return True, 0.0
             return False, self.rank_of(fmean(values))
 
-        return dict(sorted(results.items(), key=position))
+        return {group: results[group] for group in sorted(results, key=position)}
 
     def row(self, job: Job, keys: Iterable[str], format_value: Format) -> list[str]:
         """Return number, state, values, result and seconds of a job as text."""
@@ -201,6 +216,16 @@ class Ranking:
         cells.append("" if value is None else format_value(value))
         cells.append("" if job.seconds is None else f"{job.seconds:.1f}")
         return cells
+
+
+def _monitored(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the metrics that callbacks monitor, in their order, and the mode of each."""
+    modes = {}
+    for callback in config["callbacks"].values():
+        if callback and callback.get("monitor") not in (None, AUTO):
+            metric = epoch_metric(callback["monitor"])
+            modes[metric] = callback.get("mode", AUTO)
+    return modes
 
 
 def _group_of(job: Job, keys: Sequence[str]) -> Group:
@@ -244,27 +269,36 @@ def write_csv(folder: Path, ranking: Ranking, group_by: Sequence[str], count: in
 
 def show(folder: Path, ranking: Ranking, group_by: Sequence[str], varied: Sequence[str]) -> None:
     """Print the best jobs as a table, and why jobs failed, each reason on a line of its own."""
-    format_value = "{:.4f}".format
-    columns = get_terminal_size().columns
     ranked = ranking.ranked()
     rows = [["job", "status", *short_keys(varied), ranking.name, "seconds"]]
-    rows += [ranking.row(job, varied, format_value) for job in ranked[:SHOWN]]
-    print("", one_line(f"sweep {folder}"), *format_table(rows, columns, last=2), sep="\n")
+    for job in ranked[:SHOWN]:
+        rows.append(ranking.row(job, varied, _rounded))
+    _print_table(one_line(f"sweep {folder}"), rows)
     if len(ranked) > SHOWN:
         print(f"and {len(ranked) - SHOWN} more jobs in {FILE}")
     if group_by:
-        keys = [key for key in varied if key not in group_by]
-        rows = [[*short_keys(keys), *_STATISTICS]]
-        for group, values in list(ranking.groups(group_by).items())[:SHOWN]:
-            overrides = dict(group)
-            cells = [overrides.get(key, "") for key in keys]
-            rows.append(cells + _statistics(values, format_value))
-        table = format_table(rows, columns, last=2)
-        print("", f"{ranking.name} over {', '.join(group_by)}", *table, sep="\n")
+        _show_groups(ranking, group_by, varied)
     for job in ranking.jobs:
         if job.failed:
             print(one_line(f"job {job.number} {job.state} (exit {job.code}): {job.reason}"))
     print(one_line(f"leaderboard: {folder / FILE}"))
+
+
+def _show_groups(ranking: Ranking, group_by: Sequence[str], varied: Sequence[str]) -> None:
+    keys = [key for key in varied if key not in group_by]
+    rows = [[*short_keys(keys), *_STATISTICS]]
+    groups = ranking.groups(group_by)
+    for group in list(groups)[:SHOWN]:
+        overrides = dict(group)
+        row = [overrides.get(key, "") for key in keys]
+        row += _statistics(groups[group], _rounded)
+        rows.append(row)
+    _print_table(f"{ranking.name} over {', '.join(group_by)}", rows)
+
+
+def _print_table(title: str, rows: Sequence[Sequence[str]]) -> None:
+    lines = format_table(rows, get_terminal_size().columns, last=2)
+    print("", title, *lines, sep="\n")
 
 
 def short_keys(keys: Sequence[str]) -> list[str]:
@@ -274,8 +308,8 @@ def short_keys(keys: Sequence[str]) -> list[str]:
         counts.update(_ends(key))
     shortest = []
     for key in keys:
-        own = [end for end in _ends(key) if counts[end] == 1]
-        shortest.append(own[0] if own else key)
+        own_ends = (end for end in _ends(key) if counts[end] == 1)
+        shortest.append(next(own_ends, key))
     return shortest
 
 
@@ -296,6 +330,21 @@ def link_jobs(sweep: Path, jobs: Sequence[Job], varied: Sequence[str]) -> None:
     board = sweep / TENSORBOARD
     if board.is_symlink():
         return
+    links = _links(board, jobs, varied)
+    board.mkdir(exist_ok=True)
+    existing = dict[str, str]()
+    for path in board.iterdir():
+        if path.is_symlink():
+            existing[path.name] = os.readlink(path)
+    # A link with another target than before is in both differences: it is made anew.
+    for name, _ in existing.items() - links.items():
+        (board / name).unlink()
+    for name, target in links.items() - existing.items():
+        (board / name).symlink_to(target)
+
+
+def _links(board: Path, jobs: Sequence[Job], varied: Sequence[str]) -> dict[str, str]:
+    """Return name and target of the links of all jobs that have begun."""
     names = dict(zip(varied, short_keys(varied), strict=True))
     links = dict[str, str]()
     for job in jobs:
@@ -303,18 +352,13 @@ def link_jobs(sweep: Path, jobs: Sequence[Job], varied: Sequence[str]) -> None:
         # A running job is linked before its folder exists: an open TensorBoard then finds it.
         if not target.is_dir() and job.state != RUNNING:
             continue
-        # TensorBoard takes a slash for a group of runs.
-        name = re.sub(r"[^ -.0-~]|\\", "_", ",".join(job.written(names))).strip(".")[:_LONGEST_LINK]
-        name = name or f"job {job.number}"
+        name = ",".join(job.assignments(names))
+        # Other signs than those of ASCII are replaced, and slashes: TensorBoard takes a slash for a
+        # group of runs. Without dots at its ends it is neither `.` nor `..`.
+        name = re.sub(r"[^ -.0-~]|\\", "_", name).strip(".")[:_LONGEST_LINK]
+        if not name:
+            name = f"job {job.number}"
         if name in links:
             name = f"{name},job={job.number}"
         links[name] = os.path.relpath(target, board)
-    board.mkdir(exist_ok=True)
-    existing = dict[str, str]()
-    for path in board.iterdir():
-        if path.is_symlink():
-            existing[path.name] = os.readlink(path)
-    for name, _ in existing.items() - links.items():
-        (board / name).unlink()
-    for name, target_path in links.items() - existing.items():
-        (board / name).symlink_to(target_path)
+    return links

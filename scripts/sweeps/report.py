@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -19,6 +19,13 @@ from regimen.trainer.runs.status import read_metrics
 FILE = "report.png"
 _JOBS_FOR_IMPORTANCE = 8  # finished jobs that an estimate of importance needs
 _LOG_SCALE_RATIO = 30  # of the largest to the smallest value
+
+
+class _Parameter(NamedTuple):
+    """A swept key as Optuna knows it."""
+
+    distribution: Any
+    values: dict[int, Any]  # by the number of the job
 
 
 def write_report(folder: Path, ranking: Ranking, varied: Sequence[str]) -> None:
@@ -41,48 +48,34 @@ def study_of(ranking: Ranking, varied: Sequence[str]) -> Any:
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    jobs = ranking.compared()
+    jobs = [job for job, _ in ranking.compared()]
+    parameters = _parameters(jobs, varied)
+    trials = {}
+    for place, job in enumerate(jobs):
+        trials[job.number] = _trial(job, ranking, parameters, with_curve=place < SHOWN)
+    study = optuna.create_study(direction="maximize" if ranking.larger_is_better else "minimize")
+    # Optuna counts its trials from 0 without gaps: a job without a result is a failed trial.
+    failed = optuna.trial.create_trial(state=optuna.trial.TrialState.FAIL)
+    for number in range(max(trials) + 1):
+        study.add_trial(trials.get(number, failed))
+    return study
+
+
+def _parameters(jobs: Sequence[Job], varied: Sequence[str]) -> dict[str, _Parameter]:
+    """Return the keys that differ between the jobs, by their short names."""
     keys = []
     for key in varied:
         values = {job.overrides.get(key) for job in jobs}
         if len(values) > 1:
             keys.append(key)
-    scales = {}
+    parameters = {}
     for key, name in zip(keys, short_keys(keys), strict=True):
-        scales[name] = _scale(key, jobs)
-    trials = {}
-    for rank, job in enumerate(jobs):
-        trials[job.number] = _trial(job, ranking, scales, with_curve=rank < SHOWN)
-    study = optuna.create_study(direction="maximize" if ranking.larger_is_better else "minimize")
-    for number in range(max(trials) + 1):
-        trial = trials.get(number)
-        # A number without a result: Optuna counts its trials from 0 without gaps.
-        study.add_trial(trial or optuna.trial.create_trial(state=optuna.trial.TrialState.FAIL))
-    return study
+        parameters[name] = _parameter(key, jobs)
+    return parameters
 
 
-def _trial(
-    job: Job, ranking: Ranking, scales: Mapping[str, tuple[Any, dict[int, Any]]], with_curve: bool
-) -> Any:
-    from optuna.trial import TrialState, create_trial
-
-    params = {}
-    distributions = {}
-    for name, (distribution, values) in scales.items():
-        if job.number in values:
-            params[name] = values[job.number]
-            distributions[name] = distribution
-    return create_trial(
-        state=TrialState.PRUNED if job.state == "pruned" else TrialState.COMPLETE,
-        value=ranking.value(job),
-        params=params,
-        distributions=distributions,
-        intermediate_values=_curve(job, ranking.name) if with_curve else {},
-    )
-
-
-def _scale(key: str, jobs: Sequence[Job]) -> tuple[Any, dict[int, Any]]:
-    """Return the distribution of a key, and its value by number of job: numbers, or else words."""
+def _parameter(key: str, jobs: Sequence[Job]) -> _Parameter:
+    """Return a key with values that are numbers, or else words."""
     from optuna.distributions import CategoricalDistribution, FloatDistribution
 
     words = dict[int, str]()
@@ -95,8 +88,28 @@ def _scale(key: str, jobs: Sequence[Job]) -> tuple[Any, dict[int, Any]]:
         high = max(numbers.values())
         if math.isfinite(sum(numbers.values())):
             is_log = 0 < low < high / _LOG_SCALE_RATIO
-            return FloatDistribution(low, high, log=is_log), numbers
-    return CategoricalDistribution(sorted(set(words.values()))), words
+            return _Parameter(FloatDistribution(low, high, log=is_log), numbers)
+    return _Parameter(CategoricalDistribution(sorted(set(words.values()))), words)
+
+
+def _trial(
+    job: Job, ranking: Ranking, parameters: Mapping[str, _Parameter], with_curve: bool
+) -> Any:
+    from optuna.trial import TrialState, create_trial
+
+    values = {}
+    distributions = {}
+    for name, parameter in parameters.items():
+        if job.number in parameter.values:
+            values[name] = parameter.values[job.number]
+            distributions[name] = parameter.distribution
+    return create_trial(
+        state=TrialState.PRUNED if job.state == "pruned" else TrialState.COMPLETE,
+        value=ranking.value(job),
+        params=values,
+        distributions=distributions,
+        intermediate_values=_curve(job, ranking.name) if with_curve else {},
+    )
 
 
 def _curve(job: Job, metric: str) -> dict[int, float]:
@@ -114,21 +127,12 @@ def _draw(file: Path, study: Any, metric: str) -> None:
     """Draw the plots of a study one below the other. Raises ImportError."""
     import matplotlib
     from matplotlib import pyplot
-    from optuna.visualization import matplotlib as plots
 
     matplotlib.use("agg")
-    finished = [t for t in study.get_trials(deepcopy=False) if t.state.name == "COMPLETE"]
     pictures = []
     with pyplot.rc_context(), warnings.catch_warnings():  # Optuna sets a style of its own
         warnings.simplefilter("ignore")
-        axes = [plots.plot_intermediate_values(study)]
-        if any(trial.params for trial in finished):
-            axes.append(plots.plot_slice(study, target_name=metric))
-            axes.append(plots.plot_parallel_coordinate(study, target_name=metric))
-            if len(finished) >= _JOBS_FOR_IMPORTANCE:
-                axes.append(plots.plot_param_importances(study, target_name=metric))
-        for plot in axes:
-            figure = np.ravel(plot)[0].figure
+        for figure in _figures(study, metric):
             content = io.BytesIO()
             figure.savefig(content, format="png", dpi=110, bbox_inches="tight")
             pyplot.close(figure)
@@ -141,5 +145,20 @@ def _draw(file: Path, study: Any, metric: str) -> None:
     for picture in pictures:
         report.paste(picture, (0, top))
         top += picture.height
-    with replacing(file) as target:
+    with replacing(file) as target:  # a report is whole, or that of before
         report.save(target, "PNG")
+
+
+def _figures(study: Any, metric: str) -> list[Any]:
+    """Return the figures for which the study has enough finished trials."""
+    from optuna.trial import TrialState
+    from optuna.visualization import matplotlib as plots
+
+    finished = study.get_trials(deepcopy=False, states=[TrialState.COMPLETE])
+    axes = [plots.plot_intermediate_values(study)]
+    if any(trial.params for trial in finished):
+        axes.append(plots.plot_slice(study, target_name=metric))
+        axes.append(plots.plot_parallel_coordinate(study, target_name=metric))
+        if len(finished) >= _JOBS_FOR_IMPORTANCE:
+            axes.append(plots.plot_param_importances(study, target_name=metric))
+    return [np.ravel(plot)[0].figure for plot in axes]  # a plot is one axes, or an array of them

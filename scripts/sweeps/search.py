@@ -66,13 +66,14 @@ def search(arguments: Arguments) -> int:
     if settings.storage is not None:  # Optuna unpickles what a study holds
         refuse_untyped("sweep", {"storage": settings.storage}, arguments.overrides)
     fixed, dimensions = _dimensions(arguments, settings)
-    refuse_outside(d.name for d in dimensions)
-    space = {d: distribution(d, config) for d in dimensions}
+    refuse_outside(dimension.name for dimension in dimensions)
+    space = {dimension: distribution(dimension, config) for dimension in dimensions}
     jobs = [[*fixed, *values] for values in samples(space)]
-    composed(arguments, jobs)
+    composed(arguments, jobs)  # finds values that the schema refuses, before the first job
     sampler = sampler_of(settings, config["seed"], space)
     queued = enqueued(space, settings.enqueue, whole=settings.sampler == "grid")
-    runner = Sweep(arguments, config, [d.name for d in space], settings.n_trials)
+    varied = [dimension.name for dimension in space]
+    runner = Sweep(arguments, config, varied, settings.n_trials)
     runner.metric, runner.modes, runner.devices = check_built(arguments, jobs)
     runner.decided = runner.metric is not None
     with runner.lock():
@@ -92,17 +93,7 @@ def _dimensions(
     Raises ConfigError.
     """
     params = tuple(f"{key}={values}" for key, values in settings.params.items())
-    single, _ = split_search(replace(arguments, overrides=params))
-    problems = []
-    for override in single:
-        problems.append(
-            Problem(
-                "sweep.params",
-                f"{override.text}: gives one value only",
-                "use key=value outside of it",
-            )
-        )
-    raise_problems(problems)
+    _refuse_single_values(replace(arguments, overrides=params))
     # A file's `sweep.params` come before what is typed; typed ones stand where they were typed.
     texts = list(arguments.overrides)
     position = 0
@@ -116,25 +107,43 @@ def _dimensions(
             "sweep.params", "nothing to search: give a key as interval(a,b) or choice(a,b)"
         )
     typed_keys = {key_of(text) for text in arguments.overrides}
-    return list(fixed), sorted(dimensions, key=lambda d: d.name not in typed_keys)
+    dimensions.sort(key=lambda dimension: dimension.name not in typed_keys)
+    return fixed, dimensions
 
 
-def distribution(d: Dimension, config: Values) -> Any:
+def _refuse_single_values(params: Arguments) -> None:
+    """Raise ConfigError for entries of `sweep.params` that give one value only."""
+    single, _ = split_search(params)
+    problems = []
+    for override in single:
+        problems.append(
+            Problem(
+                "sweep.params",
+                f"{override.text}: gives one value only",
+                "use key=value outside of it",
+            )
+        )
+    raise_problems(problems)
+
+
+def distribution(dimension: Dimension, config: Values) -> Any:
     """Return the Optuna distribution of a dimension.
 
     Ends that are written as integers give integers, unless the configuration holds another value.
     """
     distributions = import_optuna().distributions
-    if d.choices:
-        return distributions.CategoricalDistribution(d.choices)
+    if dimension.choices:
+        return distributions.CategoricalDistribution(dimension.choices)
     number: type[int] | type[float] = float
     make = distributions.FloatDistribution
-    if d.integers and type(dict(walk(config)).get(d.name, 0)) is int:
+    configured = dict(walk(config)).get(dimension.name, 0)
+    if dimension.integers and type(configured) is int:
         number = int
         make = distributions.IntDistribution
-    if d.step is None:
-        return make(number(d.low), number(d.high), log=d.log)
-    return make(number(d.low), number(d.high), log=d.log, step=number(d.step))
+    options: dict[str, Any] = {"log": dimension.log}
+    if dimension.step is not None:
+        options["step"] = number(dimension.step)
+    return make(number(dimension.low), number(dimension.high), **options)
 
 
 def values_of(name: str, distribution: Any) -> list[Any]:
@@ -174,12 +183,12 @@ def samples(space: Space) -> list[tuple[SweepOverride, ...]]:
     for number in range(max(map(len, lists))):
         row = []
         for dimension, values in zip(space, lists, strict=True):
-            row.append(swept(dimension, values[number % len(values)]))
+            row.append(_override(dimension, values[number % len(values)]))
         rows.append(tuple(row))
     return rows
 
 
-def swept(dimension: Dimension, value: Any) -> SweepOverride:
+def _override(dimension: Dimension, value: Any) -> SweepOverride:
     """Return the override that gives a dimension a value."""
     return SweepOverride(f"{dimension.key}={value}", dimension.name, str(value), True)
 
@@ -190,7 +199,7 @@ def enqueued(space: Space, enqueue: Sequence[Values], whole: bool) -> list[Value
     Raises ConfigError.
     """
     distributions = _by_name(space)
-    are_texts = [d.name for d in space if d.choices]
+    text_keys = [dimension.name for dimension in space if dimension.choices]
     problems = []
     entries = []
     for number, entry in enumerate(enqueue):
@@ -199,14 +208,14 @@ def enqueued(space: Space, enqueue: Sequence[Values], whole: bool) -> list[Value
             hint = did_you_mean(key, list(distributions))
             problems.append(Problem(f"{place}.{key}", "does not vary in this search", hint))
         values = {}
-        for key in entry:
+        for key, value in entry.items():
             if key in distributions:
-                values[key] = str(entry[key]) if key in are_texts else entry[key]
-        checked = distributions
+                values[key] = str(value) if key in text_keys else value
+        needed = distributions
         if not whole:
-            checked = {key: distributions[key] for key in values}
+            needed = {key: distributions[key] for key in values}
         try:  # Optuna itself would check them in the middle of the search
-            import_optuna().trial.create_trial(value=0.0, params=values, distributions=checked)
+            import_optuna().trial.create_trial(value=0.0, params=values, distributions=needed)
         except ValueError as error:
             problems.append(Problem(place, str(error)))
         entries.append(values)
@@ -237,8 +246,8 @@ def sampler_of(settings: SweepConfig, seed: int, space: Space) -> Callable[[int]
     sampler_class = getattr(optuna.samplers, f"{_SAMPLERS[name]}Sampler")
 
     def make(number: int) -> Any:
-        # A grid's order and a sequence's scrambling belong to the whole search.
         sampler_seed = seed
+        # A grid's order and a sequence's scrambling belong to the whole search.
         if name not in ("grid", "qmc"):
             sampler_seed = zlib.crc32(f"{seed} {number}".encode())
         with warnings.catch_warnings():
@@ -287,33 +296,39 @@ class Trials:
         self._base = base
         self._sampler = sampler
         self._optuna = import_optuna()
-        storage = runner.settings.storage
-        if storage is None:
-            cut_torn_line(runner.folder / JOURNAL)
-        self._url = as_url(storage or str(runner.folder / JOURNAL))
-        self._study = self._open_study()
-        self._refuse_changes()
-        print(f"study {self._study.study_name}: optuna-dashboard {self._url}", flush=True)
         self._interrupted = list[Any]()  # trials whose jobs an earlier start did not finish
-        self._waiting = dict[int, list[Any]]()  # trials, by number of the job that they wait for
-        self._total = runner.settings.n_trials
-        if runner.settings.sampler == "grid":
-            size = math.prod(map(len, _grid_of(space).values()))
-            self._total = min(self._total, size + len(runner.settings.enqueue))
+        self._asked = dict[int, list[Any]]()  # trials that are not told yet, by number of their job
         self._gave_up = False
+        settings = runner.settings
+        self._total = settings.n_trials
+        if settings.sampler == "grid":
+            size = math.prod(map(len, _grid_of(space).values()))
+            self._total = min(self._total, size + len(settings.enqueue))
+        if settings.storage is None:
+            cut_torn_line(runner.folder / JOURNAL)
+        self._url = as_url(settings.storage or str(runner.folder / JOURNAL))
+        self._study = self._open_study()
+        self._refuse_other_values()
+        self._refuse_other_overrides()
+        print(f"study {self._study.study_name}: optuna-dashboard {self._url}", flush=True)
         with study_errors(self._url):
             for values in queued:  # each once
                 self._study.enqueue_trial(values, skip_if_exists=True)
             started = self._started()
         for trial in started:
-            overrides = self._overrides(trial.params)
-            if storage is not None and not runner.folder_of(overrides):
-                continue  # a shared study has jobs of other searches, too
-            if trial.state.is_finished():
-                runner.plan(overrides, {}).end(trial.user_attrs.get(_CODE, 0))
-            else:
-                self._interrupted.append(trial)
-        self._count()
+            self._take_over(trial)
+        self._update_count()
+
+    def _take_over(self, trial: Any) -> None:
+        """Plan the job of a trial that an earlier start has asked for."""
+        overrides = self._overrides(trial.params)
+        is_shared = self.runner.settings.storage is not None
+        if is_shared and not self.runner.folder_of(overrides):
+            return  # a job of another search
+        if trial.state.is_finished():
+            self.runner.plan(overrides, {}).end(trial.user_attrs.get(_CODE, 0))
+        else:
+            self._interrupted.append(trial)
 
     def ask(self) -> Job | None:
         """Return the next job to run; None if there is none to start.
@@ -330,10 +345,10 @@ class Trials:
         with study_errors(self._url):
             while (trial := self._next()) is not None:
                 job = self._plan(trial)
-                waiting = self._waiting.setdefault(job.number, [])
-                waiting.append(trial)
-                self._count()
-                if len(waiting) > 1:
+                trials = self._asked.setdefault(job.number, [])
+                trials.append(trial)
+                self._update_count()
+                if len(trials) > 1:
                     continue
                 if job.state == NOT_STARTED:
                     return job
@@ -357,25 +372,28 @@ class Trials:
 
         The trial of a job that was interrupted stays open: it goes on with the next start.
         """
+        trials = self._asked.pop(job.number, [])
         if job.state in _OPEN_STATES:
-            self._waiting.pop(job.number, None)
             return
-        states = self._optuna.trial.TrialState
-        ranking = self.runner.ranking
-        value = None if job.failed else ranking.value(job)
-        has_value = value is not None and not math.isnan(value)
         with study_errors(self._url):
-            for trial in self._waiting.pop(job.number, []):
-                if job.state == "pruned":
-                    self._study.tell(trial, state=states.PRUNED)
-                elif has_value:
-                    self._study.tell(trial, value)
-                else:
-                    if not job.failed:
-                        reason = job.reason or f"it logged no {ranking.name}"
-                        logger.warning("warning: job %d: %s", job.number, reason)
-                    trial.set_user_attr(_CODE, job.code or 1)
-                    self._study.tell(trial, state=states.FAIL)
+            for trial in trials:
+                self._tell(trial, job)
+
+    def _tell(self, trial: Any, job: Job) -> None:
+        states = self._optuna.trial.TrialState
+        if job.state == "pruned":
+            self._study.tell(trial, state=states.PRUNED)
+            return
+        ranking = self.runner.ranking
+        value = ranking.value(job)
+        if not job.failed and value is not None and not math.isnan(value):
+            self._study.tell(trial, value)
+            return
+        if not job.failed:
+            reason = job.reason or f"it logged no {ranking.name}"
+            logger.warning("warning: job %d: %s", job.number, reason)
+        trial.set_user_attr(_CODE, job.code or 1)
+        self._study.tell(trial, state=states.FAIL)
 
     def _open_study(self) -> Any:
         optuna = self._optuna
@@ -405,25 +423,28 @@ class Trials:
             )
         return study
 
-    def _refuse_changes(self) -> None:
-        """Raise ConfigError or CheckpointError if the study began with another experiment."""
+    def _refuse_other_values(self) -> None:
+        """Raise ConfigError if the study has searched other values of a dimension."""
         former = dict[str, Any]()
         for trial in self._study.get_trials(deepcopy=False):
             former |= trial.distributions
         problems = []
-        for d, new in self._space.items():
-            old = former.get(d.name)
+        for name, new in _by_name(self._space).items():
+            old = former.get(name, new)
             try:
-                self._optuna.distributions.check_distribution_compatibility(old or new, new)
+                self._optuna.distributions.check_distribution_compatibility(old, new)
             except ValueError:
                 problems.append(
                     Problem(
-                        d.name,
+                        name,
                         f"the study began with other values: {old}",
                         "search those, or begin another sweep",
                     )
                 )
         raise_problems(problems)
+
+    def _refuse_other_overrides(self) -> None:
+        """Raise CheckpointError if the jobs of the study have other overrides in common."""
         now = list(identity(override.text for override in self._base))
         before = self._study.user_attrs.get(_OVERRIDES)
         if before is None:
@@ -449,11 +470,12 @@ class Trials:
         study = self._study
         if self._interrupted:
             return self._optuna.trial.Trial(study, self._interrupted.pop(0)._trial_id)
-        started = {trial.number for trial in self._started()}
-        if len(started) >= self._total:
+        trials = study.get_trials(deepcopy=False)
+        waiting = [trial.number for trial in trials if trial.state.name == "WAITING"]
+        if len(trials) - len(waiting) >= self._total:
             return None
-        numbers = {trial.number for trial in study.get_trials(deepcopy=False)}
-        study.sampler = self._sampler(min(numbers - started, default=len(numbers)))
+        # `ask` takes the first trial that waits; without one, it makes a new trial.
+        study.sampler = self._sampler(min(waiting, default=len(trials)))
         trial = study.ask(_by_name(self._space))
         # Swapped before `tell`: the sampler of a grid calls `study.stop()` there, which fails
         # outside of Optuna's own loop.
@@ -464,10 +486,10 @@ class Trials:
         overrides = [*self._base]
         for dimension in self._space:
             if dimension.name in values:
-                overrides.append(swept(dimension, values[dimension.name]))
+                overrides.append(_override(dimension, values[dimension.name]))
         return overrides
 
-    def _count(self) -> None:
+    def _update_count(self) -> None:
         """Set the number of jobs: those that are planned, and the trials that are left."""
         left = self._total - len(self._started()) + len(self._interrupted)
         self.runner.count = len(self.runner.jobs) + max(0, left)

@@ -62,7 +62,7 @@ from regimen.trainer.runs.status import (
 _STAMP_LENGTH = len(timestamp())  # a number follows if two sweeps began in the same second
 _PROGRESS_SECONDS = 30.0  # between two lines about a running job
 _MISTAKE_CODES = (1, 2, 3, 4)  # exit codes: of code, configuration, data, checkpoint
-_ALIKE_FAILURES = 3  # jobs that fail alike before a search gives up
+_ALIKE_FAILURES = 3  # jobs that fail for one reason before a search gives up
 _TAIL_BYTES = 1 << 14  # of a log
 _STOPPED_CODES = (-15, -2, 130, 143)  # exit codes after a signal
 # Exit codes: a lost process, out of memory, and signals that the sweep did not send.
@@ -96,24 +96,28 @@ class Sweep:
             self.launcher = cluster(options)
         group_by = self.settings.group_by or []
         self.group_by = [group_by] if isinstance(group_by, str) else group_by
+        self._refuse_fixed_groups()
+        self.earlier = _find_sweep(config)  # the folder of the sweep to go on with
+        self._folders = dict[tuple[str, ...], Path]()  # of its jobs, by their identity
+        if self.earlier is not None:
+            refuse_links(self.earlier)
+            self._folders = job_folders(self.earlier)
+        self._planned = dict[tuple[str, ...], Job]()  # by their identity
+        self._warnings = set[str]()  # about the leaderboard's file: each is printed once
+
+    def _refuse_fixed_groups(self) -> None:
+        """Raise ConfigError for keys of `sweep.group_by` that do not vary."""
         problems = []
         for key in self.group_by:
-            if key not in varied:
+            if key not in self.varied:
                 problems.append(
                     Problem(
                         "sweep.group_by",
                         f"{key!r} does not vary between the jobs",
-                        did_you_mean(key, varied),
+                        did_you_mean(key, self.varied),
                     )
                 )
         raise_problems(problems)
-        self.earlier = _find_sweep(config)  # the folder of the sweep to go on with
-        self._folders = dict[tuple[str, ...], Path]()  # of its jobs
-        if self.earlier is not None:
-            refuse_links(self.earlier)
-            self._folders = job_folders(self.earlier)
-        self._planned = dict[tuple[str, ...], Job]()
-        self._warnings = set[str]()  # about the leaderboard's file
 
     def folder_of(self, overrides: Sequence[SweepOverride]) -> Path | None:
         """Return the folder that an earlier start gave a job."""
@@ -129,6 +133,7 @@ class Sweep:
         self.folder = Path(folder) if folder else reserve(_sweeps(self.config), timestamp())
         make_folder(self.folder)
         refuse_links(self.folder)
+        # Another process that goes on with this sweep would start the same jobs.
         lock = locked(self.folder)
         self._taken_names = {path.name for path in self.folder.iterdir()}
         settings = self.settings
@@ -142,6 +147,7 @@ class Sweep:
         board = shlex.quote(str(self.folder / TENSORBOARD))
         print(f"follow the sweep: tensorboard --logdir {board}", flush=True)
         try:
+            # A signal is only recorded: `run` forwards it, and waits until the jobs have saved.
             with handling(lambda number, _: self.signals.append(number)):
                 yield
         finally:
@@ -181,13 +187,13 @@ class Sweep:
     def arguments_of(self, job: Job) -> list[str]:
         """Return the arguments of `train` for a job."""
         overrides = []
-        checkpoints = []  # from which all jobs begin
-        for text in dict.fromkeys(job.texts):
+        checkpoints = []  # the `resume=` from which all jobs begin
+        for text in dict.fromkeys(job.texts):  # each once
             key = key_of(text)
-            if not belongs_outside(key) or key == "resume_policy":
-                overrides.append(text)
-            elif key == "resume":
+            if key == "resume":
                 checkpoints.append(text)
+            elif key == "resume_policy" or not belongs_outside(key):
+                overrides.append(text)
         if holds_run(job.run_dir):
             overrides.append("resume=auto")
         elif self.config["resume"] not in (None, "auto"):
@@ -196,8 +202,8 @@ class Sweep:
         return flags(self.arguments) + overrides
 
     @property
-    def ended(self) -> bool:
-        """Return whether no further job starts: after a signal, or a failure with `fail_fast`."""
+    def is_ending(self) -> bool:
+        """Whether no further job starts: after a signal, or a failure with `fail_fast`."""
         if self.signals:
             return True
         return self.settings.fail_fast and any(job.failed for job in self.jobs)
@@ -208,21 +214,23 @@ class Sweep:
         Jobs that diverged or lacked memory do not count: other values may do better. Numbers in a
         reason are ignored: they differ with the values that a search gives a job.
         """
-        started = [job for job in self.jobs if job.starts and job.state != RUNNING]
-        if len(started) < _ALIKE_FAILURES:
+        ended = [job for job in self.jobs if job.starts and job.state != RUNNING]
+        if len(ended) < _ALIKE_FAILURES:
             return None
-        reasons = {(job.code, re.sub(r"\d+", "N", job.reason)) for job in started}
-        are_mistakes = all(job.failed and job.code in _MISTAKE_CODES for job in started)
-        if len(reasons) > 1 or not are_mistakes:
+        for job in ended:
+            if not job.failed or job.code not in _MISTAKE_CODES:
+                return None
+        failures = {(job.code, re.sub(r"\d+", "N", job.reason)) for job in ended}
+        if len(failures) > 1:
             return None
-        first = started[0]
+        first = ended[0]
         return (
-            f"all of its first {len(started)} jobs failed alike (exit {first.code}): {first.reason}"
+            f"all of its first {len(ended)} jobs failed alike (exit {first.code}): {first.reason}"
         )
 
     @property
     def ranking(self) -> Ranking:
-        """Return how the jobs compare, by what is known so far."""
+        """How the jobs compare, by what is known so far."""
         return Ranking(self.config, self.jobs, self.metric, self.decided, self.modes)
 
     def run(
@@ -249,16 +257,19 @@ class Sweep:
                     say_progress(job, self.ranking.name)
                     continue
                 running.remove(job)
-                if self._ends(job, code):
-                    self.write()
-                    done = max(1, self._done() - done_before)
-                    self._print_end(job, (time.monotonic() - began) / done)
-                    tell(job)
-                else:
+                self._record_end(job, code)
+                if self._starts_again(job, code):
                     queue.append(job)
+                    continue
+                self.write()
+                done = max(1, self._done() - done_before)
+                self._print_end(job, (time.monotonic() - began) / done)
+                tell(job)
+            # The jobs do not get the signals of the terminal: each has a process group of its own.
             for number in self.signals[signals_sent:]:
                 self.launcher.send(number, running)
                 signals_sent += 1
+            # Polled, not waited for: a job of a cluster is no child of this process.
             time.sleep(POLL_SECONDS)
 
     def _start_jobs(
@@ -267,12 +278,12 @@ class Sweep:
         """Start as many jobs as there is room for."""
         default_limit = 1 if self.settings.launcher == "local" else math.inf
         limit = self.settings.jobs or default_limit
-        while not self.ended and len(running) < limit:
+        while not self.is_ending and len(running) < limit:
             job = queue.pop(0) if queue else ask()
             if job is None:
                 return
             # `ask` takes a while: the sweep may have been asked to end meanwhile.
-            if self.ended or not self.launcher.start(job, self.arguments_of(job), running):
+            if self.is_ending or not self.launcher.start(job, self.arguments_of(job), running):
                 queue.insert(0, job)
                 return
             running.append(job)
@@ -282,17 +293,20 @@ class Sweep:
             self._print_start(job)
             self.write()
 
-    def _ends(self, job: Job, code: int) -> bool:
-        """Record how a job's process ended; return False if the job starts again."""
+    def _record_end(self, job: Job, code: int) -> None:
+        """Record how a job's process ended."""
         if self.signals and code in _STOPPED_CODES and not holds_run(job.run_dir):
             job.state = NOT_STARTED
         else:
             job.end(code)
-        was_lost = code < 0 or code in _RETRYABLE_CODES
-        if not was_lost or job.starts > self.settings.retries or self.signals:
-            return True
+
+    def _starts_again(self, job: Job, code: int) -> bool:
+        """Return whether a job that was lost is started again, and say so."""
+        is_lost = code < 0 or code in _RETRYABLE_CODES
+        if not is_lost or job.starts > self.settings.retries or self.signals:
+            return False
         print(one_line(f"job {job.number} starts again: {job.reason}"), flush=True)
-        return False
+        return True
 
     def _done(self) -> int:
         # A preempted job is not done: it goes on with the sweep.
@@ -303,7 +317,7 @@ class Sweep:
         return done
 
     def _print_start(self, job: Job) -> None:
-        pairs = job.written({key: key for key in self.varied})
+        pairs = job.assignments({key: key for key in self.varied})
         again = f" (start {job.starts})" if job.starts > 1 else ""
         line = one_line(f"{' '.join(pairs)}  ->  {job.run_dir}{again}")
         print(f"[{self.jobs.index(job) + 1}/{self.count}] {line}", flush=True)
@@ -311,20 +325,20 @@ class Sweep:
     def _print_end(self, job: Job, seconds: float) -> None:
         """Print how a job ended and how the sweep stands; `seconds`: what a job has taken."""
         ranking = self.ranking
-        done = self._done()
+        end = f"job {job.number} {job.state}"
         value = ranking.value(job)
-        result = "" if value is None else f" {ranking.name} {value:.4f}"
-        why = f": {job.reason}" if job.failed else ""
-        facts = [
-            one_line(f"job {job.number} {job.state}{result}{why}"),
-            f"{done} of {self.count} done",
-        ]
+        if value is not None:
+            end += f" {ranking.name} {value:.4f}"
+        if job.failed:
+            end += f": {job.reason}"
+        done = self._done()
+        facts = [one_line(end), f"{done} of {self.count} done"]
         compared = ranking.compared()
         if compared:
-            best = compared[0]
-            facts.append(f"best {ranking.name} {ranking.value(best):.4f} (job {best.number})")
+            best, best_value = compared[0]
+            facts.append(f"best {ranking.name} {best_value:.4f} (job {best.number})")
         left = self.count - done
-        if left and not self.ended:
+        if left and not self.is_ending:
             facts.append(f"about {timedelta(seconds=round(seconds * left))} left")
         print("; ".join(facts), flush=True)
 
@@ -348,7 +362,7 @@ class Sweep:
             no_scales = {"data.fold", *self.group_by}
             scales = [key for key in self.varied if key not in no_scales]
             write_report(self.folder, self.ranking, scales)
-        if self.ended:
+        if self.is_ending:
             why = "interrupted" if self.signals else "sweep.fail_fast ended it"
             print(f"{why}; go on with the sweep: {self._resume_command()}")
         if self.signals:
@@ -359,15 +373,14 @@ class Sweep:
         return 0
 
     def _resume_command(self) -> str:
+        """Return the command line of this sweep, with its folder and `resume=auto`."""
         replaced = ["run_dir"]
-        added = []
-        if self.config["resume"] in (None, "auto"):
+        added = [run_dir_override(self.folder)]
+        if self.config["resume"] in (None, "auto"):  # else the checkpoint from which jobs begin
             replaced.append("resume")
-            added.append("resume=auto")
-        overrides = [text for text in self.arguments.overrides if key_of(text) not in replaced]
-        overrides += added
-        overrides.append(run_dir_override(self.folder))
-        return shlex.join(["train", "-m", *flags(self.arguments), *overrides])
+            added.insert(0, "resume=auto")
+        kept = [text for text in self.arguments.overrides if key_of(text) not in replaced]
+        return shlex.join(["train", "-m", *flags(self.arguments), *kept, *added])
 
 
 def say_progress(job: Job, metric: str) -> None:
@@ -375,17 +388,16 @@ def say_progress(job: Job, metric: str) -> None:
     if time.monotonic() - job.reported_at < _PROGRESS_SECONDS:
         return
     job.reported_at = time.monotonic()
-    last = dict[str, Any]()
+    values = dict[str, Any]()  # the last of each name: a line of the log has only some of them
     for line in read_metrics(job.run_dir, _TAIL_BYTES):
-        last |= line
-    if last:
-        value = f", {metric} {last[metric]}" if metric in last else ""
-        epochs = (job.config.get("trainer") or {}).get("max_epochs")
-        print(
-            f"job {job.number}: epoch {last.get('epoch')} of {epochs}, "
-            f"step {last.get('step')}{value}",
-            flush=True,
-        )
+        values |= line
+    if not values:
+        return
+    epochs = (job.config.get("trainer") or {}).get("max_epochs")
+    text = f"job {job.number}: epoch {values.get('epoch')} of {epochs}, step {values.get('step')}"
+    if metric in values:
+        text += f", {metric} {values[metric]}"
+    print(text, flush=True)
 
 
 def flags(arguments: Arguments) -> list[str]:
@@ -408,7 +420,9 @@ def _find_sweep(config: Values) -> Path | None:
     Raises ConfigError if `run_dir` holds a run, or a sweep without `resume`.
     """
     if config["run_dir"] is None:
-        return newest_unfinished(_sweeps(config)) if config["resume"] == "auto" else None
+        if config["resume"] == "auto":
+            return newest_unfinished(_sweeps(config))
+        return None
     folder = Path(config["run_dir"])
     check_run_dir(folder)
     holds_sweep = (folder / FILE).exists() or holds_run(folder / "0")
@@ -429,7 +443,7 @@ def newest_unfinished(sweeps: Path) -> Path | None:
         # By length before the name: a `-10` comes after `-9`.
         return folder.name[:_STAMP_LENGTH], len(folder.name), folder.name
 
-    folders = [board.parent for board in sweeps.glob(f"*/{FILE}")]
+    folders = [file.parent for file in sweeps.glob(f"*/{FILE}")]
     for folder in sorted(folders, key=age_key, reverse=True):
         if _is_unfinished(folder) and not is_held(folder):
             return folder
@@ -438,15 +452,15 @@ def newest_unfinished(sweeps: Path) -> Path | None:
 
 def _is_unfinished(folder: Path) -> bool:
     """Return whether a job of a sweep is unfinished, by its leaderboard."""
-    board = folder / FILE
-    with suppress(OSError, ValueError, KeyError), board.open(encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
+    file = folder / FILE
+    with suppress(OSError, ValueError, KeyError), file.open(encoding="utf-8") as lines:
+        rows = list(csv.DictReader(lines))
         return not rows or any(row["status"] not in ENDED_WELL for row in rows)
     return True  # unreadable: the status of each job decides
 
 
 def job_folders(sweep: Path) -> dict[tuple[str, ...], Path]:
-    """Return the folder of each job, by the overrides that it was made with."""
+    """Return the folder of each job, by the identity of the overrides that it was made with."""
     numbered = [p for p in sweep.iterdir() if p.name.isdecimal() and not p.is_symlink()]
     folders = dict[tuple[str, ...], Path]()
     for path in sorted(numbered, key=lambda path: int(path.name)):
@@ -459,12 +473,16 @@ def job_folders(sweep: Path) -> dict[tuple[str, ...], Path]:
 
 def has_finished(folder: Path | None, config: Values) -> bool:
     """Return whether a folder holds a run that has finished with this configuration."""
-    ignored = dict.fromkeys((*START_KEYS, "tags"))
+    if folder is None:
+        return False
+    # A run whose files cannot be read is started again, and reports what is wrong.
     with suppress(OSError, ValueError, ConfigError):
-        if folder is not None and read_status(folder).get("state") in ENDED_WELL:
-            saved = read_run_yaml(folder / CONFIG)
-            if not isinstance(saved, dict):
-                return False
-            name_strategy_class(saved)
-            return saved | ignored == config | ignored
+        if read_status(folder).get("state") not in ENDED_WELL:
+            return False
+        saved = read_run_yaml(folder / CONFIG)
+        if not isinstance(saved, dict):
+            return False
+        name_strategy_class(saved)  # older runs have stored the short name
+        ignored = dict.fromkeys((*START_KEYS, "tags"))
+        return (saved | ignored) == (config | ignored)
     return False
