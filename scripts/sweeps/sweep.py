@@ -103,6 +103,7 @@ class Sweep:
             refuse_links(self.earlier)
             self._folders = job_folders(self.earlier)
         self._planned = dict[tuple[str, ...], Job]()  # by their identity
+        self._ranking: Ranking | None = None  # None: a job has been planned or has ended since
         self._warnings = set[str]()  # about the leaderboard's file: each is printed once
 
     def _refuse_fixed_groups(self) -> None:
@@ -169,6 +170,7 @@ class Sweep:
                 values[override.key] = override.value
         job = Job(int(folder.name), folder, values, texts, config)
         self._planned[name] = job
+        self._ranking = None
         if has_finished(folder, config):
             job.end(0)
         return job
@@ -231,7 +233,10 @@ class Sweep:
     @property
     def ranking(self) -> Ranking:
         """How the jobs compare, by what is known so far."""
-        return Ranking(self.config, self.jobs, self.metric, self.decided, self.modes)
+        # Kept between two changes: it is asked for at each poll of each running job.
+        if self._ranking is None:
+            self._ranking = Ranking(self.config, self.jobs, self.metric, self.decided, self.modes)
+        return self._ranking
 
     def run(
         self, ask: Callable[[], Job | None], tell: Callable[[Job], None] = lambda job: None
@@ -295,6 +300,7 @@ class Sweep:
 
     def _record_end(self, job: Job, code: int) -> None:
         """Record how a job's process ended."""
+        self._ranking = None
         if self.signals and code in _STOPPED_CODES and not holds_run(job.run_dir):
             job.state = NOT_STARTED
         else:

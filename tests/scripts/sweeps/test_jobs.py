@@ -191,6 +191,30 @@ def test_a_long_job_tells_now_and_then_where_it_is(tmp_path, capsys, monkeypatch
     assert told == ["job 3: epoch 1 of 4, step 15, val/loss 0.5"] * 2
 
 
+def test_jobs_are_compared_anew_only_when_one_has_ended(job, sweep_of, monkeypatch):
+    polls = []
+    rankings = []
+    poll_of_launcher = LocalLauncher.poll
+
+    def poll(self, job):
+        polls.append(job)
+        return poll_of_launcher(self, job) if len(polls) > 30 else None
+
+    class CountedRanking(leaderboard.Ranking):
+        def __init__(self, *facts):
+            super().__init__(*facts)
+            rankings.append(self)
+
+    monkeypatch.setattr(LocalLauncher, "poll", poll)
+    monkeypatch.setattr(sweep_module, "POLL_SECONDS", 0.001)
+    monkeypatch.setattr(sweep_module, "Ranking", CountedRanking)
+
+    assert sweep_of("run_dir=there", "optimizer.lr=0.1,0.2") == 0
+
+    assert len(polls) > 30
+    assert len(rankings) == 3  # before the first job, and after each
+
+
 def test_mistakes_of_targets_are_found_in_a_process_of_its_own():
     wrong = "callbacks.checkpoint.monitor=val/accurcy"
     arguments = parse_arguments(["-m", "model=mlp,small_cnn", "optimizer.lr=0.1,0.2", wrong])
