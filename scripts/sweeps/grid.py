@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+from regimen.callbacks.support import AUTO, Monitor
 from regimen.conf.check import parse
 from regimen.conf.errors import ConfigError, Problem, collect_problems, raise_problems
 from regimen.scripts.cli.arguments import Arguments, key_of
@@ -103,11 +104,11 @@ def check_built(
     ignore_interrupt = (signal.SIGINT, signal.SIG_IGN)
     try:
         with ProcessPoolExecutor(1, context, signal.signal, ignore_interrupt) as pool:
-            problems, monitor, modes, devices = pool.submit(built, checked).result()
+            problems, metric, modes, devices = pool.submit(built, checked).result()
     except BrokenProcessPool:  # each job reports its own mistakes
         return None, {}, ("", [])
     raise_problems(problems)
-    return monitor, modes, devices
+    return metric, modes, devices
 
 
 def built(
@@ -122,7 +123,7 @@ def built(
     from regimen.trainer.device import visible
 
     problems = list[Problem]()
-    monitor = None
+    metric = None
     modes = dict[str, str]()
     for arguments in jobs:
         with suppress(Exception), collect_problems(problems):
@@ -133,10 +134,10 @@ def built(
             if arguments is jobs[0]:
                 task = placeholder_assembly(config).task
                 modes |= task.modes()
-                metric = task.monitor()
-                if metric is not None:
-                    monitor = f"{next(iter(config.data.validations), 'val')}/{metric}"
-    return problems, monitor, modes, visible()
+                monitor = Monitor(AUTO, compared=False)
+                monitor.resolve(task, config.data.validations)
+                metric = monitor.name
+    return problems, metric, modes, visible()
 
 
 def _arguments_of(arguments: Arguments, job: Sequence[SweepOverride]) -> Arguments:

@@ -118,11 +118,11 @@ class LocalLauncher(Launcher):
         self._jobs = jobs
         self._per_device = per_device
         self._variable, names = devices
-        self._names = names if jobs > 1 else []
+        self._devices = names if jobs > 1 else []  # a single job has all of them
         threads = thread_limit(jobs).get(THREADS) or os.environ.get(THREADS, "all")
         self.description = f"jobs at a time: {jobs}; threads of each: {threads}"
-        if self._names:
-            self.description += f"; devices: {', '.join(self._names)}, jobs on each: {per_device}"
+        if self._devices:
+            self.description += f"; devices: {', '.join(self._devices)}, jobs on each: {per_device}"
 
     def start(self, job: Job, argv: Sequence[str], running: Collection[Job]) -> bool:
         """Start a job beside others and return at once; return False if no device is free."""
@@ -130,9 +130,9 @@ class LocalLauncher(Launcher):
         processes = _device_count(strategy)
         environment = dict(AS_JOB)
         job.devices = []
-        if self._names and strategy.get("accelerator") != "cpu":
+        if self._devices and strategy.get("accelerator") != "cpu":
             free = self._free_devices(running)
-            count = min(processes, len(self._names))
+            count = min(processes, len(self._devices))
             if len(free) < count:
                 return False
             job.devices = free[:count]
@@ -145,7 +145,7 @@ class LocalLauncher(Launcher):
     def _free_devices(self, running: Collection[Job]) -> list[str]:
         """Return the devices that have room for a job, those with the fewest jobs first."""
         jobs = Counter(name for job in running for name in job.devices)
-        free = [name for name in self._names if jobs[name] < self._per_device]
+        free = [name for name in self._devices if jobs[name] < self._per_device]
         return sorted(free, key=jobs.__getitem__)
 
     def poll(self, job: Job) -> int | None:
@@ -330,8 +330,8 @@ class RayLauncher(Launcher):
             self.description += f" at {self._address}"
         self._ray = _import("ray")
         try:
-            # Ray does not restart jobs: `sweep.retries` counts their starts.
-            remote = self._ray.remote(**(options | {"max_retries": 0}))
+            options["max_retries"] = 0  # `sweep.retries` counts the starts of a job
+            remote = self._ray.remote(**options)
             self._run_job = remote(lambda job: job())
         except (ValueError, TypeError) as error:
             raise ConfigError(_OPTIONS, first_lines(error)) from error

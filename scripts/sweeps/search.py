@@ -70,14 +70,14 @@ def search(arguments: Arguments) -> int:
     space = {dimension: distribution(dimension, config) for dimension in dimensions}
     jobs = [[*fixed, *values] for values in samples(space)]
     composed(arguments, jobs)  # finds values that the schema refuses, before the first job
-    sampler = sampler_of(settings, config["seed"], space)
+    make_sampler = sampler_of(settings, config["seed"], space)
     queued = enqueued(space, settings.enqueue, whole=settings.sampler == "grid")
     varied = [dimension.name for dimension in space]
     runner = Sweep(arguments, config, varied, settings.n_trials)
     runner.metric, runner.modes, runner.devices = check_built(arguments, jobs)
     runner.decided = runner.metric is not None
     with runner.lock():
-        trials = Trials(runner, space, fixed, sampler, queued)
+        trials = Trials(runner, space, fixed, make_sampler, queued)
         runner.write()
         # One at a time by default, on a cluster too: the study learns from each.
         runner.settings.jobs = runner.settings.jobs or 1
@@ -144,28 +144,6 @@ def distribution(dimension: Dimension, config: Values) -> Any:
     if dimension.step is not None:
         options["step"] = number(dimension.step)
     return make(number(dimension.low), number(dimension.high), **options)
-
-
-def values_of(name: str, distribution: Any) -> list[Any]:
-    """Return all values of a dimension. Raises ConfigError for an interval without a step."""
-    if hasattr(distribution, "choices"):
-        return list(distribution.choices)
-    low = distribution.low
-    step = distribution.step
-    if step is None:
-        raise ConfigError(name, "sampler=grid takes choices, or numbers with a step", "sampler=tpe")
-    count = round((distribution.high - low) / step) + 1
-    return [low + n * step for n in range(count)]
-
-
-def _by_name(space: Space) -> dict[str, Any]:
-    """Return the distributions by the names of their dimensions."""
-    return {dimension.name: kind for dimension, kind in space.items()}
-
-
-def _grid_of(space: Space) -> dict[str, list[Any]]:
-    """Return all values of each dimension, by name. Raises ConfigError."""
-    return {name: values_of(name, kind) for name, kind in _by_name(space).items()}
 
 
 def samples(space: Space) -> list[tuple[SweepOverride, ...]]:
@@ -261,26 +239,35 @@ def sampler_of(settings: SweepConfig, seed: int, space: Space) -> Callable[[int]
     return make
 
 
-def cut_torn_line(journal: Path) -> None:
-    """Remove an incomplete last line, left by a full disk or a kill, before the next is added.
+def _grid_of(space: Space) -> dict[str, list[Any]]:
+    """Return all values of each dimension, by name. Raises ConfigError."""
+    return {name: values_of(name, kind) for name, kind in _by_name(space).items()}
 
-    The journal is the sweep's own, whose folder this process has locked.
-    """
-    if not journal.is_file() or journal.is_symlink():
-        return
-    content = journal.read_bytes()
-    end = content.rfind(b"\n") + 1
-    if end < len(content) and is_journal(content):
-        with journal.open("r+b") as file:
-            file.truncate(end)
+
+def values_of(name: str, distribution: Any) -> list[Any]:
+    """Return all values of a dimension. Raises ConfigError for an interval without a step."""
+    if hasattr(distribution, "choices"):
+        return list(distribution.choices)
+    low = distribution.low
+    step = distribution.step
+    if step is None:
+        raise ConfigError(name, "sampler=grid takes choices, or numbers with a step", "sampler=tpe")
+    count = round((distribution.high - low) / step) + 1
+    return [low + n * step for n in range(count)]
+
+
+def _by_name(space: Space) -> dict[str, Any]:
+    """Return the distributions by the names of their dimensions."""
+    return {dimension.name: kind for dimension, kind in space.items()}
 
 
 class Trials:
     """The jobs that a study suggests: `ask` for the next one, `tell` its result.
 
-    Several may be asked for before the first is told. `base`: the overrides of all jobs; `queued`:
-    values to begin with. The study is opened, or created; raises as `open_storage`, and ConfigError
-    or CheckpointError for one that began with another metric or other values.
+    Several may be asked for before the first is told. `base`: the overrides of all jobs;
+    `make_sampler`: as `sampler_of` returns it; `queued`: values to begin with. The study is opened,
+    or created; raises as `open_storage`, and ConfigError or CheckpointError for one that began with
+    another metric or other values.
     """
 
     def __init__(
@@ -288,13 +275,13 @@ class Trials:
         runner: Sweep,
         space: Space,
         base: Sequence[SweepOverride],
-        sampler: Callable[[int], Any],
+        make_sampler: Callable[[int], Any],
         queued: Sequence[Values],
     ) -> None:
         self.runner = runner
         self._space = space
         self._base = base
-        self._sampler = sampler
+        self._make_sampler = make_sampler
         self._optuna = import_optuna()
         self._interrupted = list[Any]()  # trials whose jobs an earlier start did not finish
         self._asked = dict[int, list[Any]]()  # trials that are not told yet, by number of their job
@@ -318,82 +305,6 @@ class Trials:
         for trial in started:
             self._take_over(trial)
         self._update_count()
-
-    def _take_over(self, trial: Any) -> None:
-        """Plan the job of a trial that an earlier start has asked for."""
-        overrides = self._overrides(trial.params)
-        is_shared = self.runner.settings.storage is not None
-        if is_shared and not self.runner.folder_of(overrides):
-            return  # a job of another search
-        if trial.state.is_finished():
-            self.runner.plan(overrides, {}).end(trial.user_attrs.get(_CODE, 0))
-        else:
-            self._interrupted.append(trial)
-
-    def ask(self) -> Job | None:
-        """Return the next job to run; None if there is none to start.
-
-        A combination that was suggested before already has a result, or shares that of the running
-        job.
-        """
-        failure = self.runner.common_failure()
-        if failure is not None:
-            if not self._gave_up:
-                print(one_line(f"the search ends: {failure}"), flush=True)
-            self._gave_up = True
-            return None
-        with study_errors(self._url):
-            while (trial := self._next()) is not None:
-                job = self._plan(trial)
-                trials = self._asked.setdefault(job.number, [])
-                trials.append(trial)
-                self._update_count()
-                if len(trials) > 1:
-                    continue
-                if job.state == NOT_STARTED:
-                    return job
-                self.tell(job)
-        return None
-
-    def _plan(self, trial: Any) -> Job:
-        """Return the job of a trial."""
-        overrides = self._overrides(trial.params)
-        config = Values()
-        with suppress(ConfigError):  # values that were not checked before: the job reports it
-            (config,) = composed(self.runner.arguments, [overrides])
-        job = self.runner.plan(overrides, config)
-        if self.runner.settings.pruner is not None:  # the job reports to its trial
-            study = f"{quoted(self._url)}, study: {quoted(self._study.study_name)}"
-            job.more_texts = [f"sweep.trial={{storage: {study}, number: {trial.number}}}"]
-        return job
-
-    def tell(self, job: Job) -> None:
-        """Tell the study how a job has ended.
-
-        The trial of a job that was interrupted stays open: it goes on with the next start.
-        """
-        trials = self._asked.pop(job.number, [])
-        if job.state in _OPEN_STATES:
-            return
-        with study_errors(self._url):
-            for trial in trials:
-                self._tell(trial, job)
-
-    def _tell(self, trial: Any, job: Job) -> None:
-        states = self._optuna.trial.TrialState
-        if job.state == "pruned":
-            self._study.tell(trial, state=states.PRUNED)
-            return
-        ranking = self.runner.ranking
-        value = ranking.value(job)
-        if not job.failed and value is not None and not math.isnan(value):
-            self._study.tell(trial, value)
-            return
-        if not job.failed:
-            reason = job.reason or f"it logged no {ranking.name}"
-            logger.warning("warning: job %d: %s", job.number, reason)
-        trial.set_user_attr(_CODE, job.code or 1)
-        self._study.tell(trial, state=states.FAIL)
 
     def _open_study(self) -> Any:
         optuna = self._optuna
@@ -461,9 +372,41 @@ class Trials:
                 "sweep.storage, or mix the results of both: resume_policy=override"
             )
 
-    def _started(self) -> list[Any]:
-        """Return the trials that are not waiting, as those of `sweep.enqueue` are."""
-        return [t for t in self._study.get_trials(deepcopy=False) if t.state.name != "WAITING"]
+    def _take_over(self, trial: Any) -> None:
+        """Plan the job of a trial that an earlier start has asked for."""
+        overrides = self._overrides(trial.params)
+        is_shared = self.runner.settings.storage is not None
+        if is_shared and not self.runner.folder_of(overrides):
+            return  # a job of another search
+        if trial.state.is_finished():
+            self.runner.plan(overrides, {}).end(trial.user_attrs.get(_CODE, 0))
+        else:
+            self._interrupted.append(trial)
+
+    def ask(self) -> Job | None:
+        """Return the next job to run; None if there is none to start.
+
+        A combination that was suggested before already has a result, or shares that of the running
+        job.
+        """
+        failure = self.runner.common_failure()
+        if failure is not None:
+            if not self._gave_up:
+                print(one_line(f"the search ends: {failure}"), flush=True)
+            self._gave_up = True
+            return None
+        with study_errors(self._url):
+            while (trial := self._next()) is not None:
+                job = self._plan(trial)
+                trials = self._asked.setdefault(job.number, [])
+                trials.append(trial)
+                self._update_count()
+                if len(trials) > 1:
+                    continue
+                if job.state == NOT_STARTED:
+                    return job
+                self.tell(job)
+        return None
 
     def _next(self) -> Any:
         """Return the next trial: an interrupted one, or a new one; None after the last."""
@@ -475,12 +418,56 @@ class Trials:
         if len(trials) - len(waiting) >= self._total:
             return None
         # `ask` takes the first trial that waits; without one, it makes a new trial.
-        study.sampler = self._sampler(min(waiting, default=len(trials)))
+        study.sampler = self._make_sampler(min(waiting, default=len(trials)))
         trial = study.ask(_by_name(self._space))
         # Swapped before `tell`: the sampler of a grid calls `study.stop()` there, which fails
         # outside of Optuna's own loop.
         study.sampler = self._optuna.samplers.RandomSampler(seed=0)
         return trial
+
+    def _plan(self, trial: Any) -> Job:
+        """Return the job of a trial."""
+        overrides = self._overrides(trial.params)
+        config = Values()
+        with suppress(ConfigError):  # values that were not checked before: the job reports it
+            (config,) = composed(self.runner.arguments, [overrides])
+        job = self.runner.plan(overrides, config)
+        if self.runner.settings.pruner is not None:  # the job reports to its trial
+            study = f"{quoted(self._url)}, study: {quoted(self._study.study_name)}"
+            job.more_texts = [f"sweep.trial={{storage: {study}, number: {trial.number}}}"]
+        return job
+
+    def tell(self, job: Job) -> None:
+        """Tell the study how a job has ended.
+
+        The trial of a job that was interrupted stays open: it goes on with the next start.
+        """
+        trials = self._asked.pop(job.number, [])
+        if job.state in _OPEN_STATES:
+            return
+        with study_errors(self._url):
+            for trial in trials:
+                self._tell(trial, job)
+
+    def _tell(self, trial: Any, job: Job) -> None:
+        states = self._optuna.trial.TrialState
+        if job.state == "pruned":
+            self._study.tell(trial, state=states.PRUNED)
+            return
+        ranking = self.runner.ranking
+        value = ranking.value(job)
+        if not job.failed and value is not None and not math.isnan(value):
+            self._study.tell(trial, value)
+            return
+        if not job.failed:
+            reason = job.reason or f"it logged no {ranking.name}"
+            logger.warning("warning: job %d: %s", job.number, reason)
+        trial.set_user_attr(_CODE, job.code or 1)
+        self._study.tell(trial, state=states.FAIL)
+
+    def _started(self) -> list[Any]:
+        """Return the trials that are not waiting, as those of `sweep.enqueue` are."""
+        return [t for t in self._study.get_trials(deepcopy=False) if t.state.name != "WAITING"]
 
     def _overrides(self, values: Mapping[str, Any]) -> list[SweepOverride]:
         overrides = [*self._base]
@@ -493,3 +480,17 @@ class Trials:
         """Set the number of jobs: those that are planned, and the trials that are left."""
         left = self._total - len(self._started()) + len(self._interrupted)
         self.runner.count = len(self.runner.jobs) + max(0, left)
+
+
+def cut_torn_line(journal: Path) -> None:
+    """Remove an incomplete last line, left by a full disk or a kill, before the next is added.
+
+    The journal is the sweep's own, whose folder this process has locked.
+    """
+    if not journal.is_file() or journal.is_symlink():
+        return
+    content = journal.read_bytes()
+    end = content.rfind(b"\n") + 1
+    if end < len(content) and is_journal(content):
+        with journal.open("r+b") as file:
+            file.truncate(end)

@@ -1,6 +1,7 @@
 """Run the jobs of a sweep in its folder; find the folder of a sweep that was interrupted."""
 
 import csv
+import itertools
 import math
 import re
 import shlex
@@ -63,7 +64,7 @@ _STAMP_LENGTH = len(timestamp())  # a number follows if two sweeps began in the 
 _PROGRESS_SECONDS = 30.0  # between two lines about a running job
 _MISTAKE_CODES = (1, 2, 3, 4)  # exit codes: of code, configuration, data, checkpoint
 _ALIKE_FAILURES = 3  # jobs that fail for one reason before a search gives up
-_TAIL_BYTES = 1 << 14  # of a log
+_TAIL_BYTES = 16_384  # of a log
 _STOPPED_CODES = (-15, -2, 130, 143)  # exit codes after a signal
 # Exit codes: a lost process, out of memory, and signals that the sweep did not send.
 _RETRYABLE_CODES = (6, 8, 130, 143)
@@ -96,17 +97,17 @@ class Sweep:
             self.launcher = cluster(options)
         group_by = self.settings.group_by or []
         self.group_by = [group_by] if isinstance(group_by, str) else group_by
-        self._refuse_fixed_groups()
-        self.earlier = _find_sweep(config)  # the folder of the sweep to go on with
+        self._check_group_by()
+        self._earlier = _find_sweep(config)  # the folder of the sweep to go on with
         self._folders = dict[tuple[str, ...], Path]()  # of its jobs, by their identity
-        if self.earlier is not None:
-            refuse_links(self.earlier)
-            self._folders = job_folders(self.earlier)
+        if self._earlier is not None:
+            refuse_links(self._earlier)
+            self._folders = job_folders(self._earlier)
         self._planned = dict[tuple[str, ...], Job]()  # by their identity
         self._ranking: Ranking | None = None  # None: a job has been planned or has ended since
         self._warnings = set[str]()  # about the leaderboard's file: each is printed once
 
-    def _refuse_fixed_groups(self) -> None:
+    def _check_group_by(self) -> None:
         """Raise ConfigError for keys of `sweep.group_by` that do not vary."""
         problems = []
         for key in self.group_by:
@@ -130,19 +131,21 @@ class Sweep:
 
         Raises StorageError if it cannot be created, RunDirectoryError if another process holds it.
         """
-        folder = self.earlier or self.config["run_dir"]
+        folder = self._earlier or self.config["run_dir"]
         self.folder = Path(folder) if folder else reserve(_sweeps(self.config), timestamp())
         make_folder(self.folder)
         refuse_links(self.folder)
         # Another process that goes on with this sweep would start the same jobs.
         lock = locked(self.folder)
-        self._taken_names = {path.name for path in self.folder.iterdir()}
+        taken = {path.name for path in self.folder.iterdir()}
+        numbers = map(str, itertools.count())
+        self._free_names = (number for number in numbers if number not in taken)
         settings = self.settings
         if settings.launcher == "local":  # only now: `devices` are counted by the check of the jobs
             self.launcher = LocalLauncher(
                 settings.jobs or 1, settings.jobs_per_device, self.devices
             )
-        if self.earlier is not None:
+        if self._earlier is not None:
             print(f"going on with the sweep {self.folder}", flush=True)
         write_json(self.folder / SWEEP, {"swept": list(self.varied)})
         board = shlex.quote(str(self.folder / TENSORBOARD))
@@ -160,10 +163,8 @@ class Sweep:
         texts = [override.text for override in overrides]
         name = identity(texts)
         if name in self._planned:  # a search may suggest the same values twice
-            self.count -= 1
             return self._planned[name]
-        folder = self._folders.get(name) or self.folder / self._free_name()
-        self._taken_names.add(folder.name)
+        folder = self._folders.get(name) or self.folder / next(self._free_names)
         values = {}
         for override in overrides:
             if not belongs_outside(override.key):
@@ -175,15 +176,9 @@ class Sweep:
             job.end(0)
         return job
 
-    def _free_name(self) -> str:
-        number = 0
-        while str(number) in self._taken_names:
-            number += 1
-        return str(number)
-
     @property
     def jobs(self) -> list[Job]:
-        """Return all jobs that are planned so far, in the order of the grid."""
+        """All jobs that are planned so far, in the order of the grid."""
         return list(self._planned.values())
 
     def arguments_of(self, job: Job) -> list[str]:
@@ -268,7 +263,7 @@ class Sweep:
                     continue
                 self.write()
                 done = max(1, self._done() - done_before)
-                self._print_end(job, (time.monotonic() - began) / done)
+                self._print_end(job, seconds_per_job=(time.monotonic() - began) / done)
                 tell(job)
             # The jobs do not get the signals of the terminal: each has a process group of its own.
             for number in self.signals[signals_sent:]:
@@ -302,7 +297,7 @@ class Sweep:
         """Record how a job's process ended."""
         self._ranking = None
         if self.signals and code in _STOPPED_CODES and not holds_run(job.run_dir):
-            job.state = NOT_STARTED
+            job.state = NOT_STARTED  # it was stopped before it had written anything
         else:
             job.end(code)
 
@@ -328,8 +323,8 @@ class Sweep:
         line = one_line(f"{' '.join(pairs)}  ->  {job.run_dir}{again}")
         print(f"[{self.jobs.index(job) + 1}/{self.count}] {line}", flush=True)
 
-    def _print_end(self, job: Job, seconds: float) -> None:
-        """Print how a job ended and how the sweep stands; `seconds`: what a job has taken."""
+    def _print_end(self, job: Job, seconds_per_job: float) -> None:
+        """Print how a job ended and how the sweep stands."""
         ranking = self.ranking
         end = f"job {job.number} {job.state}"
         value = ranking.value(job)
@@ -345,7 +340,8 @@ class Sweep:
             facts.append(f"best {ranking.name} {best_value:.4f} (job {best.number})")
         left = self.count - done
         if left and not self.is_ending:
-            facts.append(f"about {timedelta(seconds=round(seconds * left))} left")
+            time_left = timedelta(seconds=round(seconds_per_job * left))
+            facts.append(f"about {time_left} left")
         print("; ".join(facts), flush=True)
 
     def write(self) -> None:
@@ -371,12 +367,7 @@ class Sweep:
         if self.is_ending:
             why = "interrupted" if self.signals else "sweep.fail_fast ended it"
             print(f"{why}; go on with the sweep: {self._resume_command()}")
-        if self.signals:
-            return 130 if self.signals[0] == signal.SIGINT else 143
-        for job in self.jobs:
-            if job.code:
-                return job.code
-        return 0
+        return self._exit_code()
 
     def _resume_command(self) -> str:
         """Return the command line of this sweep, with its folder and `resume=auto`."""
@@ -387,6 +378,15 @@ class Sweep:
             added.insert(0, "resume=auto")
         kept = [text for text in self.arguments.overrides if key_of(text) not in replaced]
         return shlex.join(["train", "-m", *flags(self.arguments), *kept, *added])
+
+    def _exit_code(self) -> int:
+        """Return the code of the signal that ended the sweep, or of the first job that failed."""
+        if self.signals:
+            return 130 if self.signals[0] == signal.SIGINT else 143
+        for job in self.jobs:
+            if job.code:
+                return job.code
+        return 0
 
 
 def say_progress(job: Job, metric: str) -> None:
