@@ -91,11 +91,13 @@ class Job:
 
     def _last_error(self) -> str:
         """Return the last `error:` line of its output; else where the output is."""
-        errors = []
-        if self.output.is_file() and not self.output.is_symlink():
-            text = self.output.read_text("utf-8", "replace")
-            errors = re.findall(r"^error: (.*)", text, re.MULTILINE)
-        return errors[-1].strip() if errors else f"see {self.output}"
+        output = self.output
+        if output.is_file() and not output.is_symlink():
+            text = output.read_text("utf-8", "replace")
+            errors: list[str] = re.findall(r"^error: (.*)", text, re.MULTILINE)
+            if errors:
+                return errors[-1].strip()
+        return f"see {output}"
 
 
 def _killed_by(number: int, resume_command: str | None) -> str:
@@ -353,8 +355,8 @@ def _links(board: Path, jobs: Sequence[Job], varied: Sequence[str]) -> dict[str,
         if not target.is_dir() and job.state != RUNNING:
             continue
         name = ",".join(job.assignments(names))
-        # Other signs than those of ASCII are replaced, and slashes: TensorBoard takes a slash for a
-        # group of runs. Without dots at its ends it is neither `.` nor `..`.
+        # Printable ASCII without slashes: TensorBoard takes a slash for a group of runs.
+        # Without dots at its ends the name is neither `.` nor `..`.
         name = re.sub(r"[^ -.0-~]|\\", "_", name).strip(".")[:_LONGEST_LINK]
         if not name:
             name = f"job {job.number}"

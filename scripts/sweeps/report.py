@@ -4,7 +4,6 @@ import io
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -82,14 +81,16 @@ def _parameter(key: str, jobs: Sequence[Job]) -> _Parameter:
     for job in jobs:
         if key in job.overrides:
             words[job.number] = job.overrides[key].replace("$", r"\$")  # matplotlib: no formula
-    with suppress(ValueError):
+    try:
         numbers = {number: float(word) for number, word in words.items()}
-        low = min(numbers.values())
-        high = max(numbers.values())
-        if math.isfinite(sum(numbers.values())):
-            is_log = 0 < low < high / _LOG_SCALE_RATIO
-            return _Parameter(FloatDistribution(low, high, log=is_log), numbers)
-    return _Parameter(CategoricalDistribution(sorted(set(words.values()))), words)
+    except ValueError:
+        numbers = {}
+    if not numbers or not math.isfinite(sum(numbers.values())):
+        return _Parameter(CategoricalDistribution(sorted(set(words.values()))), words)
+    low = min(numbers.values())
+    high = max(numbers.values())
+    is_log = 0 < low < high / _LOG_SCALE_RATIO
+    return _Parameter(FloatDistribution(low, high, log=is_log), numbers)
 
 
 def _trial(

@@ -54,8 +54,8 @@ def search(arguments: Arguments) -> int:
     The study is a function of the seed and of the results of the jobs. A resumed study keeps its
     jobs, and interrupted ones run first. It learns nothing from a job that fails.
     """
-    fixed, _ = split_search(arguments)
-    (config,) = composed(arguments, [fixed])
+    single, _ = split_search(arguments)
+    (config,) = composed(arguments, [single])  # its `sweep.params` say what else is searched
     settings = parse(config).sweep or SweepConfig()
     if config["dry_run"]:
         raise ConfigError(
@@ -379,7 +379,8 @@ class Trials:
         if is_shared and not self.runner.folder_of(overrides):
             return  # a job of another search
         if trial.state.is_finished():
-            self.runner.plan(overrides, {}).end(trial.user_attrs.get(_CODE, 0))
+            job = self.runner.plan(overrides, {})
+            job.end(trial.user_attrs.get(_CODE, 0))
         else:
             self._interrupted.append(trial)
 
@@ -412,7 +413,8 @@ class Trials:
         """Return the next trial: an interrupted one, or a new one; None after the last."""
         study = self._study
         if self._interrupted:
-            return self._optuna.trial.Trial(study, self._interrupted.pop(0)._trial_id)
+            interrupted = self._interrupted.pop(0)
+            return self._optuna.trial.Trial(study, interrupted._trial_id)
         trials = study.get_trials(deepcopy=False)
         waiting = [trial.number for trial in trials if trial.state.name == "WAITING"]
         if len(trials) - len(waiting) >= self._total:
