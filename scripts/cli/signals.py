@@ -32,6 +32,14 @@ class StoppedEarlyError(BaseException):
         super().__init__(f"stopped by {name}: there was nothing to save")
 
 
+def signal_name(number: int) -> str:
+    """Return the name of a signal, such as SIGKILL; of a real-time signal its number."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
 def end_on_signals() -> None:
     """End the command on a signal, as long as there is nothing to save."""
 

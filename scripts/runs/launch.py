@@ -40,6 +40,7 @@ from regimen.scripts.cli.signals import (
     end_with_parent,
     handling,
     leave_after_second_interrupt,
+    signal_name,
 )
 from regimen.trainer.errors import PeerError, SilentPeerError, leave_at_once
 from regimen.trainer.files.atomic import write_json
@@ -231,7 +232,7 @@ def _describe_killed(failures: Mapping[int, Any]) -> str | None:
     for rank, failure in in_order:
         is_early = failure.timestamp < in_order[0][1].timestamp + _GRACE_SECONDS
         if failure.exitcode < 0 and is_early:
-            name = signal.Signals(-failure.exitcode).name
+            name = signal_name(-failure.exitcode)
             why = ", often for lack of memory" if name == "SIGKILL" else ""
             return f"process {rank} (pid {failure.pid}) was killed by {name}{why}"
     return None

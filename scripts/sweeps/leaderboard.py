@@ -14,6 +14,7 @@ from typing import Any
 
 from regimen.callbacks.support import AUTO, Monitor
 from regimen.conf.errors import one_line
+from regimen.scripts.cli.signals import signal_name
 from regimen.trainer.files.atomic import write_text
 from regimen.trainer.files.layout import as_csv, format_table
 from regimen.trainer.runs.status import ENDED_WELL, TENSORBOARD, RunDirectoryError, read_status
@@ -102,7 +103,7 @@ class Job:
 
 def _killed_by(number: int, resume_command: str | None) -> str:
     """Return the reason of a job that a signal has killed, and how it goes on."""
-    reason = f"killed by {signal.Signals(number).name}"
+    reason = f"killed by {signal_name(number)}"
     if number == signal.SIGKILL:
         reason += " (out of memory?)"
     if resume_command:

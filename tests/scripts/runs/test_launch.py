@@ -14,6 +14,7 @@ SILENT = Failure(0, 6, "another process did not answer", 9.0, by_peer=True, unan
 LOST = Failure(0, 6, "another process was lost", 1.0, by_peer=True)
 OWN = Failure(1, 3, "a broken sample", 8.0)
 TERMINATED = Failure(2, 143, "stopped by SIGTERM", 2.0)
+REAL_TIME = r"process 1 \(pid 101\) was killed by signal 35"  # which has no name
 KILLED = r"process 1 \(pid 101\) was killed by SIGKILL, often for lack of memory"
 
 
@@ -29,6 +30,7 @@ def ended(codes, seconds):
     [
         pytest.param([SILENT], {0: 6, 1: -9}, {1: 30}, False, (6, SILENT.text), id="torch kills"),
         pytest.param([SILENT], {0: 6, 1: -9}, {}, False, (6, KILLED), id="someone kills"),
+        pytest.param([LOST], {0: 6, 1: -35}, {}, False, (6, REAL_TIME), id="real-time signal"),
         pytest.param([LOST, OWN, TERMINATED], {0: 6}, {}, False, (3, OWN.text), id="own"),
         pytest.param([LOST], {0: 6}, {}, False, (6, "process 1 left before"), id="left"),
         pytest.param([TERMINATED], {}, {}, True, (143, TERMINATED.text), id="signal"),
