@@ -109,6 +109,11 @@ class PackedDocuments:
             self._questions = Questions(questions, end_tokens, places)
 
     @property
+    def is_packed(self) -> bool:
+        """Whether any row holds more than one document."""
+        return any(len(row) > 1 for row in self.rows)
+
+    @property
     def longest_prompt(self) -> int | None:
         """Tokens of the longest prompt; None if the samples hold no prompts."""
         return None if self._questions is None else self._questions.longest_prompt

@@ -210,6 +210,12 @@ class Task:
         """Compute loss and metrics without gradients."""
         return self.training_step(model, batch)
 
+    def check_training(self, model: nn.Module, dataset: Any) -> None:
+        """Raise ModelError for a model that cannot be trained on a data set.
+
+        Called before a run by all processes, with the model on its device.
+        """
+
     def check_evaluation(self, model: nn.Module, datasets: Mapping[str, Any]) -> None:
         """Raise ModelError for a model, or for data sets, that `evaluation_step` cannot use.
 

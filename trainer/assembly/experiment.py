@@ -101,6 +101,7 @@ def build(
             *sparse_problems(parts.optimizers, parts.model, options),
         ]
     )
+    parts.task.check_training(parts.model, data.sets["train"])
     parts.task.check_evaluation(parts.model, _evaluated_sets(config, data))
     trainer = Trainer(
         parts.model,

@@ -1,6 +1,7 @@
 """Language modelling on batches of named tensors, as transformers and its collators make them."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from regimen.trainer.tasks.chunked_loss import ChunkedLoss
 from regimen.trainer.tasks.generation import Generator
 from regimen.trainer.tasks.language_model import LanguageModel
 from regimen.trainer.tasks.losses import Loss
+from regimen.trainer.tasks.packed_rows import check_rows
 from regimen.trainer.tasks.supervised import Metrics
 
 
@@ -99,6 +101,14 @@ class Chat(LanguageModel):
 
     def check(self, output: Any, target: Any) -> None:
         """Accept any number of logits: that of the labels' tokens or more."""
+
+    def check_training(self, model: nn.Module, dataset: Any) -> None:
+        """Raise ModelError for a model that lets the documents of a row see each other."""
+        mixed = getattr(dataset, "sets", {"": dataset})
+        for part in mixed.values():
+            if hasattr(part, "is_packed"):
+                first = part[0]["input_ids"]
+                check_rows(model, partial(_logits, model), first, part.is_packed)
 
     def check_evaluation(self, model: nn.Module, datasets: Mapping[str, Any]) -> None:
         """Raise ModelError for a model that cannot answer, and for data without questions."""

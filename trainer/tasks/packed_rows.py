@@ -1,0 +1,95 @@
+"""Whether a language model computes each document of a row as if it was alone in it."""
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from regimen.trainer.errors import ModelError, qualified_name
+
+_LENGTH = 12  # tokens of the two documents that a model is tried with
+# Of logits, relative to the largest one. What documents see of each other is more, and the rounding
+# of single precision is less.
+_LEAST = 1e-3
+
+
+def check_rows(
+    model: nn.Module,
+    answer: Callable[[Mapping[str, Tensor]], Tensor],
+    row: Tensor,
+    is_packed: bool,
+) -> None:
+    """Raise ModelError for a model that lets the documents of a row see each other.
+
+    Transformers keeps them apart for those of its models that make their masks from
+    `position_ids`; the others read on over the end of a document without a word. Refused as well is
+    a model that reads from both sides, which sees the token that it is to predict.
+
+    answer: returns the logits [n, length, vocabulary] of inputs [n, length].
+    row: tokens [context], of which the first ones are tried.
+    is_packed: whether several documents share a row.
+    A collective where the model is sharded. A model that fails is not judged: its first update says
+    why.
+    """
+    first = row[: min(_LENGTH, len(row) // 2)]
+    second = first.flip(0)
+    places = torch.arange(len(first))
+    nothing = torch.zeros_like(first)
+    # In one batch, so that all are rounded alike: both documents in a row, and each of them alone.
+    rows = [(first, second), (first, nothing), (second, nothing)]
+    positions = [(places, places), (places, nothing), (places, nothing)]
+    inputs = {
+        "input_ids": torch.stack([torch.cat(row) for row in rows]),
+        "position_ids": torch.stack([torch.cat(row) for row in positions]),
+    }
+    logits = _logits_in_evaluation(model, answer, inputs)
+    if logits is None:
+        return
+    both, first_alone, second_alone = logits
+    # The host waits for these comparisons, once before a run.
+    length = len(first)
+    if _differs(both[:length], first_alone[:length]):
+        raise ModelError(
+            "model",
+            f"{_name(model)} computes other logits of a token once others follow it: it sees the "
+            "token that it is to predict",
+            "take one that reads from left to right, as BERT does with is_decoder in config.json",
+        )
+    if is_packed and _differs(both[length:], second_alone[:length]):
+        raise ModelError(
+            "data.pack",
+            f"is true, and {_name(model)} lets the conversations of a row see each other: it makes "
+            "no mask from position_ids",
+            "set data.pack=false",
+        )
+
+
+def _logits_in_evaluation(
+    model: nn.Module,
+    answer: Callable[[Mapping[str, Tensor]], Tensor],
+    inputs: Mapping[str, Tensor],
+) -> Tensor | None:
+    """Return the logits of a model in evaluation mode; None if it fails."""
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad():
+            return answer({name: tensor.to(device) for name, tensor in inputs.items()})
+    except (RuntimeError, TypeError, ValueError, LookupError, AttributeError):
+        return None
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+def _differs(some: Tensor, others: Tensor) -> bool:
+    """Return whether logits differ by more than rounding."""
+    limit = max(_LEAST, 8 * torch.finfo(some.dtype).eps)
+    difference = (some - others).abs().max()
+    return bool(difference > limit * some.abs().max())
+
+
+def _name(model: nn.Module) -> str:
+    """Return the class of a model, or of the one of transformers that it holds."""
+    return qualified_name(getattr(model, "model", model))
