@@ -37,6 +37,7 @@ _FOLLOWS: Mapping[str, tuple[str | None, ...]] = {
     "assistant": ("user", "tool"),
     "tool": ("assistant", "tool"),
 }
+_BLANKS = (" ", "Ġ", "▁")  # as vocabularies write one
 _SHOWN = 600  # characters of the first conversation that the plan shows
 
 
@@ -63,9 +64,8 @@ class Encoder:
 
     def __post_init__(self) -> None:
         self._tokenizer = load_fast_tokenizer(self.tokenizer, "the learnt ones are found")
-        self._template = self._tokenizer.chat_template
         if self.template is not None:
-            self._template = read_template(self.template)
+            self._tokenizer.chat_template = read_template(self.template)
 
         added = self._tokenizer.added_tokens_decoder.values()
         names = [re.escape(token.content) for token in added if token.special]
@@ -197,10 +197,34 @@ class Encoder:
                     f"{row.name}: the chat template of {self.tokenizer} writes message {number + 1}"
                     " or those before it in another way once more messages follow, or without the "
                     "prompt that asks for an answer: the model would be trained on another text "
-                    "than it answers to; set data.template=FILE or data.template_variables"
+                    "than it answers to; set data.template=FILE or data.template_variables, or "
+                    '"learn": false on all answers but the last'
                 )
+            self._require_prompt(row, messages[: number + 1], before, until)
             spans.append((len(before), len(until)))
         return self._tokens(text, spans, special=False)
+
+    def _require_prompt(
+        self, row: Row, messages: Sequence[Message], before: str, until: str
+    ) -> None:
+        """Raise DataError if the text of an answer holds what the template should ask for it by.
+
+        before, until: the text up to the last message, and with it.
+        """
+        answer = messages[-1]
+        content = (answer.get("content") or "").strip()
+        written = until[len(before) :]
+        if not content or content not in written or answer.keys() - {"role", "content", "learn"}:
+            return  # reasoning and calls of tools are a part of the answer
+        header, _, _ = written.partition(content)
+        if not any(map(str.isalnum, header)):
+            return
+        if before == self._render(row, messages[:-1]):
+            raise DataError(
+                f"{row.name}: the chat template of {self.tokenizer} begins an answer by "
+                f"{header!r:.60}, and does not ask for one by it (add_generation_prompt): the "
+                "model would learn to write that; set data.template=FILE"
+            )
 
     def _refuse_control_tokens(self, row: Row, messages: Sequence[Message]) -> None:
         """Raise DataError for a message whose text would end a turn, or begin one."""
@@ -216,7 +240,7 @@ class Encoder:
                 )
 
     def _require_template(self, row: Row) -> None:
-        if self._template is None:
+        if not self._tokenizer.chat_template:
             raise ConfigError(
                 "data.tokenizer",
                 f"{self.tokenizer} has no chat template, which {row.name} needs",
@@ -233,7 +257,6 @@ class Encoder:
                 self._tokenizer.apply_chat_template(
                     bare,
                     tools=row.values.get("tools"),
-                    chat_template=self._template,
                     tokenize=False,
                     **{**self.variables, **options},
                 )
@@ -280,23 +303,28 @@ class Encoder:
         tokens = np.array(encoded["input_ids"], dtype=np.int64)
         offsets = np.array(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2)
         is_learnt = np.zeros(len(tokens), dtype=bool)
+        starts = self._starts(tokens, offsets)
         for begin, end in spans:
-            is_learnt |= _touches(offsets, begin, end)
+            # A token that reaches across `begin` is learnt: the blank that an answer starts with
+            # may be in one token with the line break before it.
+            is_learnt |= (offsets[:, 1] > begin) & (starts < end)
         return TokenizedText(tokens, is_learnt)
 
+    def _starts(self, tokens: NDArray[np.int64], offsets: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the first character of each token [length]; several tokens may share one.
 
-def _touches(offsets: NDArray[np.int64], begin: int, end: int) -> NDArray[np.bool_]:
-    """Return which tokens [length] have characters in [begin, end).
-
-    A token that reaches across `begin` has: the blank that an answer starts with may be in one
-    token with the line break before it. Byte-level tokenizers may leave blanks out of the offsets,
-    and a token of blanks is then empty: so a token also has what lies between the one before it
-    and its own start. Several tokens may share one character.
-    """
-    starts = offsets[:, 0]
-    stops = np.maximum.accumulate(offsets[:, 1])
-    previous_stops = np.concatenate([[0], stops[:-1]])
-    return (offsets[:, 1] > begin) & ((starts < end) | (previous_stops < end))
+        Byte-level tokenizers may leave the blanks that a token begins with out of its offsets; a
+        token of blanks is then empty. Other characters before a token are in none: WordPiece drops
+        line breaks.
+        """
+        starts = offsets[:, 0]
+        stops = np.maximum.accumulate(offsets[:, 1])
+        previous_stops = np.concatenate([[0], stops[:-1]])
+        if not (starts > previous_stops).any():
+            return starts
+        words = self._tokenizer.convert_ids_to_tokens(tokens.tolist())
+        has_blank = np.array([word.startswith(_BLANKS) for word in words])
+        return np.where(has_blank, np.minimum(starts, previous_stops), starts)
 
 
 def chat(

@@ -237,6 +237,58 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(tokenizer, tmp_path, 
         opened(tmp_path, folder, [conversation("a", "b")], template=str(file))
 
 
+def test_a_template_that_asks_for_no_answer_is_refused(tokenizer, tmp_path):
+    _, folder = tokenizer
+    file = tmp_path / "template"
+    file.write_text(CHATML.partition("{% if add_generation_prompt %}")[0])
+    header = "{% if message['role'] == 'assistant' %}{{ '<|im_start|>assistant\n' }}"
+    headless = CHATML.replace(header, "{% if message['role'] == 'assistant' %}")
+    assert headless != CHATML
+    other = tmp_path / "headless"
+    other.write_text(headless.partition("{% if add_generation_prompt %}")[0])
+
+    with pytest.raises(DataError, match=r"jsonl:1: .* begins an answer by '<.im_start.>assistant"):
+        opened(tmp_path, folder, [conversation("tea")], template=str(file))
+    opened(tmp_path, folder, [conversation("tea")], template=str(other))
+
+
+def test_of_several_templates_of_a_tokenizer_transformers_chooses(tmp_path):
+    made = make_tokenizer({"default": CHATML, "tool_use": "with tools " + CHATML})
+    made.save_pretrained(tmp_path)
+    encoder = Encoder(str(tmp_path))
+    row = conversation("tea")
+
+    plain = encoder.encode(Row("here", row))
+    with_tools = encoder.encode(Row("here", {**row, "tools": []}))
+    called = {"type": "function", "function": {"name": "boil"}}
+    with_a_tool = encoder.encode(Row("here", {**row, "tools": [called]}))
+
+    assert learnt_texts(plain, made) == ["tea<|im_end|>\n"]
+    assert learnt_texts(with_a_tool, made) == ["tea<|im_end|>\n"]
+    assert made.decode(with_a_tool.tokens).startswith("with tools <|im_start|>user")
+    assert len(with_tools.tokens) in (len(plain.tokens), len(with_a_tool.tokens))
+
+
+def test_a_line_break_that_a_tokenizer_drops_makes_no_token_of_the_next_turn_learnt(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    special = ["[UNK]", "<|im_start|>", "<|im_end|>"]
+    words = tokenizers.Tokenizer(tokenizers.models.WordPiece(unk_token="[UNK]"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
+    trainer = tokenizers.trainers.WordPieceTrainer(vocab_size=120, special_tokens=special)
+    words.train_from_iterator(["user assistant tea milk what of ?"] * 3, trainer)
+    transformers = pytest.importorskip("transformers")
+    made = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=words, unk_token="[UNK]", additional_special_tokens=special[1:]
+    )
+    made.chat_template = CHATML
+    made.save_pretrained(tmp_path)
+
+    document = Encoder(str(tmp_path)).encode(Row("here", conversation("tea", "milk")))
+
+    learnt = made.convert_ids_to_tokens(document.tokens[document.is_learnt])
+    assert learnt == ["tea", "<|im_end|>", "milk", "<|im_end|>"]
+
+
 def test_a_template_that_refuses_a_conversation_is_quoted(tokenizer, tmp_path):
     _, folder = tokenizer
     file = tmp_path / "template"
