@@ -146,10 +146,13 @@ def _write_merged(network: Any, folder: Path) -> None:
         layer_type = import_package("peft", "peft").tuners.tuners_utils.BaseTunerLayer
         # In single precision: in the 8 bits of bfloat16 a sum would lose what was learnt.
         network = _precise(deepcopy(network))
+        merged = list[str]()
         for name, layer in list(network.named_modules()):
-            if isinstance(layer, layer_type):
-                layer.merge()
-                network.set_submodule(name, layer.get_base_layer())
+            # The experts of a layer have one adapter within another, which are merged together.
+            is_inner = any(name.startswith(f"{outer}.") for outer in merged)
+            if isinstance(layer, layer_type) and not is_inner:
+                network.set_submodule(name, _merged_layer(layer))
+                merged.append(name)
         del network.peft_config
     transformers = import_package("transformers", "transformers")
     if network.can_generate() and network.name_or_path:
@@ -164,6 +167,17 @@ def _write_merged(network: Any, folder: Path) -> None:
         raise ModelError(
             f"format={MERGED}: transformers does not write the model: {short_line(error)}"
         ) from error
+
+
+def _merged_layer(layer: Any) -> nn.Module:
+    """Return the layer that adapters are on, with what they have learnt added to its weights."""
+    own = getattr(layer, "unload_and_optionally_merge_module", None)
+    if own is not None:
+        merged: nn.Module = own(merge=True, safe_merge=False, adapter_names=None)
+        return merged
+    layer.merge()
+    base: nn.Module = layer.get_base_layer()
+    return base
 
 
 def _precise(model: Any) -> Any:

@@ -221,6 +221,28 @@ def test_half_precision_is_merged_in_single_precision(run, folders, tmp_path, mo
     assert next(model.parameters()).dtype == torch.bfloat16
 
 
+def test_adapters_within_adapters_are_merged(run, tmp_path, monkeypatch):
+    """Of a mixture of experts: each of the two stacks of weights of a layer has its own."""
+    import transformers
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    few = {"num_hidden_layers": 2, "num_experts": 4, "num_experts_per_tok": 2}
+    model = build("qwen3_moe", 512, config={**sizes, **heads, **few})
+    nested = [name for name, _ in model.named_parameters() if ".base_layer.lora_B" in name]
+    assert len(nested) == 2
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.05)
+    replace_model(monkeypatch, run, model)
+    expected = answers(model)
+
+    path, _ = export_run(run, "huggingface", tmp_path / "merged")
+
+    merged = read(transformers, "AutoModelForCausalLM", path.parent)
+    assert (answers(merged) - expected).abs().max() < 1e-5
+
+
 def test_a_model_in_bfloat16_is_the_one_that_transformers_reads_in_it(folders):
     """Its rotary positions are not rounded, which one knows only far behind the first."""
     import transformers
