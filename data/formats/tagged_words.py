@@ -1,6 +1,7 @@
 """Sentences whose words have tags, from jsonl files and from those in CoNLL's columns."""
 
 import logging
+import re
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -188,8 +189,8 @@ def _of_columns(path: Path, tagged: bool) -> Iterator[Sentence]:
     words = list[str]()
     tags = list[str]()
     for number, line in enumerate([*read_lines(path), ""], start=1):
-        cells = line.split()
-        if not cells or cells[0] == "-DOCSTART-":
+        cells = re.split("[ \t\r]+", line.strip(" \t\r"))  # other blanks may be within a word
+        if cells[0] in ("", "-DOCSTART-"):
             if words:
                 yield Sentence(f"{path}:{number - len(words)}", words, tags if tagged else None)
             words = []

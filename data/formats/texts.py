@@ -223,7 +223,7 @@ def _targets(records: Records, name: str, classes: list[str] | None, may_lack: b
 
     Raises DataError.
     """
-    if may_lack and all(label is None for label in records.columns.get(name, ())):
+    if may_lack and _are_missing(records.columns.get(name, ()), classes):
         logger.warning("warning: %s has no labels in column %r", records.source, name)
         return torch.full((len(records.names),), IGNORED)
     values = list[float]()
@@ -244,15 +244,27 @@ def _targets(records: Records, name: str, classes: list[str] | None, may_lack: b
     return torch.tensor(values, dtype=dtype)
 
 
+def _are_missing(labels: Sequence[Any], classes: Sequence[str] | None) -> bool:
+    """Return whether all labels are none, or all the -1 that the files of GLUE have in their place.
+
+    A class of that name is a label.
+    """
+    names = {as_text(label) for label in labels}
+    if names <= {None}:
+        return True
+    may_be_a_label = len(labels) == 1 if classes is None else "-1" in classes
+    return names <= {"-1", "-1.0"} and not may_be_a_label
+
+
 def _number(row: str, name: str, text: str) -> float:
     try:
         value = float(text)
     except ValueError:
         value = math.nan
-    if not math.isfinite(value):
+    if not abs(value) <= torch.finfo(torch.float32).max:
         raise DataError(
-            f"{row}: {text!r} of column {name!r} is no finite number: data.target_kind=class says "
-            "that labels are names"
+            f"{row}: {text!r} of column {name!r} is no finite number (of 32 bits): "
+            "data.target_kind=class says that labels are names"
         )
     return value
 

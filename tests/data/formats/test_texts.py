@@ -72,6 +72,31 @@ def test_a_task_of_glue_goes_by_its_name(tokenizer, tmp_path):
         assert shown == [{name: row[name] for name in PAIR} for row in pairs(count, first)]
 
 
+def write_labels(path, labels):
+    write_jsonl(path, [{"text": "rain", "label": label} for label in labels])
+
+
+def test_a_test_of_glue_has_minus_one_in_place_of_labels(tokenizer, tmp_path):
+    def opened(train, test, **options):
+        write_labels(tmp_path / "train.jsonl", train)
+        write_labels(tmp_path / "test.jsonl", test)
+        found = texts(str(tmp_path), "test", "text", tokenizer, length=64, **options)
+        return found.targets.tolist()
+
+    assert opened([0, 1, 0], [-1, -1]) == [-100, -100]
+    assert opened([0.5, 1.5], [-1.0, -1.0], target_kind="number") == [-100, -100]
+    assert opened([-1, 1], [-1, -1]) == [0, 0]
+    assert opened([0.5, 1.5], [-1.0], target_kind="number") == [-1.0]
+    with pytest.raises(DataError, match="class '-1' of column 'label' is not among"):
+        opened([0, 1, 0], [-1, 1])
+
+
+def test_a_number_that_has_no_float32_is_refused(tokenizer, tmp_path):
+    write_labels(tmp_path / "train.jsonl", [1e300, 2.0])
+    with pytest.raises(DataError, match=r"train.jsonl:1: '1e\+300' of column 'label' is no finite"):
+        texts(str(tmp_path), "train", "text", tokenizer, target_kind="number", length=64)
+
+
 def test_a_column_may_have_the_name_of_a_task(tokenizer, tmp_path):
     rows = [{"rte": row["premise"], "label": row["label"]} for row in pairs(10)]
     write_table(tmp_path / "train.csv", rows)
@@ -287,7 +312,8 @@ def conll(rows):
 
 
 def test_columns_of_conll_are_the_same_sentences(tokenizer, tmp_path):
-    rows = sentences(9)
+    number = {"words": ["10\u00a0000", "Anna"], "tags": ["O", "B-PER"]}  # a word with a blank
+    rows = [*sentences(9), number]
     write_jsonl(tmp_path / "a/train.jsonl", rows)
     (tmp_path / "b").mkdir()
     (tmp_path / "b/train.conll").write_text(conll(rows))
