@@ -20,6 +20,8 @@ from regimen.data.sources import digest_of
 Padding = Literal["longest", "max_length"]
 TooLong = Literal["cut", "error"]
 LABELS = "labels"
+_TRIED = 12  # tokens of the text that a model is tried with
+_EMPTY = 3  # places behind it
 
 
 class Encoded(NamedTuple):
@@ -82,6 +84,18 @@ class TokenizedSamples:
         padded = [self._padded(sample, longest) for sample in samples]
         batch: dict[str, Tensor] = default_collate(padded)
         return batch
+
+    def padding_trial(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Return the inputs [1, length] of the first text, and with empty places behind it.
+
+        Of a longer text it is the beginning: the model has positions for it.
+        """
+        own = self._tokens_of(0)
+        alone = {}
+        for name, values in self.encoded.columns.items():
+            alone[name] = torch.from_numpy(values[own][:_TRIED])
+        padded = self._padded(alone, len(alone["input_ids"]) + _EMPTY)
+        return default_collate([alone]), default_collate([padded])
 
     def path(self, index: int) -> str:
         """Return the name of a text: its file and line."""

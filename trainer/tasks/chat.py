@@ -15,8 +15,8 @@ from regimen.trainer.tasks.chunked_loss import ChunkedLoss
 from regimen.trainer.tasks.generation import Generator
 from regimen.trainer.tasks.language_model import LanguageModel
 from regimen.trainer.tasks.losses import Loss
-from regimen.trainer.tasks.packed_rows import check_rows
 from regimen.trainer.tasks.supervised import Metrics
+from regimen.trainer.tasks.trials import check_rows, parts_of
 
 
 class Chat(LanguageModel):
@@ -104,8 +104,7 @@ class Chat(LanguageModel):
 
     def check_training(self, model: nn.Module, dataset: Any) -> None:
         """Raise ModelError for a model that lets the documents of a row see each other."""
-        mixed = getattr(dataset, "sets", {"": dataset})
-        for part in mixed.values():
+        for part in parts_of(dataset):
             if hasattr(part, "is_packed"):
                 first = part[0]["input_ids"]
                 check_rows(model, partial(_logits, model), first, part.is_packed)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from regimen.trainer.task import Metric, StepOutput, Task, takes_names
 from regimen.trainer.tasks.losses import Loss, Losses
 from regimen.trainer.tasks.metrics import ConfusionMatrix, PerClassAccuracy, Perplexity
 from regimen.trainer.tasks.text_metrics import takes_texts
+from regimen.trainer.tasks.trials import check_padding, parts_of
 
 Scores = dict[str, tuple[Tensor, Tensor | int]]
 Metrics = Mapping[str, Metric | None]
@@ -24,6 +26,10 @@ LABELS = "labels"  # the target in a batch of named tensors, as in those of tran
 
 class NamedInputs(dict[str, Any]):
     """Inputs that a model takes by name: `model(**inputs)`."""
+
+
+def _call_by_name(model: nn.Module, inputs: Mapping[str, Tensor]) -> Any:
+    return call_model(model, NamedInputs(inputs))
 
 
 def call_model(model: Callable[..., Any], inputs: Any) -> Any:
@@ -117,6 +123,13 @@ class Supervised(Task):
     def answer(self, model: nn.Module, inputs: Any) -> Any:
         """Return the model's output for inputs, in the shape that the losses expect."""
         return call_model(model, inputs)
+
+    def check_training(self, model: nn.Module, dataset: Any) -> None:
+        """Raise ModelError for a model that sees the empty places behind a text."""
+        for part in parts_of(dataset):
+            if hasattr(part, "padding_trial"):
+                alone, padded = part.padding_trial()
+                check_padding(model, partial(_call_by_name, model), alone, padded)
 
     def target_of(self, target: Any) -> Any:
         """Return a batch's target in the shape that the losses expect."""

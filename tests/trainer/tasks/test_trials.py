@@ -6,12 +6,14 @@ import torch
 
 pytest.importorskip("transformers", reason="the extra transformers is not installed")
 
+from regimen.data.formats.texts import texts
 from regimen.data.mixture import Mixture
 from regimen.data.packing import PackedDocuments, TokenizedText
 from regimen.models.transformers_adapter import build
 from regimen.trainer.assembly.experiment import build as build_experiment
 from regimen.trainer.errors import ModelError
 from regimen.trainer.tasks.chat import Chat
+from regimen.trainer.tasks.classification import Classification
 from toy_chat import conversations, make_tokenizer, write_rows
 from toys import composed
 
@@ -95,6 +97,42 @@ def test_the_trial_changes_no_mode_and_does_not_judge_a_model_that_fails():
 
     assert [module.training for module in model.modules()] == modes
     Chat().check_training(torch.nn.Linear(2, 2), documents())
+
+
+def classifier(kind, auto, **options):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, **SMALL[kind]}
+    return build(kind, 2, auto, config={**sizes, "vocab_size": 512, **options})
+
+
+def labelled(folder):
+    made = make_tokenizer()
+    made.pad_token = "<|im_end|>"
+    made.save_pretrained(folder / "words")
+    rows = [{"text": "tea " * (3 + number), "label": number % 2} for number in range(4)]
+    path = write_rows(folder / "train.jsonl", rows)
+    data = texts(str(path), "train", "text", str(folder / "words"), length=24, val_fraction=0)
+    return data, made.pad_token_id
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "bert"])
+def test_a_classifier_that_sees_empty_places_is_refused(kind, tmp_path):
+    data, padding = labelled(tmp_path)
+    task = Classification(2)
+    by_last_token = kind != "bert"
+    name = "AutoModelForSequenceClassification"
+
+    task.check_training(classifier(kind, name, pad_token_id=padding), data)
+    for other in (None, 7):
+        model = classifier(kind, name, pad_token_id=other)
+        if by_last_token:
+            with pytest.raises(ModelError, match=r"empty places behind it: .* pad_token_id in its"):
+                task.check_training(model, data)
+        else:
+            task.check_training(model, data)
+
+    tagger = classifier(kind, "AutoModelForTokenClassification", pad_token_id=7)
+    Classification(2).check_training(tagger, data)
 
 
 def test_a_run_is_refused_before_it_starts(tmp_path):
