@@ -110,6 +110,7 @@ def build(
         with _named(name, NetworkError):
             return Logits(auto_model.from_config(model_config, trust_remote_code=runs_code))
 
+    _refuse_pickled(name)
     with _named(name, CheckpointError):
         model, outcome = auto_model.from_pretrained(
             name,
@@ -141,6 +142,17 @@ def _named(name: str, kind: type[Exception]) -> Iterator[None]:
             yield
     except (OSError, ValueError, KeyError) as error:
         raise kind(f"model.name={name}: {short_line(error)}") from error
+
+
+def _refuse_pickled(name: str) -> None:
+    """Raise CheckpointError for a folder whose weights are pickled files alone."""
+    folder = Path(name)
+    pickled = sorted(path.name for path in folder.glob("pytorch_model*.bin"))
+    if pickled and not any(folder.glob("*.safetensors")):
+        raise CheckpointError(
+            f"model.name={name}: its weights are in {pickled[0]}, a pickle, which is not read since "
+            "it could run code: load it by transformers, and save_pretrained writes .safetensors"
+        )
 
 
 def _weight_files(name: str, config: Any) -> list[Path]:

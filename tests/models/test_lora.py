@@ -15,6 +15,7 @@ from regimen.models.lora import build
 from regimen.models.pretrained import no_initial_weights
 from regimen.models.transformers_adapter import build as build_transformers
 from regimen.trainer.checkpoints.borrowed import sources_of
+from regimen.trainer.errors import CheckpointError
 from regimen.trainer.optimizers.optimizers import build_optimizers
 from toy_chat import write_model
 
@@ -268,3 +269,12 @@ def test_a_head_that_is_new_was_read_from_nowhere(folder):
 def test_weights_that_were_drawn_were_read_from_nowhere(folder):
     assert not sources_of({"": build(folder, 512, pretrained=False)})
     assert not sources_of({"": build("llama", 512, config=SMALL)})
+
+
+def test_a_folder_of_pickled_weights_alone_is_refused_with_a_way_out(folder, tmp_path):
+    model = plain_model(folder)
+    model.config.save_pretrained(tmp_path)
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+
+    with pytest.raises(CheckpointError, match=r"pytorch_model.bin, a pickle, .* save_pretrained"):
+        build(str(tmp_path), 512)
