@@ -1,5 +1,6 @@
 """Low-rank adapters (LoRA) on models of transformers, by peft; imported when a model is built."""
 
+import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -35,28 +36,38 @@ def build(
         a regular expression for whole names.
     dropout: of the inputs of A; its masks depend on how an update is split.
     """
+    if alpha <= 0:
+        raise NetworkError("model.alpha", f"is {alpha}: the adapters would learn nothing")
+    if not 0 <= dropout < 1:
+        raise NetworkError("model.dropout", f"is {dropout}: expected at least 0 and below 1")
     peft = import_package("peft", "peft")
     model = build_transformers(name, num_classes, auto, pretrained, config, context)
     base: Any = model.model
     linear = []  # the ends of their names; read before adapters take the place of the layers
+    names = []
     for layer_name, layer in base.named_modules():
+        names.append(f".{layer_name}")
         if isinstance(layer, nn.Linear):
             linear.append(layer_name.rpartition(".")[2])
     tied = _tied_modules(base)
     given = targets if isinstance(targets, str) else list(targets)
+    if not isinstance(given, str):
+        for target in given:
+            # peft is content if one of them matches.
+            if not any(layer_name.endswith(f".{target}") for layer_name in names):
+                raise _no_target(given, f": no module's name ends with {target!r}", name, linear)
     former = dict(model.named_parameters(remove_duplicate=False))
     try:
         adapter = peft.LoraConfig(
             r=rank, lora_alpha=alpha, target_modules=given, lora_dropout=dropout
         )
         peft.inject_adapter_in_model(adapter, base)
+    except re.error as error:
+        raise _no_target(given, f" is no regular expression: {error}", name, linear) from error
     except (ValueError, TypeError) as error:
-        ends = list(dict.fromkeys(linear))
-        raise NetworkError(
-            "model.targets" if "arget" in str(error) else "model",
-            f"{given!r} with rank {rank}: {short_line(error)}",
-            f"linear modules of {name} are {truncated_list(ends, 12)}",
-        ) from error
+        reason = f" with rank {rank}: {short_line(error)}"
+        key = "model.targets" if "arget" in str(error) else "model"
+        raise _no_target(given, reason, name, linear, key) from error
     layer_type = peft.tuners.tuners_utils.BaseTunerLayer
     for layer_name, layer in base.named_modules():
         if isinstance(layer, layer_type) and layer_name in tied:
@@ -68,6 +79,16 @@ def build(
             )
     lend_by_default(model, former)
     return model
+
+
+def _no_target(
+    given: Any, reason: str, name: str, linear: Sequence[str], key: str = "model.targets"
+) -> NetworkError:
+    """Return the error that names the linear modules of a model."""
+    ends = list(dict.fromkeys(linear))
+    return NetworkError(
+        key, f"{given!r}{reason}", f"linear modules of {name} are {truncated_list(ends, 12)}"
+    )
 
 
 def _tied_modules(model: nn.Module) -> set[str]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from regimen.conf.errors import truncated_list
 from regimen.conf.json_text import plain_json
 from regimen.data.errors import import_package, short_line
 from regimen.data.tokenizers import refuse_remote_code, remote_code_allowed
@@ -15,6 +16,9 @@ from regimen.models.layers import NetworkError
 from regimen.models.pretrained import weights_wanted
 from regimen.trainer.checkpoints.borrowed import mark_as_read
 from regimen.trainer.errors import CheckpointError
+
+# What transformers raises for a folder whose files, or the values in them, are none that it takes.
+_UNFIT = (OSError, ValueError, LookupError, ImportError, AttributeError, ArithmeticError, TypeError)
 
 
 class Logits(nn.Module):
@@ -125,6 +129,13 @@ def build(
     initialized = set(outcome["missing_keys"])
     for head, *_ in outcome["mismatched_keys"]:  # with its shapes, here and in the files
         initialized.add(head)
+    drawn = sorted(initialized.intersection(dict(model.named_parameters())))
+    if is_causal and drawn:
+        raise CheckpointError(
+            f"model.name={name}: its files lack {len(drawn)} weights of the model, or have them in "
+            f"another shape: {truncated_list(drawn, 4)}: its config.json is that of another model, "
+            "or it was saved without its output layer"
+        )
     loaded = set[str]()
     for parameter, _ in model.named_parameters(remove_duplicate=False):
         if parameter not in initialized:
@@ -140,8 +151,13 @@ def _named(name: str, kind: type[Exception]) -> Iterator[None]:
     try:
         with refuse_remote_code("model.name", name):
             yield
-    except (OSError, ValueError, KeyError) as error:
+    except _UNFIT as error:
         raise kind(f"model.name={name}: {short_line(error)}") from error
+    except Exception as error:
+        # That of safetensors is of a package which is not imported before a model is read.
+        if type(error).__name__ != "SafetensorError":
+            raise
+        raise kind(f"model.name={name}: its weights are not whole: {error}") from error
 
 
 def _refuse_pickled(name: str) -> None:
@@ -150,8 +166,8 @@ def _refuse_pickled(name: str) -> None:
     pickled = sorted(path.name for path in folder.glob("pytorch_model*.bin"))
     if pickled and not any(folder.glob("*.safetensors")):
         raise CheckpointError(
-            f"model.name={name}: its weights are in {pickled[0]}, a pickle, which is not read since "
-            "it could run code: load it by transformers, and save_pretrained writes .safetensors"
+            f"model.name={name}: its weights are in {pickled[0]}, a pickle, which could run code "
+            "and is not read: load it by transformers, and save_pretrained writes .safetensors"
         )
 
 

@@ -278,3 +278,38 @@ def test_a_folder_of_pickled_weights_alone_is_refused_with_a_way_out(folder, tmp
 
     with pytest.raises(CheckpointError, match=r"pytorch_model.bin, a pickle, .* save_pretrained"):
         build(str(tmp_path), 512)
+
+
+@pytest.mark.parametrize("change", [{"num_hidden_layers": 4}, {"intermediate_size": 96}], ids=str)
+def test_weights_of_another_model_than_the_configuration_says_are_refused(folder, tmp_path, change):
+    plain_model(folder).save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+
+    with pytest.raises(CheckpointError, match=r"its files lack \d+ weights .*model\.layers\."):
+        build(str(tmp_path), 512)
+
+
+@pytest.mark.parametrize("size", [0, 5000])
+def test_weights_that_are_not_whole_are_refused(folder, tmp_path, size):
+    plain_model(folder).save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:size])
+
+    with pytest.raises(CheckpointError, match=r"model\.name=.*its weights are not whole"):
+        build(str(tmp_path), 512)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"targets": ["q_proj", "qproj"]}, r"model\.targets: .*ends with 'qproj'; linear modules"),
+        ({"targets": "("}, r"model\.targets: '\(' is no regular expression"),
+        ({"alpha": 0}, r"model\.alpha: is 0"),
+        ({"dropout": 1.0}, r"model\.dropout: is 1\.0"),
+    ],
+    ids=str,
+)
+def test_options_that_would_train_something_else_are_refused(folder, options, message):
+    with pytest.raises(NetworkError, match=message):
+        build(folder, 512, **options)
