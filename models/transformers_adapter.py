@@ -126,15 +126,18 @@ def build(
             trust_remote_code=runs_code,
         )
         files = _weight_files(name, model_config)
-    initialized = set(outcome["missing_keys"])
-    for head, *_ in outcome["mismatched_keys"]:  # with its shapes, here and in the files
-        initialized.add(head)
-    drawn = sorted(initialized.intersection(dict(model.named_parameters())))
-    if is_causal and drawn:
+    mismatched = {key for key, *_ in outcome["mismatched_keys"]}  # with shapes: here, in the files
+    initialized = mismatched.union(outcome["missing_keys"])
+    # A head for other classes is drawn anew, and nothing else; of a language model not even that.
+    body = f"{model.base_model_prefix}."
+    drawn = {key for key in mismatched if key.startswith(body)}
+    if is_causal:
+        drawn = initialized.intersection(dict(model.named_parameters()))
+    if drawn:
         raise CheckpointError(
             f"model.name={name}: its files lack {len(drawn)} weights of the model, or have them in "
-            f"another shape: {truncated_list(drawn, 4)}: its config.json is that of another model, "
-            "or it was saved without its output layer"
+            f"another shape: {truncated_list(sorted(drawn), 4)}: its config.json is that of "
+            "another model, or it was saved without its output layer"
         )
     loaded = set[str]()
     for parameter, _ in model.named_parameters(remove_duplicate=False):

@@ -288,6 +288,9 @@ def test_weights_of_another_model_than_the_configuration_says_are_refused(folder
 
     with pytest.raises(CheckpointError, match=r"its files lack \d+ weights .*model\.layers\."):
         build(str(tmp_path), 512)
+    if "intermediate_size" in change:
+        with pytest.raises(CheckpointError, match=r"its files lack \d+ weights"):
+            build_transformers(str(tmp_path), 3)
 
 
 @pytest.mark.parametrize("size", [0, 5000])
