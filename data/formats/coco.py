@@ -68,7 +68,7 @@ class Picture:
 class Annotations:
     """The pictures of a split, and the names of the classes that their boxes have.
 
-    `category_ids`: the number of each class in the files. None: not each class has one.
+    `category_ids`: the number of each class in the files. None: they are no integers.
     """
 
     pictures: list[Picture]
@@ -97,9 +97,9 @@ class BoxCheck:
         elif min(x1, y1) < -margin or x2 > width + margin or y2 > height + margin:
             problem = f"reaches out of its picture of {width:g} x {height:g}"
         clipped = (max(x1, 0.0), max(y1, 0.0), min(x2, width), min(y2, height))
-        has_area = clipped[0] < clipped[2] and clipped[1] < clipped[3]  # false for NaN
-        if problem is None and not has_area:  # it lies within the margin
-            problem = f"lies outside of its picture of {width:g} x {height:g}"
+        has_area = _has_area(clipped)
+        if problem is None and not has_area:  # it lies within the margin, or is tiny
+            problem = f"has no area in its picture of {width:g} x {height:g}"
         if problem is not None and self.on_invalid == "raise":
             numbers = ", ".join(f"{number:g}" for number in box)
             raise DataError(
@@ -110,6 +110,12 @@ class BoxCheck:
             return clipped
         self.dropped += 1
         return None
+
+
+def _has_area(box: Sequence[float]) -> bool:
+    """Return whether a box has an area in float32, the type of samples; not with NaN."""
+    x1, y1, x2, y2 = np.array(box, np.float32).tolist()
+    return bool(x1 < x2 and y1 < y2)
 
 
 class Place(NamedTuple):
@@ -149,10 +155,17 @@ def read_annotations(
     """
     check = BoxCheck(on_invalid)
     file = place.annotations
+    names = None
+    if classes is not None:
+        names = _distinct_texts(classes)
+        if names is None:
+            raise DataError(
+                f"data.classes={classes!r}: give a list of different names, as [cat,dog]"
+            )
     if place.images is None:
-        result = read_coco(file, _picture_folders(tree, file), classes, check)
+        result = read_coco(file, _picture_folders(tree, file), names, check)
     else:
-        result = read_yolo(place.images, file, tree, classes, check)
+        result = read_yolo(place.images, file, tree, names, check)
     if check.dropped:
         logger.warning("warning: %s: left out %d invalid boxes", file, check.dropped)
     if not any(picture.boxes for picture in result.pictures):
@@ -228,8 +241,9 @@ def read_coco(
             box = _corners(_value(entry, "bbox", where), where)
             assert picture.size is not None
             clipped = check.clip(box, picture.size, _PIXEL_MARGIN, where)
+            is_crowd = _is_crowd(entry, where)
             if clipped is not None:
-                picture.add(clipped, label, bool(entry.get("iscrowd", 0)))
+                picture.add(clipped, label, is_crowd)
     return Annotations(list(pictures.values()), names, _category_ids(names, number_of))
 
 
@@ -252,6 +266,14 @@ def _corners(box: Any, where: str) -> Box:
         raise DataError(f"{where}: bbox is {box!r}, not the four numbers x, y, width, height")
     x, y, width, height = map(float, box)
     return x, y, x + width, y + height
+
+
+def _is_crowd(entry: Mapping[str, Any], where: str) -> bool:
+    """Return whether a box stands for a group; it need not say so. Raises DataError."""
+    stated = entry.get("iscrowd")
+    if stated not in (None, 0, 1):  # true and false are equal to 1 and 0
+        raise DataError(f"{where}: iscrowd is {stated!r}: 1 for a box around a group, else 0")
+    return bool(stated)
 
 
 def _is_number(value: Any) -> bool:
@@ -282,7 +304,8 @@ def _categories(
     for category in categories:
         name = name_of[category["id"]]
         is_root = category.get("supercategory") == "none" and name in parents
-        if category["id"] not in used and (is_root or name.lower() == "background"):
+        is_background = name.lower().strip("_") == "background"  # also __background__
+        if category["id"] not in used and (is_root or is_background):
             del name_of[category["id"]]
             logger.info("%s: category %r has no box: it is no class", file, name)
     names = [*name_of.values()]
@@ -299,11 +322,21 @@ def _class_numbers(name_of: Mapping[Any, str], classes: Sequence[str]) -> dict[A
 
 
 def _category_ids(names: Sequence[str], number_of: Mapping[Any, int]) -> list[int] | None:
-    """Return the id of each class in the files; None where one has none that is an integer."""
+    """Return the id of each class in the files; None if none has one that is an integer.
+
+    A class that the files lack has an id above all of theirs.
+    """
     id_of = {number: key for key, number in number_of.items() if isinstance(key, int)}
-    if len(id_of) < len(names):
+    if not id_of:
         return None
-    return [id_of[number] for number in range(len(names))]
+    free = max(id_of.values()) + 1
+    ids = []
+    for number in range(len(names)):
+        if number not in id_of:
+            id_of[number] = free
+            free += 1
+        ids.append(id_of[number])
+    return ids
 
 
 def _coco_pictures(
@@ -329,7 +362,7 @@ def _coco_pictures(
                 break
         else:
             places = ", ".join(map(str, folders))
-            raise DataError(f"{where}: there is no file {name} in {places}")
+            raise DataError(f"{where}: there is no file {name[:200]} in {places}")
         number = image["id"] if isinstance(image["id"], int) else None
         found[image["id"]] = Picture(path, size, number)
     return found
@@ -383,9 +416,11 @@ def _yolo_line(line: str, where: str) -> tuple[int, Box]:
         x, y, width, height = numbers
         return label, (x - width / 2, y - height / 2, x + width / 2, y + height / 2)
     if len(numbers) >= 6 and len(numbers) % 2 == 0:
-        xs = numbers[0::2]
-        ys = numbers[1::2]
-        return label, (min(xs), min(ys), max(xs), max(ys))
+        corners = np.reshape(numbers, (-1, 2))
+        # Unlike Python's min and max, these are NaN if a corner is.
+        x1, y1 = corners.min(0).tolist()
+        x2, y2 = corners.max(0).tolist()
+        return label, (x1, y1, x2, y2)
     raise DataError(
         f"{where}: {line.strip()[:80]!r} is not a class number and x, y, width, height "
         "(or the corners of a polygon)"
@@ -409,6 +444,18 @@ def _yolo_classes(tree: Path, classes: Sequence[str] | None) -> tuple[list[str],
     return [*classes], _class_numbers(dict(enumerate(names)), classes)
 
 
+def _distinct_texts(names: Any) -> list[str] | None:
+    """Return a list of names or whole numbers as texts; None if it is another, or has one twice."""
+    if not isinstance(names, list | tuple) or not names:
+        return None
+    for name in names:
+        # YAML reads an unquoted yes or no as a truth value.
+        if not isinstance(name, str | int) or isinstance(name, bool):
+            return None
+    texts = [*map(str, names)]
+    return texts if len({*texts}) == len(texts) else None
+
+
 def _yolo_names(file: Path) -> list[str]:
     """Return the names of the classes that a data.yaml states. Raises DataError."""
     kinds = (OSError, ValueError, yaml.YAMLError, RecursionError)
@@ -417,15 +464,15 @@ def _yolo_names(file: Path) -> list[str]:
     names = content.get("names") if isinstance(content, dict) else None
     if isinstance(names, dict) and [*names] == [*range(len(names))]:
         names = [*names.values()]
-    is_list = isinstance(names, list) and all(isinstance(name, str | int) for name in names)
-    if not is_list or not names or len({*map(str, names)}) < len(names):
+    texts = _distinct_texts(names)
+    if texts is None:
         raise DataError(
-            f"{file}: names must be a list of different names, or give one to each of 0, 1, ..."
+            f"{file}: names must be a list of different names, or give one to each of 0, 1, ... "
+            "(yes, no and null in quotes)"
         )
-    names = [*map(str, names)]
-    count = content.get("nc", len(names))
-    if count != len(names):
+    count = content.get("nc", len(texts))
+    if count != len(texts):
         raise DataError(
-            f"{file}: nc is {count}, but there are {len(names)} names: the background is no class"
+            f"{file}: nc is {count}, but there are {len(texts)} names: the background is no class"
         )
-    return names
+    return texts
