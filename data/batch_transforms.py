@@ -39,6 +39,7 @@ class RandomHorizontalFlip:
     p: float = 0.5
     masks: bool = False
     axis: ClassVar[int] = -1
+    moves_pixels: ClassVar[bool] = True  # so that boxes would stay behind
     in_place = False  # set by the loader if nobody else holds the images: on a CPU they are changed
 
     def draw(self, draws: Draws, height: int, width: int) -> Values:
@@ -99,6 +100,7 @@ class RandomCrop:
     padding_mode: str = "constant"
     masks: bool = False
     mask_fill: int = 0
+    moves_pixels: ClassVar[bool] = True
 
     def draw(self, draws: Draws, height: int, width: int) -> Values:
         """Draw the top left corners. Raises DataError if the window is larger than the images."""
@@ -196,6 +198,7 @@ class RandomResizedCrop:
     size: int | Sequence[int]
     scale: Sequence[float] = (0.08, 1.0)
     ratio: Sequence[float] = (3 / 4, 4 / 3)
+    moves_pixels: ClassVar[bool] = True
 
     def draw(self, draws: Draws, height: int, width: int) -> Values:
         """Draw boxes (top, left, height, width); the middle of an image if none of ten fits."""
@@ -230,6 +233,7 @@ class RandomAffine:
     translate: Sequence[float] = (0.0, 0.0)
     scale: Sequence[float] = (1.0, 1.0)
     interpolation: str = "nearest"
+    moves_pixels: ClassVar[bool] = True
 
     def draw(self, draws: Draws, height: int, width: int) -> Values:
         """Draw angles in radians, whole pixels to the right and down, and scales."""

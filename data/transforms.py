@@ -162,6 +162,8 @@ class ProgressiveResize:
     images at first take less work. Bilinear with antialiasing; images of 8 bits are rounded.
     """
 
+    moves_pixels = True  # so that boxes would stay behind
+
     def __init__(self, sizes: Sequence[int]) -> None:
         self.sizes = list(sizes)
         if not self.sizes or min(self.sizes) < 1:

@@ -13,7 +13,7 @@ from torchvision import tv_tensors
 from torchvision.transforms.v2 import functional as F
 
 from regimen.conf.errors import truncated_list
-from regimen.data.decode import Channels
+from regimen.data.decode import Channels, Range
 from regimen.data.errors import DataError
 from regimen.data.formats.coco import (
     BoxArrays,
@@ -29,6 +29,8 @@ from regimen.data.transforms import Transform
 
 logger = logging.getLogger(__name__)
 Target = dict[str, Tensor]
+_CORNERS = tv_tensors.BoundingBoxFormat.XYXY
+_OF_BOXES = ("labels", "iscrowd")  # what a target holds for each of its boxes
 
 
 class DetectionFolder(Pictures):
@@ -44,7 +46,8 @@ class DetectionFolder(Pictures):
     its `size` (height, width), and `frame` (2, 2), the corners 0, 0 and width, height in the image.
 
     Transforms are given the pair (uint8 image, target) before the image is scaled, so that those of
-    `torchvision.transforms.v2` move the boxes.
+    `torchvision.transforms.v2` move the boxes. A box that they leave without area, as a crop does
+    with one outside of it, is left out.
     """
 
     transforms_in_batches = False  # a sample does not begin with what the transforms return
@@ -58,8 +61,10 @@ class DetectionFolder(Pictures):
         transform: Transform = None,
         for_training: bool = True,
         category_ids: Sequence[int] | None = None,
+        value_range: Range = None,
     ) -> None:
-        super().__init__([picture.path for picture in pictures], channels, None, transform)
+        paths = [picture.path for picture in pictures]
+        super().__init__(paths, channels, None, transform, value_range=value_range)
         self.classes = list(classes)
         self.image_size = image_size
         self._for_training = for_training
@@ -121,7 +126,7 @@ class DetectionFolder(Pictures):
             rows = np.flatnonzero(~found.crowds)
         boxes = torch.from_numpy(found.boxes[rows]).float()
         target: Target = {
-            "boxes": tv_tensors.BoundingBoxes(boxes, format="XYXY", canvas_size=size),
+            "boxes": tv_tensors.BoundingBoxes(boxes, format=_CORNERS, canvas_size=size),
             "labels": torch.from_numpy(found.labels[rows]),
             "image_id": torch.tensor(index),
         }
@@ -138,15 +143,46 @@ class DetectionFolder(Pictures):
             target["size"] = torch.tensor(size)
         if self.transform is not None:
             image, target = self.transform((image, target))
+            target = _checked(image, target)
         # The boxes and the frame are scaled as the image is.
         fitted_target = dict(target)
         for name in ("boxes", "frame"):
             if name in target:
                 fitted_target[name] = fitted(self.image_size, image, target[name])
+        _leave_out_empty(fitted_target)
         image = fitted(self.image_size, image, image)
         if not image.is_floating_point():
             image = F.to_dtype(image, torch.float32, scale=True)
         return image, fitted_target
+
+
+def _checked(image: Any, target: Target) -> Target:
+    """Return what transforms made of a target, its boxes as x1 y1 x2 y2. Raises DataError."""
+    boxes = target["boxes"]
+    for name in _OF_BOXES:
+        if name in target and len(target[name]) != len(boxes):
+            raise DataError(
+                f"the transforms left {len(boxes)} boxes, but {len(target[name])} {name}: a step "
+                "that leaves out boxes has to leave out their labels, and in an evaluation their "
+                "iscrowd; boxes without area need no such step"
+            )
+    if isinstance(boxes, tv_tensors.BoundingBoxes):
+        boxes = F.convert_bounding_box_format(boxes, new_format=_CORNERS)
+    else:  # operations on them return plain tensors
+        boxes = tv_tensors.BoundingBoxes(boxes, format=_CORNERS, canvas_size=image.shape[-2:])
+    return {**target, "boxes": boxes}
+
+
+def _leave_out_empty(target: Target) -> None:
+    """Leave out boxes without area, which detectors refuse, and what belongs to them."""
+    boxes = target["boxes"]
+    has_area = (boxes[:, 2:] > boxes[:, :2]).all(1)
+    if has_area.all():
+        return
+    target["boxes"] = tv_tensors.wrap(boxes[has_area], like=boxes)
+    for name in _OF_BOXES:
+        if name in target:
+            target[name] = target[name][has_area]
 
 
 def fitted(side: int, image: Any, part: Any) -> Any:
@@ -195,6 +231,7 @@ def detection_folder(
     transform: Transform = None,
     fold: int = 0,
     folds: int = 0,
+    value_range: Range = None,
 ) -> DetectionFolder | None:
     """Open one split of a folder in COCO's or YOLO's layout (`regimen.data.formats.coco`).
 
@@ -232,4 +269,5 @@ def detection_folder(
         transform,
         split == "train",
         found.category_ids,
+        value_range,
     )

@@ -16,6 +16,7 @@ from regimen.conf.interpolation import mapped, open_attributes
 from regimen.conf.schema import Config, Node
 from regimen.data.decode import fast_resize
 from regimen.data.errors import ClassNamesError, DataError
+from regimen.data.formats.detection_folder import DetectionFolder
 from regimen.data.formats.huggingface import ArrowRows
 from regimen.data.image_folder import ImageCache, ImageFolder, Pictures
 from regimen.data.loading.device_transforms import batch_form, check_per_sample, defer
@@ -278,6 +279,8 @@ def _open(config: Config, split: str, node: Node) -> Any:
     dataset = instantiate(_in_folds(config, split, node), _key_=key_of(split), **arguments)
     if dataset is None:
         return None
+    if isinstance(dataset, DetectionFolder):
+        raise_problems(_box_problems(config, stage))
     if takes_pipeline:
         _defer(config, split, dataset, pipeline)
     check_per_sample(pipeline, f"transforms.{stage}")
@@ -292,6 +295,19 @@ def _open(config: Config, split: str, node: Node) -> Any:
                 split,
             )
     return as_dataset(dataset)
+
+
+def _box_problems(config: Config, stage: str) -> Iterator[Problem]:
+    """Yield transforms that cannot move the boxes of an image with it."""
+    hint = "steps of torchvision.transforms.v2 move both, as those of transforms=detection"
+    for name, node in getattr(config.transforms, stage).items():
+        key = f"transforms.{stage}.{name}"
+        if node and node["_target_"].startswith("regimen.data."):
+            yield Problem(key, "takes an image alone, and is given one with its boxes", hint)
+    for name, node in config.transforms.device.items():
+        key = f"transforms.device.{name}"
+        if node and getattr(_class_of(node["_target_"]), "moves_pixels", False):
+            yield Problem(key, "moves the image and not its boxes", hint)
 
 
 def _defer(config: Config, split: str, dataset: Any, pipeline: Pipeline) -> None:

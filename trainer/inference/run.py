@@ -353,8 +353,15 @@ def pictures_for(facts: InferenceMetadata, config: Config, paths: Sequence[str])
     if "fitted" in inputs:
         unlabelled = [Picture(path) for path in paths]
         classes = facts.classes or ()
-        side = inputs["fitted"]
-        return DetectionFolder(unlabelled, classes, side, inputs["channels"], pipeline, False)
+        return DetectionFolder(
+            unlabelled,
+            classes,
+            inputs["fitted"],
+            inputs["channels"],
+            pipeline,
+            for_training=False,
+            value_range=inputs.get("range"),
+        )
     return Pictures(
         paths, inputs["channels"], inputs["size"], pipeline, value_range=inputs.get("range")
     )

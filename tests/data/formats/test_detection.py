@@ -6,10 +6,12 @@ import os
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torchvision import tv_tensors
 from torchvision.transforms import v2
 
 from regimen.conf.check import parse
+from regimen.conf.errors import ConfigError
 from regimen.data.errors import DataError
 from regimen.data.formats.detection_folder import collate_boxes, detection_folder
 from regimen.data.loading.loader import Loader
@@ -210,6 +212,36 @@ def test_yolo_takes_polygons_by_their_box(tmp_path):
     assert target["boxes"].tolist() == [[16, 12, 48, 36]]
 
 
+@pytest.mark.parametrize("name", ["background", "__background__", "_background_"])
+def test_the_background_is_no_class_however_it_is_written(tmp_path, name):
+    file, content = content_of(tmp_path)
+    content["categories"].append({"id": 0, "name": name, "supercategory": ""})
+    file.write_text(json.dumps(content))
+
+    assert opened(tmp_path).classes == CLASSES
+
+
+@pytest.mark.parametrize("classes", ["zero", ["zero", "one", "one"], [], ["zero", None]])
+def test_classes_that_are_no_list_of_different_names_are_refused(tmp_path, classes):
+    layout_beside(tmp_path, "train", SCENES)
+
+    with pytest.raises(DataError, match=r"data\.classes=.*: give a list of different names"):
+        opened(tmp_path, classes=classes)
+
+
+def test_greys_of_16_bits_are_scaled_by_their_range(tmp_path):
+    file, _ = content_of(tmp_path)
+    for number, (picture, _) in enumerate(SCENES):
+        values = picture[..., 0].astype(np.uint16) * 16  # 12 bits of 16
+        Image.fromarray(values).save(file.parent / f"{number:03}.png")
+
+    dim, _ = opened(tmp_path)[0]
+    image, _ = opened(tmp_path, value_range=[0, 4095])[0]
+
+    assert dim.max() < 0.1
+    torch.testing.assert_close(image.max().item(), SCENES[0][0].max() / 255, rtol=0, atol=0.01)
+
+
 def test_the_fingerprint_is_that_of_names_and_boxes(tmp_path):
     layout_yolo(tmp_path, "train", SCENES)
     before = fingerprint(opened(tmp_path))
@@ -234,6 +266,87 @@ def test_torchvisions_transforms_move_the_boxes(tmp_path):
             assert other[:, top:bottom, left:right].any()
 
 
+def test_a_box_that_a_crop_leaves_without_area_goes_with_its_label(tmp_path):
+    for split in ("train", "val"):
+        layout_beside(tmp_path, split, SCENES)
+    # The left half of 64 pixels, of scenes with a digit in each half.
+    half = v2.Lambda(lambda part: v2.functional.crop(part, 0, 0, 48, 32), tv_tensors.Image)
+    boxes = v2.Lambda(lambda part: v2.functional.crop(part, 0, 0, 48, 32), tv_tensors.BoundingBoxes)
+    crop = v2.Compose([half, boxes])
+
+    for split in ("train", "val"):
+        cropped = opened(tmp_path, split, transform=crop)
+        for index, (_, scene_boxes) in enumerate(SCENES):
+            _, target = cropped[index]
+            inside = [label for label, (left, *_) in scene_boxes if left < 32]
+            assert target["labels"].tolist() == inside
+            assert len(target["boxes"]) == len(inside)
+            assert (target["boxes"][:, 2:] > target["boxes"][:, :2]).all()
+            if split == "val":
+                assert len(target["iscrowd"]) == len(inside)
+
+
+def _without_first(pair):
+    """Leave out the first box, and not its label."""
+    image, target = pair
+    return image, {**target, "boxes": target["boxes"][1:]}
+
+
+def test_a_transform_that_parts_boxes_from_their_labels_is_refused(tmp_path):
+    layout_beside(tmp_path, "train", SCENES)
+
+    with pytest.raises(DataError, match="left 0 boxes, but 1 labels"):
+        opened(tmp_path, transform=_without_first)[0]
+
+
+def _as_plain(pair):
+    """Return boxes as the plain tensor that an operation on them gives."""
+    image, target = pair
+    return image, {**target, "boxes": target["boxes"] + 0}
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        pytest.param(v2.ConvertBoundingBoxFormat("CXCYWH"), id="another format"),
+        pytest.param(_as_plain, id="plain tensor"),
+    ],
+)
+def test_boxes_are_corners_whatever_form_a_transform_leaves(tmp_path, transform):
+    layout_beside(tmp_path, "train", SCENES)
+    transformed = opened(tmp_path, transform=transform)
+
+    for index in range(len(SCENES)):
+        _, target = transformed[index]
+        assert isinstance(target["boxes"], tv_tensors.BoundingBoxes)
+        found = target["boxes"].as_subclass(torch.Tensor)
+        torch.testing.assert_close(found, boxes_of(index))
+
+
+MODULE = "regimen.data.batch_transforms"
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("transforms=basic", "transforms.train.to_float: takes an image alone"),
+        (
+            f"+transforms.device.flip={{_target_: {MODULE}.RandomVerticalFlip}}",
+            "transforms.device.flip: moves the image and not its boxes",
+        ),
+        (
+            f"+transforms.device.crop={{_target_: {MODULE}.RandomCrop, size: 8}}",
+            "transforms.device.crop: moves the image and not its boxes",
+        ),
+    ],
+)
+def test_transforms_that_leave_boxes_behind_are_refused(augmentation_words, word, said):
+    config = parse(compose([*augmentation_words, word]).config)
+
+    with pytest.raises(ConfigError, match=said):
+        build_data(config, ["train"])
+
+
 def augmented(config, batch_size, workers):
     """Return the samples of the second epoch, as (image, target)."""
     train = build_data(config, ["train"]).sets["train"]
@@ -248,11 +361,17 @@ def augmented(config, batch_size, workers):
 
 
 @pytest.fixture
-def augmentation(tmp_path):
-    """A configuration of detection with twenty scenes."""
+def augmentation_words(tmp_path):
+    """The words of a configuration of detection with twenty scenes."""
     layout_beside(tmp_path, "train", [scene(number) for number in range(20)])
     words = ["data=detection", f"data.root={tmp_path}", "data.image_size=64"]
-    return parse(compose([*words, "data.val_fraction=0"]).config)
+    return [*words, "data.val_fraction=0"]
+
+
+@pytest.fixture
+def augmentation(augmentation_words):
+    """A configuration of detection with twenty scenes."""
+    return parse(compose(augmentation_words).config)
 
 
 def test_the_augmentation_keeps_boxes_on_their_objects(augmentation):
@@ -327,7 +446,13 @@ def _remove(part, key=None):
             _set("annotations", 1, bbox=[30, 0, 0, 16]), "annotation 2: the box", id="no area"
         ),
         pytest.param(
+            _set("annotations", 1, bbox=[30, 0, 1e-9, 16]), "annotation 2: the box", id="tiny"
+        ),
+        pytest.param(
             _set("annotations", 1, bbox=[0, float("nan"), 1, 1]), "not finite", id="not a number"
+        ),
+        pytest.param(
+            _set("annotations", 1, iscrowd="0"), "annotation 2: iscrowd is '0'", id="crowd in words"
         ),
         pytest.param(
             _set("annotations", 1, bbox=[0, 1, 1]), "annotation 2: bbox is", id="three numbers"
@@ -432,6 +557,7 @@ def test_labels_that_are_no_file_are_no_picture_without_boxes(tmp_path, make, sa
         ("0 0.5 0.5 0.1", "is not a class number and x, y, width, height"),
         ("zero 0.5 0.5 0.1 0.1", "is not a class number"),
         ("0 nan 0.5 0.1 0.1", "not finite"),
+        ("0 0.1 0.1 nan 0.2 0.3 0.3", "not finite"),
     ],
 )
 def test_a_wrong_line_of_yolos_is_named(tmp_path, line, said):
@@ -450,6 +576,7 @@ def test_a_wrong_line_of_yolos_is_named(tmp_path, line, said):
         (None, "has no data.yaml with the names of the classes"),
         ("nc: 4\nnames: [zero, one, two]\n", "nc is 4, but there are 3 names: the background"),
         ("names: [one, one]\n", "names must be a list of different names"),
+        ("names: [yes, no, maybe]\n", "names must be a list of different names"),
         ("names: [[zero], [one], [two]]\n", "names must be a list of different names"),
         ("names: {\n", "data.yaml: cannot be read as YAML"),
         ("path: .\n", "names must be a list of different names"),
@@ -596,6 +723,8 @@ def test_categories_and_pictures_of_coco_keep_the_numbers_of_their_file(tmp_path
     assert val.category_ids == [10, 20, 30]
     assert [val.number(index) for index in range(3)] == [1, 2, 3]
     assert turned.category_ids == [30, 20, 10]
+    more = detection_folder(str(tmp_path), "val", 64, classes=["three", *CLASSES])
+    assert more.category_ids == [31, 10, 20, 30]  # that of a class without any is a free one
 
 
 def test_categories_and_pictures_of_yolo_are_counted(tmp_path):
