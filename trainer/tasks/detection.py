@@ -88,10 +88,11 @@ class AveragePrecision:
         return {**vars(self), "_images": self._images_on_host()}
 
     def compute(self) -> dict[str, float]:
-        """Return the values over all images; waits for the device."""
+        """Return the values over all images; waits for the device. Raises ModelError."""
         from torchmetrics.detection import MeanAveragePrecision
 
         images = sorted(self._images_on_host(), key=lambda image: int(image[0]))
+        self._check([found for _, found, _ in images])
         metric = MeanAveragePrecision(backend="faster_coco_eval", class_metrics=self._per_class)
         metric.warn_on_many_detections = False  # those beyond 100 in an image are not counted
         logging.getLogger("faster_coco_eval").setLevel(logging.WARNING)  # it logs a table
@@ -110,6 +111,19 @@ class AveragePrecision:
             if value < 0:  # COCO's -1 stands for "there is no box"
                 values[key] = float("nan")
         return values
+
+    def _check(self, answers: Sequence[Boxes]) -> None:
+        """Raise ModelError for unknown classes and scores that are none, in answers on the host."""
+        for answer in answers:
+            labels = answer["labels"]
+            is_unknown = (labels < 0) | (labels >= len(self._names))
+            if is_unknown.any():
+                raise ModelError(
+                    f"the detector answers with class {int(labels[is_unknown][0])}, but there are "
+                    f"{len(self._names)}, numbered from 0: the background is no class"
+                )
+            if answer["scores"].isnan().any():
+                raise ModelError("the detector answers with a score of NaN: lower optimizer.lr")
 
     def _images_on_host(self) -> list[tuple[Tensor, Boxes, Boxes]]:
         # Waits for the device, at the end of an evaluation.

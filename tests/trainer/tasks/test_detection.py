@@ -163,6 +163,24 @@ def test_crowds_are_ignored_and_a_class_without_boxes_has_no_value(packages):
     assert math.isnan(values["1"])
 
 
+@pytest.mark.parametrize(
+    ("label", "score", "said"),
+    [
+        pytest.param(3, 0.5, "answers with class 3, but there are 3", id="the background counted"),
+        pytest.param(-1, 0.5, "answers with class -1", id="below 0"),
+        pytest.param(0, math.nan, "a score of NaN", id="no score"),
+    ],
+)
+def test_answers_that_are_none_are_refused(packages, label, score, said):
+    box = torch.tensor([[0.0, 0.0, 4.0, 4.0]])
+    answer = {"boxes": box, "labels": torch.tensor([label]), "scores": torch.tensor([score])}
+    precision = AveragePrecision(3)
+    precision.update([answer], [{"boxes": box, "labels": torch.tensor([0])}])
+
+    with pytest.raises(ModelError, match=said):
+        precision.compute()
+
+
 def test_the_names_of_the_metrics_are_those_that_an_evaluation_gives(packages):
     _, targets = made(8)
 
