@@ -26,7 +26,10 @@ from regimen.conf.layout import PACKAGES, ROOT
 EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGUSR1: 143, signal.SIGHUP: 143}
 
 # The types of errors that torch's and our modules raise for tensors that do not fit each other.
-SHAPE_ERRORS = (RuntimeError, TypeError, ValueError, LookupError, AttributeError)
+SHAPE_ERRORS = (
+    *(RuntimeError, TypeError, ValueError, LookupError, AttributeError),
+    AssertionError,  # of torchvision and timm, for images of another size and wrong boxes
+)
 # Packages whose errors are not attributed to the user's code.
 _LIBRARIES = (
     *("torch", "torchvision", "timm", "torchmetrics", "hydra"),
@@ -303,6 +306,8 @@ def is_shape_error(error: Exception) -> bool:
     modules = _modules_of(error)
     if modules[-1].startswith(_FOREIGN):
         return False
+    if isinstance(error, AssertionError) and modules[-1].startswith("regimen."):
+        return False  # a mistake of ours, which needs its traceback
     return all(under(module, _LIBRARIES) for module in modules)
 
 

@@ -144,6 +144,22 @@ def test_what_a_device_cannot_compute_is_no_misfit_of_model_and_data(text, refus
     assert text.partition("\n")[0][:40] in describe(error)
 
 
+@pytest.mark.parametrize(
+    ("module", "is_misfit"),
+    [
+        pytest.param("torchvision.models.vision_transformer", True, id="an image of another size"),
+        pytest.param("regimen.trainer.update.updater", False, id="a mistake of ours"),
+        pytest.param("mine", False, id="the user's"),
+    ],
+)
+def test_a_librarys_assertion_is_a_misfit_of_model_and_data(module, is_misfit):
+    error = AssertionError("Wrong image height! Expected 224 but got 16!")
+    with pytest.raises(AssertionError):
+        exec("raise error", {"__name__": module, "error": error})
+    error.__traceback__ = error.__traceback__.tb_next  # of that module alone
+    assert is_shape_error(error) is is_misfit
+
+
 def test_an_error_is_one_line_and_a_traceback_shows_codes(capsys):
     assert describe(ValueError("first\nsecond")) == "ValueError: first"
     assert format_table([["name"], [EVIL]], 200)[1].startswith(r"a\nerror: b\x1b[2J")
