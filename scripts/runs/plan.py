@@ -255,6 +255,7 @@ def _notes(experiment: Experiment, memory: Mapping[str, int | None]) -> Iterator
     if explanation:
         yield explanation
     yield from _format_notes(experiment)
+    yield from trainer.lr_schedule.remarks(trainer.total_steps, trainer.components.epochs)
     if not trainer.val_loaders:
         yield "no validation split: no metric is monitored, use the last checkpoint"
     sets = experiment.data.sets

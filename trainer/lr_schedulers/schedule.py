@@ -315,9 +315,16 @@ class LRSchedule:
     def remarks(self, updates: int | None, epochs: float | None) -> Iterator[str]:
         """Yield which arguments of the caller's schedulers do not fit a run of this length.
 
-        Configured schedules are left out: they use `${total_steps}`, and were checked when built.
+        Configured schedules are left out, but for their warm-up: they use `${total_steps}`, and
+        were checked when built.
         """
         for schedule in self.schedules.values():
+            warmup = schedule.warmup.updates(self._steps_per_epoch)
+            if updates is not None and 0 < updates <= warmup:
+                yield (
+                    f"lr_scheduler.warmup takes {warmup} updates, and the run has {updates}: the "
+                    "learning rate does not reach the value that it rises to"
+                )
             unit = "update"
             other = "epoch"
             length: float | None = updates

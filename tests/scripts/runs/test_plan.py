@@ -59,6 +59,16 @@ def test_emulated_formats_are_noted(tmp_path, monkeypatch, capsys):
     assert "trainer.precision=bf16: this CPU emulates it" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("steps", "is_noted"), [(199, False), (200, True)])
+def test_a_warm_up_that_the_run_does_not_outlast_is_noted(tmp_path, capsys, steps, is_noted):
+    words = ["model=mlp", "lr_scheduler=warmup_cosine", f"lr_scheduler.warmup.steps={steps}"]
+    request = compose([*words, "lr_scheduler.warmup.epochs=0", "trainer.max_epochs=20"])
+    make_plan(request, build(request.config), tmp_path / "run")
+
+    note = "lr_scheduler.warmup takes 200 updates, and the run has 200: the learning rate does"
+    assert (note in capsys.readouterr().out) is is_noted
+
+
 def test_data_that_cannot_be_read_end_the_plan(tmp_path, capsys):
     for place in ("train/a", "train/b", "val/a", "val/b"):
         (tmp_path / place).mkdir(parents=True)
