@@ -168,9 +168,17 @@ def read_annotations(
         result = read_yolo(place.images, file, tree, names, check)
     if check.dropped:
         logger.warning("warning: %s: left out %d invalid boxes", file, check.dropped)
-    if not any(picture.boxes for picture in result.pictures):
-        raise DataError(f"{file}: there is no box in any of {len(result.pictures)} pictures")
+    if not have_boxes(result.pictures):
+        raise DataError(
+            f"{file}: there is no box in any of {len(result.pictures)} pictures "
+            "(those with iscrowd do not count)"
+        )
     return result
+
+
+def have_boxes(pictures: Sequence[Picture]) -> bool:
+    """Return whether there is a box that is no crowd's."""
+    return any(False in picture.crowds for picture in pictures)
 
 
 def _coco_files(tree: Path, split: str) -> list[Path]:

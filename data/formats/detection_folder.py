@@ -20,6 +20,7 @@ from regimen.data.formats.coco import (
     InvalidBoxes,
     Picture,
     find_annotations,
+    have_boxes,
     read_annotations,
 )
 from regimen.data.image_folder import Pictures
@@ -261,6 +262,12 @@ def detection_folder(
     pictures = found.pictures
     if is_part:  # not stratified: a picture has any number of classes
         pictures = part_of_train(split, pictures, val_fraction, split_seed, fold, folds)
+        if not have_boxes(pictures):
+            raise DataError(
+                f"data.root={root}: none of {len(pictures)} pictures of {split!r}, a part of "
+                "train, has a box: set another data.split_seed or data.val_fraction, or add a "
+                "split val"
+            )
     return DetectionFolder(
         pictures,
         found.classes,

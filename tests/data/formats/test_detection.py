@@ -174,6 +174,25 @@ def test_crowds_are_ignored_by_an_evaluation(crowded):
     assert target["iscrowd"].tolist() == [1] + [0] * others
 
 
+def test_boxes_of_crowds_alone_are_none(tmp_path):
+    file, content = content_of(tmp_path)
+    for annotation in content["annotations"]:
+        annotation["iscrowd"] = 1
+    file.write_text(json.dumps(content))
+
+    with pytest.raises(DataError, match="there is no box in any of 6 pictures"):
+        opened(tmp_path)
+
+
+def test_a_part_of_train_without_boxes_is_refused(tmp_path):
+    empty = [scene(4)] * 19  # one of twenty pictures has a box
+    layout_beside(tmp_path, "train", [SCENES[0], *empty])
+
+    assert len(opened(tmp_path, val_fraction=0.1)) == 18
+    with pytest.raises(DataError, match="none of 2 pictures of 'val', a part of train, has a box"):
+        opened(tmp_path, "val", val_fraction=0.1)
+
+
 def test_a_category_of_all_classes_or_of_the_background_is_no_class(tmp_path):
     file, content = content_of(tmp_path)
     for category in content["categories"]:
