@@ -253,6 +253,8 @@ def labels_of(dataset: Any) -> NDArray[Any] | None:
 
     Floats are measurements; lists and arrays are boxes and the like.
     """
+    if not getattr(dataset, "has_labels", True):
+        return None
     try:
         targets = np.asarray(getattr(dataset, "targets", None))
     except (ValueError, TypeError, RuntimeError):  # lists of several lengths, such as boxes

@@ -45,7 +45,7 @@ class TokenizedSamples:
     targets: `labels` of a sample is a number [n], below 0 if it has none.
     token_labels: `labels` are a class for each token, or -100 [tokens of all texts].
     is_first: which tokens are the first of a word, [tokens of all texts].
-    classes: names of the classes.
+    classes: names of the classes. has_labels: without any, an evaluation has nothing to measure.
     length: tokens of each sample, empty places included; None: a micro-batch has the length of its
     longest. Empty places are behind the text: no model that takes an `attention_mask`, or reads
     from left to right, sees them.
@@ -59,6 +59,7 @@ class TokenizedSamples:
     token_labels: NDArray[np.int64] | None = None
     is_first: NDArray[np.bool_] | None = None
     classes: list[str] | None = None
+    has_labels: bool = True
     length: int | None = None
     remarks: list[str] = field(default_factory=list)
 

@@ -27,7 +27,7 @@ from regimen.trainer.strategies.strategy import NULL_CONTEXT, Strategy
 from regimen.trainer.task import Metric, as_output, diagnose_step_output
 from regimen.trainer.update.guard import UpdateBackup
 from regimen.trainer.update.means import MeanAccumulator
-from regimen.trainer.update.updater import warn_without_labels
+from regimen.trainer.update.updater import WHY_NO_LABEL_COUNTS, warn_without_labels
 
 _UNFIT = "this batch of an evaluation does not fit (does transforms.eval do as transforms.train?)"
 
@@ -48,6 +48,7 @@ def evaluate(
 ) -> dict[str, float]:
     """Return `<stage>/<name>` of the first `limit` batches; see `Trainer.evaluate`.
 
+    Nothing, and a warning, where no label counts: sums over no label would read like results.
     `step`: of the weights; it keys what is drawn at random. `hooks`: of the callbacks that are told
     of the progress, and with `shows_batches` also given each batch and what the model answered. A
     collective of all processes. Raises EvaluationAbandoned when a signal has requested a stop.
@@ -55,6 +56,9 @@ def evaluate(
     group = components.group
     state = components.state
     loader = components.bind_loader(loader)
+    if not getattr(getattr(loader, "dataset", None), "has_labels", True):
+        warn_without_labels(components, stage, "left out: the data have no labels")
+        return {}
     means = MeanAccumulator(components.strategy.device)
     metrics = components.task.metrics()
     for metric in metrics.values():
@@ -84,7 +88,9 @@ def evaluate(
     # Collectives: the means and metrics are those over the samples of all processes.
     means.add_missing_keys(group)
     values = means.means(group.reduce)
-    warn_without_labels(components, stage, means)
+    if means.has_no_labels:
+        warn_without_labels(components, stage, f"left out: {WHY_NO_LABEL_COUNTS}")
+        return {}
     for name, metric in metrics.items():
         parts = named_values(name, merged(metric, components.strategy).compute())
         for taken in sorted(parts.keys() & values.keys()):

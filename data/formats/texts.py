@@ -24,6 +24,7 @@ from regimen.data.tokenizers import load_tokenizer
 
 logger = logging.getLogger(__name__)
 ENDINGS = (".jsonl", *SUFFIXES)  # of the files that are read
+NO_LABELS = {None, "-1", "-1.0"}  # of a row; the test sets of GLUE have -1
 # The columns of texts of each task of GLUE, as its files on the hub name them. Source: Wang et
 # al., "GLUE: A multi-task benchmark and analysis platform for natural language understanding".
 GLUE = {
@@ -96,8 +97,9 @@ def texts(
     too_long: of a text with more than `length` tokens: "cut" its end off, or "error".
 
     Without a file for `val`, a part of train is taken; with `folds` val is fold number `fold` of
-    train. A test split may be without labels. None if there is no such split. Raises DataError,
-    with the file and the line, and ConfigError.
+    train. A test split may be without labels, also in the form of GLUE, where all are -1: nothing
+    is measured on it. None if there is no such split. Raises DataError, with the file and the line,
+    and ConfigError.
     """
     columns = input_columns(input)
     find = partial(find_split, root)
@@ -121,9 +123,14 @@ def texts(
         if train is not None and split != "train" and not is_part:
             known = read_records(train)
         classes = []
-        if known is not records or not may_lack or target in records.columns:
+        if known is not records or not may_lack or _has_labels(records, target, []):
             classes = _classes(known, target, num_classes, f"data.root={root}")
-    targets = _targets(records, target, classes, may_lack)
+    has_labels = not may_lack or _has_labels(records, target, classes or [])
+    if has_labels:
+        targets = _targets(records, target, classes)
+    else:
+        logger.warning("warning: %s has no labels in column %r", records.source, target)
+        targets = torch.full((len(records.names),), IGNORED)
     if is_part:
         strata = np.zeros(len(records.names))
         if classes is not None:
@@ -134,6 +141,7 @@ def texts(
     samples = tokenized(records, columns, tokenizer, length, padding, too_long)
     samples.targets = targets
     samples.classes = classes
+    samples.has_labels = has_labels
     return samples
 
 
@@ -218,14 +226,14 @@ def _classes(records: Records, target: str, num_classes: int | None, where: str)
     return class_names(names, num_classes, len(records.names), where)
 
 
-def _targets(records: Records, name: str, classes: list[str] | None, may_lack: bool) -> Tensor:
-    """Return class numbers, or values [n]. `may_lack`: all labels may be missing, then -100.
+def _has_labels(records: Records, name: str, classes: Sequence[str]) -> bool:
+    """Return whether a row of a test set has a label: -1 is none, unless it is one of `classes`."""
+    labels = {as_text(label) for label in records.columns.get(name, ())}
+    return not labels <= NO_LABELS - {*classes}
 
-    Raises DataError.
-    """
-    if may_lack and _are_missing(records.columns.get(name, ()), classes):
-        logger.warning("warning: %s has no labels in column %r", records.source, name)
-        return torch.full((len(records.names),), IGNORED)
+
+def _targets(records: Records, name: str, classes: list[str] | None) -> Tensor:
+    """Return class numbers, or values [n]. Raises DataError."""
     values = list[float]()
     numbers = {label: number for number, label in enumerate(classes or ())}
     for row, value in zip(records.names, records.column(name, "data.target"), strict=True):
@@ -242,18 +250,6 @@ def _targets(records: Records, name: str, classes: list[str] | None, may_lack: b
     if classes is None:
         dtype = torch.float32
     return torch.tensor(values, dtype=dtype)
-
-
-def _are_missing(labels: Sequence[Any], classes: Sequence[str] | None) -> bool:
-    """Return whether all labels are none, or all the -1 that the files of GLUE have in their place.
-
-    A class of that name is a label.
-    """
-    names = {as_text(label) for label in labels}
-    if names <= {None}:
-        return True
-    may_be_a_label = len(labels) == 1 if classes is None else "-1" in classes
-    return names <= {"-1", "-1.0"} and not may_be_a_label
 
 
 def _number(row: str, name: str, text: str) -> float:

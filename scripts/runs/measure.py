@@ -35,6 +35,8 @@ def measure(request: RunRequest) -> int:
 
 def _write(run_dir: Path, tested: dict[str, str], split: str, metrics: dict[str, float]) -> None:
     # Printed before they are written: the directory may be somebody else's, and read-only.
+    if not metrics:
+        print(f"{one_line(split)}: no label counts, so that there are no figures")
     for name, value in metrics.items():
         print(f"{one_line(name):<20} {value:.4f}")
     write_json(run_dir / "evaluation.json", {**tested, "split": split, **metrics})

@@ -121,7 +121,7 @@ def _try_out(
             loader.close()
         declared = [f"{split}/{name}" for name in trainer.task.metric_names()]
         missing = [name for name in declared if name not in metrics]
-        if missing:
+        if missing and metrics:  # without any label there are none
             notes.append(
                 f"the task declares {', '.join(missing)}, and its evaluation_step does not "
                 "return it"

@@ -114,9 +114,11 @@ def _test_results(experiment: Experiment, results: Mapping[str, float], is_best:
         return [*values, "(checkpoint best)" if is_best else "(checkpoint last)"]
     if experiment.trainer.state.pruned:
         return ["not tested: the run was pruned"]
-    if keeps_weights(experiment.trainer.callbacks):
-        return ["no test split: see val"]
-    return ["not tested: the run measured, and its weights are of no use"]
+    if not keeps_weights(experiment.trainer.callbacks):
+        return ["not tested: the run measured, and its weights are of no use"]
+    if experiment.test_loaders:
+        return ["no label of the test split counts: there are no figures"]
+    return ["no test split: see val"]
 
 
 def _values(results: Mapping[str, float], stage: str) -> list[str]:

@@ -395,5 +395,6 @@ def _test(experiment: Experiment) -> dict[str, float]:
     for stage, loader in experiment.test_loaders.items():
         metrics |= trainer.evaluate(loader, stage, step=log_point.step)
         loader.close()
-    trainer.log(metrics, log_point)
+    if metrics:
+        trainer.log(metrics, log_point)
     return metrics

@@ -110,6 +110,37 @@ def test_an_evaluation_repeats_the_last_validation(evaluated, trained):
         assert found[key] == value
 
 
+@pytest.mark.parametrize("kind", ["class", "number"])
+def test_without_labels_nothing_is_measured(train, evaluated, folders, tmp_path, kind):
+    data = tmp_path / "data"
+    rows = [{**row, "label": number % 2} for number, row in enumerate(pairs(16))]
+    write_jsonl(data / "train.jsonl", rows)
+    write_jsonl(data / "test.jsonl", [{**row, "label": -1} for row in rows[:3]])
+    more = [
+        f"data.root={data}",
+        "trainer.max_steps=1",
+        f"data.target_kind={kind}",
+        "data.num_classes=2",
+    ]
+    if kind == "number":
+        more[-1] = "data.num_classes=1"
+        more.append("task=regression")
+    run = tmp_path / "run"
+
+    plan = train(line(folders, "glue", run, *more, "dry_run=true"))
+    assert "does not return it" not in plan.out
+    done = train(line(folders, "glue", run, *more))
+
+    assert "no label of the test split counts: there are no figures" in done.out
+    assert "no label counts in test" in done.err
+    for entry in logged(run):
+        assert not any(name.startswith("test/") for name in entry)
+    results = json.loads((run / "status.json").read_text())["results"]
+    assert "val/loss" in results
+    assert not any(name.startswith("test/") for name in results)
+    assert evaluated(run) == {"checkpoint": "best", "split": "test"}
+
+
 def answers(train, run, source, out):
     train([f"run={run}", f"source={source}", f"out={out}"], command="predict")
     return [json.loads(text) for text in out.read_text().splitlines()]

@@ -33,7 +33,7 @@ from regimen.trainer.update.means import MeanAccumulator, metric_key
 _log = logging.getLogger(__name__)
 # Names that training logs by itself, beside the norms of gradients.
 _RESERVED_NAMES = ("loss_scale", "skipped_updates")
-_WHY_NO_LABEL_COUNTS = (
+WHY_NO_LABEL_COUNTS = (
     "the loss leaves each of them out (its ignore_index, by default -100, or a class weight of "
     "0); does the data set return the right labels?"
 )
@@ -366,7 +366,8 @@ class Updater:
         for name in means:
             if name in _RESERVED_NAMES or name.startswith("epoch_"):
                 raise self._name_is_reserved(name)
-        warn_without_labels(components, "train", self.log_accumulator)
+        if self.log_accumulator.has_no_labels:
+            warn_without_labels(components, "train", f"0: {WHY_NO_LABEL_COUNTS}")
         if components.options.on_nonfinite == "stop":
             for name, value in means.items():
                 if not math.isfinite(value):
@@ -393,7 +394,7 @@ class Updater:
             if self.epoch_accumulator.has_no_labels:
                 epoch = self._components.state.epoch - 1  # the loop has counted it already
                 raise SampleError(
-                    f"no label of epoch {epoch} counts: nothing is trained; {_WHY_NO_LABEL_COUNTS}"
+                    f"no label of epoch {epoch} counts: nothing is trained; {WHY_NO_LABEL_COUNTS}"
                 )
         return {f"train/epoch_{name}": value for name, value in means.items()}
 
@@ -446,9 +447,9 @@ def _phases_of(components: Components) -> list[Phase]:
     ]
 
 
-def warn_without_labels(components: Components, stage: str, means: MeanAccumulator) -> None:
-    """Warn once for each stage of which no label counts, after its means were computed."""
+def warn_without_labels(components: Components, stage: str, consequence: str) -> None:
+    """Warn once for each stage of which no label counts; `consequence`: of it for the figures."""
     stages = components.unlabelled_stages
-    if means.has_no_labels and components.is_main and stage not in stages:
+    if components.is_main and stage not in stages:
         stages.add(stage)
-        _log.warning("no label counts in %s/loss, which is 0: %s", stage, _WHY_NO_LABEL_COUNTS)
+        _log.warning("no label counts in %s, whose figures are %s", stage, consequence)

@@ -76,21 +76,6 @@ def write_labels(path, labels):
     write_jsonl(path, [{"text": "rain", "label": label} for label in labels])
 
 
-def test_a_test_of_glue_has_minus_one_in_place_of_labels(tokenizer, tmp_path):
-    def opened(train, test, **options):
-        write_labels(tmp_path / "train.jsonl", train)
-        write_labels(tmp_path / "test.jsonl", test)
-        found = texts(str(tmp_path), "test", "text", tokenizer, length=64, **options)
-        return found.targets.tolist()
-
-    assert opened([0, 1, 0], [-1, -1]) == [-100, -100]
-    assert opened([0.5, 1.5], [-1.0, -1.0], target_kind="number") == [-100, -100]
-    assert opened([-1, 1], [-1, -1]) == [0, 0]
-    assert opened([0.5, 1.5], [-1.0], target_kind="number") == [-1.0]
-    with pytest.raises(DataError, match="class '-1' of column 'label' is not among"):
-        opened([0, 1, 0], [-1, 1])
-
-
 def test_a_number_that_has_no_float32_is_refused(tokenizer, tmp_path):
     write_labels(tmp_path / "train.jsonl", [1e300, 2.0])
     with pytest.raises(DataError, match=r"train.jsonl:1: '1e\+300' of column 'label' is no finite"):
@@ -211,7 +196,46 @@ def test_rows_of_datasets_without_a_label_are_left_out_of_the_loss(tokenizer, tm
     test = texts(str(tmp_path), "test", PAIR, tokenizer, length=64)
 
     assert test.targets.tolist() == [-100] * 3
+    assert not test.has_labels
     assert test.path(2) == f"test of {tmp_path}:2"
+
+
+@pytest.mark.parametrize("label", [-1, -1.0, None, "left out"])
+@pytest.mark.parametrize("kind", ["class", "number"])
+def test_a_test_set_may_be_without_labels(tokenizer, tmp_path, kind, label):
+    write_jsonl(tmp_path / "train.jsonl", [{"text": "rain", "label": 1}, {"text": "a", "label": 0}])
+    rows = [{"text": "film", "label": label}] * 3
+    if label == "left out":
+        rows = [{"text": "film"}] * 3
+    write_jsonl(tmp_path / "test.jsonl", rows)
+    options = {"length": 64, "target_kind": kind}
+
+    test = texts(str(tmp_path), "test", "text", tokenizer, **options)
+
+    assert not test.has_labels
+    assert test.targets.tolist() == [-100] * 3
+    # Neither where no train says which classes there are.
+    (tmp_path / "train.jsonl").unlink()
+    assert not texts(str(tmp_path), "test", "text", tokenizer, **options).has_labels
+    # One label among them is none by mistake.
+    write_jsonl(tmp_path / "train.jsonl", [{"text": "rain", "label": 1}, {"text": "a", "label": 0}])
+    write_jsonl(tmp_path / "test.jsonl", [*rows, {"text": "film", "label": 1}])
+    if kind == "number" and label in (-1, -1.0):
+        assert texts(str(tmp_path), "test", "text", tokenizer, **options).has_labels
+    else:
+        with pytest.raises(DataError, match=r"test\.jsonl:1: (no value|class '-1)"):
+            texts(str(tmp_path), "test", "text", tokenizer, **options)
+
+
+def test_minus_one_is_a_class_where_train_has_it(tokenizer, tmp_path):
+    labels = [{"text": "rain", "label": 1}, {"text": "film", "label": -1}]
+    write_jsonl(tmp_path / "train.jsonl", labels)
+    write_jsonl(tmp_path / "test.jsonl", labels[1:])
+
+    test = texts(str(tmp_path), "test", "text", tokenizer, length=64)
+
+    assert test.has_labels
+    assert test.targets.tolist() == [test.classes.index("-1")]
 
 
 def test_val_is_cut_from_train(tokenizer, tmp_path):

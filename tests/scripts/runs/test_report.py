@@ -31,7 +31,12 @@ def experiment():
     trainer = SimpleNamespace(state=state, callbacks=saver, average=None, done=False)
     config = SimpleNamespace(trainer=SimpleNamespace(max_time="0:10:00"))
     sets = {"train": range(1200), "val": None, "test": [1, 2]}
-    return SimpleNamespace(trainer=trainer, config=config, data=SimpleNamespace(sets=sets))
+    return SimpleNamespace(
+        trainer=trainer,
+        config=config,
+        data=SimpleNamespace(sets=sets),
+        test_loaders={"test": sets["test"]},
+    )
 
 
 SIX_SECONDS = dict.fromkeys(KINDS[:6], 1.0)
@@ -126,6 +131,14 @@ def test_why_a_run_ended_is_said_in_words(experiment, reason, said):
     trained = by_label(text)["trained"]
     assert ", ".join(trained) == f"1 epoch, 60 updates, 6.0 s{said}"
     assert "\nbest     val/accuracy 0.9000 at step 40\n" in text
+
+
+def test_a_test_split_without_labels_has_no_figures(experiment):
+    trained = {name: value for name, value in RESULTS.items() if not name.startswith("test/")}
+
+    text = final_block(REQUEST, experiment, Path("run"), trained, SIX_SECONDS)
+
+    assert by_label(text)["test"] == ["no label of the test split counts: there are no figures"]
 
 
 def test_shares_are_of_the_whole_time_and_the_largest_comes_first():
