@@ -281,7 +281,9 @@ def describe_type(declaration: Key) -> str:
 def _hint(declaration: Key, value: Any, key: str) -> str | None:
     """Return the way out of a value of another type; None if none is known."""
     kinds = members(declaration.type)
-    if isinstance(value, bool) and not {int, float, bool} & set(kinds):
+    if declaration.hint is not None:
+        return declaration.hint
+    if isinstance(value, bool) and str in kinds:
         return "YAML reads yes, no, on and off as true and false: quote the word"
     if isinstance(value, list) and value and _is_of(declaration.type, value[0]):
         return f"several jobs: -m {key}={','.join(map(str, value))}, without brackets"

@@ -29,6 +29,7 @@ class Key:
     node: bool = False  # a dict must have a `_target_`
     named_nodes: bool = False  # or hold nodes by name
     nested_schema: type | None = None  # our keys in a node that takes further keys
+    hint: str | None = None  # the way out of a value of another type, where it is a word of its own
 
     # The strategies with which the key has an effect; (): all.
     strategies: tuple[str, ...] = ()

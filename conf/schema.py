@@ -322,7 +322,13 @@ class Config:
         affects_result=False,
     )
     run_dir: str | None = path(None, "put the run exactly here", of_start=True)
-    resume: str | None = path(None, "auto, or the path of a run or checkpoint", of_start=True)
+    resume: str | None = path(
+        None,
+        "auto, or the path of a run or checkpoint",
+        of_start=True,
+        hint="resume=auto goes on with the run of run_dir, or else the newest unfinished one; "
+        "resume=PATH with that run or checkpoint",
+    )
     resume_policy: Literal["error", "keep", "override"] = option(
         "error",
         "what a changed config does on resume: refuse, use the old values, use the new",
