@@ -32,7 +32,7 @@ class EarlyStopping(Callback):
 
     def __post_init__(self) -> None:
         check_least(patience=self.patience)
-        check_least(0, min_delta=self.min_delta)
+        check_least(0, min_delta=self.min_delta, min_epochs=self.min_epochs)
         self._judge = Monitor(self.monitor, self.mode, compared=self.patience is not None)
         self.best: float | None = None
         self.waited = 0  # validations, or epochs, since the best one

@@ -1,5 +1,6 @@
 """The learning rate range test."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -31,7 +32,7 @@ class LRFinder(Callback):
 
     def __post_init__(self) -> None:
         require(
-            0 < self.min_lr < self.max_lr,
+            0 < self.min_lr < self.max_lr < math.inf,
             f"min_lr={self.min_lr}, max_lr={self.max_lr}: choose 0 < min_lr < max_lr",
         )
         require(

@@ -6,6 +6,7 @@ from threading import Thread
 
 from torch import nn
 
+from regimen.callbacks.support import check_least
 from regimen.trainer.callback import Callback, Results
 from regimen.trainer.runs.remote import INDEX, Remote, check_address
 from regimen.trainer.trainer import Trainer
@@ -26,6 +27,7 @@ class Mirror(Callback):
     affects_result = False
 
     def __init__(self, to: str, patience: float = 600.0) -> None:
+        check_least(0, patience=patience)
         self.to = to
         self.patience = patience
         self._remote: Remote | None = None

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from regimen.callbacks.support import logger
+from regimen.callbacks.support import check_least, logger
 from regimen.data.batch import rebuild
 from regimen.trainer.assembly.summary import render, summarize
 from regimen.trainer.callback import Callback
@@ -22,6 +22,7 @@ class ModelSummary(Callback):
     affects_result = False
 
     def __init__(self, depth: int = 1) -> None:
+        check_least(0, depth=depth)
         self._depth = depth
 
     def on_fit_start(self, trainer: Trainer) -> None:

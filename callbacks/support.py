@@ -30,15 +30,17 @@ def require(condition: object, message: str) -> None:
 
 
 def check_least(least: float = 1, /, **options: float | None) -> None:
-    """Raise CallbackError for options below `least`, or NaN; None is allowed."""
+    """Raise CallbackError for options below `least`, infinite or NaN; None is allowed."""
     for name, value in options.items():
-        require(value is None or value >= least, f"{name}={value}: choose at least {least}")
+        is_allowed = value is None or least <= value < math.inf
+        require(is_allowed, f"{name}={value}: choose a finite number of at least {least}")
 
 
-def check_positive(**options: float) -> None:
-    """Raise CallbackError for options that are 0, negative or NaN."""
+def check_positive(infinite: bool = False, /, **options: float) -> None:
+    """Raise CallbackError for options that are 0, negative, NaN or, unless allowed, infinite."""
     for name, value in options.items():
         require(value > 0, f"{name}={value}: choose more than 0")
+        require(infinite or value < math.inf, f"{name}={value}: choose a finite number")
 
 
 def steps_of(key: str, value: float, total: int | None) -> int:

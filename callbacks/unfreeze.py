@@ -1,5 +1,6 @@
 """Fine-tuning in stages: unfreeze parameters after a number of epochs or steps."""
 
+import math
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
@@ -32,8 +33,8 @@ class Unfreeze(Callback):
         for name, stage in self._stages.items():
             require(
                 _is_stage(stage),
-                f"stages.{name}={stage}: give pattern, and at most one of epoch and step: such as "
-                "{pattern: 'layer4.*', epoch: 2}",
+                f"stages.{name}={stage}: give pattern, and at most one of epoch and step, which "
+                "are 0 or more: such as {pattern: 'layer4.*', epoch: 2}",
             )
         self._members = dict[str, list[nn.Parameter]]()
         self._frozen = set[str]()  # names of stages
@@ -95,12 +96,17 @@ class Unfreeze(Callback):
 
 
 def _is_stage(stage: Any) -> bool:
-    """Whether it has a glob, and one number or none: from when on its parameters train."""
+    """Whether it has a glob, and one time or none: from when on its parameters train."""
     if not isinstance(stage, Mapping) or not isinstance(stage.get("pattern"), str):
         return False
     begin = [value for key, value in stage.items() if key in ("epoch", "step")]
-    is_number = all(isinstance(value, int | float | None) for value in begin)
-    return is_number and len(begin) <= 1 and len(stage) == 1 + len(begin)
+    is_time = all(_is_time(value) for value in begin)
+    return is_time and len(begin) <= 1 and len(stage) == 1 + len(begin)
+
+
+def _is_time(value: Any) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return value is None or (is_number and 0 <= value < math.inf)
 
 
 def _has_begun(stage: Mapping[str, Any], state: TrainState) -> bool:

@@ -30,6 +30,12 @@ OWN_KEYS = {
     "optimizer": ("param_groups", "params", "lr_scheduler", "optimizers", "lr_per_samples"),
     "lr_scheduler": ("interval", "monitor", "warmup", "functions", "schedulers"),
 }
+# The least values of keys that our data sets have.
+_LEAST = {
+    **dict.fromkeys(("image_size", "channels", "context", "length", "most", "scenes"), 1),
+    **dict.fromkeys(("latent_dim", "buffer", "train_length", "val_length"), 1),
+    **dict.fromkeys(("split_seed", "val_size"), 0),
+}
 Values = dict[str, Any]  # a section, or all of a configuration, as plain containers
 Node = dict[str, Any]
 Named = dict[str, Node | None]
@@ -116,10 +122,10 @@ class DataConfig:
 
 def _wrong_numbers(given: Values) -> Iterator[Problem]:
     """Yield sizes and fractions of our data sets that are out of range."""
-    for name in ("image_size", "channels"):
-        value = given.get(name, 1)
-        if type(value) not in (int, list, dict) or (isinstance(value, int) and value < 1):
-            yield Problem(name, f"expected an integer >= 1, got {value!r}")
+    for name, least in _LEAST.items():
+        value = given.get(name, least)
+        if type(value) not in (int, list, dict) or (isinstance(value, int) and value < least):
+            yield Problem(name, f"expected an integer >= {least}, got {value!r}")
     for name in ("val_fraction", "test_fraction"):
         value = given.get(name, 0)
         if type(value) not in (int, float) or not 0 <= value < 1:

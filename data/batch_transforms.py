@@ -28,8 +28,18 @@ from regimen.trainer.device import current_stream, has_streams
 
 Values = tuple[Tensor, ...]
 
+_LEAST_RATIO = 0.001  # of the sides of a box, and of a scaled image
 _TRIES = 10  # boxes that torchvision draws at most
 _FIXED_POINT = 2**24  # the brightness of floating images is averaged in multiples of 1 / this
+
+
+def _check(least: float, most: float, /, **options: float | Sequence[float]) -> None:
+    """Raise ValueError for an option, or an entry of one, out of bounds, infinite or NaN."""
+    for name, value in options.items():
+        numbers = value if isinstance(value, Sequence) else [value]
+        if not all(least <= number <= most and math.isfinite(number) for number in numbers):
+            bounds = f"at least {least}" if most == math.inf else f"from {least} to {most}"
+            raise ValueError(f"{name}={value}: expected {bounds}")
 
 
 @dataclass
@@ -41,6 +51,9 @@ class RandomHorizontalFlip:
     axis: ClassVar[int] = -1
     moves_pixels: ClassVar[bool] = True  # so that boxes would stay behind
     in_place = False  # set by the loader if nobody else holds the images: on a CPU they are changed
+
+    def __post_init__(self) -> None:
+        _check(0, 1, p=self.p)
 
     def draw(self, draws: Draws, height: int, width: int) -> Values:
         """Decide for each image."""
@@ -102,6 +115,10 @@ class RandomCrop:
     mask_fill: int = 0
     moves_pixels: ClassVar[bool] = True
 
+    def __post_init__(self) -> None:
+        _check(1, math.inf, size=self.size)
+        _check(0, math.inf, padding=self.padding)
+
     def draw(self, draws: Draws, height: int, width: int) -> Values:
         """Draw the top left corners. Raises DataError if the window is larger than the images."""
         tall, wide = _pair(self.size)
@@ -150,6 +167,10 @@ class RandomErasing:
     ratio: Sequence[float] = (0.3, 3.3)
     value: float | Sequence[float] = 0.0
     in_place = False  # as that of flips
+
+    def __post_init__(self) -> None:
+        _check(0, 1, p=self.p, scale=self.scale)
+        _check(_LEAST_RATIO, math.inf, ratio=self.ratio)
 
     def draw(self, draws: Draws, height: int, width: int) -> Values:
         """Draw boxes (top, left, height, width); height 0 if nothing is erased."""
@@ -200,6 +221,11 @@ class RandomResizedCrop:
     ratio: Sequence[float] = (3 / 4, 4 / 3)
     moves_pixels: ClassVar[bool] = True
 
+    def __post_init__(self) -> None:
+        _check(1, math.inf, size=self.size)
+        _check(0, 1, scale=self.scale)
+        _check(_LEAST_RATIO, math.inf, ratio=self.ratio)
+
     def draw(self, draws: Draws, height: int, width: int) -> Values:
         """Draw boxes (top, left, height, width); the middle of an image if none of ten fits."""
         wides, talls = _boxes(draws, height * width, self.scale, self.ratio)
@@ -235,6 +261,11 @@ class RandomAffine:
     interpolation: str = "nearest"
     moves_pixels: ClassVar[bool] = True
 
+    def __post_init__(self) -> None:
+        _check(0, math.inf, degrees=self.degrees)
+        _check(0, 1, translate=self.translate)
+        _check(_LEAST_RATIO, math.inf, scale=self.scale)
+
     def draw(self, draws: Draws, height: int, width: int) -> Values:
         """Draw angles in radians, whole pixels to the right and down, and scales."""
         max_x = self.translate[0] * width
@@ -268,6 +299,15 @@ class ColorJitter:
     brightness: float = 0.0
     contrast: float = 0.0
     saturation: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check(
+            0,
+            math.inf,
+            brightness=self.brightness,
+            contrast=self.contrast,
+            saturation=self.saturation,
+        )
 
     def draw(self, draws: Draws, height: int, width: int) -> Values:
         """Draw a factor for each of the three (n, 3), and their order (n, 3)."""

@@ -2,6 +2,7 @@
 
 from torch import Tensor, nn
 
+from regimen.trainer.errors import ModelError
 from regimen.trainer.tasks.losses import Loss
 from regimen.trainer.tasks.metrics import MicroF1
 from regimen.trainer.tasks.supervised import Metrics, Scores, Shape, Supervised
@@ -11,7 +12,8 @@ class MultiLabel(Supervised):
     """Predict each label; batches are `(inputs, targets)`, targets [n, labels] of 0 and 1.
 
     Reports `label_accuracy`, the share of labels that are predicted correctly, `exact_match`, the
-    share of samples with all labels correct, and the micro-averaged `f1`.
+    share of samples with all labels correct, and the micro-averaged `f1`. A label is predicted
+    where its probability is above `threshold`.
     """
 
     output_kind = "labels"
@@ -20,6 +22,10 @@ class MultiLabel(Supervised):
     def __init__(
         self, loss: Loss | None = None, threshold: float = 0.5, metrics: Metrics | None = None
     ) -> None:
+        if not 0 < threshold < 1:
+            raise ModelError(
+                "task.threshold", f"expected a probability, > 0 and < 1, got {threshold}"
+            )
         super().__init__(loss or nn.BCEWithLogitsLoss(), metrics, f1=MicroF1(threshold))
         self.threshold = threshold
 
