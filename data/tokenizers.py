@@ -42,6 +42,38 @@ def refuse_remote_code(key: str, name: str) -> Iterator[None]:
         ) from error
 
 
+def require_available(key: str, name: str) -> None:
+    """Raise ConfigError for what is neither a folder nor known to a hub that answers.
+
+    transformers asks a hub that does not answer for half a minute, and then names no folder.
+    """
+    if Path(name).is_dir():
+        return
+    hub = import_package("huggingface_hub", "transformers")
+    hint = (
+        "give the folder that save_pretrained wrote, or a name that the hub or its cache has "
+        "(HF_HOME; HF_HUB_OFFLINE=1 asks the cache alone, HF_ENDPOINT names another hub)"
+    )
+    try:
+        for file in ("config.json", "tokenizer_config.json"):
+            if hub.try_to_load_from_cache(name, file) is not None:
+                return
+        # One question; what a hub answers transformers understands better.
+        hub.get_hf_file_metadata(hub.hf_hub_url(name, "config.json"))
+    except (hub.errors.HfHubHTTPError, hub.errors.FileMetadataError):
+        return
+    except hub.errors.HFValidationError as error:
+        raise ConfigError(
+            key, f"there is no folder {name}, which is no name of the hub", hint
+        ) from error
+    except Exception as error:  # of the client that huggingface_hub uses, httpx or httpx2
+        raise ConfigError(
+            key,
+            f"there is no folder {name}, and the hub does not answer: {short_line(error)}",
+            hint,
+        ) from error
+
+
 def require_name(name: str | None) -> str:
     """Return the name of a tokenizer. Raises ConfigError where there is none."""
     if name is None:
@@ -57,6 +89,7 @@ def load_tokenizer(name: str | None) -> Any:
     """Load a tokenizer from a folder or by its name on the hub. Raises ConfigError."""
     name = require_name(name)
     transformers = import_package("transformers", "transformers")
+    require_available("data.tokenizer", name)
     try:
         with refuse_remote_code("data.tokenizer", name):
             return transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=_allowed)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from regimen.conf.errors import truncated_list
 from regimen.conf.json_text import plain_json
 from regimen.data.errors import import_package, short_line
-from regimen.data.tokenizers import refuse_remote_code, remote_code_allowed
+from regimen.data.tokenizers import refuse_remote_code, remote_code_allowed, require_available
 from regimen.models.layers import NetworkError
 from regimen.models.pretrained import weights_wanted
 from regimen.trainer.checkpoints.borrowed import mark_as_read
@@ -91,6 +91,8 @@ def build(
     size = {}
     if num_classes is not None:
         size["vocab_size" if is_causal else "num_labels"] = num_classes
+    if config is None:
+        require_available("model.name", name)
     with _named(name, NetworkError):
         if config is not None:
             model_config = transformers.AutoConfig.for_model(name, **{**config, **size})

@@ -207,7 +207,7 @@ def test_a_vocabulary_larger_than_the_models_is_refused(folder):
 
 
 def test_a_folder_that_is_not_there_is_refused(folder):
-    with pytest.raises(NetworkError, match=r"model\.name"):
+    with pytest.raises(ConfigError, match=r"model\.name: there is no folder .*nowhere/at/all"):
         build(f"{folder}/nowhere/at/all", 512)
 
 
