@@ -374,7 +374,7 @@ class Checkpoint(Saver):
         # Within this context the model has the weights of the average, if there is one.
         with trainer.evaluation_weights():
             state = dict(trainer.model.state_dict())
-            weights = trainer.strategy.gather_tensors(state, only_main=True)
+            weights = trainer.strategy.gather_tensors(state)
             if not trainer.is_main:
                 return None
             return self._staging_weights.copy(weights)

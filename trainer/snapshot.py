@@ -3,7 +3,6 @@
 import logging
 import math
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,7 @@ def capture(
     they are, and the tensors that other processes have to gather have no values there.
     """
     strategy = components.strategy
-    unshard: Callable[[Any], Any] = partial(strategy.gather_tensors, only_main=True)
+    unshard: Callable[[Any], Any] = strategy.gather_tensors
     if strategy.sharded_checkpoint:
         unshard = dict
     model = components.model

@@ -143,7 +143,7 @@ class Hogwild(MultiProcess):
         super().load_model_state(model, state)
         self.group.meet()
 
-    def gather_tensors(self, tree: Any, only_main: bool = False) -> Any:
+    def gather_tensors(self, tree: Any) -> Any:
         """Return a copy of weights that stand still, on the main process; a collective."""
         self.group.meet()
         copied = on_host(tree, Tensor.clone) if self.group.is_main else tree

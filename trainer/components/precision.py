@@ -26,13 +26,11 @@ class Precision:
     """Run forward passes in a format and scale losses where the format needs it.
 
     `fp32`, `tf32` (matrix products on the GPU's TensorFloat units), `bf16` and `fp16` (autocast),
-    `bf16_true` and `fp64` (parameters and inputs in that format). `scaler`: arguments of
-    torch.amp.GradScaler. Raises ModelError for a format that the device lacks.
+    `bf16_true` and `fp64` (parameters and inputs in that format). Raises ModelError for a format
+    that the device lacks.
     """
 
-    def __init__(
-        self, name: str = "fp32", device_type: str = "cpu", scaler: Mapping[str, Any] | None = None
-    ) -> None:
+    def __init__(self, name: str = "fp32", device_type: str = "cpu") -> None:
         if name not in NAMES:
             raise ValueError(f"precision {name!r} is none of {', '.join(NAMES)}")
         self.name = name
@@ -46,7 +44,7 @@ class Precision:
                 f"{device_type} does not compute in {name}",
                 "fp32 is everywhere",
             )
-        self.scaler = torch.amp.GradScaler(device_type, enabled=self.scales, **(scaler or {}))
+        self.scaler = torch.amp.GradScaler(device_type, enabled=self.scales)
 
     def _is_supported(self) -> bool:
         if self._autocast_dtype is not None:

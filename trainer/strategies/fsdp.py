@@ -247,10 +247,10 @@ class FSDP(MultiProcess):
         model.load_state_dict(self.split_like(state, model.state_dict()))
         _free_gathered(model)
 
-    def gather_tensors(self, tree: Any, only_main: bool = False) -> Any:
+    def gather_tensors(self, tree: Any) -> Any:
         """Return `tree` with unsharded tensors on the host; a collective over the same trees.
 
-        `only_main`: the other processes get tensors without values (on the meta device). Else the
+        Other processes than the main one get tensors without values (on the meta device). Else the
         memory of a machine would hold the state once for each of its processes.
         """
         from torch.distributed.tensor import DTensor
@@ -260,7 +260,7 @@ class FSDP(MultiProcess):
                 return tensor
             # A collective, and then a wait for the device: once per tensor of a checkpoint.
             whole = tensor.full_tensor()
-            if only_main and not self.group.is_main:
+            if not self.group.is_main:
                 return torch.empty(whole.shape, dtype=whole.dtype, device="meta")
             return whole.cpu()
 

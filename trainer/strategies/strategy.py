@@ -214,8 +214,8 @@ class Strategy:
         """Load an unsharded state into `model`."""
         model.load_state_dict(state)
 
-    def gather_tensors(self, tree: Any, only_main: bool = False) -> Any:
-        """Return `tree` with unsharded tensors; `only_main`: values on the main process suffice."""
+    def gather_tensors(self, tree: Any) -> Any:
+        """Return `tree` with unsharded tensors, which have values on the main process."""
         return tree
 
     def split_like(self, tree: Any, parameters: Mapping[str, Tensor]) -> Any:

@@ -421,6 +421,7 @@ def in_two(strategy, file, folder, stop=None, resume=None):
         trainer.load_state_dict(read_checkpoint(resume))
     trainer.fit()
     whole = strategy.gather_tensors(dict(trainer.model.state_dict()))
+    whole = strategy.group.broadcast(whole)  # it is so on the main process
     return {name: value.clone() for name, value in whole.items()}
 
 

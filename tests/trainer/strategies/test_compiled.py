@@ -57,7 +57,7 @@ def train(strategy, **compiling):
     trainer = make_trainer(strategy, Network, compiling=compiling)
     trainer.fit()
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    whole = strategy.gather_tensors(trainer.model.state_dict())
+    whole = strategy.group.broadcast(strategy.gather_tensors(trainer.model.state_dict()))
     weights = {name: value.clone() for name, value in whole.items()}
     return Trained(weights, trainer.metrics, graphs)
 

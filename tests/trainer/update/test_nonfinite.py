@@ -314,7 +314,7 @@ def train_split(strategy, on_nonfinite="skip", accumulation=1):
     except DivergedError as caught:
         error = str(caught)
     weights = {name: p.detach() for name, p in trainer.model.named_parameters()}
-    weights = strategy.gather_tensors(weights)
+    weights = strategy.group.broadcast(strategy.gather_tensors(weights))
     counters = trainer.state.state_dict()
     del counters["micro_batches"]
     return {n: w.clone() for n, w in weights.items()}, counters, error

@@ -74,7 +74,8 @@ def test_each_format_is_the_loop_written_by_hand(name, autocast, stored, clip) -
 
 
 def test_an_overflow_moves_nothing_but_the_scale() -> None:
-    precision = Precision("fp16", "cpu", {"init_scale": 2.0**40, "backoff_factor": 2.0**-15})
+    precision = Precision("fp16")
+    precision.scaler = torch.amp.GradScaler("cpu", 2.0**40, backoff_factor=2.0**-15)
     trainer = trained(precision)
     state = trainer.state
     metrics = trainer.metrics
@@ -88,7 +89,9 @@ def test_an_overflow_moves_nothing_but_the_scale() -> None:
     assert precision.scale == 2.0**10
 
     # The same as a run of the three updates that were applied.
-    whole = trained(Precision("fp16", "cpu", {"init_scale": 2.0**10}), first=2)
+    expected_precision = Precision("fp16")
+    expected_precision.scaler = torch.amp.GradScaler("cpu", 2.0**10)
+    whole = trained(expected_precision, first=2)
     weights = trainer.model.state_dict()
     optimizers = trainer.optimizers.state_dict()["optimizers"]
     expected = whole.optimizers.state_dict()["optimizers"]
