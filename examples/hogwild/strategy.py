@@ -9,12 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import get_total_norm
 
 from regimen.conf.errors import Problem
 from regimen.trainer.checkpoints.archive import on_host
 from regimen.trainer.distributed import Group
-from regimen.trainer.errors import DivergedError, ModelError
+from regimen.trainer.errors import ModelError
 from regimen.trainer.state import TrainState
 from regimen.trainer.strategies.multi_process import MultiProcess
 
@@ -118,17 +117,6 @@ class Hogwild(MultiProcess):
                 file.unlink()
             folder.rmdir()
         return model
-
-    @contextmanager
-    def accumulate(self, wrapped: nn.Module, last: bool, counts: bool = True) -> Iterator[None]:
-        """End the run at a gradient that is not finite: no process may leave an update out."""
-        yield
-        gradients = [p.grad for p in wrapped.parameters() if p.grad is not None]
-        if last and not get_total_norm(gradients).isfinite():
-            raise DivergedError(
-                f"the gradient of process {self.group.rank} is not finite, and strategy=hogwild "
-                "leaves no update out: lower optimizer.lr, or take trainer.precision=fp32"
-            )
 
     @contextmanager
     def evaluating(self, model: nn.Module) -> Iterator[None]:

@@ -66,8 +66,8 @@ def test_two_processes_train_one_model_and_a_resume_goes_on(train, tmp_path):
 @pytest.mark.slow
 def test_a_process_whose_gradient_is_not_finite_ends_all(train, tmp_path):
     places = [f"run_dir={tmp_path / 'run'}", "optimizer.lr=1e30"]
-    done = train([*HOGWILD, *places, "trainer.on_nonfinite=skip"], 5, folder=ROOT)
-    assert "is not finite, and strategy=hogwild leaves no update out" in done.error
+    done = train([*HOGWILD, *places], 5, folder=ROOT)
+    assert "is not finite" in done.error
 
 
 def test_steps_of_two_owners_change_the_same_weights(tmp_path):

@@ -129,6 +129,14 @@ def test_averages_are_not_copied_into_weights_that_processes_share(project, monk
         check_targets(parse(compose([*JOB, *typed]).config))
 
 
+@pytest.mark.parametrize("word", ["trainer.on_nonfinite=skip", "trainer.precision=fp16"])
+def test_processes_that_share_weights_leave_no_update_out(project, monkeypatch, word):
+    monkeypatch.chdir(project)
+    typed = ["strategy._target_=my_strategies.Shared", word]
+    with pytest.raises(ConfigError, match=f"{word.partition('=')[0]}: updates are left out by all"):
+        check_targets(parse(compose([*JOB, *typed]).config))
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

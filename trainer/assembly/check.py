@@ -341,6 +341,13 @@ def _strategy_problems(config: Config) -> Iterator[Problem]:
         message = f"{strategy.__name__} starts processes"
         yield Problem("strategy._target_", message, "derive it from MultiProcess")
     yield from strategy.problems(**arguments)
+    if strategy.shares_parameters:
+        # A process that left an update out alone would train on what the others have applied.
+        message = f"updates are left out by all processes, and those of {strategy.name} do not wait"
+        if options.on_nonfinite == "skip":
+            yield Problem("trainer.on_nonfinite", message, "set stop, or use strategy=ddp")
+        if options.precision == "fp16":
+            yield Problem("trainer.precision", message, "set bf16 or fp32, or use strategy=ddp")
     for name, node in config.callbacks.items():
         if not node:
             continue
