@@ -2,6 +2,8 @@
 
 import importlib
 import inspect
+import shlex
+from pathlib import Path
 
 import hydra
 import pytest
@@ -292,6 +294,25 @@ def test_a_job_is_its_overrides(one, other, same):
     assert identity(["model.widths=[1, 2]"]) == identity(["model.widths=[1,2]"])
     with pytest.raises(ConfigError, match="not an override"):
         identity(["=="])
+
+
+def test_words_that_a_script_appends_count_and_are_recorded_so_that_they_count_again():
+    typed = ["experiment=regression", "optimizer=sgd", "trainer.max_epochs=3", "seed=4"]
+    appended = ["trainer.max_epochs=1", "optimizer=adamw", "experiment=resnet18"]
+    argv = [*typed, *appended]
+
+    line = compose(argv)
+
+    assert line.config["trainer"]["max_epochs"] == 1
+    assert line.choices["experiment"] == "resnet18"
+    assert line.choices["optimizer"] == "adamw"
+    assert line.config == composed(*appended, "seed=4")
+    # What overrides.yaml holds, and the command that goes on.
+    request = line.request(argv)
+    assert composed(*request.overrides) == line.config
+    command = shlex.split(request.resume_command(Path("run")))
+    resumed = composed(*command[1:])
+    assert resumed == {**line.config, "run_dir": "run", "resume": "auto"}
 
 
 MLFLOW = "regimen.callbacks.trackers.mlflow.MLflow"
