@@ -18,7 +18,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from regimen.data.batch import BatchSlice, MicroBatch, rebuild
+from regimen.data.batch import BatchSlice, MicroBatch, map_leaves, rebuild
 from regimen.trainer import fast
 from regimen.trainer.errors import UserCodeError, qualified_name
 from regimen.trainer.rng import derived_seed
@@ -34,7 +34,8 @@ class PlainBatches:
     """Read any iterable of batches, one for each update, split sample by sample.
 
     A batch has parts, such as inputs and targets. A part is a tensor with a row for each sample, a
-    list with an item for each, such as its boxes, or a container of parts.
+    list with an item for each, such as its boxes, or a container of parts. Or a batch is the list
+    of its samples, each of several parts, where a collate function returns what it is given.
 
     For a plain DataLoader on one device. Where its samplers are torch's, the order of an epoch is a
     function of (`seed`, epoch), and a resume loads the rest of an epoch only. Any other iterable is
@@ -146,6 +147,37 @@ def _is_list_of_samples(part: Any) -> bool:
     return not isinstance(part[0], Tensor | list | tuple | str)
 
 
+def _are_samples(batch: Any, count: int) -> bool:
+    """Return whether a batch of `count` samples is the list of them, and not of its parts.
+
+    Samples have one form, and parts hardly do: inputs differ from targets. What could be either,
+    such as tensors, or parts of one form with a row or an item for each sample, counts as parts.
+    """
+    if not isinstance(batch, list | tuple) or hasattr(batch, "_fields") or len(batch) != count:
+        return False
+    if len({_form_of(sample) for sample in batch}) > 1:
+        return False
+    first = batch[0]
+    if isinstance(first, Tensor):
+        return False
+    if isinstance(first, list | tuple) and len(first) == count:
+        return len({_form_of(item) for item in first}) > 1
+    leaves = list[Any]()
+    map_leaves(leaves.append, batch)
+    return not all(isinstance(x, Tensor) and x.ndim and len(x) == count for x in leaves)
+
+
+def _form_of(value: Any) -> Any:
+    """Return what values of one kind have in common: keys, types, dimensions; no sizes."""
+    if isinstance(value, Tensor):
+        return value.dtype, value.ndim
+    if isinstance(value, Mapping):
+        return frozenset(value)
+    if isinstance(value, list | tuple):
+        return tuple(_form_of(item) for item in value)
+    return type(value)
+
+
 def _count_samples(batch: Any, asked: int) -> int:
     """Return the number of samples in a batch; `asked`: how many were loaded, 0 if unknown."""
     parts = _parts_of(batch)
@@ -156,6 +188,8 @@ def _count_samples(batch: Any, asked: int) -> int:
             if asked in (0, rows):
                 return rows  # as of nearly all batches
             counts.append(rows)
+    if asked and _are_samples(batch, asked):
+        return asked
     counts += [len(part) for part in parts if _is_list_of_samples(part)]
     tensor = first_tensor(batch)
     if tensor is not None and tensor.ndim:
@@ -168,6 +202,8 @@ def _samples_of(batch: Any, batch_slice: BatchSlice) -> Any:
     """Return the samples of a micro-batch. Raises UserCodeError for other tensors."""
     total = batch_slice.total
     own = slice(batch_slice.start, batch_slice.start + batch_slice.count)
+    if _are_samples(batch, total):
+        return batch[own]
     has_lists = any(_is_list_of_samples(part) and len(part) == total for part in _parts_of(batch))
 
     def split(part: Any) -> Any:

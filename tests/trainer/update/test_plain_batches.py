@@ -325,6 +325,8 @@ class OfBoxes(Task):
     """The sum of a sample's boxes is to be that of its image, by a weight; one loss a sample."""
 
     def training_step(self, model, batch):
+        if len(batch[0]) == 3 and isinstance(batch[0][1], dict):  # the samples themselves
+            batch = tuple(zip(*batch, strict=True))
         images, targets, names = batch
         assert len(images) == len(targets) == len(names)
         sums = torch.stack([image.sum() for image in images])
@@ -341,6 +343,7 @@ COLLATED = {
     "stacked_images": _stacked,
     "lists": lambda samples: [list(part) for part in zip(*samples, strict=True)],
     "tuples": lambda samples: tuple(zip(*samples, strict=True)),
+    "samples": list,
 }
 
 
@@ -349,6 +352,8 @@ COLLATED = {
 @pytest.mark.parametrize("steps", [1, 2, 3])
 def test_lists_with_an_item_for_each_sample_are_split_with_the_update(collate, known, steps):
     # Batches of 3 and of 2: as many as the channels of an image, and as the boxes of a target.
+    if collate is list and not known:
+        pytest.skip("how many samples were asked for tells them from parts")
     loader = DataLoader(Boxes(), 3, collate_fn=collate)
     model = nn.Linear(1, 1, dtype=torch.float64)
     by_hand = copy.deepcopy(model)
@@ -368,6 +373,74 @@ def test_lists_with_an_item_for_each_sample_are_split_with_the_update(collate, k
         losses = [OfBoxes().training_step(by_hand, batch) for batch in loader]
     found = trainer.evaluate(given, "test")["test/loss"]
     assert found == pytest.approx(float(torch.cat(losses).mean()))
+
+
+class Bare(Dataset):
+    """Samples of one form, by their numbers."""
+
+    def __init__(self, make):
+        self.make = make
+
+    def __len__(self):
+        return 11
+
+    def __getitem__(self, index):
+        return self.make(index)
+
+
+def image(index):
+    return torch.full((3, 4, 4 + index), float(index))  # no two of one size
+
+
+BARE = {
+    "pairs": lambda index: (image(index), index),
+    "pairs of tensors": lambda index: (image(index), torch.tensor(index)),
+    "named": lambda index: {"image": image(index), "label": index},
+    "boxes": lambda index: (image(index), {"boxes": torch.zeros(index, 4)}),
+    "texts": lambda index: f"text {index}",
+}
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("size", [3, 4, 8])
+@pytest.mark.parametrize("make", [pytest.param(make, id=name) for name, make in BARE.items()])
+def test_a_batch_may_be_the_list_of_its_samples(make, size, steps):
+    # 11 samples: last batches of 2 or 3, and batches of as many as an image has channels.
+    data = Bare(make)
+    found = []
+    for micro_batch in PlainBatches(DataLoader(data, size, collate_fn=list), steps).epoch(0):
+        batch_slice = micro_batch.batch_slice
+        first = size * batch_slice.update
+        assert batch_slice.total == min(size, len(data) - first)
+        assert batch_slice.count == len(micro_batch.batch) == len(batch_slice.indices)
+        for index, sample in zip(batch_slice.indices, micro_batch.batch, strict=True):
+            assert str(sample) == str(data[index])
+            found.append(index)
+    assert found == list(range(len(data)))
+
+
+SQUARES = {
+    "two views": [torch.ones(2, 3), torch.zeros(2, 3)],
+    "named views": [{"x": torch.ones(2)}, {"x": torch.zeros(2)}],
+    "images and masks": (tuple(torch.ones(2, 3, 4)), tuple(torch.zeros(2, 3, 4))),
+    "images and boxes": (
+        tuple(torch.ones(2, 3, 4)),
+        ({"boxes": torch.ones(1, 4)}, {"boxes": torch.ones(2, 4)}),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SQUARES)
+def test_parts_that_are_as_many_as_samples_stay_parts(name):
+    batch = SQUARES[name]
+    loader = DataLoader(range(2), 2, collate_fn=lambda _: batch)
+    first, second = PlainBatches(loader, 2).epoch(0)
+    for micro_batch in (first, second):
+        assert micro_batch.batch_slice.count == 1
+        assert len(micro_batch.batch) == 2
+        for part in micro_batch.batch:
+            rows = next(iter(part.values())) if isinstance(part, dict) else part
+            assert len(rows) == 1
 
 
 def test_lists_of_a_models_inputs_and_what_is_no_row_are_split_as_before():
