@@ -255,6 +255,8 @@ class _Builder:
             where = f"{key}.milestones"
             arguments["milestones"] = [_to_step(value, steps, where) for value in milestones]
         size = arguments.get("step_size")
+        if isinstance(size, int) and size < 1:
+            refuse(f"{key}.step_size", f"{size!r}: expected a number of steps, 1 or more")
         if isinstance(size, float):
             arguments["step_size"] = max(1, _to_step(size, steps, f"{key}.step_size"))
         return arguments
@@ -338,6 +340,8 @@ def _to_step(value: Any, steps: int | None, key: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int | float):
         refuse(key, f"{value!r} is neither a step nor a fraction of the run")
     if isinstance(value, int):
+        if value < 0:
+            refuse(key, f"{value!r} is before the first step")
         return value
     if not 0 < value < 1:
         refuse(key, f"{value!r}: a fraction of the run must be between 0 and 1")

@@ -36,7 +36,11 @@ class Muon(torch.optim.Muon):
         adjust_lr_fn: Literal["original", "match_rms_adamw", "spectral_unclamped"] | None = None,
         normalized: bool = False,
     ) -> None:
-        # torch's constructor checks the options, and refuses kernels: it is given a matrix.
+        if ns_steps < 1 or not eps > 0:
+            raise ValueError(
+                f"ns_steps={ns_steps}, eps={eps}: expected at least 1, and more than 0"
+            )
+        # torch's constructor checks the other options, and refuses kernels: it is given a matrix.
         probe = [nn.Parameter(torch.zeros(1, 1))]
         super().__init__(
             probe,
