@@ -86,12 +86,12 @@ KNOWN_TO_ALL = (
 # changes it. A number goes down with what is thrown away, and up in the commit that brings a
 # capability. Lines are free.
 EXPRESSIONS = {
-    "conf": 2411,
-    "data": 10035,
-    "models": 1711,
-    "trainer": 22967,
-    "callbacks": 5057,
-    "scripts": 10244,
+    "conf": 2420,
+    "data": 10283,
+    "models": 1774,
+    "trainer": 23299,
+    "callbacks": 5075,
+    "scripts": 10251,
 }
 # Habits that make a line hard to read, per 1,000 code lines of the six packages: at most.
 HABITS = {
