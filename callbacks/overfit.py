@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from regimen.callbacks.support import check_positive
+from regimen.callbacks.support import check_finite, check_positive
 from regimen.trainer.callback import Callback
 from regimen.trainer.trainer import Trainer
 
@@ -15,6 +15,7 @@ class Overfit(Callback):
 
     def __init__(self, threshold: float = 0.01) -> None:
         check_positive(threshold=threshold)
+        check_finite(threshold=threshold)
         self._threshold = threshold
 
     def on_fit_start(self, trainer: Trainer) -> None:

@@ -45,7 +45,7 @@ class Progress(Callback):
     affects_result = False
 
     def __init__(self, bar: bool | None = None, every_seconds: float = 10.0) -> None:
-        check_positive(True, every_seconds=every_seconds)
+        check_positive(every_seconds=every_seconds)
         self._wants_bar = bar
         self._every_seconds = every_seconds
         self._bars = list[_Bar]()  # of the run and of its epoch

@@ -36,11 +36,16 @@ def check_least(least: float = 1, /, **options: float | None) -> None:
         require(is_allowed, f"{name}={value}: choose a finite number of at least {least}")
 
 
-def check_positive(infinite: bool = False, /, **options: float) -> None:
-    """Raise CallbackError for options that are 0, negative, NaN or, unless allowed, infinite."""
+def check_positive(**options: float) -> None:
+    """Raise CallbackError for options that are 0, negative or NaN; infinity is allowed."""
     for name, value in options.items():
         require(value > 0, f"{name}={value}: choose more than 0")
-        require(infinite or value < math.inf, f"{name}={value}: choose a finite number")
+
+
+def check_finite(**options: float) -> None:
+    """Raise CallbackError for options that are infinite or NaN."""
+    for name, value in options.items():
+        require(math.isfinite(value), f"{name}={value}: choose a finite number")
 
 
 def steps_of(key: str, value: float, total: int | None) -> int:

@@ -27,7 +27,11 @@ EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGUSR1: 143, sign
 
 # The types of errors that torch's and our modules raise for tensors that do not fit each other.
 SHAPE_ERRORS = (
-    *(RuntimeError, TypeError, ValueError, LookupError, AttributeError),
+    RuntimeError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
     AssertionError,  # of torchvision and timm, for images of another size and wrong boxes
 )
 # Packages whose errors are not attributed to the user's code.

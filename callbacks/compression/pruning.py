@@ -40,7 +40,7 @@ class Settings:
         )
         require(self.method in _METHODS, f"method={self.method}: choose {', '.join(_METHODS)}")
         require(self.scope in _SCOPES, f"scope={self.scope}: choose {', '.join(_SCOPES)}")
-        check_positive(True, norm=self.norm)
+        check_positive(norm=self.norm)
 
     def level(self, plan: range, step: int) -> float:
         """Return the share to prune after a step of the plan (Zhu and Gupta 2017)."""

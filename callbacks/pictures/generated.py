@@ -12,7 +12,7 @@ from regimen.callbacks.pictures.picture import (
     is_picture,
     sheet,
 )
-from regimen.callbacks.support import check_least, check_positive
+from regimen.callbacks.support import check_finite, check_least, check_positive
 from regimen.data.batch import inputs_of
 from regimen.trainer.task import tensors_of
 from regimen.trainer.trainer import Trainer
@@ -71,6 +71,7 @@ class GeneratedText(ValidationPicture):
         super().__init__(count, every_n_validations)
         check_least(prompt=prompt, length=length)
         check_positive(temperature=temperature)
+        check_finite(temperature=temperature)
         self._prompt = prompt
         self._length = length
         self._temperature = temperature

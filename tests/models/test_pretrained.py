@@ -10,6 +10,7 @@ import torchvision
 from torch import nn
 from torch.hub import get_dir
 
+from regimen.conf.errors import ConfigError
 from regimen.data.errors import MissingPackageError
 from regimen.models import torchvision_adapter
 from regimen.models.layers import NetworkError
@@ -468,7 +469,7 @@ def test_invalid_arguments_raise_errors_that_name_the_key(tmp_path):
         from_transformers("bert", 3, auto="AutoModel", config=TINY)
     with pytest.raises(NetworkError, match=r"model\.name="):
         from_transformers("bertt", 3, config=TINY)
-    with pytest.raises(NetworkError, match=r"model\.name="):
+    with pytest.raises(ConfigError, match=r"model\.name: there is no folder .*/absent/folder"):
         from_transformers(str(tmp_path / "absent" / "folder"), 3)
 
 

@@ -85,8 +85,8 @@ def write_tokenizer(data: Any, folder: Path) -> str | None:
         if node.get("template"):
             tokenizer.chat_template = read_template(node["template"])
     except ConfigError as error:
-        (problem,) = error.problems  # its message begins with what the key says
-        return f"no tokenizer is in the folder: {problem.key}={problem.message}"
+        (problem,) = error.problems
+        return f"no tokenizer is in the folder: {problem.key}: {problem.message}"
     tokenizer.save_pretrained(folder)
     return None
 

@@ -176,10 +176,11 @@ def test_where_a_key_was_written(mine):
     assert files[:2] == [f"{mine / 'experiment/mine.yaml'}:4", "command line: seed=3"]
     assert "conf/loader/default.yaml:" in (files[2] or "")
     assert files[3] is None
-    taken = compose(["experiment=resnet18", "data.split_seed=abc"])  # by another key
+    # What a key is taken over by: data.train.pack and others.
+    taken = compose(["experiment=chat", "model.name=m", "data.root=d", "data.pack=abc"])
     with pytest.raises(ConfigError) as caught, taken.locating():
         check_targets(parse(taken.config))
-    assert {p.file for p in caught.value.problems} == {"command line: data.split_seed=abc"}
+    assert {p.file for p in caught.value.problems} == {"command line: data.pack=abc"}
 
 
 def test_a_choice_cannot_leave_the_folder(mine):

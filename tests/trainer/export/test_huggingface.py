@@ -329,7 +329,7 @@ def test_a_tokenizer_that_is_gone_is_said(run, tmp_path, monkeypatch):
 
     lines = how_to_load(facts, path.parent)
 
-    assert "data.tokenizer=/nowhere/at/all" in facts["notes"][0]
+    assert "data.tokenizer: there is no folder /nowhere/at/all" in facts["notes"][0]
     assert "Tokenizer" not in "\n".join(lines)
     assert not (path.parent / "tokenizer.json").exists()
 

@@ -452,7 +452,7 @@ def test_what_cannot_be_answered_is_refused(tokenizer, val):
     data = {"data.val": val}
     without_tokenizer = task_of("/nowhere/at/all")
 
-    with pytest.raises(ConfigError, match=r"data.tokenizer: /nowhere/at/all"):
+    with pytest.raises(ConfigError, match=r"data.tokenizer: there is no folder /nowhere/at/all"):
         without_tokenizer.check_evaluation(network(), data)
 
     task = task_of(folder)
