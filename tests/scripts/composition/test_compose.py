@@ -176,8 +176,9 @@ def test_where_a_key_was_written(mine):
     assert files[:2] == [f"{mine / 'experiment/mine.yaml'}:4", "command line: seed=3"]
     assert "conf/loader/default.yaml:" in (files[2] or "")
     assert files[3] is None
-    # What a key is taken over by: data.train.pack and others.
-    taken = compose(["experiment=chat", "model.name=m", "data.root=d", "data.pack=abc"])
+    # A key that others take their values from: data.train.pack is the one that is refused.
+    folders = ["data.root=d", "data.tokenizer=t"]
+    taken = compose(["experiment=resnet18", "data=chat", *folders, "data.pack=abc"])
     with pytest.raises(ConfigError) as caught, taken.locating():
         check_targets(parse(taken.config))
     assert {p.file for p in caught.value.problems} == {"command line: data.pack=abc"}
