@@ -344,7 +344,7 @@ def test_code_of_a_tokenizer_is_not_run(run, folders, tmp_path, monkeypatch):
     node = dict(run.config.data.train)
     monkeypatch.setattr(run.config.data, "train", node | {"tokenizer": str(folder)})
     _, facts = export_run(run, "peft", tmp_path / "out")
-    assert f"data.tokenizer={folder} is written in Python code of its own" in facts["notes"][0]
+    assert f"data.tokenizer: {folder} is written in Python code of its own" in facts["notes"][0]
 
 
 def test_a_model_that_cannot_be_asked_is_answered(run, tmp_path, monkeypatch):
