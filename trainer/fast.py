@@ -87,8 +87,9 @@ def _needs_wrapper(optimizer: Optimizer, hooks: Sequence[Callable[..., Any]]) ->
     if replaced is not None and not hasattr(replaced, "_wrapped_by_lr_sched"):
         return True
     # Those of ours, which start momentum with zeros, take no arguments and return nothing.
-    if not all(str(hook.__module__).startswith(_OURS) for hook in hooks):
-        return True
+    for hook in hooks:
+        if not str(hook.__module__).startswith(_OURS):
+            return True
     return bool(
         torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
         or optimizer._optimizer_step_post_hooks
