@@ -133,6 +133,7 @@ def test_the_loop_of_cifar10_by_hand_learns(digit_photographs):
     assert train_by_hand(digit_photographs, **small) >= 0.2  # by chance 0.1
 
 
+@pytest.mark.slow
 def test_the_gpu_benchmark_is_tried_on_a_cpu(digit_photographs):
     words = ["device=cpu", "limit=1", "widths=small", f"data.root={digit_photographs}"]
     found = dict(gpu.gpu(1, words))

@@ -82,6 +82,7 @@ def test_both_layouts_and_any_split_of_an_update_are_one_training(train, folders
     assert losses == pytest.approx(others, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_two_processes_and_evaluate_give_the_same_map(train, folders, tmp_path):
     words = [*SMALL, f"data.root={folders / 'coco'}", "trainer.max_steps=4", "model.score_thresh=0"]
     words += ["trainer.precision=fp64"]

@@ -152,6 +152,7 @@ def test_processes_and_compilers_prune_alike(ranks):
         assert (weights[name][mask] == 0).all()
 
 
+@pytest.mark.slow
 def test_processes_and_compilers_quantize_alike(ranks):
     alone = quantize(Strategy("cpu"))
     assert_alike(ranks, quantize, alone, 1e-5)
