@@ -33,7 +33,7 @@ _TRIES = 10  # boxes that torchvision draws at most
 _FIXED_POINT = 2**24  # the brightness of floating images is averaged in multiples of 1 / this
 
 
-def _check(least: float, most: float, /, **options: float | Sequence[float]) -> None:
+def _check_bounds(least: float, most: float, /, **options: float | Sequence[float]) -> None:
     """Raise ValueError for an option, or an entry of one, out of bounds, infinite or NaN."""
     for name, value in options.items():
         numbers = value if isinstance(value, Sequence) else [value]
@@ -53,7 +53,7 @@ class RandomHorizontalFlip:
     in_place = False  # set by the loader if nobody else holds the images: on a CPU they are changed
 
     def __post_init__(self) -> None:
-        _check(0, 1, p=self.p)
+        _check_bounds(0, 1, p=self.p)
 
     def draw(self, draws: Draws, height: int, width: int) -> Values:
         """Decide for each image."""
@@ -116,8 +116,8 @@ class RandomCrop:
     moves_pixels: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        _check(1, math.inf, size=self.size)
-        _check(0, math.inf, padding=self.padding)
+        _check_bounds(1, math.inf, size=self.size)
+        _check_bounds(0, math.inf, padding=self.padding)
 
     def draw(self, draws: Draws, height: int, width: int) -> Values:
         """Draw the top left corners. Raises DataError if the window is larger than the images."""
@@ -169,8 +169,8 @@ class RandomErasing:
     in_place = False  # as that of flips
 
     def __post_init__(self) -> None:
-        _check(0, 1, p=self.p, scale=self.scale)
-        _check(_LEAST_RATIO, math.inf, ratio=self.ratio)
+        _check_bounds(0, 1, p=self.p, scale=self.scale)
+        _check_bounds(_LEAST_RATIO, math.inf, ratio=self.ratio)
 
     def draw(self, draws: Draws, height: int, width: int) -> Values:
         """Draw boxes (top, left, height, width); height 0 if nothing is erased."""
@@ -222,9 +222,9 @@ class RandomResizedCrop:
     moves_pixels: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        _check(1, math.inf, size=self.size)
-        _check(0, 1, scale=self.scale)
-        _check(_LEAST_RATIO, math.inf, ratio=self.ratio)
+        _check_bounds(1, math.inf, size=self.size)
+        _check_bounds(0, 1, scale=self.scale)
+        _check_bounds(_LEAST_RATIO, math.inf, ratio=self.ratio)
 
     def draw(self, draws: Draws, height: int, width: int) -> Values:
         """Draw boxes (top, left, height, width); the middle of an image if none of ten fits."""
@@ -262,9 +262,9 @@ class RandomAffine:
     moves_pixels: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        _check(0, math.inf, degrees=self.degrees)
-        _check(0, 1, translate=self.translate)
-        _check(_LEAST_RATIO, math.inf, scale=self.scale)
+        _check_bounds(0, math.inf, degrees=self.degrees)
+        _check_bounds(0, 1, translate=self.translate)
+        _check_bounds(_LEAST_RATIO, math.inf, scale=self.scale)
 
     def draw(self, draws: Draws, height: int, width: int) -> Values:
         """Draw angles in radians, whole pixels to the right and down, and scales."""
@@ -301,7 +301,7 @@ class ColorJitter:
     saturation: float = 0.0
 
     def __post_init__(self) -> None:
-        _check(
+        _check_bounds(
             0,
             math.inf,
             brightness=self.brightness,

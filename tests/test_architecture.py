@@ -89,7 +89,7 @@ EXPRESSIONS = {
     "conf": 2420,
     "data": 10283,
     "models": 1774,
-    "trainer": 23296,
+    "trainer": 23297,
     "callbacks": 5078,
     "scripts": 10251,
 }

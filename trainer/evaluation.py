@@ -57,7 +57,11 @@ def evaluate(
     state = components.state
     loader = components.bind_loader(loader)
     if not getattr(getattr(loader, "dataset", None), "has_labels", True):
-        warn_without_labels(components, stage, "left out: the data have no labels")
+        warn_without_labels(
+            components,
+            stage,
+            f"no label counts in {stage}, whose figures are left out: the data have no labels",
+        )
         return {}
     means = MeanAccumulator(components.strategy.device)
     metrics = components.task.metrics()
@@ -89,7 +93,11 @@ def evaluate(
     means.add_missing_keys(group)
     values = means.means(group.reduce)
     if means.has_no_labels:
-        warn_without_labels(components, stage, f"left out: {WHY_NO_LABEL_COUNTS}")
+        warn_without_labels(
+            components,
+            stage,
+            f"no label counts in {stage}, whose figures are left out: {WHY_NO_LABEL_COUNTS}",
+        )
         return {}
     for name, metric in metrics.items():
         parts = named_values(name, merged(metric, components.strategy).compute())

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from regimen.trainer.errors import ModelError, qualified_name
+from regimen.trainer.errors import SHAPE_ERRORS, ModelError, qualified_name
 
 Call = Callable[[Mapping[str, Tensor]], Tensor]  # of a model: its logits [n, ...] for inputs
 
@@ -77,8 +77,8 @@ def check_rows(
     rows = [(first, second), (first, nothing), (second, nothing)]
     positions = [(places, places), (places, nothing), (places, nothing)]
     inputs = {
-        "input_ids": torch.stack([torch.cat(row) for row in rows]),
-        "position_ids": torch.stack([torch.cat(row) for row in positions]),
+        "input_ids": torch.stack([torch.cat(halves) for halves in rows]),
+        "position_ids": torch.stack([torch.cat(halves) for halves in positions]),
     }
     logits = _logits_in_evaluation(model, call, inputs)
     if logits is None:
@@ -112,7 +112,7 @@ def _logits_in_evaluation(
     try:
         with torch.no_grad():
             return call({name: tensor.to(device) for name, tensor in inputs.items()})
-    except (RuntimeError, TypeError, ValueError, LookupError, AttributeError):
+    except SHAPE_ERRORS:
         return None
     finally:
         for module, mode in modes:

@@ -367,7 +367,11 @@ class Updater:
             if name in _RESERVED_NAMES or name.startswith("epoch_"):
                 raise self._name_is_reserved(name)
         if self.log_accumulator.has_no_labels:
-            warn_without_labels(components, "train", f"0: {WHY_NO_LABEL_COUNTS}")
+            warn_without_labels(
+                components,
+                "train",
+                f"no label counts in train, whose figures are 0: {WHY_NO_LABEL_COUNTS}",
+            )
         if components.options.on_nonfinite == "stop":
             for name, value in means.items():
                 if not math.isfinite(value):
@@ -447,9 +451,9 @@ def _phases_of(components: Components) -> list[Phase]:
     ]
 
 
-def warn_without_labels(components: Components, stage: str, consequence: str) -> None:
-    """Warn once for each stage of which no label counts; `consequence`: of it for the figures."""
+def warn_without_labels(components: Components, stage: str, text: str) -> None:
+    """Warn once for each stage of which no label counts."""
     stages = components.unlabelled_stages
     if components.is_main and stage not in stages:
         stages.add(stage)
-        _log.warning("no label counts in %s, whose figures are %s", stage, consequence)
+        _log.warning("%s", text)
